@@ -5,19 +5,20 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-DEV_PACKAGES := pytest pyyaml hypothesis pytest-xdist syrupy ruff "pyright[nodejs]" xxhash safetensors transformers accelerate onnx ibm-fms
+DEV_PACKAGES := pytest pyyaml hypothesis pytest-xdist syrupy ruff "pyright[nodejs]" xxhash safetensors transformers accelerate onnx ibm-fms playwright pytest-timeout
 # The engines and the services that tests run for real.
 ENGINE_PACKAGES := onnxruntime onnxscript paddlepaddle triton "ray[client]" s3fs "moto[s3]" flask flask-cors
 BUILD_PACKAGES := "scikit-build-core>=0.10" cmake ninja "setuptools>=77"
 SOURCES := $(shell find src compat -name '*.py' -o -name '*.[ch]' -o -name '*.js' -o -name '*.css') compat/pyproject.toml
 
-.PHONY: help install demo test test-all lint chromium bench bench-faults clean
+.PHONY: help install demo test test-all lint chromium bench bench-faults mutants clean
 help:
 	@echo "make demo      plant a fault in a small model and let Driftline name it"
 	@echo "make test      lint, types and the test suite (under 10 minutes on 2 cores)"
 	@echo "make test-all  the same and the long sets: fuzzing, big models, 50 kills"
 	@echo "make bench     print every speed figure against its goal"
 	@echo "make bench-faults  plant faults, print how many are found, where, and how they are called"
+	@echo "make mutants   plant small mistakes in a copy of the source, print those no test notices"
 	@echo "make clean     remove what the above made"
 
 # torch comes first and by plain pip: with the pin satisfied nothing later pulls another build.
@@ -74,5 +75,10 @@ bench: install
 bench-faults: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults
 
+# `make mutants MUTANTS="--package gating --sample 40 --seed 1"`; see docs/architecture.md.
+MUTANTS ?= --sample 25
+mutants: install
+	$(BIN)/python tools/mutants.py $(MUTANTS)
+
 clean:
-	rm -rf $(VENV) .bench-venv build demo-output bench-output
+	rm -rf $(VENV) .bench-venv build demo-output bench-output mutants-output

@@ -10,9 +10,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from driftline.alignment.door import align_runs
-from driftline.runs.key import TensorKey
-from driftline.runs.record import Record
+from driftline.alignment.align import align_runs
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run, Storage, no_values
 
 SITES = 10_000

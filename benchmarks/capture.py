@@ -94,7 +94,7 @@ def run(rounds: int = ROUNDS) -> list[dict[str, Any]]:
     import torch
 
     from benchmarks.programs.infer_llama import build, prompt
-    from driftline.adapters.torch.door import capture
+    from driftline.captures.torch.framework import capture
     from driftline.runs.memory import MemorySink
 
     model = build("float32")

@@ -29,9 +29,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from driftline.formats.opening import open_run
-from driftline.runs.key import Port, TensorKey
-from driftline.runs.record import Record
+from driftline.formats.registry import open_run
+from driftline.runs.records import Port, Record, TensorKey
 from driftline.runs.writer import RunWriter
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,7 +66,7 @@ def above_files():
     return int(facts["RssAnon"].split()[0]) * 1024
 
 import driftline
-from driftline.formats.opening import open_run
+from driftline.formats.registry import open_run
 peak, going = 0, True
 
 def watch():

@@ -123,8 +123,7 @@ def measured_rates() -> Rates:
     from driftline import compare
     from driftline.numerics import kernel
     from driftline.numerics.dtypes import DTYPES
-    from driftline.runs.key import TensorKey
-    from driftline.runs.record import Record
+    from driftline.runs.records import Record, TensorKey
     from driftline.runs.writer import RunWriter
 
     bf16 = DTYPES["bfloat16"]

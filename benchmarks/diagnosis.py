@@ -17,7 +17,7 @@ ROUNDS = 3
 
 def run(rounds: int = ROUNDS) -> list[dict[str, Any]]:
     """Measure everything; see the module's own words for how."""
-    from driftline.diagnosis.door import diagnose_table
+    from driftline.diagnosis.api import diagnose_table
 
     table, trusted = _table(0, GUILTY), [_table(seed, SITES) for seed in (1, 2)]
     found = diagnose_table(table, noise=trusted)
@@ -48,9 +48,9 @@ def _table(seed: int, guilty: int) -> Any:
     """Sites in a chain, each with its input and output; from `guilty` on, forty times the error."""
     import numpy as np
 
-    from driftline.comparison.row import Row
-    from driftline.comparison.table import Table
-    from driftline.runs.key import TensorKey
+    from driftline.comparison.table.row import Row
+    from driftline.comparison.table.table import Table
+    from driftline.runs.records import TensorKey
 
     rng = np.random.default_rng(seed)
     rows: list[Row] = []

@@ -21,7 +21,7 @@ def run(rounds: int = ROUNDS) -> list[dict[str, Any]]:
     """Measure everything; see the module's own words for how."""
 
     from benchmarks.programs.infer_llama import build, prompt
-    from driftline.adapters.torch.watch_door import watch_errors
+    from driftline.captures.torch.errcheck.api import watch_errors
 
     model = build("float32")
     tokens = prompt()

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from driftline.runs.key import TensorKey
 from driftline.runs.reader import open_run
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.writer import RunWriter
 
 COUNT = 20_000

@@ -81,7 +81,7 @@ def run() -> list[Any]:
 
 
 def _measured(size: str, elements: int) -> dict[str, Any]:
-    from driftline.gating.door import compare
+    from driftline.comparison.pipeline import compare
 
     root = Path(tempfile.mkdtemp(prefix="driftline-npy-"))
     try:

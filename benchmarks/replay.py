@@ -29,12 +29,12 @@ import torch
 from torch import nn
 
 import driftline
-from driftline.adapters.torch.candidate import Candidate
-from driftline.adapters.torch.replaying import Replayer
-from driftline.adapters.torch.session import CaptureSession
-from driftline.launch.sinks import Nowhere
-from driftline.runs.manifest import create_run
+from driftline.captures.torch.session import CaptureSession
+from driftline.diagnosis.experiments.live.captured_calls import Candidate
+from driftline.diagnosis.experiments.live.replay import Replayer
 from driftline.runs.memory import MemorySink
+from driftline.runs.provenance import create_run
+from driftline.runs.sinks import Nowhere
 from driftline.runs.writer import RunWriter
 
 ROUNDS = 5

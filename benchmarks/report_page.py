@@ -1,6 +1,6 @@
 """The report in a real browser: 50 000 rows open, and scroll without a frame that a person notices.
 
-Drives Chromium with the harness of tests/browser and reads its own trace: what the page's main
+Drives Chromium as tests/browser does and reads its own trace: what the page's main
 thread was busy with while the table was scrolled, and how long frames were apart. Without Chromium
 it says so and measures nothing. `python -m benchmarks.report_page TRACE.json` also keeps the trace,
 for chrome://tracing.
@@ -13,7 +13,6 @@ import math
 import random
 import sys
 import tempfile
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,10 @@ _PARTS = (
 def big_table(rows: int = ROWS) -> Any:
     """A judged table as a deep decoder gives it over many steps; drift starts in layer 40."""
     from driftline.comparison.metrics.catalogue import STANDARD
-    from driftline.comparison.row import Row
-    from driftline.comparison.table import Side, Table
-    from driftline.gating.judge import judge
-    from driftline.runs.key import TensorKey
+    from driftline.comparison.table.row import Row
+    from driftline.comparison.table.table import Side, Table
+    from driftline.comparison.verdict.judge import judge
+    from driftline.runs.records import TensorKey
 
     rng = random.Random(0)
     found: list[Row] = []
@@ -93,74 +92,57 @@ def big_table(rows: int = ROWS) -> Any:
     return judge(Table(tuple(found), columns, reference=Side("ref"), candidate=Side("cand")))
 
 
-def _driving() -> Any:
+def _chromium() -> Any:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "browser"))
-    import driving
+    import chromium
 
-    return driving
+    return chromium
 
 
-def _opened(tab: Any, page: Path) -> float:
+def _opened(page: Any, path: Path) -> float:
     """Seconds from the start of loading until the page is built, by the page's own clock."""
-    tab.go("about:blank")
-    tab.go(page)
-    tab.wait("document.documentElement.dataset.ready === 'yes'", timeout=60.0)
-    return float(tab.eval("performance.getEntriesByName('ready')[0].startTime")) / 1000.0
+    page.goto("about:blank")
+    page.goto(path.as_uri())
+    page.wait_for_selector("html[data-ready=yes]", timeout=60_000)
+    return float(page.evaluate("performance.getEntriesByName('ready')[0].startTime")) / 1000.0
 
 
-def _trace(tab: Any, selector: str) -> list[dict[str, Any]]:
+def _trace(page: Any, selector: str) -> list[dict[str, Any]]:
     """Chromium's trace of the table being scrolled: flicks of the wheel, then jumps of the bar."""
-    left, top, width, height = tab.place(selector)
-    before = len(tab.events)
-    tab.ask(
-        "Tracing.start",
-        transferMode="ReportEvents",
-        traceConfig={
-            "includedCategories": [
-                *("devtools.timeline", "toplevel", "disabled-by-default-devtools.timeline.frame"),
-                *("disabled-by-default-devtools.timeline", "__metadata"),
-                *("latencyInfo", "blink.user_timing"),
-            ]
-        },
+    x, y = _chromium().point(page, selector)
+    browser = page.context.browser
+    browser.start_tracing(
+        page=page,
+        categories=[
+            *("devtools.timeline", "toplevel", "disabled-by-default-devtools.timeline.frame"),
+            *("disabled-by-default-devtools.timeline", "__metadata"),
+            *("latencyInfo", "blink.user_timing"),
+        ],
     )
-    x, y = left + width / 2, top + height / 2
-    tab.ask(
+    # By Chromium's own protocol: playwright turns the wheel in one jump.
+    page.context.new_cdp_session(page).send(
         "Input.synthesizeScrollGesture",
-        x=x,
-        y=y,
-        yDistance=-6000,
-        speed=6000,
-        gestureSourceType="mouse",
+        {"x": x, "y": y, "yDistance": -6000, "speed": 6000, "gestureSourceType": "mouse"},
     )
-    tab.eval(
-        f"""new Promise((done) => {{
-          const box = document.querySelector({json.dumps(selector)});
+    page.evaluate(
+        """(selector) => new Promise((done) => {
+          const box = document.querySelector(selector);
           let left = 15;
-          const move = () => {{
-            if (left-- > 0) {{
+          const move = () => {
+            if (left-- > 0) {
               box.scrollTop = Math.random() * box.scrollHeight;
               requestAnimationFrame(move);
-            }} else {{
+            } else {
               performance.mark("jumped");
               requestAnimationFrame(() => requestAnimationFrame(() => done(true)));
-            }}
-          }};
+            }
+          };
           performance.mark("jumping");
           requestAnimationFrame(move);
-        }})"""
+        })""",
+        selector,
     )
-    tab.ask("Tracing.end")
-    end = time.monotonic() + 30.0
-    while not any(e["method"] == "Tracing.tracingComplete" for e in tab.events[before:]):
-        if time.monotonic() > end:
-            raise RuntimeError("Chromium did not finish its trace")
-        time.sleep(0.05)
-    return [
-        event
-        for message in tab.events[before:]
-        if message["method"] == "Tracing.dataCollected"
-        for event in message["params"]["value"]
-    ]
+    return json.loads(browser.stop_tracing())["traceEvents"]
 
 
 def between_frames(trace: list[dict[str, Any]]) -> float:
@@ -219,35 +201,30 @@ def frames(trace: list[dict[str, Any]]) -> tuple[float, float, int]:
 
 
 def run(keep: Path | None = None) -> list[dict[str, object]]:
-    from driftline.pages.data import page_data
-    from driftline.pages.shell import embedded_page
+    from driftline.reporting.html.document import page_data
+    from driftline.reporting.html.page import embedded_page
 
-    driving = _driving()
-    program = driving.chromium()
-    if program is None:
-        print("  no Chromium here: nothing was measured")
-        return []
     text = embedded_page(page_data(big_table()))
     code = len(text) - len(text.partition('id="data">')[2].partition("</script>")[0])
-    browser = driving.Browser(program)
+    chromium = _chromium()
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            page = Path(folder) / "report.html"
-            page.write_text(text, encoding="utf-8")
-            tab = browser.tab(width=1440, height=900)
+        with chromium.launched() as browser, tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "report.html"
+            path.write_text(text, encoding="utf-8")
+            page = browser.new_page(viewport={"width": 1440, "height": 900})
             opened, firsts = [], []
             for _ in range(ROUNDS):
-                opened.append(_opened(tab, page))
-                firsts.append(_trace(tab, ".grid"))
-            found = [*firsts, *(_trace(tab, ".grid") for _ in range(_SCROLLS - ROUNDS))]
-            measured = [frames(trace) for trace in found]
-            gaps = [between_frames(trace) for trace in found]
-            if keep is not None:
-                best = min(range(_SCROLLS), key=lambda at: measured[at][0])
-                keep.write_text(json.dumps({"traceEvents": found[best]}))
-            tab.close()
-    finally:
-        browser.close()
+                opened.append(_opened(page, path))
+                firsts.append(_trace(page, ".grid"))
+            traces = [*firsts, *(_trace(page, ".grid") for _ in range(_SCROLLS - ROUNDS))]
+    except chromium.NoChromium as problem:
+        print(f"  {problem}: nothing was measured")
+        return []
+    measured = [frames(trace) for trace in traces]
+    gaps = [between_frames(trace) for trace in traces]
+    if keep is not None:
+        best = min(range(_SCROLLS), key=lambda index: measured[index][0])
+        keep.write_text(json.dumps({"traceEvents": traces[best]}))
     wall = min(each[0] for each in measured)
     cpu = max(each[1] for each in measured)
     drawn = sum(each[2] for each in measured)

@@ -35,8 +35,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from driftline.runs.key import Port, TensorKey
-from driftline.runs.record import Record
+from driftline.runs.records import Port, Record, TensorKey
 from driftline.runs.writer import RunWriter
 
 ROOT = Path(__file__).resolve().parent.parent

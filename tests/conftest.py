@@ -1,14 +1,23 @@
-"""A Python for programs of tests; what was left out of a run is said at its end."""
+"""A Python for programs of tests; each test draws the same numbers and has an end of its own.
+
+What was left out of a run is said at its end.
+"""
 
 from __future__ import annotations
 
 import gc
+import random
+import sys
 from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from warm_python import warm
+
+SLOW_SECONDS = 1800
+"""How long a test may take that is marked as slow and does not say for itself."""
+SEED = 20240229
 
 # How long an example takes says more of a busy machine than of us.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -34,6 +43,41 @@ def warm_compiler() -> Iterator[str]:
     """The same, and torch.compile with its own backends is imported too."""
     with warm("torch", "torch._dynamo", "torch._inductor.compile_fx") as python:
         yield python
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before any fixture: what a test draws depends neither on others nor on chance.
+
+    torch starts with another seed in each process; who imports it in a test seeds it there.
+    """
+    del item
+    random.seed(SEED)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(SEED)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(SEED)
+    if paddle := sys.modules.get("paddle"):
+        paddle.seed(SEED)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-plans",
+        action="store_true",
+        help="write the plans of tests/alignment into its golden files",
+    )
+    parser.addoption(
+        "--record-commands",
+        action="store_true",
+        help="write what the commands of tests/corpus print and write into its records",
+    )
 
 
 def pytest_collection() -> None:
@@ -79,7 +123,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
         terminalreporter.write_line(
             f"{len(left_out)} tests of the report and the viewer were skipped. Install Chromium "
-            "(Debian: apt-get install chromium), or name one with CHROMIUM=/path/to/it.",
+            "(Debian: apt-get install chromium) and playwright (pip install playwright), or name "
+            "a Chromium with CHROMIUM=/path/to/it.",
             red=True,
         )
     unbuilt = [

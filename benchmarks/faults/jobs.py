@@ -111,9 +111,8 @@ def trial(job: Job, ours: str = "cpu", theirs: str = "cpu") -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False  # on CUDA that is a fault of its own
     from driftline.testing.faults import FAULTS
-    from driftline.testing.faults.formats import COMPILED, unit_roundoff
-    from driftline.testing.faults.pairs import Setting, effect_of
-    from driftline.testing.faults.trials import METHODS, planted
+    from driftline.testing.faults.trials import METHODS, Setting, effect_of, planted
+    from driftline.testing.faults.variants import COMPILED, unit_roundoff
 
     if job.format in COMPILED or job.implementation == "inductor":
         # Code compiled for earlier trials would count against this one's limit, and beyond that

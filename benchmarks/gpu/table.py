@@ -169,7 +169,7 @@ def comparison() -> list[dict[str, Any]]:
     import torch
 
     try:
-        from driftline.adapters.torch.device.pairs import pair_on_device
+        from driftline.numerics.gpu.pairs import pair_on_device
     except ImportError:
         return []
     count = 1 << 28

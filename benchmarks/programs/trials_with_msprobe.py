@@ -16,7 +16,7 @@ import torch
 from msprobe.pytorch import PrecisionDebugger
 
 from driftline.testing.faults import FAULTS
-from driftline.testing.faults.pairs import Setting, candidate_of, reference_of
+from driftline.testing.faults.trials import Setting, candidate_of, reference_of
 
 
 def main() -> None:

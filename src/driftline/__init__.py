@@ -12,69 +12,69 @@ if TYPE_CHECKING:
     from typing import Any
 
     from driftline import operators as operators
-    from driftline.adapters.door import capture as capture
-    from driftline.adapters.door import step as step
-    from driftline.adapters.onnxruntime.door import capture_onnx as capture_onnx
-    from driftline.adapters.torch.watch_door import watch_errors as watch_errors
-    from driftline.comparison.storage import open_table as open_table
-    from driftline.diagnosis.door import diagnose as diagnose
-    from driftline.dialects.ait import DumpConfig as DumpConfig
-    from driftline.dialects.ait import register_hook as register_hook
-    from driftline.dialects.labels import gen_id as gen_id
-    from driftline.dialects.labels import set_label as set_label
-    from driftline.dialects.labels import set_task_id as set_task_id
-    from driftline.dialects.saving_hook import register_saving_hook as register_saving_hook
-    from driftline.formats.conversion import convert as convert
-    from driftline.formats.opening import open_run as open_run
-    from driftline.gating.checking import check as check
-    from driftline.gating.door import align as align
-    from driftline.gating.door import compare as compare
-    from driftline.gating.lockstep import lockstep as lockstep
-    from driftline.gating.models import compare_models as compare_models
-    from driftline.gating.sharding import compare_shard as compare_shard
-    from driftline.gating.sharding import merge as merge
-    from driftline.pages.assemble import report as report
-    from driftline.remote.door import push as push
-    from driftline.tolerance.calibration import calibrate as calibrate
-    from driftline.tolerance.thresholds import load_thresholds as load_thresholds
-    from driftline.topology.door import atb_json_to_onnx as atb_json_to_onnx
-    from driftline.topology.door import topology_to_onnx as topology_to_onnx
-    from driftline.viewer.door import serve as serve
-    from driftline.viewer.door import view as view
+    from driftline.captures.api import capture as capture
+    from driftline.captures.api import step as step
+    from driftline.captures.onnxruntime.api import capture_onnx as capture_onnx
+    from driftline.captures.torch.errcheck.api import watch_errors as watch_errors
+    from driftline.comparison.live_models import compare_models as compare_models
+    from driftline.comparison.live_models import lockstep as lockstep
+    from driftline.comparison.pipeline import align as align
+    from driftline.comparison.pipeline import check as check
+    from driftline.comparison.pipeline import compare as compare
+    from driftline.comparison.shards import compare_shard as compare_shard
+    from driftline.comparison.shards import merge as merge
+    from driftline.comparison.table.files import open_table as open_table
+    from driftline.comparison.tolerance.calibration import calibrate as calibrate
+    from driftline.comparison.tolerance.thresholds import load_thresholds as load_thresholds
+    from driftline.diagnosis.api import diagnose as diagnose
+    from driftline.dialects.aclcmp.labels import gen_id as gen_id
+    from driftline.dialects.aclcmp.labels import set_label as set_label
+    from driftline.dialects.aclcmp.labels import set_task_id as set_task_id
+    from driftline.dialects.ait.hooks import DumpConfig as DumpConfig
+    from driftline.dialects.ait.hooks import register_hook as register_hook
+    from driftline.dialects.paddle_hook.hook import register_saving_hook as register_saving_hook
+    from driftline.formats.convert.convert import convert as convert
+    from driftline.formats.registry import open_run as open_run
+    from driftline.graphs.open import atb_json_to_onnx as atb_json_to_onnx
+    from driftline.graphs.open import topology_to_onnx as topology_to_onnx
+    from driftline.reporting.html.report import report as report
+    from driftline.reporting.viewer.api import serve as serve
+    from driftline.reporting.viewer.api import view as view
+    from driftline.runs.stores.api import push as push
 
 __version__ = "0.1.0"
 
 _DOORS = {
-    "capture": "driftline.adapters.door:capture",
-    "step": "driftline.adapters.door:step",
-    "watch_errors": "driftline.adapters.torch.watch_door:watch_errors",
-    "capture_onnx": "driftline.adapters.onnxruntime.door:capture_onnx",
-    "convert": "driftline.formats.conversion:convert",
-    "align": "driftline.gating.door:align",
+    "capture": "driftline.captures.api:capture",
+    "step": "driftline.captures.api:step",
+    "watch_errors": "driftline.captures.torch.errcheck.api:watch_errors",
+    "capture_onnx": "driftline.captures.onnxruntime.api:capture_onnx",
+    "convert": "driftline.formats.convert.convert:convert",
+    "align": "driftline.comparison.pipeline:align",
     "operators": "driftline.operators:",
-    "open_run": "driftline.formats.opening:open_run",
-    "compare": "driftline.gating.door:compare",
-    "compare_models": "driftline.gating.models:compare_models",
-    "lockstep": "driftline.gating.lockstep:lockstep",
-    "compare_shard": "driftline.gating.sharding:compare_shard",
-    "merge": "driftline.gating.sharding:merge",
-    "diagnose": "driftline.diagnosis.door:diagnose",
-    "open_table": "driftline.comparison.storage:open_table",
-    "push": "driftline.remote.door:push",
-    "report": "driftline.pages.assemble:report",
-    "view": "driftline.viewer.door:view",
-    "serve": "driftline.viewer.door:serve",
-    "calibrate": "driftline.tolerance.calibration:calibrate",
-    "check": "driftline.gating.checking:check",
-    "load_thresholds": "driftline.tolerance.thresholds:load_thresholds",
-    "topology_to_onnx": "driftline.topology.door:topology_to_onnx",
-    "atb_json_to_onnx": "driftline.topology.door:atb_json_to_onnx",
-    "DumpConfig": "driftline.dialects.ait:DumpConfig",
-    "register_hook": "driftline.dialects.ait:register_hook",
-    "register_saving_hook": "driftline.dialects.saving_hook:register_saving_hook",
-    "set_label": "driftline.dialects.labels:set_label",
-    "gen_id": "driftline.dialects.labels:gen_id",
-    "set_task_id": "driftline.dialects.labels:set_task_id",
+    "open_run": "driftline.formats.registry:open_run",
+    "compare": "driftline.comparison.pipeline:compare",
+    "compare_models": "driftline.comparison.live_models:compare_models",
+    "lockstep": "driftline.comparison.live_models:lockstep",
+    "compare_shard": "driftline.comparison.shards:compare_shard",
+    "merge": "driftline.comparison.shards:merge",
+    "diagnose": "driftline.diagnosis.api:diagnose",
+    "open_table": "driftline.comparison.table.files:open_table",
+    "push": "driftline.runs.stores.api:push",
+    "report": "driftline.reporting.html.report:report",
+    "view": "driftline.reporting.viewer.api:view",
+    "serve": "driftline.reporting.viewer.api:serve",
+    "calibrate": "driftline.comparison.tolerance.calibration:calibrate",
+    "check": "driftline.comparison.pipeline:check",
+    "load_thresholds": "driftline.comparison.tolerance.thresholds:load_thresholds",
+    "topology_to_onnx": "driftline.graphs.open:topology_to_onnx",
+    "atb_json_to_onnx": "driftline.graphs.open:atb_json_to_onnx",
+    "DumpConfig": "driftline.dialects.ait.hooks:DumpConfig",
+    "register_hook": "driftline.dialects.ait.hooks:register_hook",
+    "register_saving_hook": "driftline.dialects.paddle_hook.hook:register_saving_hook",
+    "set_label": "driftline.dialects.aclcmp.labels:set_label",
+    "gen_id": "driftline.dialects.aclcmp.labels:gen_id",
+    "set_task_id": "driftline.dialects.aclcmp.labels:set_task_id",
 }
 
 __all__ = [

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from driftline.adapters.reduction import Reduction
-from driftline.adapters.selection import Selection
-from driftline.adapters.torch.session import CaptureSession
-from driftline.runs.key import TensorKey
+from driftline.captures.options import Reduction
+from driftline.captures.selection import Selection
+from driftline.captures.torch.session import CaptureSession
 from driftline.runs.memory import MemorySink
+from driftline.runs.records import TensorKey
 
 
 class Captured:

@@ -10,8 +10,8 @@ import torch
 
 import driftline
 from driftline.alignment.plan import Plan
-from driftline.comparison.table import Table
-from driftline.gating.divergence import Divergence, find_divergence
+from driftline.comparison.table.table import Table
+from driftline.comparison.verdict.divergence import Divergence, find_divergence
 from driftline.runs.memory import MemorySink
 from driftline.runs.run import Run
 

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 import driftline
-from driftline.adapters.torch.calls import CallTap
-from driftline.adapters.torch.profile import ProfileTap
-from driftline.adapters.torch.session import CaptureSession
-from driftline.formats.atb_sheets import read_operations, read_profile
-from driftline.runs.calls import Call, CallTensor, read_calls
-from driftline.runs.sheets import operation_sheet
+from driftline.captures.torch.operators.call_list import CallTap
+from driftline.captures.torch.profiler import ProfileTap
+from driftline.captures.torch.session import CaptureSession
+from driftline.formats.ascend.atb.tables import read_operations, read_profile
+from driftline.graphs.model import seen_at
+from driftline.graphs.sources.calls import calls_graph
+from driftline.runs.sidecars.calls import Call, CallTensor, read_calls
+from driftline.runs.sidecars.operator_sheets import operation_sheet
 from driftline.runs.writer import RunWriter
-from driftline.topology.calls_graph import calls_graph
-from driftline.topology.graph import seen_at
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ import capture_zoo as zoo
 import pytest
 import torch
 
-from driftline.adapters.torch.door import capture
+from driftline.captures.torch.framework import capture
 from driftline.runs.memory import MemorySink
 
 MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {

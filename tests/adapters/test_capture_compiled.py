@@ -12,8 +12,8 @@ from capture_zoo import build, feed, one_thread
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from driftline.adapters.torch.door import capture
-from driftline.adapters.torch.session import CaptureSession
+from driftline.captures.torch.framework import capture
+from driftline.captures.torch.session import CaptureSession
 from driftline.runs.memory import MemorySink
 
 
@@ -182,3 +182,37 @@ def test_the_plain_call_is_back_when_the_last_session_ends() -> None:
             pass
         assert nn.Module.__call__ is not before
     assert nn.Module.__call__ is before
+
+
+def test_a_wrapper_that_another_library_set_meanwhile_stays_when_a_capture_ends() -> None:
+    before = nn.Module.__call__
+    model, x = _model(), torch.ones(2, 8)
+    seen: list[str] = []
+    try:
+        with capture(model, MemorySink()):
+            below = nn.Module.__call__
+
+            def another(self: nn.Module, *args: object, **kwargs: object) -> object:
+                seen.append(type(self).__name__)
+                return below(self, *args, **kwargs)
+
+            nn.Module.__call__ = another
+            model(x)
+        seen.clear()
+        assert nn.Module.__call__ is another
+        model(x)
+        calls = len(seen)
+        assert calls > 4
+        # Ours stays below the other one, and is not set twice by the next capture.
+        sink = MemorySink()
+        with capture(model, sink):
+            model(x)
+        assert nn.Module.__call__ is another
+        assert len({record.key.site for record in sink.run().records}) > 2
+        assert len(seen) == 2 * calls
+        nn.Module.__call__ = below  # it leaves, as it came
+        with capture(model, MemorySink()):
+            model(x)
+        assert nn.Module.__call__ is before
+    finally:
+        nn.Module.__call__ = before

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import driftline
-from driftline.adapters.selection import Selection
+from driftline.captures.selection import Selection
 from driftline.errors import AlreadyThere, BadInput
 
 

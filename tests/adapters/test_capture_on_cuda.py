@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 import driftline
-from driftline.adapters.torch.device.pairs import moments_of, pair_on_device
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.fields import PairMoments
+from driftline.numerics.gpu.pairs import moments_of, pair_on_device
 from driftline.runs.memory import MemorySink
 
 pytestmark = [
@@ -401,7 +401,7 @@ def test_a_pair_is_measured_on_the_device_as_on_the_host(
 def test_lockstep_on_the_device_finds_the_layer_and_agrees_with_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from driftline.gating import models
+    from driftline.comparison import live_models as models
 
     good = net(dtype=torch.float32)
     bad = copy.deepcopy(good)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from driftline.adapters.torch.door import capture
+from driftline.captures.torch.framework import capture
 from driftline.runs.memory import MemorySink
 
 
@@ -108,7 +108,7 @@ def test_inputs_are_taken_before_the_module_changes_them_and_after_when_asked() 
             return x.mul_(2)
 
     model = nn.Sequential(Doubling())
-    from driftline.adapters.selection import Selection
+    from driftline.captures.selection import Selection
 
     sink = MemorySink()
     with capture(model, sink, selection=Selection(sites=("0",), time=2)):
@@ -224,13 +224,13 @@ def test_a_sink_that_breaks_does_not_break_the_program() -> None:
 def test_a_fault_of_the_capture_itself_is_an_event_and_leaves_no_frame_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from driftline.adapters.torch import flatten
+    from driftline.captures.torch import layers
 
     def fails(*args: Any) -> Any:
         raise RuntimeError("planted")
 
     model, sink = nn.Sequential(nn.Linear(2, 2)), MemorySink()
-    monkeypatch.setattr(flatten, "inputs", fails)
+    monkeypatch.setattr(layers, "inputs", fails)
     with capture(model, sink) as running:
         assert model(torch.ones(1, 2)).shape == (1, 2)
         assert running.session.frames() == []

@@ -13,10 +13,11 @@ from capture_zoo import one_thread
 from torch import nn
 
 import driftline
-from driftline.adapters.torch.graphs import compiling, stamps
+from driftline.captures.torch.compile import call_origins
+from driftline.captures.torch.compile import tap as compiling
 from driftline.errors import BadInput
-from driftline.runs.calls import GRAPHS
-from driftline.runs.graphs import Graph, read_graphs
+from driftline.graphs.sources.graph_files import Graph, read_graphs
+from driftline.runs.sidecars.calls import GRAPHS
 
 
 class Block(nn.Module):
@@ -337,7 +338,7 @@ def test_a_model_that_fails_to_compile_gives_its_own_error_and_no_graph(tmp_path
 def test_a_graph_that_we_cannot_execute_is_left_to_its_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from driftline.adapters.torch.graphs import tap
+    from driftline.captures.torch.compile import tap
 
     def refused(*args: Any) -> Any:
         raise RuntimeError("a thing we do not know")
@@ -376,7 +377,7 @@ def test_nothing_is_left_behind_when_a_capture_is_over(tmp_path: Path) -> None:
     assert calls == [1, 1]  # compiled anew, by the program's backend
     assert (OutputGraph.call_user_compiler, proxy_tensor.proxy_call) == before
     assert len(graphs(tmp_path / "fx")) == 1
-    assert not compiling._listeners and not stamps._users
+    assert not compiling._listeners and not call_origins._users
 
 
 @pytest.mark.parametrize(

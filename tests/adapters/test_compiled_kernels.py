@@ -15,11 +15,11 @@ from capture_zoo import one_thread
 from torch import nn
 
 import driftline
-from driftline.alignment.door import align_runs
-from driftline.alignment.planfile import write_plan
-from driftline.runs.calls import GRAPHS
-from driftline.runs.graphs import Graph, read_graphs
-from driftline.runs.narrowed import only
+from driftline.alignment.align import align_runs
+from driftline.alignment.plan_file import write_plan
+from driftline.graphs.sources.graph_files import Graph, read_graphs
+from driftline.runs.sidecars.calls import GRAPHS
+from driftline.runs.views import only
 
 decomposition: Any = importlib.import_module("torch._inductor.decomposition")
 metrics: Any = importlib.import_module("torch._inductor.metrics")

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import driftline
-from driftline.runs.calls import GRAPHS
-from driftline.runs.graphs import read_graphs
+from driftline.graphs.sources.graph_files import read_graphs
+from driftline.runs.sidecars.calls import GRAPHS
 
 pytestmark = [
     pytest.mark.cuda,

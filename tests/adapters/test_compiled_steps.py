@@ -10,7 +10,7 @@ import torch._dynamo
 from torch import nn
 
 import driftline
-from driftline.formats.opening import open_run
+from driftline.formats.registry import open_run
 
 STEPS = 3
 

@@ -9,16 +9,17 @@ import pytest
 import torch
 from interpreted import needs_interpreter
 
-from driftline.adapters.torch.device import digests, sheets
-from driftline.adapters.torch.device.pairs import moments_of, pair_on_device
-from driftline.adapters.torch.device.places import HostPlace
-from driftline.adapters.torch.device.sheets import Sheet, Tables, kind_of
+from driftline.captures.torch.device import summaries
+from driftline.captures.torch.device.cuda import HostPlace
+from driftline.captures.torch.device.summaries import Sheet, Tables, kind_of
 from driftline.numerics import definitions
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.fields import PairMoments, Summary
+from driftline.numerics.gpu import digest as digests
+from driftline.numerics.gpu.pairs import moments_of, pair_on_device
 
 pytestmark = needs_interpreter
-sheets._FIRST_TABLE = 1024  # the interpreter takes seconds for the usual one
+summaries._FIRST_TABLE = 1024  # the interpreter takes seconds for the usual one
 COUNT = 2113  # a tile of 2048, a group, and one element
 
 

@@ -13,14 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from driftline.adapters.snapshot import Snapshot
-from driftline.adapters.torch.device import flights, native
-from driftline.adapters.torch.device.flights import Constant, Flight, Group
-from driftline.runs.key import TensorKey
-from driftline.runs.lines import check_line, decoder, record_of
+from driftline.captures.recorder import Snapshot
+from driftline.captures.torch.device import summaries
+from driftline.captures.torch.device.summaries import Constant, Flight, Group
+from driftline.numerics.gpu import launcher
+from driftline.runs.index_lines import check_line, decoder, record_of
+from driftline.runs.records import TensorKey
 
 needs_library = pytest.mark.skipif(
-    native.library() is None, reason="the library for devices was not built"
+    launcher.library() is None, reason="the library for devices was not built"
 )
 NUMBERS = st.floats(width=64, allow_nan=False, allow_infinity=False)
 ROWS = st.tuples(
@@ -68,7 +69,7 @@ def test_lines_made_in_c_say_what_those_of_python_say(drawn: list[Any], kept: An
     made = group([row(one) for one in drawn], constant(kept), first=1)
     fast = made.lines(41).splitlines()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flights.native, "lines", lambda *_: None)
+        patch.setattr(summaries.launcher, "lines", lambda *_: None)
         slow = made.lines(41).splitlines()
     # As values: of two shortest texts of a number each may take another one.
     assert [json.loads(line) for line in fast] == [json.loads(line) for line in slow]

@@ -16,19 +16,18 @@ from interpreted import needs_interpreter
 from torch import nn
 
 import driftline
-from driftline.adapters.budgets import Budgets
-from driftline.adapters.torch import snapshot as snapshots
-from driftline.adapters.torch.device import graph_watch, sheets
-from driftline.adapters.torch.device.desk import Desk
-from driftline.adapters.torch.device.launching import CannotLaunch, Kernel
-from driftline.adapters.torch.device.places import HostPlace, _Reached
-from driftline.adapters.torch.device.transfers import Transfers
-from driftline.adapters.torch.door import capture
+from driftline.captures.options import Budgets
+from driftline.captures.torch import tensors as snapshots
+from driftline.captures.torch.device import cuda, summaries
+from driftline.captures.torch.device.cuda import HostPlace, _Reached
+from driftline.captures.torch.device.memory import Desk, Transfers
+from driftline.captures.torch.framework import capture
 from driftline.errors import BadInput
+from driftline.numerics.gpu.launcher import CannotLaunch, Kernel
 from driftline.runs.memory import MemorySink
 
 pytestmark = needs_interpreter
-sheets._FIRST_TABLE = 1024  # the interpreter takes seconds for the usual one
+summaries._FIRST_TABLE = 1024  # the interpreter takes seconds for the usual one
 
 
 class Net(nn.Module):
@@ -215,9 +214,9 @@ def test_memory_that_runs_out_in_capture_leaves_summaries_and_the_program_alone(
 
 
 def test_a_machine_without_triton_goes_over_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    from driftline.adapters.torch.device import launching
+    from driftline.numerics.gpu import launcher
 
-    monkeypatch.setattr(launching, "why_not", lambda: "Triton is not installed")
+    monkeypatch.setattr(launcher, "why_not", lambda: "Triton is not installed")
     made = run("summary")
     assert len(made.records) == 6
     assert made.records[0].digest.startswith(("xxh3", "blake2b"))
@@ -334,14 +333,14 @@ def test_a_graph_that_could_not_be_recorded_leaves_capture_as_it_was(
     def fails(*_: Any) -> None:
         raise RuntimeError("a recording is under way")
 
-    monkeypatch.setitem(graph_watch._plain, "capture_begin", fails)
+    monkeypatch.setitem(cuda._plain, "capture_begin", fails)
     model, sink = Net(), MemorySink()
     watching = capture(model, sink)
     watching.session.arrivals.pretends = True
     with torch.no_grad(), watching:
-        graph_watch._watching[:] = [watching.session.arrivals]
+        cuda._watching[:] = [watching.session.arrivals]
         with pytest.raises(RuntimeError, match="under way"):
-            graph_watch._capture_begin(None)
+            cuda._capture_begin(None)
         model(torch.randn(3, 8))
         watching.session.flush()
         assert len(sink.run().records) == 6

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from driftline import open_run
-from driftline.adapters.findings import Finding, read_findings
-from driftline.adapters.torch.watch_door import ErrorWatch, watch_errors
+from driftline.captures.errcheck.findings import Finding, read_findings
+from driftline.captures.torch.errcheck.api import ErrorWatch, watch_errors
 from driftline.errors import BadInput
 
 INF = float("inf")
@@ -293,7 +293,7 @@ class TestTypes:
     def test_headroom_is_kept_per_site(self, watch) -> None:
         with watch("saturation") as w:
             torch.full((2,), 1024.0, dtype=torch.float16) * 32
-        from driftline.adapters.findings import headroom_rows
+        from driftline.captures.errcheck.findings import headroom_rows
 
         rows = {row[0]: row[3] for row in headroom_rows(w.reporter.peaks, {})}
         assert rows["(program)/aten.mul"] == pytest.approx(1.0, abs=0.01)
@@ -320,8 +320,8 @@ class TestTypes:
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
     def test_a_device_counts_what_the_host_counts(self, dtype: torch.dtype) -> None:
-        from driftline.adapters.torch.device_sheets import count_small
-        from driftline.adapters.torch.screen import pattern_of, read
+        from driftline.captures.torch.errcheck.devices import count_small
+        from driftline.captures.torch.errcheck.inspect import pattern_of, read
 
         tiny = torch.finfo(dtype).tiny
         x = torch.tensor(

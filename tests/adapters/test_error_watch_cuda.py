@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from driftline import open_run
-from driftline.adapters.torch.watch_door import ErrorWatch, watch_errors
+from driftline.captures.torch.errcheck.api import ErrorWatch, watch_errors
 
 pytestmark = [
     pytest.mark.cuda,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from driftline.adapters.torch.watch_door import watch_errors
+from driftline.captures.torch.errcheck.api import watch_errors
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from driftline.adapters.torch.watch_door import ErrorWatch, watch_errors
+from driftline.captures.torch.errcheck.api import ErrorWatch, watch_errors
 
 INF = float("inf")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from driftline.adapters.torch.watch_door import ErrorWatch, watch_errors
-from driftline.runs.calls import read_calls
+from driftline.captures.torch.errcheck.api import ErrorWatch, watch_errors
+from driftline.runs.sidecars.calls import read_calls
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from driftline.adapters.torch import flatten
+from driftline.captures.torch import layers
 
 
 class Pair(NamedTuple):
@@ -47,7 +47,7 @@ class Opaque:
 
 
 def _names(value: Any, **options: Any) -> list[tuple[str, str]]:
-    return [(slot, alias) for slot, alias, _ in flatten.outputs(value, **options)]
+    return [(slot, alias) for slot, alias, _ in layers.outputs(value, **options)]
 
 
 T = torch.ones(2)
@@ -85,13 +85,13 @@ def test_a_cache_is_walked_by_layer_as_the_tuples_it_replaced() -> None:
     whole = [slot for slot, _ in _names({"past": cache})]
     assert whole == [f"past.{layer}.{part}" for layer in range(3) for part in range(2)]
     assert [s for s, _ in _names({"past": cache}, cache=1)] == ["past.1.0", "past.1.1"]
-    assert _names({"past": cache}, cache=flatten.NO_CACHE) == []
+    assert _names({"past": cache}, cache=layers.NO_CACHE) == []
 
 
 def test_endless_nesting_ends() -> None:
     endless: list[Any] = [T]
     endless.append(endless)
-    assert len(_names(endless)) == flatten.MAX_DEPTH
+    assert len(_names(endless)) == layers.MAX_DEPTH
 
 
 def test_decorated_forwards_are_bound_to_the_names_of_the_wrapped_one() -> None:
@@ -112,23 +112,23 @@ def test_decorated_forwards_are_bound_to_the_names_of_the_wrapped_one() -> None:
         @decorate
         def forward(self, other: Any, *rest: Any, flag: Any = None) -> None: ...
 
-    one, two = flatten.binding_of(One().forward), flatten.binding_of(Two().forward)
+    one, two = layers.binding_of(One().forward), layers.binding_of(Two().forward)
     assert one.names == ("first", "second")
     assert two.names == ("other",)
-    found = flatten.inputs(two, (T, T), {"flag": T})
+    found = layers.inputs(two, (T, T), {"flag": T})
     assert [(s, a) for s, a, _ in found] == [("other", "0"), ("1", ""), ("flag", "")]
-    by_name = flatten.inputs(two, (), {"other": T})
+    by_name = layers.inputs(two, (), {"other": T})
     assert [(s, a) for s, a, _ in by_name] == [("other", "0")]
 
 
 def test_no_two_tensors_of_one_call_share_a_slot() -> None:
     a, b, c, d = (torch.full((1,), float(i)) for i in range(4))
-    found = flatten.outputs({"a": {"b": a}, "a.b": b, 1: c, "1": d})
+    found = layers.outputs({"a": {"b": a}, "a.b": b, 1: c, "1": d})
     assert [(slot, tensor.item()) for slot, _, tensor in found] == [
         ("a.b", 0.0),
         ("a.b~1", 1.0),
         ("1", 2.0),
         ("1~1", 3.0),
     ]
-    binding = flatten.binding_of(lambda *args, **kwargs: None)
-    assert [slot for slot, _, _ in flatten.inputs(binding, (a,), {"0": b})] == ["0", "0~1"]
+    binding = layers.binding_of(lambda *args, **kwargs: None)
+    assert [slot for slot, _, _ in layers.inputs(binding, (a,), {"0": b})] == ["0", "0~1"]

@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from driftline.adapters.torch.session import CaptureSession
+from driftline.captures.torch.session import CaptureSession
 
 EVERYTHING = ("modules", "gradients", "ops", "params")
 

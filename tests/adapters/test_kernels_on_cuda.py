@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import driftline
-from driftline.formats.atb_sheets import read_operations, read_profile
+from driftline.formats.ascend.atb.tables import read_operations, read_profile
 
 pytestmark = [
     pytest.mark.cuda,

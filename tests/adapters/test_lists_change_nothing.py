@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import driftline
-from driftline.adapters.torch.calls import CallTap
-from driftline.adapters.torch.profile import ProfileTap
-from driftline.adapters.torch.session import CaptureSession
+from driftline.captures.torch.operators.call_list import CallTap
+from driftline.captures.torch.profiler import ProfileTap
+from driftline.captures.torch.session import CaptureSession
 from driftline.runs.writer import RunWriter
 
 

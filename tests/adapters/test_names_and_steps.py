@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import driftline
-from driftline.adapters.selection import Selection
-from driftline.adapters.torch.door import capture
-from driftline.adapters.torch.session import CaptureSession
+from driftline.captures.selection import Selection
+from driftline.captures.torch.framework import capture
+from driftline.captures.torch.session import CaptureSession
 from driftline.runs.memory import MemorySink
 
 
@@ -97,7 +97,7 @@ def test_an_encoder_called_by_itself_has_its_name_in_the_model(copied: bool) -> 
 
 
 def driftline_digest() -> Any:
-    from driftline.adapters.reduction import Reduction
+    from driftline.captures.options import Reduction
 
     return Reduction("digest")
 
@@ -357,7 +357,7 @@ def test_a_forked_child_writes_a_folder_of_its_own(tmp_path: Any) -> None:
 
 
 def test_the_module_tree_carries_ids_parameters_and_execution_order() -> None:
-    from driftline.topology.tree import ModuleTree
+    from driftline.graphs.module_tree import ModuleTree
 
     model, sink = nn.Sequential(Tiny(), nn.ReLU()), MemorySink()
     with capture(model, sink):

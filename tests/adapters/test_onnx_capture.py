@@ -15,10 +15,10 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import driftline
-from driftline.adapters.onnxruntime import inference
-from driftline.adapters.onnxruntime.graph import Graph
-from driftline.adapters.onnxruntime.loading import load_graph
-from driftline.adapters.onnxruntime.recording import Sight, portions
+from driftline.captures.onnxruntime import sessions
+from driftline.captures.onnxruntime.graph import Graph
+from driftline.captures.onnxruntime.model_file import load_graph
+from driftline.captures.onnxruntime.recorder import Sight, portions
 from driftline.runs.memory import MemorySink
 from driftline.runs.run import Run
 
@@ -55,10 +55,10 @@ def kernels(path: Path, level: str, x: Any, folder: Path) -> tuple[list[Any], Co
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_captured_graph_is_the_optimised_one(mlp: Path, level: Any, tmp_path: Path) -> None:
     x = zoo.some_x()
-    plain, ran = kernels(mlp, inference._LEVELS[level], x, tmp_path)
-    made = inference.optimise(mlp, inference.plan_of(level, ()), tmp_path)
+    plain, ran = kernels(mlp, sessions._LEVELS[level], x, tmp_path)
+    made = sessions.optimise(mlp, sessions.plan_of(level, ()), tmp_path)
     graph = Graph(load_graph(made.path))
-    shown = inference.with_outputs(made.path, list(graph.maker), 0)
+    shown = sessions.with_outputs(made.path, list(graph.maker), 0)
     outputs, seen = kernels(shown, "ORT_DISABLE_ALL", x, tmp_path)
     assert seen == ran  # the same kernels, though every value is an output now
     assert outputs[0].tobytes() == plain[0].tobytes()

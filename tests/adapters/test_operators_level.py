@@ -371,7 +371,7 @@ def test_flex_attention_runs_under_capture():
 def test_capture_of_operators_does_not_load_dynamo():
     program = """
 import sys, torch
-from driftline.adapters.torch.session import CaptureSession
+from driftline.captures.torch.session import CaptureSession
 from driftline.runs.memory import MemorySink
 sink = MemorySink()
 session = CaptureSession(sink, levels=("ops", "gradients", "params")).start()

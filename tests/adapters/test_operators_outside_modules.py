@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from driftline.adapters.torch import held
-from driftline.adapters.torch.door import capture
+from driftline.captures.torch.framework import capture
+from driftline.captures.torch.operators import build_phase
 from driftline.runs.memory import MemorySink
 
 
@@ -128,8 +128,8 @@ def test_in_a_with_block_everything_is_captured_from_its_begin():
 def test_a_long_program_without_modules_is_written_while_it_runs(warm_python):
     program = """
 import torch
-from driftline.adapters.torch import held
-from driftline.adapters.torch.session import CaptureSession
+from driftline.captures.torch.operators import build_phase as held
+from driftline.captures.torch.session import CaptureSession
 from driftline.runs.memory import MemorySink
 held.MOST_BYTES = 4000
 sink = MemorySink()
@@ -146,7 +146,7 @@ assert found == [visit for visit in range(20) for _ in ("self", "0")], found
 
 
 def test_a_large_model_is_not_held_in_memory_while_it_is_built(monkeypatch):
-    monkeypatch.setattr(held, "MOST_BYTES", 4000)
+    monkeypatch.setattr(build_phase, "MOST_BYTES", 4000)
     with capturing("ops") as captured:
         model = nn.Sequential(*[nn.Linear(40, 40) for _ in range(4)])
         assert captured.sink.tensors_written == 0

@@ -15,9 +15,9 @@ from paddle.autograd import PyLayer
 from paddle.distributed.fleet.utils import recompute
 
 import driftline
-from driftline.adapters.paddle import modules
-from driftline.adapters.paddle.snapshot import snapshot
-from driftline.adapters.snapshot import Refusal
+from driftline.captures.paddle import module_calls
+from driftline.captures.paddle.tensors import snapshot
+from driftline.captures.recorder import Refusal
 from driftline.errors import BadInput
 from driftline.runs.memory import MemorySink
 
@@ -399,7 +399,7 @@ def test_a_fault_of_the_capture_is_an_event_and_never_the_program_s(monkeypatch)
     def broken(*_):
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(modules.flatten, "outputs", broken)
+    monkeypatch.setattr(module_calls.layers, "outputs", broken)
     model = nn.Linear(2, 2)
     with Captured(model, levels="modules") as capture:
         model(paddle.ones([1, 2]))

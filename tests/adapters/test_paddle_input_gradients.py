@@ -20,7 +20,7 @@ from paddle.autograd import PyLayer
 from paddle.distributed.fleet.utils import recompute
 from test_paddle_capture import Captured
 
-from driftline.adapters.paddle import edges, passes, senders
+from driftline.captures.paddle import backward_graph, list_operations
 
 
 class Halves(PyLayer):
@@ -177,7 +177,7 @@ def test_nothing_stays_behind_a_capture():
             model(paddle.ones([2, 3, 4])).sum().backward()
     assert (paddle._C_ops.concat, paddle.base.core.eager.run_backward, Halves.apply) == plain
     gc.collect()
-    assert not list(senders._senders.items()) and not passes._listeners
+    assert not list(list_operations._senders.items()) and not backward_graph._listeners
 
 
 def test_no_operation_that_is_hooked_takes_a_list_of_tensors():
@@ -185,6 +185,8 @@ def test_no_operation_that_is_hooked_takes_a_list_of_tensors():
     found = re.findall(r"^PADDLE_API\s+.*?\s(\w+)\((.*?)\);", header.read_text(), re.M | re.S)
     lists = {name for name, arguments in found if re.search(r"vector<(const )?Tensor", arguments)}
     assert len(lists) > 20 and {"concat", "stack", "rnn", "einsum"} <= lists
-    assert not {edges.node_name(name) for name in lists} & edges.hookable()
-    assert {edges.node_name(name) for name in edges.USUAL} <= edges.hookable()
-    assert len(edges.hookable()) > 500
+    assert not {backward_graph.node_name(name) for name in lists} & backward_graph.hookable()
+    assert {
+        backward_graph.node_name(name) for name in backward_graph.USUAL
+    } <= backward_graph.hookable()
+    assert len(backward_graph.hookable()) > 500

@@ -6,8 +6,8 @@ import torch
 from capturing import capturing
 from torch import nn
 
-from driftline.adapters.torch.parameters import ParameterTap
-from driftline.adapters.torch.session import CaptureSession
+from driftline.captures.torch.gradients import ParameterTap
+from driftline.captures.torch.session import CaptureSession
 from driftline.runs.memory import MemorySink
 
 

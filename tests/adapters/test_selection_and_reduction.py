@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driftline.adapters.reduction import Reduction
-from driftline.adapters.selection import Selection, patterns
+from driftline.captures.options import Reduction
+from driftline.captures.selection import Selection, patterns
 from driftline.cli.dump_words import ids_of, steps_of
 from driftline.errors import BadInput
 

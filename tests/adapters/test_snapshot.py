@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from driftline.adapters.torch.door import capture
-from driftline.adapters.torch.snapshot import Refusal, Snapshot, every_nth, snapshot, undisturbed
+from driftline.captures.torch.framework import capture
+from driftline.captures.torch.tensors import Refusal, Snapshot, every_nth, snapshot, undisturbed
 from driftline.runs.memory import MemorySink
 
 

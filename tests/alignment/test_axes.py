@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from driftline.alignment.axes import merges
-from driftline.comparison.row import Row
-from driftline.gating.door import compare
+from driftline.alignment.reconcile.layout import merges
+from driftline.comparison.pipeline import compare
+from driftline.comparison.table.row import Row
 from driftline.runs.memory import MemorySink
 from driftline.runs.run import Run
 from driftline.testing.runs import record_into, run_of

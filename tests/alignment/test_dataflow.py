@@ -12,15 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import driftline
-from driftline.alignment.calls import Call, Frame, calls_of
-from driftline.alignment.dataflow import Dataflows, edges_of
-from driftline.alignment.dataroles import tell_by_dataflow
-from driftline.alignment.fusion import parts_of
-from driftline.alignment.parting import pair_relaid
 from driftline.alignment.plan import Plan
-from driftline.comparison.table import Table
-from driftline.testing.atb_twins import Error, atb_twin, torch_twin, toy_decoder
+from driftline.alignment.rules.fused_projections import pair_relaid, parts_of
+from driftline.alignment.sites.roles import tell_by_dataflow
+from driftline.alignment.sites.site_graph import Call, Frame, calls_of
+from driftline.alignment.sites.values import Dataflows, edges_of
+from driftline.comparison.table.table import Table
 from driftline.testing.runs import run_of
+from support.atb_twins import Error, atb_twin, torch_twin, toy_decoder
 
 PROMPT = np.array([[3, 1, 4, 1, 5]])
 FIRST = "1_Decoder_layer.1_LinearOperation"

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 import driftline
-from driftline.alignment.door import AlignOptions, align_runs
-from driftline.alignment.graph import conversions
-from driftline.alignment.operator_graph import Node, OperatorGraph, Vocabulary, graphs_in
+from driftline.alignment.align import AlignOptions, align_runs
 from driftline.alignment.plan import Plan
+from driftline.alignment.rules.compiler_dumps import conversions
 from driftline.errors import BadInput
-from driftline.formats.ge_graph import GraphNode
-from driftline.formats.opening import open_run
-from driftline.testing.ge import GeDump, write_fx
-from driftline.testing.ge_twins import Twins, traced, write_twins
+from driftline.formats.ascend.ge.graph_text import GraphNode
+from driftline.formats.registry import open_run
+from driftline.graphs.sources.compiler_text import Node, OperatorGraph, Vocabulary, graphs_in
+from support.ge import GeDump, write_fx
+from support.ge_twins import Twins, traced, write_twins
 
 DATA = Path(__file__).parents[1] / "data" / "ascend"
 

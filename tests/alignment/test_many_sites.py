@@ -9,9 +9,8 @@ import pytest
 
 import driftline
 from driftline.errors import BadInput
-from driftline.runs.key import TensorKey
 from driftline.runs.memory import MemorySink
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
 Shape = tuple[int, ...]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import driftline
-from driftline.comparison.row import Row
-from driftline.comparison.table import Table
+from driftline.comparison.table.row import Row
+from driftline.comparison.table.table import Table
 from driftline.errors import BadFile, BadInput
 from driftline.runs.run import Run
 from driftline.testing.runs import run_of
@@ -183,7 +183,7 @@ def test_pads_on_one_side_and_a_mask_for_the_rest_work_together() -> None:
 
 
 def test_a_mask_with_nan_is_refused(tmp_path: Path) -> None:
-    from driftline.alignment.masks import read_mask_file
+    from driftline.alignment.reconcile.masks import read_mask_file
 
     np.save(tmp_path / "m.npy", np.array([1.0, np.nan, 0.0]))
     with pytest.raises(BadFile, match="holds NaN"):

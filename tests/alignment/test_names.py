@@ -2,10 +2,9 @@
 
 import pytest
 
-from driftline.alignment.names import nothing_in_common, pair_by_name, select
+from driftline.alignment.rules.names import nothing_in_common, pair_by_name, select
 from driftline.errors import BadInput
-from driftline.runs.key import TensorKey
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 
 
 def records(*names, alias=None, step=0):

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import driftline
-from driftline.alignment.sides import SeenRun
+from driftline.alignment.normalise.view import SeenRun
 from driftline.errors import DriftlineError
-from driftline.runs.key import TensorKey
+from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
 from driftline.testing.runs import run_of
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import driftline
-from driftline.alignment.planfile import read_plan, write_plan
+from driftline.alignment.plan_file import read_plan, write_plan
 from driftline.testing.runs import run_of
 
 RNG = np.random.default_rng(3)

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 import driftline
-from driftline.alignment.door import AlignOptions, align_runs
-from driftline.alignment.placement import parse_placement
-from driftline.comparison.table import Table
+from driftline.alignment.align import AlignOptions, align_runs
+from driftline.alignment.placements.declared import parse_placement
+from driftline.comparison.table.table import Table
 from driftline.errors import BadInput
-from driftline.runs.key import TensorKey
+from driftline.runs.records import TensorKey
 from driftline.runs.writer import RunWriter
-from driftline.testing.atb import AtbDump, Operation, Value
 from driftline.testing.runs import record_into, run_of
+from support.atb import AtbDump, Operation, Value
 
 # A power of two in every value keeps sums exact, so that halves add up to the whole bit for bit.
 RULES = (
@@ -205,7 +205,7 @@ def test_a_placement_for_two_single_ranks_is_refused() -> None:
 
 
 def _two_ranks(*ranks: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]):
-    from driftline.alignment.sides import SeenRun
+    from driftline.alignment.normalise.view import SeenRun
 
     whole_run = run_of(
         {

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import driftline
-from driftline.alignment.planfile import read_plan, write_plan
+from driftline.alignment.plan_file import read_plan, write_plan
 from driftline.cli.main import main
 from driftline.errors import BadFile, DriftlineError
 from driftline.runs.run import Run
@@ -129,7 +129,7 @@ def test_no_text_makes_reading_crash(text: str) -> None:
 def test_any_name_survives_writing(name: str) -> None:
     import tomllib
 
-    from driftline.alignment.planfile import _text
+    from driftline.alignment.plan_file import _text
 
     name = name.encode("utf-8", "replace").decode()
     assert tomllib.loads(f"x = {_text(name)}")["x"] == name

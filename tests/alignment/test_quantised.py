@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from driftline.comparison.table import Table
-from driftline.gating.door import compare
+from driftline.comparison.pipeline import compare
+from driftline.comparison.table.table import Table
 from driftline.testing.runs import run_of
 
 RNG = np.random.default_rng(0)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import driftline
-from driftline.testing.atb_twins import Error, atb_twin, torch_twin, toy_decoder
 from driftline.testing.runs import run_of
+from support.atb_twins import Error, atb_twin, torch_twin, toy_decoder
 
 PROMPT = np.array([[3, 1, 4, 1, 5]])
 RNG = np.random.default_rng(0)
@@ -142,7 +142,7 @@ def test_without_the_scale_of_the_input_a_product_of_scales_is_not_taken_for_one
 
 
 def test_the_plan_of_quantised_operators_can_be_saved_and_given_back(tmp_path: Path) -> None:
-    from driftline.alignment.planfile import write_plan
+    from driftline.alignment.plan_file import write_plan
 
     model = toy_decoder(layers=2)
     atb_twin(tmp_path / "float", model, PROMPT)

@@ -16,13 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import driftline
-from driftline.alignment.joining import DoesNotFit, join
-from driftline.alignment.rank_mesh import Placed, lying_of, mesh_of
+from driftline.alignment.placements.join import DoesNotFit, join
+from driftline.alignment.placements.mesh import Placed, lying_of, mesh_of
 from driftline.alignment.recipe import Recipe, step_from_text
-from driftline.comparison.cooking import cook
-from driftline.runs.key import TensorKey
+from driftline.comparison.measure.recipes import cook
 from driftline.runs.reader import open_run
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into, run_of
@@ -184,7 +183,7 @@ def test_shards_need_not_be_equally_large(tmp_path: Path) -> None:
 def test_of_large_tensors_only_some_elements_are_asked_whether_they_are_terms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("driftline.alignment.joining._LARGEST", 16)
+    monkeypatch.setattr("driftline.alignment.placements.join._LARGEST", 16)
     whole = np.arange(96, dtype=np.float32).reshape(8, 12) + 1
     terms = [whole * 0.75, whole * 0.25]
     many = written(tmp_path / "run", terms, "down/param_grad/weight")

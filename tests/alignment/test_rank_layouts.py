@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import driftline
-from driftline.alignment.rank_mesh import mesh_of
+from driftline.alignment.placements.mesh import mesh_of
 from driftline.cli.main import main
 from driftline.runs.reader import open_run
 from driftline.runs.run import Run

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import driftline
-from driftline.alignment.planfile import write_plan
+from driftline.alignment.plan_file import write_plan
 from driftline.errors import BadFile
 from driftline.runs.run import Run
 from driftline.runs.writer import RunWriter

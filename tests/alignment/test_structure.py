@@ -336,7 +336,7 @@ def test_the_visits_of_a_shared_layer_align_with_layers_of_their_own(tmp_path: P
 def test_sequences_that_are_too_long_are_a_note_and_no_crash(
     gpt: tuple[Any, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from driftline.alignment import sequence
+    from driftline.alignment.rules import leaves as sequence
 
     monkeypatch.setattr(sequence, "MOST_CELLS", 50)
     model, reference = gpt
@@ -479,9 +479,99 @@ def test_gate_and_up_called_in_another_order_are_told_by_the_activation(
 
 
 def test_a_numbered_holder_called_like_a_projection_says_no_role() -> None:
-    from driftline.alignment.classes import role_of
+    from driftline.alignment.sites.kinds import role_of
 
     assert role_of("k0.w1") == "" and role_of("attn.q.linear") == "q" and role_of("a.k_proj") == "k"
+
+
+class Convolved(torch.nn.Module):
+    """A gated MLP whose gate and up are one Conv1D as wide as its input: a square weight."""
+
+    def __init__(self, fused: bool) -> None:
+        from transformers.pytorch_utils import Conv1D
+
+        super().__init__()
+        torch.manual_seed(0)
+        self.fused = fused
+        self.words = torch.nn.Embedding(64, 32)
+        self.wide = Conv1D(32, 32)
+        self.down = torch.nn.Linear(16, 32)
+        torch.nn.init.normal_(self.wide.weight)
+        torch.nn.init.normal_(self.wide.bias)
+        if not fused:
+            wide = self.wide
+            del self.wide
+            self.gate, self.up = Conv1D(16, 32), Conv1D(16, 32)
+            with torch.no_grad():
+                for at, part in enumerate((self.gate, self.up)):
+                    part.weight.copy_(wide.weight[:, 16 * at : 16 * at + 16])
+                    part.bias.copy_(wide.bias[16 * at : 16 * at + 16])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        gate, up = self.wide(x).chunk(2, -1) if self.fused else (self.gate(x), self.up(x))
+        return self.down(torch.nn.functional.silu(gate) * up)
+
+
+@pytest.mark.parametrize("fused_first", [True, False])
+def test_a_fused_conv1d_is_taken_apart_along_its_outputs(fused_first: bool, tmp_path: Path) -> None:
+    """Its weight is (in, out); where it is square no size says along which axis the parts lie."""
+    runs = [
+        twins.captured(Convolved(fused).eval(), tmp_path / str(fused), levels=("modules", "params"))
+        for fused in (fused_first, not fused_first)
+    ]
+    plan = driftline.align(*runs)
+    cuts = {
+        (str(pair.reference_recipe or pair.candidate_recipe), pair.reference.key.slot)
+        for pair in plan.pairs
+        if "wide" in (pair.reference.key.site, pair.candidate.key.site)
+        and pair.reference.key.port == "param"
+    }
+    assert cuts == {
+        ("split(axis 1, 0:16) of 32x32", "weight"),
+        ("split(axis 1, 16:32) of 32x32", "weight"),
+        ("split(axis 0, 0:16) of 32", "bias"),
+        ("split(axis 0, 16:32) of 32", "bias"),
+    }
+    table = driftline.compare(*runs, plan=plan)
+    assert table.verdict == "pass", table.finding
+
+
+def test_the_weight_of_a_fused_conv1d_is_compared_with_each_of_its_parts(tmp_path: Path) -> None:
+    model = twins.gpt2(n_layer=2)
+    levels = ("modules", "params")
+    reference = twins.captured(model, tmp_path / "ref", levels=levels)
+    candidate = twins.captured(twins.our_gpt(model), tmp_path / "cand", levels=levels)
+    table = driftline.compare(reference, candidate)
+    rows = [row for row in table.rows if row.site.endswith("c_attn") and row.slot == "weight"]
+    parts = ("first", "second", "third")
+    assert [row.candidate_site for row in rows] == [
+        f"trunk.{layer}.mixing.core.{part}" for layer in range(2) for part in parts
+    ]
+    for row, at in zip(rows, (0, 32, 64) * 2, strict=True):
+        assert f"split(axis 1, {at}:{at + 32})" in row.reference_recipe
+        assert row.metrics["different"] == 0
+
+
+def test_members_of_a_family_that_nothing_tells_apart_are_no_certain_pairs(tmp_path: Path) -> None:
+    """By the order of calls alone: q, k and v have one size, and these names say no role."""
+    model = twins.gpt2(n_layer=2)
+    twin = twins.our_gpt(model)
+    reference = twins.captured(model, tmp_path / "ref")
+
+    def confidence(path: Path) -> set[float]:
+        plan = driftline.align(reference, twins.captured(twin, path))
+        parts = [p for p in plan.pairs if p.reference.key.site.endswith("c_attn")]
+        assert len(parts) == 2 * 3 * 2  # layers, members, input and output
+        return {pair.confidence for pair in parts}
+
+    assert confidence(tmp_path / "plain") == {0.7}
+    for block in twin.trunk:
+        inner = block.mixing["core"]
+        for name, plain in (("query", "first"), ("key", "second"), ("value", "third")):
+            inner._modules[name] = inner._modules.pop(plain)
+            inner.__dict__[plain] = inner._modules[name]
+    assert min(confidence(tmp_path / "named")) > 0.7
 
 
 @pytest.mark.parametrize("seed", [1, 4])

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 import driftline
-from driftline.alignment.door import AlignOptions, align_runs
-from driftline.alignment.steps import parse_step_map
-from driftline.comparison.table import Table
+from driftline.alignment.align import AlignOptions, align_runs
+from driftline.alignment.normalise.steps import parse_step_map
+from driftline.comparison.table.table import Table
 from driftline.errors import BadInput
-from driftline.runs.key import TensorKey
+from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
-from driftline.testing.atb_twins import atb_twin, torch_twin, toy_decoder
 from driftline.testing.runs import run_of
+from support.atb_twins import atb_twin, torch_twin, toy_decoder
 
 PAD = 0
 HIDDEN = 6
@@ -106,6 +106,33 @@ def test_a_fault_beside_pads_is_found_at_its_site_and_token(side: str) -> None:
     row = next(row for row in table.rows if row.site == "model.mlp")
     assert row.status == "fail"
     assert row.metrics["max_abs_error_at"] == 2 * HIDDEN + 4
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("more", [1, 2])
+def test_a_mask_that_keeps_more_tokens_than_there_are_is_not_cut_to_them(
+    side: str, more: int
+) -> None:
+    ids, mask = padded(side)
+    kept = range(5, 5 + more) if side == "right" else range(3 - more, 3)
+    mask[0, list(kept)] = 1
+    table = driftline.compare(network(PROMPT), network(ids, mask))
+    row = next(row for row in table.rows if row.site == "model.mlp")
+    assert row.status == "incomparable"
+    assert "its attention_mask keeps more than 5 tokens" in row.reason
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_of_a_mask_only_the_rows_that_are_compared_say_where_the_pads_are(side: str) -> None:
+    """The second sequence of the larger batch is longer: it has no pads at all."""
+    ids, mask = padded(side)
+    ids, mask = np.concatenate([ids, ids]), np.concatenate([mask, np.ones_like(mask)])
+    table = driftline.compare(network(PROMPT), network(ids, mask))
+    row = next(row for row in table.rows if row.site == "model.mlp")
+    assert row.metrics["different"] == 0
+    kept = "3:8" if side == "left" else "0:5"
+    assert f"trim(axis 1, {kept})" in row.candidate_recipe
+    assert f"tokens {kept} of 8 in the candidate, the rest is pads on the {side}" in table.notes[0]
 
 
 def test_without_a_mask_and_ids_nothing_is_cut() -> None:
@@ -211,6 +238,35 @@ def test_keys_of_earlier_tokens_lose_their_pads_too() -> None:
     assert [row.slot for row in table.failing] == ["past.0"]
 
 
+def cached_keys(mask: list[int], count: int, first: int = 0) -> Run:
+    """A later token: keys of the tokens before it, and a mask over all of them and itself."""
+    keys = np.random.default_rng(2).standard_normal((1, 2, 16, 3)).astype(np.float32)
+    return run_of(
+        {
+            "model/input/input_ids": np.array([[9]]),
+            "model/input/attention_mask": np.array([mask]),
+            "model/input/past.0": keys[:, :, first : first + count],
+        }
+    )
+
+
+def test_keys_are_cut_only_where_a_mask_without_holes_keeps_as_many() -> None:
+    """Which of the eight keys the five are is not known where one in the middle is masked."""
+    reference = cached_keys([1] * 6, 5, first=2)
+
+    def row(mask: list[int]) -> Any:
+        table = driftline.compare(reference, cached_keys(mask, 8))
+        return next(row for row in table.rows if row.slot == "past.0")
+
+    assert "trim(axis 2, 2:7)" in row([0, 0, 1, 1, 1, 1, 1, 0, 1]).candidate_recipe
+    assert row([0, 0, 1, 1, 1, 1, 1, 0, 1]).metrics["different"] == 0
+    holes = ([0, 1, 1, 1, 0, 1, 1, 0, 1], [1, 1, 1, 1, 0, 0, 0, 1, 1], [0, 1, 1, 0, 1, 0, 1, 1, 1])
+    for mask in (*holes, [0, 1, 1, 1, 1, 1, 1, 0, 1], [0, 0, 0, 1, 1, 1, 1, 0, 1]):
+        found = row(mask)
+        assert found.status == "incomparable", mask
+        assert "1x2x5x3 against 1x2x8x3" in found.reason
+
+
 def timeline(*lengths: int, first: int = 0, text: int = 11) -> dict[Any, np.ndarray[Any, Any]]:
     """Steps of so many tokens: consecutive ids, so that every step has a text of its own."""
     tensors: dict[Any, np.ndarray[Any, Any]] = {}
@@ -305,7 +361,7 @@ def graphs(warm_up: bool) -> dict[Any, np.ndarray[Any, Any]]:
 @pytest.mark.parametrize("warm_up", [False, True])
 def test_graphs_that_count_for_themselves_get_the_numbers_of_the_whole(warm_up: bool) -> None:
     reference, candidate = run_of(timeline(5, 1, 1)), run_of(graphs(warm_up))
-    from driftline.alignment.settling import before_matching
+    from driftline.alignment.normalise.pipeline import before_matching
 
     seen = before_matching(reference, candidate, AlignOptions())
     found = {
@@ -326,7 +382,7 @@ def test_an_accelerators_own_dump_gets_the_numbers_of_the_torch_dump(
     prompt, then = np.array([3, 1, 4, 1, 5]), (9, 2)
     torch_twin(tmp_path / "torch", model, prompt, then=then)
     atb_twin(tmp_path / "atb", model, prompt, then=then, warm_up=warm_up)
-    from driftline.alignment.settling import before_matching
+    from driftline.alignment.normalise.pipeline import before_matching
 
     reference = driftline.open_run(tmp_path / "torch" / "ait_dump")
     candidate = driftline.open_run(tmp_path / "atb")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import driftline
-from driftline.dialects.saving_hook import wait_until_saved
+from driftline.dialects.paddle_hook.hook import wait_until_saved
 
 WIDTH, HEADS, WORDS, LAYERS = 16, 4, 23, 2
 IDS = np.array([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])

@@ -1,37 +1,50 @@
-"""One Chromium for all tests of pages; without one they are skipped, and the run's end says so."""
+"""One Chromium for each file of tests; without one they are skipped, and the run's end says so."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from driving import Browser, PageTrouble, Tab, chromium
+from chromium import NoChromium, Traffic, launched
 
 
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
+# Not for the session: playwright keeps a running event loop in this thread as long as it is open,
+# and a test of another file that calls `asyncio.run` would fail.
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
     """A real Chromium."""
-    program = chromium()
-    if program is None:
-        pytest.skip("no Chromium here: the page was not opened")
     try:
-        running = Browser(program)
-    except (PageTrouble, OSError) as trouble:
-        pytest.skip(f"no Chromium here: {program} does not start ({trouble})")
-    yield running
-    running.close()
+        with launched() as running:
+            yield running
+    except NoChromium as problem:
+        pytest.skip(str(problem))
 
 
 @pytest.fixture
-def tab(browser: Browser) -> Iterator[Tab]:
-    """A tab with an empty profile. Its console must stay silent."""
-    opened = browser.tab()
-    yield opened
-    said = opened.complaints
-    opened.close()
-    assert not said, f"the page complained: {said}"
+def any_page(browser: Any) -> Iterator[Any]:
+    """A page with an empty profile, which may complain."""
+    context = browser.new_context(
+        viewport={"width": 1280, "height": 800}, color_scheme="light", reduced_motion="reduce"
+    )
+    yield context.new_page()
+    context.close()
+
+
+@pytest.fixture
+def traffic(any_page: Any) -> Traffic:
+    """What the page of this test asks for and says."""
+    return Traffic(any_page)
+
+
+@pytest.fixture
+def page(any_page: Any, traffic: Traffic) -> Iterator[Any]:
+    """A page with an empty profile. Its console must stay silent."""
+    yield any_page
+    any_page.title()  # what the page said before it answers this has arrived
+    assert not traffic.complaints, f"the page complained: {traffic.complaints}"
 
 
 @pytest.fixture(scope="session")

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from driving import Tab
+from chromium import Traffic, drag, point, until
 
-from driftline.runs.key import TensorKey
+from driftline.reporting.viewer.api import Viewer, serve
+from driftline.runs.records import TensorKey
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into
-from driftline.viewer.door import Viewer, serve
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+expect = pytest.importorskip(
+    "playwright.sync_api", reason="no Chromium here: playwright is not installed"
+).expect
 RANDOM = np.random.default_rng(5)
 OURS = RANDOM.normal(size=(2, 24, 96)).astype(np.float32)
 THEIRS = OURS.copy()
@@ -47,92 +53,97 @@ def viewer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
         yield running
 
 
-def opened(tab: Tab, viewer: Viewer) -> None:
-    tab.go(viewer.url)
-    tab.wait("document.documentElement.dataset.ready === 'yes'")
-    tab.there("#tensor .tensor-map canvas")
-    tab.wait("document.querySelectorAll('.values td').length > 0")
+def opened(page: Page, viewer: Viewer) -> None:
+    page.goto(viewer.url)
+    expect(page.locator("html")).to_have_attribute("data-ready", "yes")
+    expect(page.locator("#tensor .tensor-map canvas").first).to_be_attached()
+    expect(page.locator(".values td").first).to_be_attached()
 
 
 def test_a_site_is_chosen_a_map_zoomed_and_values_are_shown(
-    tab: Tab, viewer: Viewer, screenshots: Path
+    page: Page, traffic: Traffic, viewer: Viewer, screenshots: Path
 ) -> None:
-    tab.theme("light")
-    opened(tab, viewer)
-    assert "layers.1.mlp" in tab.text("h1")
-    assert "layers.1.mlp" in tab.text("#tensor-title")
+    page.emulate_media(color_scheme="light")
+    opened(page, viewer)
+    assert "layers.1.mlp" in page.inner_text("h1")
+    assert "layers.1.mlp" in page.inner_text("#tensor-title")
     # The values that are shown first are those where the error is largest.
-    assert "batch 1, token 7" in tab.text(".values")
-    tab.wait("document.querySelector('.tensor-figures h3')?.innerText.includes('whole tensor')")
-    assert "4,608 elements" in tab.text(".tensor-figures h3")
-    tab.picture(screenshots / "view-light.png", whole=True)
+    assert "batch 1, token 7" in page.inner_text(".values")
+    expect(page.locator(".tensor-figures h3")).to_contain_text("whole tensor")
+    assert "4,608 elements" in page.inner_text(".tensor-figures h3")
+    page.screenshot(path=screenshots / "view-light.png", full_page=True)
 
-    tab.click(".tensor-map canvas", across=0.45, down=0.66)
-    tab.wait("!!document.querySelector('.values td.chosen')")
-    tab.wheel(".tensor-map canvas", -480, across=0.45, down=0.66)
-    tab.wait("document.querySelector('.tensor-figures h3')?.innerText.includes('What is visible')")
-    few = int(tab.text(".tensor-figures h3").split(", ")[-1].split()[0].replace(",", ""))
+    page.mouse.click(*point(page, ".tensor-map canvas", across=0.45, down=0.66))
+    expect(page.locator(".values td.chosen").first).to_be_attached()
+    page.mouse.wheel(0, -480)
+    expect(page.locator(".tensor-figures h3")).to_contain_text("What is visible")
+    few = int(page.inner_text(".tensor-figures h3").split(", ")[-1].split()[0].replace(",", ""))
     assert 0 < few < 4608
-    tab.drag(".tensor-map canvas", (0.3, 0.3), (0.6, 0.6), modifiers=8)  # with Shift
-    tab.wait("document.querySelector('.tensor-figures h3')?.innerText.includes('The selection')")
-    tab.picture(screenshots / "view-selection.png", whole=True)
-    tab.click("#tensor [aria-label='Zoom'] button:last-child")
-    tab.click(".tensor-figures button.small")
-    tab.wait("document.querySelector('.tensor-figures h3')?.innerText.includes('whole tensor')")
+    corners = (point(page, ".tensor-map canvas", part, part) for part in (0.3, 0.6))
+    page.keyboard.down("Shift")
+    drag(page, *corners)
+    page.keyboard.up("Shift")
+    expect(page.locator(".tensor-figures h3")).to_contain_text("The selection")
+    page.screenshot(path=screenshots / "view-selection.png", full_page=True)
+    page.click("#tensor [aria-label='Zoom'] button:last-child")
+    page.click(".tensor-figures button.small")
+    expect(page.locator(".tensor-figures h3")).to_contain_text("whole tensor")
 
-    tab.go(viewer.url + "#site=layers.0.mlp")
-    tab.wait("document.querySelector('#tensor-title').innerText.includes('layers.0.mlp')")
-    tab.wait("document.querySelector('.tensor-figures')?.innerText.includes('0 (0 %)')")
-    assert {url.split("/")[2] for url in tab.requests} == {viewer.url.split("/")[2]}
+    page.goto(viewer.url + "#site=layers.0.mlp")
+    expect(page.locator("#tensor-title")).to_contain_text("layers.0.mlp")
+    expect(page.locator(".tensor-figures")).to_contain_text("0 (0 %)")
+    assert {url.split("/")[2] for url in traffic.requests} == {viewer.url.split("/")[2]}
 
 
-def test_a_slice_is_typed_and_the_keyboard_moves_the_map(tab: Tab, viewer: Viewer) -> None:
-    opened(tab, viewer)
-    tab.click("#tensor input[type=number]")
-    tab.write("1")
-    tab.press("Enter")
-    shown = "document.querySelector('.tensor-figures h3')?.innerText"
-    tab.wait(f"{shown}.includes('rows 24–47, columns 0–95')")
-    tab.eval("document.querySelector('.tensor-map canvas').focus()")
-    tab.press("+")
-    tab.wait(f"{shown}.includes('rows 30–41, columns 24–71')")
-    tab.press("ArrowRight")
-    tab.wait(f"{shown}.includes('columns 36–83')")
-    tab.press("0")
-    tab.wait(f"{shown}.includes('whole tensor')")
+def test_a_slice_is_typed_and_the_keyboard_moves_the_map(page: Page, viewer: Viewer) -> None:
+    opened(page, viewer)
+    page.click("#tensor input[type=number]")
+    page.keyboard.insert_text("1")
+    page.keyboard.press("Enter")
+    shown = expect(page.locator(".tensor-figures h3"))
+    shown.to_contain_text("rows 24–47, columns 0–95")
+    page.evaluate("document.querySelector('.tensor-map canvas').focus()")
+    page.keyboard.press("+")
+    shown.to_contain_text("rows 30–41, columns 24–71")
+    page.keyboard.press("ArrowRight")
+    shown.to_contain_text("columns 36–83")
+    page.keyboard.press("0")
+    shown.to_contain_text("whole tensor")
 
 
 def test_names_of_strangers_stay_text_and_themes_hold(
-    tab: Tab, viewer: Viewer, screenshots: Path
+    page: Page, viewer: Viewer, screenshots: Path
 ) -> None:
-    tab.theme("dark")
-    opened(tab, viewer)
-    tab.eval(f"location.hash = 'site=' + encodeURIComponent({HOSTILE!r})")
-    tab.wait("document.querySelector('#tensor-title').innerText.includes('onerror')")
-    assert tab.eval("document.querySelectorAll('img').length") == 0
-    tab.click("#tensor button[data-name=reference]")
-    tab.there("#tensor .tensor-figures h3")
-    assert tab.eval(CONTRAST) == [] and tab.eval(NAMELESS) == []
-    tab.picture(screenshots / "view-dark.png", whole=True)
-    tab.size(375, 720)
-    tab.theme("light")
-    tab.wait("document.documentElement.scrollWidth <= innerWidth")
-    tab.wait("document.querySelector('.values')?.rows[0].cells.length < 6")
-    assert tab.eval(CONTRAST) == [] and tab.eval(NAMELESS) == []
-    tab.picture(screenshots / "view-375.png")
+    page.emulate_media(color_scheme="dark")
+    opened(page, viewer)
+    page.evaluate(f"location.hash = 'site=' + encodeURIComponent({HOSTILE!r})")
+    expect(page.locator("#tensor-title")).to_contain_text("onerror")
+    assert page.locator("img").count() == 0
+    page.click("#tensor button[data-name=reference]")
+    expect(page.locator("#tensor .tensor-figures h3").first).to_be_attached()
+    assert page.evaluate(CONTRAST) == [] and page.evaluate(NAMELESS) == []
+    page.screenshot(path=screenshots / "view-dark.png", full_page=True)
+    page.set_viewport_size({"width": 375, "height": 720})
+    page.emulate_media(color_scheme="light")
+    until(page, "document.documentElement.scrollWidth <= innerWidth")
+    until(page, "document.querySelector('.values')?.rows[0].cells.length < 6")
+    assert page.evaluate(CONTRAST) == [] and page.evaluate(NAMELESS) == []
+    page.screenshot(path=screenshots / "view-375.png")
 
 
-def test_what_is_new_in_a_run_appears_on_reload(tab: Tab, tmp_path: Path) -> None:
+def test_what_is_new_in_a_run_appears_on_reload(page: Page, tmp_path: Path) -> None:
     write(tmp_path / "ref", {"first": OURS, "second": OURS}).close()
     writer = write(tmp_path / "cand", {"first": OURS})
     with serve(tmp_path / "ref", tmp_path / "cand") as running:
-        opened(tab, running)
-        assert "1 of 2 tensors" in tab.text(".headline")
-        tab.go(running.url + "#site=second")
-        tab.wait("document.querySelector('#tensor')?.innerText.includes('only in the reference')")
+        opened(page, running)
+        assert "1 of 2 tensors" in page.inner_text(".headline")
+        page.goto(running.url + "#site=second")
+        expect(page.locator("#tensor")).to_contain_text("only in the reference")
         record_into(writer, "second", THEIRS)
         writer.flush()
-        tab.reload()
-        tab.wait("document.documentElement.dataset.ready === 'yes'")
-        assert "2 of 2 tensors" in tab.text(".headline") and "second" in tab.text("h1")
+        page.reload()
+        expect(page.locator("html")).to_have_attribute("data-ready", "yes")
+        assert "2 of 2 tensors" in page.inner_text(".headline") and "second" in page.inner_text(
+            "h1"
+        )
         writer.close()

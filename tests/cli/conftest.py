@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from driftline.cli.main import main
-from driftline.runs.key import TensorKey
+from driftline.runs.records import TensorKey
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from driftline.runs.key import TensorKey
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.writer import RunWriter
 
 # Without `site`, which loads whatever else is installed here.

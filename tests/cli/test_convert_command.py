@@ -83,7 +83,7 @@ def test_what_is_left_out_is_named_with_the_reason_and_is_exit_code_1(
 def test_an_interrupted_convert_leaves_nothing_and_what_was_there_stays(
     reference: Path, tmp_path: Path, to: Any
 ) -> None:
-    from driftline.formats.conversion import convert
+    from driftline.formats.convert.convert import convert
 
     def stop(done: int, whole: int) -> None:
         if done > whole // 2:

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from driftline.formats.ge_graph import GraphNode
-from driftline.testing.ge import GeDump, ge_bytes, write_fx
+from driftline.formats.ascend.ge.graph_text import GraphNode
+from support.ge import GeDump, ge_bytes, write_fx
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "ascend"

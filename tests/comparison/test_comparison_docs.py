@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 from driftline.comparison.metrics.catalogue import KNOWN
-from driftline.comparison.row import ROW_FIELDS
-from driftline.comparison.table import SCHEMA, Table
+from driftline.comparison.table.row import ROW_FIELDS
+from driftline.comparison.table.table import SCHEMA, Table
+from driftline.comparison.tolerance.defaults import LIMITS
 from driftline.numerics.dtypes import DTYPES
-from driftline.tolerance.defaults import LIMITS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

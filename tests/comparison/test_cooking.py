@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 
 from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.recipe import Recipe, Step, joined, recipe_from_json, start, step_from_text
-from driftline.comparison import blocks
-from driftline.comparison.cooking import cook
-from driftline.comparison.engine import measure
-from driftline.comparison.row import Row
+from driftline.comparison.measure import scheduler
+from driftline.comparison.measure.recipes import cook
+from driftline.comparison.measure.scheduler import measure
+from driftline.comparison.table.row import Row
 from driftline.errors import BadInput
 from driftline.numerics.dtypes import DTYPES, to_float64, unpack_nibbles
-from driftline.runs.key import TensorKey
 from driftline.runs.memory import MemorySink
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 from driftline.testing.runs import run_of
 
@@ -158,7 +157,7 @@ def test_dequantised_values_are_the_float32_product(
 
 
 def test_scales_of_groups_are_laid_over_blocks_of_rows_rightly(monkeypatch: Any) -> None:
-    import driftline.comparison.cooking as cooking
+    import driftline.comparison.measure.recipes as cooking
 
     monkeypatch.setattr(cooking, "_ROWS", 24)  # three rows at a time, groups of two
     rng = np.random.default_rng(0)
@@ -252,7 +251,7 @@ def test_large_recipes_are_measured_in_blocks_that_add_up(monkeypatch: Any) -> N
     ours, theirs = run_of({"a": x}), run_of({"a": y.T.copy()})
     turn = start(theirs.records[0]).then(Step("transpose", numbers=(1, 0)), shape=(64, 48))
     at_once = paired(ours, theirs, turn)
-    monkeypatch.setattr(blocks, "BLOCK", 256)
+    monkeypatch.setattr(scheduler, "BLOCK", 256)
     in_blocks = paired(ours, theirs, turn)
     assert (
         in_blocks.metrics["max_abs_error_at"] == at_once.metrics["max_abs_error_at"] == 40 * 48 + 7

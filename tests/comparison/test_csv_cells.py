@@ -8,10 +8,10 @@ import math
 
 import pytest
 
-from driftline.comparison.row import ROW_FIELDS, Column, Row
-from driftline.comparison.storage import write_csv
-from driftline.comparison.table import Table
-from driftline.runs.key import TensorKey
+from driftline.comparison.table.files import write_csv
+from driftline.comparison.table.row import ROW_FIELDS, Column, Row
+from driftline.comparison.table.table import Table
+from driftline.runs.records import TensorKey
 
 KEY = TensorKey("a,b", "input", "x", 1, 2, 3, 4, "recompute", "before")
 PAIR = Row(

@@ -7,16 +7,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from driftline.alignment.names import pair_by_name
-from driftline.comparison import blocks
-from driftline.comparison.engine import measure
+from driftline.alignment.rules.names import pair_by_name
+from driftline.comparison.measure import scheduler
+from driftline.comparison.measure.scheduler import measure
 from driftline.comparison.metrics.catalogue import requested
-from driftline.formats.opening import open_run
-from driftline.gating.door import compare
+from driftline.comparison.pipeline import compare
+from driftline.errors import BadRun, Unreachable
+from driftline.formats.registry import open_run
 from driftline.numerics import kernel
-from driftline.runs.key import TensorKey
 from driftline.runs.memory import MemorySink
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into, run_of
@@ -61,7 +61,7 @@ def test_blocks_and_threads_do_not_change_a_row(monkeypatch, threads):
     other["t39"][100] = np.nan
     other["t39"][200] += 1000
     one = measured(run_of(tensors), run_of(other), threads=1)
-    monkeypatch.setattr(blocks, "BLOCK", 64)
+    monkeypatch.setattr(scheduler, "BLOCK", 64)
     many = measured(run_of(tensors), run_of(other), threads=threads)
     assert [row.key for row in many.rows] == [row.key for row in one.rows]
     for a, b in zip(one.rows, many.rows, strict=True):
@@ -362,3 +362,39 @@ def test_bytes_that_two_sites_share_are_read_once_and_have_a_row_each(tmp_path: 
         ("c", "input", "C", "fail"),
     ]
     assert len({r.metrics["max_abs_error"] for r in table.rows}) == 1
+
+
+class Far(Run):
+    """A run whose values are not here, and do not come."""
+
+    def __init__(self, run: Run, words: str = "") -> None:
+        self.name, self._run, self._words = "far", run, words
+
+    @property
+    def records(self):
+        return self._run.records
+
+    @property
+    def manifest(self):
+        return self._run.manifest
+
+    def raw(self, record):
+        raise (Unreachable if self._words else BadRun)(self._words or "the file is cut")
+
+    def memory(self, record):
+        return self.raw(record)
+
+
+@pytest.mark.parametrize("size", [8, 1 << 20])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_store_that_cannot_be_reached_ends_the_comparison_and_is_no_row(size, side):
+    """It says nothing about this pair, nor about the next one; a bad file does."""
+    run = run_of({"a": np.ones(size, np.float32), "b": np.zeros(size, np.float32)})
+    sides = [run, run]
+    sides[side] = Far(run, "s3://b cannot be reached")
+    plan = pair_by_name(run.records, run.records)
+    with pytest.raises(Unreachable, match="s3://b cannot be reached"):
+        measure(plan, *sides)
+    sides[side] = Far(run)
+    found = measure(plan, *sides).rows
+    assert [(row.status, row.reason) for row in found] == [("incomparable", "the file is cut")] * 2

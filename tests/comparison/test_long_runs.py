@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 import driftline as api
-from driftline.alignment import alike
-from driftline.alignment import door as alignment
-from driftline.comparison import engine, kept_rows, row_text, storage, windows
-from driftline.comparison import part as parts
-from driftline.comparison.row import Row
-from driftline.gating import sharding
-from driftline.reports import emit
-from driftline.runs import kept_lines
-from driftline.runs.key import TensorKey
-from driftline.runs.record import Record
+from driftline.alignment import align as alignment
+from driftline.alignment import streaming
+from driftline.comparison import shards
+from driftline.comparison.measure import scheduler
+from driftline.comparison.table import files, row_spool
+from driftline.comparison.table import part as parts
+from driftline.comparison.table.row import Row
+from driftline.reporting import writers
+from driftline.runs import index as kept_lines
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.writer import RunWriter
 
 SITES = 12
@@ -67,13 +67,13 @@ def everything_is_long(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(kept_lines.Room.__init__, "__defaults__", (10,))
         monkeypatch.setattr(kept_lines, "_STRETCH", 7)
         monkeypatch.setattr(alignment, "LONG", 10)
-        monkeypatch.setattr(alike, "_FEW", 10)
-        monkeypatch.setattr(engine, "MANY", 10)
-        monkeypatch.setattr(sharding, "MANY", 10)
-        monkeypatch.setattr(windows, "WINDOW", 9)
-        monkeypatch.setattr(windows.windows, "__defaults__", (9,))
-        monkeypatch.setattr(kept_rows, "_BLOCK", 4)
-        monkeypatch.setattr(storage, "_PIECE", 5)
+        monkeypatch.setattr(streaming, "_FEW", 10)
+        monkeypatch.setattr(scheduler, "MANY", 10)
+        monkeypatch.setattr(shards, "MANY", 10)
+        monkeypatch.setattr(scheduler, "WINDOW", 9)
+        monkeypatch.setattr(scheduler.windows, "__defaults__", (9,))
+        monkeypatch.setattr(row_spool, "_BLOCK", 4)
+        monkeypatch.setattr(files, "_PIECE", 5)
 
     return switch
 
@@ -84,7 +84,7 @@ def files_of(table: api.Table, place: Path) -> dict[str, bytes]:
     for format in ("table", "json", "csv", "markdown", "junit"):
         for everything in (False, True):
             stream = io.StringIO()
-            emit.table(table, format, stream, everything=everything)
+            writers.table(table, format, stream, everything=everything)
             shown[f"{format} {everything}"] = stream.getvalue().encode()
     return {**shown, "str": str(table).encode()}
 
@@ -121,12 +121,12 @@ def test_long_runs_give_the_files_and_reports_of_short_ones(tmp_path, case, ever
     everything_is_long()
     plan = api.align(*pair, **{k: v for k, v in options.items() if k not in ("limits", "metrics")})
     if by_name is not None:
-        assert isinstance(plan.pairs, alike.KeptPairs) == by_name
+        assert isinstance(plan.pairs, streaming.KeptPairs) == by_name
     table = api.compare(*pair, **options)
     long = files_of(table, tmp_path / "long")
     for name, content in short.items():
         assert long[name] == content, name
-    assert isinstance(table.rows, kept_rows.KeptRows) or len(table.rows) <= 10
+    assert isinstance(table.rows, row_spool.KeptRows) or len(table.rows) <= 10
     assert list(table.rows) == list(plain.rows)
     assert table.rows[-1] == plain.rows[-1] and list(table.rows[3:40:6]) == list(plain.rows[3:40:6])
     assert table.rows == plain.rows and table.first == plain.first
@@ -142,7 +142,7 @@ def test_processes_share_a_long_plan_out_and_give_the_same(tmp_path, jobs, every
     told: list[tuple[int, int]] = []
     table = api.compare(*pair, jobs=jobs, progress=lambda done, total: told.append((done, total)))
     assert files_of(table, tmp_path / "long") == short
-    assert isinstance(table.rows, kept_rows.KeptRows)
+    assert isinstance(table.rows, row_spool.KeptRows)
     assert told[-1] == (len(table.rows), len(table.rows))
 
 
@@ -182,7 +182,7 @@ def test_a_full_disk_for_the_rows_is_a_sentence(tmp_path, everything_is_long, mo
 def test_numbers_of_other_kinds_are_kept_as_numbers():
     key = TensorKey.of("a", "output")
     row = Row(key, "pass", metrics={"a": np.float64(0.1), "b": np.int64(3), "c": True, "d": 2**80})
-    (again,) = kept_rows.keep([row])
+    (again,) = row_spool.keep([row])
     assert dict(again.metrics) == dict(row.metrics)
     assert [type(value) for value in again.metrics.values()] == [float, int, bool, int]
 
@@ -210,9 +210,9 @@ def test_a_long_part_is_read_row_by_row_and_is_the_same(tmp_path, monkeypatch):
     assert json.loads(place.read_text()) == part.as_json()
     short = files_of(api.merge(place), tmp_path / "short")
     monkeypatch.setattr(parts, "_LONG", 100)
-    monkeypatch.setattr(row_text, "_CHUNK", 333)
+    monkeypatch.setattr(files, "_CHUNK", 333)
     (found,) = parts.open_parts([place])
-    assert isinstance(found.rows, kept_rows.KeptRows)
+    assert isinstance(found.rows, row_spool.KeptRows)
     assert files_of(api.merge(found), tmp_path / "long") == short
     text = place.read_text()
     for broken in (

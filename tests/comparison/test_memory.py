@@ -9,8 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from driftline.runs.key import TensorKey
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.writer import RunWriter
 
 WATCHED = textwrap.dedent(

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from driftline.comparison.metrics.catalogue import KNOWN, STANDARD, find, requested
-from driftline.comparison.metrics.derivation import needs_definition
-from driftline.comparison.row import ROW_FIELDS
+from driftline.comparison.metrics.from_moments import needs_definition
+from driftline.comparison.table.row import ROW_FIELDS
 from driftline.errors import BadFile, BadInput
 from driftline.numerics import definitions
 from driftline.numerics.dtypes import DTYPES

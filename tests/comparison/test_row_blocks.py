@@ -10,7 +10,7 @@ import pytest
 
 import driftline
 from driftline.alignment.recipe import Recipe, Step, joined
-from driftline.comparison.row_blocks import rows_of
+from driftline.comparison.measure.recipes import rows_of
 from driftline.runs.reader import open_run
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into, run_of
@@ -31,7 +31,7 @@ def test_blocks_find_what_the_whole_finds(
         writer.close()
     one, many = run_of({"up/param/weight": WHOLE}), open_run(tmp_path / "run")
     whole = driftline.compare(one, many).rows[0]
-    monkeypatch.setattr("driftline.comparison.row_blocks.BLOCK", 16)
+    monkeypatch.setattr("driftline.comparison.measure.recipes.BLOCK", 16)
     blocks = driftline.compare(one, many).rows[0]
     assert blocks.status == whole.status == ("fail" if off else "pass")
     assert blocks.reason == whole.reason

@@ -7,16 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from driftline.alignment.names import pair_by_name
-from driftline.comparison import small
-from driftline.comparison.engine import measure
+from driftline.alignment.rules.names import pair_by_name
+from driftline.comparison.measure import scheduler
+from driftline.comparison.measure.scheduler import SmallPairs, measure
 from driftline.comparison.metrics.catalogue import STANDARD
-from driftline.comparison.metrics.derivation import standard
-from driftline.comparison.small import SmallPairs
-from driftline.formats.opening import open_run
+from driftline.comparison.metrics.from_moments import standard
+from driftline.comparison.tolerance.defaults import elementwise
+from driftline.formats.registry import open_run
 from driftline.numerics.fields import PairMoments
 from driftline.testing.runs import run_of
-from driftline.tolerance.defaults import elementwise
 
 RNG = np.random.default_rng(3)
 
@@ -130,7 +129,39 @@ def test_the_bound_of_small_pairs_is_in_bytes_of_both_sides(tmp_path, monkeypatc
     quick = SmallPairs(ours, theirs, STANDARD, elementwise)
     elements = quick.elements(pair)
     assert elements == 300
-    monkeypatch.setattr(small, "SMALL_BYTES", 300 * 6)
+    monkeypatch.setattr(scheduler, "SMALL_BYTES", 300 * 6)
     assert quick.is_small(pair, elements)
-    monkeypatch.setattr(small, "SMALL_BYTES", 300 * 6 - 1)
+    monkeypatch.setattr(scheduler, "SMALL_BYTES", 300 * 6 - 1)
     assert not quick.is_small(pair, elements)
+
+
+def test_a_pair_that_is_placed_differently_goes_the_long_way():
+    """The first pair has made its dtypes known: the second is not looked at again for them."""
+    x = RNG.standard_normal((4, 6)).astype(np.float32)
+    ours, theirs = run_of({"plain": x, "part": x}), run_of({"plain": x, "part": x + 1})
+    theirs._records[1] = theirs.records[1]._replace(placement="S(0) at (1,) of (2,)")
+    plan = pair_by_name(ours.records, theirs.records)
+    quick = SmallPairs(ours, theirs, STANDARD, elementwise)
+    assert [quick.elements(pair) for pair in plan.pairs] == [24, None]
+    plain, part = rows(ours, theirs)
+    assert (plain.status, plain.metrics["different"]) == ("unjudged", 0)
+    assert part.status == "incomparable"
+    assert part.reason == "placed differently: whole against S(0) at (1,) of (2,)"
+    # On the same place, or on another rank of the same layout, it is a pair like any other.
+    ours._records[1] = ours.records[1]._replace(placement="S(0) at (0,) of (2,)")
+    plan = pair_by_name(ours.records, theirs.records)
+    assert [quick.elements(pair) for pair in plan.pairs] == [24, 24]
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_memory_that_is_shorter_than_its_tensor_is_never_read_past_its_end(short):
+    x = RNG.standard_normal(64).astype(np.float32)
+    runs = [run_of({"a": x}), run_of({"a": x * 2})]
+    ((place, values),) = runs[short]._blobs.items()
+    runs[short]._blobs = {place: values[:-1]}
+    plan = pair_by_name(*(run.records for run in runs))
+    quick = SmallPairs(*runs, STANDARD, elementwise)
+    assert quick.elements(plan.pairs[0]) == 64
+    assert quick.row(plan.pairs[0]) is None
+    runs[short]._blobs = {place: values}
+    assert quick.row(plan.pairs[0]) is not None

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import driftline
-from driftline.comparison.table import Table
+from driftline.comparison.table.table import Table
 from driftline.runs.reader import open_run
 from driftline.runs.run import Run
 from driftline.runs.writer import RunWriter

@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from driftline.comparison.row import ROW_FIELDS, Column, Row, number_from_json, number_to_json
-from driftline.comparison.storage import is_table, open_table
-from driftline.comparison.table import SCHEMA, Coverage, Side, Table
+from driftline.comparison.table.files import is_table, open_table
+from driftline.comparison.table.row import ROW_FIELDS, Column, Row, number_from_json, number_to_json
+from driftline.comparison.table.table import SCHEMA, Coverage, Side, Table
 from driftline.errors import AlreadyThere, BadFile, BadInput
-from driftline.runs.key import TensorKey
+from driftline.runs.records import TensorKey
 
 
 def make_table():

@@ -10,8 +10,7 @@ import pytest
 
 from driftline.alignment.plan import Pair
 from driftline.decoding.meeting import Meeting
-from driftline.runs.key import TensorKey
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 
 
 def record(site: str, slot: str = "0") -> Record:

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from driftline.comparison.tolerance.statistics import parse_statistic
+from driftline.comparison.tolerance.thresholds import load_thresholds
 from driftline.decoding.layer_table import layer_table
 from driftline.decoding.metric_files import (
     by_layer,
@@ -20,8 +22,6 @@ from driftline.decoding.metric_files import (
 )
 from driftline.decoding.threshold_run import Say, make_thresholds
 from driftline.errors import BadFile, BadInput
-from driftline.tolerance.statistic import parse_statistic
-from driftline.tolerance.thresholds import load_thresholds
 
 DATA = Path(__file__).parents[1] / "data" / "aiu"
 TOKENS = DATA / "get_thresholds" / "model_level_input"

@@ -17,8 +17,7 @@ from tiny_decoders import DATA
 from driftline.alignment.plan import Pair
 from driftline.decoding.layer_walk import METRICS
 from driftline.decoding.row_figures import Figures, figures_of
-from driftline.runs.key import TensorKey
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 
 LAYERS = DATA / "layers"
 LEAKED = float(np.float16(1e-6))

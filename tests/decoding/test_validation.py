@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny_decoders import DATA, GRANITE, LLAMA, PROMPTS
 
+from driftline.comparison.verdict.judge import judge
 from driftline.decoding.explaining import explain
 from driftline.decoding.failing import Rate
 from driftline.decoding.known_thresholds import DOCUMENTED, look_up, read_list, read_table
@@ -19,7 +20,6 @@ from driftline.decoding.telling import layer_lines, lines_of
 from driftline.decoding.validate_ask import ValidateAsk, asks_from
 from driftline.decoding.validation import Subjects, Verdict, validate
 from driftline.errors import BadFile, BadInput, DriftlineError
-from driftline.gating.judge import judge
 
 BASE = {
     "COMMON_MODEL_PATHS": str(LLAMA),

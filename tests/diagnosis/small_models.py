@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 import driftline
-from driftline.diagnosis.artefacts import Replay
-from driftline.runs.key import TensorKey
+from driftline.diagnosis.evidence.files import Replay
 from driftline.runs.memory import MemorySink
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
 _NAMES = {

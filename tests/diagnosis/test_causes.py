@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from driftline.diagnosis.causes.activation import FUNCTIONS
 from driftline.diagnosis.causes.case import Case
-from driftline.diagnosis.causes.catalogue import CAUSES, best_clue, clues
-from driftline.diagnosis.reading import rounded
+from driftline.diagnosis.causes.registry import CAUSES, best_clue, clues
+from driftline.diagnosis.causes.values import FUNCTIONS
+from driftline.diagnosis.error_stats import rounded
 
 UNIT = 2.0**-24
 BF16 = 2.0**-8
@@ -118,6 +119,183 @@ def test_a_planted_bug_is_named(kind: str, coarse: bool) -> None:
     assert found.cause == cause, all_of_them
     assert found.cause in CAUSES
     assert found.sentence
+
+
+def emptied(*region: Any) -> Callable[[np.ndarray], np.ndarray]:
+    def plant(x: np.ndarray) -> np.ndarray:
+        x = x.copy()
+        x[region] = 0.0
+        return x
+
+    return plant
+
+
+ALL = slice(None)
+SENTENCES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str, str]] = {
+    "channels": (
+        emptied(ALL, ALL, slice(4, 8)),
+        "channels 4 to 7 are zero and should not be",
+        "channels 4 to 7",
+    ),
+    "first channels": (
+        emptied(ALL, ALL, slice(0, 2)),
+        "channels 0 to 1 are zero and should not be",
+        "channels 0 to 1",
+    ),
+    "last channels": (
+        emptied(ALL, ALL, slice(60, 64)),
+        "channels 60 to 63 are zero and should not be",
+        "channels 60 to 63",
+    ),
+    "channels apart": (
+        emptied(ALL, ALL, [3, 4, 9]),
+        "3 channels are zero and should not be",
+        "3 channels",
+    ),
+    "one token": (emptied(1, 5), "one token is zero and should not be", "one token"),
+    "tokens": (emptied(2, slice(3, 8)), "5 tokens are zero and should not be", "5 tokens"),
+    "tile": (
+        emptied(0, slice(8, 16), slice(16, 32)),
+        "a tile of 8 tokens x 16 channels is zero and should not be",
+        "a tile of 8 tokens x 16 channels",
+    ),
+    "all": (emptied(...), "everything is zero and should not be", "everything"),
+    "token before": (
+        lambda x: np.roll(x, 1, axis=1),
+        "every token has what belongs to the token before it",
+        "+1",
+    ),
+    "token after": (
+        lambda x: np.roll(x, -1, axis=1),
+        "every token has what belongs to the token after it",
+        "-1",
+    ),
+    "two tokens before": (
+        lambda x: np.roll(x, 2, axis=1),
+        "every token has what belongs to 2 tokens before it",
+        "+2",
+    ),
+    "two tokens after": (
+        lambda x: np.roll(x, -2, axis=1),
+        "every token has what belongs to 2 tokens after it",
+        "-2",
+    ),
+    "copied": (copied, "32 of 96 tokens hold what belongs to other tokens", "rows"),
+}
+
+
+@pytest.mark.parametrize("coarse", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", SENTENCES)
+def test_what_is_said_of_a_planted_bug_is_what_was_planted(kind: str, coarse: bool) -> None:
+    plant, sentence, detail = SENTENCES[kind]
+    r = tensor()
+    found, all_of_them = best_clue(case(r, plant(r), coarse=coarse))
+    assert found is not None, all_of_them
+    assert (found.sentence, found.detail) == (sentence, detail)
+    assert 0.95 < found.score <= 1.0
+
+
+def clipped_count() -> int:
+    return int(np.count_nonzero(np.abs(tensor()) > 1.5))
+
+
+NUMBERS: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
+    "the output is 1.03 times what it should be, everywhere alike": ("scale", lambda x: 1.03 * x),
+    "the output is 0.5 times what it should be, everywhere alike": ("scale", lambda x: 0.5 * x),
+    "the constant 0.25 is added everywhere": ("offset", lambda x: x + 0.25),
+    "the constant -0.5 is added everywhere": ("offset", lambda x: x - 0.5),
+    "one constant per channel is added to every token": (
+        "offset",
+        lambda x: x + tensor(7, (x.shape[-1],)),
+    ),
+    "blocks of 16 channels (heads) stand in another order": ("permutation", heads),
+    "63 of 64 channels stand in another order": ("permutation", shuffled),  # one stays in place
+    "channels are interleaved where they should be split in halves, or the reverse": (
+        "permutation",
+        interleaved,
+    ),
+    "sequences of the batch stand in another order": ("permutation", lambda x: x[[1, 0, 3, 2]]),
+    "8 heads were joined without putting tokens first again": ("transpose", merged),
+    f"{clipped_count()} values stop at -1.5 and 1.5": (
+        "saturation",
+        lambda x: np.clip(x, -1.5, 1.5),
+    ),
+    "every value lies on the grid of fp8 (e4m3)": (
+        "low-precision",
+        lambda x: rounded(x, "float8_e4m3fn"),
+    ),
+    "every value lies on the grid of fp8 (e5m2)": (
+        "low-precision",
+        lambda x: rounded(x, "float8_e5m2"),
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", NUMBERS)
+def test_the_numbers_in_a_sentence_are_those_that_were_planted(sentence: str) -> None:
+    cause, plant = NUMBERS[sentence]
+    r = tensor()
+    found, all_of_them = best_clue(case(r, plant(r)))
+    assert found is not None, all_of_them
+    assert (found.cause, found.sentence) == (cause, sentence)
+
+
+def test_the_sentence_of_a_dropout_counts_its_zeros_and_names_its_probability() -> None:
+    r = tensor()
+    c = dropped(r)
+    found, _ = best_clue(case(r, c))
+    assert found is not None
+    zeros = float((c == 0).mean())
+    assert found.sentence == (
+        f"{zeros:.1%} of the elements are zero, the others 1.111 times as large: dropout of 0.1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("calls", "part", "words"),
+    [
+        (1, slice(32, None), "part of it is still what stood there at the call before"),
+        (2, slice(32, None), "part of it is still what stood there at 2 calls before"),
+        (1, slice(None), "all of it is still what stood there at the call before"),
+    ],
+)
+def test_a_stale_output_is_told_with_how_much_of_it_and_since_when(
+    calls: int, part: slice, words: str
+) -> None:
+    r = tensor()
+    before = tuple(tensor(seed) for seed in range(1, 4))
+    c = r.copy()
+    c[..., part] = before[calls - 1][..., part]
+    found, _ = best_clue(case(r, c, before=before))
+    assert found is not None
+    assert found.sentence == words
+
+
+@pytest.mark.parametrize(
+    ("cause", "sentence"),
+    [
+        ("mask", "tokens from position 17 on are off and none before: "),
+        ("nan", "one element is NaN while all inputs are finite"),
+        ("nondeterminism", "the same program run again differs here by 0.015 of the output"),
+        ("missing-reduction", "the sum over 4 ranks is right, each rank holds only its part of it"),
+    ],
+)
+def test_what_other_tensors_show_of_a_bug_is_told_with_its_numbers(
+    cause: str, sentence: str
+) -> None:
+    r = tensor()
+    hole = np.where(np.arange(r.size).reshape(r.shape) == 77, np.nan, r)
+    parts = [tensor(seed) for seed in range(4)]
+    cases = {
+        "mask": case(r, late(r), site="layers.1.self_attn", class_name="Attention"),
+        "nan": case(r, hole, inputs={"x": r}),
+        "nondeterminism": case(r, r + 1e-2 * tensor(2), repeats=(r + 1e-2 * tensor(3),)),
+        "missing-reduction": case(sum(parts), parts[0], ranks=tuple(parts[1:])),
+    }
+    found, all_of_them = best_clue(cases[cause])
+    assert found is not None, all_of_them
+    assert found.cause == cause
+    assert found.sentence.startswith(sentence)
 
 
 @pytest.mark.parametrize("plant", [late, all_but_last])
@@ -331,8 +509,8 @@ def test_another_random_tensor_gets_no_name(seed: int) -> None:
 
 
 def test_a_linear_layer_that_was_given_other_heads_is_understood_from_its_output() -> None:
-    from driftline.diagnosis.causes.catalogue import RULES_FOR_INPUTS
-    from driftline.diagnosis.causes.linear import what_it_saw
+    from driftline.diagnosis.causes.linear_solve import what_it_saw
+    from driftline.diagnosis.causes.registry import RULES_FOR_INPUTS
 
     rng = np.random.default_rng(0)
     x, w = tensor(), rng.standard_normal((64, 64))
@@ -379,19 +557,19 @@ def _attention_case(right: Any, wrong: np.ndarray, **more: Any) -> Case:
 
 @pytest.mark.parametrize("coarse", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("change", "cause"),
+    ("change", "cause", "words"),
     [
-        ({"scale": 0.25 * 1.07}, "scale"),
-        ({"scale": 1.0}, "scale"),
-        ({"seen": np.ones((24, 24), dtype=bool)}, "mask"),
-        ({"seen": np.tri(24, k=1, dtype=bool)}, "mask"),
-        ({"interleaved": True}, "permutation"),
-        ({"tiled": True}, "permutation"),
-        ({"late": 1}, "shift"),
+        ({"scale": 0.25 * 1.07}, "scale", "scaled by 1.07"),
+        ({"scale": 1.0}, "scale", "scaled by 3.999|scaled by 4"),
+        ({"seen": np.ones((24, 24), dtype=bool)}, "mask", "without its causal mask"),
+        ({"seen": np.tri(24, k=1, dtype=bool)}, "mask", "off by one: tokens see the next one"),
+        ({"interleaved": True}, "permutation", "rotation takes neighbours for halves"),
+        ({"tiled": True}, "permutation", "key heads shared in turns rather than in blocks"),
+        ({"late": 1}, "shift", "keys are rotated to the position before"),
     ],
 )
 def test_a_mistake_inside_an_attention_is_recomputed_and_named(
-    change: dict[str, Any], cause: str, coarse: bool
+    change: dict[str, Any], cause: str, words: str, coarse: bool
 ) -> None:
     right = _attention()
     found, all_of_them = best_clue(
@@ -400,6 +578,7 @@ def test_a_mistake_inside_an_attention_is_recomputed_and_named(
     assert found is not None, all_of_them
     assert found.cause == cause, all_of_them
     assert found.detail == "attention"
+    assert re.search(words, found.sentence), found.sentence
 
 
 @pytest.mark.parametrize(("one", "other"), [("q", "k"), ("k", "v")])

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from small_models import array_run
 
-from driftline.alignment.door import AlignOptions, align_runs
-from driftline.diagnosis.choices import concerned, flips
-from driftline.diagnosis.door import diagnose
-from driftline.runs.key import TensorKey
+from driftline.alignment.align import AlignOptions, align_runs
+from driftline.diagnosis.api import diagnose
+from driftline.diagnosis.routing_changes import concerned, flips
+from driftline.runs.records import TensorKey
 from driftline.testing.faults import FAULTS, Setting
 from driftline.testing.faults.trials import METHODS, planted
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import driftline
-from driftline.adapters.torch import tf32
-from driftline.adapters.torch.masks import same_seen
-from driftline.diagnosis.door import diagnose
-from driftline.diagnosis.effects import effect
-from driftline.diagnosis.finding import Diagnosis
-from driftline.diagnosis.limits import Limits
+from driftline.captures.torch import framework
+from driftline.diagnosis.api import diagnose
+from driftline.diagnosis.error_stats import effect
+from driftline.diagnosis.evidence.replay import Limits
+from driftline.diagnosis.experiments.live.number_formats import same_seen
+from driftline.diagnosis.result import Diagnosis
 from driftline.runs.memory import MemorySink, _MemoryRun
 from driftline.runs.run import Run
 from driftline.testing.faults import FAULTS, Setting
@@ -224,10 +224,10 @@ def test_a_convolution_in_tf32_is_lower_precision_and_the_switch_is_named(side: 
 
 
 def test_all_digits_are_asked_for_and_the_programs_choice_is_put_back() -> None:
-    before = tf32.allowed()
-    with tf32.switched_off():
-        assert tf32.allowed() == []
-    assert tf32.allowed() == before
+    before = framework.allowed()
+    with framework.switched_off():
+        assert framework.allowed() == []
+    assert framework.allowed() == before
     assert before == [] or "convolutions" in before
 
 

@@ -16,13 +16,13 @@ from small_models import array_run, llama, replayed, tokens, twin
 
 import driftline
 from driftline.cli.main import main
-from driftline.comparison.row import Row
-from driftline.comparison.table import Table
-from driftline.diagnosis.artefacts import open_noise, open_replay
-from driftline.diagnosis.door import diagnose, diagnose_table
+from driftline.comparison.table.row import Row
+from driftline.comparison.table.table import Table
+from driftline.diagnosis.api import diagnose, diagnose_table
+from driftline.diagnosis.evidence.files import open_noise, open_replay
 from driftline.errors import DriftlineError
-from driftline.runs.key import TensorKey
 from driftline.runs.memory import MemorySink
+from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
 from driftline.runs.writer import RunWriter
 
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _stored(run: Run, path: Path) -> None:
-    from driftline.runs.manifest import create_run
+    from driftline.runs.provenance import create_run
 
     create_run(path)
     writer = RunWriter(path)
@@ -312,9 +312,9 @@ def test_weights_that_differ_are_named_before_anything_they_cause() -> None:
 
 
 def test_sites_of_which_nothing_is_known_do_not_push_out_the_others() -> None:
-    from driftline.diagnosis.finding import Diagnosis, SiteFinding
-    from driftline.reports.diagnosis import view
-    from driftline.reports.view import Grid
+    from driftline.diagnosis.result import Diagnosis, SiteFinding
+    from driftline.reporting.view import Grid
+    from driftline.reporting.views.diagnosis import view
 
     statuses = ("unknown", "unknown", "introduced", "inherited", "unknown", "clean")
     sites = tuple(SiteFinding(f"s{at}", at, status) for at, status in enumerate(statuses))

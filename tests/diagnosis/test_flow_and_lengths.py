@@ -7,15 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from driftline.diagnosis.door import diagnose
-from driftline.diagnosis.flow import by_calls, by_edges
-from driftline.diagnosis.growth import rounding
-from driftline.diagnosis.lengths import sum_length
-from driftline.runs.calls import Call, CallTensor
-from driftline.runs.key import TensorKey
+from driftline.diagnosis.api import diagnose
+from driftline.diagnosis.evidence.growth import rounding
+from driftline.diagnosis.module_kinds import sum_length
+from driftline.diagnosis.sites import by_calls, by_edges
 from driftline.runs.memory import MemorySink
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
+from driftline.runs.sidecars.calls import Call, CallTensor
 from driftline.testing.faults import Setting
 from driftline.testing.faults.trials import METHODS, planted
 

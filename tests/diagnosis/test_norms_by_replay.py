@@ -9,8 +9,8 @@ import pytest
 import torch
 from small_models import gpt2, replayed, run_of, tokens, twin
 
-from driftline.diagnosis.door import diagnose
-from driftline.diagnosis.finding import Diagnosis
+from driftline.diagnosis.api import diagnose
+from driftline.diagnosis.result import Diagnosis
 
 FORMATS = [torch.bfloat16, torch.float16]
 SITE = "transformer.h.2.ln_1"

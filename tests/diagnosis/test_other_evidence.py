@@ -11,8 +11,8 @@ from planted_bugs import BUGS
 from small_models import llama, replayed, run_of, tokens, twin
 
 import driftline
-from driftline.diagnosis.artefacts import ReplayedSite, open_noise
-from driftline.diagnosis.door import diagnose
+from driftline.diagnosis.api import diagnose
+from driftline.diagnosis.evidence.files import ReplayedSite, open_noise
 from driftline.testing.faults import FAULTS, Setting
 from driftline.testing.faults.trials import METHODS, planted
 
@@ -48,6 +48,33 @@ def test_without_noise_runs_growth_is_asked() -> None:
     found = diagnose(run_of(reference, ids), theirs, replay=replay._replace(sites=nothing))
     assert found.first_site == "model.layers.2.mlp.down_proj"
     assert found.evidence["by"] == "growth"
+
+
+@pytest.mark.parametrize(
+    ("trouble", "reproduced", "status"),
+    [
+        ("it was compiled", None, "introduced"),
+        ("it draws random numbers", None, "unknown"),
+        ("it draws random numbers", False, "unknown"),
+        ("its own output is not reproduced", False, "unknown"),
+    ],
+)
+def test_a_module_that_errs_without_a_fault_is_not_convicted_by_growth(
+    trouble: str, reproduced: bool | None, status: str
+) -> None:
+    """What draws random numbers is not even suspected; what fails its own replay only is that."""
+    reference, ids = llama(0), tokens(0)
+    theirs = run_of(twin(reference, torch.float32, BUGS["scale"].plant), ids)
+    replay = replayed(reference, theirs, ids)
+    sites = {each.key.site: ReplayedSite("unknown", trouble, reproduced) for each in theirs.records}
+    found = diagnose(run_of(reference, ids), theirs, replay=replay._replace(sites=sites))
+    guilty = "model.layers.2.mlp.down_proj"
+    assert found.site(guilty).status == status
+    convicted = {each.site for each in found.sites if each.status == "introduced"}
+    around = {"(root)", *(guilty.rsplit(".", up)[0] for up in range(5))}  # and what contains it
+    assert convicted <= around if status == "introduced" else not convicted
+    told = "\n".join(found.sentences)
+    assert (guilty in told) == ("random" not in trouble), told
 
 
 def test_an_unknown_site_that_nothing_convicts_stays_unknown() -> None:

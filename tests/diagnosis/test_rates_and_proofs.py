@@ -12,10 +12,10 @@ import torch
 from planted_bugs import BUGS
 from small_models import array_run, llama, replayed, run_of, tokens, twin
 
-from driftline.diagnosis.artefacts import ReplayedSite
-from driftline.diagnosis.door import diagnose
+from driftline.diagnosis.api import diagnose
+from driftline.diagnosis.evidence.files import ReplayedSite
 from driftline.errors import BadFile
-from driftline.runs.key import TensorKey
+from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
 
 GUILTY = "model.layers.2.mlp.down_proj"

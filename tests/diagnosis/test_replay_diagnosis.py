@@ -9,8 +9,8 @@ import torch
 from planted_bugs import BUGS, attention, fused, site_of
 from small_models import gpt2, llama, replayed, run_of, tokens, twin
 
-from driftline.diagnosis.artefacts import ReplayedSite
-from driftline.diagnosis.door import diagnose
+from driftline.diagnosis.api import diagnose
+from driftline.diagnosis.evidence.files import ReplayedSite
 
 MODELS = {"llama": llama, "gpt2": gpt2}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

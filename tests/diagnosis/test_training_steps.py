@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import driftline
-from driftline.diagnosis.door import diagnose
+from driftline.diagnosis.api import diagnose
 from driftline.runs.memory import MemorySink
 from driftline.runs.run import Run
 

@@ -10,8 +10,8 @@ import torch
 from planted_bugs import BUGS, fused, site_of
 from small_models import array_run, gpt2, llama, run_of, tokens, twin
 
-from driftline.diagnosis.door import diagnose
-from driftline.runs.key import TensorKey
+from driftline.diagnosis.api import diagnose
+from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
 
 GROSS = [

@@ -8,16 +8,21 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from driftline.testing.faults import ARCHITECTURES, FAULTS, specimen  # noqa: E402
-from driftline.testing.faults.formats import FORMATS, in_format, trusted  # noqa: E402
-from driftline.testing.faults.implementations import IMPLEMENTATIONS  # noqa: E402
-from driftline.testing.faults.pairs import (  # noqa: E402
+from driftline.testing.faults.trials import (  # noqa: E402
+    METHODS,
     Setting,
     candidate_of,
     effect_of,
     output_of,
+    planted,
     reference_of,
 )
-from driftline.testing.faults.trials import METHODS, planted  # noqa: E402
+from driftline.testing.faults.variants import (  # noqa: E402
+    FORMATS,
+    IMPLEMENTATIONS,
+    in_format,
+    trusted,
+)
 
 NOT_IN_USE = {  # places where a plant is allowed to be without effect, and why
     ("gpt2", "dropout left on"): "eager attention draws with the functional form",

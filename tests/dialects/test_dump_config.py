@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import driftline
-from driftline.dialects.ait import DumpConfig, register_hook
+from driftline.dialects.ait.hooks import DumpConfig, register_hook
 
 
 class Inner(nn.Module):
@@ -139,7 +139,7 @@ def test_two_configurations_are_two_and_a_repeated_call_only_warns(tmp_path):
 
 
 def test_a_model_that_is_gone_is_watched_no_more(tmp_path):
-    from driftline.adapters.torch.modules import active
+    from driftline.captures.torch.module_calls import active
 
     before = len(active())
     model = nn.Sequential(nn.Linear(2, 2))

@@ -15,7 +15,7 @@ import torch
 from driftline import register_saving_hook
 from driftline.cli.check_hooks import _Bar
 from driftline.cli.main import main
-from driftline.dialects.hook_trees import COLUMNS
+from driftline.dialects.paddle_hook.tree_checker import COLUMNS
 
 Check = Callable[..., tuple[int, str, str]]
 

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import driftline
 from driftline import register_hook, register_saving_hook
-from driftline.dialects import saved_files, saving_hook
-from driftline.dialects.saving_hook import wait_until_saved
+from driftline.dialects.paddle_hook import files as saved_files
+from driftline.dialects.paddle_hook import hook
+from driftline.dialects.paddle_hook.hook import wait_until_saved
 from driftline.errors import AlreadyThere
 
 
@@ -212,7 +213,7 @@ def test_memory_has_an_end_and_then_the_program_waits(tmp_path, monkeypatch):
     monkeypatch.setattr(saved_files, "MOST_WAITING", 1000)
     model = nn.Sequential(nn.Linear(8, 8))
     register_saving_hook(model, tmp_path, "Linear", -1, -1)
-    (files,) = (s.files for s in saving_hook._STORES if s.path == tmp_path)
+    (files,) = (s.files for s in hook._STORES if s.path == tmp_path)
     for _ in range(20):
         model(torch.ones(2, 8)).sum().backward()
         most = max(most, files._waiting)
@@ -225,7 +226,7 @@ def test_when_both_limits_are_reached_the_writing_thread_ends(tmp_path):
     register_saving_hook(model, tmp_path, "Linear", 2, 1)
     for _ in range(3):
         model(torch.tensor([1])).sum().backward()
-    (files,) = (s.files for s in saving_hook._STORES if s.path == tmp_path)
+    (files,) = (s.files for s in hook._STORES if s.path == tmp_path)
     thread = files._staging._thread
     thread.join(5)
     assert not thread.is_alive()
@@ -243,7 +244,7 @@ PROGRAM = """
 import time, torch
 from torch import nn
 from driftline import register_saving_hook
-from driftline.dialects import saved_files
+from driftline.dialects.paddle_hook import files as saved_files
 plain = saved_files.write_npy
 def slow(*call):
     time.sleep(0.01)

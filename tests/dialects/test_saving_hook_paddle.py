@@ -10,7 +10,7 @@ from paddle.distributed.fleet.utils import mix_precision_utils, recompute
 
 import driftline
 from driftline import register_saving_hook
-from driftline.dialects.saving_hook import wait_until_saved
+from driftline.dialects.paddle_hook.hook import wait_until_saved
 
 
 class Net(nn.Layer):

@@ -14,10 +14,10 @@ import torch._dynamo
 from torch import nn
 
 import driftline
-from driftline.dialects.torchair_dump import get_fx_dump_config, get_ge_dump_config
+from driftline.dialects.ait.torchair import get_fx_dump_config, get_ge_dump_config
 from driftline.errors import DriftlineError
-from driftline.runs.calls import GRAPHS
-from driftline.runs.graphs import read_graphs
+from driftline.graphs.sources.graph_files import read_graphs
+from driftline.runs.sidecars.calls import GRAPHS
 
 
 class Section:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from driftline.comparison.table import Table
-from driftline.executors import wire
-from driftline.executors.work import Finished, Job, Said, Task, done, open_workshop, result_of
+from driftline.comparison.table.table import Table
+from driftline.execution import codec
+from driftline.execution.jobs import Finished, Job, Said, Task, done, open_workshop, result_of
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into
 
@@ -31,11 +31,11 @@ class Here:
     ) -> None:
         self.jobs.append(job)
         self.tasks += tasks
-        workshop = open_workshop(job.workshop, wire.unpack(wire.pack(job.about)))
+        workshop = open_workshop(job.workshop, codec.unpack(codec.pack(job.about)))
         for at in reversed(range(len(tasks))):
-            work = wire.unpack(wire.pack(tasks[at].content()))
+            work = codec.unpack(codec.pack(tasks[at].content()))
             lines: list[str] = []
-            answer: Any = wire.unpack(wire.pack(done(workshop, work, lines.append)))
+            answer: Any = codec.unpack(codec.pack(done(workshop, work, lines.append)))
             for line in lines if said is not None else ():
                 said(at, line)
             finished(at, result_of(answer, tasks[at].called))

@@ -10,10 +10,10 @@ import pytest
 from sharing_kit import Here
 
 from driftline.errors import BadInput
-from driftline.executors.plain import decode, encode
-from driftline.operators.checking import check
-from driftline.operators.rows import Figures, OperatorCall
-from driftline.runs.key import TensorKey
+from driftline.execution.codec import decode, encode
+from driftline.operators.api import check
+from driftline.operators.result import Figures, OperatorCall
+from driftline.runs.records import TensorKey
 
 DATA = Path(__file__).parents[1] / "data"
 MINI = DATA / "ascend" / "mini_atb"
@@ -62,8 +62,8 @@ def test_operators_of_a_run_are_shared_out(tmp_path, who):
 
 
 def test_another_dump_under_the_same_path_is_noticed(tmp_path):
-    from driftline.operators.sources import Ask
-    from driftline.operators.workshop import PLACE, OperatorsWorkshop
+    from driftline.operators.source import Ask
+    from driftline.operators.workers import PLACE, OperatorsWorkshop
 
     dump = next(path for path in MINI.iterdir() if path.is_dir())
     about = {"path": str(dump), "ask": encode(Ask()), "calls": "others", "threads": 0}
@@ -93,9 +93,9 @@ def test_only_kinds_that_are_named_are_decoded():
     ids=repr,
 )
 def test_our_values_come_back_as_they_were(value):
-    from driftline.executors import wire
+    from driftline.execution import codec
 
-    found = decode(wire.unpack(wire.pack(encode(value))), (TensorKey,))
+    found = decode(codec.unpack(codec.pack(encode(value))), (TensorKey,))
     if isinstance(value, np.ndarray):
         assert found.dtype == value.dtype and (found == value).all()
     else:

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from sharing_kit import Here, write_run, written
 
 import driftline
-from driftline.comparison import sharing
-from driftline.comparison.parcel import pair_from_plain, pair_to_plain
+from driftline.comparison.measure import distribute
+from driftline.comparison.measure.row_codec import pair_from_plain, pair_to_plain
 from driftline.errors import BadInput, BadRun
-from driftline.executors import wire
-from driftline.executors.choosing import chosen
-from driftline.executors.local import Processes
-from driftline.executors.work import Job, Task, WorkerFailed
-from driftline.runs.key import TensorKey
+from driftline.execution import codec
+from driftline.execution.jobs import Job, Task, WorkerFailed, chosen
+from driftline.execution.processes import Processes
+from driftline.runs.records import TensorKey
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into, run_of
 
@@ -55,7 +54,7 @@ def test_processes_give_the_table_of_one_process_byte_for_byte(two, monkeypatch)
 def test_whatever_the_shapes_and_workers_the_table_is_the_same(
     tmp_path, workers, far, metrics, shapes, monkeypatch
 ):
-    monkeypatch.setattr(sharing, "_LEAST", 1)
+    monkeypatch.setattr(distribute, "_LEAST", 1)
     place = tmp_path / str(time.monotonic_ns())
     rng = np.random.default_rng(len(shapes))
     for name in ("ref", "cand"):
@@ -103,7 +102,7 @@ def test_a_pair_with_a_recipe_arrives_as_it_was(sharded):
     plan = driftline.align(sharded / "ref", sharded / "cand", placements=["*=shard(1)"])
     assert any(pair.candidate_recipe is not None for pair in plan.pairs)
     for pair in plan.pairs:
-        assert pair_from_plain(wire.unpack(wire.pack(pair_to_plain(pair)))) == pair
+        assert pair_from_plain(codec.unpack(codec.pack(pair_to_plain(pair)))) == pair
 
 
 @pytest.mark.parametrize("far", [False, True])
@@ -120,12 +119,12 @@ def test_recipes_are_carried_out_by_workers(sharded, far):
 
 def test_a_name_that_is_no_text_goes_to_a_worker_too():
     odd = {"name": "weight\udcff", "number": float("inf")}
-    assert wire.unpack(wire.pack(odd)) == odd
+    assert codec.unpack(codec.pack(odd)) == odd
 
 
 def test_floats_arrive_with_all_their_bits():
     values = [0.1, 5e-324, -0.0, float("inf"), 1 / 3, 2**62]
-    assert [repr(v) for v in wire.unpack(wire.pack(values))] == [repr(v) for v in values]
+    assert [repr(v) for v in codec.unpack(codec.pack(values))] == [repr(v) for v in values]
 
 
 def test_runs_in_memory_are_compared_here_but_not_on_other_machines():

@@ -18,8 +18,8 @@ from sharing_kit import write_run, written
 
 import driftline
 from driftline.errors import BadInput, DriftlineError
-from driftline.executors.ray_cluster import RayCluster
-from driftline.executors.work import Task, WorkerFailed
+from driftline.execution.jobs import Task, WorkerFailed
+from driftline.execution.ray_cluster import RayCluster
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into
 
@@ -75,9 +75,9 @@ def joined(cluster, monkeypatch):
 
 def finely(monkeypatch):
     """Many tasks, of a pair or two each."""
-    from driftline.comparison import sharing
+    from driftline.comparison.measure import distribute
 
-    monkeypatch.setattr(sharing, "_LEAST", 1)
+    monkeypatch.setattr(distribute, "_LEAST", 1)
 
 
 def test_two_nodes_give_the_table_of_one_process_byte_for_byte(two, joined, monkeypatch):
@@ -261,15 +261,15 @@ def test_a_node_with_some_of_the_ranks_is_given_their_work_only(two, joined, mon
 
 
 def machine(name, cores=1, absent=()):
-    from driftline.executors.ray_cluster import _Machine
+    from driftline.execution.ray_cluster import _Machine
 
     return _Machine({"NodeID": name}, name, absent, cores)
 
 
 def round_of(tasks, machines):
     """What chooses tasks, without a cluster."""
-    from driftline.executors.ray_cluster import _Round
-    from driftline.executors.work import Job
+    from driftline.execution.jobs import Job
+    from driftline.execution.ray_cluster import _Round
 
     class Nobody:
         class ray:
@@ -305,7 +305,7 @@ def test_a_machine_without_the_runs_is_given_no_summaries_either(tmp_path):
     """Of summaries no byte is read, but a worker opens the runs it is sent something of."""
     from sharing_kit import Here
 
-    from driftline.executors.work import open_workshop
+    from driftline.execution.jobs import open_workshop
 
     for name in ("ref", "cand"):
         writer = RunWriter(tmp_path / name, seal_at_exit=False)
@@ -326,7 +326,7 @@ def test_operators_and_shapes_are_shared_out_on_a_cluster(two, joined, tmp_path)
     from test_fanning import MINI, asks, files_of, same, shapes
 
     from driftline.decoding.fanning import run_shapes, validate_shapes
-    from driftline.operators.checking import check
+    from driftline.operators.api import check
 
     dump = next(path for path in sorted(MINI.iterdir()) if path.is_dir())
     same(check(dump), check(dump, executor="ray"))
@@ -457,7 +457,7 @@ def test_a_session_that_dies_as_it_is_made_is_asked_for_again(two, cluster, tmp_
 
 
 def test_a_session_that_always_dies_is_refused_with_what_ray_says_of_it():
-    from driftline.executors import ray_session
+    from driftline.execution import ray_connection
 
     tries = []
 
@@ -467,7 +467,7 @@ def test_a_session_that_always_dies_is_refused_with_what_ray_says_of_it():
         raise ConnectionAbortedError(f"Initialization failure from server:\nTraceback:\n{why}\n")
 
     with pytest.raises(DriftlineError, match="refuses: RuntimeError: Starting Ray client server f"):
-        ray_session._bounded(init, "ray://head:10001")
+        ray_connection._bounded(init, "ray://head:10001")
     assert len(tries) == 3
 
 
@@ -492,10 +492,10 @@ def test_what_is_no_address_is_refused(two, word):
 
 
 def test_somebody_who_does_not_speak_as_ray_does_is_given_up(two, monkeypatch):
-    from driftline.executors import ray_door
+    from driftline.execution import ray_connection
 
     pytest.importorskip("grpc")
-    monkeypatch.setattr(ray_door, "_GREETING", 1.0)
+    monkeypatch.setattr(ray_connection, "_GREETING", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         began = time.monotonic()
@@ -524,7 +524,7 @@ def a_door(code):
 
 
 def test_a_cluster_that_asks_for_a_token_that_is_not_here_is_refused_at_once(two, monkeypatch):
-    from driftline.executors import ray_door
+    from driftline.execution import ray_connection
 
     grpc = pytest.importorskip("grpc")
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
@@ -532,9 +532,9 @@ def test_a_cluster_that_asks_for_a_token_that_is_not_here_is_refused_at_once(two
         with pytest.raises(DriftlineError, match=rf"cluster at ray://{place} asks for a token"):
             driftline.compare(two / "ref", two / "cand", executor=f"ray://{place}")
         monkeypatch.setenv("RAY_AUTH_MODE", "token")  # then it is Ray's: its token may be wrong
-        assert "is it the same here?" in ray_door.unlock(place, place)
+        assert "is it the same here?" in ray_connection.unlock(place, place)
     with a_door(grpc.StatusCode.UNIMPLEMENTED) as place:
-        assert not ray_door.asks_for_token(place)
+        assert not ray_connection.asks_for_token(place)
 
 
 def test_a_web_server_is_told_from_a_cluster(two):

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from sharing_kit import Here, write_run, written
 
 import driftline
-from driftline.comparison.part import Part, part_name
+from driftline.comparison.table.part import Part, part_name
 from driftline.errors import AlreadyThere, BadFile, BadInput
-from driftline.executors.slices import Shard
+from driftline.execution.slicing import Shard
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_names_of_parts_sort_by_their_numbers():
 
 
 def test_other_kernels_are_told_but_merged(two):
-    from driftline.gating.sharding import remarks
+    from driftline.comparison.shards import remarks
 
     first, second = parts(two, 2)
     shown = second.as_json()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from driftline.errors import BadInput
-from driftline.executors.slices import Shard, groups, parse_shard, slice_of
+from driftline.execution.slicing import Shard, groups, parse_shard, slice_of
 
 WEIGHTS = st.lists(st.integers(0, 1 << 40), max_size=60)
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import driftline
-from driftline.adapters.torch.candidate import Candidate
-from driftline.adapters.torch.replaying import Replayer
-from driftline.adapters.torch.session import CaptureSession
-from driftline.diagnosis import artefacts as diagnosis
-from driftline.diagnosis.artefacts import ReplayedSite
-from driftline.diagnosis.finding import Diagnosis
+from driftline.captures.torch.session import CaptureSession
+from driftline.diagnosis.evidence import files as diagnosis
+from driftline.diagnosis.evidence.files import ReplayedSite
+from driftline.diagnosis.experiments.live.captured_calls import Candidate
+from driftline.diagnosis.experiments.live.replay import Replayer
+from driftline.diagnosis.result import Diagnosis
 from driftline.runs.memory import MemorySink
 from driftline.runs.run import Run
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from driftline.adapters.torch.rounding import dithered, rounded_once
-from driftline.formats.opening import open_run
+from driftline.diagnosis.experiments.live.repeat import dithered, rounded_once
+from driftline.formats.registry import open_run
 
 
 def test_noise_makes_runs_in_the_candidates_format_and_keeps_failures_with_reasons(
@@ -98,12 +98,16 @@ def test_noise_refuses_what_means_nothing(
 def test_moved_by_a_last_place_is_moved_by_no_more() -> None:
     draw = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        values = torch.randn(1000).to(dtype)
-        values[:4] = torch.tensor([0.0, float("inf"), float("nan"), torch.finfo(dtype).max])
+        info = torch.finfo(dtype)
+        values = torch.randn(1000, generator=draw).to(dtype)
+        values[4:20] = info.smallest_normal * torch.linspace(-0.9, 0.9, 16)  # subnormal ones, too
+        values[:4] = torch.tensor([0.0, float("inf"), float("nan"), info.max])
         moved = dithered(values, draw)
         far = (moved.double() - values.double())[4:].abs()
         assert (far > 0).sum() > 500
-        assert (far <= values[4:].double().abs() * torch.finfo(dtype).eps).all()
+        # Steps of subnormal numbers do not get smaller with them.
+        size = values[4:].double().abs().clamp(min=info.smallest_normal)
+        assert (far <= size * info.eps).all()
         assert moved[0] == 0
         assert torch.isinf(moved[1])
         assert torch.isnan(moved[2])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from driftline.formats.opening import open_run
+from driftline.formats.registry import open_run
 
 SLOW = pytest.mark.slow  # the library alone takes seconds to import, in every process
 ARCHITECTURES = (

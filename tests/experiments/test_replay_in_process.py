@@ -12,11 +12,11 @@ from replay_pairs import Replay, by_name, model
 from torch import nn
 
 import driftline
-from driftline.adapters.selection import Selection, patterns
-from driftline.adapters.torch.candidate import Candidate
-from driftline.adapters.torch.repeating import copied, same_bits
-from driftline.adapters.torch.replaying import Replayer
-from driftline.adapters.torch.session import CaptureSession
+from driftline.captures.selection import Selection, patterns
+from driftline.captures.torch.session import CaptureSession
+from driftline.diagnosis.experiments.live.captured_calls import Candidate
+from driftline.diagnosis.experiments.live.repeat import copied, same_bits
+from driftline.diagnosis.experiments.live.replay import Replayer
 from driftline.errors import BadInput
 from driftline.runs.memory import MemorySink
 

@@ -12,9 +12,9 @@ import torch
 from replay_pairs import Replay, Wide, diagnosed_both_ways, model
 from torch import nn
 
-from driftline.diagnosis import artefacts as diagnosis
-from driftline.diagnosis.artefacts import ReplayedSite
-from driftline.diagnosis.replayed import judge
+from driftline.diagnosis.evidence import files as diagnosis
+from driftline.diagnosis.evidence.files import ReplayedSite
+from driftline.diagnosis.evidence.replay import judge
 from driftline.errors import BadFile
 
 

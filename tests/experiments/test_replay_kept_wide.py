@@ -11,10 +11,9 @@ import torch
 from replay_pairs import Replay, Wide, diagnosed_both_ways
 from torch import nn
 
-from driftline.adapters.torch.replay_nearness import wide_nearness
-from driftline.diagnosis.effects import effect
-from driftline.diagnosis.limits import Limits
-from driftline.diagnosis.replayed import judge
+from driftline.diagnosis.error_stats import effect
+from driftline.diagnosis.evidence.replay import Limits, judge
+from driftline.diagnosis.experiments.live.results import wide_nearness
 
 UNIT = 2.0**-24
 

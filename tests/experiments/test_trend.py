@@ -16,9 +16,8 @@ from driftline.diagnosis.trend import trend
 from driftline.errors import BadInput
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.kernel import summarize
-from driftline.runs.key import TensorKey
 from driftline.runs.reader import open_run
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.writer import RunWriter
 
 

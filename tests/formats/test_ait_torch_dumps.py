@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from driftline import compare, open_run
-from driftline.dialects.ait_tree import AitTree
+from driftline.dialects.ait.dump_tree import AitTree
 from driftline.errors import BadFile
-from driftline.runs.key import TensorKey
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 
 GOLDEN = Path(__file__).parents[1] / "data" / "ascend" / "mini_torch"
 TOKEN = GOLDEN / "msit_dump_20240701_121000" / "torch_tensors" / "cpu_4300" / "0"

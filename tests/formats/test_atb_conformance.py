@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from driftline.formats import atb_bin, atb_tree
-from driftline.testing.atb import AtbDump, Generation, Operation, Value, bin_bytes
-from driftline.testing.formats import Arrays, FormatConformance
-from driftline.testing.trees import TreeConformance
+from driftline.formats.ascend.atb import dump as atb_tree
+from driftline.formats.ascend.atb import file
+from driftline.testing.conformance import Arrays, FormatConformance, TreeConformance
+from support.atb import AtbDump, Generation, Operation, Value, bin_bytes
 
 
 class TestAtbBin(FormatConformance):
-    format = atb_bin
+    format = file
     suffix = ".bin"
     one_tensor = True
     damages = 400

@@ -16,11 +16,11 @@ from hypothesis.extra import numpy as npst
 
 import driftline
 from driftline.errors import BadFile, BadInput, DriftlineError
-from driftline.formats import atb_bin
-from driftline.formats.atb_types import ACL_TYPES, hifloat8_values
-from driftline.formats.fractal import nz_to_nd
-from driftline.testing.atb import NZ, AtbDump, Operation, Value, bin_bytes, write_bin
-from driftline.testing.atb_files import nd_to_nz
+from driftline.formats.ascend.atb import file
+from driftline.formats.ascend.layouts import nz_to_nd
+from driftline.formats.ascend.types import ACL_TYPES, hifloat8_values
+from support.atb import NZ, AtbDump, Operation, Value, bin_bytes, write_bin
+from support.atb_files import nd_to_nz
 
 GOLDEN = Path(__file__).parents[1] / "data" / "ascend" / "atb_bin"
 SAMPLES = sorted(path for path in GOLDEN.glob("*.bin") if path.with_suffix(".npy").exists())
@@ -294,7 +294,7 @@ def test_mutated_files_never_end_in_anything_but_a_sentence(tmp_path: Path, coun
     for _ in range(count):
         path.write_bytes(mutated(dice, seeds))
         try:
-            (handle,) = atb_bin.open(path).tensors()
+            (handle,) = file.open(path).tensors()
             if handle.has_values:
                 assert handle.raw().nbytes <= 64 * path.stat().st_size
         except DriftlineError as why:

@@ -15,10 +15,9 @@ import torch
 
 from driftline import compare, convert, open_run
 from driftline.errors import AlreadyThere, BadInput
-from driftline.formats.exported import LIST
+from driftline.formats.convert.targets import LIST
 from driftline.numerics.dtypes import DTYPES
-from driftline.runs.key import TensorKey
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import run_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from driftline.formats.opening import open_run
+from driftline.formats.registry import open_run
 
 TORCH_TYPES = [
     torch.float64,
@@ -108,7 +108,7 @@ def test_bytes_that_lie_plainly_are_mapped_not_copied(tmp_path: Path) -> None:
 
 
 def test_our_own_formats_are_announced_like_anybodys() -> None:
-    from driftline.formats.opening import BUILTIN, GROUP, TREES
+    from driftline.formats.registry import BUILTIN, GROUP, TREES
     from driftline.registry import plugins
 
     announced = plugins(GROUP)

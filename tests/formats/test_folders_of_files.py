@@ -18,10 +18,10 @@ from hypothesis.extra import numpy as hnp
 
 from driftline import compare, open_run
 from driftline.errors import BadFile, BadRun, DriftlineError
-from driftline.formats import npy, torchzip
 from driftline.formats.folder import Folder
-from driftline.formats.parts import describe
-from driftline.testing.atb import bin_bytes
+from driftline.formats.tensor_files import describe
+from driftline.formats.tensors import npy, torch_zip
+from support.atb import bin_bytes
 
 
 def test_a_site_is_a_file_s_path(tmp_path: Path) -> None:
@@ -123,6 +123,7 @@ def test_the_quick_header_says_what_numpy_s_own_reader_says(array: Any, fortran:
     assert vars(quick) == vars(slow)
 
 
+torch.manual_seed(0)
 SAVED: list[Any] = [
     torch.randn(3, 4),
     torch.randn(2, 3).bfloat16(),
@@ -142,14 +143,14 @@ SAVED: list[Any] = [
 
 @pytest.mark.parametrize("saved", SAVED, ids=lambda saved: type(saved).__name__)
 def test_torch_files_are_described_without_torch_as_with_it(tmp_path: Path, saved: Any) -> None:
-    from driftline.formats import torchfile
+    from driftline.formats.tensors import torch_file
 
     torch.save(saved, tmp_path / "x.pt")
     size = (tmp_path / "x.pt").stat().st_size
     content = (tmp_path / "x.pt").read_bytes()
-    quick = torchzip.read_tensors(size, lambda length, at: content[at : at + length])
+    quick = torch_zip.read_tensors(size, lambda length, at: content[at : at + length])
     assert quick is not None
-    through_torch = torchfile.members(tmp_path / "x.pt")
+    through_torch = torch_file.members(tmp_path / "x.pt")
     mine = describe(Folder(tmp_path), "x.pt")
     assert [(m.name, m.dtype, m.shape) for m in mine] == [
         (m.name, m.dtype, m.shape) for m in through_torch
@@ -188,7 +189,7 @@ def test_a_compressed_or_foreign_zip_is_left_to_torch(tmp_path: Path) -> None:
         for name in plain.namelist():
             packed.writestr(name, plain.read(name))
     content = (tmp_path / "packed.pt").read_bytes()
-    found = torchzip.read_tensors(len(content), lambda length, at: content[at : at + length])
+    found = torch_zip.read_tensors(len(content), lambda length, at: content[at : at + length])
     assert found is None
 
 
@@ -218,7 +219,7 @@ def _fuzz(count: int) -> None:
             asked.append(length)
             return content[at : at + length]
 
-        found = torchzip.read_tensors(size, read)
+        found = torch_zip.read_tensors(size, read)
         assert max(asked, default=0) <= max(size, 1 << 20)
         for stored in found or ():
             assert stored.start + stored.length <= size
@@ -235,7 +236,7 @@ def test_a_hundred_thousand_damaged_torch_files_never_end_in_anything_but_none()
 
 @given(st.binary(max_size=400))
 def test_any_bytes_are_no_torch_file(content: bytes) -> None:
-    found = torchzip.read_tensors(len(content), lambda length, at: content[at : at + length])
+    found = torch_zip.read_tensors(len(content), lambda length, at: content[at : at + length])
     assert found is None
 
 
@@ -279,7 +280,7 @@ def test_a_hundred_thousand_damaged_files_of_a_dump_are_members_with_reasons(
 def test_a_folder_of_endless_files_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("driftline.formats.plain_tree.MOST_FILES", 5)
+    monkeypatch.setattr("driftline.formats.plain_folder.MOST_FILES", 5)
     for at in range(7):
         np.save(tmp_path / f"{at}.npy", np.ones(2))
     with pytest.raises(BadFile, match="more than 5 files"):
@@ -300,6 +301,18 @@ def test_lists_that_hold_each_other_twice_are_no_endless_walk(tmp_path: Path) ->
     assert "nested containers" in member.trouble
     with pytest.raises(BadFile, match="nested containers"):
         open_run(tmp_path / "trap.pt")
+
+
+def test_a_few_more_containers_than_allowed_are_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few enough that a walk without the guard would end, and this test with it."""
+    torch.save({"x": torch.ones(2), "tree": _doubling(6)}, tmp_path / "tree.pt")
+    monkeypatch.setattr("driftline.formats.tensors.torch_file.MOST_CONTAINERS", 128)
+    assert len(open_run(tmp_path / "tree.pt").records) == 1
+    monkeypatch.setattr("driftline.formats.tensors.torch_file.MOST_CONTAINERS", 127)
+    with pytest.raises(BadFile, match="more than 127 nested containers"):
+        open_run(tmp_path / "tree.pt")
 
 
 def test_what_is_not_readable_is_told_what_is(tmp_path: Path) -> None:

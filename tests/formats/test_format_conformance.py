@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from driftline.formats import npy, npz, safetensors, torchfile
-from driftline.testing.formats import Arrays, FormatConformance
+from driftline.formats.tensors import npy, npz, safetensors, torch_file
+from driftline.testing.conformance import Arrays, FormatConformance
 
 
 class TestNpy(FormatConformance):
@@ -48,7 +48,7 @@ class TestSafetensors(FormatConformance):
 
 
 class TestTorchZip(FormatConformance):
-    format = torchfile
+    format = torch_file
     suffix = ".pt"
 
     def write(self, path: Path, arrays: Arrays) -> None:
@@ -56,7 +56,7 @@ class TestTorchZip(FormatConformance):
 
 
 class TestTorchLegacy(FormatConformance):
-    format = torchfile
+    format = torch_file
     suffix = ".pth"
 
     def write(self, path: Path, arrays: Arrays) -> None:

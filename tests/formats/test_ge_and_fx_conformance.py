@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from driftline.formats import fx_tree, ge_tree
-from driftline.formats.ge_graph import GraphNode
-from driftline.testing.ge import GeDump, ge_tiles, write_fx
-from driftline.testing.trees import TreeConformance
+from driftline.formats.ascend.ge import dump as ge_tree
+from driftline.formats.ascend.ge import fx_dump
+from driftline.formats.ascend.ge.graph_text import GraphNode
+from driftline.testing.conformance import TreeConformance
+from support.ge import GeDump, ge_tiles, write_fx
 
 MATRIX = np.arange(60, dtype=np.float32).reshape(5, 12)
 
@@ -28,7 +29,7 @@ class TestGeDump(TreeConformance):
 
 
 class TestFxDump(TreeConformance):
-    format = fx_tree
+    format = fx_dump
 
     def write(self, folder: Path) -> None:
         write_fx(folder / "data_dump" / "1" / "gm_1_dump", "neg", "aten.neg", [MATRIX], [MATRIX])

@@ -11,12 +11,12 @@ import pytest
 
 import driftline
 from driftline.errors import DriftlineError
-from driftline.formats.fx_tree import parse_place as fx_place
-from driftline.formats.ge_graph import GraphNode, parse_graph
-from driftline.formats.ge_names import OpFile, parse_name
-from driftline.formats.opening import open_run
-from driftline.formats.prototext import NotText, unquoted, walk
-from driftline.testing.ge import GeDump, ge_bytes, graph_text, write_fx
+from driftline.formats.ascend.ge.dump import OpFile, parse_name
+from driftline.formats.ascend.ge.fx_dump import parse_place as fx_place
+from driftline.formats.ascend.ge.graph_text import GraphNode, parse_graph
+from driftline.formats.ascend.protobuf import NotText, unquoted, walk
+from driftline.formats.registry import open_run
+from support.ge import GeDump, ge_bytes, graph_text, write_fx
 
 DATA = Path(__file__).parents[1] / "data" / "ascend"
 X = np.arange(4, dtype=np.float32)

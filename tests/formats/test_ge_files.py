@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from driftline.errors import BadFile
-from driftline.formats import ge_file
-from driftline.formats.opening import open_run
-from driftline.testing.ge import (
+from driftline.formats.ascend.ge import operator_file
+from driftline.formats.registry import open_run
+from support.ge import (
     FRACTAL_NZ,
     NC1HWC0,
     NCHW,
@@ -221,7 +221,7 @@ def test_a_file_that_contradicts_itself_is_refused_with_its_reason(
     path = tmp_path / "bad"
     path.write_bytes(content)
     with pytest.raises(BadFile, match=reason):
-        ge_file.open(path)
+        operator_file.open(path)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_a_tensor_that_cannot_be_read_is_lost_with_its_reason(
 def test_a_file_cut_short_keeps_what_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "cut"
     path.write_bytes(WHOLE[:-1])
-    run = ge_file.open(path)
+    run = operator_file.open(path)
     assert run.get("op", "input").numpy().tolist() == [0, 1, 2, 3, 4, 5]
     (loss,) = run.losses
     assert loss.key is not None
@@ -269,4 +269,4 @@ def test_tiles_that_do_not_fit_their_original_stay_as_stored(tmp_path: Path) -> 
 def test_other_files_are_not_taken_for_ge_dumps(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "other"
     path.write_bytes(content)
-    assert not ge_file.sniff(path)
+    assert not operator_file.sniff(path)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from driftline.errors import DriftlineError
-from driftline.formats import ge_file
-from driftline.formats.ge_graph import GraphNode, parse_graph
-from driftline.formats.opening import open_run
-from driftline.formats.prototext import NotText
-from driftline.testing.ge import (
+from driftline.formats.ascend.ge import operator_file
+from driftline.formats.ascend.ge.graph_text import GraphNode, parse_graph
+from driftline.formats.ascend.protobuf import NotText
+from driftline.formats.registry import open_run
+from support.ge import (
     GeDump,
     GeValue,
     ge_bytes,
@@ -65,7 +65,7 @@ def damaged(dice: random.Random) -> bytes:
 
 def read_all(path: Path, size: int) -> None:
     try:
-        run = ge_file.open(path)
+        run = operator_file.open(path)
         for handle in run.tensors():
             if not handle.lost:
                 assert handle.raw().nbytes <= 8 * size + 8
@@ -73,7 +73,7 @@ def read_all(path: Path, size: int) -> None:
     except DriftlineError as refused:
         assert str(refused)
         assert "\n" not in str(refused)
-    ge_file.sniff(path)
+    operator_file.sniff(path)
 
 
 def fuzz_files(folder: Path, count: int, seed: int) -> None:

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from driftline.errors import BadFile, BadInput, NotInstalled
-from driftline.formats import npz, opening
-from driftline.formats.opening import open_run
+from driftline.formats import registry
+from driftline.formats.registry import open_run
+from driftline.formats.tensors import npz
 
 
 class Bomb:
@@ -208,7 +209,7 @@ def test_a_stranger_is_refused_with_what_can_be_read(tmp_path: Path) -> None:
 def test_formats_of_other_packages_are_asked_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from driftline.formats.member import Member
+    from driftline.formats.dump_run import Member
     from driftline.registry import Address
 
     class Mine:
@@ -221,7 +222,7 @@ def test_formats_of_other_packages_are_asked_last(
             return [Member("x", "float32", (1,), lambda: np.ones(1, np.float32))]
 
     monkeypatch.setattr(Address, "load", lambda self: Mine() if self.target == "m" else _real(self))
-    monkeypatch.setattr(opening, "plugins", lambda group: {"mine": Address("m")})
+    monkeypatch.setattr(registry, "plugins", lambda group: {"mine": Address("m")})
     (tmp_path / "a.mine").write_text("x")
     assert open_run(tmp_path / "a.mine").get("tensor").numpy().tolist() == [1]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from driftline import compare, open_run, register_saving_hook
-from driftline.dialects.saving_hook import wait_until_saved
+from driftline.dialects.paddle_hook.hook import wait_until_saved
 
 
 def _tensor(root: Path, rank: int, index: int, name: str, step: int, value: float) -> None:

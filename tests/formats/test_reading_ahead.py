@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from driftline.alignment.names import pair_by_name
-from driftline.comparison.engine import measure
+from driftline.alignment.rules.names import pair_by_name
+from driftline.comparison.measure.scheduler import measure
 from driftline.formats import folder as folders
-from driftline.formats import reading
+from driftline.formats import read_ahead
 from driftline.formats.folder import Folder
-from driftline.formats.opening import open_run
-from driftline.formats.reading import Ranges, Read
+from driftline.formats.read_ahead import Ranges, Read
+from driftline.formats.registry import open_run
 
-pytestmark = pytest.mark.skipif(not reading.available(), reason="the C library was not built")
+pytestmark = pytest.mark.skipif(not read_ahead.available(), reason="the C library was not built")
 
 
 def ranges(folder, names, start=0, length=10):
@@ -82,11 +82,11 @@ def rows(root):
 def test_a_tree_read_ahead_is_the_tree_read_file_by_file(tmp_path, monkeypatch, beginning):
     trees(tmp_path)
     with monkeypatch.context() as without:
-        without.setattr(reading, "available", lambda: False)
+        without.setattr(read_ahead, "available", lambda: False)
         records, measured = described(tmp_path), rows(tmp_path)
     monkeypatch.setattr(folders, "_AHEAD", 8)
     monkeypatch.setattr(folders, "_BEGINNING", beginning)
-    monkeypatch.setattr("driftline.comparison.small._AHEAD", 8)
+    monkeypatch.setattr("driftline.comparison.measure.scheduler._AHEAD", 8)
     for kept in (1 << 20, 3000, 0):
         monkeypatch.setattr(folders, "KEPT_BYTES", kept)
         assert described(tmp_path) == records

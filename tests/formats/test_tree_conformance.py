@@ -8,14 +8,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from driftline.formats import ait_torch, decoder_out, hf_debugger, msprobe, paddle_hook, plain_tree
-from driftline.testing.trees import TreeConformance
+from driftline.formats import plain_folder
+from driftline.formats.ait import dump
+from driftline.formats.tools import decoder_output, msprobe, paddle_hook, transformers_debugger
+from driftline.testing.conformance import TreeConformance
 
 DATA = Path(__file__).parents[1] / "data"
 
 
 class TestAitTorch(TreeConformance):
-    format = ait_torch
+    format = dump
 
     def write(self, folder: Path) -> None:
         shutil.copytree(DATA / "ascend" / "mini_torch", folder, dirs_exist_ok=True)
@@ -49,7 +51,7 @@ class TestPaddleHook(TreeConformance):
 
 
 class TestDecoderOutput(TreeConformance):
-    format = decoder_out
+    format = decoder_output
     found = False  # the folder of the suite has another name
     one_file_each = False
 
@@ -65,7 +67,7 @@ class TestDecoderOutput(TreeConformance):
 
 
 class TestTransformersDebugger(TreeConformance):
-    format = hf_debugger
+    format = transformers_debugger
 
     def write(self, folder: Path) -> None:
         from transformers.model_debugging_utils import model_addition_debugger_context
@@ -80,7 +82,7 @@ class TestTransformersDebugger(TreeConformance):
 
 
 class TestPlainFiles(TreeConformance):
-    format = plain_tree
+    format = plain_folder
 
     def write(self, folder: Path) -> None:
         (folder / "layers").mkdir()

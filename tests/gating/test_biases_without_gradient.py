@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import driftline
-from driftline.gating.sharding import compare_shard, merge
+from driftline.comparison.shards import compare_shard, merge
 
 WIDTH, HEADS, WORDS, STEPS = 16, 2, 19, 3
 LEVELS = ["modules", "gradients"]

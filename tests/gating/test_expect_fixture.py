@@ -46,7 +46,7 @@ def desk(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.P
 
 def run(desk: pytest.Pytester, *words: str) -> pytest.RunResult:
     return desk.runpytest_inprocess(
-        "-p", "driftline.gating.plugin", "-p", "no:cacheprovider", *words
+        "-p", "driftline.testing.expectations.pytest_plugin", "-p", "no:cacheprovider", *words
     )
 
 
@@ -67,7 +67,8 @@ def test_a_missing_expectation_names_the_command_that_makes_it(desk: pytest.Pyte
         [
             "Signature file failed to load, please re-run the tests with --capture_expectation",
             "*nothing has been captured for test_toy.test_x yet: there is no *test_x.output*",
-            "*this makes it: pytest -p driftline.gating.plugin *--capture_expectation",
+            "*this makes it: pytest -p driftline.testing.expectations.pytest_plugin "
+            "*--capture_expectation",
             "Weights Key file failed to load*",
         ]
     )
@@ -373,7 +374,14 @@ def test_workers_of_xdist_write_and_the_summary_lists_it(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(driftline.__file__).parents[1]))
     write_test(desk)
-    plugins = ("-p", "driftline.gating.plugin", "-p", "xdist.plugin", "-p", "no:cacheprovider")
+    plugins = (
+        "-p",
+        "driftline.testing.expectations.pytest_plugin",
+        "-p",
+        "xdist.plugin",
+        "-p",
+        "no:cacheprovider",
+    )
     result = desk.runpytest_subprocess(*plugins, "-n", "1", "--driftline-update=new")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["written: *test_toy.test_x.output"])

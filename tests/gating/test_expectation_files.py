@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driftline.errors import BadInput, DriftlineError
-from driftline.gating.expectation_files import find, write
-from driftline.gating.expectations import Expectations, Subject
-from driftline.gating.signature import see
+from driftline.testing.expectations.expectations import Expectations, Subject, find, write
+from driftline.testing.expectations.signature import see
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 

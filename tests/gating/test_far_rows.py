@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driftline.comparison.kept_rows import keep
-from driftline.comparison.row import Row
-from driftline.gating.far import any_asked, is_asked
-from driftline.runs.key import TensorKey
+from driftline.comparison.evidence.rules import any_asked, is_asked
+from driftline.comparison.table.row import Row
+from driftline.comparison.table.row_spool import keep
+from driftline.runs.records import TensorKey
 
 PORTS = ("input", "output", "param", "grad_input", "optimizer_grad")
 TYPES = ("float32", "bfloat16", "float16", "int64")

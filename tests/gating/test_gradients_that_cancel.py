@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import driftline
-from driftline.comparison.table import Table
-from driftline.gating.sharding import compare_shard, merge
+from driftline.comparison.shards import compare_shard, merge
+from driftline.comparison.table.table import Table
 
 WIDTH = 32
 

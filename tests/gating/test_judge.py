@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 import driftline
-from driftline.comparison.row import Row
-from driftline.comparison.table import Table
+from driftline.comparison.pipeline import align
+from driftline.comparison.table.row import Row
+from driftline.comparison.table.table import Table
+from driftline.comparison.tolerance.tolerance import Limit, Tolerance
+from driftline.comparison.verdict.judge import exit_code, judge
 from driftline.errors import BadInput
-from driftline.gating.door import align
-from driftline.gating.judge import exit_code, judge
-from driftline.runs.key import TensorKey
+from driftline.runs.records import TensorKey
 from driftline.testing.runs import run_of
-from driftline.tolerance.limits import Limit, Tolerance
 
 RNG = np.random.default_rng(3)
 
@@ -211,6 +211,22 @@ def test_a_limit_on_what_was_not_measured_is_incomparable_not_passed():
     assert table.rows[0].status == "incomparable"
     assert table.verdict == "incomparable"
     assert exit_code(table) == 2
+
+
+@pytest.mark.parametrize("kept", ["relative_l2", "cosine", "max_ulp"])
+def test_of_several_limits_one_that_was_not_measured_leaves_its_row_open(kept):
+    """That the others hold does not make up for it; that one is broken is enough."""
+    x = noise(100)
+    ours, theirs = run_of({"a": x}, keep="summary"), run_of({"a": x * 1.01}, keep="summary")
+    limits = {"relative_l2": 0.5, "cosine": 0.5, "max_ulp": 1e9}
+    order = {kept: limits.pop(kept), **limits}
+    row = driftline.compare(ours, theirs, limits=order).rows[0]
+    assert row.status == "incomparable"
+    assert row.reason == "max_ulp needs the values; only the summary was kept"
+    far = run_of({"a": -x}, keep="summary")
+    row = driftline.compare(ours, far, limits=order).rows[0]
+    assert row.status == "fail"
+    assert row.decided_by in ("relative_l2", "cosine")
 
 
 def test_missing_and_extra_rows_fail_only_below_the_minimal_coverage():

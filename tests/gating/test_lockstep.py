@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import driftline
-from driftline.gating import models
+from driftline.comparison import live_models
 
 
 class Net(nn.Module):
@@ -39,7 +39,7 @@ def x() -> torch.Tensor:
 
 def captured(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> driftline.Table:
     with monkeypatch.context() as patch:
-        patch.setattr(models, "compared_in_step", lambda *_, **__: None)
+        patch.setattr(live_models, "compared_in_step", lambda *_, **__: None)
         return driftline.compare_models(*args, **options)
 
 
@@ -50,7 +50,7 @@ def test_rows_are_those_of_two_captured_models(
 ) -> None:
     good, bad = pair[0].train(training), pair[1].train(training).to(dtype)
     slow = captured(monkeypatch, good, bad, x())
-    monkeypatch.setattr(models, "_run", lambda *_: pytest.fail("captured after all"))
+    monkeypatch.setattr(live_models, "_run", lambda *_: pytest.fail("captured after all"))
     fast = driftline.lockstep(good, bad, x())
     assert fast.verdict == slow.verdict == "fail" and fast.first_site == slow.first_site == "b"
     for mine, theirs in zip(fast.rows, slow.rows, strict=True):

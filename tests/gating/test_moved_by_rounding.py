@@ -13,7 +13,7 @@ from test_biases_without_gradient import WORDS, Text, rows_at
 from torch import nn
 
 import driftline
-from driftline.gating.sharding import compare_shard, merge
+from driftline.comparison.shards import compare_shard, merge
 
 STEPS = 2
 Plant = Callable[[Text, torch.optim.Optimizer, int], None]

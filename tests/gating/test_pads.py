@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import driftline
-from driftline.runs.key import TensorKey
 from driftline.runs.memory import MemorySink
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
 MASK = np.array([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]], np.int64)

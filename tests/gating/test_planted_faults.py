@@ -7,7 +7,7 @@ import torch
 from planted import FAULTS, LAYER, broken, culprit, inputs, llama, sharpened
 
 import driftline
-from driftline.adapters.torch.door import capture
+from driftline.captures.torch.framework import capture
 from driftline.runs.memory import MemorySink
 
 DTYPES = [torch.bfloat16, torch.float16]

@@ -11,11 +11,11 @@ import torch._dynamo
 from torch import nn
 
 import driftline
-from driftline.comparison.row import Row
-from driftline.comparison.table import Table
-from driftline.gating.judge import judge
-from driftline.gating.sharding import compare_shard, merge
-from driftline.runs.key import TensorKey
+from driftline.comparison.shards import compare_shard, merge
+from driftline.comparison.table.row import Row
+from driftline.comparison.table.table import Table
+from driftline.comparison.verdict.judge import judge
+from driftline.runs.records import TensorKey
 
 WIDTH = 16
 

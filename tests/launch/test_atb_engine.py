@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from driftline import open_run
-from driftline.launch.atb import NoProbe, atb_environment, find_probe
-from driftline.launch.elf import dynamic_names
-from driftline.launch.plan import CapturePlan
+from driftline.captures.launch.atb import NoProbe, atb_environment, dynamic_names, find_probe
+from driftline.captures.launch.jobs import CapturePlan
 from driftline.runs.run import Run
 
 SOURCES = Path(__file__).parent / "atb"

@@ -10,8 +10,8 @@ import pytest
 
 import driftline
 from driftline.cli.main import main
-from driftline.runs.calls import GRAPHS
-from driftline.runs.graphs import read_graphs
+from driftline.graphs.sources.graph_files import read_graphs
+from driftline.runs.sidecars.calls import GRAPHS
 
 PROGRAM = """
 import sys

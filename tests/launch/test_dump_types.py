@@ -10,8 +10,8 @@ import pytest
 
 import driftline
 from driftline.cli.main import main
-from driftline.formats.atb_sheets import read_operations, read_profile
-from driftline.formats.atb_tree import open as open_atb
+from driftline.formats.ascend.atb.dump import open as open_atb
+from driftline.formats.ascend.atb.tables import read_operations, read_profile
 
 ALL = ("op", "tensor", "kernel", "cpu_profiling", "model", "onnx")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from driftline import open_run
-from driftline.adapters.findings import Finding, read_findings
+from driftline.captures.errcheck.findings import Finding, read_findings
 from driftline.cli.main import main
 
 LLAMA = """

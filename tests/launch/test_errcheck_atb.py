@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from driftline.captures.launch.errcheck import atb_orders
+from driftline.captures.launch.jobs import WatchPlan
 from driftline.cli.main import main
-from driftline.launch.errcheck import atb_orders
-from driftline.launch.watch_plan import WatchPlan
 
 SOURCES = Path(__file__).parent / "atb"
 COMPILER = shutil.which("cc") or shutil.which("gcc")

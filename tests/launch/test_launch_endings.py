@@ -133,7 +133,7 @@ def test_capture_that_cannot_start_does_not_stop_the_program(dump, workshop):
         workshop / "spoils.py",
         """
         import sys
-        sys.modules["driftline.launch.plan"] = None
+        sys.modules["driftline.captures.launch.jobs"] = None
         import model
         print("ran", model.run().shape)
         """,

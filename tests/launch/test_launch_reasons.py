@@ -7,19 +7,18 @@ import threading
 import numpy as np
 import pytest
 
-from driftline.adapters.reduction import Reduction
-from driftline.adapters.selection import Selection
+from driftline.captures.launch.bootstrap import leave_mark
+from driftline.captures.launch.jobs import CapturePlan
+from driftline.captures.launch.launcher import judge
+from driftline.captures.launch.messages import Marks, Place, ProcessReport, read_marks
+from driftline.captures.launch.outcome import Harvest
+from driftline.captures.options import Reduction
+from driftline.captures.selection import Selection
 from driftline.errors import BadInput
-from driftline.launch.harvest import Harvest
-from driftline.launch.marks import Marks, Place, ProcessReport, read_marks
-from driftline.launch.plan import CapturePlan
-from driftline.launch.run import judge
-from driftline.launch.sinks import Late, Limited
-from driftline.launch.wake import leave_mark
-from driftline.runs.key import TensorKey
 from driftline.runs.memory import MemorySink
 from driftline.runs.reader import open_run
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.sinks import Late, Limited
 from driftline.runs.writer import RunWriter
 
 PLAN = CapturePlan("/tmp/x", Selection(steps=("0",)))

@@ -70,7 +70,7 @@ def test_children_of_subprocess_and_of_every_multiprocessing_method_are_captured
         """
         import multiprocessing, os, subprocess, sys
         from model import run
-        from driftline.adapters.torch.device.arrivals import Arrivals
+        from driftline.captures.torch.device.backend import Arrivals
 
         # As if they were on a device: a thread hands them over later, also while a process ends.
         Arrivals.takes = lambda self, tensor: True
@@ -202,7 +202,11 @@ def test_looking_for_torch_does_not_import_it(dump, workshop):
     assert dumped.code == 2
     first, second = dumped.out.splitlines()
     assert first == "True False False"
-    assert second == "['driftline', 'driftline.launch', 'driftline.launch.wake']"
+    assert (
+        second
+        == "['driftline', 'driftline.captures', 'driftline.captures.launch', "
+        "'driftline.captures.launch.bootstrap']"
+    )
     assert "1 Python process ran, none imported torch or paddle" in dumped.err
 
 

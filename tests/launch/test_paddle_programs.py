@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from driftline.formats.opening import open_run
+from driftline.formats.registry import open_run
 from warm_python import warm
 
 NET = """

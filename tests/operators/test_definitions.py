@@ -15,8 +15,8 @@ from torch.nn import functional
 import driftline
 from driftline.errors import BadInput
 from driftline.operators import golden, known_operators
-from driftline.operators.definition import results
-from driftline.operators.families.calling import Tensor, Unfit
+from driftline.operators.definitions.call import Tensor, Unfit
+from driftline.operators.definitions.registry import results
 
 RNG = np.random.default_rng(0)
 
@@ -215,6 +215,41 @@ def test_a_norm_without_gamma_is_the_plain_norm() -> None:
     x = draw(3, 8)
     (found,) = golden("RmsNormOperation", {"layerType": 1}, [x])
     close(found, functional.rms_norm(wide(x), (8,), None, 1e-5))
+
+
+@pytest.mark.parametrize(("kind", "group"), [(2, "preNormParam"), (3, "postNormParam")])
+def test_the_residual_of_a_layer_norm_is_scaled_before_it_is_added(kind: int, group: str) -> None:
+    x, residual, gamma, beta = draw(3, 8), draw(3, 8), draw(8), draw(8)
+    param = {"layerType": kind, group: {"epsilon": 1e-5, "zoomScaleValue": 2.5}}
+    normed, *total = golden("LayerNormOperation", param, [x, residual, gamma, beta])
+    added = wide(x) + 2.5 * wide(residual)
+    close(normed, functional.layer_norm(added, (8,), wide(gamma), wide(beta), 1e-5))
+    assert len(total) == (kind == 2)
+    for each in total:
+        close(each, added)
+
+
+def by_rows(values: Any) -> tuple[Any, Any]:
+    """Whole steps between -127 and 127, and the size of a step of each row."""
+    scale = np.abs(values).max(-1, keepdims=True) / 127
+    return np.rint(values / scale), scale[..., 0]
+
+
+def test_a_dynamically_quantised_norm_adds_its_beta_first() -> None:
+    x, gamma, beta = draw(3, 8), draw(8), 3 * draw(8)
+    param = {"layerType": 1, "normParam": {"epsilon": 1e-5, "dynamicQuantType": 1}}
+    normed = functional.rms_norm(wide(x), (8,), wide(gamma), 1e-5).numpy()
+    for inputs, expected in (([x, gamma], normed), ([x, gamma, beta], normed + beta)):
+        steps, scale = golden("RmsNormOperation", param, inputs)
+        wanted, sizes = by_rows(expected)
+        np.testing.assert_array_equal(steps, wanted)
+        close(scale, sizes)
+    param["normParam"]["beginNormAxis"] = 1
+    steps, scale = golden("LayerNormOperation", param, [x, gamma, beta])
+    layer = functional.layer_norm(wide(x), (8,), wide(gamma), wide(beta), 1e-5).numpy()
+    wanted, sizes = by_rows(layer)
+    np.testing.assert_array_equal(steps, wanted)
+    close(scale, sizes)
 
 
 def test_rstd_is_the_second_output_where_it_is_asked_for() -> None:
@@ -465,8 +500,8 @@ def test_a_cache_takes_new_tokens_behind_the_old_ones() -> None:
 def test_every_definition_can_be_written_into_a_script_of_its_own(name: str) -> None:
     import ast
 
-    from driftline.operators.definition import definition_of
-    from driftline.operators.reproducing import source_of
+    from driftline.operators.definitions.registry import definition_of
+    from driftline.operators.repro import source_of
 
     definition = definition_of(name)
     assert definition is not None

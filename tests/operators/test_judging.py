@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from driftline.comparison.tolerance.defaults import allowed
 from driftline.numerics.dtypes import DTYPES
-from driftline.operators.families.calling import rounded
+from driftline.operators.definitions.call import rounded
 from driftline.operators.judging import judge
-from driftline.operators.rows import OperatorCall, OutputRow, coverage, unchecked
-from driftline.tolerance.operators import allowed
+from driftline.operators.result import OperatorCall, OutputRow, coverage, unchecked
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))

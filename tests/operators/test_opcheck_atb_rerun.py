@@ -16,7 +16,7 @@ import torch
 from test_opcheck_atb import dump_of, operation, spoilt
 
 from driftline.errors import BadInput
-from driftline.operators.checking import check
+from driftline.operators.api import check
 
 SOURCE = Path(__file__).parent / "opchecker" / "opchecker.cpp"
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import driftline
 from driftline.numerics.kernel import digest
-from driftline.operators.checking import check
+from driftline.operators.api import check
 
 WHOLE = "ops"
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import driftline
 from driftline.cli.main import main
-from driftline.operators.checking import check
+from driftline.operators.api import check
 
 CUSTOM = '''
 """Custom operators for a test: right, wrong by 1 %, and different each time."""

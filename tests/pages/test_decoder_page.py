@@ -17,9 +17,9 @@ from driftline.decoding.validate_ask import Limits, ValidateAsk
 from driftline.decoding.validation import Verdict
 from driftline.decoding.validation_files import write_validation
 from driftline.errors import BadFile, BadInput
-from driftline.pages.assemble import page_of
-from driftline.pages.decoder import decoder_folder
-from driftline.pages.token_layers import of_steps
+from driftline.reporting.html.decoder import decoder_folder
+from driftline.reporting.html.report import page_of
+from driftline.reporting.html.tokens import of_steps
 from driftline.testing.runs import run_of
 
 torch = pytest.importorskip("torch")
@@ -153,8 +153,8 @@ def test_a_folder_of_something_else_is_refused_with_what_would_do(tmp_path: Path
 
 
 def test_tokens_against_layers_come_from_steps(tmp_path: Path) -> None:
-    from driftline.gating.door import compare
-    from driftline.runs.key import TensorKey
+    from driftline.comparison.pipeline import compare
+    from driftline.runs.records import TensorKey
 
     values = np.ones((2, 4), np.float32)
     keys = [TensorKey.of(f"l{at}", "output", step=step) for step in range(4) for at in range(2)]

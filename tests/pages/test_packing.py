@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from driftline.errors import BadFile
-from driftline.pages.columns import numbers, words
-from driftline.pages.packing import armoured, disarmoured, pack, unpack
+from driftline.reporting.html.document import numbers, words
+from driftline.reporting.html.page import armoured, disarmoured, pack, unpack
 
 _ARRAYS = st.sampled_from(["<f8", "<f4", "<i4", "<u4", "<u2", "u1"]).flatmap(
     lambda kind: arrays(np.dtype(kind), st.integers(0, 20))

@@ -18,14 +18,12 @@ from driftline.alignment.plan import Pair
 from driftline.alignment.recipe import Recipe, Step
 from driftline.errors import BadInput, DriftlineError
 from driftline.numerics.dtypes import DTYPES
-from driftline.pages import pictures as made
-from driftline.pages.figures import statistics
-from driftline.pages.histograms import error_histogram, histogram
-from driftline.pages.opened import OpenedPair, Region, open_pair
-from driftline.pages.suspects import suspects
-from driftline.runs.key import TensorKey
+from driftline.reporting.html.tensors import pictures as made
+from driftline.reporting.html.tensors.outliers import suspects
+from driftline.reporting.html.tensors.pair import OpenedPair, Region, open_pair
+from driftline.reporting.html.tensors.statistics import error_histogram, histogram, statistics
 from driftline.runs.memory import MemorySink
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 import driftline
-from driftline.comparison.table import Table
+from driftline.comparison.table.table import Table
 from driftline.errors import AlreadyThere, BadFile, BadInput, DriftlineError
-from driftline.pages.assemble import page_of, report
-from driftline.pages.data import page_data
-from driftline.pages.flow import flow_of
-from driftline.pages.outline import outline
-from driftline.pages.packing import disarmoured, unpack
-from driftline.runs.key import TensorKey
+from driftline.reporting.html.dataflow import flow_of
+from driftline.reporting.html.document import outline, page_data
+from driftline.reporting.html.page import disarmoured, unpack
+from driftline.reporting.html.report import page_of, report
+from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
 from driftline.testing.runs import run_of
 

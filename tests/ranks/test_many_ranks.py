@@ -10,7 +10,7 @@ import pytest
 
 import driftline
 from driftline.cli.main import main
-from driftline.comparison.table import Table
+from driftline.comparison.table.table import Table
 from driftline.errors import BadRun
 from driftline.runs.reader import open_run
 

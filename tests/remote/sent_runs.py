@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from driftline.runs.key import TensorKey
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.writer import RunWriter
 
 

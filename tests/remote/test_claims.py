@@ -13,9 +13,9 @@ from sent_runs import write_run
 
 import driftline as api
 from driftline.errors import AlreadyThere, DriftlineError
-from driftline.remote.claims import CLAIM, claim
-from driftline.remote.door import push
-from driftline.remote.store import Store
+from driftline.runs.stores.api import push
+from driftline.runs.stores.store import Store
+from driftline.runs.stores.upload import CLAIM, claim
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from onnx import TensorProto, helper, numpy_helper
 import driftline as api
 from driftline.cli import dump_words
 from driftline.errors import BadInput
-from driftline.remote import sending
-from driftline.remote.store import Store
+from driftline.runs.stores import upload
+from driftline.runs.stores.store import Store
 
 SIZE = 64
 
@@ -78,7 +78,7 @@ def test_a_model_that_cannot_run_leaves_nothing_there_and_nothing_here(memory, d
 
 
 def test_what_could_not_be_sent_waits_and_push_goes_on(memory, driftline, monkeypatch):
-    monkeypatch.setattr(sending.Sending.finish, "__defaults__", (0.1,))
+    monkeypatch.setattr(upload.Sending.finish, "__defaults__", (0.1,))
     send = Store.send
 
     def cut_off(self, source, name):

@@ -6,16 +6,17 @@ import http.server
 from collections.abc import Iterator
 from typing import ClassVar
 
+import fsspec
 import fsspec.config
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hub_server import serving
 
 import driftline as api
-from driftline.errors import BadRun, NotInstalled, Unreachable
-from driftline.remote.store import Gone, Store
-from driftline.runs.key import TensorKey
-from driftline.runs.record import Record
+from driftline.errors import BadInput, BadRun, NotInstalled, Unreachable
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.stores.store import Gone, Store
 from driftline.runs.writer import RunWriter
 
 
@@ -120,3 +121,76 @@ def test_runs_and_tables_in_memory_are_those_of_a_folder(tmp_path):
     assert again.as_json()["rows"] == table.as_json()["rows"]
     local = api.compare(tmp_path / "ref", tmp_path / "cand")
     assert list(local.rows) == list(table.rows)
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "https://me:hunter2@store.example/b",
+        "GET /b?X-Amz-Signature=hunter2 failed",
+        "token=hunter2",
+    ],
+)
+def test_the_text_of_a_stores_error_is_shown_without_its_credentials(secret):
+    store = Store("memory://b/run", tries=1)
+
+    def unreachable() -> None:
+        raise OSError("no answer") from ConnectionError(secret)
+
+    def unable() -> None:
+        raise NotImplementedError(secret)
+
+    for act, kind, words in (
+        (unreachable, Unreachable, "cannot be reached: "),
+        (unable, BadInput, "cannot do what is needed"),
+    ):
+        with pytest.raises(kind, match=words) as found:
+            store._trying(act)
+        assert "hunter2" not in f"{found.value} {found.value.hint}"
+        assert "***" in str(found.value)
+
+
+class _Losing(MemoryFileSystem):
+    """Keeps only the first bytes of the next so many uploads, and says nothing of it."""
+
+    protocol = "losing"
+    store: ClassVar[dict[str, object]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    cuts: ClassVar[int] = 0
+    uploads: ClassVar[int] = 0
+
+    def put_file(self, lpath, rpath, **options):
+        super().put_file(lpath, rpath, **options)
+        type(self).uploads += 1
+        if type(self).cuts:
+            type(self).cuts -= 1
+            self.pipe_file(rpath, self.cat_file(rpath)[:3])
+
+
+@pytest.fixture
+def losing(monkeypatch: pytest.MonkeyPatch) -> type[_Losing]:
+    monkeypatch.setattr("driftline.runs.stores.store._FIRST_WAIT", 0.001)
+    monkeypatch.setattr(_Losing, "cuts", 0)
+    monkeypatch.setattr(_Losing, "uploads", 0)
+    fsspec.register_implementation("losing", _Losing, clobber=True)
+    return _Losing
+
+
+def test_an_upload_of_which_only_a_part_arrives_is_sent_again(losing, tmp_path):
+    source = tmp_path / "shard"
+    source.write_bytes(b"0123456789")
+    losing.cuts = 2
+    store = Store("losing://b/run", tries=4)
+    assert store.send(source, "shard") == 10
+    assert losing.uploads == 3
+    assert store.read_all("shard", 100) == b"0123456789"
+
+
+def test_an_upload_that_never_arrives_whole_is_told_with_what_arrived(losing, tmp_path):
+    source = tmp_path / "shard"
+    source.write_bytes(b"0123456789")
+    losing.cuts = 9
+    with pytest.raises(Unreachable, match="3 of 10 bytes arrived") as found:
+        Store("losing://b/run", tries=2).send(source, "shard")
+    assert "it was tried 2 times" in found.value.hint
+    assert losing.uploads == 2

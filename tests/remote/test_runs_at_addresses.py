@@ -13,10 +13,10 @@ from sent_runs import write_run
 
 import driftline as api
 from driftline.errors import AlreadyThere, BadInput, BadRun, DriftlineError, NotInstalled
-from driftline.remote import blocks
-from driftline.remote.door import push
-from driftline.remote.store import Store
-from driftline.remote.urls import UrlPath, place_of, url_of
+from driftline.runs.stores import block_cache
+from driftline.runs.stores.addresses import UrlPath, place_of, url_of
+from driftline.runs.stores.api import push
+from driftline.runs.stores.store import Store
 
 
 def rows(table):
@@ -70,14 +70,14 @@ def test_what_is_not_looked_at_is_not_fetched(there, monkeypatch):
     monkeypatch.setattr(Store, "read", watched)
     table = api.compare(*there, sites=["layer.3"])
     assert len(table.rows) == 1
-    assert sum(fetched) <= 4 * blocks.BLOCK
+    assert sum(fetched) <= 4 * block_cache.BLOCK
 
 
 def test_blocks_that_are_kept_are_bounded_and_right(memory):
     store = Store(memory)
     content = np.random.default_rng(0).bytes(1 << 20)
     store.put("file", content)
-    kept = blocks.Blocks(store, block=1 << 12, kept=1 << 16)
+    kept = block_cache.Blocks(store, block=1 << 12, kept=1 << 16)
     draw = np.random.default_rng(1)
 
     def look() -> None:

@@ -14,12 +14,11 @@ import pytest
 import driftline as api
 from driftline.cli import dump_words
 from driftline.errors import BadRun, Unreachable
-from driftline.remote import sending, store
-from driftline.remote.claims import CLAIM
-from driftline.remote.door import push
-from driftline.remote.store import Store
 from driftline.runs.reader import open_run
-from driftline.runs.sent import NOTE
+from driftline.runs.stores import store, upload
+from driftline.runs.stores.api import push
+from driftline.runs.stores.store import Store
+from driftline.runs.stores.upload import CLAIM, NOTE
 
 
 def rows(table):
@@ -134,7 +133,7 @@ def program(tmp_path, monkeypatch):
 
 def test_a_dump_goes_to_s3_while_the_program_runs(s3, program, driftline, warm_python, monkeypatch):
     """Its first shards are there before its last step; nothing stays behind."""
-    monkeypatch.setattr(sending, "EVERY", 0.05)
+    monkeypatch.setattr(upload, "EVERY", 0.05)
     seen: list[str] = []
     send = Store.send
 
@@ -166,9 +165,9 @@ def test_a_dump_goes_to_s3_while_the_program_runs(s3, program, driftline, warm_p
 def test_what_could_not_be_sent_stays_here_and_push_goes_on(
     s3, program, driftline, warm_python, monkeypatch
 ):
-    monkeypatch.setattr(sending, "EVERY", 0.05)
+    monkeypatch.setattr(upload, "EVERY", 0.05)
     monkeypatch.setattr(store, "_FIRST_WAIT", 0.01)
-    monkeypatch.setattr(sending.Sending.finish, "__defaults__", (1.5,))
+    monkeypatch.setattr(upload.Sending.finish, "__defaults__", (1.5,))
     send = Store.send
 
     def cut_off(self, source, name):

@@ -10,17 +10,17 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from driftline.comparison.table import Table
-from driftline.diagnosis.finding import Diagnosis, SiteFinding
-from driftline.gating.door import compare
-from driftline.gating.judge import exit_code
-from driftline.operators.checking import check
-from driftline.reports import checks, emit, github, junit, markdown
-from driftline.reports.checks import Checks
-from driftline.reports.operators import report_of
-from driftline.reports.view import Sentence, View
-from driftline.testing.atb import AtbDump, Operation, Value
+from driftline.comparison.pipeline import compare
+from driftline.comparison.table.table import Table
+from driftline.comparison.verdict.judge import exit_code
+from driftline.diagnosis.result import Diagnosis, SiteFinding
+from driftline.operators.api import check
+from driftline.reporting import ci, markdown, writers
+from driftline.reporting.ci import Checks
+from driftline.reporting.view import Sentence, View
+from driftline.reporting.views.operators import report_of
 from driftline.testing.runs import run_of
+from support.atb import AtbDump, Operation, Value
 
 AXES = {"axes": [-1]}
 HOSTILE = (
@@ -46,7 +46,7 @@ def table_of(names: tuple[str, ...], bad: tuple[str, ...] = (), **how: float) ->
 
 def annotated(found: Checks) -> list[tuple[str, dict[str, str], str]]:
     """What the runner makes of the lines: kind, properties, text."""
-    lines = github.commands(found)
+    lines = ci.commands(found)
     read = []
     for line in lines:
         assert "\n" not in line and "\r" not in line
@@ -63,7 +63,7 @@ def unescaped(text: str) -> str:
 
 
 def test_there_is_one_error_for_the_first_bad_site_and_one_notice_for_the_count() -> None:
-    found = checks.of_table(table_of(("a", "b", "c", "d"), bad=("b", "c", "d")))
+    found = ci.of_table(table_of(("a", "b", "c", "d"), bad=("b", "c", "d")))
     error, notice = annotated(found)
     assert error[0] == "error" and error[1] == {"title": "driftline compare: b"}
     assert "the drift starts at 'b'" in error[2]
@@ -71,20 +71,20 @@ def test_there_is_one_error_for_the_first_bad_site_and_one_notice_for_the_count(
 
 
 def test_a_pass_is_a_notice_alone() -> None:
-    (notice,) = annotated(checks.of_table(table_of(("a", "b"))))
+    (notice,) = annotated(ci.of_table(table_of(("a", "b"))))
     assert notice[0] == "notice" and "0 of 2 compared tensors fail" in notice[2]
 
 
 def test_too_little_coverage_is_an_error_though_no_site_is_to_blame() -> None:
     ours = run_of({"a": np.ones(2, np.float32), "b": np.ones(2, np.float32)})
     table = compare(ours, run_of({"a": np.ones(2, np.float32)}), min_coverage=0.9)
-    (error, _) = annotated(checks.of_table(table))
+    (error, _) = annotated(ci.of_table(table))
     assert error[0] == "error" and "only 50.0% of the tensors" in error[2]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_name_makes_no_command_of_its_own(name: str) -> None:
-    lines = annotated(checks.of_table(table_of((name, "z"), bad=(name, "z"))))
+    lines = annotated(ci.of_table(table_of((name, "z"), bad=(name, "z"))))
     assert [kind for kind, _, _ in lines] == ["error", "notice"]
     assert set(lines[0][1]) == {"title"}
 
@@ -94,7 +94,7 @@ def test_the_summary_is_appended_and_holds_the_worst_twenty(tmp_path: Path) -> N
     place = tmp_path / "summary.md"
     place.write_text("what was there\n")
     stream = io.StringIO()
-    github.write(checks.of_table(table_of(names, bad=names)), stream, str(place))
+    ci.write_github(ci.of_table(table_of(names, bad=names)), stream, str(place))
     text = place.read_text()
     assert text.startswith("what was there\n") and "**FAIL: the drift starts at" in text
     assert len(re.findall(r"^\| fail \|", text, re.MULTILINE)) == 20
@@ -104,7 +104,7 @@ def test_the_summary_is_appended_and_holds_the_worst_twenty(tmp_path: Path) -> N
 def test_a_summary_that_cannot_be_written_does_not_stop_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    github.write(checks.of_table(table_of(("a",))), io.StringIO(), str(tmp_path))
+    ci.write_github(ci.of_table(table_of(("a",))), io.StringIO(), str(tmp_path))
     assert "the summary cannot be written" in capsys.readouterr().err
 
 
@@ -112,7 +112,7 @@ def test_the_environment_says_where_the_summary_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "s.md"))
-    emit.table(table_of(("a",)), "github", io.StringIO())
+    writers.table(table_of(("a",)), "github", io.StringIO())
     assert "PASS" in (tmp_path / "s.md").read_text()
 
 
@@ -126,7 +126,7 @@ def test_markdown_takes_no_markup_from_a_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_row_of_markdown_stays_a_row(name: str) -> None:
-    text = markdown.paint(checks.of_table(table_of((name,), bad=(name,))).summary)
+    text = markdown.paint(ci.of_table(table_of((name,), bad=(name,))).summary)
     (row,) = [line for line in text.splitlines() if line.startswith("| fail")]
     heading = next(line for line in text.splitlines() if line.startswith("| status"))
     cells = re.split(r"(?<!\\)\|", row.replace("\\\\", ""))
@@ -136,7 +136,7 @@ def test_a_row_of_markdown_stays_a_row(name: str) -> None:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_xml_stays_whole_and_counts_what_it_holds(name: str) -> None:
     stream = io.StringIO()
-    junit.write(checks.of_table(table_of((name, "good"), bad=(name,))), stream)
+    ci.write_junit(ci.of_table(table_of((name, "good"), bad=(name,))), stream)
     root = ElementTree.fromstring(stream.getvalue().encode("utf-8"))
     (suite,) = root
     cases = suite.findall("testcase")
@@ -149,7 +149,7 @@ def test_xml_stays_whole_and_counts_what_it_holds(name: str) -> None:
 def test_what_was_not_compared_is_skipped_with_its_reason() -> None:
     ours = run_of({"a": np.ones(2, np.float32), "only": np.ones(2, np.float32)})
     stream = io.StringIO()
-    junit.write(checks.of_table(compare(ours, run_of({"a": np.ones(2, np.float32)}))), stream)
+    ci.write_junit(ci.of_table(compare(ours, run_of({"a": np.ones(2, np.float32)}))), stream)
     (skipped,) = ElementTree.fromstring(stream.getvalue()).iter("skipped")
     assert "missing" in (skipped.get("message") or "")
 
@@ -164,7 +164,7 @@ def test_there_is_a_failure_exactly_when_the_exit_code_is_not_0() -> None:
     ]
     for table in tables:
         stream = io.StringIO()
-        junit.write(checks.of_table(table), stream)
+        ci.write_junit(ci.of_table(table), stream)
         suite = ElementTree.fromstring(stream.getvalue())[0]
         assert (suite.get("failures") != "0") == (exit_code(table) != 0), table
     assert {exit_code(table) for table in tables} == {0, 1, 2}
@@ -177,7 +177,7 @@ def test_a_diagnosis_fails_where_error_is_introduced() -> None:
         SiteFinding("c", 2, "inherited"),
         SiteFinding("d", 3, "unknown", reason="was not replayed"),
     )
-    found = checks.of_diagnosis(Diagnosis("fail", ("It starts at b.",), sites, first_site="b"))
+    found = ci.of_diagnosis(Diagnosis("fail", ("It starts at b.",), sites, first_site="b"))
     assert [case.outcome for case in found.cases] == ["pass", "fail", "pass", "skipped"]
     (error, notice) = annotated(found)
     assert error[1]["title"] == "driftline diagnose: b" and "1 of 4 sites introduce" in notice[2]
@@ -190,7 +190,7 @@ def test_checked_operators_are_cases_too(tmp_path: Path) -> None:
         for share in (0.25, 0.3)
     ]
     AtbDump(tmp_path, "G2").execute([*operators, Operation("NobodyKnows", [zeros], [zeros], {})])
-    found = checks.of_operators(report_of(check(tmp_path / "ait_dump")))
+    found = ci.of_operators(report_of(check(tmp_path / "ait_dump")))
     assert [case.outcome for case in found.cases] == ["pass", "fail", "skipped"]
     (error, notice) = annotated(found)
     assert "1_SoftmaxOperation" in error[1]["title"] and "first" in error[2]
@@ -199,6 +199,6 @@ def test_checked_operators_are_cases_too(tmp_path: Path) -> None:
 
 def test_the_summary_of_a_diagnosis_has_the_worst_twenty_too() -> None:
     sites = tuple(SiteFinding(f"s{n}", n, "inherited" if n else "introduced") for n in range(50))
-    found = checks.of_diagnosis(Diagnosis("fail", ("It starts at s0.",), sites, first_site="s0"))
+    found = ci.of_diagnosis(Diagnosis("fail", ("It starts at s0.",), sites, first_site="s0"))
     text = markdown.paint(found.summary)
     assert len(re.findall(r"^\| s\d+ \|", text, re.MULTILINE)) == 20 and "| s0 | introduced" in text

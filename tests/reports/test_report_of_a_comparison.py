@@ -8,12 +8,13 @@ import json
 import numpy as np
 import pytest
 
-from driftline.comparison.row import Row
-from driftline.comparison.table import Side, Table
-from driftline.gating.door import compare
-from driftline.reports import comparison, emit, markdown, terminal
-from driftline.reports.view import Grid, Tree, View
-from driftline.runs.key import TensorKey
+from driftline.comparison.pipeline import compare
+from driftline.comparison.table.row import Row
+from driftline.comparison.table.table import Side, Table
+from driftline.reporting import markdown, terminal, writers
+from driftline.reporting.view import Grid, Tree, View
+from driftline.reporting.views import comparison
+from driftline.runs.records import TensorKey
 from driftline.testing.runs import run_of
 
 
@@ -153,12 +154,12 @@ def test_markdown_has_the_same_finding_and_rows() -> None:
 def test_json_rows_stand_on_lines_of_their_own() -> None:
     table = planted()
     stream = io.StringIO()
-    emit.table(table, "json", stream)
+    writers.table(table, "json", stream)
     assert json.loads(stream.getvalue()) == table.as_json()
     row_lines = [line for line in stream.getvalue().splitlines() if line.startswith('  {"site"')]
     assert len(row_lines) == len(table.rows)
     empty = io.StringIO()
-    emit.table(Table(()), "json", empty)
+    writers.table(Table(()), "json", empty)
     assert json.loads(empty.getvalue())["rows"] == []
 
 
@@ -168,7 +169,7 @@ def test_non_finite_numbers_are_words_everywhere() -> None:
     table = compare(run_of(ours), run_of(theirs))
     assert "inf" in painted(table)
     stream = io.StringIO()
-    emit.table(table, "json", stream)
+    writers.table(table, "json", stream)
     rows = json.loads(stream.getvalue(), parse_constant=pytest.fail)["rows"]
     assert rows[0]["relative_l2"] == "inf"
 

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 import driftline
-from driftline.comparison.table import Table
-from driftline.diagnosis.finding import Diagnosis, SiteFinding
-from driftline.gating.door import align, compare
-from driftline.reports import comparison, terminal
-from driftline.reports.sparks import group_of, spark
-from driftline.reports.terminal import columns
-from driftline.reports.view import Curve
+from driftline.comparison.pipeline import align, compare
+from driftline.comparison.table.table import Table
+from driftline.diagnosis.result import Diagnosis, SiteFinding
+from driftline.reporting import terminal
+from driftline.reporting.formatting import group_of, spark
+from driftline.reporting.terminal import columns
+from driftline.reporting.view import Curve
+from driftline.reporting.views import comparison
 from driftline.testing.runs import run_of
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -162,7 +163,7 @@ def test_a_line_of_more_sites_than_columns_shows_the_worst_of_each_group() -> No
 
 
 def test_backward_has_a_line_of_its_own() -> None:
-    from driftline.runs.key import TensorKey
+    from driftline.runs.records import TensorKey
 
     table = planted()
     backward = [

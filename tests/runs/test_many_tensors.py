@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 import driftline as api
-from driftline.comparison import engine, storage
-from driftline.comparison.kept_rows import KeptRows
+from driftline.comparison.measure import scheduler
+from driftline.comparison.table import files as storage
+from driftline.comparison.table.row_spool import KeptRows
 from driftline.errors import Unreachable
-from driftline.runs import kept_lines, kept_records, shards
-from driftline.runs.key import TensorKey
+from driftline.runs import index as kept_lines
+from driftline.runs import index as kept_records
+from driftline.runs import local_files
 from driftline.runs.reader import open_run
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.writer import RunWriter
 
 
@@ -75,8 +77,8 @@ def test_lines_out_of_order_and_lost_ones_are_told_of_a_long_index_too(tmp_path)
 @pytest.mark.usefixtures("long_ones_are_short")
 def test_comparisons_of_long_runs_are_those_of_short_ones(tmp_path, monkeypatch):
     pair = write(tmp_path / "ref"), write(tmp_path / "cand", shift=1e-2)
-    monkeypatch.setattr(engine, "MANY", 10)
-    monkeypatch.setattr(engine, "_MAPPED", 8)
+    monkeypatch.setattr(scheduler, "MANY", 10)
+    monkeypatch.setattr(scheduler, "_MAPPED", 8)
     long = api.compare(*pair)
     assert isinstance(long.rows, KeptRows)
     monkeypatch.undo()
@@ -176,10 +178,14 @@ def test_files_that_cannot_be_opened_are_no_finding(tmp_path):
 def test_a_shard_that_cannot_be_looked_at_for_want_of_files_is_not_lost(tmp_path, monkeypatch):
     run = open_run(write(tmp_path / "run", ranks=1))
 
-    def refuse(*_: object) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
+    open_inside = local_files.open_inside
 
-    monkeypatch.setattr(shards, "open_inside", refuse)
+    def refuse(folder: object, path: object, *rest: object) -> int:
+        if str(path).endswith(".safetensors"):  # the index itself can still be opened
+            raise OSError(errno.EMFILE, "Too many open files")
+        return open_inside(folder, path, *rest)
+
+    monkeypatch.setattr(local_files, "open_inside", refuse)
     with pytest.raises(Unreachable, match="no more files can be opened"):
         len(run.records)
 

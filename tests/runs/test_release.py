@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from driftline.runs.key import TensorKey
-from driftline.runs.narrowed import narrowed
 from driftline.runs.reader import DiskRun, open_run
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.views import narrowed
 from driftline.runs.writer import RunWriter
 
 

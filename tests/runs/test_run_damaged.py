@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from driftline.errors import BadFile, BadInput, BadRun, DriftlineError
 from driftline.numerics.fields import Summary
-from driftline.runs import lines
-from driftline.runs.key import TensorKey
+from driftline.runs import index_lines
 from driftline.runs.reader import open_run
-from driftline.runs.record import Blob, Record
+from driftline.runs.records import Blob, Record, TensorKey
 from driftline.runs.verify import verify
 from driftline.runs.writer import RunWriter
 
@@ -286,17 +285,17 @@ RECORD = Record(
     1,
     SUMMARY,
 )
-LINE = lines.encode_line(RECORD, 5, "d:00", RECORD.blob, "").encode()
+LINE = index_lines.encode_line(RECORD, 5, "d:00", RECORD.blob, "").encode()
 
 
 def read_both_ways(text: bytes) -> list[Record | None]:
     """What msgspec and the standard library make of one line; None for refused."""
     outcomes: list[Record | None] = []
-    for decode in (lines.decoder(), lines._decode_with_json):
+    for decode in (index_lines.decoder(), index_lines._decode_with_json):
         try:
             line = decode(text)
-            lines.check_line(line)
-            outcomes.append(lines.record_of(line, 0, 0))
+            index_lines.check_line(line)
+            outcomes.append(index_lines.record_of(line, 0, 0))
         except (ValueError, RecursionError, OverflowError):
             outcomes.append(None)
     return outcomes
@@ -304,7 +303,7 @@ def read_both_ways(text: bytes) -> list[Record | None]:
 
 def test_both_decoders_read_a_line_alike() -> None:
     assert read_both_ways(LINE) == [RECORD, RECORD]
-    assert lines.decoder() is not lines._decode_with_json
+    assert index_lines.decoder() is not index_lines._decode_with_json
 
 
 @settings(max_examples=300, deadline=None)

@@ -14,9 +14,8 @@ import xxhash
 
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
-from driftline.runs.key import TensorKey
 from driftline.runs.reader import open_run
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.writer import RunWriter
 
 PAGE = (Path(__file__).parents[2] / "docs" / "run-format.md").read_text(encoding="utf-8")

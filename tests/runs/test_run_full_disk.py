@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from driftline.errors import BadInput
-from driftline.runs.key import TensorKey
-from driftline.runs.manifest import create_run
+from driftline.runs.provenance import create_run
 from driftline.runs.reader import open_run
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.verify import verify
 from driftline.runs.writer import RunWriter
 
@@ -22,8 +21,8 @@ from driftline.runs.writer import RunWriter
 PROGRAM = """
 import resource, sys
 import numpy as np
-from driftline.runs.key import TensorKey
-from driftline.runs.record import Record
+from driftline.runs.records import TensorKey
+from driftline.runs.records import Record
 from driftline.runs.writer import RunWriter
 
 limit, count = int(sys.argv[2]), int(sys.argv[3])

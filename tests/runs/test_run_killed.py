@@ -17,9 +17,9 @@ from driftline.runs.verify import verify
 PREAMBLE = """
 import os, sys, time
 import numpy as np
-from driftline.runs.key import TensorKey
+from driftline.runs.records import TensorKey
 from driftline.runs.reader import open_run
-from driftline.runs.record import Record
+from driftline.runs.records import Record
 from driftline.runs.writer import RunWriter
 
 def put(writer, number, data):

@@ -18,11 +18,10 @@ from safetensors import safe_open
 from driftline.errors import BadInput
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.fields import Summary
-from driftline.runs.key import TensorKey
 from driftline.runs.memory import MemorySink
 from driftline.runs.reader import open_run
-from driftline.runs.record import Record
-from driftline.runs.sink import Sink
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.sinks import Sink
 from driftline.runs.verify import verify
 from driftline.runs.writer import RunWriter
 

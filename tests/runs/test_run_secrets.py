@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from driftline.errors import AlreadyThere
-from driftline.runs.manifest import allowed_environment, create_run, provenance
+from driftline.runs.provenance import allowed_environment, create_run, provenance
 from driftline.runs.reader import open_run
 from driftline.runs.redaction import redact_argv, redact_message, redact_text, redact_value
 
@@ -224,8 +224,8 @@ def test_only_variables_that_matter_are_kept_and_their_secrets_hidden() -> None:
 def test_a_run_of_a_command_with_secrets_holds_none_of_them(tmp_path: Path) -> None:
     code = (
         "import sys, numpy as np\n"
-        "from driftline.runs.key import TensorKey\n"
-        "from driftline.runs.record import Record\n"
+        "from driftline.runs.records import TensorKey\n"
+        "from driftline.runs.records import Record\n"
         "from driftline.runs.writer import RunWriter\n"
         "writer = RunWriter(sys.argv[1])\n"
         "writer.event('note', 'called with ' + ' '.join(sys.argv))\n"

@@ -18,15 +18,14 @@ import pytest
 import driftline as api
 from driftline.cli.main import main
 from driftline.errors import AlreadyThere
-from driftline.runs.liveness import hold_path, is_held
-from driftline.runs.manifest import create_run
+from driftline.runs.provenance import create_run, hold_path, is_held
 from driftline.runs.reader import open_run
 
 WRITER = """
 import sys, time
 import numpy as np
-from driftline.runs.key import TensorKey
-from driftline.runs.record import Record
+from driftline.runs.records import TensorKey
+from driftline.runs.records import Record
 from driftline.runs.writer import RunWriter
 
 path, rank, steps, wait = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "wait"
@@ -128,18 +127,18 @@ def test_of_two_dumps_into_one_folder_the_second_is_refused(tmp_path, monkeypatc
 
 
 def test_two_that_begin_at_the_same_moment_are_not_both_let_in(tmp_path, monkeypatch):
-    from driftline.runs import manifest
+    from driftline.runs import provenance
 
     run = tmp_path / "run"
-    real = manifest.check_room
+    real = provenance.check_room
 
     def late(place, *, force):
         found = real(place, force=force)
-        monkeypatch.setattr(manifest, "check_room", real)
+        monkeypatch.setattr(provenance, "check_room", real)
         create_run(run)  # the other one, between looking and making
         return found
 
-    monkeypatch.setattr(manifest, "check_room", late)
+    monkeypatch.setattr(provenance, "check_room", late)
     with pytest.raises(AlreadyThere, match="at the same moment"):
         create_run(run)
 
@@ -169,8 +168,8 @@ def test_a_child_of_the_program_does_not_keep_its_parents_lock(tmp_path):
         """
         import os, sys, time
         import numpy as np
-        from driftline.runs.key import TensorKey
-        from driftline.runs.record import Record
+        from driftline.runs.records import TensorKey
+        from driftline.runs.records import Record
         from driftline.runs.writer import RunWriter
         writer = RunWriter(sys.argv[1])
         data = np.zeros(4, np.float32).view(np.uint8)

@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 
 import driftline.decoding.models
 from driftline.decoding.targets import Target
-from driftline.gating.expectation_files import documented_label, model_label
-from driftline.gating.expectations import Expectations
-from driftline.gating.last_bits import flipped
 from driftline.suites.subjects import Ask, load
+from driftline.testing.expectations.expectations import Expectations, documented_label, model_label
+from driftline.testing.expectations.signature import flipped
 
 pytest_plugins = ("pytester",)
 
@@ -24,7 +23,7 @@ LLAMA = DATA / "fixtures" / "tiny-llama"
 ROBERTA = DATA / "fixtures" / "tiny-roberta-qa"
 FOLDER = Path("tests/resources/expectations")
 STEM = "models.test_model_expectations.TestAIUDecoderModels"
-PLUGINS = ("-p", "driftline.gating.plugin", "-p", "no:cacheprovider")
+PLUGINS = ("-p", "driftline.testing.expectations.pytest_plugin", "-p", "no:cacheprovider")
 SUITE = ("--pyargs", "driftline.suites.test_model_expectations")
 
 

@@ -5,10 +5,10 @@ import math
 import pytest
 
 from driftline.comparison.metrics.catalogue import STANDARD
+from driftline.comparison.tolerance.defaults import LIMITS, coarsest, is_exact
+from driftline.comparison.tolerance.tolerance import Limit, Tolerance, limits_from
 from driftline.errors import BadInput
 from driftline.numerics.dtypes import DTYPES
-from driftline.tolerance.defaults import LIMITS, coarsest, is_exact
-from driftline.tolerance.limits import Limit, Tolerance, limits_from
 
 COLUMNS = [metric.column for metric in STANDARD]
 

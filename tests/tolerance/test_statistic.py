@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from driftline.comparison.tolerance.statistics import AVERAGE, L2, P99, RESAMPLES, parse_statistic
 from driftline.errors import BadInput
-from driftline.tolerance.statistic import AVERAGE, L2, P99, RESAMPLES, parse_statistic
 
 FLOATS = st.floats(-1e6, 1e6, allow_nan=False)
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from driftline import load_thresholds
+from driftline.comparison.tolerance.thresholds import LayerNames, PerShape, Threshold, Thresholds
+from driftline.comparison.tolerance.thresholds import thresholds_from_json as from_json
 from driftline.errors import BadFile, BadInput, DriftlineError
-from driftline.tolerance.layer_names import LayerNames
-from driftline.tolerance.thresholds import PerShape, Threshold, Thresholds, from_json
 
 DATA = Path(__file__).parents[1] / "data" / "aiu" / "layers"
 FILE = "models--tiny-granite-thresholds.json"

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 import driftline
 from driftline.errors import AlreadyThere, BadFile, BadInput, DriftlineError
-from driftline.runs.calls import Call
-from driftline.topology.atb_json import atb_graph
-from driftline.topology.calls_graph import calls_graph
-from driftline.topology.findings import Finding, finding_of
-from driftline.topology.graph import Graph, GraphNode, SeenNode, TensorInfo, seen_at
-from driftline.topology.model_explorer import model_explorer, node_data, status_data
-from driftline.topology.onnx_file import onnx_bytes
+from driftline.graphs.model import Graph, GraphNode, SeenNode, TensorInfo, seen_at
+from driftline.graphs.overlay import Finding, finding_of
+from driftline.graphs.sources.calls import calls_graph
+from driftline.graphs.writers.atb import atb_graph
+from driftline.graphs.writers.model_explorer import model_explorer, node_data, status_data
+from driftline.graphs.writers.onnx import onnx_bytes
+from driftline.runs.sidecars.calls import Call
 
 DATA = Path(__file__).parents[1] / "data" / "ascend" / "mini_atb"
 
@@ -340,8 +340,7 @@ def test_calls_nested_deeper_than_a_graph_can_be_are_drawn_flatter() -> None:
 
 
 def test_a_site_of_a_thousand_parts_is_a_node_like_others(tmp_path: Path) -> None:
-    from driftline.runs.key import TensorKey
-    from driftline.runs.record import Record
+    from driftline.runs.records import Record, TensorKey
     from driftline.runs.writer import RunWriter
 
     writer = RunWriter(tmp_path / "run")

@@ -23,12 +23,12 @@ import pytest
 import driftline
 from driftline import open_run
 from driftline.errors import BadInput
-from driftline.pages.packing import unpack
+from driftline.reporting.html.page import unpack
+from driftline.reporting.viewer.api import serve
+from driftline.reporting.viewer.server import QUESTIONS
+from driftline.reporting.viewer.session import Memory
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into
-from driftline.viewer.door import serve
-from driftline.viewer.growing import Memory
-from driftline.viewer.server import QUESTIONS
 
 RANDOM = np.random.default_rng(3)
 OURS = RANDOM.normal(size=(2, 16, 48)).astype(np.float32)

@@ -14,46 +14,38 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "src" / "driftline"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "settings", "registry"),
+    ("errors",),
+    ("settings", "registry", "units"),
     ("numerics",),
-    ("executors",),
+    ("execution",),
     ("runs",),
-    ("remote",),
-    ("adapters", "launch", "formats", "topology"),
+    ("captures", "formats", "graphs"),
     ("alignment",),
     ("comparison",),
-    ("tolerance",),
-    ("gating", "operators", "decoding", "experiments", "diagnosis"),
-    ("dialects", "suites", "reports"),
-    ("pages",),
-    ("viewer",),
+    ("operators", "decoding", "diagnosis"),
+    ("testing",),
+    ("dialects", "reporting", "suites"),
     ("cli",),
 )
-"""A room may import itself and every room of a line above its own, never one beside or below it."""
+"""A package may import itself and every package of a line above its own."""
 
-BESIDE = {
-    ("diagnosis", "gating"): "what an error is a share of, where its own norm says nothing",
-    ("registry", "errors"): "an absent part is said in a sentence",
-    ("adapters", "topology"): "what capture writes down of a model is a module tree",
-    ("launch", "adapters"): "the woken process starts the capture session",
-    ("formats", "topology"): "the seed's tree keeps a model's topology beside its tensors",
-    ("topology", "formats"): "a graph is made of whatever opens as a run",
-    ("launch", "topology"): "`dump --type onnx` writes the graph of what ran",
-    ("launch", "formats"): "what an engine's own probe wrote is counted through its reader",
+SAME_LINE = {
+    ("registry", "errors"): "a missing part is reported in a sentence",
+    ("captures", "graphs"): "capture writes the module tree and the compiled graphs of a model",
+    ("captures", "formats"): "what an engine's own probe wrote is counted through its reader",
+    ("formats", "graphs"): "ait's dump keeps the topology of the model next to its tensors",
+    ("graphs", "formats"): "a graph is made of whatever opens as a run",
 }
-"""The few doors between rooms of one line, each with its reason."""
+"""The few imports between packages of one line, each with its reason."""
 
 UPWARD_ON_USE = {
-    (
-        "adapters",
-        "dialects",
-    ): "capture in a seed's layout is found by its address when it is asked for",
-    ("launch", "dialects"): "`dump --layout ait` writes the seed's tree from the launched process",
-    ("launch", "experiments"): "what is done to a launched program is found by its address",
-    ("runs", "reports"): "a notebook asks a run for its picture",
-    ("alignment", "reports"): "a notebook asks a plan for its picture",
-    ("comparison", "reports"): "a notebook asks a comparison for its picture",
-    ("diagnosis", "reports"): "a notebook asks a diagnosis for its picture",
+    ("captures", "dialects"): "a capture in another tool's layout is loaded when it is asked for",
+    ("captures", "diagnosis"): "experiments on a launched program are found by their address",
+    ("comparison", "diagnosis"): "compare_models replays the reference's modules when asked to",
+    ("runs", "reporting"): "a notebook asks a run for its picture",
+    ("alignment", "reporting"): "a notebook asks a plan for its picture",
+    ("comparison", "reporting"): "a notebook asks a comparison for its picture",
+    ("diagnosis", "reporting"): "a notebook asks a diagnosis for its picture",
 }
 """Inside a function only: the part is loaded when a user asks for it."""
 
@@ -62,7 +54,7 @@ TYPES_ONLY = ("numpy", "torch", "_typeshed")
 
 @dataclass(frozen=True)
 class Allowance:
-    """Third-party packages of a room: at the top of a file, or inside a function only."""
+    """Third-party packages of a folder: at the top of a file, or inside a function only."""
 
     top: frozenset[str] = frozenset()
     inside: frozenset[str] = frozenset()
@@ -77,39 +69,39 @@ THIRD_PARTY: dict[str, Allowance] = {
     "errors": allow(),
     "settings": allow(),
     "registry": allow(),
-    "executors": allow(inside="msgspec ray grpc numpy torch"),
+    "units": allow(),
+    "execution": allow(inside="msgspec ray grpc numpy torch"),
     "numerics": allow(top="numpy"),
+    "numerics/gpu": allow(top="numpy torch triton"),
     "runs": allow(top="numpy", inside="msgspec ml_dtypes"),
-    "remote": allow(inside="fsspec"),
-    "adapters": allow(top="numpy"),
-    "adapters/torch": allow(top="numpy torch", inside="transformers"),
-    "adapters/torch/device": allow(top="numpy torch triton"),
-    "adapters/paddle": allow(top="numpy paddle"),
-    "adapters/onnxruntime": allow(top="numpy", inside="onnx onnxruntime"),
-    "launch": allow(inside="torch"),
+    "runs/stores": allow(inside="fsspec"),
+    "captures": allow(top="numpy"),
+    "captures/torch": allow(top="numpy torch", inside="transformers"),
+    "captures/torch/device": allow(top="numpy torch triton"),
+    "captures/paddle": allow(top="numpy paddle"),
+    "captures/onnxruntime": allow(top="numpy", inside="onnx onnxruntime"),
+    "captures/launch": allow(inside="torch"),
     "formats": allow(top="numpy", inside="torch"),
-    "topology": allow(top="numpy"),
+    "graphs": allow(top="numpy"),
     "alignment": allow(top="numpy"),
     "comparison": allow(top="numpy", inside="pyarrow torch"),
-    "tolerance": allow(top="numpy"),
-    "gating": allow(top="numpy", inside="torch"),
-    "gating/plugin.py": allow(top="pytest"),
-    "gating/expecting.py": allow(top="pytest", inside="torch"),
     "operators": allow(top="numpy", inside="ml_dtypes torch torch_npu"),
     "operators/aten": allow(top="numpy torch"),
-    "diagnosis": allow(top="numpy"),
+    "diagnosis": allow(top="numpy", inside="torch"),
+    "diagnosis/experiments/live": allow(top="numpy torch"),
     "decoding": allow(
         top="numpy", inside="torch transformers accelerate fms pyarrow torch_npu torch_sendnn"
     ),
-    "experiments": allow(top="numpy", inside="torch"),
-    "experiments/live": allow(top="numpy torch"),
-    "dialects": allow(top="numpy", inside="torch torchair"),
+    "decoding/pytest_suites": allow(top="numpy pytest", inside="torch"),
     "suites": allow(top="numpy pytest", inside="torch"),
-    "reports": allow(),
-    "pages": allow(top="numpy", inside="pyarrow"),
-    "viewer": allow(top="numpy"),
+    "dialects": allow(top="numpy", inside="torch torchair"),
+    "reporting": allow(),
+    "reporting/html": allow(top="numpy", inside="pyarrow"),
+    "reporting/viewer": allow(top="numpy"),
     "cli": allow(inside="torch"),
     "testing": allow(top="numpy torch", inside="pytest transformers"),
+    "testing/expectations/pytest_plugin.py": allow(top="pytest"),
+    "testing/expectations/pytest_session.py": allow(top="pytest", inside="torch"),
     "__init__": allow(),
     "__main__": allow(),
 }
@@ -124,7 +116,7 @@ class Import:
     kind: str  # "top", "inside" or "types"
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     first = path.relative_to(PACKAGE).parts[0]
     return first.removesuffix(".py")
 
@@ -162,65 +154,58 @@ def imports_of(path: Path) -> tuple[Import, ...]:
     return tuple(walk(ast.parse(path.read_text("utf-8")), "top"))
 
 
-def imports_in(room: str) -> list[tuple[Path, Import]]:
-    files = [path for path in FILES if room_of(path) == room]
-    return [(path, found) for path in files for found in imports_of(path)]
+def imports_in(package: str) -> list[tuple[Path, Import]]:
+    files = [path for path in FILES if package_of(path) == package]
+    return [(path, seen) for path in files for seen in imports_of(path)]
 
 
-def layer_of(room: str) -> int | None:
-    return next((at for at, rooms in enumerate(LAYERS) if room in rooms), None)
+def layer_of(package: str) -> int | None:
+    return next((at for at, packages in enumerate(LAYERS) if package in packages), None)
 
 
-@pytest.mark.parametrize("room", sorted({*map(room_of, FILES)}))
-def test_a_room_imports_only_what_lies_above_it(room: str) -> None:
-    if room in ("testing", "__init__", "__main__"):
+@pytest.mark.parametrize("package", sorted({*map(package_of, FILES)}))
+def test_a_package_imports_only_packages_above_it(package: str) -> None:
+    if package in ("testing", "__init__", "__main__"):
         return
-    own = layer_of(room)
-    assert own is not None, f"{room} is not in the table of rooms"
-    for path, found in imports_in(room):
-        top, _, rest = found.module.partition(".")
+    own = layer_of(package)
+    assert own is not None, f"{package} is not in the table of packages"
+    for path, seen in imports_in(package):
+        top, _, rest = seen.module.partition(".")
         if top != "driftline" or not rest:
             continue
         other = rest.partition(".")[0]
-        if other in (room, "__version__"):
+        if other in (package, "__version__"):
             continue
-        theirs = layer_of(other)
-        where = f"{path.name}:{found.line} imports {found.module}"
-        assert theirs is not None, f"{where}, which is no room of the table"
-        allowed = theirs < own or (room, other) in BESIDE
-        if found.kind == "inside":
-            allowed = allowed or (room, other) in UPWARD_ON_USE
-        assert allowed, f"{where}: {room} stands above {other}"
+        other_layer = layer_of(other)
+        where = f"{path.name}:{seen.line} imports {seen.module}"
+        assert other_layer is not None, f"{where}, which is no package of the table"
+        allowed = other_layer < own or (package, other) in SAME_LINE
+        if seen.kind == "inside":
+            allowed = allowed or (package, other) in UPWARD_ON_USE
+        assert allowed, f"{where}: {package} stands above {other}"
 
 
 def allowance_of(path: Path) -> tuple[str, Allowance]:
-    room = room_of(path)
-    if path.is_relative_to(PACKAGE / "adapters" / "torch"):
-        room = "adapters/torch"
-    if path.is_relative_to(PACKAGE / "adapters" / "paddle"):
-        room = "adapters/paddle"
-    if path.is_relative_to(PACKAGE / "adapters" / "torch" / "device"):
-        room = "adapters/torch/device"
-    if path.is_relative_to(PACKAGE / "experiments" / "live"):
-        room = "experiments/live"
-    if path.is_relative_to(PACKAGE / "operators" / "aten"):
-        room = "operators/aten"
-    return room, THIRD_PARTY.get(str(path.relative_to(PACKAGE)), THIRD_PARTY[room])
+    """The allowance of the nearest folder, or of the file itself, that the table names."""
+    relative = path.relative_to(PACKAGE)
+    for place in (relative, *relative.parents):
+        name = str(place)
+        if name in THIRD_PARTY:
+            return name, THIRD_PARTY[name]
+    return relative.stem, THIRD_PARTY[relative.stem]
 
 
-@pytest.mark.parametrize("room", sorted({*map(room_of, FILES)}))
-def test_a_room_uses_only_the_packages_it_is_allowed(room: str) -> None:
-    for path, found in imports_in(room):
+@pytest.mark.parametrize("package", sorted({*map(package_of, FILES)}))
+def test_a_package_uses_only_the_libraries_it_is_allowed(package: str) -> None:
+    for path, seen in imports_in(package):
         place, allowance = allowance_of(path)
-        top = found.module.partition(".")[0]
+        top = seen.module.partition(".")[0]
         if top in sys.stdlib_module_names or top == "driftline":
             continue
-        if found.kind == "types" and top in TYPES_ONLY:
+        if seen.kind == "types" and top in TYPES_ONLY:
             continue
-        allowed = allowance.top | (allowance.inside if found.kind != "top" else frozenset())
-        assert top in allowed, (
-            f"{path.name}:{found.line}: {place} may not import {top} {found.kind}"
-        )
+        allowed = allowance.top | (allowance.inside if seen.kind != "top" else frozenset())
+        assert top in allowed, f"{path.name}:{seen.line}: {place} may not import {top} {seen.kind}"
 
 
 def test_the_wall_sees_a_planted_breach(tmp_path: Path) -> None:

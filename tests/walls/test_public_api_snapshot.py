@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 import driftline
-from driftline.comparison.table import Row, Table
+from driftline.comparison.table.table import Row, Table
 from driftline.runs.run import Run, TensorHandle
 
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from driftline.alignment.recipe import Recipe
-from driftline.runs.key import TensorKey
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 
 Rule = Literal["map", "plan", "name", "alias", "normalised", "graph", "structure", "moment"]
 """Why two tensors are a pair, strongest first after what the user said."""
@@ -23,6 +22,7 @@ _BY: dict[Rule, str] = {
     "structure": "by structure",
     "moment": "of inputs taken at another moment",
 }
+# Shared empty defaults: a NamedTuple evaluates a default once, and nobody writes into these.
 _NO_REASONS: Mapping[tuple[str, TensorKey], str] = {}
 _NONE_INSIDE: Mapping[tuple[str, TensorKey], TensorKey] = {}
 
@@ -104,11 +104,14 @@ class Plan(NamedTuple):
     @property
     def ways(self) -> Counter[Rule]:
         """How many pairs each rule has made."""
+        # Streaming plans count their rules without making a million pairs.
         known: Counter[Rule] | None = getattr(self.pairs, "ways", None)
         return Counter(pair.by for pair in self.pairs) if known is None else known
 
     def with_pairs(self, pairs: Sequence[Pair]) -> Plan:
         """A plan with more pairs, and what is then still alone."""
+        # By identity, not by key: the sources of a recipe are used up with the pair that
+        # they make.
         taken = {id(record) for pair in pairs for record in pair.records}
         together = sorted([*self.pairs, *pairs], key=lambda pair: execution(pair.reference))
         return self._replace(
@@ -129,6 +132,8 @@ class Plan(NamedTuple):
                 _dims(ours) if ours.shape == theirs.shape else f"{_dims(ours)} | {_dims(theirs)}"
             )
             kept = ours.kept if ours.kept == theirs.kept else f"{ours.kept} | {theirs.kept}"
+            # By name is the rule of nearly all pairs; only another one is worth the
+            # space.
             how = "" if pair.by == "name" else f"  by {pair.by}, {pair.confidence:.2f}"
             yield f"  pair     {pair}  {dtypes} {shapes} {kept}{how}"
             if pair.reference_recipe is not None:
@@ -152,7 +157,7 @@ class Plan(NamedTuple):
 
     def _repr_html_(self) -> str:
         """What a notebook shows of it."""
-        from driftline.reports.notebook import plan_html
+        from driftline.reporting.notebook import plan_html
 
         return plan_html(self)
 
@@ -163,6 +168,7 @@ class Plan(NamedTuple):
     def __str__(self) -> str:
         ways = self.ways
         shown = [f"{ways[rule]} {_BY[rule]}" for rule in _BY if ways[rule]]
+        # Rules are counted only where another one than the name made pairs.
         how = f" ({', '.join(shown)})" if set(ways) - {"name"} else ""
         alone = (("reference", self.missing), ("candidate", self.extra))
         count = sum((s, r.key) in self.inside for s, rs in alone for r in rs) if self.inside else 0

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 from driftline.errors import BadInput
-from driftline.runs.key import TensorKey
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey
 
 StepKind = Literal[
     "concat",  # sources joined along `axis`: q, k and v against a fused qkv; shards of a tensor
@@ -66,6 +65,7 @@ class Step(NamedTuple):
     def __str__(self) -> str:
         """For people: long lists of positions are counted."""
         if self.kind == "select":
+            # Bounded, because a plan of somebody else may hold millions of positions.
             shown = ",".join(_ranges(self.numbers[:_MOST_POSITIONS]))
             shown = shown if len(shown) <= 24 else f"{len(self.numbers)} positions"
             return f"select(axis {self.axis}, {shown})"
@@ -168,6 +168,7 @@ def recipe_from_json(shown: Any, find: Callable[[str], Record], *, depth: int = 
     Raises:
         BadInput: It is no recipe.
     """
+    # Recipes nest to three levels in practice; the limit keeps a hostile file off the stack.
     if not isinstance(shown, Mapping) or depth > 8:
         raise BadInput("a recipe has sources, steps and a shape")
     about = cast("Mapping[str, Any]", shown)
@@ -178,6 +179,7 @@ def recipe_from_json(shown: Any, find: Callable[[str], Record], *, depth: int = 
         find(source) if isinstance(source, str) else recipe_from_json(source, find, depth=depth + 1)
         for source in cast("list[Any]", sources)
     ]
+    # Sizes are checked here, because later code multiplies and allocates by them.
     if not isinstance(shape, list) or not all(
         isinstance(size, int) and size >= 0 for size in cast("list[Any]", shape)
     ):
@@ -208,7 +210,9 @@ def step_from_text(text: str) -> Step:
             numbers = tuple(int(word) for word in inside.split(",") if word.strip())
             return Step(cast(StepKind, kind), numbers=numbers)
         if kind == "times":
-            return Step("times", factor=_after("by", f"by {inside}"))
+            # `times` has one number and no word before it; a word is added to read it
+            # like the others.
+            return Step("times", factor=_number_after("by", f"by {inside}"))
         first, _, rest = inside.partition(",")
         axis = int(first.strip().removeprefix("axis")) if first.strip() else 0
         if kind in ("split", "trim"):
@@ -217,14 +221,14 @@ def step_from_text(text: str) -> Step:
         if kind in ("select", "unpack"):
             return Step(cast(StepKind, kind), axis, numbers=tuple(_positions(rest)))
         if kind == "dequantise":
-            zero = _after("minus", rest) or 0.0
-            return Step("dequantise", axis, factor=_after("times", rest), zero=zero)
+            zero = _number_after("minus", rest) or 0.0
+            return Step("dequantise", axis, factor=_number_after("times", rest), zero=zero)
         return Step(cast(StepKind, kind), axis)
     except ValueError:
         raise BadInput(f"'{text}' is a {kind} whose numbers cannot be read") from None
 
 
-def _after(word: str, text: str) -> float | None:
+def _number_after(word: str, text: str) -> float | None:
     """The number after a word; None where the word is not there.
 
     Raises:
@@ -233,6 +237,7 @@ def _after(word: str, text: str) -> float | None:
     found = [part.split() for part in text.split(",") if part.split()[:1] == [word]]
     if not found:
         return None
+    # NaN and infinities would make every metric meaningless, so they are refused as unreadable.
     number = float(found[0][1]) if len(found[0]) == 2 else math.nan
     if not math.isfinite(number):
         raise ValueError(text)
@@ -244,6 +249,7 @@ def _positions(text: str) -> list[int]:
     for word in text.split(","):
         begin, colon, end = word.partition(":")
         last = int(end) if colon else int(begin) + 1
+        # Checked before the range is made: `0:1000000000` is a short text.
         if last - int(begin) + len(found) > _MOST_POSITIONS:
             raise ValueError(word)
         found.extend(range(int(begin), last))
@@ -253,6 +259,7 @@ def _positions(text: str) -> list[int]:
 def _ranges(numbers: Sequence[int]) -> Iterator[str]:
     at = 0
     while at < len(numbers):
+        # Runs of neighbours are written as one range, which keeps plans of masks readable.
         end = at + 1
         while end < len(numbers) and numbers[end] == numbers[end - 1] + 1:
             end += 1
@@ -274,6 +281,8 @@ def _counted(sources: Sequence[Source]) -> str:
     if any(isinstance(source, Recipe) for source in sources):
         return "(" + "), (".join(map(_source_text, sources)) + ")"
     records = cast("Sequence[Record]", sources)
+    # Only rank and call differ: one tensor in many parts, whose number says more than its
+    # names.
     places = {record.key._replace(rank=0, process=0, visit=0) for record in records}
     if len(places) == 1:
         ranks, calls = ({r.key[at] for r in records} for at in (_RANK, _VISIT))
@@ -293,4 +302,104 @@ def _source_text(source: Source) -> str:
 
 
 def _dims(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+# What shape a recipe gives, by the shapes of its sources alone: a plan is checked before it
+# runs.
+
+
+Shape = tuple[int, ...]
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """See that every step fits what it is given, and that the shape is what comes out.
+
+    Raises:
+        BadInput: One does not, or it is not.
+    """
+    shapes: list[Shape] = []
+    for source in recipe.sources:
+        if isinstance(source, Recipe):
+            check_recipe(source)
+        shapes.append(source.shape)
+    # Only the first step may join: it turns several shapes into the one that later steps
+    # change.
+    steps = recipe.steps
+    if steps and steps[0].kind in JOINING:
+        shape = _joined(steps[0], shapes)
+        steps = steps[1:]
+    elif len(shapes) == 1:
+        shape = shapes[0]
+    else:
+        raise BadInput(
+            f"a recipe of {len(shapes)} sources begins with a step that joins them",
+            hint=f"such are {', '.join(sorted(JOINING))}",
+        )
+    for step in steps:
+        shape = _shape_after(step, shape)
+    if shape != recipe.shape:
+        raise BadInput(
+            f"the steps give {_dims_text(shape)}, the recipe says {_dims_text(recipe.shape)}"
+        )
+
+
+def _joined(step: Step, shapes: Sequence[Shape]) -> Shape:
+    first = shapes[0]
+    if step.kind == "dequantise":
+        # A factor in the step replaces the tensor of scales.
+        if not (1 if step.factor is not None else 2) <= len(shapes) <= 3:
+            raise BadInput("dequantise takes values, a scale and perhaps a zero point")
+        return first
+    if step.kind in ("sum", "mean"):
+        if len(set(shapes)) > 1:
+            raise BadInput(f"tensors of {_all(shapes)} cannot be added up")
+        return first
+    at = step.axis
+    # Shapes may differ along the joined axis only.
+    rest = {(*shape[:at], *shape[at + 1 :]) for shape in shapes}
+    if not 0 <= at < min(map(len, shapes)) or len(rest) > 1:
+        raise BadInput(f"tensors of {_all(shapes)} cannot be joined along axis {at}")
+    return (*first[:at], sum(shape[at] for shape in shapes), *first[at + 1 :])
+
+
+def _shape_after(step: Step, shape: Shape) -> Shape:
+    fits, result = True, shape
+    at = step.axis
+    if step.kind in ("split", "trim", "select"):
+        fits = 0 <= at < len(shape)
+        if fits and step.kind == "select":
+            fits = not step.numbers or 0 <= min(step.numbers) <= max(step.numbers) < shape[at]
+            result = (*shape[:at], len(step.numbers), *shape[at + 1 :])
+        elif fits:
+            fits = 0 <= step.start <= step.stop <= shape[at]
+            result = (*shape[:at], step.stop - step.start, *shape[at + 1 :])
+    elif step.kind == "transpose":
+        fits = sorted(step.numbers) == list(range(len(shape)))
+        result = tuple(shape[n] for n in step.numbers) if fits else shape
+    elif step.kind == "reshape":
+        fits = math.prod(step.numbers) == math.prod(shape) and min(step.numbers, default=0) >= 0
+        result = step.numbers
+    elif step.kind == "unpack":
+        fits = 0 <= at < len(shape) and is_packing(step.numbers)
+        result = (*shape[:at], shape[at] * len(step.numbers), *shape[at + 1 :]) if fits else shape
+    elif step.kind in ("lowfloat", "times"):
+        pass
+    else:
+        raise BadInput(f"{step} joins tensors, so it must be the first step")
+    if not fits:
+        raise BadInput(f"{step} does not fit {_dims_text(shape)}")
+    return result
+
+
+def is_packing(places: Sequence[int]) -> bool:
+    """Whether these are all places of a word, each once: 4, 8 or 16 codes of it."""
+    return len(places) in (4, 8, 16) and sorted(places) == list(range(len(places)))
+
+
+def _all(shapes: Sequence[Shape]) -> str:
+    return " and ".join(dict.fromkeys(map(_dims_text, shapes)))
+
+
+def _dims_text(shape: Shape) -> str:
     return "x".join(map(str, shape)) or "scalar"

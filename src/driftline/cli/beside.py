@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from driftline.runs.run import Run
 
 _LATER = (
-    "driftline.gating.evidence",
-    "driftline.gating.judge",
-    "driftline.comparison.storage",
-    "driftline.reports.comparison",
-    "driftline.reports.emit",
-    "driftline.reports.terminal",
+    "driftline.comparison.evidence.rules",
+    "driftline.comparison.verdict.judge",
+    "driftline.comparison.table.files",
+    "driftline.reporting.views.comparison",
+    "driftline.reporting.writers",
+    "driftline.reporting.terminal",
 )
 
 

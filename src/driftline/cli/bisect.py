@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 from driftline.cli import dump_words as words
 from driftline.cli import script
 from driftline.cli.parsing import Option
+from driftline.diagnosis.experiments.bisect import Bisection, Try
+from driftline.diagnosis.experiments.bisect import bisect as search
 from driftline.errors import EXIT_DIFFERENT, EXIT_FINE
-from driftline.experiments.bisect import Bisection, Try
-from driftline.experiments.bisect import bisect as search
 
 
 def bisect(

@@ -52,12 +52,12 @@ def calibrate(
         raise BadInput(f"{output} is a folder", hint=f"-o {output / 'thresholds.json'}")
     if output.exists() and not force and not script.asked():
         raise AlreadyThere(f"{output} exists", hint="give another -o, or --force to replace")
-    from driftline.comparison.storage import open_table
-    from driftline.reports.terminal import printable
-    from driftline.reports.wording import counted
-    from driftline.tolerance.calibration import METRICS
-    from driftline.tolerance.calibration import calibrate as from_tables
-    from driftline.tolerance.thresholds import Thresholds
+    from driftline.comparison.table.files import open_table
+    from driftline.comparison.tolerance.calibration import METRICS
+    from driftline.comparison.tolerance.calibration import calibrate as from_tables
+    from driftline.comparison.tolerance.thresholds import Thresholds
+    from driftline.reporting.formatting import counted
+    from driftline.reporting.terminal import printable
 
     opened = [script.part(open_table, path) for path in tables]
     for path, table in () if script.asked() else zip(tables, opened, strict=True):

@@ -59,16 +59,16 @@ def check(
             "nothing says what is allowed",
             hint="--thresholds FILE.json, --max relative_l2=0.01 or --min cosine=0.999",
         )
-    from driftline.comparison.storage import is_table, open_table
-    from driftline.comparison.table import Table
+    from driftline.comparison.pipeline import check as judge_again
+    from driftline.comparison.table.files import is_table, open_table
+    from driftline.comparison.table.table import Table
+    from driftline.comparison.tolerance.tolerance import limits_from
+    from driftline.comparison.verdict.judge import exit_code
     from driftline.decoding.judgeable import judgeable
-    from driftline.gating.checking import check as judge_again
-    from driftline.gating.judge import exit_code
-    from driftline.tolerance.limits import limits_from
 
     known = None
     if thresholds is not None:
-        from driftline.tolerance.thresholds import load_thresholds
+        from driftline.comparison.tolerance.thresholds import load_thresholds
 
         known = script.part(load_thresholds, thresholds, model=model)
     if is_table(table) and table.suffix != ".layers":
@@ -92,7 +92,7 @@ def check(
         script.act(Table.write, judged, output, force=force)
     script.end(judged)
     if not quiet:
-        from driftline.reports import emit
+        from driftline.reporting import writers
 
-        emit.table(judged, format, sys.stdout, everything=all, command="check")
+        writers.table(judged, format, sys.stdout, everything=all, command="check")
     return exit_code(judged)

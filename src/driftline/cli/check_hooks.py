@@ -12,7 +12,7 @@ from driftline.cli.parsing import Option
 from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE, BadInput
 
 if TYPE_CHECKING:
-    from driftline.dialects.hook_trees import Checked, Places, Progress, Survey
+    from driftline.dialects.paddle_hook.tree_checker import Checked, Places, Progress, Survey
 
 _SHOWN = 10
 _WIDTH = 30
@@ -43,10 +43,10 @@ def check_hooks(
             "`driftline check-hooks` needs --pathA and --pathB",
             hint="driftline check-hooks --pathA tmp_tensors --pathB tmp_tensors_0",
         )
-    from driftline.dialects import hook_trees
+    from driftline.dialects.paddle_hook import tree_checker
 
     watch = _Watch(path_a, path_b, everything=all)
-    checked = script.step("checked", hook_trees.check_trees, path_a, path_b, watch=watch)
+    checked = script.step("checked", tree_checker.check_trees, path_a, path_b, watch=watch)
     script.end(checked)
     rows = sum(each.rows for each in checked)
     failed = sum(len(each.troubles) for each in checked)
@@ -106,7 +106,7 @@ def _list(names: Sequence[str], shown: int | None) -> None:
 
 
 def _clean(text: str) -> str:
-    from driftline.reports.terminal import printable
+    from driftline.reporting.terminal import printable
 
     return printable(text)
 

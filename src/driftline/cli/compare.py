@@ -145,15 +145,15 @@ def compare(
         refuse_overwriting(output if shard is None else None, csv, force, report)
         if save_plan is not None and save_plan.exists() and not force:
             raise AlreadyThere(f"{save_plan} exists", hint="give another --save-plan, or --force")
-    from driftline.formats.opening import open_run
+    from driftline.formats.registry import open_run
 
     steps, ranks = _numbers("--step", step), _numbers("--rank", rank)
     their_steps, mapped = _mapped_steps(steps, step_map)
     of_one = frozenset[int]() if ranks and not _same_ranks(ref, cand) else ranks
     ours = _some(script.part(open_run, ref), steps, of_one)
     theirs = _some(script.part(open_run, cand), their_steps, of_one)
-    from driftline.gating.door import align
-    from driftline.gating.door import compare as compare_runs
+    from driftline.comparison.pipeline import align
+    from driftline.comparison.pipeline import compare as compare_runs
 
     pairing: Plan | None = None
     pairs_by: dict[str, Any] = {
@@ -170,7 +170,7 @@ def compare(
     if save_plan is not None or dry_run or seed or ranks != of_one:
         pairing = script.step("plan", align, ours, theirs, **pairs_by)
         if ranks != of_one:
-            from driftline.alignment.rank_picking import of_ranks
+            from driftline.alignment.selection import of_ranks
 
             pairing = script.step("plan", of_ranks, pairing, ours, theirs, ranks)
         pairs_by = {"plan": pairing}  # all of it is in the plan now
@@ -178,16 +178,16 @@ def compare(
             _save(pairing, save_plan, ref, cand, quiet)
         if dry_run:
             script.end(pairing)
-            from driftline.reports.terminal import printable
+            from driftline.reporting.terminal import printable
 
             for line in pairing.lines():
                 print(printable(line))
             return EXIT_FINE
     from driftline.comparison.metrics.catalogue import limited, requested
-    from driftline.tolerance.limits import limits_from
+    from driftline.comparison.tolerance.tolerance import limits_from
 
     if seed:
-        from driftline.dialects.ait_report import METRICS
+        from driftline.dialects.ait.compare_report import METRICS
 
         metric = [*(metric or ()), *METRICS]
     limits = None
@@ -197,7 +197,7 @@ def compare(
         limits = limits_from(None, columns, at_most=max or (), at_least=min or ())
     progress = None if quiet else on_terminal("pairs")
     mute = quiet and executor is not None and not script.asked()
-    from driftline.executors.choosing import chosen
+    from driftline.execution.jobs import chosen
 
     asked: dict[str, Any] = {
         "metrics": metric or (),
@@ -221,7 +221,7 @@ def compare(
         if progress is not None:
             progress.close()
     if report is not None:
-        from driftline.dialects.ait_report import write_report
+        from driftline.dialects.ait.compare_report import write_report
 
         written = script.act(write_report, table, cast("Plan", pairing), ours, theirs, report)
         if not quiet and not script.asked() and log_level not in ("warning", "warn"):
@@ -231,10 +231,10 @@ def compare(
     write(table, output, csv, force, quiet)
     script.end(table)
     if not quiet and not (log_level in ("warning", "warn") and table.verdict == "pass"):
-        from driftline.reports import emit
+        from driftline.reporting import writers
 
-        emit.table(table, format, sys.stdout, everything=all)
-    from driftline.gating.judge import exit_code
+        writers.table(table, format, sys.stdout, everything=all)
+    from driftline.comparison.verdict.judge import exit_code
 
     return exit_code(table)
 
@@ -243,8 +243,8 @@ def _check_shard(
     shard: str, output: Path | None, force: bool, others: Mapping[str, object]
 ) -> None:
     """Before anything is read: a shard needs a folder, and what is told of a whole table waits."""
-    from driftline.comparison.part import part_name, refuse_part
-    from driftline.executors.slices import parse_shard
+    from driftline.comparison.table.part import part_name, refuse_part
+    from driftline.execution.slicing import parse_shard
 
     which = parse_shard(shard)
     if output is not None and "://" in str(output):
@@ -276,8 +276,8 @@ def _shard(
     quiet: bool,
 ) -> int:
     """One share of the pairs, measured and written; no verdict yet."""
-    from driftline.comparison.part import Part
-    from driftline.gating.sharding import compare_shard
+    from driftline.comparison.shards import compare_shard
+    from driftline.comparison.table.part import Part
 
     part = script.step("part", compare_shard, ours, theirs, shard, **asked)
     written = script.act(Part.write, part, output, force=force)
@@ -289,8 +289,8 @@ def _shard(
 
 def _same_ranks(ref: Path, cand: Path) -> bool:
     """Whether the runs have the same ranks; `--python` takes that of runs that are not there."""
-    from driftline.alignment.rank_picking import have_the_same_ranks
-    from driftline.formats.opening import open_run
+    from driftline.alignment.selection import have_the_same_ranks
+    from driftline.formats.registry import open_run
 
     try:
         return have_the_same_ranks(open_run(ref), open_run(cand))
@@ -303,7 +303,7 @@ def _same_ranks(ref: Path, cand: Path) -> bool:
 def _some(run: "Run", steps: frozenset[int], ranks: frozenset[int]) -> "Run":
     if not steps and not ranks:
         return run
-    from driftline.runs.narrowed import narrowed
+    from driftline.runs.views import narrowed
 
     return script.part(narrowed, run, steps=steps, ranks=ranks)
 
@@ -313,7 +313,7 @@ def _telling(log_level: str | None, quiet: bool) -> Callable[["Plan"], None]:
 
     def tell(plan: "Plan") -> None:
         if log_level == "debug":
-            from driftline.reports.terminal import printable
+            from driftline.reporting.terminal import printable
 
             for line in plan.lines():
                 print(printable(line), file=sys.stderr)
@@ -332,7 +332,7 @@ def _mapped_steps(
     """The candidate's own numbers of the steps that were asked for, and the map of just those."""
     if not step_map:
         return steps, None
-    from driftline.alignment.steps import parse_step_map
+    from driftline.alignment.normalise.steps import parse_step_map
 
     known = parse_step_map(",".join(step_map))
     if not steps:
@@ -344,7 +344,7 @@ def _mapped_steps(
 
 
 def _save(plan: "Plan", path: Path, ref: Path, cand: Path, quiet: bool) -> None:
-    from driftline.alignment.planfile import write_plan
+    from driftline.alignment.plan_file import write_plan
 
     script.act(write_plan, plan, path, str(ref), str(cand))
     if not quiet and not script.asked():

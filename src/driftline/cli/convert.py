@@ -42,8 +42,8 @@ def convert(
     """
     from driftline.cli.progress import on_terminal
     from driftline.errors import BadInput
-    from driftline.formats import conversion
-    from driftline.reports.wording import counted, size
+    from driftline.formats.convert import convert as conversion
+    from driftline.reporting.formatting import counted, size
 
     if output is None:
         raise BadInput("`driftline convert` needs -o DIR", hint="see driftline convert --help")

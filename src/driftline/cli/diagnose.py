@@ -74,9 +74,9 @@ def diagnose(
             raise BadInput("--bisect belongs to two runs", hint="give the two runs: REF CAND")
         found = _of_table(reference, replay, noise, repro)
     else:
-        from driftline.alignment.door import AlignOptions
-        from driftline.diagnosis.door import diagnose as diagnose_runs
-        from driftline.formats.opening import open_run
+        from driftline.alignment.align import AlignOptions
+        from driftline.diagnosis.api import diagnose as diagnose_runs
+        from driftline.formats.registry import open_run
 
         ours, theirs = script.part(open_run, reference), script.part(open_run, candidate)
         options = None
@@ -120,15 +120,15 @@ def diagnose(
             print(f"driftline: {written}", file=sys.stderr)
     script.end(found)
     if not quiet:
-        from driftline.reports import emit
+        from driftline.reporting import writers
 
-        emit.diagnosis(found, format, sys.stdout, everything=all)
+        writers.diagnosis(found, format, sys.stdout, everything=all)
     return found.exit_code
 
 
 def _of_table(path: Path, replay: Path | None, noise: list[Path] | None, repro: Path | None):
-    from driftline.comparison.storage import is_table, open_table
-    from driftline.diagnosis.door import diagnose_table
+    from driftline.comparison.table.files import is_table, open_table
+    from driftline.diagnosis.api import diagnose_table
 
     if not is_table(path):
         raise BadInput(

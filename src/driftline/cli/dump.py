@@ -13,19 +13,25 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from driftline.adapters.budgets import WhenFull
-from driftline.adapters.reduction import Reduction
-from driftline.adapters.selection import Selection, patterns
+from driftline.captures.launch.atb import AtbHarvest
+from driftline.captures.launch.jobs import (
+    FRAMEWORKS,
+    CapturePlan,
+    DumpType,
+    Layout,
+    Level,
+    LogLevel,
+)
+from driftline.captures.launch.launcher import Outcome, run_command
+from driftline.captures.launch.outcome import say_steps
+from driftline.captures.options import Reduction, WhenFull
+from driftline.captures.selection import Selection, patterns
 from driftline.cli import dump_onnx as onnx
 from driftline.cli import dump_words as words
 from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.errors import EXIT_FINE, BadInput
-from driftline.launch.atb_harvest import AtbHarvest
-from driftline.launch.plan import FRAMEWORKS, CapturePlan, DumpType, Layout, Level, LogLevel
-from driftline.launch.reasons import say_steps
-from driftline.launch.run import Outcome, run_command
-from driftline.launch.sizes import say_size, size_of
+from driftline.units import say_size, size_of
 
 _WHICH = "Which tensors"
 _HOW = "How much of them"

@@ -13,16 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
-from driftline.adapters.reduction import Reduction
-from driftline.adapters.selection import Selection
+from driftline.captures.options import Reduction
+from driftline.captures.selection import Selection
 from driftline.cli import dump_words, script
 from driftline.cli.progress import on_terminal
 from driftline.errors import EXIT_COULD_NOT, EXIT_FINE, BadInput
-from driftline.launch.sizes import say_size, size_of
+from driftline.units import say_size, size_of
 
 if TYPE_CHECKING:
-    from driftline.adapters.onnxruntime.door import OnnxCapture
-    from driftline.remote.sending import Sent
+    from driftline.captures.onnxruntime.api import OnnxCapture
+    from driftline.runs.stores.upload import Sent
 
 Optimize = Literal["none", "basic", "extended", "all"]
 GROUP = "ONNX Runtime"
@@ -102,9 +102,9 @@ def dump_onnx(
     quiet: bool,
 ) -> int:
     """Run the model and say what was captured."""
-    from driftline.adapters.onnxruntime.arguments import NOTHING_TAKEN
-    from driftline.adapters.onnxruntime.door import capture_onnx
-    from driftline.formats.opening import open_run
+    from driftline.captures.onnxruntime.api import capture_onnx
+    from driftline.captures.onnxruntime.inputs import NOTHING_TAKEN
+    from driftline.formats.registry import open_run
 
     if not words.model:
         raise BadInput("there is no model to run", hint="--model m.onnx")
@@ -154,7 +154,7 @@ def dump_onnx(
         if progress is not None:
             progress.close()
     if url and script.asked():
-        from driftline.remote.door import push
+        from driftline.runs.stores.api import push
 
         script.step("sent", push, place, url, force=force)
     script.end(captured)
@@ -177,9 +177,9 @@ def _sent_meanwhile(
     progress: Callable[[int, int], None] | None,
 ) -> tuple[OnnxCapture, Sent]:
     """Capture into a folder whose shards go to an address as soon as they are complete."""
-    from driftline.adapters.onnxruntime.door import capture_onnx
-    from driftline.remote.sending import Sending
-    from driftline.runs.manifest import create_run
+    from driftline.captures.onnxruntime.api import capture_onnx
+    from driftline.runs.provenance import create_run
+    from driftline.runs.stores.upload import Sending
     from driftline.runs.writer import RunWriter
 
     rest = dict(options)
@@ -213,8 +213,8 @@ def _entries(given: Sequence[str]) -> dict[str, str] | None:
 
 def _takes(model: str) -> str:
     """What a model takes, where that can be read without running it."""
-    from driftline.adapters.onnxruntime.arguments import declared
-    from driftline.adapters.onnxruntime.loading import load_graph
+    from driftline.captures.onnxruntime.inputs import declared
+    from driftline.captures.onnxruntime.model_file import load_graph
 
     return declared(load_graph(Path(model)))
 
@@ -260,7 +260,7 @@ def _summary(captured: OnnxCapture, words: OnnxWords, place: str) -> list[str]:
     if captured.faithful:
         lines.append("  outputs are bit for bit those of the session without capture")
     lines += [f"  note: {note}" for note in captured.notes]
-    from driftline.remote.urls import said_of_memory
+    from driftline.runs.stores.addresses import said_of_memory
 
     again = f"next: driftline compare ANOTHER_RUN {shlex.quote(place)}"
     lines.append(f"  {said_of_memory(place) or again}")

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from driftline import settings
-from driftline.adapters.budgets import Budgets, budgets_from
-from driftline.adapters.selection import patterns
+from driftline.captures.launch.jobs import Engine
+from driftline.captures.options import Budgets, budgets_from
+from driftline.captures.selection import patterns
 from driftline.errors import BadInput
-from driftline.launch.plan import Engine
-from driftline.launch.sizes import size_of
 from driftline.runs.layout import SENT_SHARD_BYTES as SENT_SHARD_BYTES
+from driftline.units import size_of
 
 if TYPE_CHECKING:
-    from driftline.remote.sending import Sent
+    from driftline.runs.stores.upload import Sent
 
 _SEPARATORS = re.compile(r"[,，、\s]+")
 _OPERATOR = re.compile(r"[<>|;&]+")
@@ -67,10 +67,10 @@ def place_of_run(output: str, stage: str) -> tuple[str, str]:
     """The folder that is written, and the address it is sent to; empty if it stays there."""
     url = None
     if "://" in output:
-        from driftline.remote.urls import last_part, place_of, url_of
+        from driftline.runs.stores.addresses import last_part, place_of, url_of
 
         if (url := url_of(place_of(output))) is not None:
-            from driftline.remote.sending import staging_for
+            from driftline.runs.stores.upload import staging_for
 
             return str(staging_for(last_part(url), stage)), url
         output = str(place_of(output))
@@ -84,7 +84,7 @@ def place_of_run(output: str, stage: str) -> tuple[str, str]:
 
 def refuse_what_passes(url: str) -> None:
     """A program is not run for a place that is gone when the command ends."""
-    from driftline.remote.urls import said_of_memory
+    from driftline.runs.stores.addresses import said_of_memory
 
     if gone := said_of_memory(url):
         raise BadInput(gone, hint="give -o a folder, or an address such as s3://bucket/run")

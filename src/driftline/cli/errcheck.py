@@ -12,15 +12,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
-from driftline.adapters.findings import Finding
+from driftline.captures.errcheck.findings import Finding
+from driftline.captures.launch.errcheck import WatchOutcome, check_command
+from driftline.captures.launch.jobs import Engine, LogLevel, WatchLevel, WatchPlan
 from driftline.cli import dump_words as words
 from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.errors import BadInput
-from driftline.launch.errcheck import WatchOutcome, check_command
-from driftline.launch.plan import LogLevel
-from driftline.launch.sizes import size_of
-from driftline.launch.watch_plan import Engine, WatchLevel, WatchPlan
+from driftline.units import size_of
 
 MOST_SHOWN = 10
 MOST_SITES = 5

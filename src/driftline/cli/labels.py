@@ -15,7 +15,7 @@ from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE, BadInput
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from driftline.dialects.labels_report import Outcome
+    from driftline.dialects.aclcmp.report import Outcome
 
 
 def labels(
@@ -51,10 +51,10 @@ def labels(
     else:
         argv = command_of(exec_, program, "labels")
         store = Path.cwd() / "cmp_dump_data" / f"{datetime.now():%Y%m%d_%H%M%S_%f}"
-        from driftline.dialects.labels_run import run_labelled
+        from driftline.dialects.aclcmp.report import run_labelled
 
         status = script.step("status", run_labelled, argv, store)
-    from driftline.dialects.labels_report import report_tasks
+    from driftline.dialects.aclcmp.report import report_tasks
 
     # The store is the program's to make: without a label there is none.
     outcomes: list[Outcome] = []
@@ -83,15 +83,15 @@ def labels(
 
 
 def _print(outcomes: Sequence[Outcome], *, everything: bool) -> None:
-    from driftline.reports import emit
-    from driftline.reports.terminal import printable
+    from driftline.reporting import writers
+    from driftline.reporting.terminal import printable
 
     for at, outcome in enumerate(outcomes):
         if at:
             print()
         named = f"task {outcome.task}" if outcome.task else "labels"
         print(printable(f"{named} in {outcome.csv.name}"))
-        emit.table(outcome.table, "table", sys.stdout, everything=everything)
+        writers.table(outcome.table, "table", sys.stdout, everything=everything)
 
 
 def _exit_code(outcomes: Sequence[Outcome]) -> int:

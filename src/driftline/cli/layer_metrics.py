@@ -158,8 +158,8 @@ def layer_metrics(
 
 
 def _run(asks: list[LayersAsk], *, quiet: bool) -> int:
+    from driftline.comparison.verdict.judge import judge
     from driftline.decoding.layers_run import LayerModels, run_layers
-    from driftline.gating.judge import judge
 
     models = script.step("models", LayerModels)
     code = EXIT_FINE
@@ -242,8 +242,8 @@ def _numbers(option: str, text: str, default: str) -> list[int]:
 
 
 def _summary(outcome: LayersOutcome) -> str:
-    from driftline.reports.terminal import printable
-    from driftline.reports.wording import counted, number
+    from driftline.reporting.formatting import counted, number
+    from driftline.reporting.terminal import printable
 
     ask = outcome.ask
     layers = outcome.layers

@@ -122,7 +122,7 @@ def complain(error: DriftlineError) -> None:
 
 def _printable(text: str) -> str:
     try:
-        from driftline.reports.terminal import printable  # only a command that fails pays for it
+        from driftline.reporting.terminal import printable  # only a command that fails pays for it
     except OSError:  # no more files can be opened: not ours either
         return ascii(text)[1:-1]
     return printable(text)

@@ -50,10 +50,10 @@ def merge(
         )
     if not script.asked():
         refuse_overwriting(output, csv, force)
-    from driftline.comparison.part import open_parts
-    from driftline.gating.judge import exit_code
-    from driftline.gating.sharding import merge as merged
-    from driftline.gating.sharding import remarks
+    from driftline.comparison.shards import merge as merged
+    from driftline.comparison.shards import remarks
+    from driftline.comparison.table.part import open_parts
+    from driftline.comparison.verdict.judge import exit_code
 
     if script.asked():
         table = script.step("table", merged, list(parts))
@@ -65,7 +65,7 @@ def merge(
     write(table, output, csv, force, quiet)
     script.end(table)
     if not quiet:
-        from driftline.reports import emit
+        from driftline.reporting import writers
 
-        emit.table(table, format, sys.stdout, everything=all)
+        writers.table(table, format, sys.stdout, everything=all)
     return exit_code(table)

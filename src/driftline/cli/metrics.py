@@ -275,7 +275,7 @@ def _kwargs(words: list[str]) -> dict[str, Any]:
 
 def _summary(outcome: Outcome, ask: MetricsAsk) -> str:
     from driftline.decoding.metrics_outcome import figures
-    from driftline.reports.wording import counted, number
+    from driftline.reporting.formatting import counted, number
 
     rounds = counted(outcome.rounds, "round")
     lines = [

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from driftline.adapters.selection import Selection, patterns
+from driftline.captures.selection import Selection, patterns
 from driftline.cli import dump_words as words
 from driftline.cli import script
 from driftline.cli.parsing import Option
+from driftline.diagnosis.experiments.noise import Variant
+from driftline.diagnosis.experiments.noise import noise as run_noise
 from driftline.errors import EXIT_FINE
-from driftline.experiments.noise import Variant
-from driftline.experiments.noise import noise as run_noise
 
 _WHICH = "Which tensors"
 

@@ -18,9 +18,9 @@ from driftline.errors import (
 )
 
 if TYPE_CHECKING:
-    from driftline.operators.checking import OperatorCheck
-    from driftline.operators.rows import Metric
-    from driftline.reports.operators import Report
+    from driftline.operators.api import OperatorCheck
+    from driftline.operators.result import Metric
+    from driftline.reporting.views.operators import Report
 
 Format = Literal["table", "json", "csv", "markdown", "github", "junit"]
 _IDS = re.compile(r"\d+(_\d+)*")
@@ -104,9 +104,9 @@ def opcheck(
         if folder is not None and folder.exists() and not folder.is_dir():
             raise BadInput(f"{option} takes a folder, and {folder} is a file")
     from driftline.cli.progress import on_terminal
-    from driftline.operators.checking import check
-    from driftline.reports.operators import report_of, verdict
-    from driftline.reports.terminal import printable
+    from driftline.operators.api import check
+    from driftline.reporting.terminal import printable
+    from driftline.reporting.views.operators import report_of, verdict
 
     progress = on_terminal("operators")
     try:
@@ -145,15 +145,16 @@ def opcheck(
 
 
 def _print(report: Report, format: Format, everything: bool) -> None:
-    from driftline.reports import json, markdown, operators, terminal
+    from driftline.reporting import markdown, terminal, writers
+    from driftline.reporting.views import operators
 
     if format in ("github", "junit"):
-        from driftline.reports.checks import of_operators
-        from driftline.reports.emit import checks
+        from driftline.reporting.ci import of_operators
+        from driftline.reporting.writers import checks
 
         checks(of_operators(report), format, sys.stdout)
     elif format == "json":
-        json.write(operators.document(report), sys.stdout, indent=1)
+        writers.write_json(operators.document(report), sys.stdout, indent=1)
     elif format == "csv":
         operators.print_csv(report, sys.stdout)
     elif format == "markdown":
@@ -164,7 +165,7 @@ def _print(report: Report, format: Format, everything: bool) -> None:
 
 def _written(report: Report, format: Format, output: Path | None) -> Path | None:
     """The csv, where one is wanted: people who print a table want it too."""
-    from driftline.reports.operators import write_csv
+    from driftline.reporting.views.operators import write_csv
 
     if output is None and format != "table":
         return None

@@ -252,7 +252,7 @@ def _value(name: str, called: str, argument: Argument, word: str) -> Any:
 
 
 def _address(name: str, called: str, argument: Argument, word: str) -> Any:
-    from driftline.remote.urls import UrlPath, place_of
+    from driftline.runs.stores.addresses import UrlPath, place_of
 
     place = place_of(word)
     if isinstance(place, UrlPath) and not argument.urls:

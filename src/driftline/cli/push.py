@@ -35,9 +35,9 @@ def push(
         force: Replace the run or comparison that is there.
         patience: Give up after so many seconds in which nothing moved.
     """
-    from driftline.launch.sizes import say_size
-    from driftline.remote.door import push as push_folder
-    from driftline.remote.urls import said_of_memory
+    from driftline.runs.stores.addresses import said_of_memory
+    from driftline.runs.stores.api import push as push_folder
+    from driftline.units import say_size
 
     sent = script.step("sent", push_folder, folder, url, force=force, patience=patience)
     script.end(sent)

@@ -6,13 +6,13 @@ import json
 import sys
 from typing import Annotated, Literal
 
-from driftline.adapters.selection import Selection, patterns
+from driftline.captures.selection import Selection, patterns
 from driftline.cli import dump_words as words
 from driftline.cli import script
 from driftline.cli.parsing import Option
+from driftline.diagnosis.experiments.repeat import lines
+from driftline.diagnosis.experiments.repeat import repeat as run_repeat
 from driftline.errors import EXIT_DIFFERENT, EXIT_FINE
-from driftline.experiments.repeat import lines
-from driftline.experiments.repeat import repeat as run_repeat
 
 _WHICH = "Which tensors"
 

@@ -8,14 +8,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
-from driftline.adapters.selection import Selection, patterns
+from driftline.captures.selection import Selection, patterns
 from driftline.cli import dump_words as words
 from driftline.cli import script
 from driftline.cli.parsing import Option
+from driftline.diagnosis.experiments.replay import MOST_HELD, Replayed
+from driftline.diagnosis.experiments.replay import replay as run_replay
 from driftline.errors import EXIT_FINE
-from driftline.experiments.replay import MOST_HELD, Replayed
-from driftline.experiments.replay import replay as run_replay
-from driftline.launch.sizes import size_of
+from driftline.units import size_of
 
 _WHICH = "Which modules"
 _SHOWN = 6

@@ -79,8 +79,8 @@ def report(
         raise AlreadyThere(f"{output} is a folder", hint="give the name of a file with -o")
     if output.exists() and not force and not script.asked():  # before the work is done
         raise AlreadyThere(f"{output} exists", hint="give another -o, or --force")
-    from driftline.alignment.door import AlignOptions
-    from driftline.pages.assemble import report as write_report
+    from driftline.alignment.align import AlignOptions
+    from driftline.reporting.html.report import report as write_report
 
     progress = None if quiet else on_terminal("pairs")
     try:

@@ -10,8 +10,8 @@ from driftline.cli import script
 from driftline.cli.parsing import Option
 
 if TYPE_CHECKING:
-    from driftline.comparison.table import Table
-    from driftline.reports.view import View
+    from driftline.comparison.table.table import Table
+    from driftline.reporting.view import View
     from driftline.runs.run import Run
 
 Format = Literal["table", "json", "csv", "markdown"]
@@ -41,15 +41,15 @@ def show(
         all: Leave nothing out for length.
         verify: Read every byte of a run and say which are not those that were captured; exit 1.
     """
-    from driftline.comparison.storage import TABLE_FILE, is_table, open_table
+    from driftline.comparison.table.files import TABLE_FILE, is_table, open_table
 
     if is_table(path) or path.name == TABLE_FILE:
         return _show_table(script.step("found", open_table, path), format, all)
-    from driftline.tolerance.thresholds import looks_like_thresholds
+    from driftline.comparison.tolerance.thresholds import looks_like_thresholds
 
     if looks_like_thresholds(path):
         return _show_thresholds(path, format, all)
-    from driftline.formats.opening import open_run
+    from driftline.formats.registry import open_run
 
     run = script.step("run", open_run, path)
     if verify:
@@ -59,7 +59,7 @@ def show(
 
 def _verify(run: Run) -> int:
     from driftline.errors import EXIT_DIFFERENT, EXIT_FINE
-    from driftline.reports.wording import counted
+    from driftline.reporting.formatting import counted
     from driftline.runs.verify import verify
 
     lost = script.step("damaged", list, script.part(verify, run))
@@ -75,27 +75,27 @@ def _verify(run: Run) -> int:
 
 
 def _show_table(table: Table, format: Format, everything: bool) -> int:
-    from driftline.reports import emit
+    from driftline.reporting import writers
 
-    script.act(emit.table, table, format, sys.stdout, everything=everything)
+    script.act(writers.table, table, format, sys.stdout, everything=everything)
     script.end()
     return 0
 
 
 def _show_thresholds(path: Path, format: Format, everything: bool) -> int:
-    from driftline.reports import thresholds as report
-    from driftline.tolerance.thresholds import load_thresholds
+    from driftline.comparison.tolerance.thresholds import load_thresholds
+    from driftline.reporting.views import thresholds as report
 
     found = script.step("found", load_thresholds, path)
     if format == "json":
-        from driftline.reports import json
-        from driftline.tolerance.thresholds import Thresholds
+        from driftline.comparison.tolerance.thresholds import Thresholds
+        from driftline.reporting import writers
 
-        script.act(json.write, script.part(Thresholds.as_json, found), sys.stdout)
+        script.act(writers.write_json, script.part(Thresholds.as_json, found), sys.stdout)
     elif format == "csv":
-        from driftline.reports import csv
+        from driftline.reporting import writers
 
-        script.act(csv.write, script.part(report.sheet, found), sys.stdout)
+        script.act(writers.write_csv, script.part(report.sheet, found), sys.stdout)
     else:
         _paint(script.part(report.view, found, everything=everything or format != "table"), format)
     script.end()
@@ -105,18 +105,20 @@ def _show_thresholds(path: Path, format: Format, everything: bool) -> int:
 def _show_run(
     run: Run, globs: tuple[str, ...], tensors: bool, format: Format, everything: bool
 ) -> int:
-    from driftline.reports import run as report
+    from driftline.reporting.views import run as report
 
     if format == "json":
-        from driftline.reports import json
+        from driftline.reporting import writers
 
         document = script.part(report.document, run, globs=globs, tensors=tensors)
-        script.act(json.write, document, sys.stdout)
+        script.act(writers.write_json, document, sys.stdout)
     elif format == "csv":
-        from driftline.reports import csv
+        from driftline.reporting import writers
 
         script.act(
-            csv.write, script.part(report.sheet, run, globs=globs, statistics=tensors), sys.stdout
+            writers.write_csv,
+            script.part(report.sheet, run, globs=globs, statistics=tensors),
+            sys.stdout,
         )
     else:
         whole = everything or format != "table"
@@ -129,10 +131,10 @@ def _show_run(
 
 def _paint(view: View, format: Format) -> None:
     if format == "markdown":
-        from driftline.reports import markdown
+        from driftline.reporting import markdown
 
         script.act(print, script.part(markdown.paint, view), end="")
     else:
-        from driftline.reports import terminal
+        from driftline.reporting import terminal
 
         script.act(terminal.show, view)

@@ -11,7 +11,7 @@ from driftline.cli import script
 from driftline.errors import AlreadyThere, BadInput
 
 if TYPE_CHECKING:
-    from driftline.comparison.table import Table
+    from driftline.comparison.table.table import Table
 
 
 def refuse_overwriting(
@@ -19,7 +19,7 @@ def refuse_overwriting(
 ) -> None:
     """Before anything is read: a comparison of an hour must not end in a refusal."""
     if output is not None and "://" in str(output):
-        from driftline.remote.door import refuse_overwriting
+        from driftline.runs.stores.api import refuse_overwriting
 
         refuse_overwriting(output, force=force)
         output = None
@@ -44,10 +44,10 @@ def refuse_overwriting(
 
 
 def write(table: Table, output: Path | None, csv: Path | None, force: bool, quiet: bool) -> None:
-    from driftline.comparison.table import Table
+    from driftline.comparison.table.table import Table
 
     if csv is not None:
-        from driftline.comparison.storage import save_csv
+        from driftline.comparison.table.files import save_csv
 
         try:
             script.act(save_csv, table, csv)
@@ -60,7 +60,7 @@ def write(table: Table, output: Path | None, csv: Path | None, force: bool, quie
             raise BadInput(f"cannot write {output}: {trouble.strerror}") from trouble
         if not quiet and not script.asked():
             print(f"driftline: the comparison is in {output}", file=sys.stderr)
-            from driftline.remote.urls import said_of_memory
+            from driftline.runs.stores.addresses import said_of_memory
 
             if gone := said_of_memory(output):
                 print(f"  {gone}", file=sys.stderr)

@@ -51,10 +51,10 @@ def thresholds(
     if not models or not metrics or file_base is None:
         missing = "--models" if not models else "--metrics" if not metrics else "--file_base"
         raise BadInput(f"`driftline thresholds` needs {missing}", hint="see --help")
+    from driftline.comparison.tolerance.statistics import parse_statistic
     from driftline.decoding.metric_files import find_metric_files, metric_name
     from driftline.decoding.out_files import fits, flat
     from driftline.decoding.threshold_run import Made, Say, make_thresholds, write_beside
-    from driftline.tolerance.statistic import parse_statistic
 
     chosen = None if statistic is None else parse_statistic(statistic)
     for word in metrics:
@@ -138,7 +138,7 @@ class _Lines:
         self._left: BrokenPipeError | None = None
 
     def print(self, line: str) -> None:
-        from driftline.reports.terminal import printable
+        from driftline.reporting.terminal import printable
 
         if self._left is None:
             try:
@@ -152,6 +152,6 @@ class _Lines:
 
 
 def _said(line: str) -> None:
-    from driftline.reports.terminal import printable
+    from driftline.reporting.terminal import printable
 
     print(f"driftline: {printable(line)}", file=sys.stderr)

@@ -47,9 +47,9 @@ def topology(
         rank: Which rank of a run.
         force: Replace a file that is there.
     """
-    from driftline.reports.graphs import write_graph
-    from driftline.reports.terminal import printable
-    from driftline.reports.wording import counted
+    from driftline.reporting.formatting import counted
+    from driftline.reporting.terminal import printable
+    from driftline.reporting.views.graphs import write_graph
 
     drawn = script.step(
         "drawn",

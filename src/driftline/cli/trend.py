@@ -15,9 +15,9 @@ from driftline.cli.parsing import Option
 from driftline.diagnosis.trend import Series, Trend
 from driftline.diagnosis.trend import trend as follow
 from driftline.errors import EXIT_FINE, BadInput
-from driftline.formats.opening import open_run
-from driftline.reports.sparks import spark
-from driftline.reports.terminal import written_for
+from driftline.formats.registry import open_run
+from driftline.reporting.formatting import spark
+from driftline.reporting.terminal import written_for
 
 _SHOWN = 20
 

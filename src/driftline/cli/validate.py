@@ -274,14 +274,14 @@ def _write_down(
 
 def _print(verdicts: list[Verdict], format: Literal["markdown", "github", "junit"]) -> None:
     from driftline.decoding.telling import lines_of
-    from driftline.reports import emit, markdown
-    from driftline.reports.checks import of_verdicts
+    from driftline.reporting import markdown, writers
+    from driftline.reporting.ci import of_verdicts
 
     found = of_verdicts(verdicts, lines_of)
     if format == "markdown":
         sys.stdout.write(markdown.paint(found.summary))
     else:
-        emit.checks(found, format, sys.stdout)
+        writers.checks(found, format, sys.stdout)
 
 
 def _explain(
@@ -291,20 +291,20 @@ def _explain(
     stream: TextIO,
     output: Path | None,
 ) -> None:
+    from driftline.comparison.verdict.judge import judge
     from driftline.decoding.explaining import explain
-    from driftline.gating.judge import judge
-    from driftline.reports import emit
+    from driftline.reporting import writers
 
     if verdict.first is not None:
         print("layers, on the text before the first failing token:", file=stream, flush=True)
         if output is None:
-            emit.table(judge(explain(ask, verdict.first, subjects)), "table", stream)
+            writers.table(judge(explain(ask, verdict.first, subjects)), "table", stream)
             return
         from driftline.decoding.validation_files import LAYERS, write_layers
 
         table = judge(write_layers(ask, verdict.first, subjects, output))
         table.write(output / f"{ask.prefix}{LAYERS}", force=True)
-        emit.table(table, "table", stream)
+        writers.table(table, "table", stream)
 
 
 def _say(line: str) -> None:

@@ -60,8 +60,8 @@ def view(
     """
     if threads is not None and threads < 1:
         raise BadInput(f"--threads {threads} cannot do anything", hint="give 1 or more")
-    from driftline.alignment.door import AlignOptions
-    from driftline.viewer.door import view as serve_view
+    from driftline.alignment.align import AlignOptions
+    from driftline.reporting.viewer.api import view as serve_view
 
     progress = None if script.asked() else on_terminal("pairs")
     try:

@@ -1,0 +1,1 @@
+"""Decoding: metrics, layers and validation of text models on prompts."""

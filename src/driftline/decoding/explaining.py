@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from driftline.comparison.table import Side, Table
+from driftline.comparison.table.table import Side, Table
 from driftline.decoding.compiled_parts import compile_parts
 from driftline.decoding.decoder import DecoderModel
 from driftline.decoding.failing import FirstFailure

@@ -22,11 +22,10 @@ from driftline.decoding.validate_ask import ValidateAsk
 from driftline.decoding.validation import Subjects, Verdict, validate
 from driftline.decoding.workshop import FILES, KINDS
 from driftline.errors import BadInput
-from driftline.executors.choosing import chosen
-from driftline.executors.plain import decode, encode
-from driftline.executors.work import Executor, Job, Task, folder_for
+from driftline.execution.codec import decode, encode
+from driftline.execution.jobs import Executor, Job, Task, chosen, folder_for
 from driftline.registry import require
-from driftline.runs.manifest import own_command
+from driftline.runs.provenance import own_command
 from driftline.runs.redaction import redact_argv
 
 Say = Callable[[str], None]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from driftline.comparison.storage import TABLE_FILE, is_table, open_table
+from driftline.comparison.table.files import TABLE_FILE, is_table, open_table
 from driftline.errors import BadInput
 
 if TYPE_CHECKING:
     from _typeshed import StrPath
 
-    from driftline.comparison.table import Table
-    from driftline.tolerance.thresholds import Thresholds
+    from driftline.comparison.table.table import Table
+    from driftline.comparison.tolerance.thresholds import Thresholds
 
 
 def judgeable(path: StrPath, thresholds: Thresholds | None = None) -> Table:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from driftline.comparison.row import Column, Row
-from driftline.comparison.table import Side, Table
+from driftline.comparison.table.row import Column, Row
+from driftline.comparison.table.table import Side, Table
+from driftline.comparison.tolerance.statistics import AVERAGE, Statistic, parse_statistic
 from driftline.decoding.metric_files import (
     LAYER_METRICS,
     Found,
@@ -23,11 +24,10 @@ from driftline.decoding.metric_files import (
 )
 from driftline.decoding.told import told_beside
 from driftline.errors import BadInput
-from driftline.runs.key import TensorKey
-from driftline.tolerance.statistic import AVERAGE, Statistic, parse_statistic
+from driftline.runs.records import TensorKey
 
 if TYPE_CHECKING:
-    from driftline.tolerance.thresholds import Thresholds
+    from driftline.comparison.tolerance.thresholds import Thresholds
 
 _LAYERS = ".layers"
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from driftline.comparison.measure.pair_rows import lone
 from driftline.comparison.metrics.catalogue import STANDARD, Metric
-from driftline.comparison.row import Row
-from driftline.comparison.unmeasured import lone
+from driftline.comparison.table.row import Row
 from driftline.decoding.compiled_parts import room_for_graphs
 from driftline.decoding.counted_rows import Span, counting_rows
 from driftline.decoding.decoder import DecoderModel, Forward
@@ -93,7 +93,7 @@ def walk_layers(
     """
     import torch
 
-    from driftline.adapters.torch.door import capture
+    from driftline.captures.torch.framework import capture
 
     if reference.module is candidate.module:
         raise BadInput("reference and candidate are one and the same model object")

@@ -20,7 +20,7 @@ from driftline.decoding.models import HF_ARCHITECTURE, library_for, model_name
 from driftline.decoding.prompts import Order
 from driftline.decoding.targets import DTYPES, Target
 from driftline.errors import AlreadyThere, BadFile, BadInput
-from driftline.runs.manifest import plain_json, provenance
+from driftline.runs.provenance import plain_json, provenance
 
 WHAT = "layers"
 OPTION = "--output_path"

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from driftline.comparison.row import Row
-from driftline.comparison.table import Side, Table
+from driftline.comparison.table.row import Row
+from driftline.comparison.table.table import Side, Table
 from driftline.decoding import layers_ask, out_files
 from driftline.decoding.compiled_parts import compile_parts
 from driftline.decoding.decoder import DecoderModel

@@ -17,9 +17,8 @@ import numpy as np
 
 from driftline.alignment.plan import Pair
 from driftline.decoding.layer_names import ROOT
-from driftline.runs.key import TensorKey
-from driftline.runs.record import Record
-from driftline.runs.sink import JSON
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.sinks import JSON
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Met = Callable[[Pair, Bytes, Bytes], None]

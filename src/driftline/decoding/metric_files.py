@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from driftline.comparison.row import Direction
+from driftline.comparison.table.row import Direction
 from driftline.decoding.out_files import Named, flat, parse
 from driftline.errors import BadFile, BadInput, did_you_mean
 

@@ -21,7 +21,7 @@ from driftline.decoding.prompts import Order
 from driftline.decoding.targets import Target
 from driftline.decoding.weights import weights_of
 from driftline.errors import AlreadyThere, BadFile, BadInput
-from driftline.runs.manifest import plain_json, provenance
+from driftline.runs.provenance import plain_json, provenance
 from driftline.settings import job_place
 
 Keep = Literal["full", "topk"]

@@ -195,7 +195,7 @@ def _to_disk(file: Any) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    from driftline.runs.manifest import dump_json
+    from driftline.runs.provenance import dump_json
 
     replace_file(path, dump_json(dict(content)))
 

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from driftline.alignment.plan import Pair
-from driftline.comparison.blocks import blocks_of
+from driftline.comparison.measure.operands import ValuePair, measure_moments, measure_values
+from driftline.comparison.measure.pair_rows import clash, paired
+from driftline.comparison.measure.scheduler import blocks_of
 from driftline.comparison.metrics.catalogue import Metric
-from driftline.comparison.metrics.derivation import cosine, mean_abs_error, needs_definition
-from driftline.comparison.metrics.direction import cosine as cosine_by_definition
-from driftline.comparison.row import Row
-from driftline.comparison.unmeasured import clash, paired
-from driftline.comparison.values import ValuePair, measure_moments, measure_values
+from driftline.comparison.metrics.definitions import cosine as cosine_by_definition
+from driftline.comparison.metrics.from_moments import cosine, mean_abs_error, needs_definition
+from driftline.comparison.table.row import Row
 from driftline.decoding.counted_rows import Mask
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES

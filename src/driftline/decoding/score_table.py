@@ -137,7 +137,7 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, Array]:
 
 def _schema(provenance: Mapping[str, Any]) -> Any:
     pa = require("pyarrow")
-    from driftline.runs.manifest import plain_json
+    from driftline.runs.provenance import plain_json
 
     types = {
         "int32": pa.int32(),

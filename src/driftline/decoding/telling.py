@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from driftline.comparison.table import Table
+from driftline.comparison.table.table import Table
 from driftline.decoding.failing import Candidate, FirstFailure, Rate
 from driftline.decoding.validation import Verdict
 

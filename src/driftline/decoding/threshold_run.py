@@ -14,6 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from driftline.comparison.tolerance.statistics import AVERAGE, CONFIDENCE, P99, RESAMPLES, Statistic
+from driftline.comparison.tolerance.thresholds import (
+    OUTPUT,
+    PerShape,
+    Threshold,
+    Thresholds,
+    load_thresholds,
+)
 from driftline.decoding.metric_files import (
     LAYER_METRICS,
     TOKEN_METRICS,
@@ -27,9 +35,7 @@ from driftline.decoding.metric_files import (
 from driftline.decoding.out_files import flat
 from driftline.decoding.told import differing, told_beside
 from driftline.errors import BadFile, BadInput, DriftlineError
-from driftline.runs.manifest import provenance
-from driftline.tolerance.statistic import AVERAGE, CONFIDENCE, P99, RESAMPLES, Statistic
-from driftline.tolerance.thresholds import OUTPUT, PerShape, Threshold, Thresholds, load_thresholds
+from driftline.runs.provenance import provenance
 
 _ENOUGH_BEYOND = 10
 """Values beyond a percentile that make it a limit rather than an accident."""

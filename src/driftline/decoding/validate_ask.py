@@ -365,7 +365,7 @@ def _limits(
     if said:
         return Limits(*_two_numbers(said), "METRICS_THRESHOLD")
     if read("THRESHOLDS"):
-        from driftline.tolerance.thresholds import load_thresholds
+        from driftline.comparison.tolerance.thresholds import load_thresholds
 
         found = load_thresholds(read("THRESHOLDS"), model=known.model_id)
         return Limits(

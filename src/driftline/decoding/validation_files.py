@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
-from driftline.comparison.table import Table
+from driftline.comparison.table.table import Table
 from driftline.decoding.explaining import explain
 from driftline.decoding.failing import Candidate, FirstFailure
 from driftline.decoding.layer_files import LayerFiles

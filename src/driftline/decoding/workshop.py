@@ -13,11 +13,11 @@ from driftline.decoding.score_table import Rows
 from driftline.decoding.targets import Target
 from driftline.decoding.validate_ask import Limits, ValidateAsk
 from driftline.decoding.validation import Subjects, Verdict
-from driftline.executors.plain import decode, encode
+from driftline.execution.codec import decode, encode
 
 if TYPE_CHECKING:
     from driftline.decoding.metrics_run import Models
-    from driftline.executors.work import Say
+    from driftline.execution.jobs import Say
 
 KINDS = (
     *(MetricsAsk, Outcome, Target, ValidateAsk, Limits, Verdict),

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from driftline.diagnosis.artefacts import Replay, open_replay
-from driftline.diagnosis.finding import Diagnosis
-from driftline.diagnosis.reading import read_whole
+from driftline.diagnosis.error_stats import read_whole
+from driftline.diagnosis.evidence.files import Replay, open_replay
+from driftline.diagnosis.result import Diagnosis
 from driftline.errors import AlreadyThere, BadInput
-from driftline.runs.record import Record
+from driftline.runs.records import Record
 from driftline.runs.run import Run
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from driftline.errors import BadInput, DriftlineError, did_you_mean
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.fields import Summary
 from driftline.numerics.kernel import summarize
-from driftline.runs.narrowed import only
-from driftline.runs.record import Record
+from driftline.runs.records import Record
 from driftline.runs.run import Run, kept_elements
+from driftline.runs.views import only
 
 SCHEMA = 1
 FIGURES = ("rms", "max_abs", "mean", "std", "nonfinite", "zeros")

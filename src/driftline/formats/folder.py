@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from driftline.formats import reading
-from driftline.runs.inside import open_inside
+from driftline.formats import read_ahead
+from driftline.runs.local_files import open_inside
 
 DEEPEST = 64
 SMALL = 1 << 16
@@ -146,7 +146,7 @@ class Folder:
         if name in self._links or ".." in name:
             file = open_inside(self.real, self.path / name)
         else:
-            file = os.open(f"{self.text}/{name}", reading.FLAGS)
+            file = os.open(f"{self.text}/{name}", read_ahead.FLAGS)
         about = os.fstat(file)
         if not stat.S_ISREG(about.st_mode):
             os.close(file)
@@ -155,18 +155,18 @@ class Folder:
 
     def ahead(self, names: Sequence[str]) -> Iterator[str]:
         """The names again, one by one; `start` has the first bytes of each at hand meanwhile."""
-        if len(names) < 2 * _AHEAD or not reading.available():
+        if len(names) < 2 * _AHEAD or not read_ahead.available():
             yield from names
             return
         pieces = [names[at : at + _AHEAD] for at in range(0, len(names), _AHEAD)]
-        here, there = reading.Read(), reading.Read()
+        here, there = read_ahead.Read(), read_ahead.Read()
         starts = array("q", [0]) * _AHEAD
         lengths = array("q", [_BEGINNING]) * _AHEAD
-        here.begin(reading.Ranges(self.text, pieces[0], starts, lengths))
+        here.begin(read_ahead.Ranges(self.text, pieces[0], starts, lengths))
         for at, piece in enumerate(pieces, 1):
             here.wait()
             if at < len(pieces):
-                there.begin(reading.Ranges(self.text, pieces[at], starts, lengths))
+                there.begin(read_ahead.Ranges(self.text, pieces[at], starts, lengths))
             view = memoryview(here.room)
             begin = 0
             for name, size, got in zip(piece, here.sizes, here.got, strict=True):
@@ -236,7 +236,7 @@ class Folder:
         if length >= MAPPED_FROM or name in self._links or ".." in name:
             return None
         # What was a regular file when it was described is not looked at again: three calls.
-        file = os.open(f"{self.text}/{name}", reading.FLAGS)
+        file = os.open(f"{self.text}/{name}", read_ahead.FLAGS)
         try:
             return pread(file, length, start), 0
         finally:

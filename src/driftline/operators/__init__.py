@@ -9,9 +9,9 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from driftline.operators.checking import check as check
-    from driftline.operators.definition import golden as golden
-    from driftline.operators.definition import known_operators as known_operators
+    from driftline.operators.api import check as check
+    from driftline.operators.definitions.registry import golden as golden
+    from driftline.operators.definitions.registry import known_operators as known_operators
 
 __all__ = ["check", "golden", "known_operators"]
 
@@ -20,9 +20,9 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'driftline.operators' has no attribute {name!r}")
     if name == "check":
-        from driftline.operators.checking import check
+        from driftline.operators.api import check
 
         return check
-    from driftline.operators import definition
+    from driftline.operators.definitions import registry
 
-    return getattr(definition, name)
+    return getattr(registry, name)

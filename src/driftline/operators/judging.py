@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from driftline.operators.rows import Figures, Metric
-from driftline.tolerance.operators import Allowed, allowed
+from driftline.comparison.tolerance.defaults import Allowed, allowed
+from driftline.operators.result import Figures, Metric
 
 _CHEAP = 2**31
 """Products up to which the size of the terms is computed to tell cancelled digits from outliers."""

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from driftline.numerics.dtypes import DTYPES
-from driftline.runs.manifest import plain_json
-from driftline.runs.record import Blob, Record
+from driftline.runs.provenance import plain_json
+from driftline.runs.records import Blob, Record
 from driftline.runs.run import Loss, Memory, Run, Storage, no_values
-from driftline.runs.sink import JSON, Bytes
+from driftline.runs.sinks import JSON, Bytes
 from driftline.runs.writer import OVER_LIMIT, digest_for
 
 

@@ -45,6 +45,7 @@ _FLAGS = {
 _HIGHEST = 4096
 """The kernel's table of descriptors, copied by every fork, grows with the highest number in use:
 to 32 KB with this one."""
+_TRIES = 100
 _KEPT_FREE = 256
 """Numbers above the lowest of ours. A writer has three or four files open."""
 
@@ -86,14 +87,8 @@ class OwnedFile:
         self._locked = locked
         self._pid = os.getpid()
         self._access = os.O_RDWR | os.O_CLOEXEC | (_FLAGS[mode] & os.O_APPEND)
-        self._file = _lifted(os.open(self.path, self._access | _FLAGS[mode], 0o666))
-        status = os.fstat(self._file)
+        self._file, status = self._opened(self._access | _FLAGS[mode])
         self._identity = _identity(status)
-        # Another thread may have closed the number and opened a file before it was lifted.
-        if _identity(os.stat(self.path)) != self._identity:  # noqa: PTH116
-            file, self._file = self._file, -1
-            os.close(file)  # a duplicate made here, whatever it leads to
-            raise FileTaken(self._sentence("is not the file that was opened"))
         self.end = status.st_size
         self._take_lock()
         _LIVE.add(self)
@@ -142,7 +137,12 @@ class OwnedFile:
             FileTaken: The file is no longer ours.
             OSError: The system refuses.
         """
-        os.ftruncate(self._checked(), length)
+        try:
+            os.ftruncate(self._checked(), length)
+        except OSError as error:
+            if error.errno not in (errno.EBADF, errno.EINVAL):  # the latter if it only reads
+                raise
+            os.ftruncate(self._reopened(), length)
         self.end = length
 
     def reserve(self, length: int) -> None:
@@ -157,11 +157,8 @@ class OwnedFile:
     def close(self) -> None:
         """Closes the descriptor if it still is ours. May be called twice."""
         file, self._file = self._file, -1
-        try:
-            if file >= 0 and _identity(os.fstat(file)) == self._identity:
-                os.close(file)
-        except OSError:  # the program has closed it
-            return
+        if file >= 0 and _leads_to(file, self._identity):
+            os.close(file)
 
     def __enter__(self) -> OwnedFile:
         return self
@@ -180,21 +177,17 @@ class OwnedFile:
             raise FileTaken(self._sentence("belongs to the process that this one is a copy of"))
         if self._file < 0:
             raise FileTaken(self._sentence("is closed"))
-        try:
-            if _identity(os.fstat(self._file)) == self._identity:
-                return self._file
-        except OSError:  # closed
-            pass
+        if _leads_to(self._file, self._identity):
+            return self._file
         return self._reopened()
 
     def _reopened(self) -> int:
         """A new descriptor for the same file. The old number is the program's now: not closed."""
         try:
             # A pipe that lies at the path now must not make the program wait.
-            file = _lifted(os.open(self.path, self._access | getattr(os, "O_NONBLOCK", 0)))
+            file, status = self._opened(self._access | getattr(os, "O_NONBLOCK", 0))
         except FileNotFoundError:
             raise FileTaken(self._sentence("is no longer there")) from None
-        status = os.fstat(file)
         if _identity(status) != self._identity:
             os.close(file)
             raise FileTaken(self._sentence("is another file now"))
@@ -205,15 +198,85 @@ class OwnedFile:
         self._take_lock()
         return file
 
+    def _opened(self, flags: int) -> tuple[int, os.stat_result]:
+        """A high descriptor of what lies at the path.
+
+        Raises:
+            FileTaken: Other threads of the program close it again and again.
+            OSError: It cannot be opened.
+        """
+        for _ in range(_TRIES):
+            low = os.open(self.path, flags, 0o666)
+            flags &= ~os.O_EXCL  # it is there now, and we made it
+            status = os.stat(self.path)  # noqa: PTH116
+            high = _lifted(low, _identity(status))
+            if high >= 0:
+                return high, status
+        raise FileTaken(self._sentence("cannot be opened again"))
+
     def _sentence(self, what: str) -> str:
         name = os.path.basename(self.path)  # noqa: PTH119
         return f"the program closed a descriptor of Driftline, and {name} {what}"
 
     def _take_lock(self) -> None:
         if self._locked:
-            from driftline.runs.liveness import hold
+            from driftline.runs.provenance import hold
 
             hold(self._file)
+
+
+class UnnamedFile:
+    """A temporary file without a name. Forked children may read it; a lost one is gone for good.
+
+    Attributes:
+        end: Where `append` writes next.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        """Makes it in the folder for temporary files.
+
+        Raises:
+            OSError: That folder cannot be written.
+        """
+        import tempfile  # 4 ms, which most processes need not spend
+
+        with tempfile.TemporaryFile(prefix=prefix, buffering=0) as file:
+            self._identity = _identity(os.fstat(file.fileno()))
+            self._file = _lifted(os.dup(file.fileno()), self._identity)
+        self.end = 0
+
+    def append(self, data: Data) -> int:
+        """Writes all of it at the end; returns where it begins.
+
+        Raises:
+            FileTaken: The program has closed the descriptor.
+            OSError: The disk refuses.
+        """
+        start, rest = self.end, memoryview(data)
+        while rest:
+            count = os.pwrite(self._checked(), rest, self.end)
+            self.end, rest = self.end + count, rest[count:]
+        return start
+
+    def read(self, start: int, length: int) -> bytes:
+        """So many bytes from a place on.
+
+        Raises:
+            FileTaken: The program has closed the descriptor.
+            OSError: The disk refuses.
+        """
+        return os.pread(self._checked(), length, start)
+
+    def __del__(self) -> None:
+        try:
+            os.close(self._checked())
+        except (AttributeError, OSError):  # never opened, or the program has closed it
+            return
+
+    def _checked(self) -> int:
+        if _leads_to(self._file, self._identity):
+            return self._file
+        raise FileTaken("the program closed a descriptor of Driftline, that of a temporary file")
 
 
 def write_file(path: str | os.PathLike[str], content: bytes) -> None:
@@ -254,28 +317,41 @@ def _identity(status: os.stat_result) -> Identity:
     return status.st_dev, status.st_ino
 
 
-def _lifted(file: int) -> int:
-    """The same file under a high number; the low one is free again."""
-    if fcntl is None:
-        return file
-    try:
+def _lifted(low: int, identity: Identity) -> int:
+    """The same file under a high number, with the low one closed.
+
+    Another thread of the program may close the low number at any moment, and open a file of its own
+    under it. So it is looked where each of the two leads, and -1 returned if that is not our file.
+    """
+    high = low
+    if fcntl is not None:
         limit = min(os.sysconf("SC_OPEN_MAX"), _HIGHEST)
-        high = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, max(limit - _KEPT_FREE, limit // 2))
-    except (OSError, ValueError):  # few descriptors are allowed, or all are in use
-        if file > 2:
-            return file
-        try:  # what the program prints must not end up in the file
-            high = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 3)
-        except OSError:
-            os.close(file)
-            raise
-    try:
-        # Another thread of the program may have taken the low number a moment ago.
-        if os.path.sameopenfile(file, high):
-            os.close(file)
-    except OSError:  # or has closed it
-        pass
+        # Where few descriptors are allowed, or all high ones are in use, another one must do. Not 0
+        # to 2: what the program prints must not end up in the file.
+        for lowest in (max(limit - _KEPT_FREE, limit // 2), 3):
+            try:
+                high = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, lowest)
+                break
+            except OSError as error:
+                if error.errno == errno.EBADF:
+                    return -1
+    if not _leads_to(high, identity):
+        if high != low:
+            os.close(high)
+        return -1
+    if high != low and _leads_to(low, identity):
+        os.close(low)
+    if high <= 2:
+        os.close(high)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     return high
+
+
+def _leads_to(file: int, identity: Identity) -> bool:
+    try:
+        return _identity(os.fstat(file)) == identity
+    except OSError:  # closed
+        return False
 
 
 def _stderr_identity() -> Identity | None:

@@ -1,9 +1,4 @@
-"""Opens a run folder: reads the index at first use, maps shards when values are asked for.
-
-A run may have been killed, copied in part, or made by a stranger. So nothing in it is trusted:
-names of shards are matched, links out of the folder refused, sizes checked before anything is
-allocated. What is missing is listed in `losses`, and everything else stays readable.
-"""
+"""Why a path is not the folder of a run, with the nearest name that might be meant."""
 
 from __future__ import annotations
 
@@ -18,12 +13,9 @@ import numpy as np
 
 from driftline.errors import BadFile, BadRun
 from driftline.numerics.dtypes import DTYPES
-from driftline.runs.absent import no_folder
-from driftline.runs.files import FolderFiles, object_in
-from driftline.runs.inside import is_inside, read_object, reason_of
+from driftline.runs.index import KeptLines, KeptRecords, Room, uncollected
+from driftline.runs.index_lines import SHORT, Line, check_line, decode_together, decoder, record_of
 from driftline.runs.jobs import gaps, refuse_mixed
-from driftline.runs.kept_lines import KeptLines, Room
-from driftline.runs.kept_records import KeptRecords
 from driftline.runs.layout import (
     EVENTS,
     FORMAT,
@@ -37,14 +29,39 @@ from driftline.runs.layout import (
     is_shard_name,
     parse_folder,
 )
-from driftline.runs.lines import SHORT, Line, check_line, decode_together, decoder, record_of
-from driftline.runs.record import Record
+from driftline.runs.local_files import FolderFiles, is_inside, object_in, read_object, reason_of
+from driftline.runs.records import Record
 from driftline.runs.run import Loss, Memory, ReadAhead, Run, Storage, no_values
-from driftline.runs.uncollected import uncollected
 
 if TYPE_CHECKING:
-    from driftline.runs.places import Files
-    from driftline.runs.sink import JSON
+    from driftline.runs.local_files import Files
+    from driftline.runs.sinks import JSON
+
+
+def no_folder(place: Path) -> BadRun:
+    """The error for a path that is no folder."""
+    if place.is_file():
+        return BadRun(
+            f"'{place}' is a file, not the folder of a run",
+            hint=f"give the folder '{place.parent}'" if place.name == MANIFEST else "",
+        )
+    hint = ""
+    if place.is_symlink() and not place.exists():
+        return BadRun(f"'{place}' is a link that leads nowhere")
+    if place.exists():  # a pipe or a device: reading it could wait for ever
+        return BadRun(f"'{place}' is neither a file nor a folder")
+    if place.parent.is_dir():
+        import difflib  # at start it would cost every command a millisecond
+
+        names = [child.name for child in place.parent.iterdir()]
+        near = difflib.get_close_matches(place.name, names, n=2)
+        if near:
+            hint = "did you mean " + " or ".join(f"'{place.parent / name}'" for name in near) + "?"
+    return BadRun(f"there is no '{place}'", hint=hint)
+
+
+# Opens a run folder: reads the index at first use, maps shards when values are asked for.
+
 
 _USUAL = frozenset({INDEX, EVENTS, TOPOLOGY, PROCESS})
 _MOST_BAD_LINES = 1000
@@ -391,7 +408,9 @@ class DiskRun(Run):
         others = [name for name in names if name not in _USUAL and not is_shard_name(name)]
         if not others:
             return others
-        from driftline.runs.sheets import sheets_among  # a millisecond, which few runs need
+        from driftline.runs.sidecars.operator_sheets import (
+            sheets_among,  # a millisecond, which few runs need
+        )
 
         return sheets_among(others)
 

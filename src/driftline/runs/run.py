@@ -16,11 +16,11 @@ import numpy.typing as npt
 from driftline.errors import BadInput, NotInstalled, did_you_mean
 from driftline.numerics.dtypes import DTYPES, to_float64, unpack_nibbles
 from driftline.numerics.fields import Summary
-from driftline.runs.key import TensorKey, usual_moment, usual_phase
-from driftline.runs.record import Record
+from driftline.runs.records import Record, TensorKey, usual_moment, usual_phase
 
 if TYPE_CHECKING:
-    from driftline.runs.sink import JSON
+    from driftline.runs.facts import Order, RunFacts
+    from driftline.runs.sinks import JSON
 
 Storage: TypeAlias = "npt.NDArray[np.generic]"
 
@@ -203,14 +203,32 @@ class Run(ABC):
     opened: str = ""
     """What `open_run` opens it by, in any process; empty for one that only this process has."""
 
-    ordered: bool = True
-    """Whether its order is one of execution; that of a file of named tensors means nothing."""
+    _order: Order = "execution"
+    """What the order of its records means, unless the manifest or a process says it."""
 
     fetched: bool = False
     """Whether values come from another machine: then a part of a tensor costs less than all of it,
     and several reads at a time less than one after the other."""
 
     _sites: dict[str, list[int]] | None = None
+    _facts_read: RunFacts | None = None
+
+    @property
+    def facts(self) -> RunFacts:
+        """What is true of the run as a whole; a view of it says the same."""
+        if self._facts_read is not None:
+            return self._facts_read
+        from driftline.runs.facts import read_facts  # whoever only captures never asks
+
+        facts = read_facts(self, self._order)
+        if not self.growing:  # a process that still runs may say more
+            self._facts_read = facts
+        return facts
+
+    @property
+    def ordered(self) -> bool:
+        """Whether its order means something; that of a file of named tensors does not."""
+        return self.facts.order != "none"
 
     @property
     @abstractmethod
@@ -304,7 +322,7 @@ class Run(ABC):
 
     def _repr_html_(self) -> str:
         """What a notebook shows of it."""
-        from driftline.reports.notebook import run_html
+        from driftline.reporting.notebook import run_html
 
         return run_html(self)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from driftline.errors import DriftlineError
 from driftline.numerics.kernel import digest as digest_of
-from driftline.runs.record import Record
+from driftline.runs.records import Record
 from driftline.runs.run import Loss, Run, Storage
 
 _CLASH = "its bytes have digest"

@@ -20,11 +20,11 @@ from pathlib import Path
 from driftline.numerics.kernel import digest as digest_of
 from driftline.runs.journal import Journal
 from driftline.runs.layout import FIRST_HEADER, ORPHAN_EVENTS, SHARD_BYTES
-from driftline.runs.manifest import ensure_manifest, event_line, library_versions, now
 from driftline.runs.owned_file import OwnedFile, print_to_stderr
-from driftline.runs.part import Part
-from driftline.runs.record import Blob, Record
-from driftline.runs.sink import JSON, Bytes, Group
+from driftline.runs.process_folder import Part
+from driftline.runs.provenance import ensure_manifest, event_line, library_versions, now
+from driftline.runs.records import Blob, Record
+from driftline.runs.sinks import JSON, Bytes, Group
 
 _LONGEST_MEMORY = 500_000
 _EARLY_EVENTS = 1000

@@ -15,15 +15,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from driftline.comparison.tolerance.thresholds import load_thresholds
 from driftline.decoding.decoder import DecoderModel
 from driftline.decoding.models import load_model
 from driftline.decoding.prompts import PAD, Padded, Prompt, pad_left
 from driftline.decoding.targets import DTYPES, Target, default_targets, parse_target
 from driftline.errors import BadInput
-from driftline.gating.expectation_files import documented_label, model_label
-from driftline.gating.expectations import Calibrated, Subject, device_name
-from driftline.gating.signature import tensors_of
-from driftline.tolerance.thresholds import load_thresholds
+from driftline.testing.expectations.expectations import (
+    Calibrated,
+    Subject,
+    device_name,
+    documented_label,
+    model_label,
+)
+from driftline.testing.expectations.signature import tensors_of
 
 DOCUMENTED_MODULE = "models.test_model_expectations"
 DTYPE = "fp16"

@@ -84,8 +84,8 @@ def _tell(ask: ValidateAsk, verdict: Verdict, subjects: Subjects) -> None:
     if ask.split(settings.job_place().world_size):
         print(SPLIT_UP)
         return
+    from driftline.comparison.verdict.judge import judge
     from driftline.decoding.explaining import explain
-    from driftline.gating.judge import judge
 
     try:
         table = judge(explain(ask, first, subjects))

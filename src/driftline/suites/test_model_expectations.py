@@ -16,7 +16,8 @@ from typing import Any, ClassVar, cast
 import pytest
 
 from driftline.errors import DriftlineError
-from driftline.gating.expecting import (
+from driftline.suites.subjects import Ask, Loaded, load
+from driftline.testing.expectations.pytest_session import (
     captures,
     expectations_of,
     fail,
@@ -27,7 +28,6 @@ from driftline.gating.expecting import (
     setting,
     settle,
 )
-from driftline.suites.subjects import Ask, Loaded, load
 
 _loaded: dict[tuple[str, Ask, bool], Loaded] = {}
 """The model that is being tested, and no other; both tests of a model use it."""

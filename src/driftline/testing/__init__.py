@@ -1,0 +1,1 @@
+"""For tests of other projects: conformance suites, planted faults, expectations."""

@@ -16,9 +16,8 @@ import numpy.typing as npt
 
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
-from driftline.runs.key import Port, TensorKey
 from driftline.runs.memory import MemorySink
-from driftline.runs.record import Kept, Record
+from driftline.runs.records import Kept, Port, Record, TensorKey
 from driftline.runs.run import Run
 
 

@@ -1,5 +1,5 @@
 """`ait_llm.dump.torchair_dump`, as its document imports it."""
 
-from driftline.dialects.torchair_dump import get_fx_dump_config, get_ge_dump_config
+from driftline.dialects.ait.torchair import get_fx_dump_config, get_ge_dump_config
 
 __all__ = ["get_fx_dump_config", "get_ge_dump_config"]

@@ -18,7 +18,7 @@ from typing import Any, get_args
 import numpy as np
 
 from driftline.comparison.metrics.catalogue import KNOWN, Metric
-from driftline.comparison.row import ROW_FIELDS, Column, Direction
+from driftline.comparison.table.row import ROW_FIELDS, Column, Direction
 from driftline.errors import BadFile, BadInput, did_you_mean
 
 

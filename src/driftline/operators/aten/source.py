@@ -1,20 +1,160 @@
-"""Calls of torch operators in a run of `driftline dump --level ops`, replayed on the CPU."""
-
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
+"""The operator calls of a run, with their tensors: what the run lists, joined to what it holds.
+
+Knows runs. Neither torch nor what an operator means.
+"""
 
 from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from driftline.errors import BadInput
-from driftline.operators.aten.listing import calls_of
-from driftline.operators.rows import OperatorCall
-from driftline.operators.sources import Ask, Checked, Reproduction
+from driftline.operators.result import OperatorCall
+from driftline.operators.source import Ask, Checked, Reproduction
 from driftline.registry import require
+from driftline.runs.records import Record
 from driftline.runs.run import Run
+from driftline.runs.sidecars.calls import CALLS, Call, CallTensor, read_calls
+
+HOW = "driftline dump --level ops -o RUN -- python program.py"
+"""What captures operators so that they can be checked."""
+
+_Key = tuple[int, int, str, int, int, str, str, str]
+
+
+class ListedCall(NamedTuple):
+    """A call and the records of its tensors.
+
+    Attributes:
+        call: As rows name it.
+        inputs: What went in, as listed.
+        outputs: What came out, as listed.
+        read: Records of what went in, by slot; those that the run holds.
+        made: The same of what came out.
+        trouble: Why nothing more is known of it; empty as a rule.
+    """
+
+    call: OperatorCall
+    inputs: tuple[CallTensor, ...]
+    outputs: tuple[CallTensor, ...]
+    read: Mapping[str, Record]
+    made: Mapping[str, Record]
+    trouble: str = ""
+
+
+def calls_of(run: Run) -> list[ListedCall]:
+    """The operator calls of a run, in the order in which they ended.
+
+    Raises:
+        BadInput: The run does not hold what it takes; says what does.
+    """
+    held = _held(run)
+    found: list[ListedCall] = []
+    places = sorted({(r.key.rank, r.key.process) for r in run.records})
+    for rank, process in places:
+        if CALLS not in run.sheets(rank, process):
+            continue
+        for call in read_calls(run.sheet(CALLS, rank, process)):
+            if call.kind == "operator":
+                found.append(_joined(call, rank, process, held))
+    if not found:
+        raise BadInput(
+            f"{run.name} does not list its operators with their parameters",
+            hint=f"capture inputs and outputs whole: {HOW}",
+        )
+    return [*found, *_unlisted(held, found)]
+
+
+def _unlisted(held: Mapping[_Key, Record], found: Sequence[ListedCall]) -> list[ListedCall]:
+    """Operators whose tensors are there and whose line is not: cut off, or damaged."""
+    calls = (one.call for one in found)
+    listed = {(c.rank, c.process, c.site, c.step, c.visit, c.phase) for c in calls}
+    lost: dict[tuple[Any, ...], Record] = {}
+    for key, record in held.items():
+        if key[:6] not in listed:
+            lost.setdefault(key[:6], record)
+    return [
+        ListedCall(
+            OperatorCall(site, record.class_name, "", step, rank, process, visit, phase, {}),
+            *((), (), {}, {}),
+            f"its line in {CALLS} is missing or damaged",
+        )
+        for (rank, process, site, step, visit, phase), record in lost.items()
+    ]
+
+
+def _held(run: Run) -> dict[_Key, Record]:
+    held: dict[_Key, Record] = {}
+    ports: Counter[str] = Counter()
+    kept: Counter[str] = Counter()
+    for record in run.records:
+        key = record.key
+        if "/" not in key.site or key.port not in ("input", "output", "param"):
+            continue
+        ports[key.port] += 1
+        kept[record.kept] += 1
+        place = (key.rank, key.process, key.site, key.step, key.visit, key.phase)
+        held[(*place, key.port, key.slot)] = record
+    if not held:
+        raise BadInput(f"{run.name} holds no operators, only modules", hint=f"capture them: {HOW}")
+    if not kept["full"]:
+        raise BadInput(
+            f"{run.name} has no values of operators: of each tensor only its "
+            f"{kept.most_common(1)[0][0]} was kept",
+            hint=f"leave --keep out, or give --keep full: {HOW}",
+        )
+    for port, others in (("input", ports["input"] + ports["param"]), ("output", ports["output"])):
+        if not others:
+            raise BadInput(
+                f"{run.name} holds no {port}s of operators",
+                hint=f"leave --port, -stp and -time out: {HOW}",
+            )
+    return held
+
+
+def _joined(call: Call, rank: int, process: int, held: Mapping[_Key, Record]) -> ListedCall:
+    place = (rank, process, call.site, call.step, call.visit, call.phase)
+    read: dict[str, Record] = {}
+    for one in call.inputs:
+        record = held.get((*place, "input", one.slot)) or held.get((*place, "param", one.slot))
+        if record is not None:
+            read[one.slot] = record
+    made = {
+        one.slot: record
+        for one in call.outputs
+        if (record := held.get((*place, "output", one.slot))) is not None
+    }
+    shown = OperatorCall(
+        call.site,
+        call.class_name,
+        call.ids,
+        call.step,
+        rank,
+        process,
+        call.visit,
+        call.phase,
+        call.param,
+    )
+    return ListedCall(shown, call.inputs, call.outputs, read, made)
+
+
+def why_missing(one: CallTensor) -> str:
+    """Why an input is not in the run, and what to do about it."""
+    if isinstance(one.source, str) and not one.source.startswith("("):
+        return "it read a parameter that the run does not hold; capture without --port"
+    return (
+        f"its input {one.slot.partition('.')[0]} is not in the run; sparse, quantised and nested "
+        "tensors are not kept"
+    )
+
+
+# Calls of torch operators in a run of `driftline dump --level ops`, replayed on the CPU.
+
 
 _VIEWS = "views and fresh memory have no values of their own: they are not among the operators"
 
@@ -31,7 +171,7 @@ class AtenSource:
         require("torch", install="torch")
         for module in ask.imports:
             _imported(module)
-        from driftline.operators.aten.rerunning import device_of
+        from driftline.operators.aten.rerun import device_of
 
         self.device = device_of(ask.device) if ask.rerun else ""
         self._listed = [one for one in listed if ask.wants(one.call.op_type, one.call.ids)]
@@ -63,7 +203,7 @@ class AtenSource:
 
     def at(self, number: int) -> Checked:
         """The same, replayed."""
-        from driftline.operators.aten.checking import rows_of
+        from driftline.operators.aten.check import rows_of
 
         one = self._listed[number]
         with warnings.catch_warnings():
@@ -75,7 +215,7 @@ class AtenSource:
 
     def reproduction(self, checked: Checked) -> Reproduction | None:
         """The inputs, what the program gave, and how to execute the call, as a script."""
-        from driftline.operators.aten.script import reproduction_of
+        from driftline.operators.aten.repro import reproduction_of
 
         found = next(one for one in self._listed if one.call is checked.call)
         failing = [row.slot for row in checked.rows if row.status == "fail"]

@@ -5,12 +5,9 @@ does so with ours.
 """
 
 from driftline.testing.faults.architectures import ARCHITECTURES, Specimen, specimen
-from driftline.testing.faults.computing import COMPUTING_FAULTS
-from driftline.testing.faults.formats import FORMATS
-from driftline.testing.faults.implementations import IMPLEMENTATIONS
-from driftline.testing.faults.pairs import Setting, candidate_of, place_of, reference_of
-from driftline.testing.faults.parameters import PARAMETER_FAULTS
-from driftline.testing.faults.planting import Fault
+from driftline.testing.faults.faults import COMPUTING_FAULTS, PARAMETER_FAULTS, Fault
+from driftline.testing.faults.trials import Setting, candidate_of, place_of, reference_of
+from driftline.testing.faults.variants import FORMATS, IMPLEMENTATIONS
 
 FAULTS = {fault.name: fault for fault in (*PARAMETER_FAULTS, *COMPUTING_FAULTS)}
 """All kinds by name."""

@@ -1,4 +1,4 @@
-"""A test with the `expect` fixture, given to pytest by name; its expectation is in `expectations`."""
+"""A test with the `expect` fixture, given to pytest by its name; see `expectations/`."""
 
 from __future__ import annotations
 

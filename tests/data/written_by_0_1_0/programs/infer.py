@@ -1,10 +1,11 @@
-"""Two forward passes; `--fault` plants one in layers.1.act, `--end` ends as a killed program does."""
+"""Two forward passes; `--fault` plants one in layers.1.act, `--end` kills the program."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import signal
+import time
 
 import torch
 from network import IDS, build
@@ -19,4 +20,5 @@ with torch.no_grad():
     network(IDS)
     network(IDS + 0)
 if chosen.end:
+    time.sleep(2)  # what was captured is written by then
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,3 @@
+"""Annotators: words added to a finished plan, such as source lines and fusions. They never
+change a pair.
+"""

@@ -1,0 +1,296 @@
+"""A plan as a file that a person can read and edit: TOML, one table per pair.
+
+Written by hand, because the standard library only reads TOML. Read strictly: a key that no run has,
+a field that does not exist or a tensor that is paired twice is refused with its line.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from driftline.alignment.plan import Pair, Plan, Rule
+from driftline.alignment.recipe import Recipe, check_recipe, recipe_from_json
+from driftline.errors import BadFile, BadInput, DriftlineError, did_you_mean
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.run import Run
+
+VERSION = 1
+# A gibibyte is some millions of pairs; a larger file is not a plan, and would fill the memory.
+_LARGEST = 1 << 30
+_TABLES = {
+    "pair": (
+        *("reference", "candidate", "by", "confidence"),
+        *("reference_recipe", "candidate_recipe", "trouble"),
+    ),
+    "missing": ("reference", "reason"),
+    "extra": ("candidate", "reason"),
+}
+_TOP = ("plan", "reference", "candidate", "notes", *_TABLES)
+
+
+def write_plan(plan: Plan, path: Path, reference: str = "", candidate: str = "") -> None:
+    """Write a plan for people to edit.
+
+    Args:
+        plan: What to write.
+        path: The file; what is there is replaced.
+        reference: The reference's name, for the reader.
+        candidate: The candidate's.
+
+    Raises:
+        BadInput: The file cannot be written.
+    """
+    try:
+        path.write_text("\n".join(_lines(plan, reference, candidate)) + "\n", encoding="utf-8")
+    except OSError as trouble:
+        raise BadInput(f"cannot write the plan {path}: {trouble.strerror}") from trouble
+
+
+def _lines(plan: Plan, reference: str, candidate: str) -> Iterator[str]:
+    yield "# What `driftline compare` sets against what. Change, add and remove pairs as you like,"
+    yield "# then give it back: driftline compare REF CAND --plan THIS_FILE"
+    yield "# Only these pairs are compared; [[missing]] and [[extra]] are there to be read."
+    yield f"plan = {VERSION}"
+    if reference or candidate:
+        yield f"reference = {_text(reference)}"
+        yield f"candidate = {_text(candidate)}"
+    if plan.notes:
+        yield "notes = [" + ", ".join(map(_text, plan.notes)) + "]"
+    for pair in plan.pairs:
+        yield "\n[[pair]]"
+        yield f"reference = {_text(str(pair.reference.key))}"
+        yield f"candidate = {_text(str(pair.candidate.key))}"
+        yield f"by = {_text(pair.by)}"
+        yield f"confidence = {float(pair.confidence)!r}"
+        for side, recipe in (
+            ("reference", pair.reference_recipe),
+            ("candidate", pair.candidate_recipe),
+        ):
+            if recipe is not None:
+                yield f"{side}_recipe = {_value(recipe.as_json())}"
+        if pair.trouble:
+            yield f"trouble = {_text(pair.trouble)}"
+    for table, side, records in (
+        ("missing", "reference", plan.missing),
+        ("extra", "candidate", plan.extra),
+    ):
+        for record in records:
+            yield f"\n[[{table}]]"
+            yield f"{side} = {_text(str(record.key))}"
+            if reason := plan.reasons.get((side, record.key)):
+                yield f"reason = {_text(reason)}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        inner = cast("Mapping[str, Any]", value).items()
+        return "{ " + ", ".join(f"{name} = {_value(each)}" for name, each in inner) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(_value(each) for each in cast("list[Any]", value)) + "]"
+    return _text(value) if isinstance(value, str) else repr(value)
+
+
+def _text(text: str) -> str:
+    """A TOML basic string; everything that is not plain is escaped.
+
+    >>> _text('a"b')
+    '"a\\\\"b"'
+    """
+    # Quotes and backslashes first, because the escapes that follow hold backslashes themselves.
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + re.sub(r"[\x00-\x1f\x7f\ud800-\udfff]", _code, escaped) + '"'
+
+
+def _code(found: re.Match[str]) -> str:
+    code = ord(found.group())
+    # TOML cannot hold half of a surrogate pair, which names of files may have: it is shown as
+    # U+FFFD.
+    return "\\ufffd" if code >= 0xD800 else f"\\u{code:04x}"
+
+
+def read_plan(path: Path, reference: Run, candidate: Run) -> Plan:
+    """A saved plan for two runs.
+
+    Raises:
+        BadFile: It cannot be read, or something in it means nothing; says the line.
+    """
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise BadFile(f"{path} is too large for a plan")
+        text = path.read_text(encoding="utf-8")
+        shown: Mapping[str, Any] = tomllib.loads(text)
+    except OSError as trouble:
+        raise BadFile(f"cannot read the plan {path}: {trouble.strerror}") from trouble
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as trouble:
+        raise BadFile(f"{path} is no plan: {trouble}") from trouble
+    return _Reader(path, text, reference, candidate).plan(shown)
+
+
+class _Reader:
+    def __init__(self, path: Path, text: str, reference: Run, candidate: Run) -> None:
+        self.path = path
+        self.text = text
+        self.sides = {
+            "reference": {str(record.key): record for record in reference.records},
+            "candidate": {str(record.key): record for record in candidate.records},
+        }
+
+    def plan(self, shown: Mapping[str, Any]) -> Plan:
+        # A misspelt table would silently drop pairs, so unknown names are refused.
+        for name in shown:
+            if name not in _TOP:
+                raise self._bad(f"'{name}' means nothing in a plan", "", 0, name, _TOP)
+        if shown.get("plan") != VERSION:
+            raise BadFile(
+                f"{self.path} is no plan: it does not begin with 'plan = {VERSION}'",
+                hint="driftline compare REF CAND --save-plan FILE writes one",
+            )
+        tables = {name: self._tables(shown, name) for name in _TABLES}
+        pairs = [self._pair(at, about) for at, about in enumerate(tables["pair"])]
+        if not pairs:
+            raise BadFile(f"{self.path} has no [[pair]]", hint="nothing would be compared")
+        reasons: dict[tuple[str, TensorKey], str] = {}
+        for table, side in (("missing", "reference"), ("extra", "candidate")):
+            for at, about in enumerate(tables[table]):
+                record = self._record(table, at, about, side)
+                reasons[side, record.key] = str(about.get("reason", ""))
+        # Everything that no pair uses is listed as alone, whatever the file says about it.
+        used = {id(record) for pair in pairs for record in pair.records}
+        alone = [
+            tuple(record for record in side.values() if id(record) not in used)
+            for side in self.sides.values()
+        ]
+        for side, records in zip(self.sides, alone, strict=True):
+            for record in records:
+                reasons.setdefault((side, record.key), "the plan has no pair for it")
+        notes = tuple(map(str, cast("Sequence[Any]", shown.get("notes", ()))))
+        pairs.sort(key=lambda p: (p.reference.key.rank, p.reference.key.process, p.reference.order))
+        return Plan(tuple(pairs), alone[0], alone[1], notes, reasons)
+
+    def _tables(self, shown: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+        tables = shown.get(name, [])
+        if not isinstance(tables, list) or not all(
+            isinstance(each, Mapping) for each in cast("list[Any]", tables)
+        ):
+            raise self._bad(f"'{name}' is written [[{name}]]", "", 0, name)
+        for at, table in enumerate(cast("list[Mapping[str, Any]]", tables)):
+            for field in table:
+                if field not in _TABLES[name]:
+                    sentence = f"[[{name}]] has no field '{field}'"
+                    raise self._bad(sentence, name, at, field, _TABLES[name])
+        return cast("list[Mapping[str, Any]]", tables)
+
+    def _pair(self, at: int, about: Mapping[str, Any]) -> Pair:
+        ours = self._record("pair", at, about, "reference")
+        theirs = self._record("pair", at, about, "candidate")
+        by, confidence = about.get("by", "plan"), about.get("confidence", 1.0)
+        if by not in get_args(Rule):
+            raise self._bad(f"'{by}' is no rule", "pair", at, "by", get_args(Rule))
+        # A bool is an int in Python, but `true` is no confidence.
+        number = isinstance(confidence, (int, float)) and not isinstance(confidence, bool)
+        if not number or not 0 <= cast(float, confidence) <= 1:
+            sentence = f"confidence is a number from 0 to 1, not {confidence!r}"
+            raise self._bad(sentence, "pair", at, "confidence")
+        first, second = (self._recipe(at, about, side) for side in ("reference", "candidate"))
+        trouble = str(about.get("trouble", ""))
+        return Pair(ours, theirs, cast(Rule, by), float(confidence), first, second, trouble)
+
+    def _recipe(self, at: int, about: Mapping[str, Any], side: str) -> Recipe | None:
+        field = f"{side}_recipe"
+        if field not in about:
+            return None
+        try:
+            recipe = recipe_from_json(about[field], self._finder(at, side, field))
+            check_recipe(recipe)
+            return recipe
+        # Errors of this file already name their line; those of recipes get it here.
+        except BadFile:
+            raise
+        except DriftlineError as trouble:
+            raise BadFile(
+                f"{self.path}, line {self._line('pair', at, field)}: {trouble}", hint=trouble.hint
+            ) from trouble
+
+    def _finder(self, at: int, side: str, field: str) -> Callable[[str], Record]:
+        def find(key: str) -> Record:
+            record = self.sides[side].get(key)
+            if record is None:
+                raise self._bad(f"the {side} has no {key}", "pair", at, field, self.sides[side])
+            return record
+
+        return find
+
+    def _record(self, table: str, at: int, about: Mapping[str, Any], side: str) -> Record:
+        key = about.get(side)
+        if not isinstance(key, str):
+            sentence = f"[[{table}]] needs a '{side}', the key of a tensor in quotes"
+            raise self._bad(sentence, table, at, side)
+        record = self.sides[side].get(key)
+        if record is None:
+            raise self._bad(f"the {side} has no {key}", table, at, side, self.sides[side])
+        return record
+
+    def _bad(
+        self, sentence: str, table: str, at: int, field: str, known: Sequence[str] | Any = ()
+    ) -> BadFile:
+        # For an unknown tensor the hint compares keys, for an unknown field the names of
+        # fields.
+        words = sentence.rpartition(" ")[2] if isinstance(known, Mapping) else field
+        hint = did_you_mean(words, cast("Sequence[str]", known)) if known else ""
+        return BadFile(f"{self.path}, line {self._line(table, at, field)}: {sentence}", hint=hint)
+
+    def _line(self, table: str, at: int, field: str) -> int:
+        """Where a field of the nth table stands; the table's own line if it has no such field."""
+        head = re.compile(rf"\s*\[\[\s*{re.escape(table)}\s*\]\]")
+        line_of = re.compile(rf'\s*"?{re.escape(field)}"?\s*=')
+        # tomllib does not tell lines, so the text is searched for the nth table of this
+        # name. Fields of no table are looked for from the first line on.
+        start = 0 if table else 1
+        for number, line in enumerate(self.text.splitlines(), start=1):
+            if not start and head.match(line):
+                start, at = (number, at) if at == 0 else (0, at - 1)
+            elif start and line_of.match(line):
+                return number
+            # The next table begins: the field is missing, and the line of its own table
+            # is told.
+            elif start and table and line.lstrip().startswith("["):
+                break
+        return start or 1
+
+
+# A plan that was saved, with what the runs themselves say of its pairs: lines, and fusions.
+
+
+def saved_plan(path: Path, reference: Run, candidate: Run, *, compiled: bool) -> Plan:
+    """The plan of a file.
+
+    Args:
+        path: The file.
+        reference: The one run.
+        candidate: The other.
+        compiled: Whether one of them lists graphs of a compiler.
+
+    Raises:
+        BadFile: It cannot be read, or something in it means nothing.
+    """
+    # Lines of the program and fusions are not saved: they are looked up in the runs again.
+    plan = read_plan(path, reference, candidate)
+    if compiled:
+        from driftline.alignment.annotate.compiled_graphs import with_lines
+        from driftline.alignment.sites.compiled_graphs import graphs_of
+
+        plan = with_lines(plan, graphs_of(reference), graphs_of(candidate))
+    from driftline.alignment.sites.exported_graph import exported_graph
+
+    graphs = exported_graph(reference), exported_graph(candidate)
+    if graphs != (None, None):
+        from driftline.alignment.annotate.fusions import with_fusions
+
+        plan = with_fusions(plan, *graphs)
+        # The notes were saved with the plan, and are concluded once more.
+        plan = plan._replace(notes=tuple(dict.fromkeys(plan.notes)))
+    return plan

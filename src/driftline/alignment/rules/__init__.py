@@ -1,0 +1,4 @@
+"""Matching rules: which tensors of two runs are paired. Strongest rules are asked first.
+
+A rule knows names, structure, values and graphs; it does not know how a difference is judged.
+"""

@@ -1,0 +1,133 @@
+"""Equal names that are accidents: numbers of `nn.Sequential` against another nesting.
+
+`2` is the second Linear of one model and the third of the other. Asked only where names have left
+sites over. Says which pairs are in doubt; structure may find them better partners,
+and what it finds none for stays as it was. Reads no tensor.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from driftline.alignment.plan import Pair
+from driftline.alignment.sites.kinds import is_known, kind_of, same_kind
+from driftline.alignment.sites.site_graph import ROOTS, enclosing, main_tensor
+from driftline.runs.records import Record
+
+_BY_NAME = ("name", "alias", "normalised")
+
+
+def in_doubt(
+    pairs: Sequence[Pair], missing: Sequence[Record], extra: Sequence[Record]
+) -> list[Pair]:
+    """Pairs that only a name holds together, where what is called so does other work.
+
+    A name that says something is in doubt if the two classes are known and differ in kind. A number
+    is in doubt as soon as one among its neighbours stands for a leaf here and for several there, or
+    for other work; unless both sides have the same sites around it.
+    """
+    named = [pair for pair in pairs if pair.by in _BY_NAME]
+    here = _Side([*(pair.reference for pair in pairs), *missing])
+    there = _Side([*(pair.candidate for pair in pairs), *extra])
+    links = {
+        pair.reference.key.site: pair.candidate.key.site
+        for pair in named
+        if pair.reference.key.site not in ROOTS
+    }
+    doubted: set[str] = set()
+    numbered: set[str] = set()
+    for ours, theirs in links.items():
+        if _other_work(here, ours, there, theirs):
+            doubted.add(ours)
+            holder, _, last = ours.rpartition(".")
+            if last.isdigit() and here.below(holder) != there.below(theirs.rpartition(".")[0]):
+                numbered.add(holder)
+    if numbered:
+        doubted.update(site for site in links if _counted_by(site, numbered))
+    return [pair for pair in named if pair.reference.key.site in doubted]
+
+
+def still_alone(doubted: Sequence[Pair], found: Sequence[Pair]) -> list[Pair]:
+    """Those of the doubted pairs whose sites have found nothing better.
+
+    A container whose leaves have found partners elsewhere is not the one of the same name.
+    """
+    taken: set[tuple[str, str]] = set()
+    there = {pair.reference.key.site: pair.candidate.key.site for pair in doubted}
+    here = {theirs: ours for ours, theirs in there.items()}
+    for pair in found:
+        ours, theirs = pair.reference.key.site, pair.candidate.key.site
+        taken.update((("here", ours), ("there", theirs)))
+        for side, site, partner, known in (
+            ("here", ours, theirs, there),
+            ("there", theirs, ours, here),
+        ):
+            for around in enclosing(site):
+                if around in known and not partner.startswith(known[around] + "."):
+                    taken.add((side, around))
+    return [
+        pair
+        for pair in doubted
+        if ("here", pair.reference.key.site) not in taken
+        and ("there", pair.candidate.key.site) not in taken
+    ]
+
+
+class _Site(NamedTuple):
+    class_name: str
+    records: list[Record]
+
+
+class _Side:
+    """The sites of one run: what each is, and how much is inside it."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self.sites: dict[str, _Site] = {}
+        for record in records:
+            site = self.sites.setdefault(record.key.site, _Site(record.class_name, []))
+            site.records.append(record)
+        self._inside: dict[str, list[str]] = defaultdict(list)
+        for site in self.sites:
+            if site not in ROOTS:
+                for around in (*enclosing(site), ""):
+                    self._inside[around].append(site)
+
+    def below(self, holder: str) -> set[str]:
+        """The names of what is inside a site, without its own."""
+        cut = len(holder) + 1 if holder else 0
+        return {site[cut:] for site in self._inside[holder]}
+
+    def count(self, site: str) -> int:
+        return len(self._inside.get(site, ()))
+
+    def features(self, site: str) -> int:
+        output = main_tensor(self.sites[site].records, "output")
+        return output.shape[-1] if output is not None and output.shape else -1
+
+
+def _other_work(here: _Side, ours: str, there: _Side, theirs: str) -> bool:
+    classes = here.sites[ours].class_name, there.sites[theirs].class_name
+    if not all(classes) or classes[0] == classes[1]:
+        same_leaf = not here.count(ours) and not there.count(theirs)
+        sizes = here.features(ours), there.features(theirs)
+        return same_leaf and ours.rpartition(".")[2].isdigit() and sizes[0] != sizes[1]
+    inside = here.count(ours), there.count(theirs)
+    if not any(inside):
+        return same_kind(kind_of(classes[0]), kind_of(classes[1])) == 0
+    if all(inside):
+        return False
+    leaf = classes[0] if not inside[0] else classes[1]
+    # What holds one thing is a wrapper around it, and rightly called so.
+    return max(inside) > 1 and is_known(kind_of(leaf)) and ours.rpartition(".")[2].isdigit()
+
+
+def _counted_by(site: str, holders: set[str]) -> bool:
+    """Whether one of these holders counts the site, or something around it."""
+    while site:
+        holder, _, last = site.rpartition(".")
+        if holder in holders and last.isdigit():
+            return True
+        site = holder
+    return False

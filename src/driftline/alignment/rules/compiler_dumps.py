@@ -1,0 +1,577 @@
+"""A GE dump with fused operators against one without: a fused operator is what it replaced.
+
+Its inputs are those of its members that no member made, its outputs those that somebody else reads.
+Operators of one name are pairs as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from driftline.alignment.plan import Pair, Plan
+from driftline.alignment.recipe import Recipe, Step, start
+from driftline.alignment.rules.names import select
+from driftline.alignment.sites.operators import Found, Match, Operator, at_slot, operators_of
+from driftline.errors import BadInput, DriftlineError
+from driftline.graphs.sources.compiler_text import Input, OperatorGraph, graphs_in
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.run import Run, Storage
+
+WITHOUT_EDGES = 0.7
+"""Confidence where no graph says who reads whom, and only shape and order are left."""
+
+
+def match_fused(
+    ours: Mapping[str, Operator], theirs: Mapping[str, Operator], graph: OperatorGraph
+) -> Found:
+    """Pair the tensors of two GE dumps, either of which may have operators fused.
+
+    Args:
+        ours: Operators of one side, by name.
+        theirs: Those of the other.
+        graph: Whichever side's graph is known.
+    """
+    found = Found([], {}, {})
+    reverse = Found([], {}, {})
+    for operator in ours.values():
+        twin = theirs.get(operator.name)
+        if twin is not None:
+            _same_name(operator, twin, found)
+        else:
+            _fused(operator, theirs, graph, found)
+    for operator in theirs.values():
+        if operator.name not in ours:
+            _fused(operator, ours, graph, reverse)
+    found.matches.extend(
+        match._replace(ours=match.theirs, theirs=match.ours) for match in reverse.matches
+    )
+    # What is inside a fused operator of the other side has no twin there, which says less.
+    found.ours.update(reverse.theirs)
+    found.theirs.update({key: why for key, why in reverse.ours.items() if key not in found.theirs})
+    return found
+
+
+def _same_name(operator: Operator, twin: Operator, found: Found) -> None:
+    for here, there in ((operator.inputs, twin.inputs), (operator.outputs, twin.outputs)):
+        for record in here:
+            partner = at_slot(there, record.key.slot)
+            if partner is not None:
+                found.matches.append(Match(record, partner, same_name=True))
+
+
+def _fused(
+    operator: Operator, others: Mapping[str, Operator], graph: OperatorGraph, found: Found
+) -> None:
+    members = graph.members(operator.name, others)
+    dumped = [name for name in members if name in others]
+    if not dumped or members == [operator.name]:
+        for record in operator.records:
+            found.ours.setdefault(record.key, "the other dump has no operator of this name")
+        return
+    known = all(name in graph.nodes for name in members)
+    shown = len(operator.inputs)
+    inputs, outputs = _ends(members, dumped, others, graph if known else None, shown)
+    matched = [
+        *_matched(operator.inputs, inputs, known),
+        *_matched(operator.outputs, outputs, known),
+    ]
+    found.matches.extend(matched)
+    taken = {match.ours.key for match in matched}
+    used = {match.theirs.key for match in matched}
+    for record in operator.records:
+        if record.key not in taken:
+            why = f"no tensor of {', '.join(dumped)} fits it"
+            found.ours.setdefault(record.key, why)
+    for record in (record for name in dumped for record in others[name].records):
+        if record.key not in used:
+            found.theirs.setdefault(record.key, f"inside the fused operator {operator.name}")
+
+
+def _ends(
+    members: list[str],
+    dumped: list[str],
+    others: Mapping[str, Operator],
+    graph: OperatorGraph | None,
+    shown: int,
+) -> tuple[list[Record | None], list[Record | None]]:
+    """What goes into and comes out of the members as a whole; None for what was not dumped."""
+    if graph is None:
+        inputs: list[Record | None] = [one for name in dumped for one in others[name].inputs]
+        return inputs, list(others[dumped[-1]].outputs)
+    read = [
+        at_slot(others[one.node].inputs, str(one.position)) if one.node in others else None
+        for one in graph.inputs_of(members, shown)
+    ]
+    made = [
+        at_slot(others[name].outputs, str(output)) if name in others else None
+        for name, output in graph.outputs_of(members)
+    ]
+    return read, made
+
+
+def _matched(here: list[Record], there: list[Record | None], known: bool) -> list[Match]:
+    """One by one where the numbers agree, else the next of the same shape."""
+    if known and len(here) == len(there):
+        return [Match(one, other) for one, other in zip(here, there, strict=True) if other]
+    free = [record for record in there if record is not None]
+    found: list[Match] = []
+    for record in here:
+        partner = next((one for one in free if one.shape == record.shape), None)
+        if partner is not None:
+            found.append(Match(record, partner, WITHOUT_EDGES))
+            free.remove(partner)
+    return found
+
+
+# GE operators against FX nodes: outputs by the names in the graph, inputs by who produced them.
+
+
+Same = Callable[[Record, Record], bool]
+"""Whether two tensors of the FX dump hold the same bytes; asked only where shapes leave a doubt."""
+
+CONVERSIONS = ("Cast", "TransData")
+IN_ORDER = 0.9
+"""Confidence of inputs that only their shape and their order pair."""
+
+
+def match_fx(
+    ge: Mapping[str, Operator], fx: Mapping[str, Operator], graph: OperatorGraph, same: Same
+) -> Found:
+    """Pair the tensors of GE operators (ours) with those of FX nodes (theirs)."""
+    found = Found([], {}, {})
+    for operator in ge.values():
+        members = graph.members(operator.name)
+        if not members:
+            _say(found, operator.records, _unknown(operator))
+            continue
+        _inputs(operator, members, fx, graph, same, found)
+        _outputs(operator, members, fx, graph, found)
+        if len(members) > 1:
+            _say_inside(operator, members, fx, graph, found)
+    for node in fx.values():
+        for record in node.records:
+            found.theirs.setdefault(record.key, "no tensor of the GE dump stands for it")
+    return found
+
+
+def _say_inside(
+    operator: Operator,
+    members: list[str],
+    fx: Mapping[str, Operator],
+    graph: OperatorGraph,
+    found: Found,
+) -> None:
+    for node in (fx.get(graph.owner(name)) for name in members):
+        for record in node.records if node is not None else ():
+            found.theirs.setdefault(record.key, f"inside the fused operator {operator.name}")
+
+
+def _unknown(operator: Operator) -> str:
+    if is_conversion(operator.class_name):
+        return "a conversion that the compiler put in; FX has no such node"
+    return "the graph has no operator of this name"
+
+
+def is_conversion(class_name: str) -> bool:
+    """Whether an operator only changes type or layout, so that its output should be its input."""
+    return any(word in class_name for word in CONVERSIONS)
+
+
+def _say(found: Found, records: Sequence[Record], why: str) -> None:
+    for record in records:
+        found.ours.setdefault(record.key, why)
+
+
+def _outputs(
+    operator: Operator,
+    members: list[str],
+    fx: Mapping[str, Operator],
+    graph: OperatorGraph,
+    found: Found,
+) -> None:
+    made = [(members[-1], output) for output in range(len(operator.outputs))]
+    if len(members) > 1:
+        seen = graph.outputs_of(members)
+        made = seen if len(seen) == len(operator.outputs) else made
+    for record, tensor in zip(operator.outputs, made, strict=True):
+        name = graph.fx_tensor(tensor)
+        if name is None:
+            _say(found, [record], "no FX tensor stands for it")
+            continue
+        node = fx.get(name[0])
+        partner = at_slot(node.outputs, name[1]) if node is not None else None
+        if partner is None:
+            _say(found, [record], f"the FX dump has no output {name[1]} of {name[0]}")
+        else:
+            found.matches.append(Match(record, partner))
+
+
+def _inputs(
+    operator: Operator,
+    members: list[str],
+    fx: Mapping[str, Operator],
+    graph: OperatorGraph,
+    same: Same,
+    found: Found,
+) -> None:
+    read = graph.inputs_of(members, len(operator.inputs))
+    known = len(read) == len(operator.inputs)
+    places: list[Input | None] = list(read) if known else [None] * len(operator.inputs)
+    wanted: dict[str, list[tuple[Record, Input | None]]] = defaultdict(list)
+    first = next((owner for name in members if (owner := graph.owner(name))), "")
+    for record, place in zip(operator.inputs, places, strict=True):
+        owner = graph.owner(place.node) if place is not None else first
+        if place is not None and graph.is_inner(place.source, owner):
+            why = f"a step on the way to {owner}" if owner else "no FX node reads it"
+            _say(found, [record], f"{why}; FX has no such tensor")
+        elif owner not in fx:
+            _say(found, [record], f"the FX dump has no node {owner}" if owner else "of no FX node")
+        else:
+            wanted[owner].append((record, place))
+    for owner, takers in wanted.items():
+        _assign(takers, fx[owner].inputs, fx, graph, same, found)
+
+
+def _assign(
+    takers: list[tuple[Record, Input | None]],
+    offered: list[Record],
+    fx: Mapping[str, Operator],
+    graph: OperatorGraph,
+    same: Same,
+    found: Found,
+) -> None:
+    """Give each GE input one of an FX node's inputs, those of known producers first."""
+    free = list(offered)
+    chosen: dict[int, Match] = {}
+    for at, (record, place) in enumerate(takers):
+        made = _made_by(place, fx, graph)
+        if made is None:
+            continue
+        alike = [one for one in free if (one.shape, one.dtype) == (made.shape, made.dtype)]
+        if len(alike) > 1:
+            alike = [one for one in alike if same(one, made)]
+        if alike:
+            chosen[at] = Match(record, alike[0])
+            free.remove(alike[0])
+    left = list(free)
+    for at, (record, _) in enumerate(takers):
+        if at not in chosen:
+            partner = next((one for one in free if _alike(one, record)), None)
+            if partner is None:
+                _say(found, [record], "no FX input of this shape is left for it")
+                continue
+            others = sum(_alike(one, record) for one in left)
+            chosen[at] = Match(record, partner, 1.0 if others == 1 else IN_ORDER)
+            free.remove(partner)
+    found.matches.extend(chosen[at] for at in sorted(chosen))
+    for one in free:
+        found.theirs.setdefault(one.key, "an argument of the FX call that GE has no input for")
+
+
+def _made_by(
+    place: Input | None, fx: Mapping[str, Operator], graph: OperatorGraph
+) -> Record | None:
+    """The FX tensor that the producer of a GE input stands for."""
+    name = graph.fx_tensor(place.source) if place is not None else None
+    node = fx.get(name[0]) if name is not None else None
+    return at_slot(node.outputs, name[1]) if node is not None and name is not None else None
+
+
+def _alike(offered: Record, record: Record) -> bool:
+    """Same shape, and numbers of one kind: a weight is no index."""
+    ours, theirs = DTYPES.get(record.dtype), DTYPES.get(offered.dtype)
+    if ours is None or theirs is None:
+        return False
+    kinds = {"uint": "int"}
+    return offered.shape == record.shape and (
+        kinds.get(ours.kind, ours.kind) == kinds.get(theirs.kind, theirs.kind)
+    )
+
+
+# Pairs by the names a compiler's graph gives: GE against FX, a fused GE dump against an
+# unfused.
+
+
+SEEN_WHOLE = 1 << 20
+"""Bytes of a tensor that are read to settle which of two inputs of one shape is which."""
+
+T = TypeVar("T", int, tuple[int, int])
+
+
+class _Side(NamedTuple):
+    """One run: its graphs and its records, by rank and process."""
+
+    run: Run
+    name: str
+    graphs: dict[tuple[int, int], list[OperatorGraph]]
+    records: dict[tuple[int, int], list[Record]]
+
+    @property
+    def kind(self) -> str:
+        return next(graph.kind for graphs in self.graphs.values() for graph in graphs)
+
+
+def align_graphs(
+    reference: Run, candidate: Run, here: Sequence[Record], there: Sequence[Record]
+) -> Plan | None:
+    """Pair two runs by their graphs.
+
+    Args:
+        reference: What is right.
+        candidate: What is in question.
+        here: The records of the reference to look at.
+        there: The same of the candidate.
+
+    Returns:
+        None when this rule has nothing to say: a run without a graph, or two FX dumps.
+
+    Raises:
+        BadInput: A GE dump against an FX dump, and nothing says which name is which.
+    """
+    ours, theirs = _side(reference, "reference", here), _side(candidate, "candidate", there)
+    if ours is None or theirs is None or ours.kind == theirs.kind == "fx":
+        return None
+    pairs: list[Pair] = []
+    notes: list[str] = []
+    reasons: dict[tuple[str, TensorKey], str] = {}
+    ranks = _partners(sorted(ours.records), sorted(theirs.records))
+    for mine, other in ranks:
+        if mine != other:
+            notes.append(f"rank {mine[0]} of the reference is rank {other[0]} of the candidate")
+        for first, second in _graph_partners(ours.graphs[mine], theirs.graphs[other], notes):
+            _steps(ours, theirs, (mine, other), (first, second), pairs, notes, reasons)
+    notes += _unpaired("rank", [mine[0] for mine in ours.records], [o[0] for o in theirs.records])
+    if not pairs and ours.kind != theirs.kind:
+        raise _silent(ours if ours.kind == "ge" else theirs)
+    used_here = {pair.reference.key for pair in pairs}
+    used_there = {pair.candidate.key for pair in pairs}
+    pairs.sort(key=_execution)
+    return Plan(
+        tuple(pairs),
+        tuple(record for record in here if record.key not in used_here),
+        tuple(record for record in there if record.key not in used_there),
+        tuple(dict.fromkeys(notes)),
+        {
+            (side, key): why
+            for (side, key), why in reasons.items()
+            if key not in (used_here if side == "reference" else used_there)
+        },
+    )
+
+
+def narrowed(plan: Plan, sites: Sequence[str], ports: Sequence[str]) -> Plan:
+    """Only what a selection asks for, by the name that either side gives it.
+
+    Raises:
+        BadInput: A glob or a port matches nothing on either side.
+    """
+    if not sites and not ports:
+        return plan
+    here = [*(pair.reference for pair in plan.pairs), *plan.missing]
+    there = [*(pair.candidate for pair in plan.pairs), *plan.extra]
+    select([*here, *there], sites, ports)  # says which glob matches nothing
+    ours = {record.key for record in select(here, sites, ports, strict=False)}
+    theirs = {record.key for record in select(there, sites, ports, strict=False)}
+    return plan._replace(
+        pairs=tuple(
+            pair
+            for pair in plan.pairs
+            if pair.reference.key in ours or pair.candidate.key in theirs
+        ),
+        missing=tuple(record for record in plan.missing if record.key in ours),
+        extra=tuple(record for record in plan.extra if record.key in theirs),
+    )
+
+
+def conversions(run: Run) -> list[tuple[Record, Record]]:
+    """Input and output of every conversion (Cast, TransData) the graph does not know.
+
+    A compiler put them in; nothing stands against them in another dump, but each should give what
+    it got. One that makes integers or truth values of floats gives something else, and is left out.
+    """
+    side = _side(run, "run", run.records)
+    if side is None:
+        return []
+    found: list[tuple[Record, Record]] = []
+    for owner, graphs in side.graphs.items():
+        for graph in (graph for graph in graphs if graph.kind == "ge"):
+            for records in _by_step(side.records[owner], graph, graphs).values():
+                for operator in operators_of(records, graph.prefix).values():
+                    lone = is_conversion(operator.class_name) and not graph.members(operator.name)
+                    if lone and operator.inputs and operator.outputs:
+                        got, gave = operator.inputs[0], operator.outputs[0]
+                        if not _cuts_off(got.dtype, gave.dtype):
+                            found.append((got, gave))
+    return sorted(found, key=lambda pair: pair[0].order)
+
+
+def _cuts_off(got: str, gave: str) -> bool:
+    """Whether a conversion between two types loses more than precision by what it is."""
+    return gave != got and (gave == "bool" or ("float" in got and "float" not in gave))
+
+
+def _silent(side: _Side) -> BadInput:
+    named = any(
+        fx is not None
+        for graphs in side.graphs.values()
+        for graph in graphs
+        for node in graph.nodes.values()
+        for fx in node.fx
+    )
+    if named:
+        return BadInput(
+            f"nothing that the graphs of {side.run.name} name is in both dumps",
+            hint="are they of one model, step and rank? `driftline show` lists what is in each",
+        )
+    return BadInput(
+        f"{side.run.name} has no graph text that says which FX tensor is which",
+        hint="dynamo_original_graph_*.txt lies beside the dump's first folder; "
+        "give the folder that holds both",
+    )
+
+
+def _execution(pair: Pair) -> tuple[int, int, int, int]:
+    key = pair.reference.key
+    return key.rank, key.process, pair.reference.order, pair.candidate.order
+
+
+def _side(run: Run, name: str, records: Sequence[Record]) -> _Side | None:
+    by_owner: dict[tuple[int, int], list[Record]] = defaultdict(list)
+    for record in records:
+        by_owner[record.key.rank, record.key.process].append(record)
+    graphs = {owner: graphs_in(run.topology(*owner)) for owner in by_owner}
+    if not graphs or not all(graphs.values()):
+        return None
+    return _Side(run, name, graphs, by_owner)
+
+
+def _partners(ours: list[T], theirs: list[T]) -> list[tuple[T, T]]:
+    """Equal numbers; a lone one goes with a lone one whatever it is called."""
+    if len(ours) == len(theirs) == 1:
+        return [(ours[0], theirs[0])]
+    return [(one, one) for one in ours if one in theirs]
+
+
+def _unpaired(what: str, ours: list[int], theirs: list[int]) -> list[str]:
+    """Which numbers only one side has, where there is more than one to choose from."""
+    if len(ours) == len(theirs) == 1:
+        return []
+    sides = (("reference", set(ours) - set(theirs)), ("candidate", set(theirs) - set(ours)))
+    return [
+        f"only the {side} has {what} {', '.join(map(str, sorted(numbers)))}"
+        for side, numbers in sides
+        if numbers
+    ]
+
+
+def _graph_partners(
+    ours: list[OperatorGraph], theirs: list[OperatorGraph], notes: list[str]
+) -> list[tuple[OperatorGraph, OperatorGraph]]:
+    """By name, else one after the other in the order of their numbers."""
+    names = {graph.name: graph for graph in theirs}
+    if all(graph.name in names for graph in ours):
+        return [(graph, names[graph.name]) for graph in ours]
+    if len(ours) != len(theirs):
+        notes.append(
+            f"{len(ours)} graphs against {len(theirs)}: paired in the order of their numbers"
+        )
+    paired = list(zip(ours, theirs, strict=False))
+    if len(paired) > 1 or len(ours) != len(theirs):
+        notes.extend(f"graph {one.name} is taken for {other.name}" for one, other in paired)
+    return paired
+
+
+def _by_step(
+    records: Sequence[Record], graph: OperatorGraph, graphs: Sequence[OperatorGraph]
+) -> dict[int, list[Record]]:
+    """The records of one of a run's graphs; the longest prefix that fits is the graph's own."""
+    found: dict[int, list[Record]] = defaultdict(list)
+    prefixes = sorted((one.prefix for one in graphs), key=len, reverse=True)
+    for record in records:
+        fitting = next((p for p in prefixes if record.key.site.startswith(p)), None)
+        if fitting == graph.prefix and record.key.visit == 0:
+            found[record.key.step].append(record)
+    return found
+
+
+def _steps(
+    ours: _Side,
+    theirs: _Side,
+    owners: tuple[tuple[int, int], tuple[int, int]],
+    graphs: tuple[OperatorGraph, OperatorGraph],
+    pairs: list[Pair],
+    notes: list[str],
+    reasons: dict[tuple[str, TensorKey], str],
+) -> None:
+    here = _by_step(ours.records[owners[0]], graphs[0], ours.graphs[owners[0]])
+    there = _by_step(theirs.records[owners[1]], graphs[1], theirs.graphs[owners[1]])
+    notes += _unpaired("step", sorted(here), sorted(there))
+    for mine, other in _partners(sorted(here), sorted(there)):
+        if mine != other:
+            notes.append(f"step {mine} of the reference is step {other} of the candidate")
+        found = _found(ours, theirs, graphs, here[mine], there[other])
+        for match in found.matches:
+            pairs.append(
+                Pair(
+                    match.ours,
+                    match.theirs,
+                    "name" if match.same_name else "graph",
+                    match.confidence,
+                    candidate_recipe=_reshaped(match.theirs, match.ours.shape),
+                )
+            )
+        reasons.update({("reference", key): why for key, why in found.ours.items()})
+        reasons.update({("candidate", key): why for key, why in found.theirs.items()})
+
+
+def _found(
+    ours: _Side,
+    theirs: _Side,
+    graphs: tuple[OperatorGraph, OperatorGraph],
+    here: list[Record],
+    there: list[Record],
+) -> Found:
+    first, second = graphs
+    mine, other = operators_of(here, first.prefix), operators_of(there, second.prefix)
+    if first.kind == second.kind:
+        return match_fused(mine, other, first if first.nodes else second)
+    if first.kind == "ge":
+        return match_fx(mine, other, first, _Bytes(theirs.run))
+    turned = match_fx(other, mine, second, _Bytes(ours.run))
+    return Found([match.turned for match in turned.matches], turned.theirs, turned.ours)
+
+
+class _Bytes:
+    """Whether two tensors of one run hold the same bytes; large ones are seen in 16 places."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __call__(self, one: Record, other: Record) -> bool:
+        if one.digest and other.digest:
+            return one.digest == other.digest
+        try:
+            first, second = (_seen(self.run.raw(record)) for record in (one, other))
+        except (DriftlineError, OSError, ValueError):
+            return False
+        return first == second
+
+
+def _seen(values: Storage) -> bytes:
+    if values.nbytes <= SEEN_WHOLE:
+        return values.tobytes()
+    starts = range(0, values.size, -(-values.size // 16))
+    return b"".join(values[start : start + 1024].tobytes() for start in starts)
+
+
+def _reshaped(record: Record, shape: tuple[int, ...]) -> Recipe | None:
+    """Axes of one element are added or left out; any other shape is a finding."""
+    if record.shape == shape or record.lost or math.prod(record.shape) != math.prod(shape):
+        return None
+    if [size for size in record.shape if size != 1] != [size for size in shape if size != 1]:
+        return None
+    return start(record).then(Step("reshape", numbers=shape), shape=shape)

@@ -1,0 +1,226 @@
+"""Containers of two models: those that hold the same leaves are the same part.
+
+Works on what the leaves have settled. Where several nested containers hold the same leaves, class,
+shape and where their output comes from tell them apart; where nothing does, they stay alone.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from driftline.alignment.rules.leaves import Link, align_sequences
+from driftline.alignment.sites.kinds import container_kind, kind_of
+from driftline.alignment.sites.site_graph import ROOTS, Call, enclosing
+
+_CONFIDENCE = 0.85
+
+Marks = Mapping[int, frozenset[int]]
+"""id of a leaf → the numbers of the links it has a part in."""
+
+
+class Tree:
+    """One side: which leaves each container holds."""
+
+    def __init__(self, calls: Sequence[Call], marks: Marks) -> None:
+        self.marks = marks
+        by_site: dict[str, list[Call]] = defaultdict(list)
+        for call in calls:
+            by_site[call.site].append(call)
+        for group in by_site.values():
+            group.sort(key=_ended)
+        self.leaves: dict[int, list[Call]] = defaultdict(list)
+        self.containers = [
+            call for call in calls if not call.leaf and not call.inner and not call.parts
+        ]
+        known = {id(call) for call in self.containers}
+        for leaf in calls:
+            if leaf.leaf:
+                for call in _around(leaf, by_site):
+                    if id(call) in known:
+                        self.leaves[id(call)].append(leaf)
+
+    def holds(self, call: Call) -> int:
+        """A number for the set of linked leaves a container holds; 0 for none."""
+        total = 0
+        for leaf in self.leaves[id(call)]:
+            for mark in self.marks.get(id(leaf), ()):
+                total ^= _spread(mark)
+        return total
+
+    def origin(self, call: Call) -> frozenset[int] | None:
+        """Links of the leaves whose output it hands on; empty for its own work; None: not known."""
+        if not call.makes:
+            return None
+        hands_on = [leaf for leaf in self.leaves[id(call)] if leaf.makes == call.makes]
+        marks = frozenset(mark for leaf in hands_on for mark in self.marks.get(id(leaf), ()))
+        return None if hands_on and not marks else marks
+
+
+def link_containers(
+    here: Tree, there: Tree, taken: set[int]
+) -> tuple[list[Link], dict[int, list[Call]]]:
+    """Link the containers of two models; and the partners that tied ones could have had."""
+    groups_here, groups_there = _groups(here, taken), _groups(there, taken)
+    links: list[Link] = []
+    ties: dict[int, list[Call]] = {}
+    for held, ours in groups_here.items():
+        theirs = groups_there.get(held)
+        if theirs is None:
+            continue
+        worth = np.array([[_worth(here, a, there, b) for b in theirs] for a in ours], np.int32)
+        matched = align_sequences(np.arange(len(ours)), np.arange(len(theirs)), worth)
+        links += [Link(ours[i], theirs[j], _CONFIDENCE) for i, j in matched.pairs]
+        used = {j for _, j in matched.pairs}
+        for i, places in matched.tied_here.items():
+            options = [theirs[j] for j in places if j not in used]
+            same = {(call.makes, call.fed_by) for call in options}
+            if options and len(same) == 1 and "" not in same.pop():
+                used.add(theirs.index(options[-1]))  # a wrapper hands on what it is given
+                links.append(Link(ours[i], options[-1], _CONFIDENCE))
+            else:
+                ties[id(ours[i])] = options
+        for j, places in matched.tied_there.items():
+            if j not in used:
+                ties[id(theirs[j])] = [ours[i] for i in places]
+    return links, ties
+
+
+def link_across(
+    here: Tree, there: Tree, ours: Sequence[Call], theirs: Sequence[Call]
+) -> list[Link]:
+    """Link leaves that are a container on the other side, none of whose leaves has a partner.
+
+    An attention of one call against one of modules: by its place between the linked leaves, its
+    kind and its shape.
+    """
+    links = [Link(a, b, _CONFIDENCE - 0.1) for a, b in _across(ours, here, theirs, there)]
+    return links + [Link(a, b, _CONFIDENCE - 0.1) for b, a in _across(theirs, there, ours, here)]
+
+
+def _across(
+    leaves: Sequence[Call], mine: Tree, others: Sequence[Call], tree: Tree
+) -> Iterator[tuple[Call, Call]]:
+    gaps_mine, gaps_tree = _gaps(leaves, mine.marks), _gaps(others, tree.marks)
+    options: dict[tuple[int, str], list[Call]] = defaultdict(list)
+    for call in tree.containers:
+        inside = tree.leaves[id(call)]
+        where = {gaps_tree.get(id(leaf), -1) for leaf in inside}
+        if len(where) == 1 and -1 not in where and (kind := _part(call)):
+            options[where.pop(), kind].append(call)
+    alone: dict[tuple[int, str], list[Call]] = defaultdict(list)
+    for leaf in leaves:
+        if id(leaf) in gaps_mine and (kind := _part(leaf)):
+            alone[gaps_mine[id(leaf)], kind].append(leaf)
+    for place, lone in alone.items():
+        fitting = [call for call in options.get(place, ()) if call.features == lone[0].features]
+        if len(lone) == 1 and len(fitting) == 1:
+            yield lone[0], fitting[0]
+
+
+def link_uncalled(
+    ours: Sequence[Call], theirs: Sequence[Call], linked: Sequence[tuple[Call, Call]]
+) -> list[Link]:
+    """Link sites of which there are only parameters, such as the projection inside an attention.
+
+    They have no place in the order of execution; the linked site around them and the shapes of what
+    they hold must leave no doubt.
+    """
+    names = {(a.site, b.site): number for number, (a, b) in enumerate(linked)}
+    numbers = [dict[str, int](), dict[str, int]()]
+    for pair, number in names.items():
+        for side, site in zip(numbers, pair, strict=True):
+            side.setdefault(site, number)
+    groups = [
+        _uncalled(calls, around) for calls, around in zip((ours, theirs), numbers, strict=True)
+    ]
+    return [
+        Link(calls[0], groups[1][look][0], _CONFIDENCE)
+        for look, calls in groups[0].items()
+        if len(calls) == 1 == len(groups[1].get(look, ()))
+    ]
+
+
+def _uncalled(calls: Sequence[Call], around: Mapping[str, int]) -> dict[object, list[Call]]:
+    found: dict[object, list[Call]] = defaultdict(list)
+    for call in calls:
+        if call.called or not call.leaf or call.inner:
+            continue
+        holders = (site for site in (*enclosing(call.site), *ROOTS) if site in around)
+        holder = next(holders, None)
+        if holder is not None:
+            shapes = sorted((record.key.port, record.shape) for record in call.records)
+            found[around[holder], call.kind, tuple(shapes)].append(call)
+    return found
+
+
+def _part(call: Call) -> str:
+    known = kind_of(call.class_name)
+    return known if known == "core attention" else container_kind(call.class_name)
+
+
+def _gaps(leaves: Sequence[Call], marks: Marks) -> dict[int, int]:
+    """For each leaf without a link: the number of the last link before it."""
+    gaps: dict[int, int] = {}
+    last = -2
+    for leaf in leaves:
+        if mine := marks.get(id(leaf)):
+            last = max(mine)
+        else:
+            gaps[id(leaf)] = last
+    return gaps
+
+
+def _groups(tree: Tree, taken: set[int]) -> dict[int, list[Call]]:
+    groups: dict[int, list[Call]] = defaultdict(list)
+    for call in tree.containers:
+        if id(call) not in taken and (held := tree.holds(call)):
+            groups[held].append(call)
+    for calls in groups.values():
+        calls.sort(key=_depth)
+    return groups
+
+
+def _depth(call: Call) -> tuple[int, int]:
+    return (0 if call.site in ROOTS else 1 + sum(1 for _ in enclosing(call.site)), call.order)
+
+
+def _worth(here: Tree, ours: Call, there: Tree, theirs: Call) -> int:
+    kinds = container_kind(ours.class_name), container_kind(theirs.class_name)
+    same = kinds[0] == kinds[1] != ""
+    if all(kinds) and not same:
+        return 0
+    if ours.features != theirs.features:
+        return 0
+    from_here, from_there = here.origin(ours), there.origin(theirs)
+    if from_here is not None and from_there is not None and not same:
+        # One hands on a leaf's output and the other makes something of it: not one tensor.
+        together = from_here & from_there if from_here else not from_there
+        if not together:
+            return 0
+    return 4 + 2 * same + (ours.class_name == theirs.class_name)
+
+
+def _around(leaf: Call, by_site: Mapping[str, list[Call]]) -> Iterator[Call]:
+    """The container calls during which a leaf was called."""
+    for site in (*enclosing(leaf.site), *ROOTS):
+        calls = by_site.get(site, ())
+        if site != leaf.site and calls:
+            if len(calls) == 1:
+                yield calls[0]
+            else:  # the first to end after the leaf began
+                at = bisect.bisect_left(calls, leaf.order, key=_ended)
+                yield calls[at if at < len(calls) else 0]
+
+
+def _ended(call: Call) -> int:
+    return call.ended
+
+
+def _spread(mark: int) -> int:
+    """A number whose bits look random, so that sums over sets tell the sets apart."""
+    return int.from_bytes(hashlib.blake2b(mark.to_bytes(8, "little"), digest_size=16).digest())

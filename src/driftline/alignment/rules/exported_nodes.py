@@ -1,0 +1,295 @@
+"""Nodes of an exported graph against those of a compiled one: call of an operator by call.
+
+The exporter writes down which call of torch's graph a node was made for, a compiled graph which
+call of the program a node stems from: module, operator, and the how manieth in that module. Where
+these agree, and the shapes do, the two are a pair; a kernel that fused several calls gives the last
+one's. The exporter keeps some operators whole that torch takes apart while it traces: they are
+known by what gives their result, or by their line of the program, if that gives nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from driftline.alignment.plan import Pair, Plan
+from driftline.alignment.sites.compiled_graphs import Graphs, graphs_of, is_view
+from driftline.alignment.sites.exported_graph import ExportedGraph
+from driftline.graphs.sources.graph_files import Graph, GraphNode
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.run import Run
+
+CALL, LINE = 0.95, 0.9
+"""Confidence of a call that both have, and of what a line gives."""
+_ATTENTION = tuple(
+    f"aten._scaled_dot_product_{how}"
+    for how in (
+        *("flash_attention_for_cpu", "flash_attention", "efficient_attention"),
+        *("cudnn_attention", "fused_attention_overrideable"),
+    )
+)
+_RESULT_OF = {
+    "aten.softmax": ("aten._softmax",),
+    "aten.log_softmax": ("aten._log_softmax",),
+    "aten.layer_norm": ("aten.native_layer_norm",),
+    "aten.group_norm": ("aten.native_group_norm",),
+    **{f"aten.conv{n}d": ("aten.convolution",) for n in (1, 2, 3)},
+    **{f"aten.conv_transpose{n}d": ("aten.convolution",) for n in (1, 2, 3)},
+    **{f"aten.max_pool{n}d": (f"aten.max_pool{n}d_with_indices",) for n in (2, 3)},
+    "aten.scaled_dot_product_attention": _ATTENTION,
+}
+"""Operators that the exporter keeps whole → those that give their first result in torch's graph."""
+_Call = tuple[int, str, str, int, str]
+"""Step, module, operator, the how manieth call of it there, and which of its results."""
+_Line = tuple[str, str]
+"""Module and line of the program."""
+
+
+def pair_calls(
+    plan: Plan, compiled: Run, graph: ExportedGraph, *, exported_first: bool
+) -> tuple[list[Pair], dict[tuple[str, TensorKey], str]]:
+    """Pairs of the exported graph's nodes with those of the compiled one, and why others are alone.
+
+    Args:
+        plan: What is paired already.
+        compiled: The run with compiled graphs.
+        graph: The exported graph of the other run.
+        exported_first: Whether that other run is the reference.
+    """
+    nodes = _Nodes(graphs_of(compiled).values())
+    values = [_Value.of(r, graph) for r in (plan.missing if exported_first else plan.extra)]
+    nodes.learn_modules(plan.pairs, exported_first=exported_first)
+    pairs: list[Pair] = []
+    paired: set[int] = set()
+    nodes.wholes = _wholes(graph)
+    for find, confidence in ((nodes.by_call, CALL), (nodes.by_line, LINE), (nodes.by_module, CALL)):
+        for value in values:
+            if value is None or id(value.record) in paired:
+                continue
+            partner = find(value)
+            if partner is not None and id(partner) not in paired:
+                both = (value.record, partner) if exported_first else (partner, value.record)
+                pairs.append(Pair(*both, "graph", confidence))
+                paired |= {id(value.record), id(partner)}
+    return pairs, _reasons(plan.with_pairs(pairs), graph, nodes, exported_first=exported_first)
+
+
+class _Value(NamedTuple):
+    """What an exported node gives, and the call it is the result of."""
+
+    record: Record
+    module: str
+    operator: str
+    line: str
+    slot: str
+    ends: bool
+    sure: bool
+    nth: int
+    total: int
+    on_line: int
+    in_line: int
+
+    @classmethod
+    def of(cls, record: Record, graph: ExportedGraph) -> _Value | None:
+        """None for what is no result of a call."""
+        if record.key.port != "output":
+            return None
+        call = graph.call(record.key.site)
+        counts = [call.get(name) for name in ("nth", "total", "on_line", "in_line")]
+        numbers = [count for count in counts if isinstance(count, int)]
+        if len(numbers) < len(counts):
+            return None
+        return cls(
+            record,
+            record.key.site.rpartition("/")[0],
+            str(call.get("target")).rpartition(".")[0],
+            str(call.get("line") or ""),
+            str(call.get("slot", 0)),
+            bool(call.get("ends")),
+            bool(call.get("sure")),
+            *numbers,
+        )
+
+
+def _wholes(graph: ExportedGraph) -> Mapping[tuple[str, str], int]:
+    """How many operators that the exporter keeps whole have their result from which one."""
+    found: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for site, node in graph.nodes.items():
+        operator = str(node.get("target", "")).rpartition(".")[0]
+        for inner in _RESULT_OF.get(operator, ()):
+            found[site.rpartition("/")[0], inner].add(operator)
+    return {place: len(operators) for place, operators in found.items()}
+
+
+class _Nodes:
+    """The values of a compiled run, by the calls and the lines that they stem from."""
+
+    def __init__(self, owners: Iterable[Graphs]) -> None:
+        self.known: dict[_Call, Record | None] = {}
+        self.nodes: dict[TensorKey, GraphNode] = {}
+        self.wholes: Mapping[tuple[str, str], int] = {}
+        self._given: dict[tuple[int, str, str, tuple[int, ...]], Record] = {}
+        self._totals: dict[tuple[str, str], set[int]] = defaultdict(set)
+        self._ends: dict[_Line, list[tuple[Graphs, Graph, GraphNode]]] = defaultdict(list)
+        self._on_line: dict[_Line, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+        for graphs in owners:
+            self._learn(graphs)
+            for graph in graphs.graphs:
+                if graph.kind != "backward":
+                    self._learn_lines(graphs, graph)
+
+    def _learn(self, graphs: Graphs) -> None:
+        for value in graphs.values:
+            record, node = value.record, value.node
+            if node is None or record.key.phase != "forward":
+                continue
+            self.nodes[record.key] = node
+            for origin in node.origins:
+                if origin.nth >= 0 and record.key.visit == 0:
+                    place = (record.key.step, node.module, origin.name, origin.nth, origin.slot)
+                    self.known[place] = None if place in self.known else record
+                    self._totals[node.module, origin.name].add(origin.total)
+
+    def _learn_lines(self, graphs: Graphs, graph: Graph) -> None:
+        uses = graphs.uses(graph)
+        for node in graph.nodes:
+            if node.target == "placeholder" or not node.line:
+                continue
+            place = (node.module, _short(node.line))
+            for origin in node.origins:
+                if origin.nth >= 0:
+                    self._on_line[place][origin.name].add(origin.nth)
+            others = (one for one in uses[node.name] if (one.module, _short(one.line)) != place)
+            if node.shape is not None and (node.leaves or any(True for _ in others)):
+                self._ends[place].append((graphs, graph, node))
+
+    def learn_modules(self, pairs: Iterable[Pair], *, exported_first: bool) -> None:
+        """What modules of the exported graph give, and the node that it is paired with."""
+        for pair in pairs:
+            both = pair.reference, pair.candidate
+            module, node = both if exported_first else both[::-1]
+            recipes = pair.reference_recipe or pair.candidate_recipe
+            if module.key.port == "output" and module.digest and not recipes:
+                key = module.key
+                self._given[key.step, key.site, module.digest, module.shape] = node
+
+    def by_module(self, value: _Value) -> Record | None:
+        """What a module gives is compared already: the node that gives it is that node, too."""
+        record = value.record
+        place = (record.key.step, value.module, record.digest, record.shape)
+        return self._given.get(place) if record.digest else None
+
+    def by_call(self, value: _Value) -> Record | None:
+        """The value of the same call.
+
+        An exporter leaves calls out, so one that is not sure counts only if both have as many, in
+        the module or on the line of the program.
+        """
+        for operator in (value.operator, *_RESULT_OF.get(value.operator, ())):
+            whole = operator != value.operator
+            if whole and self.wholes.get((value.module, operator)) != 1:
+                continue
+            on_line = sorted(self._calls_on(value).get(operator, ()))
+            if self._totals.get((value.module, operator)) == {value.total}:
+                nth = value.nth
+            elif value.line and value.on_line < len(on_line) == value.in_line:
+                nth = on_line[value.on_line]
+            elif value.sure and not whole:
+                nth = value.nth
+            else:
+                continue
+            step = value.record.key.step
+            found = self.known.get((step, value.module, operator, nth, value.slot))
+            if found is not None and found.shape == value.record.shape:
+                return found
+        return None
+
+    def _calls_on(self, value: _Value) -> Mapping[str, set[int]]:
+        """Operators that are called on the line of an exported node, and which calls of each."""
+        return self._on_line.get((value.module, value.line), {})
+
+    def by_line(self, value: _Value) -> Record | None:
+        """The one value of the same shape that the same line gives, if both give one.
+
+        Not where the line makes the very call of the exported node and gives something else.
+        """
+        called = {value.operator, *_RESULT_OF.get(value.operator, ())}
+        if not value.ends or called & self._calls_on(value).keys():
+            return None
+        ends = self._ends.get((value.module, value.line), ())
+        fitting = [end for end in ends if end[2].shape == value.record.shape]
+        if len(fitting) != 1:
+            return None
+        graphs, graph, node = fitting[0]
+        found = graphs.by_node.get((id(graph), node.name, value.record.key.step, 0))
+        return found.record if found and found.record.shape == value.record.shape else None
+
+
+def _short(line: str) -> str:
+    """The line as an exporter's is kept.
+
+    >>> _short("/home/me/net.py:12 in forward")
+    'net.py:12'
+    """
+    return line.partition(" in ")[0].rpartition("/")[2]
+
+
+def _reasons(
+    plan: Plan, graph: ExportedGraph, nodes: _Nodes, *, exported_first: bool
+) -> dict[tuple[str, TensorKey], str]:
+    """Why nodes of either are alone."""
+    ours, theirs = ("reference", "candidate") if exported_first else ("candidate", "reference")
+    exported, others = plan.missing, plan.extra
+    if not exported_first:
+        exported, others = others, exported
+    twins: dict[tuple[int, str, tuple[int, ...]], Record] = {}
+    for pair in plan.pairs:
+        record = pair.reference if exported_first else pair.candidate
+        if record.digest:
+            twins.setdefault((record.key.step, record.digest, record.shape), record)
+    found = {(ours, key): why for key, why in _of_exported(exported, graph, twins)}
+    found.update({(theirs, key): why for key, why in _of_compiled(others, nodes)})
+    return found
+
+
+def _of_exported(
+    records: Sequence[Record],
+    graph: ExportedGraph,
+    twins: Mapping[tuple[int, str, tuple[int, ...]], Record],
+) -> Iterator[tuple[TensorKey, str]]:
+    for record in records:
+        key = record.key
+        node = graph.owner(key.site)
+        twin = twins.get((key.step, record.digest, record.shape)) if record.digest else None
+        if node is None:
+            continue
+        if twin is not None:
+            at = f"'{twin.key.site}' {twin.key.port}"
+            yield key, f"the same value is compared at {at}"
+        elif key.port == "output":
+            yield key, _why_alone(node, graph.call(key.site))
+
+
+def _why_alone(node: Mapping[str, Any], call: Mapping[str, Any]) -> str:
+    if call:
+        return f"the compiled graphs have no such call of {call.get('target')} at this place"
+    if not node.get("target"):
+        return "a node that the exporter says nothing of"
+    return f"a step on the way to {node.get('fx')} ({node['target']})"
+
+
+def _of_compiled(records: Sequence[Record], nodes: _Nodes) -> Iterator[tuple[TensorKey, str]]:
+    for record in records:
+        node = nodes.nodes.get(record.key)
+        if node is None or record.key.phase != "forward":
+            continue
+        if node.parameter:
+            yield record.key, "a weight; --level params records those of an exported graph"
+        elif is_view(node):
+            yield record.key, "a view, for which the exported graph has no node"
+        elif node.target != "placeholder":
+            yield (
+                record.key,
+                "the exported graph has no node for it: a constant there, or worked into another",
+            )

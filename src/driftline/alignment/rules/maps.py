@@ -1,0 +1,236 @@
+"""What the user says about names: `--map`, a mapping file, the seed's `op_mapping_file.json`.
+
+Site against site (globs whose stars stand for the same text on both sides), or class against class
+(the seed's file). Strict: what means nothing is refused, with the file and the line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from driftline.errors import BadFile, BadInput, did_you_mean
+from driftline.runs.records import Record
+
+SEED_NAME = "op_mapping_file.json"
+_LARGEST = 64 << 20
+_PORTS = {"intensor": "input", "outtensor": "output", "input": "input", "output": "output"}
+_FILE = re.compile(r"_(intensor|outtensor|input|output)_?(\d+)?$")
+_WORD = re.compile(r"[A-Za-z0-9_.]+")
+
+
+class ClassMap(NamedTuple):
+    """Classes whose names contain `ours` do the work of classes whose names contain `theirs`.
+
+    Attributes:
+        ours: Text in the class name on one side.
+        theirs: Text in the class name on the other.
+        our_slot: Only this port and slot of it, such as ("output", "0"); None for all.
+        their_slot: The same for the other side.
+    """
+
+    ours: str
+    theirs: str
+    our_slot: tuple[str, str] | None = None
+    their_slot: tuple[str, str] | None = None
+
+
+class Said(NamedTuple):
+    """What a mapping file holds."""
+
+    sites: tuple[tuple[str, str], ...] = ()
+    classes: tuple[ClassMap, ...] = ()
+
+
+def parse_map(text: str) -> tuple[str, str]:
+    """`REFERENCE=CANDIDATE`.
+
+    Raises:
+        BadInput: It is not of that form, or has stars on one side only.
+    """
+    ours, equals, theirs = (part.strip() for part in text.partition("="))
+    if not equals or not ours or not theirs:
+        raise BadInput(
+            f"--map '{text}' says not what stands for what",
+            hint="write REFERENCE=CANDIDATE, such as --map 'model.*=*'",
+        )
+    if theirs.count("*") not in (0, ours.count("*")) or ("*" in ours and "*" not in theirs):
+        raise BadInput(
+            f"--map '{text}' has {ours.count('*')} stars on the left and {theirs.count('*')} on "
+            "the right",
+            hint="each star stands for the same text on both sides",
+        )
+    return ours, theirs
+
+
+def link_sites(
+    maps: Sequence[tuple[str, str]], ours: Iterable[str], theirs: Iterable[str]
+) -> dict[str, str]:
+    """Sites of the reference → sites of the candidate, as the maps say; the first that fits wins.
+
+    Raises:
+        BadInput: A map fits no site, or gives two sites one partner.
+    """
+    here, there = list(dict.fromkeys(ours)), set(theirs)
+    links: dict[str, str] = {}
+    given: dict[str, str] = {}
+    for left, right in maps:
+        pattern = re.compile("(.*)".join(re.escape(piece) for piece in left.split("*")))
+        hits = [(site, hit) for site in here if (hit := pattern.fullmatch(site)) is not None]
+        if not hits:
+            raise BadInput(
+                f"--map '{left}={right}': no site of the reference matches '{left}'",
+                hint=did_you_mean(left, here),
+            )
+        named = 0
+        for site, hit in hits:
+            partner = _filled(right, hit.groups())
+            if partner not in there or site in links:
+                named += site in links
+                continue
+            named += 1
+            if (other := given.get(partner)) is not None:
+                raise BadInput(
+                    f"--map gives '{partner}' to '{other}' and to '{site}'",
+                    hint="each site of the candidate can stand for one of the reference",
+                )
+            links[site] = partner
+            given[partner] = site
+        if not named:
+            wanted = _filled(right, hits[0][1].groups())
+            raise BadInput(
+                f"--map '{left}={right}': the candidate has no site '{wanted}'",
+                hint=did_you_mean(wanted, there),
+            )
+    return links
+
+
+def _filled(right: str, groups: Sequence[str]) -> str:
+    pieces = right.split("*")
+    stars = (*groups, *[""] * len(pieces))
+    return (
+        "".join(piece + star for piece, star in zip(pieces, stars, strict=False))
+        if (len(pieces) > 1)
+        else right
+    )
+
+
+def read_mapping(path: Path) -> Said:
+    """A file of site pairs (TOML or JSON), or the seed's file, or the folder that holds it.
+
+    Raises:
+        BadFile: It is not there, too large, or no mapping.
+    """
+    file = path / SEED_NAME if path.is_dir() else path
+    try:
+        if file.stat().st_size > _LARGEST:
+            raise BadFile(f"{file} is too large for a mapping")
+        text = file.read_text(encoding="utf-8")
+    except OSError as trouble:
+        inside = f"; the folder {path} has none" if path.is_dir() else ""
+        raise BadFile(f"cannot read the mapping {file}: {trouble.strerror}{inside}") from trouble
+    except UnicodeDecodeError:
+        raise BadFile(f"{file} is no text") from None
+    try:
+        data: Any = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    except (ValueError, RecursionError) as trouble:
+        raise BadFile(f"{file} cannot be read: {trouble}") from trouble
+    if not isinstance(data, Mapping):
+        raise BadFile(
+            f"{file} is no mapping", hint='it holds one table: {"reference site": "candidate site"}'
+        )
+    table = cast("Mapping[str, Any]", data)
+    if file.name == SEED_NAME or (set(table) <= {"classes", "sites"} and "classes" in table):
+        classes = table if file.name == SEED_NAME else table["classes"]
+        sites = () if file.name == SEED_NAME else _pairs(file, table.get("sites", {}))
+        return Said(sites, _classes(file, classes))
+    return Said(_pairs(file, table.get("sites", table)))
+
+
+def _pairs(file: Path, table: object) -> tuple[tuple[str, str], ...]:
+    if not isinstance(table, Mapping):
+        raise BadFile(f"{file}: 'sites' is no table")
+    found: list[tuple[str, str]] = []
+    for name, value in cast("Mapping[str, Any]", table).items():
+        if not isinstance(value, str) or not value:
+            raise BadFile(
+                f"{file}: '{name}' stands for {str(value)[:60]!r}, not for a site",
+                hint='write "reference site" = "candidate site"; quote names that have dots',
+            )
+        found.append(parse_map(f"{name}={value}"))
+    return tuple(found)
+
+
+def _classes(file: Path, table: object) -> tuple[ClassMap, ...]:
+    if not isinstance(table, Mapping):
+        raise BadFile(f"{file}: classes are a table of class names")
+    found: list[ClassMap] = []
+    for name, value in cast("Mapping[str, Any]", table).items():
+        if not isinstance(value, (str, list)) or not value:
+            raise BadFile(f"{file}: '{name}' needs a class name, or a list of them")
+        for each in cast("list[Any]", [value] if isinstance(value, str) else value):
+            for word in (name, each):
+                if not isinstance(word, str) or not _WORD.fullmatch(word):
+                    raise BadFile(
+                        f"{file}: {str(word)[:60]!r} is no class name",
+                        hint="letters, digits and _, such as RmsNormOperation or GLMBlock_output_0",
+                    )
+            ours, our_slot = _with_slot(name)
+            theirs, their_slot = _with_slot(cast(str, each))
+            found.append(ClassMap(ours, theirs, our_slot, their_slot))
+    return tuple(found)
+
+
+def _with_slot(word: str) -> tuple[str, tuple[str, str] | None]:
+    """`GLMBlock_output_0` → the class, and the one tensor of it that is meant."""
+    file = _FILE.search(word)
+    if file is None or not file.start():
+        return word, None
+    return word[: file.start()], (_PORTS[file.group(1)], file.group(2) or "0")
+
+
+def link_classes(
+    maps: Sequence[ClassMap], ours: Sequence[Record], theirs: Sequence[Record]
+) -> list[tuple[Record, Record]]:
+    """Tensors of mapped classes, paired in order where both sides have equally many.
+
+    The seed's keys are the candidate's classes (ATB) and its values the reference's (torch); where
+    it fits only the other way round, it is taken so.
+    """
+    found: list[tuple[Record, Record]] = []
+    used: set[int] = set()
+    for each in maps:
+        turned = ClassMap(each.theirs, each.ours, each.their_slot, each.our_slot)
+        for choice in (turned, each):
+            here = _calls(ours, choice.ours, choice.our_slot)
+            there = _calls(theirs, choice.theirs, choice.their_slot)
+            if here and len(here) == len(there):
+                new = [
+                    (a, b)
+                    for a, b in zip(here, there, strict=True)
+                    if id(a) not in used and id(b) not in used
+                ]
+                used.update(id(record) for pair in new for record in pair)
+                found += new
+                break
+    return found
+
+
+def _calls(records: Sequence[Record], word: str, slot: tuple[str, str] | None) -> list[Record]:
+    port, which = slot or ("output", "0")
+    first: dict[tuple[object, ...], Record] = {}
+    for record in sorted(records, key=lambda r: (r.key.rank, r.key.process, r.key.step, r.order)):
+        key = record.key
+        if (
+            word in record.class_name
+            and key.port == port
+            and key.moment == ("before" if port == "input" else "after")
+        ):
+            place = (key.rank, key.process, key.step, key.site, key.visit)
+            if which in (key.slot, record.alias) or (which == "0" and place not in first):
+                first[place] = record
+    return list(first.values())

@@ -1,0 +1,309 @@
+"""Modules against compiled graphs: a module gives what its nodes hand to others.
+
+A module that was called by itself has an output; in a graph it is a set of nodes, and its output
+is the one value of the right shape that somebody outside of the set takes. Where several fit, or
+the nodes lie in several graphs, nothing is paired, and the reason says so. Inductor keeps no memory
+for views: what a module gives may be seen through a few of them, which becomes a recipe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from driftline.alignment.plan import Pair, Plan, Rule
+from driftline.alignment.recipe import Recipe, Step, start
+from driftline.alignment.sites.compiled_graphs import FARTHEST, RESHAPES, Found, Graphs, Match
+from driftline.alignment.sites.exported_graph import ROOT, ExportedGraph
+from driftline.graphs.sources.graph_files import Graph, GraphNode
+from driftline.runs.records import Record
+
+NO_NODE = "no node of the compiled graphs stems from it"
+OF_A_MODULE = 0.95
+_Side = tuple[int, int, int, str, int, str, tuple[int, ...]]
+"""One side of one call of a module, and a shape there."""
+
+
+def pair_modules(records: Sequence[Record], graphs: Graphs, found: Found) -> Iterator[Match]:
+    """Inputs and outputs of modules, each with the value that enters or leaves its nodes."""
+    wanted = [r for r in records if r.key.port in ("input", "output") and "/" not in r.key.site]
+    if not wanted:
+        return
+    forward = [graph for graph in graphs.graphs if graph.kind != "backward"]
+    borders = {id(graph): _borders(graphs, graph) for graph in forward}
+    held: dict[_Side, set[str]] = defaultdict(set)
+    for record in wanted:
+        held[_side(record)].add(record.digest)
+    for record in wanted:
+        key = record.key
+        found.ours[key] = NO_NODE
+        if len(held[_side(record)]) > 1:
+            found.ours[key] = "one of several of its shape here: which is which is not known"
+            continue
+        holders = [graph for graph in forward if key.site in borders[id(graph)][key.port]]
+        if len({graphs.piece(graph) for graph in holders}) > 1:
+            found.ours[key] = "its nodes lie in several graphs: none of them is the module"
+            continue
+        for graph in holders:
+            calls = borders[id(graph)][key.port][key.site]
+            visit, which = divmod(key.visit, len(calls))
+            fitting = _of_shape(calls[which], record.shape)
+            if len(fitting) != 1:
+                verb = "leave" if key.port == "output" else "enter"
+                found.ours[key] = (
+                    f"{len(fitting)} values of its shape {verb} its nodes: which is its {key.port} "
+                    "is not known"
+                )
+                continue
+            reached = _reached(graphs, graph, fitting[0], key.step, visit, record.shape)
+            if reached is not None:
+                yield Match(record, *reached, confidence=OF_A_MODULE)
+                break
+            behind = _behind_views(graphs, graph, fitting[0])
+            if behind.target == "placeholder":
+                found.ours[key] = "an input of the graph, which no kernel gives"
+            elif graphs.engine != "fx":
+                found.ours[key] = graphs.why_not_kept(graph, behind)
+                if whole := graphs.whole(graph, behind, key.step, visit):
+                    found.inside[key] = whole.key
+
+
+def _side(record: Record) -> _Side:
+    key = record.key
+    return (key.rank, key.process, key.step, key.site, key.visit, key.port, record.shape)
+
+
+def _of_shape(nodes: Sequence[GraphNode], shape: tuple[int, ...]) -> list[GraphNode]:
+    """Nodes of one shape; those whose shape varies only where no other fits."""
+    fitting = [node for node in nodes if node.shape == shape]
+    return fitting or [node for node in nodes if node.shape is None]
+
+
+def _borders(graphs: Graphs, graph: Graph) -> dict[str, dict[str, list[list[GraphNode]]]]:
+    """By port and module, call by call: the nodes whose value enters it, and leaves it."""
+    uses = graphs.uses(graph)
+    leaving: dict[str, dict[str, dict[str, GraphNode]]] = defaultdict(lambda: defaultdict(dict))
+    entering: dict[str, dict[str, dict[str, GraphNode]]] = defaultdict(lambda: defaultdict(dict))
+    for node in graph.nodes:
+        valued = node.shape is not None or bool(node.dtype)
+        for label in node.calls if node.target != "placeholder" else ():
+            module = label.partition("@")[0]
+            given = leaving[module][label]
+            taken = entering[module][label]
+            if valued and (node.leaves or any(label not in one.calls for one in uses[node.name])):
+                given[node.name] = node
+            for name in node.inputs:
+                source = graphs.node(graph, name)
+                outside = source is not None and label not in source.calls
+                if source is not None and outside and (source.shape is not None or source.dtype):
+                    taken[name] = source
+    return {
+        port: {
+            module: [list(labels[one].values()) for one in sorted(labels, key=_call_number)]
+            for module, labels in sides.items()
+        }
+        for port, sides in (("output", leaving), ("input", entering))
+    }
+
+
+def _call_number(label: str) -> int:
+    number = label.partition("@")[2]
+    return int(number) if number.isdigit() else 0
+
+
+def _reached(
+    graphs: Graphs, graph: Graph, node: GraphNode, step: int, visit: int, shape: tuple[int, ...]
+) -> tuple[Record, Recipe | None] | None:
+    """The tensor that holds a node's value, directly or seen through views."""
+    steps: list[Step] = []
+    wanted = shape
+    for _ in range(FARTHEST):
+        value = graphs.by_node.get((id(graph), node.name, step, visit))
+        if value is not None:
+            return value.record, _seen_through(value.record, steps, shape)
+        source = graphs.node(graph, node.inputs[0]) if node.inputs else None
+        if source is None:
+            return None
+        if node.axes is not None:
+            steps.insert(0, Step("transpose", numbers=node.axes))
+        elif node.target.rpartition(".")[0] in RESHAPES:
+            steps.insert(0, Step("reshape", numbers=wanted))
+        else:
+            return None
+        node = source
+        if node.shape is None:
+            if any(step.kind == "transpose" for step in steps):
+                return None
+        else:
+            wanted = node.shape
+    return None
+
+
+def _seen_through(record: Record, steps: Sequence[Step], shape: tuple[int, ...]) -> Recipe | None:
+    if math.prod(record.shape) != math.prod(shape):
+        return None
+    if all(step.kind == "reshape" for step in steps):
+        return reshaped(record, shape, anyhow=bool(steps))
+    return start(record).then(*steps, shape=shape)
+
+
+def _behind_views(graphs: Graphs, graph: Graph, node: GraphNode) -> GraphNode:
+    for _ in range(FARTHEST):
+        source = graphs.node(graph, node.inputs[0]) if node.inputs else None
+        looks = node.axes is not None or node.target.rpartition(".")[0] in RESHAPES
+        if source is None or not looks:
+            return node
+        node = source
+    return node
+
+
+def reshaped(record: Record, shape: tuple[int, ...], *, anyhow: bool = False) -> Recipe | None:
+    """Another shape of as many elements, where only axes of one come or go, or a view says so."""
+    if record.shape == shape or math.prod(record.shape) != math.prod(shape):
+        return None
+    alike = [size for size in record.shape if size != 1] == [size for size in shape if size != 1]
+    if not alike and not anyhow:
+        return None
+    return start(record).then(Step("reshape", numbers=shape), shape=shape)
+
+
+# Modules that give several tensors, against a graph in which only some of them are used.
+
+
+MADE, LOOK = 0.95, 0.9
+"""Confidence of a tensor by its maker, and of one by its look."""
+_RECURRENT = ("LSTM", "GRU", "RNN")
+_Call = tuple[int, int, int, str, int]
+
+
+class Left:
+    """What is paired and what is not, while rules are tried."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.pairs = list(plan.pairs)
+        self.found: list[Pair] = []
+        self.here = {id(record): record for record in plan.missing}
+        self.there = {id(record): record for record in plan.extra}
+
+    def take(self, ours: Record, theirs: Record, confidence: float, by: Rule = "graph") -> None:
+        pair = Pair(ours, theirs, by, confidence)
+        self.found.append(pair)
+        self.pairs.append(pair)
+        self.here.pop(id(ours), None)
+        self.there.pop(id(theirs), None)
+
+    def take_decoded(self, codes: Record, value: Record, recipe: Recipe, codes_first: bool) -> None:
+        if codes_first:
+            pair = Pair(codes, value, "graph", 1.0, reference_recipe=recipe)
+        else:
+            pair = Pair(value, codes, "graph", 1.0, candidate_recipe=recipe)
+        self.found.append(pair)
+        self.pairs.append(pair)
+        self.here.pop(id(pair.reference), None)
+        self.there.pop(id(pair.candidate), None)
+
+
+def without_places(plan: Plan, graph: ExportedGraph, *, exported_first: bool) -> Plan:
+    """The plan without pairs that only the place in a tuple of several outputs has made."""
+    alone = plan.extra if exported_first else plan.missing
+    models = [pair.candidate if exported_first else pair.reference for pair in plan.pairs]
+    given = Counter(_call(record) for record in (*models, *alone) if _is_output(record, graph))
+    loose = {
+        id(pair)
+        for pair, model in zip(plan.pairs, models, strict=True)
+        if _is_output(model, graph) and given[_call(model)] > 1
+    }
+    gone = [pair for pair in plan.pairs if id(pair) in loose]
+    return plan._replace(
+        pairs=tuple(pair for pair in plan.pairs if id(pair) not in loose),
+        missing=(*plan.missing, *(pair.reference for pair in gone)),
+        extra=(*plan.extra, *(pair.candidate for pair in gone)),
+    )
+
+
+def take_outputs(left: Left, *, by_look: bool) -> None:
+    """Outputs of one call that hold what is paired elsewhere.
+
+    Args:
+        left: What is paired already, and what is not.
+        by_look: Those of whose shape and type each side has one are pairs, too.
+    """
+    twins: dict[tuple[int, str], set[str]] = defaultdict(set)
+    for pair in left.pairs:
+        if pair.reference.digest and pair.candidate.digest:
+            twins[pair.reference.key.step, pair.reference.digest].add(pair.candidate.digest)
+    here, there = _by_call(left.here.values()), _by_call(left.there.values())
+    made = set[str]().union(*twins.values())
+    for call, mine in here.items():
+        others = list(there.get(call, ()))
+        for record in list(mine):
+            digests = twins.get((record.key.step, record.digest), set())
+            same = [one for one in others if one.digest in digests and one.shape == record.shape]
+            if same:
+                left.take(record, same[0], MADE)
+                mine.remove(record)
+                others.remove(same[0])
+        looks = Counter(map(_look, mine)), Counter(map(_look, others))
+        for record in mine if by_look else ():
+            look = _look(record)
+            unknown = (record.key.step, record.digest) not in twins and not either_way(record)
+            if unknown and looks[0][look] == looks[1][look] == 1:
+                other = next(one for one in others if _look(one) == look)
+                if other.digest not in made:
+                    left.take(record, other, LOOK)
+
+
+def take_turned(left: Left, *, exported_first: bool) -> None:
+    """What a recurrent layer gives, batch first here and time first there.
+
+    ONNX has time first, with a transposition on either side, which exporters take out between two
+    layers.
+    """
+    here, there = _by_call(left.here.values()), _by_call(left.there.values())
+    models, graphs = (there, here) if exported_first else (here, there)
+    for call, given in models.items():
+        values = list(graphs.get(call, ()))
+        for model in given:
+            turned = (*model.shape[1::-1], *model.shape[2:])
+            fitting = [one for one in values if one.shape == turned and one.dtype == model.dtype]
+            if not _is_recurrent(model) or either_way(model) or len(fitting) != 1:
+                continue
+            if sum(one.shape == model.shape for one in given) == 1:
+                step = Step("transpose", numbers=(1, 0, 2))
+                recipe = Recipe((fitting[0],), (step,), model.shape)
+                left.take_decoded(fitting[0], model, recipe, exported_first)
+                values.remove(fitting[0])
+
+
+def _is_recurrent(record: Record) -> bool:
+    return record.class_name in _RECURRENT and len(record.shape) == 3
+
+
+def either_way(record: Record) -> bool:
+    """Whether its shape does not say if time or the batch comes first."""
+    return _is_recurrent(record) and record.shape[0] == record.shape[1]
+
+
+def _is_output(record: Record, graph: ExportedGraph) -> bool:
+    key = record.key
+    inner = key.site != ROOT and key.site not in graph.nodes and "/" not in key.site
+    return inner and key.port == "output" and key.phase == "forward"
+
+
+def _by_call(records: Iterable[Record]) -> Mapping[_Call, list[Record]]:
+    found: dict[_Call, list[Record]] = defaultdict(list)
+    for record in records:
+        key = record.key
+        if key.port == "output" and "/" not in key.site and key.phase == "forward":
+            found[_call(record)].append(record)
+    return found
+
+
+def _call(record: Record) -> _Call:
+    key = record.key
+    return (key.rank, key.process, key.step, key.site, key.visit)
+
+
+def _look(record: Record) -> tuple[tuple[int, ...], str]:
+    return record.shape, record.dtype

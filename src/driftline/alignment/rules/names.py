@@ -1,0 +1,220 @@
+"""Names that differ only by what wrappers and conventions put into them.
+
+`module.`, `_orig_mod.` and the like vanish wherever they stand; `layers[3]`, `layers3`, `h.3` and
+`blocks.3` are one spelling. Two sites are a pair only where the plain name is unique on both sides.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from driftline.alignment.plan import Pair, Plan
+from driftline.errors import BadInput, did_you_mean
+from driftline.runs.records import Record, TensorKey
+
+_WRAPPERS = frozenset(
+    {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+)
+_STACKS = frozenset({"layers", "layer", "h", "blocks", "block", "decoder_layers", "encoder_layers"})
+_HEADS = ("base_model.model.", "base_model.", "model.", "transformer.")
+_INDEX = re.compile(r"\[(\d+)\]")
+_GLUED = re.compile(r"([A-Za-z_]*[A-Za-z])_?(\d+)")
+
+
+@lru_cache(maxsize=1 << 17)
+def plain(site: str) -> str:
+    """A site without what wrappers and conventions add.
+
+    >>> plain("module._orig_mod.h[3].ln"), plain("base_model.layers7.ln"), plain("(root)")
+    ('layers.3.ln', 'base_model.layers.7.ln', '')
+    """
+    if site == "(root)":
+        return ""
+    parts = [part for part in _INDEX.sub(r".\1", site).split(".") if part not in _WRAPPERS]
+    spelt: list[str] = []
+    for part in parts:
+        glued = _GLUED.fullmatch(part)
+        if glued is not None and glued.group(1) in _STACKS:
+            spelt += ["layers", glued.group(2)]
+        elif part.isdigit() and spelt and spelt[-1] in _STACKS:
+            spelt[-1:] = ["layers", part]
+        else:
+            spelt.append(part)
+    return ".".join(spelt)
+
+
+def headless(site: str) -> str:
+    """A plain name without what holds the whole model: `model.`, `transformer.`, an adapter's."""
+    name = plain(site)
+    for head in _HEADS:
+        if name.startswith(head) and len(name) > len(head):
+            return name.removeprefix(head)
+    return name
+
+
+def link_names(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
+    """Sites of the reference → sites of the candidate whose plain names agree."""
+    here, there = list(ours), list(theirs)
+    links: dict[str, str] = {}
+    for simplify in (plain, headless):
+        rest_here = _unique(simplify, (site for site in here if site not in links))
+        used = set(links.values())
+        rest_there = _unique(simplify, (site for site in there if site not in used))
+        for name, site in rest_here.items():
+            if site is not None and (partner := rest_there.get(name)) is not None:
+                links[site] = partner
+    return links
+
+
+def _unique(simplify: object, sites: Iterable[str]) -> dict[str, str | None]:
+    """Plain name → its only site; None where several have it."""
+    names: dict[str, str | None] = {}
+    for site in sites:
+        name = headless(site) if simplify is headless else plain(site)
+        names[name] = None if name in names else site
+    return names
+
+
+# Pairs by equal names: site, port, slot, step, visit, rank, process, phase and moment all
+# agree.
+
+
+WRAPPERS = ("module.", "_orig_mod.", "model.", "base_model.model.", "transformer.")
+"""Prefixes that wrappers (data parallel, compile, heads, adapters) put in front of every name."""
+
+
+def pair_by_name(reference: Iterable[Record], candidate: Iterable[Record]) -> Plan:
+    """Pair the tensors of two runs, as many as there are; none is an answer too."""
+    ours = sorted(reference, key=_execution)
+    theirs = sorted(candidate, key=_execution)
+    by_key: dict[TensorKey, Record] = {}
+    repeated: list[Record] = []  # a run of ours has no key twice; somebody else's dump may
+    for record in theirs:
+        if by_key.setdefault(record.key, record) is not record:
+            repeated.append(record)
+    pairs: list[Pair] = []
+    alone: list[Record] = []
+    for record in ours:
+        partner = by_key.pop(record.key, None)
+        if partner is None:
+            alone.append(record)
+        else:
+            pairs.append(Pair(record, partner))
+    if alone and by_key:
+        found, alone = _by_alias(alone, by_key)
+        if found:
+            pairs = sorted([*pairs, *found], key=lambda pair: _execution(pair.reference))
+    extra = tuple(sorted([*by_key.values(), *repeated], key=_execution))
+    return Plan(tuple(pairs), tuple(alone), extra)
+
+
+def select(
+    records: Sequence[Record], sites: Sequence[str], ports: Sequence[str], *, strict: bool = True
+) -> list[Record]:
+    """The records whose site matches one of the globs and whose port is listed; none given is all.
+
+    Raises:
+        BadInput: A glob or a port matches nothing, unless not `strict`.
+    """
+    known_sites = {record.key.site for record in records}
+    wanted_sites = set(known_sites)
+    if sites:
+        wanted_sites.clear()
+        for glob in sites:
+            hits = fnmatch.filter(known_sites, glob)
+            if strict and not hits:
+                raise BadInput(f"no site matches '{glob}'", hint=did_you_mean(glob, known_sites))
+            wanted_sites.update(hits)
+    known_ports = {record.key.port for record in records}
+    for port in ports:
+        if strict and port not in known_ports:
+            raise BadInput(f"no tensor of port '{port}'", hint=did_you_mean(port, known_ports))
+    return [
+        record
+        for record in records
+        if record.key.site in wanted_sites and (not ports or record.key.port in ports)
+    ]
+
+
+def _execution(record: Record) -> tuple[int, int, int]:
+    return (record.key.rank, record.key.process, record.order)
+
+
+def _by_alias(
+    alone: list[Record], leftover: dict[TensorKey, Record]
+) -> tuple[list[Pair], list[Record]]:
+    """Second chance for what names left over; takes partners out of `leftover`."""
+    known_as: dict[TensorKey, Record] = {}
+    for record in leftover.values():
+        if record.alias:
+            known_as.setdefault(record.key.with_slot(record.alias), record)
+    pairs: list[Pair] = []
+    still_alone: list[Record] = []
+    for record in alone:
+        partner = known_as.get(record.key)  # a position here, a name there
+        if record.alias and (partner is None or partner.key not in leftover):
+            other = record.key.with_slot(record.alias)
+            # A name here: a position there, or another name for the same position.
+            partner = leftover.get(other) or known_as.get(other)
+        if partner is not None and leftover.pop(partner.key, None) is not None:
+            pairs.append(Pair(record, partner, by="alias"))
+        else:
+            still_alone.append(record)
+    return pairs, still_alone
+
+
+def nothing_in_common(ours: Sequence[Record], theirs: Sequence[Record]) -> BadInput:
+    """What to say when no tensor has a partner: the likely reason as a hint."""
+    our_sites = {record.key.site for record in ours}
+    their_sites = {record.key.site for record in theirs}
+    return BadInput(
+        f"the two runs share no tensor: {len(ours)} names against {len(theirs)}, 0 in common",
+        hint=_why(ours, theirs)
+        if our_sites & their_sites
+        else _prefix_hint(our_sites, their_sites),
+    )
+
+
+def _why(ours: Sequence[Record], theirs: Sequence[Record]) -> str:
+    """The sites agree, so another part of the key keeps everything apart: name it."""
+    for part in ("step", "rank", "process", "port", "phase", "moment", "visit"):
+        here = {getattr(record.key, part) for record in ours}
+        there = {getattr(record.key, part) for record in theirs}
+        if not here & there:
+            return (
+                f"the sites agree, but the reference has {part} {_some(here)} "
+                f"and the candidate {part} {_some(there)}"
+            )
+    return "the sites agree, but no port, slot, step and visit together do"
+
+
+def _prefix_hint(ours: set[str], theirs: set[str]) -> str:
+    """Say so when one side's names are the other's with something in front."""
+    found: Counter[tuple[str, str]] = Counter()
+    for side, longer, shorter in (("candidate", theirs, ours), ("reference", ours, theirs)):
+        firsts = {site.partition(".")[0] + "." for site in longer if "." in site}
+        for prefix in firsts.union(WRAPPERS):
+            cut = {site[len(prefix) :] for site in longer if site.startswith(prefix)} - {""}
+            if hits := len(cut & shorter):
+                found[side, prefix] = hits
+    if found:
+        (side, prefix), hits = found.most_common(1)[0]
+        return (
+            f"{hits} names differ by the prefix '{prefix}' in the {side}; "
+            f"try --map '{_map_for(side, prefix)}'"
+        )
+    here, there = next(iter(sorted(ours))), next(iter(sorted(theirs)))
+    return f"the reference has names like '{here}', the candidate like '{there}'"
+
+
+def _map_for(side: str, prefix: str) -> str:
+    return f"*={prefix}*" if side == "candidate" else f"{prefix}*=*"
+
+
+def _some(values: set[object]) -> str:
+    shown = sorted(str(value) for value in values)
+    return ", ".join(shown[:4]) + (", ..." if len(shown) > 4 else "")

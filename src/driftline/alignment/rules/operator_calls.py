@@ -1,0 +1,436 @@
+"""A run of operators against compiled graphs: the nth call of an operator in a module and phase.
+
+How many calls there are must be the same on both sides; where it is not, nothing is paired, and the
+reason says so. What a kernel computed on the way to something else has the fusion as its reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from driftline.alignment.annotate.compiled_graphs import Owners
+from driftline.alignment.plan import Pair, Plan
+from driftline.alignment.rules.module_borders import NO_NODE, pair_modules, reshaped
+from driftline.alignment.rules.names import pair_by_name
+from driftline.alignment.sites.compiled_graphs import (
+    SAVED,
+    Found,
+    Graphs,
+    Match,
+    Piece,
+    Place,
+    Value,
+    said_of,
+)
+from driftline.graphs.sources.graph_files import Graph, GraphNode, Origin
+from driftline.runs.records import Record, TensorKey
+
+_Calls = Mapping[tuple[int, str, str, str], Mapping[int, Mapping[str, Record]]]
+
+
+def pair_operators(records: Sequence[Record], graphs: Graphs, found: Found) -> Iterator[Match]:
+    """Results of operators, each with the value of the node that stems from its call."""
+    calls: dict[tuple[int, str, str, str], dict[int, dict[str, Record]]]
+    calls = defaultdict(lambda: defaultdict(dict))
+    for record in records:
+        module, slash, name = record.key.site.rpartition("/")
+        if slash and record.key.port == "output":
+            key = (record.key.step, module, name, record.key.phase)
+            calls[key][record.key.visit][record.key.slot] = record
+            found.ours[record.key] = NO_NODE
+    if not calls:
+        return
+    called = _Called(graphs, calls)
+    if graphs.engine != "fx":
+        for graph, node, step in called.executed():
+            for ours in called.by(graph, node, step):
+                found.ours[ours.key] = graphs.why_not_kept(graph, node)
+                if whole := graphs.whole(graph, node, step, 0):
+                    found.inside[ours.key] = whole.key
+    once: set[TensorKey] = set()
+    shown = [
+        (bool(value.inside), node is not value.node, value, node)
+        for value in graphs.values
+        for node in graphs.same_elements(value)
+    ]
+    # Views come last: they stand for an operator of which nothing else was kept. What was computed
+    # beside a kernel stands for nothing that a kernel kept.
+    for *_, value, node in sorted(shown, key=lambda one: one[:2]):
+        key = value.record.key
+        for ours in called.by(value.graph, node, key.step, key.visit):
+            fits = math.prod(ours.shape) == math.prod(value.record.shape)
+            if fits and ours.key not in once:
+                once.add(ours.key)
+                yield Match(ours, value.record, reshaped(value.record, ours.shape))
+                break
+        else:
+            if why := called.why_unknown(value.graph, node, key.step):
+                found.theirs[key] = why
+
+
+class _Called:
+    """Which calls of operators, in a run of operators, the nodes of compiled graphs stem from.
+
+    Args:
+        graphs: The compiled graphs.
+        calls: Results by step, module, operator and phase; then by call and slot.
+    """
+
+    def __init__(self, graphs: Graphs, calls: _Calls) -> None:
+        self._graphs = graphs
+        self._calls = calls
+        self._totals = _totals(graphs)
+        self._times = _executions(graphs)
+
+    def executed(self) -> Iterator[tuple[Graph, GraphNode, int]]:
+        """Every node of a graph, for each step that executed it."""
+        steps: dict[int, list[int]] = defaultdict(list)
+        for known, step in self._times:
+            steps[known].append(step)
+        for graph in self._graphs.graphs:
+            for step in steps[id(graph)]:
+                for node in graph.nodes:
+                    yield graph, node, step
+
+    def by(
+        self, graph: Graph, node: GraphNode, step: int, visit: int | None = None
+    ) -> Iterator[Record]:
+        """What a node's calls gave in one execution of its graph, or in all of a step."""
+        for origin, there, each, ran in self._found(graph, node, step):
+            if each * ran == max(there) + 1:
+                pieces = self._totals[node.module, origin.name, node.phase]
+                mine = self._graphs.piece(graph)
+                place = sum(n for piece, n in pieces.items() if piece < mine) + origin.nth
+                for time in range(ran) if visit is None else (visit,):
+                    ours = there.get(time * each + place, {}).get(origin.slot)
+                    if ours is not None:
+                        yield ours
+
+    def why_unknown(self, graph: Graph, node: GraphNode, step: int) -> str:
+        for origin, there, each, ran in self._found(graph, node, step):
+            if each * ran != max(there) + 1:
+                return (
+                    f"{max(there) + 1} calls of {origin.name} in {node.module} there, "
+                    f"{each * ran} here: which is which is not known"
+                )
+        return ""
+
+    def _found(
+        self, graph: Graph, node: GraphNode, step: int
+    ) -> Iterator[tuple[Origin, Mapping[int, Mapping[str, Record]], int, int]]:
+        """Each call of a node: those of its operator there, and how many and how often here."""
+        if node.target == "placeholder" or node.body:
+            return
+        ran = self._times[id(graph), step]
+        for origin in node.origins:
+            for name in (origin.name, f"{origin.name}_"):
+                there = self._calls.get((step, node.module, name, node.phase))
+                if there:
+                    each = sum(self._totals[node.module, origin.name, node.phase].values())
+                    yield origin, there, each, ran
+                    break
+
+
+def _totals(graphs: Graphs) -> dict[tuple[str, str, str], dict[Piece, int]]:
+    """By module, operator and phase: how many calls each piece of the program has."""
+    found: dict[tuple[str, str, str], dict[Piece, int]] = defaultdict(dict)
+    for graph in graphs.graphs:
+        for node in graph.nodes:
+            if node.target == "placeholder" or node.body:
+                continue
+            for origin in node.origins:
+                key = (node.module, origin.name, node.phase)
+                found[key][graphs.piece(graph)] = origin.total
+    return found
+
+
+def _executions(graphs: Graphs) -> dict[tuple[int, int], int]:
+    """How often a graph was executed in a step."""
+    found: dict[tuple[int, int], int] = {}
+    for value in graphs.values:
+        at = (id(value.graph), value.record.key.step)
+        found[at] = max(found.get(at, 0), value.record.key.visit + 1)
+    return found
+
+
+# Pairs where a run lists compiled graphs: call by call, and modules by what leaves them.
+
+
+_Input = tuple[Piece, str, str, str, tuple[int, ...], int, int]
+_READ = "a parameter, which kernels only read (--level params records it)"
+_TAKEN = "what an operator takes; a run of graphs keeps what nodes give"
+
+
+def align_compiled(here: Owners, there: Owners, plan: Plan) -> Plan:
+    """The plan with the pairs that compiled graphs tell, and nothing guessed beyond them.
+
+    Args:
+        here: The graphs of the reference, by rank and process; empty if it was not compiled.
+        there: Those of the candidate.
+        plan: Its lone tensors are paired.
+    """
+    ours, theirs = _by_owner(plan.missing), _by_owner(plan.extra)
+    pairs: list[Pair] = []
+    reasons: dict[tuple[str, TensorKey], str] = {}
+    notes: list[str] = []
+    inside: dict[tuple[str, TensorKey], TensorKey] = {}
+    for mine, other in _owners(list(ours), list(theirs)):
+        a, b = here.get(mine), there.get(other)
+        left, right = ours[mine], theirs[other]
+        by_name = pair_by_name(_others(a, left), _others(b, right))
+        pairs += by_name.pairs
+        taken = {id(record) for pair in by_name.pairs for record in pair.records}
+        left = [record for record in left if id(record) not in taken]
+        right = [record for record in right if id(record) not in taken]
+        if a is not None and b is not None:
+            found = _by_calls(a, b)
+            found.matches.extend(_parameters(left, b))
+            found.matches.extend(_turned(one) for one in _parameters(right, a))
+        elif b is not None:
+            found = _plain(left, b)
+        elif a is not None:
+            turned = _plain(right, a)
+            found = Found(
+                [_turned(one) for one in turned.matches],
+                turned.theirs,
+                turned.ours,
+                turned.inside,
+            )
+        else:
+            continue
+        free = {id(record) for record in (*left, *right)}
+        for match in found.matches:
+            if id(match.ours) not in free or id(match.theirs) not in free:
+                continue
+            first = a is not None and b is None
+            pairs.append(
+                Pair(
+                    match.ours,
+                    match.theirs,
+                    "graph",
+                    match.confidence,
+                    reference_recipe=match.recipe if first else None,
+                    candidate_recipe=None if first else match.recipe,
+                )
+            )
+        known = {id(record): record.key for record in (*left, *right)}
+        wholes = {known[id(r)] for pair in pairs for r in pair.records if id(r) in known}
+        inside.update(
+            {
+                ("reference" if key in found.ours else "candidate", key): whole
+                for key, whole in found.inside.items()
+                if whole in wholes
+            }
+        )
+        reasons.update({("reference", key): why for key, why in found.ours.items()})
+        reasons.update({("candidate", key): why for key, why in found.theirs.items()})
+        notes += [*_said("reference", a), *_said("candidate", b)]
+    together = sorted([*plan.pairs, *pairs], key=lambda pair: _execution(pair.reference))
+    paired = {id(record) for pair in pairs for record in pair.records}
+    missing = tuple(record for record in plan.missing if id(record) not in paired)
+    extra = tuple(record for record in plan.extra if id(record) not in paired)
+    alone = {("reference", r.key) for r in missing} | {("candidate", r.key) for r in extra}
+    return plan._replace(
+        pairs=tuple(together),
+        missing=missing,
+        extra=extra,
+        notes=(*plan.notes, *dict.fromkeys(notes)),
+        reasons={**plan.reasons, **{at: why for at, why in reasons.items() if at in alone}},
+        inside={**plan.inside, **{at: whole for at, whole in inside.items() if at in alone}},
+    )
+
+
+def _turned(match: Match) -> Match:
+    return match._replace(ours=match.theirs, theirs=match.ours)
+
+
+def _said(side: str, graphs: Graphs | None) -> Iterator[str]:
+    if graphs is None:
+        return
+    count = len(graphs.graphs)
+    what = f"{count} compiled graph{'' if count == 1 else 's'}"
+    if graphs.engine == "fx":
+        yield f"the {side} executed {what} node by node, with torch's own operators"
+        return
+    results = [value for value in graphs.values if value.kernel is not None]
+    exact = sum(value.node is not None for value in results)
+    inside = len(results) - exact
+    yield (
+        f"the {side} ran inductor's kernels of {what}: {exact} of their results are the value of "
+        f"one node, and only those are paired; {inside} lie inside a fusion"
+    )
+    if beside := sum(bool(value.inside) for value in graphs.values):
+        yield (
+            f"{beside} values of nodes inside the {side}'s fusions were computed beside the "
+            "kernels, node by node, from what those were given: they show what inductor takes "
+            "operators apart into, the kernels' own results what was generated from it"
+        )
+
+
+# --- two compiled runs
+
+
+def _by_calls(a: Graphs, b: Graphs) -> Found:
+    found = Found([], {}, {}, {})
+    index: dict[tuple[Place, int, int], Value] = {}
+    shown: dict[tuple[Place, int, int], Value] = {}
+    inside: dict[tuple[Place, int, int], Value] = {}
+    for value in b.values:
+        key = value.record.key
+        for node in b.same_elements(value):
+            for place in b.places(value.graph, node):
+                at = (place, key.step, key.visit)
+                known = index if node is value.node else shown
+                (inside if value.inside else known).setdefault(at, value)
+    index = inside | shown | index
+    inputs: dict[_Input, list[Value]] = defaultdict(list)
+    for value in b.values:
+        if _is_input(value) and not b.is_cut(value.graph):
+            inputs[_input(b, value)].append(value)
+    matched: set[int] = set()
+    for value in a.values:
+        partner = _partner(a, value, index)
+        if partner is None and _is_input(value) and not a.is_cut(value.graph):
+            waiting = inputs[_input(a, value)]
+            partner = waiting.pop(0) if waiting else None
+        if partner is not None:
+            matched.add(id(partner.record))
+            found.matches.append(
+                Match(value.record, partner.record, reshaped(partner.record, value.record.shape))
+            )
+        elif reason := said_of(value) or _why_alone(a, value, b, found.inside):
+            found.ours[value.record.key] = reason
+    for value in b.values:
+        if id(value.record) not in matched and (
+            reason := said_of(value) or _why_alone(b, value, a, found.inside)
+        ):
+            found.theirs[value.record.key] = reason
+    return found
+
+
+def _partner(
+    a: Graphs, value: Value, index: Mapping[tuple[Place, int, int], Value]
+) -> Value | None:
+    key = value.record.key
+    for node in a.same_elements(value):
+        for place in a.places(value.graph, node):
+            partner = index.get((place, key.step, key.visit))
+            if partner is None and place.phase == SAVED:  # not saved there: computed there
+                there = place._replace(phase="forward")
+                partner = index.get((there, key.step, key.visit))
+            if partner is not None:
+                return partner
+    return None
+
+
+def _is_input(value: Value) -> bool:
+    node = value.node
+    given = ("placeholder", "get_attr")
+    return node is not None and node.target in given and bool(_kind(node))
+
+
+def _kind(node: GraphNode) -> str:
+    """What an input of a graph is; empty for what the forward pass saves for the backward pass."""
+    if node.origins:
+        return ""
+    if node.body or node.target == "get_attr":
+        return node.target
+    name = node.name.rstrip("_0123456789")
+    return {"primals": "input", "arg": "input", "tangents": "gradient"}.get(name, "")
+
+
+def _input(graphs: Graphs, value: Value) -> _Input:
+    """Inputs of a graph have no call; those of one piece, phase and shape go in order.
+
+    Parameters are known by name.
+    """
+    key, node = value.record.key, value.node
+    body = f"{node.body} {_kind(node)}" if node is not None else ""
+    whose = f"{node.module} {node.parameter}" if node is not None and node.parameter else ""
+    piece = graphs.piece(value.graph)
+    return piece, body, whose, key.phase, value.record.shape, key.step, key.visit
+
+
+def _why_alone(
+    mine: Graphs, value: Value, other: Graphs, inside: dict[TensorKey, TensorKey]
+) -> str:
+    if value.node is None:
+        return ""
+    for place in mine.places(value.graph, value.node):
+        there = other.by_place.get(place)
+        if there:
+            graph, node = there[-1]
+            key = value.record.key
+            if whole := other.whole(graph, node, key.step, key.visit):
+                inside[key] = whole.key
+            return other.why_not_kept(graph, node) if other.engine != "fx" else ""
+    if value.node.target == "placeholder" and value.node.body:
+        return "what a body is given by its operator, compared where it comes from"
+    if value.node.target == "placeholder":
+        return _READ if value.node.parameter and other.engine != "fx" else "an input of the graph"
+    return "the other run's graph has no node for this call: it was replaced or left out"
+
+
+# --- a compiled run and one of modules or operators
+
+
+def _plain(records: Sequence[Record], graphs: Graphs) -> Found:
+    found = Found([], {}, {}, {})
+    matched: set[int] = set()
+    for match in (
+        *pair_operators(records, graphs, found),
+        *pair_modules(records, graphs, found),
+        *_parameters(records, graphs),
+    ):
+        found.matches.append(match)
+        matched.add(id(match.theirs))
+        found.ours.pop(match.ours.key, None)
+    paired = {match.ours.key for match in found.matches}
+    for record in records:
+        if record.key.port == "input" and "/" in record.key.site and record.key not in paired:
+            found.ours[record.key] = _TAKEN
+    for value in graphs.values:
+        if id(value.record) not in matched:
+            reason = said_of(value) or "the other run has no tensor for this node"
+            found.theirs.setdefault(value.record.key, reason)
+    return found
+
+
+def _parameters(records: Sequence[Record], graphs: Graphs) -> Iterator[Match]:
+    """Parameters of a run of modules, and the inputs of graphs that they are."""
+    named = {(r.key.step, r.key.site, r.key.slot): r for r in records if r.key.port == "param"}
+    for value in graphs.values if named else ():
+        node, key = value.node, value.record.key
+        if node is not None and node.parameter and not key.visit:
+            ours = named.get((key.step, node.module, node.parameter))
+            if ours is not None and ours.shape == value.record.shape:
+                yield Match(ours, value.record)
+
+
+def _others(graphs: Graphs | None, records: Sequence[Record]) -> Sequence[Record]:
+    """What is not the value of a node: modules around compiled regions."""
+    if graphs is None:
+        return [record for record in records if "/" not in record.key.site]
+    values = {value.record.key for value in graphs.values}
+    return [record for record in records if record.key not in values]
+
+
+def _by_owner(records: Sequence[Record]) -> dict[tuple[int, int], list[Record]]:
+    found: dict[tuple[int, int], list[Record]] = {}
+    for record in records:
+        found.setdefault((record.key.rank, record.key.process), []).append(record)
+    return found
+
+
+def _owners(
+    ours: list[tuple[int, int]], theirs: list[tuple[int, int]]
+) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    if len(ours) == len(theirs) == 1:
+        return [(ours[0], theirs[0])]
+    return [(one, one) for one in ours if one in theirs]
+
+
+def _execution(record: Record) -> tuple[int, int, int]:
+    return (record.key.rank, record.key.process, record.order)

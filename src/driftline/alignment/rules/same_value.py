@@ -1,0 +1,219 @@
+"""Sites that only give on what they were given: a dropout in evaluation, a container.
+
+The other side may do without them. What a dropout took and gave is the very tensor that the leaf
+before it made, or that the leaf after it reads; what a module gives is what a leaf inside gave, and
+operators of a library have no modules around them. So it is set against that one's partner. Asked
+of each run alone, by bytes; knows no numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from driftline.alignment.plan import Pair, Plan
+from driftline.alignment.recipe import Recipe
+from driftline.alignment.sites.site_graph import (
+    ROOTS,
+    Call,
+    Frame,
+    calls_of,
+    frames_of,
+    main_tensor,
+)
+from driftline.alignment.sites.values import Dataflow, bytes_of
+from driftline.runs.records import Record
+from driftline.runs.run import Run
+
+PASSED = 0.8
+"""Confidence, at most."""
+_ENDS = 4
+"""So many leaves at either end of a container are looked at."""
+_NEAR = 16
+"""So many leaves before and after are looked at."""
+_KINDS = frozenset({"dropout", "identity"})
+
+
+def pair_passed(plan: Plan, reference: Run, candidate: Run) -> list[Pair]:
+    """Pairs for the lone tensors of sites that only give on what they were given."""
+    found: list[Pair] = []
+    for run, alone, ours in ((reference, plan.missing, True), (candidate, plan.extra, False)):
+        if not alone:
+            continue
+        partners: dict[int, Pair | None] = {}
+        for pair in plan.pairs:
+            own = id(pair.reference if ours else pair.candidate)
+            whole = pair.reference_recipe is None and pair.candidate_recipe is None
+            partners[own] = pair if whole and own not in partners else None
+        other = candidate if ours else reference
+        modules = other.facts.operator_sites and not run.facts.operator_sites
+        for record, pair in _passed(run, alone, partners, modules):
+            sure = min(pair.confidence, PASSED)
+            both = (record, pair.candidate) if ours else (pair.reference, record)
+            found.append(Pair(*both, "structure", sure))
+    return found
+
+
+def _passed(
+    run: Run, alone: Sequence[Record], partners: Mapping[int, Pair | None], modules: bool
+) -> Iterator[tuple[Record, Pair]]:
+    lone = {id(record) for record in alone}
+    wanted = {Frame(r.key.rank, r.key.process, r.key.step) for r in alone}
+    for frame, records in frames_of(run.records).items():
+        if frame not in wanted:
+            continue
+        calls = [call for call in calls_of(_in_order(records)) if call.called]
+        if not any(id(record) in lone for call in calls for record in call.records):
+            continue
+        leaves = [call for call in calls if call.leaf]
+        given: dict[str, Pair | None] = {}  # what sites that only give on gave
+        for at, call in enumerate(leaves):
+            own = [main_tensor(call.records, port) for port in ("input", "output")]
+            if call.kind not in _KINDS or own[0] is None or own[1] is None:
+                continue
+            if not {id(own[0]), id(own[1])} <= lone:
+                continue
+            same = bytes_of(run, own[0])
+            if not same or same != bytes_of(run, own[1]):
+                continue
+            known = given.get(same)
+            for other, port in _around(leaves, at):
+                record = main_tensor(other.records, port)
+                if known is None and record is not None and record.shape == own[0].shape:
+                    pair = partners.get(id(record))
+                    known = pair if pair and bytes_of(run, record) == same else None
+            given[same] = known
+            if known is not None:
+                yield own[0], known
+                yield own[1], known
+        for call in calls if modules else ():
+            if not call.leaf and not call.inner:
+                yield from _handed(run, call, leaves, lone, partners)
+
+
+def _handed(
+    run: Run,
+    container: Call,
+    leaves: Sequence[Call],
+    lone: set[int],
+    partners: Mapping[int, Pair | None],
+) -> Iterator[tuple[Record, Pair]]:
+    """Tensors of a container that a leaf inside took first, or gave last."""
+    alone = [r for r in container.records if id(r) in lone and r.key.phase == "forward"]
+    if not alone:
+        return
+    prefix = "" if container.site in ROOTS else f"{container.site}."
+    inside = [leaf for leaf in leaves if leaf.site.startswith(prefix)]
+    for record in alone:
+        port = record.key.port
+        ends = inside[:_ENDS] if port == "input" else inside[: -_ENDS - 1 : -1]
+        same = bytes_of(run, record) if port in ("input", "output") else ""
+        for leaf in ends if same else ():
+            own = main_tensor(leaf.records, port)
+            if own is None or own.shape != record.shape or bytes_of(run, own) != same:
+                continue
+            if (pair := partners.get(id(own))) is not None:
+                yield record, pair
+                break
+
+
+def _in_order(records: Iterable[Record]) -> list[Record]:
+    return sorted(records, key=lambda record: record.order)
+
+
+def _around(leaves: Sequence[Call], at: int) -> Iterator[tuple[Call, str]]:
+    """Who may have made what a site gives on, likeliest first, and who may read it.
+
+    Beside the leaf before it those of the same module: a dump may list them in another order.
+    """
+    holder = leaves[at].site.rpartition(".")[0]
+    if at:
+        yield leaves[at - 1], "output"
+    for call in leaves[max(0, at - _NEAR) : at + _NEAR]:
+        if call.site.rpartition(".")[0] == holder:
+            yield call, "output"
+    if (reader := _next(leaves, at)) is not None:
+        yield reader, "input"
+
+
+def _next(leaves: Sequence[Call], at: int) -> Call | None:
+    return next((call for call in leaves[at + 1 :] if call.kind not in _KINDS), None)
+
+
+# Inputs of a container that it only hands on: they pair as the operators that take them do.
+
+
+_NONE: dict[object, Pair] = {}
+
+
+def name_of(record: Record, flow: Dataflow) -> str:
+    """What the dump calls an input; empty if it does not say."""
+    if record.key.port != "input":
+        return ""
+    return flow.names.get((record.key.site, record.key.slot), "")
+
+
+class HandedOn:
+    """The pairs of operators' inputs, by the names of the tensors."""
+
+    def __init__(self, pairs: Iterable[Pair], ours: Dataflow, theirs: Dataflow) -> None:
+        self._flows = (ours, theirs)
+        self._pairs: dict[str, dict[object, Pair]] = {}
+        for pair in pairs:
+            names = name_of(pair.reference, ours), name_of(pair.candidate, theirs)
+            if all(names):
+                # Norms of all layers may hold the same bytes: what says the same is said once.
+                self._pairs.setdefault(names[0], {}).setdefault((names[1], _said(pair)), pair)
+
+    def pairs_of(
+        self, one: Call, other: Call, free: set[int], confidence: float
+    ) -> tuple[list[Pair], set[int]]:
+        """Pairs of two containers' inputs, and the records in them."""
+        there: dict[str, list[Record]] = {}
+        for record in other.records:
+            if id(record) in free:
+                there.setdefault(name_of(record, self._flows[1]), []).append(record)
+        seen: Counter[str] = Counter()
+        found: dict[tuple[int, int, str], Pair] = {}
+        for record in one.records:
+            if id(record) not in free:
+                continue
+            name = name_of(record, self._flows[0])
+            nth = seen[name]  # equal bytes have equal names: the nth goes with the nth
+            seen[name] += 1
+            for pair in self._pairs.get(name, _NONE).values():
+                fitting = there.get(name_of(pair.candidate, self._flows[1]), ())
+                partner = fitting[min(nth, len(fitting) - 1)] if fitting else None
+                alike = partner is not None and _alike(record, pair.reference)
+                if partner is None or not alike or not _alike(partner, pair.candidate):
+                    continue
+                mine = _instead(pair.reference_recipe, pair.reference, record)
+                theirs = _instead(pair.candidate_recipe, pair.candidate, partner)
+                both = Pair(record, partner, "structure", confidence, mine, theirs)
+                found.setdefault((id(record), id(partner), f"{mine} {theirs}"), both)
+        told = {id(record) for pair in found.values() for record in pair.records}
+        return list(found.values()), told
+
+
+def _said(pair: Pair) -> object:
+    """What a pair says of two tensors, whichever they are."""
+    said: list[object] = []
+    for record, recipe in (
+        (pair.reference, pair.reference_recipe),
+        (pair.candidate, pair.candidate_recipe),
+    ):
+        alone = recipe is None or recipe.sources == (record,)
+        steps = () if recipe is None else recipe.steps
+        said.append((record.shape, record.dtype, steps, None if alone else id(recipe)))
+    return tuple(said)
+
+
+def _alike(ours: Record, theirs: Record) -> bool:
+    return ours.shape == theirs.shape and ours.dtype == theirs.dtype
+
+
+def _instead(recipe: Recipe | None, old: Record, new: Record) -> Recipe | None:
+    if recipe is None:
+        return None
+    sources = tuple(new if source is old else source for source in recipe.sources)
+    return recipe._replace(sources=sources)

@@ -1,0 +1,433 @@
+"""Calls of operators, counted by piece of the program where a piece was cut into several graphs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from driftline.alignment.recipe import Recipe
+from driftline.graphs.sources.graph_files import (
+    INSIDE,
+    Graph,
+    GraphNode,
+    Kept,
+    Kernel,
+    Off,
+    Origin,
+    read_errors,
+    read_graphs,
+)
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.run import Run
+from driftline.runs.sidecars.calls import GRAPHS
+
+
+def counted_together(graphs: Sequence[Graph]) -> Sequence[Graph]:
+    """Graphs whose calls are counted by piece of the program, also where a piece was cut in parts.
+
+    The graph of a distributed model is cut at the buckets of its gradients, and each part is traced
+    by itself. Backward parts are executed from the last to the first.
+    """
+    parts: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for at, graph in enumerate(graphs):
+        parts[graph.compile_id, graph.kind, graph.base].append(at)
+    found = list(graphs)
+    for group in parts.values():
+        if len(group) == 1:
+            continue
+        totals: dict[tuple[str, str, str], int] = defaultdict(int)
+        before: dict[int, dict[tuple[str, str, str], int]] = {}
+        for at in group:  # backward graphs are listed as they come: the last part first
+            before[at] = dict(totals)
+            for call, total in _calls_of(found[at]).items():
+                totals[call] += total
+        for at in group:
+            found[at] = _recounted(found[at], before[at], totals)
+    return found
+
+
+def _calls_of(graph: Graph) -> dict[tuple[str, str, str], int]:
+    """How often a graph calls each operator, by module and phase."""
+    return {
+        (node.phase, node.module, origin.name): origin.total
+        for node in graph.nodes
+        if node.target != "placeholder" and not node.body
+        for origin in node.origins
+    }
+
+
+def _recounted(
+    graph: Graph,
+    before: Mapping[tuple[str, str, str], int],
+    totals: Mapping[tuple[str, str, str], int],
+) -> Graph:
+    def counted(node: GraphNode) -> GraphNode:
+        if not node.origins or node.body:
+            return node
+        phase = "forward" if node.target == "placeholder" else node.phase
+        origins: list[Origin] = []
+        for one in node.origins:
+            call = (phase, node.module, one.name)
+            nth = one.nth + before.get(call, 0)
+            origins.append(one._replace(nth=nth, total=totals.get(call, one.total)))
+        return node._replace(origins=tuple(origins))
+
+    return graph._replace(nodes=tuple(counted(node) for node in graph.nodes))
+
+
+# Values of compiled graphs: which node each recorded tensor is the value of, and who fused it.
+
+
+SAVED = "saved"
+"""In place of a phase: what the backward pass is given of the forward pass."""
+SHOWN = 6
+"""So many nodes of a fusion are named in a reason."""
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "alias", "detach", "t"),
+        *("transpose", "permute", "expand", "slice", "select", "as_strided", "split", "chunk"),
+        *("unbind", "split_with_sizes", "view_as", "lift_fresh_copy"),
+    )
+)
+RESHAPES = frozenset(
+    f"aten.{name}"
+    for name in ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "alias", "detach")
+)
+
+
+_SAME_ELEMENTS = RESHAPES | {"aten.expand", "aten.clone"}
+FARTHEST = 8
+"""So many views may lie between a value and the memory that holds it."""
+
+
+class Value(NamedTuple):
+    """One recorded tensor of a compiled run.
+
+    Attributes:
+        record: The tensor.
+        graph: The graph that gave it.
+        node: The node whose value it is; None where no node has exactly this value.
+        kernel: The kernel that computed it; None in a run that executed nodes.
+        kept: What that kernel kept there.
+    """
+
+    record: Record
+    graph: Graph
+    node: GraphNode | None
+    kernel: Kernel | None = None
+    kept: Kept | None = None
+
+    @property
+    def inside(self) -> str:
+        """The fused kernel that computes it on the way; it was computed beside that kernel."""
+        if self.graph.engine == "fx" or self.kernel is not None:
+            return ""
+        return self.record.class_name.partition(INSIDE)[2]
+
+
+class Match(NamedTuple):
+    """A tensor of a plain or compiled run, and the compiled value it belongs to."""
+
+    ours: Record
+    theirs: Record
+    recipe: Recipe | None = None
+    confidence: float = 1.0
+
+
+class Found(NamedTuple):
+    """Pairs, why the rest of each side is alone, and which of them lie inside what other tensor."""
+
+    matches: list[Match]
+    ours: dict[TensorKey, str]
+    theirs: dict[TensorKey, str]
+    inside: dict[TensorKey, TensorKey]
+
+
+class Piece(NamedTuple):
+    """A piece of the program, in its order, and the module that executed it."""
+
+    number: int
+    base: str
+
+
+class Place(NamedTuple):
+    """An operator call, wherever it was compiled: which of how many, of its module and phase."""
+
+    piece: Piece
+    phase: str
+    module: str
+    operator: str
+    nth: int
+    slot: str
+    total: int
+
+
+class Graphs:
+    """The graphs of one process of a run, and the tensors that are values of their nodes."""
+
+    def __init__(
+        self, graphs: Sequence[Graph], records: Sequence[Record], errors: Sequence[Off] = ()
+    ) -> None:
+        self.errors = errors
+        self.graphs = graphs = counted_together(graphs)
+        self.engine = graphs[0].engine if graphs else ""
+        self._parts = Counter((graph.compile_id, graph.kind, graph.base) for graph in graphs)
+        order = sorted({graph.piece for graph in graphs}, key=_natural)
+        self._order = {piece: index for index, piece in enumerate(order)}
+        self._nodes = {id(graph): {n.name: n for n in graph.nodes} for graph in graphs}
+        self._slots = {
+            id(graph): {node.of: node for node in graph.nodes if node.of} for graph in graphs
+        }
+        self.values: list[Value] = []
+        self.others: list[Record] = []
+        sites = self._sites()
+        for record in records:
+            value = self._value(record, sites.get(record.key.site, []))
+            if value is None:
+                self.others.append(record)
+            else:
+                self.values.append(value)
+
+    def _sites(self) -> dict[str, list[tuple[Graph, Kernel | None, Kept | None, GraphNode | None]]]:
+        found: dict[str, list[tuple[Graph, Kernel | None, Kept | None, GraphNode | None]]]
+        found = defaultdict(list)
+        for graph in self.graphs:
+            nodes, keeps = self._nodes[id(graph)], self._kept_nodes[id(graph)]
+            for node in graph.nodes:
+                if node.name not in keeps:
+                    found[node.site].append((graph, None, None, node))
+            for kernel in graph.kernels:
+                for kept in kernel.kept:
+                    found[kept.site].append((graph, kernel, kept, nodes.get(kept.node)))
+        return found
+
+    def _value(
+        self,
+        record: Record,
+        there: list[tuple[Graph, Kernel | None, Kept | None, GraphNode | None]],
+    ) -> Value | None:
+        if record.key.port != "output" or not there:
+            return None
+        backward = record.key.phase != "forward"
+        fitting = [one for one in there if (one[0].kind == "backward") == backward] or there
+        # A site may belong to several compilations of one piece: the shape says which.
+        for graph, kernel, kept, node in fitting:
+            whole = self._part(graph, node, record.key.slot)
+            if whole is None or whole.shape is None or whole.shape == record.shape:
+                return Value(record, graph, whole, kernel, kept)
+        graph, kernel, kept, node = fitting[-1]
+        return Value(record, graph, self._part(graph, node, record.key.slot), kernel, kept)
+
+    def _part(self, graph: Graph, node: GraphNode | None, slot: str) -> GraphNode | None:
+        """The node of one of several results, also of one that nobody takes."""
+        if node is None or node.shape is not None or not slot.isdigit():
+            return node
+        slots = self._slots[id(graph)]
+        at = (node.name, int(slot))
+        if at not in slots:
+            taken = [one for (name, _), one in slots.items() if name == node.name and one.origins]
+            if not taken:
+                return node
+            origins = tuple(origin._replace(slot=slot) for origin in taken[0].origins)
+            slots[at] = taken[0]._replace(of=at, origins=origins, shape=None)
+        return slots[at]
+
+    def is_cut(self, graph: Graph) -> bool:
+        """Whether it is one of several parts of a piece, each with inputs of its own."""
+        return self._parts[graph.compile_id, graph.kind, graph.base] > 1
+
+    def node(self, graph: Graph, name: str) -> GraphNode | None:
+        return self._nodes[id(graph)].get(name)
+
+    def piece(self, graph: Graph) -> Piece:
+        return Piece(self._order[graph.piece], graph.base)
+
+    def places(self, graph: Graph, node: GraphNode) -> Iterator[Place]:
+        piece = self.piece(graph)
+        # A body of control flow counts its calls for itself; what a backward graph is given was
+        # counted in the forward pass.
+        module = f"{node.module}/{node.body}" if node.body else node.module
+        phase = SAVED if is_saved(node) else node.phase
+        for one in node.origins:
+            yield Place(piece, phase, module, one.name, one.nth, one.slot, one.total)
+
+    @cached_property
+    def by_node(self) -> dict[tuple[int, str, int, int], Value]:
+        """Values by graph, node, step and visit; a view's is that of what it shows, too."""
+        found: dict[tuple[int, str, int, int], Value] = {}
+        shown: dict[tuple[int, str, int, int], Value] = {}
+        inside: dict[tuple[int, str, int, int], Value] = {}
+        for value in self.values:
+            key = value.record.key
+            for node in self.same_elements(value):
+                at = (id(value.graph), node.name, key.step, key.visit)
+                known = found if node is value.node else shown
+                (inside if value.inside else known).setdefault(at, value)
+        return inside | shown | found
+
+    def same_elements(self, value: Value) -> Iterator[GraphNode]:
+        """The node of a value, and those before it of which it only is another shape.
+
+        A softmax that is expanded to the shape it has is kept as the value of the `expand`.
+        """
+        node = value.node
+        for _ in range(FARTHEST):
+            if node is None:
+                return
+            yield node
+            operator = node.target.rpartition(".")[0]
+            same = operator in _SAME_ELEMENTS and bool(node.inputs)
+            source = self.node(value.graph, node.inputs[0]) if same else None
+            if source is None or (operator == "aten.expand" and not _as_large(source, node)):
+                return
+            node = source
+
+    @cached_property
+    def by_place(self) -> dict[Place, list[tuple[Graph, GraphNode]]]:
+        """Every node, recorded or not, by the calls it stems from."""
+        found: dict[Place, list[tuple[Graph, GraphNode]]] = defaultdict(list)
+        for graph in self.graphs:
+            for node in graph.nodes:
+                for place in self.places(graph, node):
+                    found[place].append((graph, node))
+        return found
+
+    @cached_property
+    def _fusions(self) -> dict[tuple[int, str], tuple[Kernel, Kept]]:
+        found: dict[tuple[int, str], tuple[Kernel, Kept]] = {}
+        for graph in self.graphs:
+            for kernel in graph.kernels:
+                for kept in kernel.kept:
+                    for name in kept.nodes:
+                        found.setdefault((id(graph), name), (kernel, kept))
+            for kernel in graph.kernels:
+                for name in kernel.nodes if kernel.kept else ():
+                    found.setdefault((id(graph), name), (kernel, kernel.kept[-1]))
+        return found
+
+    @cached_property
+    def _by_kept(self) -> dict[tuple[int, str, int, int], Record]:
+        """What kernels kept, by graph, buffer, step and visit."""
+        return {
+            (id(value.graph), value.kept.buffer, value.record.key.step, value.record.key.visit): (
+                value.record
+            )
+            for value in self.values
+            if value.kept is not None
+        }
+
+    def whole(self, graph: Graph, node: GraphNode, step: int, visit: int) -> Record | None:
+        """What a fused kernel keeps that computes a node on the way."""
+        _, kept = self._fusions.get((id(graph), node.name), (None, None))
+        if kept is None or is_view(node):
+            return None
+        return self._by_kept.get((id(graph), kept.buffer, step, visit))
+
+    def kernel_of(self, graph: Graph, node: GraphNode) -> str:
+        """The name of the kernel that computes a node."""
+        kernel, _ = self._fusions.get((id(graph), node.name), (None, None))
+        return kernel.name if kernel is not None else ""
+
+    def why_not_kept(self, graph: Graph, node: GraphNode) -> str:
+        """Why the value of a node is nowhere in memory."""
+        if is_view(node) and node.inputs:
+            return f"a view of {node.inputs[0]}, which has no memory of its own"
+        fused = self._fusions.get((id(graph), node.name))
+        if fused is None:
+            return "inductor made no kernel of its own for it"
+        kernel, kept = fused
+        keeps = kept.node or kept.buffer
+        return f"inside a fusion: {kernel.name} computes it on the way to {keeps}"
+
+    @cached_property
+    def _kept_nodes(self) -> dict[int, set[str]]:
+        """By graph: nodes whose value a kernel keeps."""
+        return {
+            id(graph): {kept.node for kernel in graph.kernels for kept in kernel.kept if kept.node}
+            for graph in self.graphs
+        }
+
+    def computed_for(self, value: Value) -> list[GraphNode]:
+        """The nodes that a kernel computes on the way to a value, in order.
+
+        Inductor's own list goes on through results that an earlier kernel left in memory.
+        """
+        if value.kept is None:
+            return []
+        graph, kept = value.graph, self._kept_nodes[id(value.graph)]
+        went_in = set(value.kept.nodes)
+        waiting = [value.kept.node] if value.kept.node else list(went_in - kept)
+        found = set(waiting)
+        while waiting:
+            node = self.node(graph, waiting.pop())
+            for name in node.inputs if node is not None else ():
+                if name in went_in and name not in found and name not in kept:
+                    found.add(name)
+                    waiting.append(name)
+        return [node for node in graph.nodes if node.name in found]
+
+    def uses(self, graph: Graph) -> dict[str, list[GraphNode]]:
+        """Who takes what a node gives."""
+        found: dict[str, list[GraphNode]] = defaultdict(list)
+        for node in graph.nodes:
+            for name in node.inputs:
+                found[name].append(node)
+        return found
+
+
+def _as_large(one: GraphNode, other: GraphNode) -> bool:
+    """Whether two nodes surely have as many elements."""
+    if one.shape is None or other.shape is None:
+        return False
+    return math.prod(one.shape) == math.prod(other.shape)
+
+
+def is_saved(node: GraphNode) -> bool:
+    """Whether a backward graph is given it by the forward pass, which computed it."""
+    given = node.target == "placeholder" and node.phase == "backward"
+    return given and not node.name.startswith(("primals_", "tangents_"))
+
+
+def is_view(node: GraphNode) -> bool:
+    return node.target.rpartition(".")[0] in VIEWS or node.target == "getitem"
+
+
+def said_of(value: Value) -> str:
+    """Why a kernel's result has no partner."""
+    if value.node is not None and is_saved(value.node):
+        return "saved by the forward pass, where it is compared"
+    if value.kernel is None or value.kept is None:
+        return ""
+    if value.node is None:
+        names = value.kept.nodes
+        shown = ", ".join(names[-SHOWN:]) + (" and more" if len(names) > SHOWN else "")
+        return f"inside a fusion: no node has exactly this value ({value.kernel.name}: {shown})"
+    if value.record.key.phase == "recompute":
+        return "computed again in the backward pass"
+    if not value.node.origins:
+        whole = value.node.operator or "an operator"
+        return f"part of {whole}, which was taken apart ({value.kernel.name})"
+    return ""
+
+
+def graphs_of(run: Run) -> dict[tuple[int, int], Graphs]:
+    """The graphs of every process of a run; empty for a run that has none."""
+    owners: dict[tuple[int, int], list[Record]] = {}
+    for record in run.records:
+        owners.setdefault((record.key.rank, record.key.process), []).append(record)
+    found: dict[tuple[int, int], Graphs] = {}
+    for owner, records in owners.items():
+        if GRAPHS in run.sheets(*owner):
+            text = run.sheet(GRAPHS, *owner)
+            graphs = list(read_graphs(text))
+            if graphs:
+                found[owner] = Graphs(graphs, records, tuple(read_errors(text)))
+    return found
+
+
+def _natural(text: str) -> tuple[int, str]:
+    return (int(text), "") if text.isdigit() else (1 << 30, text)

@@ -1,0 +1,203 @@
+"""What a run says of the exported graph that it is of, and whether a model's names fit it.
+
+Read from the run's topology, which comes from strangers: what is not there is empty.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from driftline.alignment.plan import Plan
+from driftline.runs.facts import first_records
+from driftline.runs.run import Run
+
+ROOT = "(root)"
+_REPEATED = re.compile(r"_(\d+)$")
+
+
+Place = tuple[str, int, str]
+"""A module, which call of it, and the port."""
+Tensor = tuple[str, int, str, str]
+"""A place and the slot there."""
+
+
+class Fusion(NamedTuple):
+    """A fused node that computes what several modules did.
+
+    Attributes:
+        node: Its site.
+        op: Its type.
+        holds: What modules took and gave that it computes no longer.
+        at: Where what it gives is taken and given instead.
+    """
+
+    node: str
+    op: str
+    holds: tuple[Place, ...]
+    at: tuple[Tensor, ...]
+
+
+class ExportedGraph(NamedTuple):
+    """What a run's topology says of the graph that ran.
+
+    Attributes:
+        nodes: Site of each node → what is known of it.
+        inside: Site of what is no longer computed → the fused node it went into.
+        works: What it does with its weights, in the order of the exported file.
+        reworked: Convolution with a batch norm worked in → the node that computes both.
+        codes: Site of integers → the name of the value they stand for, scale, zero point, and
+            their type in the file.
+        fusions: Nodes that several modules went into.
+        makers: Sites of further outputs of a node → the node.
+    """
+
+    nodes: Mapping[str, Mapping[str, Any]]
+    inside: Mapping[str, str]
+    works: Sequence[Mapping[str, Any]] = ()
+    reworked: Mapping[str, str] = {}
+    codes: Mapping[str, Any] = {}
+    fusions: Sequence[Fusion] = ()
+    makers: Mapping[str, Mapping[str, Any]] = {}
+
+    def replaced_by(self, site: str) -> tuple[str, ...]:
+        """The sites that a fused node stands for."""
+        gone = self.nodes.get(site, {}).get("replaces")
+        return tuple(map(str, cast("list[object]", gone))) if isinstance(gone, list) else ()
+
+    def owner(self, site: str) -> Mapping[str, Any] | None:
+        """The node that makes what is at a site; it may make more."""
+        node = self.nodes.get(site)
+        return node if node is not None else self.makers.get(site)
+
+    def call(self, site: str) -> Mapping[str, Any]:
+        """The call of torch's graph whose result is at a site; empty where it is none's."""
+        node = self.owner(site)
+        if node is None:
+            return {}
+        calls = listed(node.get("calls"))
+        at = [*map(str, listed(node.get("outputs")) or [site])].index(site)
+        return _object(calls[at]) if at < len(calls) else {}
+
+    def values(self) -> dict[str, str]:
+        """Value → the site that makes it."""
+        found: dict[str, str] = {}
+        for site, node in self.nodes.items():
+            sites = listed(node.get("outputs")) or [site]
+            for value, place in zip(listed(node.get("values")), sites, strict=False):
+                found[str(value)] = str(place)
+        return found
+
+    def quantised(self) -> set[str]:
+        """Values that are rounded to integers. A quantiser leaves out the activation before that,
+        so that what has such a name may lack it.
+        """
+        return {str(about[0]) for about in map(listed, self.codes.values()) if about}
+
+    def why(self, site: str) -> str:
+        """Why a site is not computed; empty if the graph does not say."""
+        holder = self.inside.get(site)
+        return "" if holder is None else self.said_inside(holder)
+
+    def said_inside(self, node: str) -> str:
+        """That something lies inside a fused node, in words."""
+        ops = {fusion.node: fusion.op for fusion in self.fusions}
+        kind = ops.get(node) or self.nodes.get(node, {}).get("class", "a node")
+        return f"inside a fusion: {kind} '{node}' computes it on the way"
+
+
+_NO_GRAPH = ExportedGraph({}, {})
+
+
+def exported_graph(run: Run) -> ExportedGraph | None:
+    """The graph of a run that was captured from an exported file; None for any other run."""
+    trees = (run.topology(r.key.rank, r.key.process) for r in first_records(run))
+    graphs = (tree.get("exported") for tree in trees if tree is not None)
+    about = next((graph for graph in graphs if isinstance(graph, Mapping)), None)
+    if about is None:
+        return None
+    told = cast("Mapping[str, Any]", about)
+    nodes = {
+        str(node["site"]): node
+        for node in map(_object, listed(told.get("nodes")))
+        if "site" in node
+    }
+    inside = _object(told.get("inside"))
+    return ExportedGraph(
+        nodes,
+        {site: str(node) for site, node in inside.items()},
+        [_object(work) for work in listed(told.get("works"))],
+        _object(told.get("reworked")),
+        _object(told.get("codes")),
+        [_fusion(_object(one)) for one in listed(told.get("fusions"))],
+        {str(at): node for node in nodes.values() for at in listed(node.get("outputs"))},
+    )
+
+
+def _fusion(told: Mapping[str, Any]) -> Fusion:
+    holds = [one for one in map(listed, listed(told.get("holds"))) if len(one) == 3]
+    at = [one for one in map(listed, listed(told.get("at"))) if len(one) == 4]
+    return Fusion(
+        str(told.get("node", "")),
+        str(told.get("op", "")),
+        tuple((str(site), int(visit), str(port)) for site, visit, port in holds if _whole(visit)),
+        tuple((str(one[0]), int(one[1]), str(one[2]), str(one[3])) for one in at if _whole(one[1])),
+    )
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int)
+
+
+def _object(value: object) -> Mapping[str, Any]:
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+
+
+def listed(value: object) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def names_fit(plan: Plan, ours: ExportedGraph | None, theirs: ExportedGraph | None) -> bool:
+    """Whether the two sides call the same things by the same names, so that the rest is detail.
+
+    That is: half of the modules that the graph names (of two graphs: half of the smaller one's
+    sites) are sites of the other side.
+    """
+    sites = [
+        {*(record.key.site for record in paired), *(record.key.site for record in left)}
+        for paired, left in (
+            ([pair.reference for pair in plan.pairs], plan.missing),
+            ([pair.candidate for pair in plan.pairs], plan.extra),
+        )
+    ]
+    linked = {pair.candidate.key.site: pair.reference.key.site for pair in plan.pairs}
+    named = [{linked.get(site, site) for site in sites[1]}, sites[0]]
+    shared = (named[0] & named[1]) - {ROOT}
+    if ours is not None and theirs is not None:
+        modules = [sites[0] - set(ours.nodes), sites[1] - set(theirs.nodes)]
+        values = ours.values().keys() & theirs.values().keys()
+        return (
+            2 * len(shared) >= min(map(len, named)) - 1
+            or len(modules[0] & modules[1] - {ROOT}) * 2 >= min(map(len, modules)) > 1
+            or 2 * len(values) >= min(len(ours.nodes), len(theirs.nodes))
+        )
+    own, others = (sites[0], named[0]) if ours is not None else (sites[1], sites[0])
+    nodes = (ours or theirs or _NO_GRAPH).nodes
+    modules = {linked.get(site, site) for site in own if site not in nodes} - {ROOT}
+    known = {
+        site
+        for site in modules
+        if site in others or any(base in others for base, _ in without_number(site))
+    }
+    return bool(known) and 2 * len(known) >= len(modules)
+
+
+def without_number(site: str) -> Iterable[tuple[str, int]]:
+    """A site without the number of one of its parts: what it may be a repeated call of."""
+    if "/" in site:
+        return
+    parts = site.split(".")
+    for at, part in enumerate(parts):
+        if match := _REPEATED.search(part):
+            yield ".".join((*parts[:at], part[: match.start()], *parts[at + 1 :])), int(match[1])

@@ -1,0 +1,137 @@
+"""The operators of a run, step by step: who was called, who feeds whom, who takes what by name.
+
+What rules about operators' inputs share, read once per step. Draws no conclusions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from driftline.alignment.sites.site_graph import Call, Frame, calls_of, frames_of
+from driftline.alignment.sites.values import Dataflow, Dataflows
+from driftline.graphs.sources.compiler_text import flat
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.run import Run
+
+
+class OperatorSteps:
+    """The leaves of each step of a run by their sites, with the dataflow between them."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._flows = Dataflows(run)
+        self._frames: dict[Frame, list[Record]] | None = None
+        self._known: dict[Frame, tuple[dict[str, Call], Dataflow]] = {}
+        self._taken: dict[Frame, dict[str, Record]] = {}
+
+    def at(self, record: Record) -> tuple[Mapping[str, Call], Dataflow]:
+        """What was called in the step of a record, and the edges."""
+        frame = _frame(record)
+        if frame not in self._known:
+            if self._frames is None:
+                self._frames = frames_of(self.run.records)
+            calls = calls_of(sorted(self._frames.get(frame, []), key=lambda each: each.order))
+            by_site = {call.site: call for call in calls if call.leaf and not call.visit}
+            self._known[frame] = by_site, self._flows.of(frame, calls, frame)
+        return self._known[frame]
+
+    def taken(self, record: Record) -> Record | None:
+        """The input of an operator inside that a container only hands on; None if it is none."""
+        if record.key.port != "input":
+            return None
+        calls, flow = self.at(record)
+        name = flow.names.get((record.key.site, record.key.slot))
+        if not name:
+            return None
+        frame = _frame(record)
+        if frame not in self._taken:
+            first: dict[str, Record] = {}
+            for each in (each for call in calls.values() for each in call.records):
+                called = flow.names.get((each.key.site, each.key.slot))
+                if called and each.key.port == "input":
+                    first.setdefault(called, each)
+            self._taken[frame] = first
+        return self._taken[frame].get(name)
+
+
+def _frame(record: Record) -> Frame:
+    return Frame(record.key.rank, record.key.process, record.key.step)
+
+
+# The tensors of a dump put together by the operator they belong to, and what matching finds.
+
+
+class Operator(NamedTuple):
+    """One dumped call of an operator.
+
+    Attributes:
+        name: Without its graph's name, flattened as file names are.
+        class_name: Its type.
+        inputs: In the order of their slots.
+        outputs: The same.
+    """
+
+    name: str
+    class_name: str
+    inputs: list[Record]
+    outputs: list[Record]
+
+    @property
+    def records(self) -> list[Record]:
+        return [*self.inputs, *self.outputs]
+
+
+class Match(NamedTuple):
+    """Two tensors that belong together; whose side is which, the caller knows."""
+
+    ours: Record
+    theirs: Record
+    confidence: float = 1.0
+    same_name: bool = False
+
+    @property
+    def turned(self) -> Match:
+        """The same, seen from the other side."""
+        return self._replace(ours=self.theirs, theirs=self.ours)
+
+
+class Found(NamedTuple):
+    """What comparing two graphs gave.
+
+    Attributes:
+        matches: In the order of our operators.
+        ours: Why tensors of our side are alone, where there is something to say.
+        theirs: The same for the other side.
+    """
+
+    matches: list[Match]
+    ours: dict[TensorKey, str]
+    theirs: dict[TensorKey, str]
+
+
+def operators_of(records: Iterable[Record], prefix: str) -> dict[str, Operator]:
+    """Operators by name, in the order of their first tensor."""
+    found: dict[str, Operator] = {}
+    for record in records:
+        name = flat(record.key.site.removeprefix(prefix))
+        operator = found.get(name)
+        if operator is None:
+            operator = found[name] = Operator(name, record.class_name, [], [])
+        if record.key.port == "input":
+            operator.inputs.append(record)
+        elif record.key.port == "output":
+            operator.outputs.append(record)
+    for operator in found.values():
+        operator.inputs.sort(key=_slot)
+        operator.outputs.sort(key=_slot)
+    return found
+
+
+def at_slot(records: Iterable[Record], slot: str) -> Record | None:
+    return next((record for record in records if record.key.slot == slot), None)
+
+
+def _slot(record: Record) -> tuple[int, ...]:
+    parts = record.key.slot.split(".")
+    return tuple(int(part) if part.isascii() and part.isdigit() else -1 for part in parts)

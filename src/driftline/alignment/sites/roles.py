@@ -1,0 +1,265 @@
+"""What the dataflow says of projections whose names say nothing: q, k and v; gate and up.
+
+What an attention takes as its first, second and third input are q, k and v, whatever lies between;
+of two projections that are multiplied the gate is the one with an activation in between. A
+projection that is cut into such pieces is a fused one, and the cuts say where its parts lie.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, cast
+
+from driftline.alignment.sites.site_graph import Call, Frame, calls_of, frames_of, main_tensor
+from driftline.alignment.sites.values import Dataflow, Dataflows, Place
+from driftline.runs.records import Record
+from driftline.runs.run import Run
+
+_STEPS = 16
+"""So many operators between a projection and what uses it; more is no projection of it."""
+_ATTENTION = ("q", "k", "v")
+_CACHES = ("k", "v")
+_QUANTISE = (6, 17, 19)
+"""Numbers of ATB's element-wise operations that quantise: by one scale, by columns, by rows."""
+_PASSING = ("Transpose", "Reshape", "View", "Transdata", "TransData", "Cast", "Contiguous", "Pad",
+            "Unpad", "Squeeze", "Unsqueeze", "AsStrided")  # fmt: skip
+
+
+class _Origin(NamedTuple):
+    """The projection that a tensor comes from, and which columns of it."""
+
+    linear: Call
+    span: tuple[int, int] | None
+
+
+def tell_by_dataflow(calls: Sequence[Call], flow: Dataflow) -> None:
+    """Give projections the roles that follow from who reads them; names that say one stay.
+
+    Args:
+        calls: Of one step, in order; changed in place (`role`, `layout`, `fed_by`, `makes`).
+        flow: Who feeds whom.
+    """
+    if not flow.makers:
+        return
+    leaves = {call.site: call for call in calls if call.leaf and call.called and not call.visit}
+    for call in leaves.values():
+        source, result = (main_tensor(call.records, port) for port in ("input", "output"))
+        if not call.makes and result is not None:
+            call.makes = f"{call.site}/{result.key.slot}"
+        if not call.fed_by and source is not None:
+            call.fed_by = _first_source(leaves, flow, call.site, source.key.slot)
+    found: dict[int, list[tuple[str, tuple[int, int] | None]]] = {}
+    by_id = {id(call): call for call in leaves.values()}
+    for role, origin in _used(leaves, flow):
+        told = found.setdefault(id(origin.linear), [])
+        if (role, origin.span) not in told:
+            told.append((role, origin.span))
+    for at, told in found.items():
+        _say(by_id[at], told)
+    for call in leaves.values():
+        maker = flow.makers.get((call.site, "0")) if call.kind == "cut" else None
+        if maker is not None and maker[0] in leaves:
+            call.layout = leaves[maker[0]].layout
+
+
+def tell_elementwise(
+    ours: Sequence[Call], theirs: Sequence[Call], flows: tuple[Dataflow, Dataflow]
+) -> None:
+    """Operators that do many things by a parameter get kinds of their own, if all of them have it.
+
+    A product, a sum and a quantising cast are all an `ElewiseOperation`.
+    """
+    sides = [
+        [call for call in side if call.leaf and call.class_name.startswith("Elewise")]
+        for side in (ours, theirs)
+    ]
+    types = [
+        [flow.params.get(call.site, {}).get("elewiseType") for call in side]
+        for side, flow in zip(sides, flows, strict=True)
+    ]
+    if all(isinstance(each, int) for side in types for each in side):
+        for side, numbers in zip(sides, types, strict=True):
+            for call, number in zip(side, numbers, strict=True):
+                call.kind = f"elementwise {'quantise' if number in _QUANTISE else number}"
+
+
+def _say(call: Call, told: Sequence[tuple[str, tuple[int, int] | None]]) -> None:
+    """One role for the whole projection, or one for each of its parts; nothing if they clash."""
+    if len(told) == 1 and told[0][1] is None:
+        call.role = call.role or told[0][0]
+        return
+    parts = [(span, role) for role, span in told if span is not None]
+    # Two parts of the same bytes are not told apart; the others still are.
+    clear = Counter(span for span, _ in parts), Counter(role for _, role in parts)
+    spans = sorted(part for part in parts if clear[0][part[0]] == clear[1][part[1]] == 1)
+    apart = all(a[0][1] <= b[0][0] for a, b in itertools.pairwise(spans))
+    if len(parts) == len(told) and apart and not call.role:
+        call.layout = tuple((role, *span) for span, role in spans)
+
+
+def _used(leaves: dict[str, Call], flow: Dataflow) -> Iterable[tuple[str, _Origin]]:
+    """Roles, and the projections that have them, by what reads their results."""
+    active: dict[Place, _Origin] = {}
+    for call in leaves.values():
+        names: Sequence[str] = ()
+        if call.kind == "core attention":
+            # A paged attention reads keys and values from the cache.
+            names = _ATTENTION
+        elif call.class_name.startswith("ReshapeAndCache"):
+            names = _CACHES
+        for slot, role in enumerate(names):
+            if (origin := _traced(leaves, flow, call.site, str(slot))) is not None:
+                yield role, origin
+        if call.kind == "activation" and (origin := _traced(leaves, flow, call.site, "0")):
+            wide = origin.linear.features if origin.span is None else 0
+            if wide and 2 * call.features == wide:  # the gated one takes both halves at once
+                half = wide // 2
+                yield "gate", _Origin(origin.linear, (0, half))
+                yield "up", _Origin(origin.linear, (half, wide))
+            else:
+                active.update({(r.key.site, r.key.slot): origin for r in _ports(call, "output")})
+    for call in leaves.values():
+        inputs = _ports(call, "input")
+        if len(inputs) != 2 or call.kind == "linear":
+            continue
+        for one, other in (inputs, inputs[::-1]):
+            maker = flow.makers.get((call.site, one.key.slot))
+            gate = active.get(maker) if maker is not None else None
+            up = _traced(leaves, flow, call.site, other.key.slot) if gate is not None else None
+            if gate is None or up is None or gate == up or gate.linear.fed_by != up.linear.fed_by:
+                continue
+            yield "gate", gate
+            yield "up", up
+
+
+def _ports(call: Call, port: str) -> list[Record]:
+    return [r for r in call.records if r.key.port == port and r.key.phase == "forward"]
+
+
+def _first_source(leaves: dict[str, Call], flow: Dataflow, site: str, slot: str) -> str:
+    """What a projection is fed by, seen through what only changes its type (a quantising cast)."""
+    for _ in range(_STEPS):
+        maker = flow.makers.get((site, slot))
+        call = leaves.get(maker[0]) if maker is not None else None
+        inputs = [] if call is None else [r for r in _ports(call, "input") if r.shape == call.out]
+        rest = call is not None and call.class_name.startswith(("Elewise", "Cast"))
+        if call is None or not rest or len(inputs) != 1:
+            break
+        if len([r for r in _ports(call, "input") if len(r.shape) > 1]) != 1:
+            break
+        site, slot = call.site, inputs[0].key.slot
+    return flow.source(site, slot)
+
+
+def _traced(leaves: dict[str, Call], flow: Dataflow, site: str, slot: str) -> _Origin | None:
+    """The projection whose result, or a piece of it, an operator reads."""
+    span: tuple[int, int] | None = None
+    for _ in range(_STEPS):
+        maker = flow.makers.get((site, slot))
+        call = leaves.get(maker[0]) if maker is not None else None
+        if maker is None or call is None:
+            return None
+        if call.kind == "linear":
+            return _Origin(call, span)
+        piece = _piece(call, maker[1], flow)
+        if piece is not None:
+            if span is not None:
+                piece = (piece[0] + span[0], piece[0] + span[1])
+            span = piece
+            slot = "0"
+        else:
+            passed = _passed(call, maker[1], flow)
+            if passed is None:
+                return None
+            slot = passed
+        site = call.site
+    return None
+
+
+def _piece(call: Call, output: str, flow: Dataflow) -> tuple[int, int] | None:
+    """Which columns of its input an operator that cuts puts into one of its outputs."""
+    source = next((r for r in _ports(call, "input") if r.key.slot == "0"), None)
+    outputs = _ports(call, "output")
+    if source is None or not source.shape or not outputs:
+        return None
+    whole = source.shape[-1]
+    if call.class_name.startswith("Split"):
+        sizes = [(r.key.slot, r.shape[-1] if r.shape else 0) for r in outputs]
+        if sum(size for _, size in sizes) != whole:
+            return None  # along another axis, or not all of it was dumped
+        start = 0
+        for slot, size in sizes:
+            if slot == output:
+                return (start, start + size)
+            start += size
+    if call.class_name.startswith("Slice"):
+        offsets = flow.params.get(call.site, {}).get("offsets")
+        size = outputs[0].shape[-1] if outputs[0].shape else 0
+        last = cast("list[object]", offsets)[-1] if isinstance(offsets, list) and offsets else None
+        if isinstance(last, int) and last >= 0 and last + size <= whole:
+            return (last, last + size)
+    return None
+
+
+def _passed(call: Call, output: str, flow: Dataflow) -> str | None:
+    """The slot of the input that an operator gives on as this output, if it is only one."""
+    if call.kind == "rope":
+        return output if output in ("0", "1") else None
+    result = next((r for r in _ports(call, "output") if r.key.slot == output), None)
+    if result is None:
+        return None
+    size = math.prod(result.shape)
+    fed = [r for r in _ports(call, "input") if math.prod(r.shape) == size]
+    known = [r for r in fed if (call.site, r.key.slot) in flow.makers]
+    simple = call.class_name.startswith(_PASSING) or call.class_name.startswith("Elewise")
+    if not (simple or call.kind.startswith("norm")) or len(fed) != 1 or len(known) != 1:
+        return None  # a sum of two tensors is neither of them
+    return known[0].key.slot
+
+
+# Equal numbers of operators that are used for something else: the second is q here and k there.
+
+
+def rewired(reference: Run, candidate: Run) -> str:
+    """A site of both runs that has another role in each, by the dataflow; empty if none has."""
+    ours = frames_of(reference.records)
+    theirs = frames_of(candidate.records)
+    seen: set[tuple[int, int]] = set()
+    for frame in ours:
+        place = (frame.rank, frame.process)
+        if place in seen or frame not in theirs:
+            continue
+        seen.add(place)
+        here = _told(reference, frame, calls_of(ours[frame]))
+        there = _told(candidate, frame, calls_of(theirs[frame])) if here else {}
+        for site, told in here.items():
+            if site in there and there[site] != told:
+                return site
+        places = _places(here), _places(there)
+        for what, site in places[0].items():
+            if site and (other := places[1].get(what)) and other != site:
+                return site  # one that the other run tells nothing of
+    return ""
+
+
+def _places(told: dict[str, object]) -> dict[tuple[str, object], str]:
+    """The one site of each layer that has a role; empty where several have it."""
+    found: dict[tuple[str, object], str] = {}
+    for site, role in told.items():
+        what = (site.rpartition(".")[0], role)
+        found[what] = "" if what in found else site
+    return found
+
+
+def _told(run: Run, frame: Frame, calls: list[Call]) -> dict[str, object]:
+    """What the edges alone say of each projection."""
+    flow = Dataflows(run).of(frame, calls, None)
+    if not flow.makers:
+        return {}
+    for call in calls:
+        call.role = ""
+    tell_by_dataflow(calls, flow)
+    return {c.site: (c.role, c.layout) for c in calls if c.role or c.layout}

@@ -1,0 +1,208 @@
+"""A run as calls: each site with its visit, what it is, what went in and what came out, in order.
+
+What structural alignment looks at. Reads records only; no tensor is opened.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from driftline.alignment.sites.kinds import WHOLE, is_known, is_whole, kind_of, role_of
+from driftline.runs.records import Record
+
+ROOTS = ("(root)", "")
+
+
+class Call:
+    """One call of one site.
+
+    Attributes:
+        site: Where.
+        visit: The nth call of the site in the step.
+        class_name: Of the site.
+        kind: What work that is (`classes.kind_of`).
+        role: Which of several like sites its name says it is.
+        records: Its tensors, in order.
+        out: Shape of its main output; None if no output was kept.
+        into: Shape of its main input; None if no input was kept.
+        fed_by: One text for its main input, whoever reads it: its digest, or who made it; empty
+            if not known.
+        makes: The same for its main output.
+        layout: Of a fused projection: role, first and last column plus one of each part, where the
+            dataflow shows them.
+        inner: It stands inside a call that counts as one thing, such as an adapted Linear.
+        leaf: Nothing is inside it that counts.
+        called: It has tensors of a call, and not only parameters or gradients.
+        order: When it was called: the place of its first tensor in the run.
+        ended: The place of the last tensor of its call.
+        parts: For what stands for several calls (q, k and v as one): those calls.
+    """
+
+    __slots__ = (
+        "called", "class_name", "ended", "fed_by", "inner", "into", "kind", "layout", "leaf",
+        "makes", "order", "out", "parts", "records", "role", "site", "visit",
+    )  # fmt: skip
+
+    def __init__(self, site: str, visit: int, records: list[Record]) -> None:
+        self.site = site
+        self.visit = visit
+        self.records = records
+        self.class_name = next((r.class_name for r in records if r.class_name), "")
+        self.kind = kind_of(self.class_name)
+        self.role = role_of(site)
+        # Parameters are taken before the first call and gradients after the last: neither says when
+        # a site was called.
+        moments = [
+            record.order
+            for record in records
+            if record.key.port in ("input", "output") and record.key.phase == "forward"
+        ]
+        self.called = bool(moments)
+        self.order = min(moments) if moments else records[0].order
+        self.ended = max(moments) if moments else records[-1].order
+        self.inner = False
+        self.leaf = True
+        self.parts: tuple[Call, ...] = ()
+        self.layout: tuple[tuple[str, int, int], ...] = ()
+        output = main_tensor(records, "output")
+        source = main_tensor(records, "input")
+        self.out = None if output is None else output.shape
+        self.into = None if source is None else source.shape
+        self.makes = "" if output is None else output.digest
+        self.fed_by = "" if source is None else source.digest
+        if not is_known(self.kind) and output is not None and source is not None:
+            self.kind = _by_shape(source, output) or self.kind
+
+    @property
+    def features(self) -> int:
+        """Extent of the output's last axis; -1 for a scalar or where nothing is known."""
+        shape = self.out if self.out is not None else self.into
+        return shape[-1] if shape else -1
+
+    @property
+    def width(self) -> int:
+        """Extent of the input's last axis; -1 where nothing is known."""
+        return self.into[-1] if self.into else -1
+
+    def __repr__(self) -> str:
+        visit = f"#{self.visit}" if self.visit else ""
+        return f"<{self.site}{visit} {self.class_name} {self.into}->{self.out}>"
+
+
+class Frame(NamedTuple):
+    """One step of one process: where structure is looked for."""
+
+    rank: int
+    process: int
+    step: int
+
+
+def main_tensor(records: Iterable[Record], port: str) -> Record | None:
+    """The first tensor of a port in the forward pass: floats and their codes before ids and masks.
+
+    Vectors come last: where operators take weights as inputs, those are scales and biases.
+    """
+    first: Record | None = None
+    matrix: Record | None = None
+    for record in records:
+        if record.key.port == port and record.key.phase == "forward":
+            first = first or record
+            if len(record.shape) > 1:
+                if "float" in record.dtype or record.dtype in ("int8", "int4"):
+                    return record
+                matrix = matrix or record
+    return matrix or first
+
+
+def _by_shape(source: Record, output: Record) -> str:
+    """What a leaf of an unknown class must be: ids become vectors, or vectors change their size."""
+    if "float" not in output.dtype or not output.shape or not source.shape:
+        return ""
+    if "int" in source.dtype and output.shape[:-1] == source.shape:
+        return "embedding"
+    same_rows = "float" in source.dtype and output.shape[:-1] == source.shape[:-1]
+    return "linear" if same_rows and output.shape[-1] != source.shape[-1] else ""
+
+
+def frames_of(records: Iterable[Record]) -> dict[Frame, list[Record]]:
+    """Records by step and process, in the order they come."""
+    found: dict[Frame, list[Record]] = {}
+    for record in records:
+        key = record.key
+        found.setdefault(Frame(key.rank, key.process, key.step), []).append(record)
+    return found
+
+
+def calls_of(records: Sequence[Record]) -> list[Call]:
+    """The calls of one frame in execution order, with their places in the tree."""
+    by_call: dict[tuple[str, int], list[Record]] = {}
+    for record in records:
+        by_call.setdefault((record.key.site, record.key.visit), []).append(record)
+    calls = [Call(site, visit, group) for (site, visit), group in by_call.items()]
+    _place(calls)
+    calls.sort(key=lambda call: call.order)
+    return calls
+
+
+def with_bias(calls: list[Call]) -> None:
+    """Give a matrix product the output of the operator after it that only adds its bias.
+
+    `LinearOperation` then `ElewiseOperation` are one Linear elsewhere. A residual is added the same
+    way, but it is no vector.
+    """
+    leaves = [call for call in calls if call.leaf]
+    for call, after in itertools.pairwise(leaves):
+        if call.kind != "linear" or not after.class_name.startswith("Elewise"):
+            continue
+        shapes = sorted(
+            (record.shape for record in after.records if record.key.port == "input"), key=len
+        )
+        if after.out == call.out and shapes == [(call.features,), call.out]:
+            mine = [record for record in call.records if record.key.port != "output"]
+            made = [record for record in after.records if record.key.port == "output"]
+            raw = [record for record in call.records if record.key.port == "output"]
+            after.records = [r for r in after.records if r.key.port != "output"] + raw
+            call.records = mine + made
+            call.makes = after.makes
+            after.inner, after.leaf = True, False
+
+
+def enclosing(site: str) -> Iterable[str]:
+    """The sites around a site, nearest first, the root not included."""
+    while True:
+        cut = max(site.rfind("."), site.rfind("/"))
+        if cut <= 0:
+            return
+        site = site[:cut]
+        yield site
+
+
+def _place(calls: list[Call]) -> None:
+    """Say which calls are leaves, and which stand inside something that counts as one."""
+    kinds = {call.site: kind_of(call.class_name) for call in calls}
+    # What only holds parameters makes no container of what uses them: an attention of one call.
+    counted = dict.fromkeys(call.site for call in calls if call.called) or kinds
+    around: set[str] = set()
+    within: dict[str, list[str]] = {}
+    for site in counted:
+        for parent in enclosing(site):
+            if parent in kinds:
+                around.add(parent)
+                if kinds[parent] in WHOLE and parent not in ROOTS:
+                    within.setdefault(parent, []).append(site)
+    if len(kinds) > 1:
+        around.update(root for root in ROOTS if root in kinds)
+    classes = {call.site: call.class_name for call in calls}
+    whole = {
+        parent
+        for parent, sites in within.items()
+        if is_whole(classes[parent], [kinds[site] for site in sites])
+    }
+    inside = {site for parent in whole for site in within[parent]}
+    for call in calls:
+        call.inner = call.site in inside
+        if call.site in around:
+            call.kind = kinds[call.site]  # shapes say what a leaf is, not a container
+        call.leaf = not call.inner and (call.site not in around or call.site in whole)

@@ -1,0 +1,200 @@
+"""Who feeds whom in a run: the edges of its topology or, without one, equal bytes within the run.
+
+Says which output each input is. What follows from that for sites whose names say nothing is
+`dataroles`' part. Never looks at another run, so a fault of one side cannot make a partner.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from driftline.alignment.sites.site_graph import Call, Frame
+from driftline.errors import DriftlineError
+from driftline.numerics import kernel
+from driftline.runs.records import Record
+from driftline.runs.run import Run
+
+_SAMPLE = 1 << 16
+"""Bytes at either end of a tensor that tell it from others of its run."""
+_MOST_READ = 1 << 28
+"""Bytes that are read of one step to find out who feeds whom; the rest stays unknown."""
+
+_CONSTANT = "constant "
+
+Place = tuple[str, str]
+"""Site and slot."""
+
+
+class Dataflow(NamedTuple):
+    """The edges of one step of one process.
+
+    Attributes:
+        makers: Input → the output it is.
+        names: Input → the name the dump has for what nobody made (a weight, an input of the model).
+        params: Site → the operator's parameters, where the dump holds them.
+    """
+
+    makers: Mapping[Place, Place]
+    names: Mapping[Place, str]
+    params: Mapping[str, Mapping[str, Any]]
+
+    def source(self, site: str, slot: str) -> str:
+        """One text for one tensor, whoever reads it; empty if it is not known."""
+        maker = self.makers.get((site, slot))
+        return "/".join(maker) if maker is not None else self.names.get((site, slot), "")
+
+
+_NOTHING = Dataflow({}, {}, {})
+
+
+class Dataflows:
+    """What is known of who feeds whom in a run: read once per process, or per look of a step."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._by_process: dict[tuple[int, int], Dataflow] = {}
+        self._by_look: dict[object, Dataflow] = {}
+
+    def of(self, frame: Frame, calls: Sequence[Call], look: object) -> Dataflow:
+        """The edges of one step.
+
+        Args:
+            frame: Which step of which process.
+            calls: What was called there.
+            look: Equal for steps in which the same was called; only the first one's bytes are read.
+        """
+        place = (frame.rank, frame.process)
+        if place not in self._by_process:
+            self._by_process[place] = edges_of(self._run, *place)
+        known = self._by_process[place]
+        if known.makers:
+            return known
+        if look not in self._by_look:
+            leaves = [call for call in calls if call.leaf and call.called]
+            if _has_operators(leaves):
+                makers, names = _from_bytes(self._run, [call for call in calls if call.called])
+                known = known._replace(makers=makers, names=names)
+            self._by_look[look] = known
+        return self._by_look[look]
+
+
+def edges_of(run: Run, rank: int, process: int) -> Dataflow:
+    """What the topology of one process says."""
+    topology = run.topology(rank, process)
+    return _NOTHING if topology is None else _from_topology(topology)
+
+
+def _has_operators(leaves: Iterable[Call]) -> bool:
+    """Whether operators that take several tensors are sites: only they say what is what."""
+    return any(call.kind == "core attention" for call in leaves)
+
+
+def _from_topology(topology: Mapping[str, Any]) -> Dataflow:
+    makers: dict[Place, Place] = {}
+    for maker, taker in _edges(topology):
+        # A container's output is the output of a leaf inside it, which says more.
+        if taker not in makers or maker[0].startswith(f"{makers[taker][0]}."):
+            makers[taker] = maker
+    names: dict[Place, str] = {}
+    params: dict[str, Mapping[str, Any]] = {}
+    below = [cast("object", root) for root in _list(topology.get("roots"))]
+    while below:
+        node = below.pop()
+        if not isinstance(node, Mapping):
+            continue
+        about = cast("Mapping[str, Any]", node)
+        site = about.get("site")
+        if isinstance(site, str):
+            for slot, name in enumerate(_list(about.get("inputs"))):
+                if isinstance(name, str):
+                    names[site, str(slot)] = name
+            if isinstance(about.get("param"), Mapping):
+                params[site] = cast("Mapping[str, Any]", about["param"])
+        below += _list(about.get("children"))
+    return Dataflow(makers, names, params)
+
+
+def _edges(topology: Mapping[str, Any]) -> Iterable[tuple[Place, Place]]:
+    """Edges in the two forms there are; what is neither is passed over."""
+    for edge in _list(topology.get("edges")):
+        if isinstance(edge, Mapping):
+            about = cast("Mapping[str, Any]", edge)
+            values = [about.get(name) for name in ("from", "output", "to", "input")]
+        else:
+            values = _list(edge)
+        if len(values) == 4 and isinstance(values[0], str) and isinstance(values[2], str):
+            yield (values[0], str(values[1])), (values[2], str(values[3]))
+
+
+def _list(value: object) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def _from_bytes(run: Run, calls: Sequence[Call]) -> tuple[dict[Place, Place], dict[Place, str]]:
+    """Edges where an input holds the very bytes of an output made before it; and names of bytes."""
+    made: dict[str, list[Place]] = {}
+    makers: dict[Place, Place] = {}
+    names: dict[Place, str] = {}
+    read = 0
+    for call in sorted(calls, key=lambda call: call.order):
+        for port in ("input", "output") if call.leaf else ("input",):
+            taken: dict[str, list[Place]] = {}
+            for record in call.records:
+                if record.key.port != port or record.key.phase != "forward":
+                    continue
+                known = bool(record.digest) or (record.kept == "full" and read <= _MOST_READ)
+                if not known or not record.shape:
+                    continue
+                digest, length = _sampled(run, record)
+                read += length
+                place = (record.key.site, record.key.slot)
+                if digest and port == "input":
+                    names[place] = digest
+                if digest.startswith(_CONSTANT):
+                    continue  # ones are the same everywhere, and say nothing of who made them
+                if not digest or len(record.shape) < 2 or not call.leaf:
+                    continue
+                if port == "output":
+                    made.setdefault(digest, []).append(place)
+                elif digest in made:
+                    taken.setdefault(digest, []).append(place)
+            for digest, places in taken.items():
+                # Of several outputs of the same bytes either is right, but not one for all.
+                last = made[digest][-len(places) :]
+                for at, place in enumerate(places):
+                    makers[place] = last[min(at, len(last) - 1)]
+    return makers, names
+
+
+def bytes_of(run: Run, record: Record) -> str:
+    """A text that is equal for equal tensors of a run; empty where it says nothing (zeros)."""
+    if not record.digest and record.kept != "full":
+        return ""
+    return _sampled(run, record)[0]
+
+
+def _sampled(run: Run, record: Record) -> tuple[str, int]:
+    """A digest of both ends of a tensor; none of what is the same everywhere, such as zeros."""
+    if not math.prod(record.shape):
+        return "", 0
+    if record.digest:
+        return f"{record.dtype} {math.prod(record.shape)} {record.digest}", 0
+    try:
+        values = np.ascontiguousarray(run.raw(record)).reshape(-1).view(np.uint8)
+    except (DriftlineError, OSError, ValueError):
+        return "", 0  # comparing it will say why
+    ends = values if values.size <= 2 * _SAMPLE else _both_ends(values)
+    if not (ends != ends[0]).any():
+        return "", ends.size
+    width = values.size // math.prod(record.shape)
+    same = "" if width and (ends[width:] != ends[:-width]).any() else _CONSTANT
+    # Shapes count by their sizes only: a view of other axes is the same tensor.
+    return f"{same}{record.dtype} {math.prod(record.shape)} {kernel.digest(ends)}", ends.size
+
+
+def _both_ends(values: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.concatenate((values[:_SAMPLE], values[-_SAMPLE:]))

@@ -1,0 +1,204 @@
+"""The Python door to capture: `with driftline.capture(model, "run"):` and `driftline.step()`.
+
+Which framework a model belongs to is seen from its class; only that framework's adapter is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+from driftline import settings
+from driftline.captures.calls import StepsBy
+from driftline.captures.options import Reduction, WhenFull, budgets_from
+from driftline.captures.selection import Selection, patterns, require_visible
+from driftline.captures.session import LEVELS, Session, known_levels
+from driftline.errors import BadInput, did_you_mean
+from driftline.runs.jobs import begin_run
+from driftline.runs.sinks import Sink
+from driftline.runs.writer import RunWriter
+
+FRAMEWORKS = ("torch", "paddle")
+"""Packages whose models can be captured; each has a folder of its own here."""
+
+Filter = str | int | Iterable[str | int] | None
+
+
+class Capture:
+    """A capture that runs inside a `with` block.
+
+    Attributes:
+        path: The run's folder; None when a sink was given instead.
+        session: What does the work.
+    """
+
+    def __init__(self, session: Session, path: Path | None) -> None:
+        self.session = session
+        self.path = path
+        self._entered = False
+
+    def step(self) -> None:
+        """Say that a step is over. From then on only this counts steps."""
+        self.session.step_over()
+
+    def __enter__(self) -> Self:
+        if self._entered:  # its run is sealed, or being written
+            raise BadInput(
+                "a capture is good for one with block", hint="call driftline.capture again"
+            )
+        self._entered = True
+        self.session.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.session.stop()
+        if error is None:
+            for sentence in self.session.complaints():
+                warnings.warn(sentence, stacklevel=2)
+
+
+def capture(
+    model: Any,
+    path: str | os.PathLike[str] | Sink,
+    *,
+    sites: Filter = None,
+    classes: Filter = None,
+    ports: Filter = None,
+    steps: Filter = None,
+    ranks: Filter = None,
+    keep: str = "full",
+    levels: str | Iterable[str] = ("modules",),
+    steps_by: StepsBy = "auto",
+    selection: Selection | None = None,
+    max_bytes: int | None = None,
+    device_budget: int | None = None,
+    host_budget: int | None = None,
+    when_full: WhenFull = "wait",
+    force: bool = False,
+    graph: Literal["fx", "inductor"] | None = None,
+    fusion: bool = True,
+) -> Capture:
+    """Capture what a model computes inside a `with` block, into a run.
+
+    Args:
+        model: The model to watch, a torch module or a Paddle layer; its results are bitwise what
+            they are without.
+        path: The run's folder, or a sink to write to.
+        sites: Globs on module paths (`model.layers.*.mlp`); a text, or several.
+        classes: Globs on class names.
+        ports: Globs on ports: input, output, grad_input, grad_output, param, param_grad,
+        optimizer_grad.
+        steps: Numbers, `3-5`, or a `range`. Every step by default.
+        ranks: The same for ranks.
+        keep: full, summary, digest, sample, sample(n) or describe.
+        levels: Any of modules, ops, gradients, params.
+        steps_by: auto, or what alone ends a step: call, optimizer, manual.
+        selection: Instead of the filters above, for those it has and they have not.
+        max_bytes: Store no more tensor bytes than this.
+        device_budget: Bytes on each GPU for copies of tensors on their way; 1 GiB by default.
+        host_budget: Bytes of pinned host memory where they land; 2 GiB by default.
+        when_full: When the run is written more slowly than that: the program waits, or tensors are
+            dropped and counted.
+        force: Replace a run that is there already.
+        graph: Also what `torch.compile` makes of it: `fx` executes its graphs node by node with
+            torch's own operators, whatever the backend; `inductor` reads what its kernels compute.
+            What was compiled before the block and in it is compiled again.
+        fusion: With `inductor`: False gives every node a kernel of its own.
+
+    Raises:
+        AlreadyThere: The folder exists and `force` was not given.
+        BadInput: A filter, level, reduction or graph that cannot mean anything.
+    """
+    engine = engine_of(model)
+    filters = Selection(
+        sites=patterns(sites),
+        classes=patterns(classes),
+        ports=patterns(ports),
+        steps=patterns(steps),
+        ranks=patterns(ranks),
+    )
+    if selection is None:
+        selection = filters
+    elif filters != Selection():
+        raise BadInput(
+            "both a selection and filters were given", hint="put the filters into the selection"
+        )
+    levels = known_levels(levels)
+    if not levels:
+        raise BadInput("no level was given", hint=f"levels are {', '.join(LEVELS)}")
+    require_visible(selection.ports, levels)
+    engine.check_levels(levels)
+    if steps_by not in get_args(StepsBy):
+        raise BadInput(
+            f"there is no steps_by '{steps_by}'", hint=did_you_mean(steps_by, get_args(StepsBy))
+        )
+    if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 0):
+        raise BadInput(f"max_bytes is a number of bytes, not {max_bytes!r}")
+    if graph is not None or not fusion:
+        if not hasattr(engine, "check_graph"):
+            raise BadInput("only torch has compiled graphs to be seen", hint="leave out graph")
+        engine.check_graph(graph, levels, fusion=fusion)
+    budgets = budgets_from(device_budget, host_budget, when_full)
+    reduction = Reduction.parse(keep)
+    place = settings.job_place()
+    if isinstance(path, str | os.PathLike):
+        folder = begin_run(path, force=force)
+        sink: Sink = RunWriter(
+            folder, rank=place.rank, world_size=place.world_size, max_bytes=max_bytes
+        )
+        sink.describe(**engine.facts())
+    else:
+        folder, sink = None, path
+    session = engine.session_for(
+        sink,
+        selection,
+        reduction,
+        levels,
+        model=model,
+        rank=place.rank,
+        steps_by=steps_by,
+        to_folder=folder is not None,
+    )
+    if hasattr(session, "arrivals"):
+        session.arrivals.budgets = budgets
+    if graph is not None:
+        engine.watch_graphs(session, sink, graph, fusion=fusion)
+    return Capture(session, folder)
+
+
+def engine_of(model: object) -> Any:
+    """The door of the framework that a model belongs to.
+
+    Raises:
+        BadInput: It is no model of any of them.
+    """
+    families = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
+    for framework in FRAMEWORKS:
+        if framework in families:
+            door = importlib.import_module(f"driftline.captures.{framework}.framework")
+            if door.is_model(model):
+                return door
+    raise BadInput(
+        f"{type(model).__name__} is not a torch module",
+        hint="give the model itself, an nn.Module, or a Paddle nn.Layer",
+    )
+
+
+def step() -> None:
+    """Say that a step is over, to every capture of this process, if there is any."""
+    for framework in FRAMEWORKS:
+        watch = sys.modules.get(f"driftline.captures.{framework}.module_calls")
+        if watch is not None:
+            for session in watch.active():
+                session.step_over()

@@ -1,0 +1,320 @@
+"""The names in an ELF library's dynamic symbol table, read without loading it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from driftline import settings
+from driftline.captures.launch.jobs import LOG_LEVELS, CapturePlan
+from driftline.errors import BadInput, DriftlineError
+
+_DYNSYM = 11
+_MOST_SECTIONS = 4096
+_MOST_SYMBOLS = 4_000_000
+
+
+def dynamic_names(library: Path) -> Iterator[bytes]:
+    """Every name of `.dynsym`; nothing for a file that is no 64-bit little-endian ELF.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with library.open("rb") as file:
+        try:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError:  # an empty file
+            return iter(())
+    with data:
+        try:
+            return iter(list(_names(data)))
+        except (struct.error, IndexError, OverflowError):  # cut off, or somebody's joke
+            return iter(())
+
+
+def _names(data: mmap.mmap) -> Iterator[bytes]:
+    if data[:6] != b"\x7fELF\x02\x01":
+        return
+    (table,) = struct.unpack_from("<Q", data, 0x28)
+    size, count = struct.unpack_from("<HH", data, 0x3A)
+    sections = [
+        struct.unpack_from("<IIQQQQIIQQ", data, table + at * size)
+        for at in range(min(count, _MOST_SECTIONS))
+    ]
+    for section in sections:
+        _, kind, _, _, offset, length, link, _, _, each = section
+        if kind != _DYNSYM or not each:
+            continue
+        strings, room = sections[link][4], sections[link][5]
+        for at in range(min(length // each, _MOST_SYMBOLS)):
+            (name,) = struct.unpack_from("<I", data, offset + at * each)
+            if name < room:
+                start = strings + name
+                yield data[start : max(start, data.find(b"\0", start, strings + room))]
+
+
+# Programs of the Ascend Transformer Boost library: their own probe is switched on beside ours.
+
+
+PROBES = Path("tools", "ait_backend", "dump")
+"""Where a toolkit keeps its probes."""
+_LAST_EXECUTION = 2**31 - 1
+_RANGE = re.compile(r"(\d+)(?:(-)(\d*))?")
+_TORCH_ONLY = ("sites", "classes", "ports", "ranks")
+_OPTION = {"sites": "--site", "classes": "--class", "ports": "--port", "ranks": "--rank"}
+
+
+class NoProbe(BadInput):
+    """There is no probe library to preload, or none that can be trusted."""
+
+
+def find_probe(env: Mapping[str, str]) -> Path:
+    """The probe library built for the ABI of the program's `libatb.so`.
+
+    Raises:
+        NoProbe: It is not where the toolkit keeps it, or somebody else may write it.
+    """
+    toolkit = Path(env.get(settings.ASCEND_TOOLKIT) or settings.ASCEND_TOOLKIT_DEFAULT)
+    name = f"libatb_probe_abi{_abi(env)}.so"
+    probe = toolkit / PROBES / name
+    where = f"looked for in {probe.parent}, by {settings.ASCEND_TOOLKIT}"
+    if not env.get(settings.ASCEND_TOOLKIT):
+        where += ", which is not set"
+    try:
+        facts = probe.stat()
+    except OSError:
+        raise NoProbe(
+            f"there is no probe library {name}; {where}",
+            hint=f"source the toolkit's set_env.sh, or set {settings.ASCEND_TOOLKIT}",
+        ) from None
+    if not stat.S_ISREG(facts.st_mode):
+        raise NoProbe(f"{probe} is no library file")
+    if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise NoProbe(
+            f"{probe} can be written by others than its owner, so it is not loaded",
+            hint=f"chmod go-w {probe}",
+        )
+    if facts.st_uid not in (0, os.getuid()):
+        raise NoProbe(f"{probe} belongs to another user, so it is not loaded")
+    if ":" in str(probe) or " " in str(probe):
+        raise NoProbe(
+            f"the loader cannot be given a path with a blank or a colon: {probe}",
+            hint=f"set {settings.ASCEND_TOOLKIT} to a link without them",
+        )
+    return probe
+
+
+def _abi(env: Mapping[str, str]) -> int:
+    """1 if the library speaks C++11 strings with its probe, else 0, as its symbols say."""
+    home = env.get(settings.ATB_HOME)
+    if not home:
+        raise NoProbe(
+            f"{settings.ATB_HOME} is not set, so the library and its ABI are unknown",
+            hint="source the library's set_env.sh first",
+        )
+    library = Path(home) / "lib" / "libatb.so"
+    try:
+        names = dynamic_names(library)
+    except OSError as problem:
+        raise NoProbe(
+            f"cannot read {library}: {problem.strerror or problem}",
+            hint=f"does {settings.ATB_HOME} point at the library's folder?",
+        ) from None
+    return int(any(b"Probe" in name and b"cxx11" in name for name in names))
+
+
+def atb_environment(
+    plan: CapturePlan, base: Mapping[str, str], probe: Path, *, timestamp: str
+) -> dict[str, str]:
+    """The program's environment with the probe's orders in it.
+
+    Args:
+        plan: What to capture.
+        base: The environment so far. A library that is preloaded already stays.
+        probe: What `find_probe` found.
+        timestamp: For roots that carry one, `YYYYmmdd_HHMMSS`.
+    """
+    chosen = plan.selection
+    order = {
+        "ATB_SAVE_TENSOR": "2" if plan.reduction.kept == "describe" else "1",
+        "ATB_SAVE_TENSOR_TIME": "1" if chosen.time is None else str(chosen.time),
+        "ATB_SAVE_TENSOR_RANGE": ",".join(f"{a},{b}" for a, b in _ranges(chosen.steps)),
+        "ATB_SAVE_CHILD": str(int(chosen.children)),
+        "ATB_SAVE_TENSOR_PART": str(chosen.part),
+        "ATB_SAVE_TILING": str(int(plan.tiling)),
+        "ATB_SAVE_CPU_PROFILING": str(int("cpu_profiling" in plan.types)),
+        "ATB_DUMP_TYPE": "|".join(kind for kind in plan.types if kind != "onnx"),
+        "ATB_OUTPUT_DIR": plan.output.rstrip("/") + "/",
+        "ATB_AIT_LOG_LEVEL": str(LOG_LEVELS.index(plan.log_level)),
+        "ATB_CUR_PID": str(os.getpid()),
+        "ATB_TIMESTAMP": timestamp,
+    }
+    # Inputs before, outputs after: the older probe needs both words, the newer one the second.
+    if chosen.time is None:
+        order["ATB_SAVE_TENSOR_IN_BEFORE_OUT_AFTER"] = "1"
+    if chosen.ids:
+        order["ATB_SAVE_TENSOR_IDS"] = ",".join(chosen.ids)
+    if chosen.opnames:
+        order["ATB_SAVE_TENSOR_RUNNER"] = ",".join(name.lower() for name in chosen.opnames)
+    if chosen.device is not None:
+        order["ATB_DEVICE_ID"] = str(chosen.device)
+    if plan.reduction.kept == "summary":
+        order["ATB_SAVE_TENSOR_STATISTICS"] = "1"
+    # A variable left over from somebody's shell would filter a dump that asked for everything.
+    env = {name: value for name, value in base.items() if name not in _OURS}
+    preloaded = env.get("LD_PRELOAD", "")
+    env["LD_PRELOAD"] = f"{probe}:{preloaded}" if preloaded else str(probe)
+    return env | order
+
+
+_OURS = frozenset(
+    {
+        "ATB_SAVE_TENSOR_IN_BEFORE_OUT_AFTER",
+        "ATB_SAVE_TENSOR_IDS",
+        "ATB_SAVE_TENSOR_RUNNER",
+        "ATB_DEVICE_ID",
+        "ATB_SAVE_TENSOR_STATISTICS",
+        "ATB_SAVE_SYMLINK",
+        "ATB_DUMP_CONFIG",
+    }
+)
+"""Orders of the probe that we set only sometimes, or never."""
+
+
+def not_for_the_probe(plan: CapturePlan) -> list[str]:
+    """Sentences about what was asked for and the probe does not know."""
+    chosen = plan.selection
+    notes = [
+        f"{_OPTION[name]} selects what torch captures; the ATB probe does not know it"
+        for name in _TORCH_ONLY
+        if getattr(chosen, name)
+    ]
+    if plan.reduction.kept in ("digest", "sample"):
+        notes.append(f"the ATB probe cannot keep '{plan.reduction}', so it keeps whole tensors")
+    if plan.max_bytes:
+        notes.append("--max-bytes limits what torch captures; the ATB probe has no limit")
+    return notes
+
+
+def _ranges(steps: Sequence[str]) -> list[tuple[int, int]]:
+    """Executions as pairs with both ends included."""
+    if not steps:
+        return [(0, _LAST_EXECUTION)]
+    pairs: list[tuple[int, int]] = []
+    for pattern in steps:
+        found = _RANGE.fullmatch(pattern)
+        if found is None:
+            raise BadInput(
+                f"the ATB probe takes ranges of executions, not the pattern '{pattern}'",
+                hint="write -er 3,5, or --step 3-5",
+            )
+        first = int(found[1])
+        last = first if found[2] is None else int(found[3] or _LAST_EXECUTION)
+        pairs.append((first, last))
+    return pairs
+
+
+# What the ATB probe left of a launched program, counted through the reader of its dumps.
+
+
+_BESIDE = {
+    "model": "model topology",
+    "layer": "layer topology",
+    "operation_io_tensors": "operation csv",
+    "kernel_io_tensors": "kernel csv",
+    "cpu_profiling": "cpu profile",
+    "tiling": "tiling data",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AtbHarvest:
+    """The probe's dumps in numbers.
+
+    Attributes:
+        roots: Their folders; several when processes of one program wrote several.
+        tensors: Tensors in all of them.
+        bytes: What the values of these take.
+        devices: Device numbers.
+        steps: Executions that have tensors.
+        beside: What else was written, in words.
+        trouble: Sentences about dumps that could not be read.
+    """
+
+    roots: tuple[Path, ...] = ()
+    tensors: int = 0
+    bytes: int = 0
+    devices: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+    beside: tuple[str, ...] = ()
+    trouble: tuple[str, ...] = ()
+
+
+def gather_atb(plan: CapturePlan, already: frozenset[Path]) -> AtbHarvest:
+    """Count what the probe wrote below the plan's output.
+
+    Args:
+        already: What `dumps_in` found before the program ran, and is not its work.
+    """
+    from driftline.formats.registry import open_run
+
+    roots = tuple(path for path in dumps_in(Path(plan.output)) if path not in already)
+    tensors, size = 0, 0
+    devices: set[int] = set()
+    steps: set[int] = set()
+    trouble: list[str] = []
+    for root in roots:
+        if not any((root / name).is_dir() for name in ("tensors", "data")):
+            continue  # topology or profiling only
+        try:
+            run = open_run(root)
+        except DriftlineError as problem:
+            trouble.append(str(problem))
+            continue
+        tensors += len(run)
+        for record in run.records:
+            devices.add(record.key.rank)
+            steps.add(record.key.step)
+            size += record.blob.length if record.blob is not None else 0
+        if run.losses:
+            trouble.append(f"{len(run.losses)} tensors cannot be read, {run.losses[0]} the first")
+    beside = [
+        text for name, text in _BESIDE.items() if any(_holds_files(root / name) for root in roots)
+    ]
+    return AtbHarvest(
+        roots,
+        tensors,
+        size,
+        tuple(sorted(devices)),
+        tuple(sorted(steps)),
+        tuple(beside),
+        tuple(trouble),
+    )
+
+
+def dumps_in(output: Path) -> list[Path]:
+    """Folders below the output that a probe may have written, the output itself for the oldest."""
+    from driftline.formats.ascend.atb.folders import ROOTS
+
+    if not output.is_dir():
+        return []
+    found = sorted(
+        path
+        for path in output.iterdir()
+        if path.is_dir() and path.name.startswith(ROOTS) and _written_by_probe(path)
+    )
+    return [*found, output] if _written_by_probe(output) else found
+
+
+def _written_by_probe(folder: Path) -> bool:
+    return any(_holds_files(folder / name) for name in ("tensors", "data", *_BESIDE))
+
+
+def _holds_files(folder: Path) -> bool:
+    return folder.is_dir() and any(path.is_file() for path in folder.rglob("*"))

@@ -1,0 +1,139 @@
+"""Switch capture on inside a program that has never heard of Driftline.
+
+`wake` is called while the interpreter starts: by `driftline-launch.pth` of an installed Driftline,
+and by the `sitecustomize` that `launch.doorstep` puts in front of the program's PYTHONPATH for
+environments where Driftline is not installed. Both may call it, and site reads `.pth` folders
+twice: the second call does nothing.
+
+It only leaves a mark ("a Python process was reached") and sets a watch for `import torch` and
+`import paddle`. It imports nothing that is not loaded at interpreter start, reads no plan and never
+imports a framework: a process without one pays for one empty file. It also stays readable for
+older Pythons than Driftline needs, so that such a process can be named instead of being silently
+missed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+TYPE_CHECKING = False  # `typing` itself costs more than everything else here
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+OLDEST_PYTHON = (3, 11)
+FRAMEWORKS = ("torch", "paddle")
+
+_armed: list[ImportWatch] = []
+
+
+def wake(plan_path: str) -> None:
+    """Arm this process for the capture plan at `plan_path`. Never raises, never prints."""
+    if _armed or not plan_path:
+        return
+    try:
+        if sys.version_info < OLDEST_PYTHON:
+            leave_mark(plan_path, "too-old", "Python " + ".".join(map(str, sys.version_info[:3])))
+            return
+        leave_mark(plan_path, "woken", "")
+        watch = ImportWatch(plan_path)
+        _armed.append(watch)
+        sys.meta_path.insert(0, watch)
+        for framework in FRAMEWORKS:
+            if framework in sys.modules:
+                watch.is_here(framework)
+    except OSError:
+        # The folder of the plan is gone: the launcher has ended, this process outlived it.
+        return
+
+
+def leave_mark(plan_path: str, kind: str, text: str) -> None:
+    """Write a small file next to the plan, for the launcher to read when the program has ended."""
+    folder = plan_path.rpartition("/")[0]
+    name = f"{folder}/marks/{kind}.{os.getpid()}.{time.time_ns():x}"
+    os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    if text:
+        # Threads of the program may open and close files meanwhile. Not at the top: most processes
+        # leave nothing but an empty mark.
+        from driftline.runs.owned_file import OwnedFile
+
+        with OwnedFile(name) as file:
+            file.append_all(text.encode("utf-8", "replace"))
+
+
+class ImportWatch:
+    """A meta path finder that finds nothing itself and starts a capture when a framework comes.
+
+    Libraries ask `find_spec("torch")` without importing it, so finding is not enough: the start
+    hangs on the execution of the module that was found. A program may import several frameworks,
+    and each has a capture of its own.
+    """
+
+    def __init__(self, plan_path: str) -> None:
+        self.plan_path = plan_path
+        self.waiting = list(FRAMEWORKS)
+        self.absent: list[str] = []
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self.waiting:
+            return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                self._follow(name, spec)
+                return spec
+        self._is_absent(name)
+        return None
+
+    def _is_absent(self, framework: str) -> None:
+        """Somebody asked for a framework that is not installed: a reason, if nothing else comes."""
+        if framework not in self.absent:
+            self.absent.append(framework)
+            try:
+                leave_mark(self.plan_path, "absent", framework)
+            except OSError:
+                return
+
+    def is_here(self, framework: str) -> None:
+        """Start the capture; whatever fails there is told to the launcher, not to the program."""
+        if framework not in self.waiting:
+            return
+        self.waiting.remove(framework)
+        if not self.waiting and self in sys.meta_path:
+            sys.meta_path.remove(self)
+        try:
+            from driftline.captures.launch.process import begin
+
+            begin(self.plan_path, framework)
+        except Exception as problem:
+            try:
+                leave_mark(self.plan_path, "failed", f"{type(problem).__name__}: {problem}")
+            except OSError:
+                return
+
+    def _follow(self, framework: str, spec: ModuleSpec) -> None:
+        loader = spec.loader
+        execute = getattr(loader, "exec_module", None)
+        if execute is None:  # a namespace folder of that name, not the framework
+            return
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self.is_here(framework)
+
+        try:
+            # Loaders are made per spec: replacing the method on this one touches no other import.
+            loader.exec_module = exec_module  # type: ignore[union-attr, method-assign]
+        except AttributeError:
+            leave_mark(
+                self.plan_path,
+                "failed",
+                f"the loader of {framework}, {loader!r}, cannot be followed",
+            )

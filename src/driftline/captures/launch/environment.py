@@ -1,0 +1,104 @@
+"""The folder in front of the program's PYTHONPATH: how foreign Python environments meet Driftline.
+
+An environment without Driftline has no `driftline-launch.pth`. This folder gives it a
+`sitecustomize` that wakes the capture and then loads the program's own `sitecustomize`, and the
+`driftline` package under its own name, by a link. Nothing else becomes importable: our other
+site-packages would shadow the program's own numpy and torch.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from driftline import settings
+
+PLAN = "plan.json"
+MARKS = "marks"
+_CUSTOMIZE = '''\
+"""Written by `driftline dump` for one program; wakes its capture, then makes way for yours."""
+import os
+import sys
+
+_here = os.path.dirname(os.path.abspath(__file__))
+try:
+    from driftline.captures.launch.bootstrap import wake
+
+    wake(os.path.join(os.path.dirname(_here), "plan.json"))
+except Exception:
+    pass
+
+
+def _next(name):
+    folders = [p for p in sys.path if os.path.abspath(p or ".") != _here]
+    for finder in list(sys.meta_path):
+        find = getattr(finder, "find_spec", None)
+        spec = find(name, folders) if find else None
+        if spec is not None and spec.loader is not None:
+            return spec
+    return None
+
+
+_spec = _next(__name__)
+if _spec is not None:
+    from importlib.util import module_from_spec as _module
+
+    _own = sys.modules[__name__] = _module(_spec)
+    _spec.loader.exec_module(_own)
+'''
+
+
+class Plan(Protocol):
+    """What the launched processes are to do, as they read it."""
+
+    def to_json(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Doorstep:
+    """One launch's private folder: the plan, the marks its processes leave, and the path entry."""
+
+    folder: Path
+
+    @property
+    def plan_path(self) -> Path:
+        return self.folder / PLAN
+
+    @property
+    def marks(self) -> Path:
+        return self.folder / MARKS
+
+    @property
+    def path_entry(self) -> Path:
+        return self.folder / "path"
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """The program's environment: `base`, the plan's address, and the folder before its
+        PYTHONPATH.
+        """
+        env = dict(base)
+        own = env.get("PYTHONPATH", "")
+        env["PYTHONPATH"] = f"{self.path_entry}:{own}" if own else str(self.path_entry)
+        env[settings.LAUNCH] = str(self.plan_path)
+        return env
+
+
+def build_doorstep(folder: Path, plan: Plan) -> Doorstep:
+    """Fill an empty private folder for one launch."""
+    doorstep = Doorstep(folder)
+    doorstep.marks.mkdir()
+    doorstep.path_entry.mkdir()
+    package = Path(__file__).resolve().parents[2]
+    link = doorstep.path_entry / package.name
+    try:
+        link.symlink_to(package, target_is_directory=True)
+    except OSError:  # a file system without links
+        shutil.copytree(package, link, ignore=shutil.ignore_patterns("__pycache__"))
+    # usercustomize is the second chance: a script may put its own sitecustomize before ours.
+    for name in ("sitecustomize.py", "usercustomize.py"):
+        (doorstep.path_entry / name).write_text(_CUSTOMIZE, encoding="utf-8")
+    doorstep.plan_path.write_text(plan.to_json(), encoding="utf-8")
+    return doorstep

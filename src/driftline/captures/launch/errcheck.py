@@ -1,0 +1,298 @@
+"""Run an unchanged command with the error watch in every Python process it starts, and say what was
+found.
+
+The counterpart of `run.py`: the program's terminal, signals and status stay its own. With
+`--engine atb` the probe of the ATB library looks for overflows too; it is given its orders here and
+its result files are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from driftline import settings
+from driftline.captures.errcheck.findings import Finding, read_findings
+from driftline.captures.launch.atb import NoProbe, find_probe
+from driftline.captures.launch.child import require_command, run_child
+from driftline.captures.launch.environment import build_doorstep
+from driftline.captures.launch.jobs import LOG_LEVELS, WatchPlan
+from driftline.captures.launch.messages import LARGEST_MARK, Marks, read_marks
+from driftline.captures.launch.outcome import why_not_begun
+from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE, BadInput
+
+_RESULTS = ("ait_overflow_res_*.txt", "msit_overflow_res_*.txt")
+_OPERATOR = re.compile(r"Operator name:\s*(\S.*)")
+_LARGEST_TEXT = 1 << 20
+Headroom = tuple[str, str, float, float | None]
+"""Site, element type, largest magnitude, bits left."""
+
+
+@dataclass(frozen=True, slots=True)
+class AtbFinding:
+    """An overflow that the ATB library's probe reported: the kernel, and the file that says so."""
+
+    operator: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class WatchOutcome:
+    """What came of one launch.
+
+    Attributes:
+        plan: What was asked for.
+        program_status: The program's exit status as a shell reports it.
+        findings: Of all processes, the first first.
+        stopped: The finding at which the program was stopped.
+        calls: Operators or modules that were looked at.
+        processes: Processes that reported at their end.
+        propagators: Calls that only handed on what others had made.
+        repeats: Saturation and underflow at sites that were reported before.
+        headroom: How near sites came to their format's largest value, the nearest first.
+        atb: What the probe found; None when it was not switched on.
+        reason: Why nothing was watched; empty when something was.
+        hint: What to try then.
+        remarks: Sentences for the person.
+        silent: Processes that were watched and ended without reporting: they were killed.
+    """
+
+    plan: WatchPlan
+    program_status: int
+    findings: tuple[Finding, ...] = ()
+    stopped: Finding | None = None
+    calls: int = 0
+    processes: int = 0
+    propagators: int = 0
+    repeats: int = 0
+    headroom: tuple[Headroom, ...] = ()
+    atb: tuple[AtbFinding, ...] | None = None
+    reason: str = ""
+    hint: str = ""
+    remarks: tuple[str, ...] = ()
+    silent: int = 0
+
+    @property
+    def found(self) -> bool:
+        return bool(self.findings or self.atb)
+
+    @property
+    def exit_code(self) -> int:
+        """A finding is 1, however the program ended; without one its own failure counts."""
+        if self.found or self.stopped is not None:
+            return EXIT_DIFFERENT
+        if self.program_status:
+            return self.program_status
+        return EXIT_COULD_NOT if self.reason else EXIT_FINE
+
+
+def check_command(argv: Sequence[str], plan: WatchPlan, *, need_probe: bool = True) -> WatchOutcome:
+    """Run a command to its end, or to its first finding, with the watch in it.
+
+    Args:
+        argv: The command, word by word; no shell reads it.
+        plan: What to look for.
+        need_probe: With the engine atb: go no further without its probe library.
+
+    Raises:
+        BadInput: The command cannot be started, or the output cannot be written.
+        NoProbe: The probe is needed and not there.
+    """
+    base = settings.environment()
+    require_command(argv, base)
+    remarks: list[str] = []
+    if plan.engine == "atb":
+        try:
+            base = atb_orders(plan, base, find_probe(base))
+        except NoProbe as problem:
+            if need_probe:
+                raise
+            remarks.append(str(problem))
+            plan = replace(plan, engine="torch")
+    _require_writable(Path(plan.output))
+    before = _results(plan)
+    plan = replace(plan, launcher=os.getpid())
+    with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:
+        doorstep = build_doorstep(Path(folder).resolve(), plan)
+        status = run_child(argv, doorstep.environment(base))
+        marks = read_marks(doorstep.marks)
+        watched = _read_marks(doorstep.marks, "watched")
+        stopped = _read_stop(doorstep.marks)
+        if stopped is not None:
+            _stop_the_rest(doorstep.marks, str(doorstep.plan_path))
+    findings = read_findings(Path(plan.folder))
+    known = {(one.pid, one.number) for one in findings}
+    for text in (line for one in watched for line in one["unwritten_findings"]):
+        finding = Finding.from_json(text)
+        if (finding.pid, finding.number) not in known:
+            findings.append(finding)
+    outcome = judge(plan, status, marks, watched, findings, stopped, remarks)
+    if plan.engine == "atb":
+        outcome = _beside_torch(outcome, _found_by_probe(plan, before))
+    return outcome
+
+
+def judge(
+    plan: WatchPlan,
+    status: int,
+    marks: Marks,
+    watched: Sequence[Mapping[str, Any]],
+    findings: Sequence[Finding],
+    stopped: Finding | None,
+    remarks: Iterable[str] = (),
+) -> WatchOutcome:
+    """What the marks and the disk say together."""
+    calls = sum(int(one["calls"]) for one in watched)
+    told = [*remarks, *(text for one in watched for text in one["remarks"])]
+    told += marks.failed if marks.began else ()
+    nearest: dict[tuple[str, str], Headroom] = {}
+    for one in watched:
+        for site, dtype, most, bits in one["headroom"]:
+            known = nearest.get((site, dtype))
+            if known is None or most > known[2]:
+                nearest[site, dtype] = (site, dtype, most, bits)
+    outcome = WatchOutcome(
+        plan,
+        status,
+        tuple(findings),
+        stopped,
+        calls,
+        len(watched),
+        sum(int(one["propagators"]) for one in watched),
+        sum(int(one["repeats"]) for one in watched),
+        tuple(sorted(nearest.values(), key=_by_headroom)),
+        remarks=tuple(dict.fromkeys(told)),
+        silent=max(0, marks.began - len(watched)),
+    )
+    if calls or findings or stopped is not None:
+        return outcome
+    reason, hint = _why_nothing(plan, marks, len(watched))
+    return replace(outcome, reason=reason, hint=hint)
+
+
+def _by_headroom(row: Headroom) -> tuple[float, str]:
+    return (float("inf") if row[3] is None else row[3], row[0])
+
+
+def _why_nothing(plan: WatchPlan, marks: Marks, reported: int) -> tuple[str, str]:
+    if marks.began == 0:
+        reason, hint = why_not_begun(marks)
+        return reason.replace("captur", "watch"), hint
+    if reported < marks.began:
+        return (
+            "nothing was found up to the end of the program, which did not end by itself: how much "
+            "was watched is not known",
+            "its own messages above say why it ended",
+        )
+    what = "operator ran" if plan.level == "operator" else "module was called"
+    return (
+        f"nothing was watched: torch was imported, and no {what}",
+        "is this the command that runs the model?"
+        if plan.level == "operator"
+        else "--level operator also sees operators that run in no torch.nn.Module",
+    )
+
+
+def _require_writable(output: Path) -> None:
+    """Raise when a finding could not be written; makes nothing."""
+    folder = output
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        raise BadInput(f"'{folder}' is no folder", hint="choose another output with -o")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise BadInput(
+            f"cannot write to '{folder}'", hint="choose an output folder that can be written"
+        )
+
+
+# --- marks
+
+
+def _read_marks(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The marks of one kind, those that can be read."""
+    found: list[dict[str, Any]] = []
+    for path in sorted(folder.glob(f"{kind}.*")):
+        if path.stat().st_size > LARGEST_MARK:
+            continue
+        with contextlib.suppress(ValueError):
+            data: object = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+            if isinstance(data, dict):
+                found.append(cast("dict[str, Any]", data))
+    return found
+
+
+def _read_stop(folder: Path) -> Finding | None:
+    stops = [Finding.from_json(json.dumps(data)) for data in _read_marks(folder, "stopped")]
+    return min(stops, key=lambda one: one.time, default=None)
+
+
+def _stop_the_rest(folder: Path, plan_path: str) -> None:
+    """Other ranks and children of a program that was stopped; only those that carry its plan."""
+    sign = f"{settings.LAUNCH}={plan_path}".encode()
+    for path in folder.glob("woken.*"):
+        word = path.name.split(".")[1]
+        with contextlib.suppress(OSError, ValueError):
+            carried = Path(f"/proc/{word}/environ").read_bytes().split(b"\0")
+            if sign in carried:
+                os.kill(int(word), signal.SIGTERM)
+
+
+# --- the ATB library
+
+
+def atb_orders(plan: WatchPlan, base: Mapping[str, str], probe: Path) -> dict[str, str]:
+    """The program's environment with the probe's orders to look for overflows."""
+    env = dict(base)
+    preloaded = env.get("LD_PRELOAD", "")
+    env["LD_PRELOAD"] = f"{probe}:{preloaded}" if preloaded else str(probe)
+    return env | {
+        "ATB_CHECK_TYPE": "1",  # overflow, the only one it knows
+        "ATB_EXIT": str(int(plan.exit)),
+        "ATB_OUTPUT_DIR": os.path.realpath(plan.output),
+        "ATB_AIT_LOG_LEVEL": str(LOG_LEVELS.index(plan.log_level)),
+    }
+
+
+def _results(plan: WatchPlan) -> dict[Path, tuple[int, int]]:
+    """Result files that are there, with what tells a new one from an old one."""
+    folder = Path(plan.output)
+    found: dict[Path, tuple[int, int]] = {}
+    for pattern in _RESULTS:
+        for path in sorted(folder.glob(pattern)):
+            with contextlib.suppress(OSError):
+                facts = path.stat()
+                found[path] = facts.st_mtime_ns, facts.st_size
+    return found
+
+
+def _found_by_probe(
+    plan: WatchPlan, before: Mapping[Path, tuple[int, int]]
+) -> tuple[AtbFinding, ...]:
+    found: list[AtbFinding] = []
+    for path, facts in _results(plan).items():
+        if before.get(path) == facts:
+            continue
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            text = file.read(_LARGEST_TEXT).decode("utf-8", "replace")
+            names = [match[1].strip() for match in _OPERATOR.finditer(text)]
+            found += [AtbFinding(name, path) for name in names or ["(no operator is named)"]]
+    return tuple(found)
+
+
+def _beside_torch(outcome: WatchOutcome, atb: tuple[AtbFinding, ...]) -> WatchOutcome:
+    """The probe says nothing when it finds nothing, so torch's silence is no failure beside it."""
+    remarks = outcome.remarks
+    if set(outcome.plan.types) - {"overflow"}:
+        remarks = (*remarks, "the ATB probe looks for overflow only")
+    if outcome.reason:
+        remarks = (*remarks, "torch: " + outcome.reason)
+    return replace(outcome, atb=atb, reason="", hint="", remarks=remarks)

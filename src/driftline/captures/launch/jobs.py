@@ -1,0 +1,296 @@
+"""The capture plan: everything a launched program must know to capture itself, as one frozen value.
+
+Made by the command line or by a caller of `run_command`, written as JSON next to the program, read
+in every process of it that imports a framework, and printed by `dump --dry-run`. It starts nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self, cast, get_args
+
+from driftline.captures.errcheck.findings import TYPES
+from driftline.captures.options import Budgets, Reduction
+from driftline.captures.selection import Selection, require_visible
+from driftline.errors import BadInput, did_you_mean
+
+SCHEMA = 1
+
+Layout = Literal["run", "ait"]
+Level = Literal["modules", "ops", "gradients", "params"]
+DumpType = Literal["tensor", "model", "layer", "op", "kernel", "cpu_profiling", "onnx"]
+GraphEngine = Literal["", "fx", "inductor"]
+Engine = Literal["torch", "atb"]
+FRAMEWORKS = ("torch", "paddle")
+"""What is captured where a program imports it."""
+TORCH_LISTS: tuple[DumpType, ...] = ("op", "kernel", "cpu_profiling", "onnx")
+"""Types of a dump that only torch's operators and its profiler can fill."""
+LogLevel = Literal["debug", "info", "warning", "error", "fatal", "critical"]
+
+LEVELS: tuple[Level, ...] = get_args(Level)
+LOG_LEVELS: tuple[LogLevel, ...] = get_args(LogLevel)
+
+
+@dataclass(frozen=True, slots=True)
+class CapturePlan:
+    """What to capture of a program, and where to put it.
+
+    Attributes:
+        output: Absolute path of the run, or of the folder that will hold the seed's tree.
+        selection: Which tensors.
+        reduction: How much of each.
+        levels: modules, ops, gradients, params.
+        types: tensor writes tensors, model and layer the module tree; without tensor no tensor is.
+            op lists what ran, kernel and cpu_profiling what torch's profiler sees of it, onnx
+            draws what model or layer hold.
+        layout: `run`, or `ait` for the seed's tree.
+        max_bytes: Stop storing values at that size; 0 is no limit.
+        tiling: Tiling data were asked for; torch has none, which becomes an event.
+        log_level: How much the launched processes and the launcher say.
+        command: The program, word by word, for the manifest.
+        engine: atb switches the probe of the ATB library on beside the capture.
+        frameworks: Those that are captured where the program imports them.
+        experiment: What is done to the program besides: its `kind` and what that kind needs.
+        url: Where the output is sent while the program runs; empty: it stays where it is.
+        shard_bytes: Begin a new file of values beyond this size; 0: the format's own.
+        graph: What is recorded of graphs that torch.compile makes: their nodes (`fx`), executed one
+            by one, or the kernels that inductor makes of them; empty is nothing.
+        fusion: For inductor: whether kernels may be fused.
+        budgets: Memory for tensors of devices, and what happens when it is used up.
+    """
+
+    output: str
+    selection: Selection = field(default_factory=Selection)
+    reduction: Reduction = field(default_factory=Reduction)
+    levels: tuple[Level, ...] = ("modules",)
+    types: tuple[DumpType, ...] = ("tensor",)
+    layout: Layout = "run"
+    max_bytes: int = 0
+    tiling: bool = False
+    log_level: LogLevel = "info"
+    command: tuple[str, ...] = ()
+    engine: Engine = "torch"
+    frameworks: tuple[str, ...] = FRAMEWORKS
+    experiment: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    url: str = ""
+    shard_bytes: int = 0
+    budgets: Budgets = field(default_factory=Budgets)
+    graph: GraphEngine = ""
+    fusion: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("level", self.levels, LEVELS),
+            ("type", self.types, get_args(DumpType)),
+            ("layout", (self.layout,), get_args(Layout)),
+            ("engine", (self.engine,), get_args(Engine)),
+            ("graph", (self.graph,), get_args(GraphEngine)),
+            ("log level", (self.log_level,), LOG_LEVELS),
+        ):
+            for word in value:
+                if word not in known:
+                    raise BadInput(f"there is no {name} '{word}'", hint=did_you_mean(word, known))
+        if self.wants_tensors:
+            require_visible(self.selection.ports, self.levels)
+        if "onnx" in self.types and not {"model", "layer"} & set(self.types):
+            raise BadInput(
+                "--type onnx draws what model or layer hold, and neither is given",
+                hint="--type model onnx, or --type layer onnx",
+            )
+        self._check_graph()
+        if self.max_bytes < 0:
+            raise BadInput("the limit of bytes cannot be negative")
+        if self.url and (self.layout != "run" or self.engine == "atb"):
+            what = "the ait layout" if self.layout != "run" else "what the ATB probe writes"
+            raise BadInput(
+                f"{what} stays on this machine, and -o is an address elsewhere",
+                hint="give a folder, and copy it afterwards; or --layout run --engine torch",
+            )
+        if self.layout == "ait" and self.wants_tensors and self.reduction.kept != "full":
+            raise BadInput(
+                f"the ait layout holds whole tensors, it has no place for '{self.reduction}'",
+                hint="leave out --layout ait; a run holds every reduction",
+            )
+
+    def _check_graph(self) -> None:
+        if not self.fusion and self.graph != "inductor":
+            raise BadInput(
+                "--no-fusion is for the kernels of inductor", hint="--graph inductor --no-fusion"
+            )
+        if not self.graph:
+            return
+        if self.layout == "ait" or not self.wants_tensors:
+            raise BadInput(
+                f"--graph {self.graph} records tensors into a run",
+                hint="leave out --layout ait, and --type or give it tensor",
+            )
+        if "ops" in self.levels:
+            raise BadInput(
+                f"--graph {self.graph} records the operators of compiled graphs, --level ops those "
+                "of a program that is not compiled",
+                hint="make two runs, the second with TORCHDYNAMO_DISABLE=1 and --level ops",
+            )
+
+    @property
+    def wants_tensors(self) -> bool:
+        return "tensor" in self.types
+
+    @property
+    def wants_calls(self) -> bool:
+        """Whether a list of what ran is needed; the seed's topology files have tensors' names."""
+        topology = "model" in self.types or "layer" in self.types
+        return "op" in self.types or "onnx" in self.types or (self.layout == "ait" and topology)
+
+    @property
+    def wants_profile(self) -> bool:
+        return "kernel" in self.types or "cpu_profiling" in self.types
+
+    def says(self, level: LogLevel) -> bool:
+        """Whether a message of that level is to be shown."""
+        return LOG_LEVELS.index(level) >= LOG_LEVELS.index(self.log_level)
+
+    def to_json(self) -> str:
+        """The plan as indented JSON; what is printed is what is run."""
+        return json.dumps(
+            {
+                "schema": SCHEMA,
+                "output": self.output,
+                "selection": self.selection.to_json(),
+                "reduction": self.reduction.to_json(),
+                "levels": self.levels,
+                "types": self.types,
+                "layout": self.layout,
+                "max_bytes": self.max_bytes,
+                "tiling": self.tiling,
+                "log_level": self.log_level,
+                "command": self.command,
+                "engine": self.engine,
+                **({"frameworks": self.frameworks} if self.frameworks != FRAMEWORKS else {}),
+                **({"experiment": self.experiment} if self.experiment else {}),
+                **({"url": self.url} if self.url else {}),
+                **({"shard_bytes": self.shard_bytes} if self.shard_bytes else {}),
+                **({"graph": self.graph, "fusion": self.fusion} if self.graph else {}),
+                **({"budgets": self.budgets._asdict()} if self.budgets != Budgets() else {}),
+            },
+            indent=2,
+            ensure_ascii=False,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        try:
+            parsed: object = json.loads(text)
+        except ValueError as problem:
+            raise BadInput(f"the capture plan is no JSON: {problem}") from None
+        if not isinstance(parsed, dict):
+            raise BadInput("the capture plan is no JSON object")
+        data = cast("Mapping[str, Any]", parsed)
+        if data.get("schema") != SCHEMA:
+            raise BadInput(
+                f"the capture plan has schema {data.get('schema')!r}, this version reads {SCHEMA}",
+                hint="the program sees another version of driftline than the one that launched it",
+            )
+        return cls(
+            output=data["output"],
+            selection=Selection.from_json(data["selection"]),
+            reduction=Reduction.from_json(data["reduction"]),
+            levels=tuple(data["levels"]),
+            types=tuple(data["types"]),
+            layout=data["layout"],
+            max_bytes=data["max_bytes"],
+            tiling=data["tiling"],
+            log_level=data["log_level"],
+            command=tuple(data["command"]),
+            engine=data["engine"],
+            frameworks=tuple(data.get("frameworks", FRAMEWORKS)),
+            experiment=data.get("experiment", {}),
+            url=data.get("url", ""),
+            shard_bytes=data.get("shard_bytes", 0),
+            graph=data.get("graph", ""),
+            fusion=data.get("fusion", True),
+            budgets=Budgets(**data.get("budgets", {})),
+        )
+
+
+def read_plan(path: str | Path) -> CapturePlan:
+    return CapturePlan.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+# What a launched program must know to watch itself for errors, as one frozen value.
+
+
+TASK = "errcheck"
+WatchLevel = Literal["operator", "module"]
+
+
+@dataclass(frozen=True, slots=True)
+class WatchPlan:
+    """What to look for in a program, and where to put what is found.
+
+    Attributes:
+        output: Absolute path of the user's folder: the seed's text goes there.
+        folder: Absolute path of the findings and the run with their tensors; made with the first.
+        types: overflow, nan, inf, saturation, underflow, all.
+        level: operator or module.
+        allow: Globs on sites and operators that may make what they like.
+        exit: Stop the program at the first finding.
+        max_bytes: Keep no more tensor bytes than this.
+        log_level: How much is said.
+        command: The program, word by word.
+        engine: atb switches the probe of the ATB library on beside torch's watch.
+        launcher: Process that waits for the program.
+    """
+
+    output: str
+    folder: str
+    types: tuple[str, ...] = ("overflow",)
+    level: WatchLevel = "operator"
+    allow: tuple[str, ...] = ()
+    exit: bool = False
+    max_bytes: int = 256 << 20
+    log_level: LogLevel = "info"
+    command: tuple[str, ...] = ()
+    engine: Engine = "torch"
+    launcher: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("type", self.types, TYPES),
+            ("level", (self.level,), get_args(WatchLevel)),
+            ("engine", (self.engine,), get_args(Engine)),
+            ("log level", (self.log_level,), LOG_LEVELS),
+        ):
+            for word in value:
+                if word not in known:
+                    raise BadInput(f"there is no {name} '{word}'", hint=did_you_mean(word, known))
+
+    def says(self, level: LogLevel) -> bool:
+        """Whether a message of that level is to be shown."""
+        return LOG_LEVELS.index(level) >= LOG_LEVELS.index(self.log_level)
+
+    def to_json(self) -> str:
+        return json.dumps({"task": TASK, "schema": SCHEMA, **asdict(self)}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        data = dict(cast("Mapping[str, Any]", json.loads(text)))
+        if data.pop("task", None) != TASK or data.pop("schema", None) != SCHEMA:
+            raise BadInput(
+                "the plan is none of this version's error watch",
+                hint="the program sees another version of driftline than the one that launched it",
+            )
+        for name in ("types", "allow", "command"):
+            data[name] = tuple(data[name])
+        return cls(**data)
+
+
+def is_watch_plan(text: str) -> bool:
+    """Whether a plan's text asks for the watch rather than for a capture."""
+    try:
+        data: object = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(data, dict) and cast("Mapping[str, object]", data).get("task") == TASK

@@ -1,0 +1,270 @@
+"""Run an unchanged command with capture switched on in every Python process it starts, and say what
+came of it.
+
+The command's own terminal, signals and exit status stay its own (`launch.child`); this file decides
+what to report: a program's failure wins over everything, then a dump without a single tensor, with
+the reason that the processes' marks give.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from driftline import settings
+from driftline.captures.launch.atb import (
+    AtbHarvest,
+    NoProbe,
+    atb_environment,
+    dumps_in,
+    find_probe,
+    gather_atb,
+    not_for_the_probe,
+)
+from driftline.captures.launch.child import require_command, run_child
+from driftline.captures.launch.derived_files import Sheets, draw_atb, finish_sheets
+from driftline.captures.launch.environment import build_doorstep
+from driftline.captures.launch.jobs import CapturePlan
+from driftline.captures.launch.messages import Marks, Place, read_marks
+from driftline.captures.launch.outcome import Harvest, gather, why_nothing
+from driftline.errors import EXIT_COULD_NOT, EXIT_FINE, AlreadyThere, BadInput, DriftlineError
+from driftline.runs.layout import MANIFEST
+from driftline.runs.provenance import hold_path
+
+if TYPE_CHECKING:
+    from driftline.runs.stores.upload import Sending, Sent
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one launch.
+
+    Attributes:
+        plan: What was asked for.
+        program_status: The program's exit status as a shell reports it.
+        harvest: What lies on disk.
+        marks: What the processes told.
+        skipped_steps: Steps that ran and were not selected.
+        unmatched: Sentences about patterns that matched nothing, with the nearest names.
+        reason: Why nothing was captured; empty when something was.
+        hint: What to try then.
+        atb: What the probe of the ATB library left; None when it was not switched on.
+        without_probe: Why it was not, although the library is there.
+        sheets: What lies beside the tensors: operators, kernels, times, graphs.
+        sent: What became of the sending to the plan's address; None where it has none.
+    """
+
+    plan: CapturePlan
+    program_status: int
+    harvest: Harvest
+    marks: Marks
+    skipped_steps: tuple[int, ...] = ()
+    unmatched: tuple[str, ...] = ()
+    reason: str = ""
+    hint: str = ""
+    atb: AtbHarvest | None = None
+    without_probe: str = ""
+    sheets: Sheets = field(default_factory=Sheets)
+    sent: Sent | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """The program's own failure wins, then an empty dump."""
+        if self.program_status:
+            return self.program_status
+        unsent = self.sent is not None and self.sent.reason
+        return EXIT_COULD_NOT if self.reason or unsent else EXIT_FINE
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences of processes and of the run, each once."""
+        told = [note for report in self.marks.reports for note in report.notes]
+        probes = [] if self.atb is None else [*not_for_the_probe(self.plan), *self.atb.trouble]
+        return tuple(dict.fromkeys([*told, *self.harvest.events, *self.sheets.trouble, *probes]))
+
+
+def run_command(
+    argv: Sequence[str], plan: CapturePlan, *, force: bool = False, need_probe: bool = True
+) -> Outcome:
+    """Run a command to its end with the plan's capture in it.
+
+    Args:
+        argv: The command, word by word; no shell reads it.
+        plan: What to capture; its output must not exist.
+        force: Replace an earlier dump at the output.
+        need_probe: With the engine atb: go no further without its probe library.
+
+    Raises:
+        BadInput: The command cannot be started, or the output cannot be written.
+        AlreadyThere: The output exists, or somebody writes there.
+        Unreachable: The plan's address does not answer.
+        NoProbe: The probe is needed and not there.
+    """
+    require_command(argv, settings.environment())
+    base = settings.environment()
+    without_probe = ""
+    if plan.engine == "atb":
+        try:
+            probe = find_probe(base)
+            base = atb_environment(plan, base, probe, timestamp=f"{datetime.now():%Y%m%d_%H%M%S}")
+        except NoProbe as problem:
+            if need_probe:
+                raise
+            without_probe = str(problem)
+            plan = replace(plan, engine="torch")
+    if plan.wants_profile:
+        # The profiler's library talks on the program's terminal otherwise.
+        base = {settings.PROFILER_LOG_LEVEL: "99", **base}
+    sending = _begin_sending(plan, force=force)
+    try:
+        prepare_output(plan, force=force and not plan.url)
+    except DriftlineError:
+        if sending is not None:
+            sending.abandon()
+        raise
+    lock = _hold(plan)
+    already = frozenset(dumps_in(Path(plan.output))) if plan.engine == "atb" else frozenset[Path]()
+    with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:
+        doorstep = build_doorstep(Path(folder).resolve(), plan)
+        try:
+            if sending is not None:
+                sending.begin()
+            status = run_child(argv, doorstep.environment(base))
+        except BadInput:
+            if sending is not None:
+                sending.abandon()
+            clear_empty_output(plan)
+            raise
+        marks = read_marks(doorstep.marks)
+    sheets = finish_sheets(plan)
+    outcome = judge(plan, status, marks, gather(plan), sheets)
+    if plan.engine == "atb":
+        outcome = beside_torch(outcome, gather_atb(plan, already))
+        if "onnx" in plan.types and outcome.atb is not None:
+            drawn = draw_atb(outcome.atb.roots)
+            said = Sheets(outcome.sheets.words, outcome.sheets.trouble + drawn.trouble)
+            beside = (*outcome.atb.beside, *drawn.words)
+            outcome = replace(outcome, sheets=said, atb=replace(outcome.atb, beside=beside))
+    empty = not outcome.harvest.tensors and not outcome.harvest.topologies and not sheets.words
+    if sending is not None:
+        if empty:
+            sending.abandon()
+        else:
+            outcome = replace(outcome, sent=sending.finish())
+    if lock is not None:
+        os.close(lock)
+    if empty:
+        clear_empty_output(plan)
+    return replace(outcome, without_probe=without_probe)
+
+
+def _begin_sending(plan: CapturePlan, *, force: bool) -> Sending | None:
+    """Claim the address that the output goes to, before the program is started for nothing."""
+    if not plan.url:
+        return None
+    from driftline.runs.stores.upload import Sending
+
+    return Sending(Path(plan.output), plan.url, force=force, staged=True)
+
+
+def _hold(plan: CapturePlan) -> int | None:
+    """As long as this process lives, its run is not replaced by another dump."""
+    if plan.layout != "run":
+        return None
+    try:
+        return hold_path(Path(plan.output) / MANIFEST)
+    except OSError:
+        return None
+
+
+def beside_torch(outcome: Outcome, atb: AtbHarvest) -> Outcome:
+    """What torch's capture and the probe of the ATB library say together."""
+    if atb.tensors or atb.beside:
+        return replace(outcome, atb=atb, reason="", hint="")
+    if not outcome.reason:
+        return replace(outcome, atb=atb)
+    return replace(
+        outcome,
+        atb=atb,
+        reason=f"{outcome.reason}; and the ATB probe wrote nothing",
+        hint="does the program load libatb.so, and do -ids, -opname, -er and -device leave "
+        "something of it?",
+    )
+
+
+def prepare_output(plan: CapturePlan, *, force: bool) -> None:
+    """Make the output folder; what is there is replaced only if asked, and only if it is a dump."""
+    output = Path(plan.output)
+    if force and plan.engine == "atb":
+        for dump in dumps_in(output):
+            if dump != output:
+                shutil.rmtree(dump, ignore_errors=True)
+    if plan.layout == "run":
+        from driftline.runs.provenance import create_run
+
+        create_run(output, command=plan.command, force=force)
+        return
+    tree = output / "ait_dump"
+    try:
+        if tree.exists():
+            if not force:
+                raise AlreadyThere(
+                    f"'{tree}' exists",
+                    hint="choose another output with -o, or --force to replace it",
+                )
+            shutil.rmtree(tree)
+        tree.mkdir(parents=True)
+    except OSError as problem:
+        raise BadInput(
+            f"cannot write to '{output}': {problem.strerror or problem}",
+            hint="choose an output folder that can be written",
+        ) from None
+
+
+def clear_empty_output(plan: CapturePlan) -> None:
+    """Take away what `prepare_output` made when nothing came into it, so that the next try can use
+    the name.
+    """
+    output = Path(plan.output)
+    if plan.layout == "ait":
+        tree = output / "ait_dump"
+        if not any(path.is_file() for path in tree.rglob("*")):
+            shutil.rmtree(tree, ignore_errors=True)
+    elif not any(output.glob("rank*")):
+        for name in ("run.json", "events.jsonl"):
+            (output / name).unlink(missing_ok=True)
+    if output.is_dir() and output != Path.cwd() and not any(output.iterdir()):
+        output.rmdir()
+
+
+def judge(
+    plan: CapturePlan, status: int, marks: Marks, harvest: Harvest, sheets: Sheets | None = None
+) -> Outcome:
+    """What the marks and the disk say together; pure, so that every reason has a test."""
+    ran = sorted({step for report in marks.reports for step in report.steps_seen})
+    skipped = tuple(step for step in ran if not plan.selection.takes_step(step))
+    unmatched = tuple(_unmatched(plan, marks.places)) if marks.places else ()
+    sheets = sheets or Sheets()
+    topology = "model" in plan.types or "layer" in plan.types
+    got_something = (
+        harvest.tensors > 0
+        or bool(sheets.words)
+        or (harvest.topologies > 0 and topology and not plan.wants_tensors)
+    )
+    reason, hint = harvest.refused
+    if not got_something and not reason:
+        reason, hint = why_nothing(plan, marks, skipped, unmatched)
+    return Outcome(plan, status, harvest, marks, skipped, unmatched, reason, hint, sheets=sheets)
+
+
+def _unmatched(plan: CapturePlan, places: Iterable[Place]) -> Iterable[str]:
+    seen = [(place.site, place.class_name, place.ids) for place in places]
+    for kind, pattern, hint in plan.selection.unmatched(seen):
+        option = {"site": "--site", "class": "--class", "ids": "-ids", "opname": "-opname"}[kind]
+        yield f"{option} '{pattern}' matches no module" + (f"; {hint}" if hint else "")

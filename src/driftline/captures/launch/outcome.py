@@ -1,0 +1,277 @@
+"""What lies on disk after a launched program has ended, counted; for either layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from driftline.captures.launch.jobs import TORCH_LISTS, CapturePlan
+from driftline.captures.launch.messages import Marks
+from driftline.errors import BadInput, DriftlineError
+
+if TYPE_CHECKING:
+    from driftline.runs.run import Loss
+
+
+QUIET_EVENTS = frozenset({"step", "label", "no-match", "steps-skipped", "estimate"})
+"""Events that the summary says in its own words, or that are for the reader of the run only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Harvest:
+    """A dump in numbers.
+
+    Attributes:
+        tensors: Captured tensors.
+        bytes: What their values take, repeats not counted.
+        processes: Names of the processes' folders (`rank0`, `rank0.p1`, `cpu_4711`).
+        steps: Steps that have tensors.
+        topologies: How many processes left a module tree.
+        events: Sentences worth showing, each once.
+        refused: Why what lies there is no run that can be used, and what to do; empty if it is.
+    """
+
+    tensors: int = 0
+    bytes: int = 0
+    processes: tuple[str, ...] = ()
+    steps: tuple[int, ...] = ()
+    topologies: int = 0
+    events: tuple[str, ...] = ()
+    refused: tuple[str, str] = ("", "")
+
+
+def gather(plan: CapturePlan) -> Harvest:
+    """Count what a plan's program left."""
+    output = Path(plan.output)
+    if plan.layout == "ait":
+        return _gather_tree(output / "ait_dump" / "torch_tensors")
+    if not output.is_dir():
+        return Harvest()
+    return _gather_run(output)
+
+
+def _gather_run(output: Path) -> Harvest:
+    from driftline.runs.layout import TOPOLOGY
+    from driftline.runs.reader import open_run
+
+    try:
+        run = open_run(output)
+    except DriftlineError as problem:
+        return Harvest(refused=(str(problem), problem.hint))
+    folders = sorted(path.parent.name for path in output.glob("rank*/index.jsonl"))
+    stored = {(r.key.rank, r.key.process, r.blob) for r in run.records if r.blob is not None}
+    messages = [e for e in run.events() if str(e.get("kind")) not in QUIET_EVENTS]
+    return Harvest(
+        tensors=len(run),
+        bytes=sum(blob.length for _, _, blob in stored),
+        processes=tuple(folders),
+        steps=tuple(sorted({record.key.step for record in run.records})),
+        topologies=len(list(output.glob(f"rank*/{TOPOLOGY}"))),
+        events=tuple(
+            dict.fromkeys([*(str(e.get("message")) for e in messages), *_in_short(run.losses)])
+        ),
+    )
+
+
+def _in_short(losses: Sequence[Loss]) -> Iterable[str]:
+    """Tensors lost for one reason are one sentence here; `show` lists them."""
+    alike: dict[str, list[Loss]] = {}
+    for loss in losses:
+        if loss.key is not None:
+            alike.setdefault(loss.reason, []).append(loss)
+    for reason, those in alike.items():
+        if len(those) == 1:
+            yield str(those[0])
+        else:
+            yield f"{len(those)} tensors without values, {those[0].where} the first: {reason}"
+    yield from (str(loss) for loss in losses if loss.key is None)
+
+
+def _gather_tree(root: Path) -> Harvest:
+    files = list(root.glob("*/*/*/*.pth"))
+    return Harvest(
+        tensors=len(files),
+        bytes=sum(path.stat().st_size for path in files),
+        processes=tuple(sorted(path.name for path in root.glob("*") if path.is_dir())),
+        steps=tuple(
+            sorted({int(f.parts[-3]) for f in files if f.parts[-3].isdigit()}),
+        ),
+        topologies=len(list(root.glob("*/model_tree.json"))),
+        events=tuple(dict.fromkeys(_events_of_tree(root))),
+    )
+
+
+def _events_of_tree(root: Path) -> Iterable[str]:
+    for path in sorted(root.glob("*/driftline_events.jsonl")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                event: Any = json.loads(line)
+            except ValueError:  # cut off by a kill or a full disk
+                continue
+            if str(event.get("kind")) not in QUIET_EVENTS:
+                yield str(event.get("message"))
+
+
+# Why a launched program left nothing, and what to try: the first thing that was in the way.
+
+
+SHOWN_STEPS = 12
+
+
+def why_nothing(
+    plan: CapturePlan, marks: Marks, skipped: Sequence[int], unmatched: Sequence[str]
+) -> tuple[str, str]:
+    """The reason of an empty dump, and what to try: the first thing on the way that stopped it."""
+    if marks.began == 0:
+        return why_not_begun(marks)
+    if sum(report.calls for report in marks.reports) == 0:
+        if len(marks.reports) < marks.began:
+            return (
+                "nothing was captured: the program ended before anything of it was written",
+                "its own messages above say why it ended",
+            )
+        if "ops" in plan.levels:
+            return (
+                f"nothing was captured: {_imported(marks)}, but no module was called and no "
+                "operator ran",
+                "is this the command that runs the model?",
+            )
+        if plan.graph:
+            return (
+                f"nothing was captured: {_imported(marks)}, but no graph and no module ran",
+                "does the program get to what it compiles? its own messages say why it ended",
+            )
+        return (
+            f"nothing was captured: {_imported(marks)}, but no module was called",
+            "--level ops also sees operators that run in no torch.nn.Module"
+            if marks.frameworks == ("torch",)
+            else "a static graph calls no layers; is this a dynamic program, and its command?",
+        )
+    if "torch" not in marks.frameworks and (unseen := _of_torch_only(plan)):
+        return (
+            f"nothing was captured: {unseen}, and this one uses {' and '.join(marks.frameworks)}",
+            "of its layers there are --level modules, gradients and params, and --type model",
+        )
+    wanted = [report for report in marks.reports if plan.selection.takes_rank(report.rank)]
+    handed_over = sum(report.tensors for report in wanted)
+    if handed_over and plan.wants_tensors:
+        return (
+            f"nothing was captured: none of {handed_over} tensors could be written",
+            f"is the disk of '{plan.output}' full, or was the folder taken away?",
+        )
+    if unmatched:
+        return (
+            f"nothing was captured: {unmatched[0]}",
+            "driftline dump --type model lists every name",
+        )
+    taken = any(report.steps_taken for report in marks.reports)
+    if skipped and not taken:
+        ran = say_steps(skipped)
+        return (
+            f"nothing was captured: {ran} ran, and none of them is selected",
+            f"select one of them: -er {skipped[0]},{skipped[-1]}",
+        )
+    ranks = sorted({report.rank for report in marks.reports})
+    if not any(plan.selection.takes_rank(rank) for rank in ranks):
+        return (
+            f"nothing was captured: --rank selects none of the ranks {', '.join(map(str, ranks))}",
+            "leave --rank out to capture all of them",
+        )
+    if plan.levels == ("gradients",):
+        return (
+            "nothing was captured: modules were called, and no backward pass came through them",
+            "--level gradients sees training only; leave it out to see what the modules compute",
+        )
+    filters = _filters_in_words(plan)
+    return (
+        "nothing was captured: modules were called, and the filters left no "
+        f"{'tensor' if plan.wants_tensors else 'call'} of them"
+        f" ({filters})",
+        "leave one filter out at a time to see which one it is",
+    )
+
+
+def _of_torch_only(plan: CapturePlan) -> str:
+    """What a plan asks for, if all of it is to be had of torch programs only; else empty."""
+    if plan.wants_tensors:
+        return "--level ops sees operators of torch programs" if plan.levels == ("ops",) else ""
+    lists = [word for word in plan.types if word in TORCH_LISTS]
+    return f"--type {' '.join(lists)} lists what torch programs do" if lists else ""
+
+
+def _imported(marks: Marks) -> str:
+    verb = "was" if len(marks.frameworks) == 1 else "were"
+    return f"{' and '.join(marks.frameworks)} {verb} imported"
+
+
+def why_not_begun(marks: Marks) -> tuple[str, str]:
+    """Why no process of a program came so far as to begin, and what to try."""
+    if marks.failed:
+        if marks.failed[0].startswith(f"{BadInput.__name__}: "):  # asked for what cannot be had
+            return f"nothing was captured: {marks.failed[0].partition(': ')[2]}", ""
+        return (
+            f"nothing was captured: capture could not start ({marks.failed[0]})",
+            "the environment of the program needs Python 3.11, numpy, and torch 2.4 or Paddle 3.0 "
+            "or newer",
+        )
+    if marks.too_old:
+        return (
+            f"nothing was captured: the program runs on {marks.too_old[0]}",
+            "driftline captures programs on Python 3.11 or newer",
+        )
+    if marks.woken == 0:
+        return (
+            "nothing was captured: no Python process could be reached",
+            "does the command start Python here, without `env -i`, `python -S` or a container? "
+            "Installed in the program's own environment, driftline also reaches `python -I` and "
+            "scripts that set PYTHONPATH",
+        )
+    if marks.apart:
+        return (
+            f"nothing was captured: the program imported {' and '.join(marks.apart)}, not torch",
+            "this command works on torch programs; dump and compare work on Paddle's too",
+        )
+    if marks.absent:
+        extras = " ".join(f"'driftline[{name}]'" for name in marks.absent)
+        return (
+            f"nothing was captured: the program looked for {' and '.join(marks.absent)}, which "
+            f"{'is' if len(marks.absent) == 1 else 'are'} not installed in its environment",
+            f"pip install {extras} there",
+        )
+    if marks.unasked:
+        return (
+            f"nothing was captured: the program imported {' and '.join(marks.unasked)}, and "
+            "--engine looks at another one",
+            "leave --engine out: what a program imports is recognised",
+        )
+    some = "1 Python process" if marks.woken == 1 else f"{marks.woken} Python processes"
+    return (
+        f"nothing was captured: {some} ran, none imported torch or paddle",
+        "is this the command that runs the model?",
+    )
+
+
+def _filters_in_words(plan: CapturePlan) -> str:
+    chosen = plan.selection.to_json()
+    words = [f"{name} {value}" for name, value in chosen.items()]
+    return "; ".join(words) or "none were given"
+
+
+def say_steps(steps: Sequence[int]) -> str:
+    """Steps in words, ranges closed up.
+
+    >>> say_steps([1, 2, 3, 7]), say_steps([0])
+    ('steps 1-3, 7', 'step 0')
+    """
+    spans: list[list[int]] = []
+    for step in sorted(steps):
+        if spans and step == spans[-1][1] + 1:
+            spans[-1][1] = step
+        else:
+            spans.append([step, step])
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in spans[:SHOWN_STEPS]]
+    more = ", ..." if len(spans) > SHOWN_STEPS else ""
+    return ("step " if len(steps) == 1 else "steps ") + ", ".join(shown) + more

@@ -1,0 +1,446 @@
+# pyright: reportUnknownMemberType=false
+"""Start the capture of a launched process, and end it with the process.
+
+Called once a framework is imported, by `wake`. Knows what a plan means: which sink, which rank,
+when to seal. A process may end in five ways: interpreter exit (atexit), multiprocessing's own exit
+(its finalizers), a fork's exit, `os._exit` and `os.exec*`, which are waited for, or a kill, after
+which the run is readable and unsealed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
+
+from driftline import settings
+from driftline.captures.errcheck.findings import Finding, FindingsFile, headroom_rows
+from driftline.captures.launch.bootstrap import leave_mark
+from driftline.captures.launch.jobs import TORCH_LISTS, CapturePlan, WatchPlan, is_watch_plan
+from driftline.captures.launch.messages import MOST_PLACES, Place, ProcessReport
+from driftline.captures.options import Reduction
+from driftline.errors import BadInput
+from driftline.runs.layout import SHARD_BYTES
+from driftline.runs.owned_file import print_to_stderr
+from driftline.runs.sidecars.calls import CALLS, GRAPHS
+from driftline.runs.sinks import Late, Limited, Nowhere
+
+if TYPE_CHECKING:
+    from driftline.captures.session import Session
+    from driftline.runs.sinks import Sink
+
+
+SESSIONS = {
+    "torch": "driftline.captures.torch.session:CaptureSession",
+    "paddle": "driftline.captures.paddle.session:PaddleSession",
+}
+PROVENANCE = {
+    "torch": "driftline.captures.torch.framework",
+    "paddle": "driftline.captures.paddle.layers",
+}
+CALLS_TAP = "driftline.captures.torch.operators.call_list:CallTap"
+PROFILE_TAP = "driftline.captures.torch.profiler:ProfileTap"
+GRAPH_TAP = "driftline.captures.torch.compile.tap:GraphTap"
+AIT_TREE = "driftline.dialects.ait.dump_tree:AitTree"
+"""A dialect stands above this room, so it is found by its address and only when asked for."""
+
+EXPERIMENTS = {
+    "replay": "driftline.diagnosis.experiments.live.experiments:LiveReplay",
+    "variant": "driftline.diagnosis.experiments.live.experiments:LiveVariant",
+    "substitute": "driftline.diagnosis.experiments.live.experiments:LiveSubstitution",
+    "batch": "driftline.diagnosis.experiments.live.experiments:LiveBatch",
+}
+"""What may be done to a program besides looking at it; the same holds for these."""
+
+TOLD_ELSEWHERE = frozenset({"no-match", "steps-skipped", "estimate", "step", "tiling"})
+_LONGEST_GOODBYE = 2.0  # seconds: a signal handler may leave while its own thread is writing
+_SEAL_FIRST = 10  # multiprocessing runs finalizers of higher priority first; the writer's own has 0
+
+
+def begin(plan_path: str, framework: str) -> None:
+    """Read the plan, start the capture of a framework that is there now, and see to its end."""
+    _stand_on_real_ground()
+    text = Path(plan_path).read_text(encoding="utf-8")
+    if is_watch_plan(text):
+        if framework != "torch":
+            leave_mark(plan_path, "apart", framework)
+            return
+
+        launched: Launched = Watched(WatchPlan.from_json(text), plan_path)
+    else:
+        plan = CapturePlan.from_json(text)
+        if framework not in plan.frameworks:
+            leave_mark(plan_path, "unasked", framework)
+            return
+        if framework != "torch" and plan.experiment:
+            leave_mark(plan_path, "apart", framework)
+            return
+        launched = Launched(plan, plan_path, framework)
+    launched.start()
+    leave_mark(plan_path, "began", framework)
+
+
+def _stand_on_real_ground() -> None:
+    """Import what is still to come from the package's real folder, not through the launcher's link.
+
+    The link goes away when the launcher ends, and a process may outlive it.
+    """
+    package = sys.modules["driftline"]
+    package.__path__[:] = [os.path.realpath(entry) for entry in package.__path__]
+
+
+class Experiment(Protocol):
+    """What is done to a launched program; made with the plan's experiment, the session, the rank.
+
+    It sets the session's `stand_in`, and says at the end what came of it.
+    """
+
+    def finish(self) -> Mapping[str, Any]: ...
+
+
+class Launched:
+    """The capture of one framework in one launched process."""
+
+    def __init__(self, plan: CapturePlan, plan_path: str, framework: str = "torch") -> None:
+        if framework != "torch" and plan.layout != "run":
+            raise BadInput(
+                f"--layout {plan.layout} holds what torch programs compute, and this one uses "
+                f"{framework}; without --layout it becomes a run"
+            )
+        self.plan = plan
+        self.plan_path = plan_path
+        self.framework = framework
+        self.place = settings.job_place()
+        self.ended = False
+        selection = plan.selection
+        if self.place.world_size == 1:
+            # The program may tell torch.distributed its rank later: filter when the sink is made.
+            selection = dataclasses.replace(selection, ranks=())
+        self.sink = Late(self._make_sink, tree_is_enough=not plan.wants_tensors)
+        self.session: Session = _load(SESSIONS[framework])(
+            self.sink,
+            selection,
+            plan.reduction if plan.wants_tensors else Reduction("describe"),
+            plan.levels if plan.wants_tensors else ("modules",),
+            rank=self.place.rank,
+        )
+        arrivals: Any = getattr(self.session, "arrivals", None)
+        if arrivals is not None:
+            arrivals.budgets = plan.budgets
+        self.session.intake.prepare = lambda: importlib.import_module("driftline.runs.writer")
+        self.experiment: Experiment | None = None
+        if plan.experiment:
+            kind = EXPERIMENTS[plan.experiment["kind"]]
+            self.experiment = _load(kind)(plan.experiment, self.session, self._rank)
+        if framework != "torch":
+            self._say_what_is_not_there()
+            return
+        # Whoever keeps operators whole can have them executed again, which takes their parameters.
+        again = self.session.replayable and plan.layout == "run" and not plan.experiment
+        self.session.for_replay = again
+        if plan.wants_calls or again:
+            write = functools.partial(self.sink.sheet, CALLS)
+            self.session.taps.append(_load(CALLS_TAP)(self.session, write))
+        if plan.wants_profile:
+            self.session.taps.append(
+                _load(PROFILE_TAP)(
+                    self.session,
+                    self.sink.sheet,
+                    kernels="kernel" in plan.types,
+                    times="cpu_profiling" in plan.types,
+                )
+            )
+        if plan.graph:
+            write = functools.partial(self.sink.sheet, GRAPHS)
+            self.session.taps.append(
+                _load(GRAPH_TAP)(self.session, plan.graph, write, fusion=plan.fusion)
+            )
+        if plan.tiling:
+            self.sink.event("tiling", "tiling data were asked for; torch on this device has none")
+
+    def _say_what_is_not_there(self) -> None:
+        lists = [word for word in self.plan.types if word in TORCH_LISTS]
+        if lists:
+            text = f"--type {' '.join(lists)} lists what torch programs do"
+            self.sink.event("type", f"{text}; of {self.framework} programs there is no such list")
+        if self.plan.graph:
+            self.sink.event(
+                "graph",
+                f"--graph {self.plan.graph} sees what torch.compile makes; of "
+                f"{self.framework} programs layers are captured",
+            )
+
+    def start(self) -> None:
+        self.session.start()
+        atexit.register(self.end)
+        os.register_at_fork(after_in_child=self._forked)
+        util = importlib.import_module("multiprocessing.util")
+        # A child of multiprocessing forgets its parent's finalizers and ends without atexit.
+        util.register_after_fork(self, Launched._end_with_multiprocessing)
+        self._end_with_multiprocessing()
+        self._be_told_of_leaving()
+
+    def end(self) -> None:
+        """Stop, seal, report. May be called twice, and by whichever way of ending comes first."""
+        if self.ended:
+            return
+        self.ended = True
+        if not self.session.execution_order:
+            # A data worker, forked from a process that knows a model: its tree is not its own.
+            self.sink.tree_is_enough = False
+        self.session.stop()
+        if self.experiment is not None:
+            with contextlib.suppress(OSError):
+                leave_mark(self.plan_path, "experiment", json.dumps(self.experiment.finish()))
+        with contextlib.suppress(OSError):  # the launcher is gone, nobody reads reports any more
+            leave_mark(self.plan_path, "report", self.report().to_json())
+
+    def report(self) -> ProcessReport:
+        session = self.session
+        seen = sorted(session.steps_seen)
+        places = [Place(*place) for place in session.places()]
+        return ProcessReport(
+            pid=os.getpid(),
+            rank=self._rank()[0],
+            calls=len(session.execution_order) + session.outside,
+            steps_seen=tuple(seen),
+            steps_taken=tuple(step for step in seen if session.selection.takes_step(step)),
+            tensors=session.tensors,
+            bytes=self.sink.bytes_written,
+            places=tuple(places[:MOST_PLACES]),
+            notes=tuple(
+                message for kind, message in self.sink.waiting_events if kind not in TOLD_ELSEWHERE
+            ),
+        )
+
+    def _end_with_multiprocessing(self) -> None:
+        process = sys.modules.get("multiprocessing.process")
+        if process is not None and process.parent_process() is not None:
+            util = sys.modules["multiprocessing.util"]
+            util.Finalize(None, self.end, exitpriority=_SEAL_FIRST)
+
+    def _be_told_of_leaving(self) -> None:
+        """Servers and launchers often end by `os._exit` or `os.exec*`, right after the last call.
+
+        Neither runs what atexit knows.
+        """
+        leave, become = os._exit, {name: getattr(os, name) for name in ("execv", "execve")}
+
+        def _exit(status: int) -> NoReturn:
+            try:
+                if not self.ended:
+                    _at_most(_LONGEST_GOODBYE, self.end)
+            finally:
+                leave(status)
+
+        def after_writing(name: str) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:  # may fail, and then the program goes on
+                _at_most(_LONGEST_GOODBYE, self.session.flush)
+                return become[name](*args, **kwargs)
+
+            return functools.wraps(become[name])(call)
+
+        os._exit = functools.wraps(leave)(_exit)
+        for name in become:
+            setattr(os, name, after_writing(name))
+
+    def _forked(self) -> None:
+        """This process is a copy: what its parent has seen and written is not its own."""
+        self.ended = False
+        self.sink.forget()
+        self.session.after_fork()
+        self.session.steps_seen.clear()
+        self.session.execution_order.clear()
+        self.session.outside = 0
+
+    def _make_sink(self) -> Sink:
+        # A spawned process knows only now that it is one; the writer's own end must come later.
+        self._end_with_multiprocessing()
+        rank, world_size = self._rank()
+        if not self.plan.selection.takes_rank(rank):
+            return Nowhere()
+        share = self.plan.max_bytes // max(1, world_size)
+        if self.plan.layout == "ait":
+            return self._make_tree(share)
+        from driftline.runs.writer import RunWriter
+
+        writer = RunWriter(
+            self.plan.output,
+            rank=rank,
+            world_size=world_size,
+            command=self.plan.command,
+            max_bytes=share or None,
+            shard_bytes=self.plan.shard_bytes or SHARD_BYTES,
+            seal_at_exit=False,
+        )
+        writer.describe(**importlib.import_module(PROVENANCE[self.framework]).facts())
+        if self.plan.selection.ranks:
+            writer.describe(only_ranks=list(self.plan.selection.ranks))
+        if not self.plan.wants_tensors:
+            writer.open()
+        return Limited(writer, limit=share, say=self._say) if share else writer
+
+    def _make_tree(self, share: int) -> Sink:
+        tree = _load(AIT_TREE)(self.plan.output, max_bytes=share)
+        if not self.plan.wants_tensors:
+            tree.open()
+        return Limited(tree, limit=share, say=self._say) if share else cast("Sink", tree)
+
+    def _say(self, sentence: str) -> None:
+        if self.plan.says("info"):
+            print_to_stderr(sentence)
+
+    def _rank(self) -> tuple[int, int]:
+        """Rank and world size: as the framework says, else as the launcher's variables do."""
+        if self.framework != "torch":
+            told = importlib.import_module(PROVENANCE[self.framework]).rank()
+            return told or (self.place.rank, self.place.world_size)
+        distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            return int(distributed.get_rank()), int(distributed.get_world_size())
+        return self.place.rank, self.place.world_size
+
+
+def _at_most(seconds: float, act: Callable[[], None]) -> None:
+    """Do something in a thread and wait so long: what holds it up must not keep a process alive."""
+    try:
+        thread = threading.Thread(target=act, name="driftline-goodbye", daemon=True)
+        thread.start()
+        thread.join(seconds)
+    except RuntimeError:  # no threads any more: the interpreter is ending
+        return
+
+
+def _load(address: str) -> Any:
+    module, _, name = address.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+# The error watch of one launched process: begun when torch is imported, ended with the process.
+
+
+DOOR = "driftline.captures.torch.errcheck.api"
+STOPPED = 1
+"""Exit status of a process that was stopped at a finding."""
+MOST_SITES = 20_000
+MOST_UNWRITTEN = 100
+_MOST_ANCESTORS = 64
+
+
+class Watched(Launched):
+    """The error watch of one launched process."""
+
+    def __init__(self, watch: WatchPlan, plan_path: str) -> None:
+        super().__init__(
+            CapturePlan(
+                output=watch.folder,
+                levels=(),
+                max_bytes=watch.max_bytes,
+                log_level=watch.log_level,
+                command=watch.command,
+            ),
+            plan_path,
+        )
+        self.watch = watch
+        door = importlib.import_module(DOOR)
+        # The probe of the ATB library writes the seed's text itself.
+        texts = None if watch.engine == "atb" else Path(watch.output)
+        self.file = FindingsFile(Path(watch.folder), texts)
+        self.reporter: Any
+        self.session, self.reporter = door.make_watch(
+            self.sink,
+            self.file,
+            door.watch_options(watch.types, watch.allow),
+            watch.level,
+            rank=self.place.rank,
+            after=self._found,
+        )
+
+    def end(self) -> None:
+        if self.ended:
+            return
+        super().end()
+        with contextlib.suppress(OSError):
+            leave_mark(self.plan_path, "watched", json.dumps(self._counts()))
+
+    def _counts(self) -> dict[str, Any]:
+        reporter = self.reporter
+        rows = headroom_rows(reporter.peaks, reporter.device_peaks)
+        return {
+            "pid": os.getpid(),
+            "rank": self._rank()[0],
+            "calls": reporter.calls,
+            # Those on disk are read there; these are for a disk that takes nothing.
+            "unwritten_findings": [one.to_json() for one in reporter.findings[:MOST_UNWRITTEN]]
+            if self.file.failure
+            else [],
+            "propagators": reporter.propagators,
+            "repeats": reporter.repeats,
+            "remarks": [*reporter.remarks, *filter(None, (self.file.failure,))],
+            "headroom": rows[:MOST_SITES],
+        }
+
+    def _forked(self) -> None:
+        super()._forked()
+        self.reporter.after_fork()
+
+    def _make_sink(self) -> Sink:
+        from driftline.captures.torch.framework import facts
+        from driftline.runs.writer import RunWriter
+
+        rank, world_size = self._rank()
+        writer = RunWriter(
+            self.plan.output,
+            rank=rank,
+            world_size=world_size,
+            command=self.plan.command,
+            max_bytes=max(1, self.plan.max_bytes // max(1, world_size)),
+            seal_at_exit=False,
+        )
+        writer.describe(**facts())
+        return writer
+
+    def _found(self, finding: Finding) -> None:
+        if self.watch.exit:
+            self._stop(finding)
+
+    def _stop(self, finding: Finding) -> NoReturn:
+        """End this process, and those between it and the launcher, which prints the finding."""
+        with contextlib.suppress(Exception):
+            leave_mark(self.plan_path, "stopped", finding.to_json())
+        with contextlib.suppress(Exception):
+            self.end()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        for pid in ancestors(self.watch.launcher):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGTERM)
+        os._exit(STOPPED)
+
+
+def ancestors(launcher: int) -> list[int]:
+    """Processes between the launcher and this one, the launcher's child first.
+
+    None where they cannot be followed up to it.
+    """
+    found: list[int] = []
+    pid = os.getppid()
+    while pid != launcher and pid > 1 and len(found) < _MOST_ANCESTORS:
+        found.insert(0, pid)
+        try:
+            after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            pid = int(after_name[1])
+        except (OSError, ValueError, IndexError):
+            return []
+    return found if pid == launcher else []

@@ -1,0 +1,288 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+"""A graph of ONNX as plain values: nodes, who makes which tensor, who reads it.
+
+Values have the names that the file gives them; those are what an optimiser leaves alone, so they
+tell what a fused node stands for. Knows the protobuf of a model and nothing of sessions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from driftline.captures.onnxruntime import model_file
+
+QUANTISED = "_quantized"
+"""How onnxruntime.quantization calls the integers of a tensor."""
+_TEXT = 8
+_ACTIVATION = "activation"
+
+
+class Node(NamedTuple):
+    """One node.
+
+    Attributes:
+        name: As the file has it; may be empty, and need not be the only one.
+        op: Its type.
+        domain: Where that type comes from; empty for ONNX's own.
+        inputs: Names of the values it reads, with those that its subgraphs read; an input that was
+            left out is empty.
+        outputs: Names of the values it makes; empty where one is not wanted.
+        about: What exporters wrote beside it.
+        subgraphs: How many graphs it holds: bodies of loops and branches.
+        activation: The activation that was worked into it; empty for none.
+        channels_last: It takes and gives images with their channels last.
+    """
+
+    name: str
+    op: str
+    domain: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    about: Mapping[str, str]
+    subgraphs: int = 0
+    activation: str = ""
+    channels_last: bool = False
+
+
+class Graph:
+    """A graph of nodes in the order of its file, which is one of execution.
+
+    Attributes:
+        nodes: All of them.
+        maker: Value → number of the node that makes it.
+        readers: Value → numbers of the nodes that read it.
+        inputs: Names of what a caller gives.
+        outputs: Names of what a caller gets.
+        constants: Initializers and outputs of Constant nodes, by name.
+        shapes: Value → sizes, names of sizes or None, as far as the file says.
+        types: Value → ONNX's number of its element type.
+        scalars: Constants of one element: scales, zero points, epsilons.
+    """
+
+    def __init__(self, model: Any) -> None:
+        graph = model.graph
+        self.nodes = [_node(node) for node in graph.node]
+        weights = {tensor.name for tensor in graph.initializer}
+        weights |= {sparse.values.name for sparse in graph.sparse_initializer}
+        self.inputs = [one.name for one in graph.input if one.name not in weights]
+        self.outputs = [one.name for one in graph.output]
+        constant = {n.outputs[0] for n in self.nodes if n.op == "Constant" and n.outputs}
+        self.weights: frozenset[str] = frozenset(weights)
+        self.constants: frozenset[str] = frozenset(weights | constant)
+        self._wire()
+        self.shapes: dict[str, tuple[int | str | None, ...]] = {}
+        self.types: dict[str, int] = {}
+        for one in (*graph.value_info, *graph.input, *graph.output):
+            self._learn(one)
+        for tensor in graph.initializer:
+            self.shapes[tensor.name] = tuple(tensor.dims)
+            self.types[tensor.name] = tensor.data_type
+        self.scalars = {
+            tensor.name: number
+            for tensor in graph.initializer
+            if (number := _scalar(tensor)) is not None
+        }
+
+    def _wire(self) -> None:
+        self.maker: dict[str, int] = {}
+        self.readers: dict[str, list[int]] = {}
+        for number, node in enumerate(self.nodes):
+            for value in node.outputs:
+                if value:
+                    self.maker[value] = number
+            for value in dict.fromkeys(node.inputs):
+                if value:
+                    self.readers.setdefault(value, []).append(number)
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give values other names."""
+        self.nodes = [
+            node._replace(
+                inputs=tuple(names.get(value, value) for value in node.inputs),
+                outputs=tuple(names.get(value, value) for value in node.outputs),
+            )
+            for node in self.nodes
+        ]
+        self._wire()
+        for old, new in names.items():
+            if old in self.shapes:
+                self.shapes[new] = self.shapes[old]
+                self.types[new] = self.types.get(old, 0)
+
+    def _learn(self, one: Any) -> None:
+        if one.type.WhichOneof("value") == "tensor_type":
+            told = one.type.tensor_type
+            self.types[one.name] = told.elem_type
+            if told.HasField("shape"):
+                self.shapes[one.name] = tuple(sizes_in(told.shape))
+
+    def known(self, value: str) -> bool:
+        """Whether the graph has a value of this name, made, given or constant."""
+        return value in self.maker or value in self.constants or value in self.inputs
+
+    def data_inputs(self, node: Node) -> list[str]:
+        """What a node reads that is computed or given, in order, each once."""
+        return [v for v in dict.fromkeys(node.inputs) if v and v not in self.constants]
+
+    def before(self, node: Node) -> list[int]:
+        """Numbers of the nodes that make what a node reads."""
+        makers = (self.maker.get(value) for value in node.inputs)
+        return [number for number in dict.fromkeys(makers) if number is not None]
+
+    def behind(self, node: Node) -> list[int]:
+        """Numbers of the nodes that read what a node makes."""
+        read = (number for value in node.outputs for number in self.readers.get(value, ()))
+        return list(dict.fromkeys(read))
+
+
+def _scalar(tensor: Any) -> float | None:
+    """The number of a tensor of one element; None where it has more, or lies elsewhere."""
+    if math.prod(tensor.dims) != 1 or tensor.external_data or tensor.data_type == _TEXT:
+        return None
+    try:
+        return float(model_file.protobuf().numpy_helper.to_array(tensor).reshape(-1)[0])
+    except (TypeError, ValueError):
+        return None
+
+
+def sizes_in(shape: Any) -> Iterable[int | str | None]:
+    """The sizes of a declared shape: a number, the name of one, or nothing."""
+    for size in shape.dim:
+        yield size.dim_value if size.HasField("dim_value") else size.dim_param or None
+
+
+def _node(node: Any) -> Node:
+    inner = [*_subgraphs(node.attribute)]
+    inputs = list(node.input)
+    if inner:
+        inputs += [value for graph in inner for value in _outer(graph)]
+    return Node(
+        node.name,
+        node.op_type,
+        node.domain if node.domain != "ai.onnx" else "",
+        tuple(inputs),
+        tuple(node.output),
+        {prop.key: prop.value for prop in node.metadata_props},
+        len(inner),
+        next((a.s.decode("ascii", "replace") for a in node.attribute if a.name == _ACTIVATION), ""),
+        any(a.name == "channels_last" and a.i for a in node.attribute),
+    )
+
+
+def _subgraphs(attributes: Iterable[Any]) -> Iterable[Any]:
+    for attribute in attributes:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def _outer(graph: Any) -> list[str]:
+    """What the body of a loop or branch reads of the graph around it."""
+    own = {one.name for one in graph.input} | {one.name for one in graph.initializer}
+    own.update(value for node in graph.node for value in node.output)
+    read = [value for node in graph.node for value in node.input]
+    read += [v for n in graph.node for inner in _subgraphs(n.attribute) for v in _outer(inner)]
+    read += [one.name for one in graph.output]
+    return [value for value in dict.fromkeys(read) if value and value not in own]
+
+
+# What an optimiser did to a graph: which nodes of the exported one each of its nodes stands
+# for.
+
+
+_LAYOUTS = ("ReorderOutput", "ReorderInput", "Cast")
+
+
+class Placed(NamedTuple):
+    """The nodes of an optimised graph, seen from the exported one.
+
+    Attributes:
+        members: For each node of the optimised graph the numbers of those it stands for.
+        holder: Number of an exported node → that of the optimised one it went into. One that became
+            a constant, or was found to be useless, has none.
+        near: Value that only the optimised graph has → the next one after it that both have.
+        gives: For each node of the optimised graph the values of the exported one that it computes,
+            though another node may lay them out.
+    """
+
+    members: list[tuple[int, ...]]
+    holder: dict[int, int]
+    near: dict[str, str]
+    gives: list[tuple[str, ...]]
+
+
+def placed(exported: Graph, optimised: Graph) -> Placed:
+    """Say what each node of an optimised graph stands for."""
+    members: list[tuple[int, ...]] = []
+    holder: dict[int, int] = {}
+    near = _near(exported, optimised)
+    worker = {
+        number: _worker(number, exported, optimised) for number in range(len(optimised.nodes))
+    }
+    # In two rounds: a node of the exported graph belongs to the one that makes its own output.
+    owned: dict[int, set[int]] = {}
+    gives: dict[int, list[str]] = {}
+    for number, node in enumerate(optimised.nodes):
+        for value in node.outputs:
+            if value in exported.maker:
+                holder[exported.maker[value]] = worker[number]
+                owned.setdefault(worker[number], set()).add(exported.maker[value])
+                gives.setdefault(worker[number], []).append(value)
+    for number in range(len(optimised.nodes)):
+        found = _replaced(owned.get(number, set()), exported, optimised)
+        for one in found:
+            holder.setdefault(one, number)
+        members.append(tuple(sorted(found)))
+    return Placed(
+        members, holder, near, [tuple(gives.get(n, ())) for n in range(len(optimised.nodes))]
+    )
+
+
+def _worker(number: int, exported: Graph, optimised: Graph) -> int:
+    """The node that does the work of one that only lays out again what was made in a device's own
+    layout.
+    """
+    node = optimised.nodes[number]
+    while node.op in _LAYOUTS and node.inputs:
+        maker = optimised.maker.get(node.inputs[0])
+        if maker is None or node.inputs[0] in exported.maker:
+            break
+        number, node = maker, optimised.nodes[maker]
+    return number
+
+
+def _replaced(own: set[int], exported: Graph, optimised: Graph) -> set[int]:
+    found = set(own)
+    waiting = list(own)
+    while waiting:
+        for value in exported.nodes[waiting.pop()].inputs:
+            maker = exported.maker.get(value)
+            if maker is None or maker in found or optimised.known(value):
+                continue
+            found.add(maker)
+            waiting.append(maker)
+    return found
+
+
+def _near(exported: Graph, optimised: Graph) -> dict[str, str]:
+    """For values of the optimiser's own, from the graph's end: where they lead."""
+    near: dict[str, str] = {}
+    for node in reversed(optimised.nodes):
+        for value in node.outputs:
+            if value and value not in exported.maker:
+                near[value] = _led(value, optimised, exported, near)
+    return near
+
+
+def _led(value: str, optimised: Graph, exported: Graph, near: dict[str, str]) -> str:
+    for reader in optimised.readers.get(value, ()):
+        outputs: Sequence[str] = optimised.nodes[reader].outputs
+        for output in outputs:
+            if output in exported.maker:
+                return output
+            if near.get(output):
+                return near[output]
+    return ""

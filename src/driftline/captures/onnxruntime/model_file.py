@@ -1,0 +1,250 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+"""An ONNX file's graph without its weights, the packages that read it, and what identifies it.
+
+A model of gigabytes is mapped and skimmed: tensors lose their values on the way into the protobuf,
+so that its graph costs what its nodes cost. Knows the wire format of protobuf and no session.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from driftline.captures.onnxruntime.tensors import TYPES, AnyArray, HostTensor
+from driftline.errors import BadFile, NotInstalled
+from driftline.numerics import kernel
+from driftline.numerics.dtypes import DTYPES
+from driftline.registry import require
+
+INSTALL = "driftline[onnxruntime]"
+SMALL = 1024
+"""Values of tensors up to so many bytes stay in the graph: shapes, axes, scales."""
+
+_GRAPH, _INITIALIZER = 7, 5
+_VALUES = frozenset({4, 5, 6, 7, 9, 10, 11})
+"""Fields of a TensorProto that hold values; 13 says where they lie outside."""
+_BYTES = 2
+
+
+def engine() -> Any:
+    """The package onnxruntime.
+
+    Raises:
+        NotInstalled: It is missing; the sentence has the line that installs it.
+    """
+    return _package("onnxruntime")
+
+
+def protobuf() -> Any:
+    """The package onnx.
+
+    Raises:
+        NotInstalled: It is missing.
+    """
+    return _package("onnx")
+
+
+def _package(name: str) -> Any:
+    try:
+        return require(name, install=INSTALL)
+    except NotInstalled as absent:
+        raise NotInstalled(
+            f"capturing an ONNX model needs the package {name}, which is not installed here",
+            hint=f"pip install '{INSTALL}'",
+        ) from absent
+
+
+def load_graph(path: Path) -> Any:
+    """The model as a protobuf, tensors of more than a kilobyte without their values.
+
+    Raises:
+        BadFile: It cannot be read, or is no ONNX model.
+    """
+    onnx = protobuf()
+    try:
+        with path.open("rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise BadFile(f"'{path}' is empty", hint="give an .onnx file")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                text = _without_values(memoryview(data))
+    except OSError as error:
+        raise BadFile(
+            f"cannot read '{path}': {error.strerror or error}", hint="give an .onnx file"
+        ) from None
+    model = None
+    if text is not None:
+        try:
+            model = onnx.ModelProto.FromString(text)
+        except Exception:  # protobuf's own error, whose type depends on its implementation
+            model = None
+    if model is None or not (model.graph.node or model.graph.output):
+        raise BadFile(
+            f"'{path}' is no ONNX model, or only the beginning of one",
+            hint="give the .onnx file that the exporter wrote; others are not understood",
+        )
+    return model
+
+
+def _without_values(data: memoryview) -> bytes | None:
+    """The bytes of a ModelProto whose initializers have no long values; None if it is none."""
+    try:
+        return _copied(data, (_GRAPH, _INITIALIZER))
+    except (IndexError, ValueError):
+        return None
+    finally:
+        data.release()
+
+
+def _copied(data: memoryview, way: tuple[int, ...]) -> bytes:
+    out: list[bytes] = []
+    for field, start, first, end in _fields(data):
+        if not way and field in _VALUES and end - first > SMALL:
+            continue
+        if way and field == way[0]:
+            inner = _copied(data[first:end], way[1:])
+            out.append(_varint(field << 3 | _BYTES) + _varint(len(inner)) + inner)
+        else:
+            out.append(bytes(data[start:end]))
+    return b"".join(out)
+
+
+def _fields(data: memoryview) -> Iterator[tuple[int, int, int, int]]:
+    """Number, where the field begins, where its content begins, and where it ends."""
+    at, size = 0, len(data)
+    while at < size:
+        start = at
+        tag, at = _read(data, at)
+        kind = tag & 7
+        if kind == 0:
+            first = at
+            _, at = _read(data, at)
+        elif kind == _BYTES:
+            length, first = _read(data, at)
+            at = first + length
+        elif kind in (1, 5):
+            first, at = at, at + (8 if kind == 1 else 4)
+        else:
+            raise ValueError("no field of protobuf")
+        if at > size or not tag >> 3:
+            raise ValueError("a field ends beyond its message")
+        yield tag >> 3, start, first, at
+
+
+def _read(data: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise ValueError("a number is too long")
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def external_files(model: Any) -> list[str]:
+    """The files beside a model that hold values of its tensors, as it names them."""
+    return sorted(
+        {
+            entry.value
+            for tensor in model.graph.initializer
+            for entry in tensor.external_data
+            if entry.key == "location"
+        }
+    )
+
+
+def check_external(path: Path, model: Any) -> list[Path]:
+    """The files of a model's weights.
+
+    Raises:
+        BadFile: One is missing, or lies outside of the model's folder.
+    """
+    found: list[Path] = []
+    for name in external_files(model):
+        folder = path.parent.resolve()
+        place = (folder / name).resolve()
+        if not place.is_relative_to(folder):
+            raise BadFile(
+                f"'{path.name}' keeps weights in '{name}', which is not below its own folder",
+                hint="put the weights beside the model",
+            )
+        if not place.is_file():
+            raise BadFile(
+                f"'{path.name}' keeps weights in '{name}', which is not there",
+                hint="the exporter writes two files; copy both",
+            )
+        found.append(place)
+    return found
+
+
+def digest_of(files: list[Path]) -> str:
+    """One digest of some files, one after the other: what identifies a model."""
+    parts: list[str] = []
+    for path in files:
+        if not path.stat().st_size:
+            continue
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            view = np.frombuffer(data, np.uint8)
+            parts.append(kernel.digest(view))
+            del view
+    if len(parts) == 1:
+        return parts[0]
+    return kernel.digest(np.frombuffer(" ".join(parts).encode(), np.uint8))
+
+
+# The weights of an optimised model, read from its files one at a time.
+
+
+class Weights:
+    """The initializers of a model whose large ones lie beside it."""
+
+    def __init__(self, path: Path) -> None:
+        model = protobuf().load(str(path), load_external_data=False)
+        self._folder = path.parent
+        self._tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+
+    def read(self, name: str) -> HostTensor | None:
+        """One of them; None if it holds no numbers, or there is none."""
+        tensor = self._tensors.get(name)
+        dtype = TYPES.get(tensor.data_type, "") if tensor is not None else ""
+        if tensor is None or not dtype:
+            return None
+        shape = tuple(tensor.dims)
+        size = DTYPES[dtype].byte_count(math.prod(shape))
+        data = self._bytes(tensor, size)
+        return None if data is None or data.nbytes != size else HostTensor(data, dtype, shape)
+
+    def _bytes(self, tensor: Any, size: int) -> AnyArray | None:
+        if tensor.external_data:
+            where = {entry.key: entry.value for entry in tensor.external_data}
+            if not size:
+                return np.empty(0, np.uint8)
+            return np.memmap(
+                self._folder / where["location"],
+                np.uint8,
+                "r",
+                offset=int(where.get("offset", 0)),
+                shape=(size,),
+            )
+        if tensor.raw_data:
+            return np.frombuffer(tensor.raw_data, np.uint8)
+        array: AnyArray = np.asarray(protobuf().numpy_helper.to_array(tensor))
+        return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -1,0 +1,394 @@
+"""Which module of the model it was exported from a node belongs to, and how its values are called.
+
+torch's exporter writes the modules around a node beside it (`pkg.torch.onnx.name_scopes`); the
+older one, and others' exporters, put the path into the node's name (`/model/layers.0/mlp/Mul`).
+Read from the file as it was exported: an optimiser keeps neither. Knows names and who reads whom;
+how calls of torch's graph are counted is in `calls.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple, cast
+
+from driftline.captures.onnxruntime.graph import QUANTISED, Graph, Node
+
+ROOT = "(root)"
+_SCOPES = "pkg.torch.onnx.name_scopes"
+_CLASSES = "pkg.torch.onnx.class_hierarchy"
+_STACK = "pkg.torch.onnx.stack_trace"
+_OUTPUT = re.compile(r"_output_(\d+)$|:(\d+)$")
+_LONGEST = 1 << 16
+_FARTHEST = 8
+"""So many nodes that a quantiser put in are gone back to find one that the exporter wrote."""
+_MOST = 64
+"""So many nodes that say nothing of themselves are asked for those around them."""
+_ROUNDING = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+class Scope(NamedTuple):
+    """Where a node stands.
+
+    Attributes:
+        modules: Paths of the modules around it, outermost first, the root not among them.
+        classes: Their classes, the root's in front; empty where the exporter does not say.
+        operator: The call it was made for: `linear_3` of torch's graph; empty if not known.
+        target: What was called there: `aten.linear.default`.
+        line: `file.py:12` of the program, if known.
+    """
+
+    modules: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+    operator: str = ""
+    target: str = ""
+    line: str = ""
+
+    @property
+    def module(self) -> str:
+        return self.modules[-1] if self.modules else ""
+
+
+NOWHERE = Scope()
+
+
+def scope_of(node: Node) -> Scope:
+    """What an exporter left about the place of a node."""
+    names, classes = _listed(node.about.get(_SCOPES)), _listed(node.about.get(_CLASSES))
+    if names:
+        # The last of both is the operator itself; a module that has no name is the root.
+        paths = tuple(name for name in names[:-1] if name)
+        kinds = tuple(kind.rpartition(".")[2] for kind in classes[:-1])
+        if len(kinds) != len(names) - 1:
+            kinds = ()
+        elif names[0]:
+            kinds = ("", *kinds)
+        return Scope(
+            paths, kinds, names[-1], classes[-1] if classes else "", _line(node.about.get(_STACK))
+        )
+    if "/" in node.name:
+        return Scope(_around(node.name.split("/")[:-1]), operator=node.name.rpartition("/")[2])
+    return NOWHERE
+
+
+def _listed(text: str | None) -> list[str]:
+    """A list of texts as Python writes it; nothing where it is something else."""
+    if not text or len(text) > _LONGEST:
+        return []
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return []
+    if not isinstance(value, list):
+        return []
+    return [str(one) for one in cast("list[object]", value)]
+
+
+def _line(stack: str | None) -> str:
+    """The innermost line of the program in a stack."""
+    found = _FRAME.findall(stack or "")
+    if not found:
+        return ""
+    path, line = found[-1]
+    return f"{path.rpartition('/')[2]}:{line}"
+
+
+def _around(parts: list[str]) -> tuple[str, ...]:
+    """`/model/layers.0/mlp` → model, model.layers.0, model.layers.0.mlp.
+
+    Of a Sequential the older exporter writes both it and its part: `/layer1/layer1.0/conv`.
+    """
+    found: list[str] = []
+    for part in filter(None, parts):
+        holder, dot, number = part.rpartition(".")
+        if found and dot and found[-1].rpartition(".")[2] == holder:
+            found.append(f"{found[-1]}.{number}")
+        else:
+            found.append(f"{found[-1]}.{part}" if found else part)
+    return tuple(found)
+
+
+class Names:
+    """How the values of a model are called in a run: `{module}/{value}`, the same at every level.
+
+    Made from the file as it was exported, so that an optimised run and another one agree.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.scopes = [scope_of(node) for node in graph.nodes]
+        self.told = any(_SCOPES in node.about for node in graph.nodes)
+        self._graph = graph
+        if self.told:
+            self._place_the_silent()
+        self._sites: dict[str, str] = {}
+        self._taken: set[str] = set()
+        for number, node in enumerate(graph.nodes):
+            scope = self.scopes[number]
+            if self.told and scope is NOWHERE:
+                scope = self._beside(node)
+            for output, value in enumerate(node.outputs):
+                if value:
+                    self._name(value, scope, node, output)
+
+    def _place_the_silent(self) -> None:
+        """Nodes that a rewriter put in and said nothing of: in the module around their neighbours.
+
+        A `Split` that was a sequence before. What rounds to integers and back stays outside.
+        """
+        silent = {
+            number: node
+            for number, node in enumerate(self._graph.nodes)
+            if self.scopes[number] is NOWHERE and node.op not in _ROUNDING
+        }
+        found = {number: self._neighbourhood(number) for number in silent}
+        for number, scope in found.items():
+            self.scopes[number] = scope
+
+    def _neighbourhood(self, number: int) -> Scope:
+        """The innermost module that holds all neighbours of a node which say where they stand."""
+        graph = self._graph
+        scopes: list[Scope] = []
+        for before in (True, False):
+            waiting, seen = [number], {number}
+            while waiting and len(seen) < _MOST:
+                node = graph.nodes[waiting.pop()]
+                nearby = graph.before(node) if before else graph.behind(node)
+                for other in nearby:
+                    if other in seen:
+                        continue
+                    seen.add(other)
+                    if self.scopes[other] is NOWHERE:
+                        waiting.append(other)
+                    else:
+                        scopes.append(self.scopes[other])
+        return _common(scopes)
+
+    def _beside(self, node: Node) -> Scope:
+        """Where a node stands that a quantiser put in: with who made what it reads, or reads it.
+
+        For its name only: what it makes is not what that module makes.
+        """
+        before = node
+        for _ in range(_FARTHEST):
+            makers = [self._graph.maker.get(v) for v in self._graph.data_inputs(before)[:1]]
+            if not makers or makers[0] is None:
+                break
+            if self.scopes[makers[0]] is not NOWHERE:
+                return self.scopes[makers[0]]
+            before = self._graph.nodes[makers[0]]
+        for value in node.outputs:
+            for reader in self._graph.readers.get(value, ()):
+                if self.scopes[reader] is not NOWHERE:
+                    return self.scopes[reader]
+        return NOWHERE
+
+    def site(self, value: str, near: str = "") -> str:
+        """The site of a value; one that an optimiser made stands in the module of another one.
+
+        Args:
+            value: Its name.
+            near: A value of the exported file that it leads to.
+        """
+        if value not in self._sites:
+            self._name(value, self.scope(near), None, 0)
+        return self._sites[value]
+
+    def scope(self, value: str) -> Scope:
+        """Where the node stands that made a value in the exported file."""
+        number = self._graph.maker.get(value)
+        return self.scopes[number] if number is not None else NOWHERE
+
+    def _name(self, value: str, scope: Scope, node: Node | None, output: int) -> None:
+        label = value
+        if "/" in value:
+            label = _OUTPUT.sub(_numbered, value.rpartition("/")[2])
+        elif not self.told and node is not None and scope.operator:
+            label = scope.operator + (f".{output}" if output else "")
+        if self.told or scope.modules:
+            label = f"{scope.module or ROOT}/{label}"
+        site, number = label, 1
+        while site in self._taken:
+            site, number = f"{label}~{number}", number + 1
+        self._taken.add(site)
+        self._sites[value] = site
+
+
+def _common(scopes: Iterable[Scope]) -> Scope:
+    """The modules that are around all of some nodes."""
+    found: Scope | None = None
+    for scope in scopes:
+        if found is None:
+            found = Scope(scope.modules, scope.classes)
+            continue
+        deep = 0
+        for mine, other in zip(found.modules, scope.modules, strict=False):
+            if mine != other:
+                break
+            deep += 1
+        found = Scope(found.modules[:deep], found.classes[: deep + 1])
+    return found if found is not None else NOWHERE
+
+
+def _numbered(match: re.Match[str]) -> str:
+    number = match[1] or match[2]
+    return f".{number}" if number != "0" else ""
+
+
+# Modules of an exported graph: what goes into each call of one, and what comes out.
+
+
+MERGED = "merged"
+"""Class of a module that the exporter merged into another one."""
+
+_CONVOLUTIONS = ("Conv", "ConvTranspose")
+_DEQUANTISED = "_DequantizeLinear_Output"
+"""How onnxruntime.quantization calls what integers are as numbers again."""
+_ANONYMOUS = "onnx::"
+"""How torch's older exporter calls weights that it computed: with a batch norm worked in, say."""
+
+
+class ModuleCall(NamedTuple):
+    """One call of one module.
+
+    Attributes:
+        site: The module's path.
+        visit: Which call of it.
+        class_name: Its class; empty where the exporter does not say.
+        nodes: Numbers of its nodes in the exported graph.
+        inputs: Values that enter, in the order in which they are first read.
+        outputs: Values that leave, in the order in which they are made.
+        reworked: What leaves it with the batch norm after it worked in, which is no longer its own.
+    """
+
+    site: str
+    visit: int
+    class_name: str
+    nodes: tuple[int, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    reworked: str = ""
+
+
+def module_calls(graph: Graph, names: Names) -> list[ModuleCall]:
+    """Every call of every module but the root, inner ones after those around them."""
+    members: dict[str, list[int]] = {}
+    classes: dict[str, str] = {}
+    for number, scope in enumerate(names.scopes):
+        for depth, path in enumerate(scope.modules):
+            members.setdefault(path, []).append(number)
+            if len(scope.classes) == len(scope.modules) + 1:
+                classes.setdefault(path, scope.classes[depth + 1])
+    found: list[ModuleCall] = []
+    for path, numbers in members.items():
+        for visit, part in enumerate(_calls(numbers, names.scopes)):
+            found.append(_call(path, visit, classes.get(path, ""), part, graph, names))
+    merged = list(_merged(graph, members))
+    taken = {
+        (names.scopes[number].module, value)
+        for call in merged
+        for number in call.nodes
+        for value in call.inputs
+    }
+    # What the first of merged modules is given is not what the other one is given.
+    found = [
+        call._replace(inputs=tuple(v for v in call.inputs if (call.site, v) not in taken))
+        for call in found
+    ]
+    return [*found, *merged]
+
+
+def _calls(numbers: Sequence[int], scopes: Sequence[Scope]) -> list[list[int]]:
+    """Stretches of a module's nodes, if each makes the same calls, or makes them several times;
+    else all of them as one.
+    """
+    stretches = [[numbers[0]]]
+    for before, number in pairwise(numbers):
+        if number == before + 1:
+            stretches[-1].append(number)
+        else:
+            stretches.append([number])
+    unit = min(stretches, key=len)
+    called = [scopes[number].target for number in unit]
+    pieces = [
+        stretch[at : at + len(unit)]
+        for stretch in stretches
+        for at in range(0, len(stretch), len(unit))
+    ]
+    alike = all([scopes[number].target for number in piece] == called for piece in pieces)
+    return pieces if len(stretches) > 1 and all(called) and alike else [list(numbers)]
+
+
+def _call(
+    path: str, visit: int, class_name: str, numbers: list[int], graph: Graph, names: Names
+) -> ModuleCall:
+    inside = set(numbers)
+    inputs: dict[str, None] = {}
+    outputs: dict[str, None] = {}
+    for number in numbers:
+        node = graph.nodes[number]
+        for value in graph.data_inputs(node):
+            if graph.maker.get(value, -1) not in inside:
+                inputs.setdefault(value)
+        for value in node.outputs:
+            readers = graph.readers.get(value, ())
+            leaves = value in graph.outputs or not inside.issuperset(readers)
+            if value and leaves and value not in graph.constants:
+                outputs.setdefault(_as_numbers(value, graph, names))
+    reworked = ""
+    if not names.told and any(_reworked(graph.nodes[number]) for number in numbers):
+        last = graph.nodes[numbers[-1]]
+        reworked = last.outputs[0] if len(outputs) == 1 and _reworked(last) else ""
+        if reworked:  # a container may end with it too: what it gives is right
+            inner = names.scopes[numbers[-1]].module == path
+            outputs = {} if inner else outputs
+            reworked = reworked if inner else ""
+    return ModuleCall(
+        path, visit, class_name, tuple(numbers), tuple(inputs), tuple(outputs), reworked
+    )
+
+
+def _as_numbers(value: str, graph: Graph, names: Names) -> str:
+    """What integers are as numbers, where a quantiser put just that behind a module."""
+    for reader in graph.readers.get(value, ()) if value not in graph.outputs else ():
+        node = graph.nodes[reader]
+        if node.op == "DequantizeLinear" and names.scopes[reader] is NOWHERE:
+            return node.outputs[0]
+    return value
+
+
+def _reworked(node: Node) -> bool:
+    """A convolution whose weights torch's older exporter has computed: a batch norm is in them."""
+    weights = node.inputs[1:2]
+    return node.op in _CONVOLUTIONS and bool(weights) and weights[0].startswith(_ANONYMOUS)
+
+
+def _merged(graph: Graph, members: dict[str, list[int]]) -> Iterator[ModuleCall]:
+    """Modules without nodes whose weights a node of another module reads."""
+    seen: set[str] = set()
+    for number, node in enumerate(graph.nodes):
+        for value in node.inputs[1:]:
+            path, _, name = _weight(value, graph).rpartition(".")
+            if name != "weight" or path in members or not path:
+                continue
+            if path not in seen and node.op not in ("Gather", "Transpose"):
+                seen.add(path)
+                inputs = tuple(graph.data_inputs(node)[:1])
+                yield ModuleCall(path, 0, MERGED, (number,), inputs, ())
+
+
+def _weight(value: str, graph: Graph) -> str:
+    """The weight that a value is, or was before it was quantised; empty if it is none."""
+    if value in graph.weights:
+        return value.removesuffix(QUANTISED)
+    plain = value.removesuffix(_DEQUANTISED)
+    return plain if f"{plain}{QUANTISED}" in graph.weights else ""
+
+
+def root_call(graph: Graph, names: Names) -> ModuleCall:
+    """The model as a whole."""
+    kinds = next((scope.classes[0] for scope in names.scopes if scope.classes), "")
+    nodes = tuple(range(len(graph.nodes)))
+    return ModuleCall(ROOT, 0, kinds, nodes, tuple(graph.inputs), tuple(graph.outputs))

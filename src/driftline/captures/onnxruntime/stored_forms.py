@@ -1,0 +1,354 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+"""Values that ONNX Runtime keeps in a form of its own, and what they are in the exported graph.
+
+On a CPU its highest level runs convolutions in a layout of its own: 8 or 16 channels lie together,
+the last block is filled up, and values get new names. Which value of the exported graph one is, the
+node's name and its inputs say together; one that fits nothing keeps its own name and its blocks.
+Values of 16 bits that have no kernel are computed in 32, under another name too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from driftline.captures.onnxruntime import model_file
+from driftline.captures.onnxruntime.graph import QUANTISED, Graph, Node
+from driftline.captures.onnxruntime.tensors import TYPES, AnyArray, HostTensor
+
+_DOMAIN = "com.microsoft.nchwc"
+_SUFFIX = "_nchwc"
+_NORM = "_bn"
+"""Stands before it where a batch norm of its own became a convolution."""
+_WIDENED = "InsertedPrecisionFreeCast_"
+"""How ONNX Runtime calls what it computes in 32 bits because it has no kernel for 16."""
+_SUMS = ("Add", "Sum")
+_BIASED = "/MatMulAddFusion"
+"""How ONNX Runtime calls a product with its bias."""
+_FUSED_MOST = 3
+_IMAGES = 4
+
+
+class Stored(NamedTuple):
+    """A value in a form of its own.
+
+    Attributes:
+        name: Its name in the optimised graph.
+        channels: How many of its channels are real, if it lies in blocks; 0 if it does not.
+        channels_last: Its channels are its last axis, not its second.
+        like: If it lies as a matrix: a value that has all its axes, and its sizes but the last.
+    """
+
+    name: str
+    channels: int = 0
+    channels_last: bool = False
+    like: str = ""
+
+
+def blocked_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
+    """Value of the exported graph → the one that holds it in blocks."""
+    found: dict[str, Stored] = {}
+    plain: dict[str, str] = {}
+    tokens: set[str] = set()
+    by_name: dict[str, list[int]] = {}
+    for number, node in enumerate(exported.nodes):
+        by_name.setdefault(node.name, []).append(number)
+    for node in optimised.nodes:
+        own = node.domain == _DOMAIN and node.op != "ReorderOutput"
+        kept = node.op != "ReorderOutput" and any(value in tokens for value in node.inputs)
+        if not (own or kept) or not node.outputs or node.outputs[0] in exported.maker:
+            continue
+        if node.op == "ReorderInput":
+            tokens.add(node.outputs[0])
+            plain[node.outputs[0]] = plain.get(node.inputs[0], node.inputs[0])
+            continue
+        token = node.outputs[0]
+        tokens.add(token)
+        start = _named(node, exported) if own else _made_by(node, by_name, exported)
+        value = _value_by_name(start, node, exported, optimised, plain)
+        if value:
+            plain[token] = value
+        channels = _channels(value, exported) if value else 0
+        if channels and value not in optimised.maker and value not in found:
+            found[value] = Stored(token, channels)
+    return found
+
+
+def widened_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
+    """Value of the exported graph → the one that holds it with more bits."""
+    found: dict[str, Stored] = {}
+    for name in optimised.maker:
+        value = name.removeprefix(_WIDENED)
+        if value != name and value in exported.maker and value not in optimised.maker:
+            found[value] = Stored(name)
+    return found
+
+
+def flat_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
+    """Value of the exported graph → the matrix that holds it.
+
+    A product and the sum with a bias after it become one Gemm, which knows matrices only; the
+    reshape behind it may have been merged with another one.
+    """
+    products = {node.name: node for node in exported.nodes if node.op == "MatMul" and node.name}
+    found: dict[str, Stored] = {}
+    for node in optimised.nodes:
+        product = products.get(node.name.removesuffix(_BIASED))
+        if node.op != "Gemm" or not node.name.endswith(_BIASED) or product is None:
+            continue
+        after = exported.readers.get(product.outputs[0], [])
+        sums = [exported.nodes[n].outputs[0] for n in after if exported.nodes[n].op in _SUMS]
+        if len(after) != 1 or not sums or sums[0] in optimised.maker:
+            continue
+        like = _made_flat(node.inputs[0], optimised)
+        if like in exported.maker and node.outputs[0] not in exported.maker:
+            found[sums[0]] = Stored(node.outputs[0], like=like)
+    return found
+
+
+def _made_flat(value: str, optimised: Graph) -> str:
+    """What a value was before it was made a matrix; empty if it was not."""
+    maker = optimised.maker.get(value)
+    is_reshape = maker is not None and optimised.nodes[maker].op == "Reshape"
+    return optimised.nodes[maker].inputs[0] if maker is not None and is_reshape else ""
+
+
+def _named(node: Node, exported: Graph) -> str:
+    """The value that a node of blocks has its name from."""
+    name = node.name.removesuffix(_SUFFIX).removeprefix(_WIDENED)
+    return name if name in exported.maker else name.removesuffix(_NORM)
+
+
+def _made_by(node: Node, by_name: dict[str, list[int]], exported: Graph) -> str:
+    """What a node that was kept made in the exported graph."""
+    same = by_name.get(node.name, [])
+    return exported.nodes[same[0]].outputs[0] if node.name and len(same) == 1 else ""
+
+
+def _value_by_name(
+    start: str, node: Node, exported: Graph, optimised: Graph, plain: dict[str, str]
+) -> str:
+    """The value that a node makes, of those that its name leads to; empty if none is sure.
+
+    A sum and an activation may have been worked into it after it got its name. Its inputs must be
+    just what the exported graph needs to compute the value.
+    """
+    wanted: set[str] = set()
+    for value in optimised.data_inputs(node):
+        known = plain.get(value, value).removeprefix(_WIDENED)
+        if not exported.known(known):
+            return ""
+        wanted.add(known)
+    for value in _led_to(start, node.activation, exported):
+        maker = exported.nodes[exported.maker[value]].op
+        fused = not node.activation or maker == node.activation
+        if fused and needs(value, wanted, exported) == wanted:
+            return value
+    return ""
+
+
+def _led_to(start: str, activation: str, exported: Graph) -> Iterator[str]:
+    value = start
+    for _ in range(_FUSED_MOST):
+        if value not in exported.maker:
+            return
+        yield value
+        readers = exported.readers.get(value, [])
+        if len(readers) != 1 or value in exported.outputs:
+            return
+        reader = exported.nodes[readers[0]]
+        if reader.op not in (*_SUMS, activation) or not reader.outputs:
+            return
+        value = reader.outputs[0]
+
+
+def needs(value: str, stop: set[str], exported: Graph) -> set[str]:
+    """What a value is computed from, back to the values at which to stop, or to the graph's end."""
+    found: set[str] = set()
+    waiting, seen = [value], {value}
+    while waiting:
+        number = exported.maker.get(waiting.pop())
+        for one in exported.data_inputs(exported.nodes[number]) if number is not None else ():
+            if one in seen:
+                continue
+            seen.add(one)
+            if one in stop or one not in exported.maker:
+                found.add(one)
+            else:
+                waiting.append(one)
+    return found
+
+
+def _channels(value: str, exported: Graph) -> int:
+    """Channels of a value: by its shape, else by the weights of the convolution that made it."""
+    for _ in range(4 * _FUSED_MOST):
+        shape = exported.shapes.get(value, ())
+        if len(shape) > 1 and isinstance(shape[1], int):
+            return shape[1]
+        number = exported.maker.get(value)
+        if number is None:
+            return 0
+        node = exported.nodes[number]
+        if node.op == "Conv" and len(node.inputs) > 1:
+            weight = exported.shapes.get(node.inputs[1], ())
+            return weight[0] if weight and isinstance(weight[0], int) else 0
+        before = exported.data_inputs(node)
+        if node.op == "Concat":  # along the channels, or the blocks would not have been kept
+            parts = [_channels(one, exported) for one in before]
+            return sum(parts) if all(parts) else 0
+        if not before:
+            return 0
+        value = before[0]
+    return 0
+
+
+def block_size() -> int:
+    """How many channels lie together on this machine; asked of ONNX Runtime itself."""
+    onnx, ort = model_file.protobuf(), model_file.engine()
+    size = 48
+    node = onnx.helper.make_node(
+        "ReorderOutput", ["x"], ["y"], domain=_DOMAIN, channels=size, channels_last=0
+    )
+    ends = [onnx.helper.make_tensor_value_info(name, 1, [1, size, 1, 2]) for name in ("x", "y")]
+    graph = onnx.helper.make_graph([node], "blocks", ends[:1], ends[1:])
+    opsets = [onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid(_DOMAIN, 1)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    session = ort.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    given = np.arange(2 * size, dtype=np.float32).reshape(1, size, 1, 2)
+    # The second pixel of the first channel lies one block after the first.
+    return int(session.run(None, {"x": given})[0][0, 0, 0, 1])
+
+
+def usual(value: Any, stored: Stored, block: int, like: tuple[int, ...] = ()) -> Any:
+    """A value as the exported graph has it; itself where it lies so already.
+
+    Args:
+        value: As ONNX Runtime gave it.
+        stored: How it lies.
+        block: How many channels lie together on this machine.
+        like: Shape of the value that it is like.
+    """
+    if not stored.channels and not stored.channels_last and not stored.like:
+        return value
+    array: AnyArray = value.numpy()
+    if stored.like:
+        turned = array.reshape(*like[:-1], array.shape[-1])
+    elif stored.channels_last:
+        turned = np.moveaxis(array, -1, 1) if array.ndim == _IMAGES else array
+    else:
+        batch, padded, *rest = array.shape
+        blocks = array.reshape(batch, padded // block, *rest, block)
+        turned = np.moveaxis(blocks, -1, 2).reshape(batch, padded, *rest)[:, : stored.channels]
+    return HostTensor(np.ascontiguousarray(turned), array.dtype.name, turned.shape)
+
+
+# Integers that stand for numbers: which value of the exported graph each is, and its scale.
+
+
+_MADE = ("QLinear", "QGemm", "NhwcMaxPool", "MaxPool", "QuantizeLinear")
+
+
+class Code(NamedTuple):
+    """What the integers of a value mean: `(integer - zero) * scale` is the value `of`.
+
+    ONNX Runtime may compute with uint8 what the file has as int8, 128 more; `dtype` is the file's.
+    """
+
+    of: str
+    scale: float
+    zero: float
+    dtype: str
+
+
+def codes_of(exported: Graph) -> dict[str, Code]:
+    """Quantised value → what it means, where one scale holds for all of it.
+
+    Rows of a quantised table are looked up as integers, and may be used as such.
+    """
+    found: dict[str, Code] = {}
+    for node in exported.nodes:
+        if node.op == "QuantizeLinear" and len(node.inputs) > 1 and node.outputs:
+            scale = exported.scalars.get(node.inputs[1])
+            zero = exported.scalars.get(node.inputs[2]) if len(node.inputs) > 2 else 0.0
+            if scale is not None and zero is not None:
+                kind = exported.types.get(node.inputs[2], 0) if len(node.inputs) > 2 else 0
+                found[node.outputs[0]] = Code(node.inputs[0], scale, zero, TYPES.get(kind, "uint8"))
+        elif table := _table(node, exported):
+            scale, zero = (exported.scalars.get(table + end) for end in ("_scale", "_zero_point"))
+            if scale is not None and zero is not None:
+                kind = TYPES.get(exported.types.get(table + QUANTISED, 0), "uint8")
+                value = node.outputs[0]
+                found[value] = Code(value.removesuffix(QUANTISED), scale, zero, kind)
+    return found
+
+
+def _table(node: Node, exported: Graph) -> str:
+    """The weight whose rows a node looks up as integers; empty for any other node."""
+    weight = node.inputs[0] if node.op == "Gather" and node.inputs and node.outputs else ""
+    is_code = weight in exported.weights and weight.endswith(QUANTISED)
+    return weight.removesuffix(QUANTISED) if is_code else ""
+
+
+def integer_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
+    """Quantised value of the exported graph → the one that holds it in the optimised graph."""
+    by_scale: dict[str, list[str]] = {}
+    scale_of: dict[str, str] = {}
+    for node in exported.nodes:
+        if node.op == "QuantizeLinear" and len(node.inputs) > 1 and node.outputs:
+            by_scale.setdefault(node.inputs[1], []).append(node.outputs[0])
+            scale_of[node.outputs[0]] = node.inputs[1]
+    found: dict[str, Stored] = {}
+    plain: dict[str, str] = {}
+    last: set[str] = set()
+    for node in optimised.nodes if by_scale else ():
+        token = next(iter(node.outputs), "")
+        inputs = optimised.data_inputs(node)
+        if not inputs or token in exported.maker:
+            continue
+        if node.op == "Transpose":
+            plain[token] = plain.get(inputs[0], inputs[0])
+            if inputs[0] not in last:
+                last.add(token)
+            continue
+        if not node.op.startswith(_MADE):
+            continue
+        is_last = node.channels_last or node.op.startswith("Nhwc") or not last.isdisjoint(inputs)
+        wanted = {plain.get(value, value) for value in inputs}
+        value = _value_by_scale(node, wanted, exported, by_scale, scale_of)
+        if value:
+            plain[token] = value
+            if is_last:
+                last.add(token)
+            if value not in optimised.maker and value not in found:
+                found[value] = Stored(token, channels_last=is_last)
+    return found
+
+
+def _value_by_scale(
+    node: Node,
+    wanted: set[str],
+    exported: Graph,
+    by_scale: dict[str, list[str]],
+    scale_of: dict[str, str],
+) -> str:
+    if not all(exported.known(value) for value in wanted):
+        return ""
+    named = [name for name in node.inputs if name in by_scale]
+    # A pool has no scale of its own: it gives what it was given.
+    given = [scale_of[value] for value in wanted if value in scale_of]
+    scales = named[-1:] if not node.op.endswith("MaxPool") else given[:1]
+    fitting = [
+        value
+        for scale in scales
+        for value in by_scale[scale]
+        if value not in wanted and needs(value, wanted, exported) == wanted
+    ]
+    # A pool shares the scale of what it takes, so that it fits as well: the first one is meant.
+    return min(fitting, key=exported.maker.__getitem__, default="")

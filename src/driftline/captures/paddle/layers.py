@@ -1,0 +1,148 @@
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+"""What Paddle layers are made of, for `adapters.names`: wrappers, classes, static regions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import paddle
+from paddle.base import core
+
+from driftline.captures.flatten import Flatten, Tensors, binding_of
+from driftline.captures.naming import ModuleNames, unwrapped
+from driftline.captures.paddle.tensors import dtype_name
+from driftline.graphs.module_tree import ModuleNode, ModuleTree, Parameter
+from driftline.runs.sinks import JSON
+
+__all__ = ["Tensors", "binding_of", "inputs", "outputs"]
+
+
+Layer: Any = paddle.nn.Layer
+
+# Attribute under which a wrapper keeps what it wraps, by the wrapper's class name.
+_WRAPPERS = {
+    "DataParallel": "_layers",
+    "TensorParallel": "_layers",
+    "SegmentParallel": "_layers",
+    "ShardingParallel": "_layers",
+    "GroupShardedStage2": "_layer",
+    "GroupShardedStage3": "_layer",
+}
+
+
+class PaddleFamily:
+    """Paddle's answers to `adapters.names.Family`."""
+
+    kind: type = Layer
+    table = "_sub_layers"
+
+    def wrapped(self, module: Any) -> Any | None:
+        attribute = _WRAPPERS.get(type(module).__name__)
+        return module._sub_layers.get(attribute) if attribute else None
+
+    def class_name(self, module: Any) -> str:
+        return type(module).__name__
+
+    def children(self, module: Any) -> Iterator[tuple[str, Any]]:
+        for name, child in module._sub_layers.items():
+            if child is not None:
+                yield name, child
+
+    def has_parameters(self, module: Any) -> bool:
+        return bool(module.parameters())
+
+    def is_foreign(self, module: Any, *, called_by_module: bool) -> bool:
+        return False
+
+
+FAMILY = PaddleFamily()
+
+
+def is_static(layer: Any) -> bool:
+    """Whether calling this layer runs a static graph (`paddle.jit.to_static(layer)`)."""
+    forward = layer.__dict__.get("forward") or type(layer).forward
+    return type(forward).__module__.startswith("paddle.jit.") or hasattr(
+        forward, "concrete_program"
+    )
+
+
+# The layer tree of the models a session has met, as the value that topology keeps.
+
+
+def layer_tree(names: ModuleNames, order: Iterable[str]) -> ModuleTree:
+    """Everything that has been named so far; models that are gone are as they were last seen."""
+    roots: list[ModuleNode] = []
+    for root in names.roots:
+        layer = root.module()
+        if layer is not None:
+            root.tree = _node(layer, names, set())
+        if root.tree is not None:
+            roots.append(root.tree)
+    return ModuleTree(tuple(roots), tuple(order))
+
+
+def _node(layer: Any, names: ModuleNames, seen: set[int]) -> ModuleNode:
+    layer = unwrapped(FAMILY, layer)
+    place = names.known(layer)
+    class_name = FAMILY.class_name(layer)
+    site = place.site if place else class_name
+    ids = place.ids if place else None
+    if id(layer) in seen:
+        return ModuleNode(site, class_name, ids, shared=True)
+    seen.add(id(layer))
+    below = tuple((name, _node(child, names, seen)) for name, child in FAMILY.children(layer))
+    return ModuleNode(site, class_name, ids, _parameters(layer), below)
+
+
+def _parameters(layer: Any) -> tuple[Parameter, ...]:
+    held = [(name, p, True) for name, p in layer._parameters.items() if p is not None]
+    held += [(name, b, False) for name, b in layer._buffers.items() if b is not None]
+    return tuple(
+        Parameter(
+            name,
+            dtype_name(tensor.dtype),
+            tuple(int(size) for size in tensor.shape),
+            is_parameter and not tensor.stop_gradient,
+        )
+        for name, tensor, is_parameter in held
+    )
+
+
+# Calls of Paddle layers as flat lists of named tensors; the rule is `adapters.flatten`'s.
+
+
+_core: Any = core
+_FLATTEN = Flatten(paddle.Tensor, (paddle.dtype, _core.Place))
+inputs = _FLATTEN.inputs
+outputs = _FLATTEN.outputs
+
+
+# What of Paddle's own state can change a number, for the record of a run.
+
+
+_DETERMINISTIC = "FLAGS_cudnn_deterministic"
+
+
+def facts() -> dict[str, JSON]:
+    """Asking draws no random number."""
+    deterministic = False
+    with contextlib.suppress(ValueError):  # a Paddle without CUDA has no such flag
+        deterministic = bool(paddle.get_flags([_DETERMINISTIC])[_DETERMINISTIC])
+    return {
+        "framework": "paddle",
+        "devices": [str(paddle.device.get_device())],
+        "seed": int(_core.default_cpu_generator().initial_seed()),
+        "default_dtype": str(paddle.get_default_dtype()),
+        "deterministic": deterministic,
+    }
+
+
+def rank() -> tuple[int, int] | None:
+    """Rank and world size, as Paddle's own distribution says; None in a program without it."""
+    distributed: Any = paddle.distributed
+    if not distributed.is_initialized():
+        return None
+    return int(distributed.get_rank()), int(distributed.get_world_size())

@@ -1,0 +1,220 @@
+"""Operations behind which no hook can stand, and what they send back all the same.
+
+Paddle takes no lists back from a hook behind a node (`edges.py`), so the nodes of operations that
+take lists of tensors, and those of a `PyLayer`, are never hooked. What some of them send is known
+without: `concat`, `stack` and `add_n` hand out parts of what arrives at their result, `einsum`
+multiplies it with the other operands, and a `PyLayer` is Python. So the Python functions are
+wrapped while somebody watches, a hook on the result says what arrives, and nothing of the graph is
+touched.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+from paddle import _C_ops
+from paddle.autograd import py_layer
+
+from driftline.captures.paddle.backward_graph import node_of
+from driftline.captures.paddle.tensors import grad_enabled, undisturbed
+
+Sent = list[Any]
+"""What a node sends along each of its edges, in their order; None where nothing."""
+
+_ops: Any = _C_ops
+_PyLayer: Any = py_layer.PyLayer
+_PyLayerBackward: Any = py_layer.PyLayerBackward
+
+_lock = threading.Lock()
+_watching = 0
+_plain: dict[str, Callable[..., Any]] = {}
+_plain_backward: Callable[..., Any] = _PyLayerBackward.backward
+_senders: weakref.WeakValueDictionary[int, _Sender] = weakref.WeakValueDictionary()
+
+
+class _Running(threading.local):
+    layer: _Sender | None = None
+
+
+_running = _Running()
+
+
+class _Sender:
+    """One call of such an operation; lives as long as the node whose hook it is."""
+
+    __slots__ = ("__weakref__", "_divide", "_listeners")
+
+    def __init__(self, divide: Callable[[Any], Sent] | None) -> None:
+        self._divide = divide
+        self._listeners: list[Callable[[Sent], None]] = []
+
+    def listen(self, listener: Callable[[Sent], None]) -> None:
+        self._listeners.append(listener)
+
+    def leave(self, listener: Callable[[Sent], None]) -> None:
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+
+    def __call__(self, gradient: Any) -> None:
+        """The hook on the result: called right before its node runs."""
+        if self._divide is None:
+            _running.layer = self
+        elif self._listeners and gradient is not None:
+            with undisturbed():
+                self.tell(self._divide(gradient))
+
+    def tell(self, sent: Sent) -> None:
+        for listener in tuple(self._listeners):
+            listener(sent)
+
+
+def find(pointer: int) -> _Sender | None:
+    """The sender behind a node, by the node's pointer; None for other nodes."""
+    return _senders.get(pointer)
+
+
+def watch() -> None:
+    """Take notice of such operations from now on."""
+    global _watching, _plain_backward
+    with _lock:
+        _watching += 1
+        if _watching > 1:
+            return
+        for name, wrapped in _WRAPPED.items():
+            _plain[name] = getattr(_ops, name)
+            setattr(_ops, name, wrapped)
+        _PyLayer.apply = classmethod(_apply)
+        _plain_backward = _PyLayerBackward.backward
+        _PyLayerBackward.backward = _backward
+
+
+def unwatch() -> None:
+    global _watching
+    with _lock:
+        _watching -= 1
+        if _watching:
+            return
+        for name, wrapped in _WRAPPED.items():
+            # Somebody else may have wrapped it after us; then ours stays below, doing nothing.
+            if getattr(_ops, name) is wrapped:
+                setattr(_ops, name, _plain[name])
+        if vars(_PyLayer).get("apply") is not None:
+            del _PyLayer.apply
+        if _PyLayerBackward.backward is _backward:
+            _PyLayerBackward.backward = _plain_backward
+
+
+def _note(results: Any, divide: Callable[[Any], Sent] | None) -> None:
+    """Remember the operation that has just given these results. Never raises."""
+    if not _watching or not grad_enabled():
+        return
+    try:
+        tensors = results if isinstance(results, (list, tuple)) else (results,)
+        sender: _Sender | None = None
+        for tensor in tensors:
+            node = node_of(tensor) if isinstance(tensor, paddle.Tensor) else None
+            if node is not None:
+                sender = sender or _Sender(divide)
+                _senders[node.node_ptr()] = sender
+                tensor.register_hook(sender)
+    except Exception:
+        return  # then its gradients cannot be seen, and whoever looks for them says so
+
+
+def _concat(tensors: Any, axis: Any = 0, *rest: Any, **named: Any) -> Any:
+    result = _plain["concat"](tensors, axis, *rest, **named)
+    if paddle.in_dynamic_mode() and isinstance(tensors, (list, tuple)):
+        _note(result, _cutting([tensor.shape for tensor in tensors], axis))
+    return result
+
+
+def _cutting(shapes: list[list[int]], axis: Any) -> Callable[[Any], Sent]:
+    def divide(gradient: Any) -> Sent:
+        along = int(axis)
+        return list(paddle.split(gradient, [shape[along] for shape in shapes], axis=along))
+
+    return divide
+
+
+def _stack(tensors: Any, axis: Any = 0, *rest: Any, **named: Any) -> Any:
+    result = _plain["stack"](tensors, axis, *rest, **named)
+    if paddle.in_dynamic_mode():
+        _note(result, lambda gradient: list(paddle.unbind(gradient, axis=int(axis))))
+    return result
+
+
+def _add_n(tensors: Any, *rest: Any, **named: Any) -> Any:
+    result = _plain["add_n"](tensors, *rest, **named)
+    if paddle.in_dynamic_mode() and isinstance(tensors, (list, tuple)):
+        count = len(tensors)
+        _note(result, lambda gradient: [gradient] * count)
+    return result
+
+
+def _einsum(operands: Any, equation: str, *rest: Any, **named: Any) -> Any:
+    result = _plain["einsum"](operands, equation, *rest, **named)
+    if paddle.in_dynamic_mode() and (labels := _labels(operands, equation)) is not None:
+        held = [operand.detach() for operand in operands]
+        _note(result[0], lambda gradient: _factors(gradient, held, labels))
+    return result
+
+
+def _labels(operands: Any, equation: str) -> list[str] | None:
+    """The labels of the result and of each operand; None for what is better left to others."""
+    given, arrow, out = equation.replace(" ", "").partition("->")
+    parts = given.split(",")
+    plain = all(part.isalpha() and len(set(part)) == len(part) for part in parts)
+    if not plain or not arrow or "." in out or len(parts) != len(operands):
+        return None
+    if any(operand.is_complex() for operand in operands):
+        return None
+    return [out, *parts]
+
+
+def _factors(gradient: Any, operands: list[Any], labels: list[str]) -> Sent:
+    """A product's gradients: what arrives, times all the other factors."""
+    sent: Sent = []
+    for at, (operand, own) in enumerate(zip(operands, labels[1:], strict=True)):
+        others = [one for n, one in enumerate(operands) if n != at]
+        theirs = [one for n, one in enumerate(labels) if n != at + 1]
+        known = "".join(label for label in own if any(label in one for one in theirs))
+        one = _plain["einsum"]([gradient, *others], f"{','.join(theirs)}->{known}")[0]
+        for axis, label in enumerate(own):
+            if label not in known:  # it was added up over alone
+                one = one.unsqueeze(axis)
+        sent.append(one.expand(operand.shape))
+    return sent
+
+
+_WRAPPED: dict[str, Callable[..., Any]] = {
+    "concat": _concat,
+    "stack": _stack,
+    "add_n": _add_n,
+    "einsum": _einsum,
+}
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for `PyLayer.apply`."""
+    results = super(_PyLayer, cls).apply(*args, **kwargs)
+    if paddle.in_dynamic_mode():
+        _note(results, None)
+    return results
+
+
+def _backward(self: Any, *gradients: Any) -> Any:
+    """Stands in for the call of a PyLayer's own `backward`."""
+    sender, _running.layer = _running.layer, None
+    sent = _plain_backward(self, *gradients)
+    if sender is not None:
+        try:
+            sender.tell(list(sent) if isinstance(sent, (list, tuple)) else [sent])
+        except Exception:
+            return sent
+    return sent

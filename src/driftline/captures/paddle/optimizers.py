@@ -1,0 +1,314 @@
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+"""Notices optimizers: which gradients they are given, and when a step of theirs is over.
+
+Paddle has no hooks for this, and every optimizer may bring its own `step`. So `step` is wrapped
+wherever a class defines it, also in classes that are made later, and the outermost call counts. A
+parallel wrapper goes straight to `_apply_optimize`, as `minimize` does: outside a `step` that is
+one. Gradients are looked at between clipping and weight decay: what torch's optimizers find.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import paddle
+
+from driftline.captures.gradients import Contributions, Owner
+from driftline.captures.paddle.layers import FAMILY
+
+_Optimizer: Any = paddle.optimizer.Optimizer
+_OURS = "_driftline_original"
+
+Stepped = Callable[[], None]
+Given = Callable[[Any, list[tuple[Any, Any]]], None]
+"""Takes an optimizer and its (parameter, gradient) pairs."""
+
+_lock = threading.Lock()
+_stepped: list[Stepped] = []
+_given: list[Given] = []
+_wrapped: list[tuple[Any, str]] = []
+
+
+class _Depth(threading.local):
+    value = 0
+
+
+_depth = _Depth()
+
+
+def watch(stepped: Stepped) -> None:
+    """Call `stepped` after every step of any optimizer."""
+    _add(_stepped, stepped)
+
+
+def unwatch(stepped: Stepped) -> None:
+    _drop(_stepped, stepped)
+
+
+def watch_gradients(given: Given) -> None:
+    """Call `given` with the gradients of every step, before they are used."""
+    _add(_given, given)
+
+
+def unwatch_gradients(given: Given) -> None:
+    _drop(_given, given)
+
+
+def _add(listeners: list[Any], one: Any) -> None:
+    with _lock:
+        if not _stepped and not _given:
+            _wrap_all()
+        listeners.append(one)
+
+
+def _drop(listeners: list[Any], one: Any) -> None:
+    with _lock:
+        if one in listeners:
+            listeners.remove(one)
+        if not _stepped and not _given:
+            _unwrap_all()
+
+
+def _wrap_all() -> None:
+    _wrap(_Optimizer, "__init__", _on_making)
+    _wrap(_Optimizer, "_apply_optimize", _on_applying)
+    _wrap(_Optimizer, "append_regularization_ops", _on_regularizing)
+    for kind in _with_subclasses(_Optimizer):
+        _wrap_step(kind)
+
+
+def _wrap_step(kind: Any) -> None:
+    if "step" in vars(kind) and not hasattr(vars(kind)["step"], _OURS):
+        _wrap(kind, "step", _on_step)
+
+
+def _wrap(kind: Any, name: str, instead: Callable[..., Any]) -> None:
+    original = vars(kind).get(name)
+    if original is None or not callable(original):
+        return
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return instead(original, self, *args, **kwargs)
+
+    setattr(call, _OURS, original)
+    setattr(kind, name, call)
+    _wrapped.append((kind, name))
+
+
+def _unwrap_all() -> None:
+    for kind, name in reversed(_wrapped):
+        # Somebody else may have wrapped it after us; then ours stays below, doing nothing.
+        original = getattr(vars(kind).get(name), _OURS, None)
+        if original is not None:
+            setattr(kind, name, original)
+    _wrapped.clear()
+
+
+def _with_subclasses(kind: Any) -> Iterable[Any]:
+    yield kind
+    for below in kind.__subclasses__():
+        yield from _with_subclasses(below)
+
+
+def _on_making(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """An optimizer is made: its class may have come into being after the watch began."""
+    with _lock:
+        if _stepped or _given:
+            for kind in type(self).__mro__:
+                if issubclass(kind, _Optimizer):
+                    _wrap_step(kind)
+    return original(self, *args, **kwargs)
+
+
+def _on_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    _depth.value += 1
+    try:
+        result = original(self, *args, **kwargs)
+    finally:
+        _depth.value -= 1
+    if _depth.value == 0:
+        _tell_stepped()
+    return result
+
+
+def _on_applying(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    group = kwargs.get("param_group_idx", args[3] if len(args) > 3 else 0)
+    if _depth.value == 0 and group == 0 and paddle.in_dynamic_mode():
+        _tell_stepped()
+    return result
+
+
+def _on_regularizing(
+    original: Callable[..., Any], self: Any, pairs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if _given and isinstance(pairs, list) and paddle.in_dynamic_mode():
+        for given in tuple(_given):
+            given(self, pairs)
+    return original(self, pairs, *args, **kwargs)
+
+
+def _tell_stepped() -> None:
+    for stepped in tuple(_stepped):
+        stepped()
+
+
+# Parameters and buffers: whose they are, their values when asked for, the gradients they get.
+
+
+_AS_ELSEWHERE = {"_mean": "running_mean", "_variance": "running_var"}
+"""What other frameworks call the buffers of a batch norm."""
+
+
+def layers_of(root: Any) -> Iterator[Any]:
+    """A layer and all below it, each once, in the order of `named_sublayers`."""
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        layer = waiting.pop()
+        if id(layer) in seen:
+            continue
+        seen.add(id(layer))
+        yield layer
+        waiting.extend(child for _, child in reversed([*FAMILY.children(layer)]))
+
+
+class ParameterTap:
+    """Every parameter and buffer at the first call of its root.
+
+    Values are taken before the root runs, under the port `param`; the slot is the name inside the
+    owning layer. A tied tensor is written once, at its first owner.
+    """
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._done: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._written: dict[int, weakref.ref[Any]] = {}
+        self._active = False
+
+    def install(self) -> None:
+        self._active = True
+
+    def remove(self) -> None:
+        self._active = False
+
+    @contextmanager
+    def around_root(self, module: Any) -> Generator[None]:
+        if self._active and module not in self._done:
+            try:
+                self._write(module)
+            except Exception as error:  # the user's program goes on whatever happens here
+                self._session.event_once("parameters-lost", f"parameters not captured: {error}")
+        yield
+
+    def before_forward(self, frame: Any, inputs: Any) -> None:
+        pass  # parameters belong to the whole call
+
+    def on_forward(self, frame: Any, inputs: Any, outputs: Any) -> None:
+        pass
+
+    def _write(self, root: Any) -> None:
+        session = self._session
+        step: int = session.step
+        if not session.wants_step(step):
+            return
+        for layer in layers_of(root):
+            site: str = session.site_of(layer)
+            class_name = FAMILY.class_name(layer)
+            if not session.wants(site, class_name, "param"):
+                continue
+            for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+                if tensor is None or self._is_written(tensor):
+                    continue
+                if not tensor._is_initialized():  # an LSTM has a buffer that is never filled
+                    continue
+                self._written[id(tensor)] = weakref.ref(tensor)
+                alias = _AS_ELSEWHERE.get(name, "")
+                session.emit(
+                    site, "param", name, tensor, alias=alias, class_name=class_name, step=step
+                )
+        self._done.add(root)
+
+    def _is_written(self, tensor: Any) -> bool:
+        known = self._written.get(id(tensor))
+        return known is not None and known() is tensor
+
+
+class ParameterGradients:
+    """`param_grad` at every backward pass, `optimizer_grad` at every optimizer step."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._owners: dict[int, tuple[weakref.ref[Any], Owner]] = {}
+        self._hooked: set[int] = set()
+        self._handles: list[Any] = []
+        self._active = False
+        self._given = Contributions(session)
+
+    def install(self) -> None:
+        self._active = True
+        watch_gradients(self._at_optimizer)
+
+    def remove(self) -> None:
+        self._active = False
+        unwatch_gradients(self._at_optimizer)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def watch(self, root: Any) -> None:
+        """Hook the parameters of `root` that are new; cheap when there are none."""
+        if not self._active:
+            return
+        try:
+            for layer in layers_of(root):
+                for name, parameter in layer._parameters.items():
+                    if parameter is not None:
+                        self._learn(layer, name, parameter)
+        except Exception as error:
+            self._session.event_once("gradient-lost", f"parameter gradients not captured: {error}")
+
+    def _learn(self, layer: Any, name: str, parameter: Any) -> None:
+        entry = self._owners.get(id(parameter))
+        # The id of a dead parameter may be given to a new one: the reference decides.
+        if entry is None or entry[0]() is not parameter:
+            owner = Owner(self._session.site_of(layer), name, FAMILY.class_name(layer))
+            entry = self._owners[id(parameter)] = (weakref.ref(parameter), owner)
+            self._hooked.discard(id(parameter))
+        # A frozen parameter cannot carry a hook; it may be thawed between two calls.
+        if id(parameter) not in self._hooked and not parameter.stop_gradient:
+            self._hooked.add(id(parameter))
+            self._hook(parameter, entry[1])
+
+    def _hook(self, parameter: Any, owner: Owner) -> None:
+        reference = weakref.ref(self)
+
+        def arrived(gradient: Any) -> None:
+            me = reference()
+            if gradient is not None and me is not None and me._active:
+                me._given.take("param_grad", owner, gradient)
+
+        self._handles.append(parameter.register_hook(arrived))
+
+    def _at_optimizer(self, optimizer: Any, pairs: list[tuple[Any, Any]]) -> None:
+        try:
+            for position, (parameter, gradient) in enumerate(pairs):
+                if gradient is None:
+                    continue
+                entry = self._owners.get(id(parameter))
+                known = entry is not None and entry[0]() is parameter
+                owner = (
+                    entry[1]
+                    if entry is not None and known
+                    else Owner("(optimizer)", str(position), type(optimizer).__name__)
+                )
+                self._given.take("optimizer_grad", owner, gradient)
+        except Exception as error:
+            self._session.event_once("gradient-lost", f"optimizer gradients not captured: {error}")

@@ -1,0 +1,99 @@
+"""One capture of Paddle layers.
+
+What a session decides is `adapters.session`'s. How calls are noticed is the business of
+`modules.py` for layer calls, `gradients.py` and `parameters.py` for the rest, loaded by level.
+Operators are not seen: Paddle has no place where every operator of a dynamic program passes by.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, cast
+
+import paddle
+
+from driftline.captures.calls import StepClock, StepsBy
+from driftline.captures.options import Reduction
+from driftline.captures.paddle.layers import FAMILY, layer_tree
+from driftline.captures.paddle.tensors import grad_enabled, snapshot, undisturbed
+from driftline.captures.selection import Selection
+from driftline.captures.session import Session
+from driftline.runs.sinks import JSON
+
+if TYPE_CHECKING:
+    from driftline.runs.sinks import Sink
+
+_TAPS = {
+    "gradients": ("driftline.captures.paddle.gradients", "GradientTap"),
+    "params": ("driftline.captures.paddle.optimizers", "ParameterTap"),
+}
+NO_OPERATORS = "operators of Paddle programs are not seen; layers, gradients and parameters are"
+
+
+class PaddleSession(Session):
+    """Captures Paddle layers until it is stopped; see `adapters.session.Session`.
+
+    Args:
+        sink: Where tensors go, or a function that makes the sink when there is something to write.
+        selection: Which tensors.
+        reduction: How much of each.
+        levels: Any of modules, gradients, params; ops becomes an event.
+        model: The one model to watch; None watches every layer call of the process.
+        rank: This process's rank.
+        process: Tells processes of one rank apart.
+        steps_by: What ends a step; see `adapters.steps`.
+    """
+
+    def __init__(
+        self,
+        sink: Sink | Callable[[], Sink],
+        selection: Selection | None = None,
+        reduction: Reduction | None = None,
+        levels: str | Iterable[str] = ("modules",),
+        *,
+        model: Any | None = None,
+        rank: int = 0,
+        process: int = 0,
+        steps_by: StepsBy = "auto",
+    ) -> None:
+        super().__init__(
+            sink,
+            selection,
+            reduction,
+            levels,
+            model=model,
+            rank=rank,
+            process=process,
+            family=FAMILY,
+            look=snapshot,
+            clock=lambda roots, done: StepClock(
+                steps_by,
+                roots,
+                done,
+                grad_enabled=grad_enabled,
+                optimizer=paddle.optimizer.Optimizer,
+            ),
+        )
+
+    def watch(self) -> None:
+        from driftline.captures.paddle import module_calls
+
+        for level, (where, name) in _TAPS.items():
+            if level in self.levels:
+                self.taps.append(getattr(importlib.import_module(where), name)(self))
+        if "ops" in self.levels:
+            self.event("level", NO_OPERATORS)
+        module_calls.watch(self)
+
+    def unwatch(self) -> None:
+        from driftline.captures.paddle import module_calls
+
+        module_calls.unwatch(self)
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        return undisturbed()
+
+    def tree(self) -> dict[str, JSON]:
+        return cast("dict[str, JSON]", layer_tree(self.names, self.execution_order).to_json())

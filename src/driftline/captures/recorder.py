@@ -1,0 +1,396 @@
+"""What adapters say of a tensor they looked at: its bytes, or why it has none that can be stored.
+
+How a tensor of a framework is looked at is the adapter's own business.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from driftline.captures.options import Reduction
+from driftline.captures.selection import Selection
+from driftline.numerics import kernel
+from driftline.numerics.dtypes import DTYPES
+from driftline.numerics.fields import Summary
+from driftline.numerics.kernel import bytes_at
+from driftline.runs.records import Kept, Moment, Phase, Port, Record, TensorKey
+from driftline.runs.sinks import TakesGroups
+
+if TYPE_CHECKING:
+    from driftline.captures.calls import Frame
+    from driftline.runs.sinks import Bytes, Group, Sink
+
+
+ByteArray = npt.NDArray[np.uint8]
+
+
+class Snapshot(NamedTuple):
+    """One tensor's description and, unless only described, its bytes in C order.
+
+    Attributes:
+        address: Where its bytes are, possibly in live memory.
+        length: How many bytes; negative when only the description was wanted.
+        elements: How many, logically.
+        placement: For a shard: how the whole lies over its ranks.
+        owner: Keeps the memory alive.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    address: int
+    length: int
+    device: str
+    device_index: int | None
+    elements: int
+    placement: str
+    owner: Any
+
+    @property
+    def data(self) -> ByteArray | None:
+        """The flat bytes, not copied; None when only the description was wanted."""
+        return bytes_at(self.address, self.length) if self.length >= 0 else None
+
+
+class Refusal(NamedTuple):
+    """Why a tensor cannot be stored, as the end of the sentence "not stored: ..."."""
+
+    reason: str
+
+
+class Pending(NamedTuple):
+    """A tensor that has no values yet: the result of a collective that may still be under way.
+
+    Attributes:
+        when_there: Called with a function, hands it the tensor with its values, now or later.
+        placement: As in a snapshot.
+    """
+
+    when_there: Callable[[Callable[[Any], None]], None]
+    placement: str
+
+
+def every_nth(shot: Snapshot, stride: int) -> ByteArray:
+    """The bytes of elements 0, stride, 2*stride, ... of a snapshot."""
+    data = shot.data
+    assert data is not None
+    width = DTYPES[shot.dtype].bits
+    if stride == 1:
+        return data
+    if width < 8:  # two elements a byte: a sample of bytes is a sample of pairs, so unpack first
+        codes = np.stack((data & 0x0F, data >> 4), axis=1).reshape(-1)[::stride]
+        padded = np.append(codes, np.uint8(0)) if codes.size % 2 else codes
+        return (padded[0::2] | (padded[1::2] << 4)).astype(np.uint8)
+    size = width // 8
+    return np.ascontiguousarray(data.reshape(-1, size)[::stride]).reshape(-1)
+
+
+# From a wanted tensor to the sink: reduce, describe, hand over; and the events of a run.
+
+
+Look = Callable[..., Snapshot | Refusal | Pending]
+"""Looks at one tensor; `values=False` describes it only."""
+
+Tensors = Sequence[tuple[str, str, Any]]
+"""Tensors of one port: (slot, alias, tensor)."""
+
+_REMEMBERED_SUMMARIES = 512
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+class Elsewhere(Protocol):
+    """Takes in what does not lie in host memory, and hands it over later, in its turn.
+
+    Attributes:
+        under_way: Whether anything taken before now has not been handed over.
+        degraded: For lack of memory only summaries are kept from now on.
+    """
+
+    @property
+    def under_way(self) -> bool: ...
+
+    @property
+    def degraded(self) -> bool: ...
+
+    def takes(self, tensor: Any) -> bool:
+        """Whether a tensor is its business."""
+        ...
+
+    def take(self, tensor: Any, address: Sequence[Any], placement: str) -> bool:
+        """Take it in; False when it has to go over the host. `address`: as `Intake.take` has it."""
+        ...
+
+    def take_again(
+        self, frame: Frame, port: str, slot: str, alias: str, tensor: Any, moment: str
+    ) -> bool:
+        """Take a tensor like the last one of its place; False if it is not alike.
+
+        Runs nothing that the program's modes could see, if there are any.
+        """
+        ...
+
+    def queue(self, record: Record, data: Bytes | None) -> None:
+        """Hand a record over when all before it is; its bytes are copied."""
+        ...
+
+    def queue_act(self, act: Callable[[], None]) -> None:
+        """Do something then."""
+        ...
+
+    def send(self) -> None:
+        """Hand over what has come; nothing is waited for."""
+        ...
+
+    def drain(self) -> None:
+        """Hand over everything."""
+        ...
+
+    def finish(self) -> None:
+        """The same for good, and say what was left out."""
+        ...
+
+
+class Intake:
+    """Reduces tensors and writes them; see `CaptureSession` for the arguments.
+
+    Attributes:
+        lock: Held around everything that writes.
+        tensors: How many were handed to the sink.
+        weight_bytes: What parameters took of the sink; a second step finds them there.
+        broken: The sink could not even take an event; nothing more is tried.
+        elsewhere: Takes tensors of devices; the framework's session sets it.
+        prepare: Called by the program's thread before another one makes the sink: a fork must not
+            find it in the middle of an import.
+    """
+
+    def __init__(
+        self,
+        sink: Sink | Callable[[], Sink],
+        selection: Selection,
+        reduction: Reduction,
+        rank: int,
+        process: int,
+        look: Look,
+    ) -> None:
+        self._look = look
+        self._make_sink = sink if callable(sink) else None
+        self.sink: Sink | None = None if callable(sink) else sink
+        self.lock = threading.RLock()
+        self.tensors = self.weight_bytes = 0
+        self.broken = False
+        self.elsewhere: Elsewhere | None = None
+        self.prepare: Callable[[], object] = lambda: None
+        self._sink_lock = threading.RLock()
+        self._selection = selection
+        self._reduction = reduction
+        self._rank = rank
+        self._process = process
+        self._said: set[tuple[str, str]] = set()
+        self._summaries: OrderedDict[tuple[str, str, int], Summary] = OrderedDict()
+
+    def after_fork(self) -> None:
+        self.lock = threading.RLock()
+        self._sink_lock = threading.RLock()
+        self.tensors = self.weight_bytes = 0
+
+    def event(self, kind: str, message: str, **details: Any) -> None:
+        """Note something for the reader of the run."""
+        self._open_sink().event(kind, message, **details)
+
+    def event_once(self, kind: str, message: str, **details: Any) -> None:
+        """The same, but only the first time for this kind and site."""
+        key = (kind, f"{details.get('site', '')}\0{message}")
+        if key not in self._said:
+            self._said.add(key)
+            self.event(kind, message, **details)
+
+    def has_said(self, kind: str) -> bool:
+        return any(said == kind for said, _ in self._said)
+
+    def shielded(self, where: str, act: Callable[..., Any], *args: Any) -> None:
+        """Do something for the capture's sake; what goes wrong is an event, not an exception."""
+        try:
+            act(*args)
+        except Exception as error:
+            self._fault(where, error)
+
+    def _fault(self, where: str, error: Exception) -> None:
+        """Note an exception of the capture's own while it is being handled."""
+        try:
+            self.event_once(
+                "capture-fault",
+                f"capture failed: {type(error).__name__}: {_first_line(error)}",
+                site=where,
+                trace=traceback.format_exc(limit=-4),
+            )
+        except Exception:  # the sink itself is broken; there is nobody left to tell
+            self.broken = True
+
+    def take_all(self, frame: Frame, port: str, tensors: Tensors, moment: str) -> None:
+        """`take`, shielded, for the tensors of one port of a module call."""
+        site, class_name, visit = frame.site, frame.class_name, frame.visit
+        phase, step, take, elsewhere = frame.phase, frame.step, self.take, self.elsewhere
+        for slot, alias, tensor in tensors:
+            try:
+                if elsewhere is None or not elsewhere.take_again(
+                    frame, port, slot, alias, tensor, moment
+                ):
+                    take(site, port, slot, tensor, alias, class_name, visit, phase, moment, step)
+            except Exception as error:
+                self._fault(site, error)
+
+    def take(
+        self,
+        site: str,
+        port: str,
+        slot: str,
+        tensor: Any,
+        alias: str,
+        class_name: str,
+        visit: int,
+        phase: str,
+        moment: str,
+        step: int,
+        placement: str = "",
+    ) -> None:
+        """Reduce a wanted tensor and hand it to the sink. May raise: call it shielded."""
+        if self.broken:
+            return
+        kept = self._reduction.kept
+        elsewhere = self.elsewhere
+        if elsewhere is not None and kept != "describe" and elsewhere.takes(tensor):
+            address = (site, port, slot, step, visit, phase, moment, alias, class_name)
+            if elsewhere.take(tensor, address, placement):
+                return
+            if elsewhere.degraded and kept in ("full", "sample"):
+                kept = "summary"
+        shot = self._look(tensor, values=kept != "describe")
+        if isinstance(shot, Pending):
+            rest = (alias, class_name, visit, phase, moment, step, shot.placement)
+            shot.when_there(lambda t: self.shielded(site, self.take, site, port, slot, t, *rest))
+            return
+        if isinstance(shot, Refusal):
+            self.event_once(
+                "refused", f"not stored: {shot.reason}", site=site, port=port, slot=slot
+            )
+            return
+        if not self._selection.takes_device(shot.device_index):
+            return
+        key = TensorKey(
+            site,
+            cast(Port, port),
+            slot,
+            step,
+            visit,
+            self._rank,
+            self._process,
+            cast(Phase, phase),
+            cast(Moment, moment),
+        )
+        if placement:
+            shot = shot._replace(placement=placement)
+        with self.lock:
+            self._put(key, shot, kept, alias, class_name)
+
+    def _put(self, key: TensorKey, shot: Snapshot, kept: Kept, alias: str, class_name: str) -> None:
+        digest, summary, data, stride = "", None, None, 1
+        if kept == "full":
+            data = shot.data
+        elif kept != "describe":
+            digest = kernel.digest_at(shot.address, shot.length)
+            if kept == "summary":
+                summary = self._summary(digest, shot)  # at once: the bytes are still in the cache
+            elif kept == "sample":
+                stride = self._reduction.stride(shot.elements)
+                data = every_nth(shot, stride)
+        record = Record(
+            key,
+            0,
+            shot.dtype,
+            shot.shape,
+            alias,
+            class_name,
+            shot.device,
+            kept,
+            digest,
+            None,
+            stride,
+            summary,
+            shot.placement,
+        )
+        if self.elsewhere is not None and self.elsewhere.under_way:
+            self.elsewhere.queue(record, data)
+        else:
+            self.hand_over(record, data)
+
+    def hand_over(self, record: Record, data: Bytes | None) -> None:
+        """Give a record to the sink: the last thing that happens to it here, in any thread."""
+        sink = self.sink or self._open_sink()
+        if record.key.port == "param":
+            before = sink.bytes_written
+            sink.put(record, data)
+            self.weight_bytes += sink.bytes_written - before
+        else:
+            sink.put(record, data)
+        self.tensors += 1
+
+    def hand_over_group(self, group: Group) -> None:
+        """The same for several records without bytes, none of them of a parameter."""
+        sink = self.sink or self._open_sink()
+        if isinstance(sink, TakesGroups):
+            sink.put_group(group)
+        else:
+            for record in group.records():
+                sink.put(record, None)
+        self.tensors += len(group)
+
+    def in_turn(self, act: Callable[[], None]) -> None:
+        """Do something when everything taken before now has been handed over."""
+        if self.elsewhere is not None and self.elsewhere.under_way:
+            self.elsewhere.queue_act(act)
+        else:
+            act()
+
+    def call_done(self) -> None:
+        """A model has run: what has come of what it left elsewhere is handed over."""
+        if self.elsewhere is not None:
+            self.elsewhere.send()
+
+    def drain(self) -> None:
+        """Return when everything taken has been handed over."""
+        if self.elsewhere is not None:
+            self.elsewhere.drain()
+
+    def finish(self) -> None:
+        """The same, for good."""
+        if self.elsewhere is not None:
+            self.elsewhere.finish()
+
+    def _summary(self, digest: str, shot: Snapshot) -> Summary:
+        """One module's output is the next one's input: what was summarised is not read again."""
+        key = (digest, shot.dtype, shot.elements)
+        known = self._summaries.get(key)
+        if known is None:
+            known = kernel.summarize_at(
+                shot.address, shot.length, DTYPES[shot.dtype], count=shot.elements
+            )
+            self._summaries[key] = known
+            if len(self._summaries) > _REMEMBERED_SUMMARIES:
+                self._summaries.popitem(last=False)
+        return known
+
+    def _open_sink(self) -> Sink:
+        with self._sink_lock:
+            if self.sink is None:
+                assert self._make_sink is not None
+                self.sink = self._make_sink()
+            return self.sink

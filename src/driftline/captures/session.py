@@ -1,0 +1,416 @@
+"""What is said to a person whose capture has nothing, or less than was asked for."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Self
+
+from driftline.captures import recorder
+from driftline.captures.calls import Frame, Look, StepClock, Visits
+from driftline.captures.naming import Family, ModuleNames, Place, Root
+from driftline.captures.options import LEVELS, Reduction, known_levels
+from driftline.captures.selection import Selection
+from driftline.runs.records import usual_moment, usual_phase
+from driftline.runs.sinks import JSON
+
+if TYPE_CHECKING:
+    from driftline.runs.sinks import Sink
+__all__ = ["LEVELS", "Session", "known_levels"]
+
+
+ONLY_OUTSIDE = "the model was not called; only operators outside it were captured"
+
+
+def nothing_captured(found: list[str], steps: int, *, ran: bool, selected: bool) -> list[str]:
+    """Why there is no tensor.
+
+    Args:
+        found: Filters that matched nothing, in words; the first may be the reason.
+        steps: How many steps ran.
+        ran: Whether anything did.
+        selected: Whether any of the steps was wanted.
+    """
+    rest = list(found)
+    if not ran:
+        reason = "the model was not called"
+    elif rest:
+        reason = rest.pop(0)
+    elif not selected:
+        reason = f"{steps} steps ran, and none of them is selected"
+    else:
+        reason = "the filters left no tensor, or none could be stored; the run's events say why"
+    return [f"nothing was captured: {reason}", *rest]
+
+
+# One capture: which models are watched, what is wanted of them, and where it goes.
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Frame] = []
+        self.stranger = ""  # class of the outermost module under way that is not watched
+        self.failure = 0  # id of the exception that is passing through the stack
+
+
+class Session(ABC):
+    """Captures until it is stopped.
+
+    Args:
+        sink: Where tensors go, or a function that makes the sink when there is something to write.
+        selection: Which tensors.
+        reduction: How much of each.
+        levels: Any of modules, ops, gradients, params.
+        model: The one model to watch; None watches every module call of the process.
+        rank: This process's rank.
+        process: Tells processes of one rank apart.
+        module_types: If given, only modules of these classes (subclasses too).
+        family: What the framework's modules are made of.
+        look: How one of its tensors is looked at.
+        clock: Makes the clock that counts steps, from the models and what to call after a step.
+    """
+
+    def __init__(
+        self,
+        sink: Sink | Callable[[], Sink],
+        selection: Selection | None = None,
+        reduction: Reduction | None = None,
+        levels: str | Iterable[str] = ("modules",),
+        *,
+        model: Any | None = None,
+        rank: int = 0,
+        process: int = 0,
+        module_types: tuple[type, ...] = (),
+        family: Family,
+        look: recorder.Look,
+        clock: Callable[[list[Root], Callable[[int], None]], StepClock],
+    ) -> None:
+        self.levels = known_levels(levels)
+        self.selection = selection or Selection()
+        self.reduction = reduction or Reduction()
+        self.rank = rank
+        self.process = process
+        self._module_types = module_types
+        self.intake = recorder.Intake(sink, self.selection, self.reduction, rank, process, look)
+        self.shielded = self.intake.shielded
+        self.take = self.intake.take
+        self.thread = _Thread()
+        self._rank_wanted = self.selection.takes_rank(rank)
+        self.names = ModuleNames(family, model, self._decide)
+        self.clock = clock(self.names.roots, self._step_done)
+        self.global_scope = model is None
+        self.taps: list[Any] = []
+        self.running = False
+        # Carries out every watched call in place of the plain one: (frame, call, args, kwargs) to
+        # the result. For experiments; exceptions it raises are the program's.
+        self.stand_in: Callable[[Frame, Callable[..., Any], Any, Any], Any] | None = None
+        self._visits: dict[tuple[str, bool], Visits] = {}
+        self._wanted: dict[tuple[str, str, str], bool] = {}
+        self.execution_order: dict[str, None] = {}
+        self.bytes_in_first_step: int | None = None
+        self.steps_seen: set[int] = set()
+        # Operators of this capture are to be executed again from what it leaves.
+        self.for_replay = False
+        self._topology_places = 0
+        self.outside = 0
+
+    # --- life
+
+    @abstractmethod
+    def watch(self) -> None:
+        """Begin to notice calls, and load the taps of the levels."""
+
+    @abstractmethod
+    def unwatch(self) -> None:
+        """Notice no more calls."""
+
+    @abstractmethod
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Inside, nothing is recorded for a backward pass, and no mode of the program sees it."""
+
+    @abstractmethod
+    def tree(self) -> dict[str, JSON]:
+        """The module tree of the models met so far."""
+
+    def facts_of_models(self) -> dict[str, JSON]:
+        """What can be said of this process once its models have names; nothing by default."""
+        return {}
+
+    def say_at_end(self) -> None:
+        """Events that only the framework's adapter can tell of; none by default."""
+        return
+
+    def start(self) -> Self:
+        """Begin to watch. The module watch is always on: it is what knows the current site."""
+        with self.intake.lock:
+            if self.running:
+                return self
+            self.running = True
+            self.watch()
+            for tap in self.taps:
+                tap.install()
+        return self
+
+    def stop(self) -> None:
+        """Stop watching, say what was not found, write the module tree and close the sink."""
+        with self.intake.lock:
+            if not self.running:
+                return
+            self.running = False
+            self.unwatch()
+            for tap in self.taps:
+                self.shielded("stopping", tap.remove)
+            self.shielded("closing", self._finish)
+
+    def _finish(self) -> None:
+        for kind, text, hint in self._unmatched():
+            self.event("no-match", f"no {kind} matches '{text}'", hint=hint, filter=kind, text=text)
+        self.say_at_end()
+        self.intake.finish()
+        skipped = sorted(s for s in self.steps_seen if not self.selection.takes_step(s))
+        if skipped:
+            taken = len(self.steps_seen) - len(skipped)
+            self.event(
+                "steps-skipped",
+                f"{len(self.steps_seen)} steps ran, {taken} of them selected",
+                ran=len(self.steps_seen),
+                taken=taken,
+            )
+        if self.intake.sink is not None:
+            self._write_topology()
+            self.intake.sink.close()
+
+    def places(self) -> list[tuple[str, str, str | None]]:
+        """Site, class and ids of every module, then those of operators and parameters seen."""
+        named = [(p.site, p.class_name, p.ids) for p in self.names.places()]
+        seen = dict.fromkeys((site, class_name, None) for site, class_name, _ in self._wanted)
+        return [*named, *seen]
+
+    def _unmatched(self) -> list[tuple[str, str, str]]:
+        return self.selection.unmatched(self.places())
+
+    def complaints(self) -> list[str]:
+        """What a person who asked for this capture would want to hear at its end."""
+        found = [
+            f"no {kind} matches '{text}'" + (f"; {hint}" if hint else "")
+            for kind, text, hint in self._unmatched()
+        ]
+        called = bool(self.execution_order)
+        if not self._rank_wanted:
+            return found
+        if self.tensors:
+            lone = not called and not self.global_scope
+            return [*found, ONLY_OUTSIDE] if lone else found
+        selected = any(self.selection.takes_step(step) for step in self.steps_seen)
+        return nothing_captured(
+            found, len(self.steps_seen), ran=called or self.outside > 0, selected=selected
+        )
+
+    @property
+    def replayable(self) -> bool:
+        """Whether operators are captured so that they can be executed again from the run."""
+        takes = self.selection.takes_port
+        whole = self.reduction.kept == "full" and takes("input") and takes("output")
+        return whole and "ops" in self.levels
+
+    def step_over(self) -> None:
+        """The program says that a step is over; from now on only this counts steps."""
+        self.clock.step()
+
+    # --- what taps ask
+
+    @property
+    def step(self) -> int:
+        """The current step: that of the model called last."""
+        return self.clock.now
+
+    @property
+    def sink(self) -> Sink | None:
+        """Where tensors go; None until there was something to write."""
+        return self.intake.sink
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors were captured so far."""
+        return self.intake.tensors
+
+    def current_frame(self) -> Frame | None:
+        """The innermost module call under way in this thread."""
+        stack = self.thread.stack
+        return stack[-1] if stack else None
+
+    def frames(self) -> list[Frame]:
+        """All module calls under way in this thread, outermost first; the live list."""
+        return self.thread.stack
+
+    def is_stranger(self, module: Any) -> bool:
+        """Whether a module is no part of the one model to watch."""
+        return not self.global_scope and self.names.known(module) is None
+
+    def unwatched_module(self) -> str:
+        """Class of the outermost module under way that is not watched; empty without one."""
+        return self.thread.stranger
+
+    def site_of(self, module: Any) -> str:
+        """The site of a module; its class name when it is not part of a known model."""
+        place = self.names.known(module)
+        return place.site if place is not None else type(module).__name__
+
+    def wants(self, site: str, class_name: str, port: str) -> bool:
+        """Whether anything of this port of this place is wanted in any step: a cheap pre-check."""
+        key = (site, class_name, port)
+        wanted = self._wanted.get(key)
+        if wanted is None:
+            place = self.names.site(site) or self.names.site(site.split("/", 1)[0])
+            wanted = self._wanted[key] = (
+                self._rank_wanted
+                and self.selection.takes_port(port)
+                and self.selection.takes_place(site, class_name, place.ids if place else None)
+            )
+        return wanted
+
+    def wants_step(self, step: int) -> bool:
+        return self.selection.takes_step(step)
+
+    # --- what taps tell
+
+    def ran_outside(self, step: int) -> None:
+        """An operator ran in no module; a program without modules has its steps from them."""
+        self.outside += 1
+        self.clock.ran_outside = True
+        if not self.execution_order:
+            self.steps_seen.add(step)
+
+    def emit(
+        self,
+        site: str,
+        port: str,
+        slot: str,
+        tensor: Any,
+        *,
+        alias: str = "",
+        class_name: str = "",
+        visit: int = 0,
+        phase: str | None = None,
+        moment: str | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Take one tensor, if it is wanted. Never raises; the program's modes see nothing of it."""
+        if not self.wants(site, class_name, port):
+            return
+        now = self.step if step is None else step
+        if not self.selection.takes_step(now):
+            return
+        with self.undisturbed():
+            self.shielded(
+                site,
+                self.take,
+                site,
+                port,
+                slot,
+                tensor,
+                alias,
+                class_name,
+                visit,
+                phase or usual_phase(port),
+                moment or usual_moment(port),
+                now,
+            )
+
+    def event(self, kind: str, message: str, **details: Any) -> None:
+        """Note something for the reader of the run."""
+        self.intake.event(kind, message, **details)
+
+    def event_once(self, kind: str, message: str, **details: Any) -> None:
+        """The same, but only the first time for this message and site."""
+        self.intake.event_once(kind, message, **details)
+
+    # --- calls
+
+    def _decide(self, place: Place) -> None:
+        """Whether a place is wanted is asked once, when it gets its name."""
+        module = place.ref()
+        taken = (
+            "modules" in self.levels
+            and (not self._module_types or isinstance(module, self._module_types))
+            and self._rank_wanted
+            and self.selection.takes_place(place.site, place.class_name, place.ids)
+        )
+        moments = self.selection.moments("input") if self.selection.takes_port("input") else ()
+        place.look = Look(
+            taken and "before" in moments,
+            taken and "after" in moments,
+            taken and self.selection.takes_port("output"),
+        )
+
+    def count_visit(self, site: str, step: int, *, recompute: bool) -> int:
+        return self.visits_of(site, recompute=recompute).next(step)
+
+    def visits_of(self, site: str, *, recompute: bool) -> Visits:
+        """The counter of one place's calls; it stays the same."""
+        key = (site, recompute)
+        visits = self._visits.get(key)
+        if visits is None:
+            visits = self._visits[key] = Visits()
+        return visits
+
+    def _step_done(self, step: int) -> None:
+        self.shielded("step", self._note_step, step)
+
+    def _note_step(self, step: int) -> None:
+        self.intake.call_done()
+        self._write_topology()
+        self.intake.in_turn(lambda: self._count_step(step))
+
+    def _count_step(self, step: int) -> None:
+        """A step is over, and what was taken in it is with the sink."""
+        if self.intake.sink is None:
+            return
+        if self.bytes_in_first_step is None and self.tensors:
+            taken = self.bytes_in_first_step = self.intake.sink.bytes_written
+            steps, once = self.selection.step_count(), self.intake.weight_bytes
+            self.event(
+                "estimate",
+                f"the first step took {taken} bytes in {self.tensors} tensors",
+                bytes=taken,
+                tensors=self.tensors,
+                steps=steps,
+                once=once,
+                total=None if steps is None else once + (taken - once) * steps,
+            )
+        self.intake.sink.step_done(step)
+
+    def root_done(self) -> None:
+        """A model has run: its tree is kept now, since the model may be gone when capture ends.
+
+        So may the process, if it is a worker of a multiprocessing pool: its parent kills it without
+        a word once it has the results.
+        """
+        if len(self.names.roots) + self.names.count != self._topology_places:
+            self.shielded("topology", self._write_topology)
+        self.shielded("devices", self.intake.call_done)
+        if multiprocessing.current_process().daemon:
+            self.shielded("flush", self.flush)
+
+    def flush(self) -> None:
+        """Return when everything taken so far would outlive a kill of the process."""
+        self.intake.drain()
+        if self.intake.sink is not None:
+            self.intake.sink.flush()
+
+    def _write_topology(self) -> None:
+        places = len(self.names.roots) + self.names.count
+        if self.intake.sink is not None and places != self._topology_places:
+            self._topology_places = places
+            self.intake.sink.topology(self.tree())
+            if facts := self.facts_of_models():
+                self.intake.sink.describe(**facts)
+
+    def after_fork(self) -> None:
+        """This is a forked child: nothing is under way, and its sink begins anew by itself."""
+        self.intake.after_fork()
+        self.thread = _Thread()
+        self._topology_places = 0

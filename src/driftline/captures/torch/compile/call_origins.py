@@ -1,0 +1,274 @@
+"""Which operator call of the program a node of a traced graph stems from.
+
+A compiler that traces a program takes operators apart (a softmax becomes six nodes) and throws
+nodes away. What it keeps of their origin is the operator's name, not which call of it. Here every
+call is counted before it is taken apart, and the nodes that give its results are stamped with
+operator and number; so a graph that was taken apart and one that was not speak of the same calls.
+
+Stamps lie in a node's `meta`, which the compiler hands on and otherwise ignores. Where a pass puts
+another node in place of a stamped one, that one gets the stamp: it gives what the old one gave.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from driftline.graphs.sources.graph_files import Origin
+
+STAMP = "driftline_origins"
+STACK = "driftline_modules"
+"""The modules around a stamped node: a node that a pass puts in its place knows none."""
+_MOST_TRACES = 512
+_proxy: Any = None
+_traceback: Any = importlib.import_module("torch.fx.traceback")
+_pytree: Any = importlib.import_module("torch.utils._pytree")
+_autograd: Any = torch.autograd
+_numbers = itertools.count()
+_original: Any = None
+_replace: Any = None
+_users = 0
+_lock = threading.Lock()
+
+
+class _Thread(threading.local):
+    depth = 0
+
+
+_thread = _Thread()
+
+
+class Call(NamedTuple):
+    """An operator call as the program makes it, before it is taken apart.
+
+    Attributes:
+        operator: What is called.
+        arguments: Positional and by name; tensors are `Given`, sizes that vary `Varying`.
+    """
+
+    operator: Any
+    arguments: tuple[Any, Any]
+
+
+class Given(NamedTuple):
+    """A tensor that a call takes.
+
+    Attributes:
+        results: Results of calls that it is.
+        name: Its node, where it is no call's result: an input of the graph.
+        constant: Its value, where that is known while tracing.
+    """
+
+    results: tuple[Result, ...]
+    name: str
+    constant: torch.Tensor | None = None
+
+
+class Varying(NamedTuple):
+    """A number that depends on sizes of the inputs."""
+
+    formula: Any
+
+
+Result = tuple[int, str, str, int, str]
+"""Trace, place, operator without overload, which call of it, and which of its results."""
+
+
+class _Counts:
+    """Calls of one trace so far.
+
+    Attributes:
+        calls: By module, phase and operator.
+        taken: What each call was given, by place, operator and number.
+        made: Which module made the autograd node of a number, for its backward operators.
+        backward: The backward pass has begun; nothing of the forward pass comes after it.
+    """
+
+    __slots__ = ("backward", "calls", "made", "taken")
+
+    def __init__(self) -> None:
+        self.calls: dict[tuple[str, str], int] = {}
+        self.taken: dict[tuple[str, str, int], Call] = {}
+        self.made: dict[int, str] = {}
+        self.backward = False
+
+    def place(self) -> str:
+        """Where an operator belongs that is traced now: its phase and module."""
+        meta: dict[str, Any] = _traceback.current_meta
+        numbers = meta.get("grad_fn_seq_nr")
+        if meta.get("in_grad_fn", 0) and numbers:
+            self.backward = True
+            return f"backward {self.made.get(numbers[-1], '')}"
+        if self.backward:  # sums of gradients belong to no operator of the forward pass
+            return "backward +"
+        stack = meta.get("nn_module_stack")
+        module = str(next(reversed(stack))).partition("@")[0] if stack else ""
+        self.made[_autograd._get_sequence_nr() - 1] = module
+        return f"forward {module}"
+
+
+_traces: OrderedDict[int, _Counts] = OrderedDict()
+
+
+def install() -> bool:
+    """Begin to stamp; False where this version of torch has no such place."""
+    global _proxy, _original, _replace, _users
+    with _lock:
+        _users += 1
+        if _original is not None:
+            return True
+        _replace = torch.fx.Node.replace_all_uses_with
+        torch.fx.Node.replace_all_uses_with = _replaced
+        _proxy = importlib.import_module("torch.fx.experimental.proxy_tensor")
+        if not all(hasattr(_proxy, name) for name in ("proxy_call", "get_proxy_slot")):
+            return False
+        _original = _proxy.proxy_call
+        _proxy.proxy_call = _call
+        return True
+
+
+def remove() -> None:
+    global _original, _users
+    with _lock:
+        _users -= 1
+        if _users or _original is None:
+            return
+        if torch.fx.Node.replace_all_uses_with is _replaced:
+            torch.fx.Node.replace_all_uses_with = _replace
+        if _proxy.proxy_call is _call:
+            _proxy.proxy_call = _original
+        _original = None
+
+
+def of_node(node: Any) -> tuple[Origin, ...]:
+    """The calls whose results a node gives."""
+    found: list[Origin] = []
+    for operator, slot, nth, place, trace in node.meta.get(STAMP, ()):
+        counts = _traces.get(trace)
+        total = counts.calls.get((place, name_of(operator)), 0) if counts is not None else 0
+        found.append(Origin(operator, nth, slot, total))
+    return tuple(found)
+
+
+def results_of(node: Any) -> list[Result]:
+    """The results of calls that a node gives."""
+    return [
+        (trace, place, name_of(operator), nth, slot)
+        for operator, slot, nth, place, trace in node.meta.get(STAMP, ())
+    ]
+
+
+def call_of(result: Result) -> Call | None:
+    """The call that gave a result, as long as its trace is remembered."""
+    trace, place, name, nth, _ = result
+    counts = _traces.get(trace)
+    return counts.taken.get((place, name, nth)) if counts is not None else None
+
+
+def name_of(operator: str) -> str:
+    """An operator without its overload: a program that is not compiled may take another."""
+    return operator.rpartition(".")[0]
+
+
+def _call(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """What stands in for `proxy_call`: one operator of a program that is traced."""
+    original = _original or _proxy.proxy_call
+    if _thread.depth:  # what an operator is taken apart into
+        return original(mode, func, *args, **kwargs)
+    _thread.depth = 1
+    try:
+        result = original(mode, func, *args, **kwargs)
+    finally:
+        _thread.depth = 0
+    if result is not NotImplemented:
+        try:
+            _stamp(mode.tracer, func, result, args, kwargs)
+        except Exception:  # the compiler goes on; the node has no origin then
+            return result
+    return result
+
+
+def _replaced(self: Any, replace_with: Any, *args: Any, **kwargs: Any) -> Any:
+    """What stands in for `Node.replace_all_uses_with`: a pass puts one node in place of another."""
+    result = _replace(self, replace_with, *args, **kwargs)
+    # A node that is still read elsewhere was not replaced: something was put behind it.
+    if result and not self.users and STAMP in self.meta and _can_stand_in(self, replace_with):
+        known = replace_with.meta.get(STAMP, [])
+        new = [one for one in self.meta[STAMP] if one not in known]
+        replace_with.meta[STAMP] = [*known, *new]
+        if STACK in self.meta:
+            replace_with.meta.setdefault(STACK, self.meta[STACK])
+    return result
+
+
+def _can_stand_in(old: Any, new: Any) -> bool:
+    """Whether a node gives the value of another; what is written into an input does not."""
+    if not isinstance(new, torch.fx.Node) or new.op != "call_function":
+        return False
+    before, after = old.meta.get("val"), new.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return True
+    return before.dtype == after.dtype and before.dim() == after.dim()
+
+
+def _stamp(tracer: Any, func: Any, result: Any, args: Any, kwargs: Any) -> None:
+    trace = tracer.__dict__.get(STAMP)
+    if trace is None:
+        trace = tracer.__dict__[STAMP] = next(_numbers)
+        _traces[trace] = _Counts()
+        while len(_traces) > _MOST_TRACES:
+            _traces.popitem(last=False)
+    counts = _traces.get(trace)
+    if counts is None:
+        return
+    operator, place = str(func), counts.place()
+    key = (place, name_of(operator))
+    nth = counts.calls.get(key, 0)
+    counts.calls[key] = nth + 1
+    # After `proxy_mode, func` come `pre_dispatch`, the arguments and those by name.
+    counts.taken[(*key, nth)] = Call(func, _given(tracer, (*args, *kwargs.values())[-2:]))
+    for slot, tensor in _tensors(result, ""):
+        held = _proxy.get_proxy_slot(tensor, tracer, None)
+        proxy = getattr(held, "proxy", held)
+        node = getattr(proxy, "node", None)
+        if node is not None:
+            # A new list each time: the meta of a node is copied to others with all it holds.
+            before = node.meta.get(STAMP, [])
+            node.meta[STAMP] = [*before, [operator, slot or "0", nth, place, trace]]
+            if stack := _traceback.current_meta.get("nn_module_stack"):
+                node.meta[STACK] = stack
+
+
+def _given(tracer: Any, arguments: Any) -> Any:
+    """What a call takes, without the tensors of the trace."""
+
+    def described(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            held = _proxy.get_proxy_slot(value, tracer, None)
+            node = getattr(getattr(held, "proxy", held), "node", None)
+            if node is None:
+                return Given((), "")
+            results = () if node.op == "placeholder" else tuple(results_of(node))
+            return Given(results, node.name, getattr(held, "constant", None))
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return Varying(value.node.expr)
+        return value
+
+    return _pytree.tree_map(described, arguments)
+
+
+def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, (list, tuple)):
+        for index, part in enumerate(cast("Sequence[Any]", value)):
+            yield from _tensors(part, f"{path}.{index}" if path else str(index))

@@ -1,0 +1,550 @@
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+"""Steps that are taken beside the kernels of a graph, and which operators they may repeat.
+
+Knows operators by their schemas; plans nothing and computes nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from driftline.captures.torch.compile import call_origins
+
+_pytree: Any = importlib.import_module("torch.utils._pytree")
+_SEES = ("view", "reshape", "_unsafe_view", "alias", "detach", "getitem")
+_NOT_REPEATED = ("as_strided", "empty", "new_empty", "empty_like", "empty_strided", "bernoulli")
+_PURE_SPACES = ("_operator", "operator", "math", "torch", "builtins")
+_EFFECTS = ("_c10d_functional", "c10d_functional", "c10d", "fsdp", "rngprims", "inductor", "bucket")
+
+
+LIMITS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""relative_l2 by which an operator and what a compiler made of it may be apart."""
+
+
+class Unit(NamedTuple):
+    """A kernel, in the order of calls.
+
+    Attributes:
+        name: Its name.
+        library: It is one of a library, and nothing was generated.
+        results: For each result: the buffer, the node whose value it is if one is, and all nodes
+            that went into it.
+        nodes: All nodes that it computes, also those of which nothing is kept.
+    """
+
+    name: str
+    library: bool
+    results: Sequence[tuple[str, str, tuple[str, ...]]]
+    nodes: tuple[str, ...] = ()
+
+
+class Of(NamedTuple):
+    """In place of an argument: the value of this name."""
+
+    name: str
+
+
+class Step(NamedTuple):
+    """Something that can be computed.
+
+    Attributes:
+        name: Of its value.
+        function: What is called.
+        arguments: Positional and by name; values are `Of`.
+        needs: Names of values that it takes.
+        sees: It shows memory of what it takes.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, Any]
+    needs: tuple[str, ...]
+    sees: bool
+
+
+class Check(NamedTuple):
+    """Two values of one node that should agree.
+
+    Attributes:
+        node: Which.
+        ours: What the compiler made of it.
+        should: The value that it should have.
+        kernel: Whether a generated kernel is asked, not a decomposition.
+        limit: They may be so far apart.
+        shaken: The step that says how much rounding alone does to it.
+        slot: Which of that step's results.
+    """
+
+    node: str
+    ours: str
+    should: str
+    kernel: bool
+    limit: float
+    shaken: str
+    slot: int
+
+
+class Turn:
+    """What is done before a kernel is called, in this order."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.shown: list[tuple[str, str]] = []
+        self.checks: list[Check] = []
+        self.forget: list[str] = []
+
+
+class Workings:
+    """All turns of a graph.
+
+    Attributes:
+        turns: One for each kernel and one after the last.
+        sources: By buffer or input: the nodes whose value it is, as far as they are needed.
+        constants: Values that are known already.
+        symbols: Sizes that vary: symbol, the input that tells it, and which of its axes.
+        shaken: Steps that are also taken with inputs that are off by this share of themselves.
+        twins: The same for all steps inside of a kernel: from inputs that are off to a result that
+            is, each step rounding anew.
+    """
+
+    def __init__(self, units: int) -> None:
+        self.turns = [Turn() for _ in range(units + 1)]
+        self.sources: dict[str, str] = {}
+        self.constants: dict[str, Any] = {}
+        self.symbols: list[tuple[Any, str, int | None]] = []
+        self.shaken: dict[str, float] = {}
+        self.twins: dict[str, float] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(turn.shown or turn.checks for turn in self.turns)
+
+
+def renamed(value: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(value, Of):
+        return Of(names.get(value.name, value.name))
+    if isinstance(value, (list, tuple)) and not isinstance(value, call_origins.Varying):
+        return type(value)(renamed(part, names) for part in value)
+    if isinstance(value, dict):
+        return {key: renamed(part, names) for key, part in value.items()}
+    return value
+
+
+def are_alike(one: Step, other: Step) -> bool:
+    if one.needs != other.needs:
+        return False
+    first, second = (_pytree.tree_flatten(step.arguments)[0] for step in (one, other))
+    return [str(value) for value in first] == [str(value) for value in second]
+
+
+def can_repeat(target: Any) -> bool:
+    """Whether calling something again gives the same, and changes nothing."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return callable(target) and getattr(target, "__module__", "") in _PURE_SPACES
+    if target.namespace in _EFFECTS or target._schema.is_mutable:
+        return False
+    name = target._opname
+    if torch.Tag.nondeterministic_seeded in target.tags or "seed" in name or "rand" in name:
+        return False
+    return name not in _NOT_REPEATED
+
+
+def sees(target: Any) -> bool:
+    """Whether a result may share memory with what was taken."""
+    if target is operator.getitem:
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target.namespace == "aten" and target._opname in _SEES:
+        return True
+    return any(one.alias_info is not None for one in target._schema.returns)
+
+
+def function_of(target: Any) -> Callable[..., Any]:
+    """What computes a node; memory of kernels may lie otherwise than the graph believes."""
+    aten = torch.ops.aten
+    if target in (aten.view.default, aten._unsafe_view.default):
+        return aten.reshape.default
+    return target
+
+
+def takes_tensors(call: call_origins.Call) -> bool:
+    leaves = _pytree.tree_flatten(call.arguments, is_leaf=is_one)[0]
+    return any(isinstance(one, call_origins.Given) for one in leaves)
+
+
+def is_one(value: Any) -> bool:
+    """Whether a tuple among arguments stands for one of them."""
+    return isinstance(value, (call_origins.Given, call_origins.Varying))
+
+
+def of_node(node: Any) -> Of:
+    """In place of a node among arguments."""
+    return Of(node.name)
+
+
+def roughest(values: Iterable[Any]) -> torch.dtype:
+    """The least precise type of floating point among traced values; float64 where none is."""
+    found = torch.float64
+    for value in values:
+        for one in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(one, torch.Tensor) and one.dtype in LIMITS:
+                found = max(found, one.dtype, key=LIMITS.__getitem__)
+    return found
+
+
+# What is to be computed beside the kernels of a graph, to see inside of what they fuse.
+
+
+_fx: Any = importlib.import_module("torch.fx.node")
+_NEVER = 1 << 60
+_ROOM = 1 << 24
+_TIMES = 4
+"""A node of more elements than these, and so many times the largest input or result, is left out:
+a compiler never has it in memory."""
+
+
+def workings_of(
+    module: torch.fx.GraphModule, units: Sequence[Unit], ends: Mapping[str, int], given: set[str]
+) -> Workings:
+    """Plan what is computed beside a graph.
+
+    Args:
+        module: The graph, as it was lowered.
+        units: Its kernels.
+        ends: By buffer or input: the last kernel that reads it.
+        given: Inputs that the program shows us.
+    """
+    return _Planning(module, units, ends, given).planned()
+
+
+class _Planning:
+    def __init__(
+        self,
+        module: torch.fx.GraphModule,
+        units: Sequence[Unit],
+        ends: Mapping[str, int],
+        given: set[str],
+    ) -> None:
+        self._module = module
+        self._units = units
+        self._workings = Workings(len(units))
+        self._nodes = {node.name: node for node in module.graph.nodes}
+        self._results = {
+            result: node.name
+            for node in module.graph.nodes
+            for result in call_origins.results_of(node)
+        }
+        self._from: dict[str, int] = {}
+        self._until: dict[str, int] = {}
+        self._maker: dict[str, int] = {}
+        self._planned: dict[str, int] = {}
+        self._steps: dict[str, Step | None] = {}
+        self._largest = 0
+        self._find_sources(ends, given)
+
+    def _find_sources(self, ends: Mapping[str, int], given: set[str]) -> None:
+        """Values that need not be computed: inputs, constants, what kernels keep."""
+        works = self._workings
+        for name, node in self._nodes.items():
+            if node.op == "placeholder" and name in given:
+                self._from[name], self._until[name] = 0, ends.get(name, _NEVER)
+                works.sources[name] = name
+                works.symbols += _symbols(node)
+            elif node.op == "get_attr" and isinstance(
+                value := getattr(self._module, str(node.target), None), torch.Tensor
+            ):
+                self._from[name], self._until[name] = 0, _NEVER
+                works.constants[name] = value
+        for at, unit in enumerate(self._units):
+            for name in unit.nodes:
+                self._maker.setdefault(name, at)
+            for buffer, exact, origins in unit.results:
+                for name in origins:
+                    self._maker.setdefault(name, at)
+                if exact and exact not in self._from:
+                    self._from[exact], self._until[exact] = at + 1, ends.get(buffer, _NEVER)
+                    self._maker[exact] = at
+                    works.sources[buffer] = exact
+        sizes = [_elements(self._nodes[name]) for name in self._from]
+        self._largest = max(_ROOM, _TIMES * max(sizes, default=0))
+
+    def planned(self) -> Workings:
+        made = [(at, name) for name, at in self._maker.items() if name in self._nodes]
+        order = {name: at for at, name in enumerate(self._nodes)}
+        for at, name in sorted(made, key=lambda one: (one[0], order[one[1]])):
+            node, unit = self._nodes[name], self._units[at]
+            if node.op != "call_function" or not call_origins.results_of(node):
+                continue
+            if name in self._from:
+                if not unit.library or not self._is_as_called(node):
+                    self._check_kept(node, unit, at)
+            elif not sees(node.target) or node.target is operator.getitem:
+                self._look_inside(node, unit, at)
+        self._forget()
+        return self._workings
+
+    def _look_inside(self, node: Any, unit: Unit, at: int) -> None:
+        turn = self._plan(node.name, at)
+        if turn is None:
+            return
+        self._workings.turns[turn].shown.append((node.name, unit.name))
+        if not self._is_as_called(node) and (called := self._called(node)):
+            self._expect(node, node.name, called, at, turn)
+
+    def _check_kept(self, node: Any, unit: Unit, at: int) -> None:
+        """What a kernel kept, against the operator as it was called and against its own node."""
+        ours, before = node.name, self._from[node.name]
+        called = None if self._is_as_called(node) else self._called(node)
+        if unit.library:
+            if called is not None:
+                self._expect(node, ours, called, at, before)
+            return
+        again = self._again(ours)
+        turn = self._plan(again, at)
+        if turn is None:
+            return
+        # A kernel rounds nothing on its way; nodes that are computed one by one do.
+        names = (ours, *unit.nodes)
+        rough = roughest(self._nodes[name].meta.get("val") for name in names if name in self._nodes)
+        check = Check(ours, ours, again, True, LIMITS[rough], again, 0)
+        self._workings.turns[before].checks.append(check)
+        self._twin(again, torch.finfo(rough).eps)
+        if called is not None:
+            self._expect(node, again, called, at, turn)
+
+    def _twin(self, name: str, share: float) -> None:
+        """Have a step and those before it, up to what lies in memory, taken by a twin, too."""
+        waiting, twins = [name], self._workings.twins
+        taken = {step.name: step for turn in self._workings.turns for step in turn.steps}
+        while waiting:
+            step = taken.get(waiting.pop())
+            if step is not None and twins.get(step.name, 0.0) < share:
+                twins[step.name] = share
+                waiting += step.needs
+
+    def _expect(self, node: Any, ours: str, should: str, latest: int, known: int) -> None:
+        """Have something that the compiler made of an operator checked against the operator."""
+        turn = self._plan(should, latest)
+        if turn is None:
+            return
+        rough = roughest([node.meta.get("val")])
+        step, slot = self._steps.get(should), 0
+        if step is not None and step.function is operator.getitem:
+            (whole,), slot = step.needs, int(step.arguments[0][1])
+            step = self._steps.get(whole)
+        if step is None:
+            return
+        shaken = self._workings.shaken
+        shaken[step.name] = max(shaken.get(step.name, 0.0), torch.finfo(rough).eps)
+        check = Check(node.name, ours, should, False, LIMITS[rough], step.name, slot)
+        self._workings.turns[max(turn, known)].checks.append(check)
+
+    # --- operator calls as the program makes them
+
+    def _is_as_called(self, node: Any) -> bool:
+        """Whether a node is the very call it stems from, on the same values."""
+        for result in call_origins.results_of(node):
+            call = call_origins.call_of(result)
+            if call is None or call.operator is not node.target:
+                continue
+            step, own = self._of_call(result, call), self._of_node(node)
+            if step is not None and own is not None and are_alike(step, own):
+                return True
+        return False
+
+    def _called(self, node: Any) -> str | None:
+        """The name of what the operator gives that a node stems from."""
+        for result in call_origins.results_of(node):
+            call = call_origins.call_of(result)
+            if call is not None and not sees(call.operator) and can_repeat(call.operator):
+                return self._result(result, call)
+        return None
+
+    def _result(self, result: call_origins.Result, call: call_origins.Call) -> str | None:
+        whole = f"call {result[:-1]}"
+        if whole not in self._steps:
+            self._steps[whole] = self._of_call(result, call)
+        if self._steps[whole] is None:
+            return None
+        if len(call.operator._schema.returns) < 2 or not result[-1].isdigit():
+            return whole
+        part = f"{whole} {result[-1]}"
+        arguments = ((Of(whole), int(result[-1])), {})
+        seen = sees(call.operator)
+        self._steps[part] = Step(part, operator.getitem, arguments, (whole,), seen)
+        return part
+
+    def _of_call(self, result: call_origins.Result, call: call_origins.Call) -> Step | None:
+        needs: list[str] = []
+        missing = False
+
+        def taken(value: Any) -> Any:
+            nonlocal missing
+            if not isinstance(value, call_origins.Given):
+                return value
+            name = self._given(value)
+            if name is None:
+                missing = True
+                return value
+            needs.append(name)
+            return Of(name)
+
+        arguments = _pytree.tree_map(
+            taken,
+            call.arguments,
+            is_leaf=is_one,
+        )
+        if missing or not can_repeat(call.operator):
+            return None
+        name = f"call {result[:-1]}"
+        return Step(name, function_of(call.operator), arguments, tuple(needs), sees(call.operator))
+
+    def _given(self, given: call_origins.Given) -> str | None:
+        for result in given.results:
+            if result in self._results:
+                return self._results[result]
+        node = self._nodes.get(given.name) if not given.results else None
+        if node is not None and node.op == "placeholder":
+            return given.name
+        if given.constant is not None:
+            name = f"constant {id(given.constant)}"
+            self._workings.constants[name] = given.constant
+            self._from[name], self._until[name] = 0, _NEVER
+            return name
+        for result in given.results:  # a view that the compiler took out, or a new tensor
+            call = call_origins.call_of(result)
+            if call is not None and (sees(call.operator) or not takes_tensors(call)):
+                return self._result(result, call)
+        return None
+
+    # --- when
+
+    def _plan(self, name: str, latest: int) -> int | None:
+        """The turn in which something is computed, with all it needs; None where it cannot be."""
+        if (known := self._planned.get(name)) is not None:
+            return known if known <= latest else None
+        needed: dict[str, Step] = {}
+        earliest, last = 0, latest
+        waiting = [name]
+        while waiting:
+            one = waiting.pop()
+            if one in needed:
+                continue
+            if one in self._from:
+                earliest, last = max(earliest, self._from[one]), min(last, self._until[one])
+                continue
+            if one in self._planned:
+                earliest = max(earliest, self._planned[one])
+                continue
+            step = self._step(one)
+            if step is None:
+                return None
+            step = needed[one] = self._before(step, latest)
+            waiting += step.needs
+        if earliest > last:
+            return None
+        turn = self._workings.turns[last]
+        there = {step.name for step in turn.steps}
+        for step in _in_order(needed, name):
+            if step.name not in there:
+                turn.steps.append(step)
+            if not step.sees:
+                self._planned[step.name] = last
+        return last
+
+    def _again(self, name: str) -> str:
+        """The name of a kept node's value as it is computed beside its kernel."""
+        again = f"{name} again"
+        if again not in self._steps:
+            step = self._step(name)
+            self._steps[again] = None if step is None else step._replace(name=again)
+        return again
+
+    def _before(self, step: Step, latest: int) -> Step:
+        """A step that takes nothing of what the kernel is still to write."""
+        later = {name: self._again(name) for name in step.needs if self._from.get(name, 0) > latest}
+        if not later:
+            return step
+        arguments = renamed(step.arguments, later)
+        needs = tuple(later.get(name, name) for name in step.needs)
+        return step._replace(arguments=arguments, needs=needs)
+
+    def _step(self, name: str) -> Step | None:
+        if name not in self._steps:
+            node = self._nodes.get(name)
+            self._steps[name] = self._of_node(node) if node is not None else None
+        return self._steps[name]
+
+    def _of_node(self, node: Any) -> Step | None:
+        if node.op != "call_function" or not can_repeat(node.target):
+            return None
+        if _elements(node) > self._largest:
+            return None
+        arguments = _fx.map_arg((node.args, node.kwargs), of_node)
+        needs = tuple(one.name for one in node.all_input_nodes)
+        maker = node.args[0] if node.target is operator.getitem else node
+        seen = sees(getattr(maker, "target", operator.getitem))
+        return Step(node.name, function_of(node.target), arguments, needs, seen)
+
+    def _forget(self) -> None:
+        """Say in each turn what nobody needs after it."""
+        last: dict[str, int] = {}
+        for at, turn in enumerate(self._workings.turns):
+            for step in turn.steps:
+                last.update(dict.fromkeys((step.name, *step.needs), at))
+            last.update({name: at for name, _ in turn.shown})
+            for check in turn.checks:
+                last.update({check.ours: at, check.should: at})
+        for name, at in last.items():
+            if name not in self._workings.constants:
+                self._workings.turns[at].forget.append(name)
+        # What only shows memory is not trusted any longer than its turn.
+        for turn in self._workings.turns:
+            seen = [step.name for step in turn.steps if step.sees]
+            turn.forget += [name for name in seen if name not in turn.forget]
+        sources = self._workings.sources
+        self._workings.sources = {key: name for key, name in sources.items() if name in last}
+
+
+def _in_order(steps: Mapping[str, Step], name: str) -> Iterator[Step]:
+    """What something needs first, then itself."""
+    done: set[str] = set()
+    waiting = [(name, False)]
+    while waiting:
+        one, ready = waiting.pop()
+        if one in done or one not in steps:
+            continue
+        if ready:
+            done.add(one)
+            yield steps[one]
+        else:
+            waiting.append((one, True))
+            waiting += [(need, False) for need in steps[one].needs]
+
+
+def _elements(node: Any) -> int:
+    """How many elements a node has; 0 where that varies."""
+    value = node.meta.get("val")
+    parts = value if isinstance(value, (list, tuple)) else (value,)
+    sizes = [tuple(one.shape) for one in parts if isinstance(one, torch.Tensor)]
+    known = [size for size in sizes if all(type(extent) is int for extent in size)]
+    return max(map(math.prod, known), default=0)
+
+
+def _symbols(node: Any) -> Iterator[tuple[Any, str, int | None]]:
+    """Sizes that an input tells."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymInt):
+        yield value.node.expr, node.name, None
+    elif isinstance(value, torch.Tensor):
+        for axis, extent in enumerate(value.shape):
+            if isinstance(extent, torch.SymInt):
+                yield extent.node.expr, node.name, axis

@@ -1,0 +1,280 @@
+"""Where the values of compiled graphs go: into the sessions that asked for them.
+
+A graph is described once, when it is compiled; its values come with every execution. Knows the
+session and the names of nodes, not who executes them.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from driftline.captures.torch.compile.nodes import (
+    Naming,
+    Owner,
+    is_plain_input,
+    owner_of,
+    owners_of,
+)
+from driftline.captures.torch.operators.dispatch import has_values
+from driftline.captures.torch.operators.sites import PROGRAM
+from driftline.graphs.sources.graph_files import (
+    INSIDE,
+    Graph,
+    GraphNode,
+    Kept,
+    Kernel,
+    Off,
+    rebased,
+)
+
+Write = Callable[[str], None]
+_MOST_MADE = 200_000
+_C: Any = torch._C
+_autograd: Any = torch.autograd
+
+
+class Compiled:
+    """One graph of one session, and what is known of it.
+
+    Attributes:
+        graph: Its description.
+        nodes: Its nodes by name.
+        kept: By buffer: the kernel that fills it, and what it is.
+        elsewhere: The same graph as other modules execute it, by their sites: layers that are alike
+            share one compiled graph.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.nodes: dict[str, GraphNode] = {node.name: node for node in graph.nodes}
+        self.kept: dict[str, tuple[str, Kept]] = {
+            kept.buffer: (kernel.name, kept) for kernel in graph.kernels for kept in kernel.kept
+        }
+        self.elsewhere: dict[str, Compiled] = {graph.base: self}
+
+
+class Execution:
+    """One execution of a graph in a step that is wanted."""
+
+    __slots__ = ("_recorder", "compiled", "step")
+
+    def __init__(self, recorder: Recorder, compiled: Compiled, step: int) -> None:
+        self._recorder = recorder
+        self.compiled = compiled
+        self.step = step
+
+    def take_node(self, name: str, value: Any) -> None:
+        """Show what a node gave."""
+        node = self.compiled.nodes.get(name)
+        if node is not None:
+            what = f"parameter {node.parameter}" if node.parameter else node.target
+            self._take(node, node.site, value, what)
+
+    def take_kept(self, buffer: str, value: Any) -> None:
+        """Show what a kernel wrote, or what the graph was given; never raises."""
+        kernel, kept = self.compiled.kept.get(buffer, ("", None))
+        if kept is None:
+            self._recorder.session.shielded(buffer, self.take_node, buffer, value)
+            return
+        node = self.compiled.nodes.get(kept.node or kept.nodes[-1])
+        if node is not None:
+            shielded = self._recorder.session.shielded
+            shielded(kept.site, self._take, node, kept.site, value, kernel)
+
+    def take_inside(self, name: str, kernel: str, value: Any) -> None:
+        """Show what a node inside of a fused kernel gives; never raises."""
+        node = self.compiled.nodes.get(name)
+        if node is not None and node.phase != "recompute":
+            what = f"{node.target}{INSIDE}{kernel}"
+            self._recorder.inside += 1
+            self._recorder.session.shielded(node.site, self._take, node, node.site, value, what)
+
+    def take_error(self, name: str, error: float, *, kernel: bool) -> None:
+        """Say how far off a node's value is from what it should be for the same inputs."""
+        node = self.compiled.nodes.get(name)
+        if node is not None:
+            number = self.compiled.graph.number
+            operator = node.origins[0].operator if node.origins else node.target
+            self._recorder.off.setdefault((node.site, node.phase), (operator, node.line, error))
+            self._recorder.write(Off(number, name, self.step, error, kernel).to_line())
+
+    def _take(self, node: GraphNode, site: str, value: Any, class_name: str) -> None:
+        tensors = [one for one in _tensors(value, "") if has_values(one[1])]
+        if not tensors:
+            return
+        visit = self._recorder.count(site, self.step, node.phase)
+        for slot, tensor in tensors:
+            self._recorder.session.emit(
+                site,
+                "output",
+                slot or "0",
+                tensor,
+                class_name=class_name,
+                visit=visit,
+                phase=node.phase,
+                step=self.step,
+            )
+
+
+class Recorder:
+    """The graphs of one session.
+
+    Args:
+        session: The capture.
+        write: Takes a line for the list of graphs; None where the sink keeps no lists.
+    """
+
+    def __init__(self, session: Any, write: Write | None) -> None:
+        self.session = session
+        self._write = write
+        self._naming = Naming(session.names)
+        self._visits: dict[tuple[str, str], tuple[int, int]] = {}
+        self._bases: dict[str, str] = {}
+        self._owners: dict[str, Sequence[Owner | None]] = {}
+        self._parts: dict[tuple[str, bool], int] = {}
+        self._made: dict[int, str] = {}
+        self._lines = 0
+        self.off: dict[tuple[str, str], tuple[str, str, float]] = {}
+        self.inside = 0
+        self.graphs = 0
+        self.kernels = 0
+        self.nodes = 0
+
+    def totals(self) -> str:
+        """How much was met, in words for an event."""
+        return f"graphs: {self.graphs}, nodes: {self.nodes}"
+
+    def meet(
+        self, compile_id: str, inputs: Sequence[Any], models: Sequence[nn.Module] = ()
+    ) -> None:
+        """A piece of the program is about to be compiled for these inputs, and calls these."""
+        self.base(compile_id)
+        if self.session.current_frame() is None:
+            for model in models:
+                self.session.names.of(model, None)
+        self._owners[compile_id] = owners_of(self.session.names, inputs)
+
+    def describe(
+        self, graph: torch.fx.Graph, compile_id: str, base: str, *, backward: bool
+    ) -> tuple[GraphNode, ...]:
+        piece = compile_id.partition("/")[0]
+        part = self._parts.get((compile_id, backward), 0)
+        self._parts[compile_id, backward] = part + 1
+        if part:  # the piece was cut in parts, which may have nodes of one name in one module
+            piece += f".{part}"
+        owners = self._known_owners(graph, compile_id, backward=backward)
+        return self._naming.describe(graph, base, piece, owners, backward=backward)
+
+    def parameters(self, graph: torch.fx.Graph, compile_id: str, *, backward: bool) -> set[str]:
+        """The nodes of a graph that stand for parameters and buffers of modules."""
+        owners = self._known_owners(graph, compile_id, backward=backward)
+        return {node.name for node in graph.nodes if owner_of(node, owners) is not None}
+
+    def _known_owners(
+        self, graph: torch.fx.Graph, compile_id: str, *, backward: bool
+    ) -> Sequence[Owner | None]:
+        """Whose the inputs of a graph are, as far as it takes those of its piece.
+
+        Where a piece is cut into several graphs, their inputs are counted anew in each.
+        """
+        owners = self._owners.get(compile_id, ())
+        if not backward and len(owners) != sum(is_plain_input(node) for node in graph.nodes):
+            owners = self._owners[compile_id] = ()
+        return owners
+
+    def base(self, compile_id: str) -> str:
+        """Where nodes of no module belong: to the module that ran when the code was first met.
+
+        Backward graphs are compiled later, when no module is running.
+        """
+        known = self._bases.get(compile_id)
+        if known is None:
+            frame = self.session.current_frame()
+            known = self._bases[compile_id] = frame.site if frame is not None else PROGRAM
+        return known
+
+    def add(
+        self,
+        nodes: Sequence[GraphNode],
+        compile_id: str,
+        kind: str,
+        engine: str,
+        backend: str,
+        kernels: Sequence[Kernel] = (),
+    ) -> Compiled:
+        base = self.base(compile_id)
+        graph = Graph(
+            self._lines, compile_id, kind, engine, backend, base, tuple(nodes), tuple(kernels)
+        )
+        self.graphs += 1
+        self.nodes += len(nodes)
+        self.kernels += len(kernels)
+        return self._listed(graph)
+
+    def _listed(self, graph: Graph) -> Compiled:
+        self._lines += 1
+        self.write(graph.to_line())
+        return Compiled(graph)
+
+    def write(self, line: str) -> None:
+        """A line for the list of graphs."""
+        if self._write is not None:
+            self._write(line)
+
+    def execution(self, compiled: Compiled) -> Execution | None:
+        """An execution begins; None where its step is not wanted."""
+        session = self.session
+        if not session.running:
+            return None
+        frame = session.current_frame()
+        site = self._caller(compiled.graph, frame.site if frame is not None else "")
+        step = frame.step if frame is not None else session.step
+        if frame is None and compiled.graph.kind == "forward":
+            session.clock.trained_by_graph()
+        if not session.wants_step(step):
+            return None
+        if frame is None and not session.execution_order:
+            session.steps_seen.add(step)
+            session.outside += 1
+        found = compiled.elsewhere.get(site)
+        if found is None:
+            found = compiled.elsewhere[site] = self._listed(
+                rebased(compiled.graph, site)._replace(number=self._lines)
+            )
+        return Execution(self, found, step)
+
+    def _caller(self, graph: Graph, now: str) -> str:
+        """The module that executes a graph.
+
+        A backward graph is executed by nobody: it belongs to whom the forward graph belonged that
+        made its autograd node, which took its number just before that graph was executed.
+        """
+        if graph.kind == "backward":
+            node = _C._current_autograd_node()
+            return self._made.get(node._sequence_nr() if node is not None else -1, graph.base)
+        if graph.kind == "forward":
+            if len(self._made) >= _MOST_MADE:
+                self._made.clear()
+            self._made[_autograd._get_sequence_nr() - 1] = now or graph.base
+        return now or graph.base
+
+    def count(self, site: str, step: int, phase: str) -> int:
+        last, count = self._visits.get((site, phase), (step, -1))
+        visit = count + 1 if last == step else 0
+        self._visits[site, phase] = (step, visit)
+        return visit
+
+
+def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, (list, tuple)):
+        for index, part in enumerate(cast("Sequence[Any]", value)):
+            yield from _tensors(part, f"{path}.{index}" if path else str(index))

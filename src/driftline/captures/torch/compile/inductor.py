@@ -1,0 +1,503 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+"""What a scheduled node of inductor left in memory, and by which kernel. Only reads its objects."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from driftline.captures.torch.compile.fusion_plan import Unit, Workings, workings_of
+from driftline.captures.torch.compile.fusion_values import Insight
+from driftline.captures.torch.compile.graph_recorder import Compiled, Execution, Recorder
+from driftline.captures.torch.compile.nodes import compile_id
+from driftline.captures.torch.operators.dispatch import hide_from_compiler
+from driftline.graphs.sources.graph_files import GraphNode, Kept, Kernel
+
+
+def is_called(scheduler: Any, node: Any) -> bool:
+    """Whether the kernel of a scheduled node has been called by now."""
+    if node is scheduler.current_node:
+        return True
+    names = node.get_buffer_names()
+    return all(name in scheduler.available_buffer_names for name in names)
+
+
+def kernel_name(lines: list[Any], done: list[Any]) -> str:
+    """The kernel that was called last, for these nodes: a generated one, or one of a library."""
+    for line in reversed(lines):
+        if type(line).__name__ == "KernelCallLine":
+            if not any(node.is_extern() for node in done):
+                return str(line.kernel_name)
+            break
+    for node in done:
+        inner = getattr(node, "node", None)
+        for attribute in ("python_kernel_name", "op_overload"):
+            name = getattr(inner, attribute, None)
+            if name:
+                return str(name)
+    return type(getattr(done[0], "node", done[0])).__name__
+
+
+def nodes_of(graph: Any, node: Any) -> list[str]:
+    """The nodes that a scheduled node computes, also where it keeps nothing of them."""
+    places = {one.name: index for index, one in enumerate(graph.module.graph.nodes)}
+    found = {
+        origin.name
+        for output in node.get_outputs()
+        for origin in output.node.get_origins()
+        if origin.name in places
+    }
+    return sorted(found, key=places.__getitem__)
+
+
+def results(graph: Any, wrapper: Any, node: Any) -> list[tuple[str, str, str, tuple[str, ...]]]:
+    """Buffer, variable, exact origin and all origins of what a scheduled node left in memory."""
+    ir: Any = importlib.import_module("torch._inductor.ir")
+    places = {one.name: index for index, one in enumerate(graph.module.graph.nodes)}
+    found: list[tuple[str, str, str, tuple[str, ...]]] = []
+    for output in node.get_outputs():
+        buffer = output.node
+        name = buffer.get_name()
+        gone = (graph.removed_buffers, graph.inplaced_to_remove, wrapper.freed)
+        if any(name in names for names in gone):
+            continue
+        layout = buffer.layout
+        if isinstance(layout, (ir.NoneLayout, ir.MultiOutputLayout)):
+            continue
+        variable = name
+        if isinstance(layout, ir.MutationLayoutSHOULDREMOVE):
+            variable = layout.get_buffer().get_name()
+        exact = buffer.get_origin_node()
+        origins = sorted(
+            {one.name for one in buffer.get_origins() if one.name in places}, key=places.__getitem__
+        )
+        named = exact.name if exact is not None and exact.name in places else ""
+        if named or origins:
+            found.append((name, variable, named, tuple(origins)))
+    return found
+
+
+# Programs that inductor wrote: what each shows while it runs, and to whom.
+
+
+class Programme:
+    """One compiled graph, and the executions of it that are under way, by thread.
+
+    Attributes:
+        shown: Who is shown its values.
+        first: The first value of an execution.
+        silent: Inputs that are not recorded: parameters.
+        part_of: The graph that executes it, for the body of a control flow operator.
+        within: What comes before the names of such a body.
+        workings: What is computed beside its kernels.
+    """
+
+    def __init__(self) -> None:
+        self.shown: list[tuple[Recorder, Compiled]] = []
+        self.first = ""
+        self.silent: set[str] = set()
+        self.part_of: Programme | None = None
+        self.within = ""
+        self.workings: Workings | None = None
+        self._thread = threading.local()
+
+    def take(self, buffer: str, value: Any) -> None:
+        """A kernel has written this, or the graph was given it."""
+        executions, insight = self._under_way(buffer)
+        if insight is not None:
+            insight.give(buffer, value)
+        if buffer not in self.silent:
+            for execution in executions:
+                execution.take_kept(buffer, value)
+
+    def called(self, unit: int) -> None:
+        """A kernel was called; -1 for the inputs."""
+        if self.workings is None:
+            return
+        insight = self._under_way("")[1]
+        if insight is not None:
+            insight.turn(unit + 1)
+
+    def _under_way(self, buffer: str) -> tuple[list[Execution], Insight | None]:
+        """Of this thread; the first buffer of the graph begins a new one."""
+        found = getattr(self._thread, "executions", None)
+        if found is None or (buffer and buffer == self.first):
+            executions = [
+                execution
+                for one, compiled in self.shown
+                if (execution := one.execution(compiled)) is not None
+            ]
+            found = executions, self._insight(executions)
+            self._thread.executions = found
+        return found
+
+    def _insight(self, executions: list[Execution]) -> Insight | None:
+        if self.workings is None or not executions:
+            return None
+
+        def show(node: str, kernel: str, value: Any) -> None:
+            for execution in executions:
+                execution.take_inside(node, kernel, value)
+
+        def tell(node: str, error: float, kernel: bool) -> None:
+            for execution in executions:
+                execution.take_error(node, error, kernel=kernel)
+
+        return Insight(self.workings, show, tell)
+
+
+class Scheduled:
+    """A graph that is being scheduled.
+
+    Attributes:
+        number: Of the program.
+        inputs: What the program shows of what it is given.
+        waiting: Scheduled nodes whose kernel was not called yet.
+        units: Kernels in the order of their calls.
+        ends: By buffer or input: the last kernel that reads it.
+        bodies: Of control flow operators, with what comes before their names.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.inputs: list[str] = []
+        self.waiting: list[Any] = []
+        self.units: list[Unit] = []
+        self.ends: dict[str, int] = {}
+        self.bodies: list[tuple[str, Scheduled]] = []
+
+
+# What inductor's kernels compute, read where each kernel has written it.
+
+
+_LINE = "__import__('sys').modules[{module!r}].kept({graph}, {buffer!r}, {variable})"
+_DONE = "__import__('sys').modules[{module!r}].called({graph}, {unit})"
+MODULE = "torch._inductor.graph"
+_CACHES = {
+    "torch._functorch.config": ("enable_autograd_cache", "enable_remote_autograd_cache"),
+    "torch._inductor.config": ("fx_graph_cache", "fx_graph_remote_cache"),
+}
+_lock = threading.Lock()
+_watchers: tuple[Watcher, ...] = ()
+_settings: list[tuple[Any, str, Any]] = []
+_replaced: list[tuple[Any, str, Any, Any]] = []
+_under_way: weakref.WeakKeyDictionary[Any, Scheduled] = weakref.WeakKeyDictionary()
+_graphs: dict[int, Programme] = {}
+
+
+class Watcher(Protocol):
+    """Whose recorder is shown what kernels compute."""
+
+    session: Any
+    recorder: Recorder
+    fusion: bool
+
+
+def kept(graph: int, buffer: str, value: Any) -> None:
+    """Called by compiled programs: a kernel has written this. Never raises."""
+    programme = _graphs.get(graph)
+    if programme is None or not _watchers:
+        return
+    if programme.part_of is not None:
+        programme, buffer = programme.part_of, programme.within + buffer
+    for watcher in _watchers[:1]:
+        watcher.session.shielded("inductor", programme.take, buffer, value)
+
+
+def called(graph: int, unit: int) -> None:
+    """Called by compiled programs: a kernel has written all it writes. Never raises."""
+    programme = _graphs.get(graph)
+    if programme is not None and _watchers:
+        _watchers[0].session.shielded("inductor", programme.called, unit)
+
+
+# --- switching on and off
+
+
+def forget_graphs() -> None:
+    """Before the first graph: one that is found in a cache would never reach inductor."""
+    with _lock:
+        if not _settings:
+            _no_caches("torch._functorch.config")
+
+
+def _no_caches(module: str) -> None:
+    for name in _CACHES[module]:
+        _set(importlib.import_module(module), name, False)
+
+
+def install(watcher: Watcher) -> bool:
+    """Show a watcher the kernels of graphs that are compiled from now on."""
+    global _watchers
+    with _lock:
+        if not _watchers:
+            scheduler: Any = importlib.import_module("torch._inductor.scheduler").Scheduler
+            graph: Any = importlib.import_module(MODULE).GraphLowering
+            places = (
+                (scheduler, "enter_context", _enter),
+                (scheduler, "free_buffers", _free),
+                (graph, "codegen", _codegen),
+                *(((graph, "run_node", _run_node),) if not watcher.fusion else ()),
+            )
+            if not all(hasattr(owner, name) for owner, name, _ in places):
+                return False
+            _no_caches("torch._inductor.config")
+            for owner, name, make in places:
+                original = getattr(owner, name)
+                ours = make(original)
+                _replaced.append((owner, name, original, ours))
+                setattr(owner, name, ours)
+        if not watcher.fusion:
+            config: Any = importlib.import_module("torch._inductor.config")
+            _set(config, "max_fusion_size", 1)
+            _set(config.cpp, "max_horizontal_fusion_size", 1)
+            _set(config, "epilogue_fusion", False)
+            _set(config, "prologue_fusion", False)
+        _watchers = (*_watchers, watcher)
+    return True
+
+
+def remove(watcher: Watcher) -> None:
+    global _watchers
+    with _lock:
+        _watchers = tuple(one for one in _watchers if one is not watcher)
+        if _watchers:
+            return
+        for owner, name, original, ours in reversed(_replaced):
+            if getattr(owner, name) is ours:
+                setattr(owner, name, original)
+        _replaced.clear()
+        for config, name, before in reversed(_settings):
+            setattr(config, name, before)
+        _settings.clear()
+        _graphs.clear()
+
+
+def _set(config: Any, name: str, value: Any) -> None:
+    if hasattr(config, name):
+        _settings.append((config, name, getattr(config, name)))
+        setattr(config, name, value)
+
+
+# --- what stands in for inductor's own
+
+
+def _codegen(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A whole graph is turned into a program."""
+
+    def codegen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _watchers:
+            return original(self, *args, **kwargs)
+        _watchers[0].session.shielded("inductor", _no_cuda_graph, self)
+        result = original(self, *args, **kwargs)
+        for watcher in _watchers:
+            watcher.session.shielded("inductor", _describe, self)
+            break
+        return result
+
+    return codegen
+
+
+def _no_cuda_graph(lowering: Any) -> None:
+    """Have kernels called one by one: a CUDA graph replays them without us, and owns its memory."""
+    if importlib.import_module("torch._inductor.config").triton.cudagraphs:
+        lowering.disable_cudagraphs_reason = "Driftline reads what each kernel has written"
+        for watcher in _watchers:
+            watcher.session.event_once(
+                "cuda-graph",
+                "the program's CUDA graphs were not made: the same kernels were called one by one, "
+                "so that each result could be read",
+            )
+
+
+def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The scheduler comes to the next of its nodes."""
+
+    def enter_context(self: Any, node: Any) -> Any:
+        if _watchers:
+            if not all(watcher.fusion for watcher in _watchers):
+                self.flush()  # what was scheduled so far becomes a kernel of its own
+            _watchers[0].session.shielded("inductor", _comes, self, node)
+        return original(self, node)
+
+    return enter_context
+
+
+def _free(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel was called: memory that nobody reads any more is about to be given back."""
+
+    def free_buffers(self: Any) -> Any:
+        if _watchers:
+            _watchers[0].session.shielded("inductor", _called, self)
+        return original(self)
+
+    return free_buffers
+
+
+def _run_node(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A node of the graph is translated; without fusion its value is to be in memory."""
+
+    def run_node(self: Any, node: Any) -> Any:
+        result = original(self, node)
+        if _watchers and not all(watcher.fusion for watcher in _watchers):
+            _watchers[0].session.shielded("inductor", _realise, result)
+        return result
+
+    return run_node
+
+
+def _realise(value: Any) -> None:
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            _realise(part)
+    elif type(value).__name__ == "TensorBox":
+        value.realize()
+
+
+# --- scheduling
+
+
+def _comes(scheduler: Any, node: Any) -> None:
+    scheduled = _under_way.get(scheduler)
+    if scheduled is None:
+        scheduled = _under_way[scheduler] = _begun()
+    scheduled.waiting.append(node)
+
+
+def _begun() -> Scheduled:
+    """A graph whose first node comes; before it, the program shows us what it was given."""
+    number = len(_graphs)
+    while number in _graphs:
+        number += 1
+    _graphs[number] = Programme()
+    scheduled = Scheduled(number)
+    graph: Any = importlib.import_module("torch._inductor.virtualized").V.graph
+    wrapper = graph.wrapper_code
+    # Parts that are to become CUDA graphs are functions of their own: inputs have no names there.
+    own = getattr(wrapper, "partition_signatures", None) is None
+    if own and not _within(graph) and not graph.cpp_wrapper and hasattr(wrapper, "lines"):
+        owned = {
+            name
+            for watcher in _watchers
+            for name in watcher.recorder.parameters(
+                graph.module.graph, compile_id(), backward=graph.is_backward
+            )
+        }
+        _graphs[number].silent = owned
+        for name in graph.graph_input_names:
+            scheduled.inputs.append(name)
+            wrapper.writeline(_line(number, name, name))
+        wrapper.writeline(_DONE.format(module=__name__, graph=number, unit=-1))
+    return scheduled
+
+
+def _line(graph: int, buffer: str, variable: str) -> str:
+    return _LINE.format(module=__name__, graph=graph, buffer=buffer, variable=variable)
+
+
+def _within(lowering: Any) -> str:
+    """What comes before the names in a body of control flow: those that lead to it, and dots."""
+    parent = getattr(lowering, "parent", None)
+    if parent is None:
+        return ""
+    name = str(lowering.name).removeprefix(f"{parent.name}_") if parent.name else lowering.name
+    return f"{_within(parent)}{name}."
+
+
+def _called(scheduler: Any) -> None:
+    """Add lines for the results of all nodes whose kernel has been called by now."""
+    scheduled = _under_way.get(scheduler)
+    if scheduled is None:
+        return
+    virtual: Any = importlib.import_module("torch._inductor.virtualized").V
+    graph = virtual.graph
+    wrapper = graph.wrapper_code
+    if graph.cpp_wrapper or not hasattr(wrapper, "lines"):
+        for watcher in _watchers:
+            watcher.session.event_once(
+                "kernels-unseen",
+                "inductor writes this program in C++ (cpp_wrapper), where kernels are not recorded",
+            )
+        return
+    done = [node for node in scheduled.waiting if is_called(scheduler, node)]
+    if not done:
+        return
+    scheduled.waiting = [node for node in scheduled.waiting if node not in done]
+    name = kernel_name(wrapper.lines, done)
+    found: list[tuple[str, str, tuple[str, ...]]] = []
+    nodes: dict[str, None] = {}
+    for node in done:
+        nodes.update(dict.fromkeys(nodes_of(graph, node)))
+        for buffer, variable, exact, origins in results(graph, wrapper, node):
+            found.append((buffer, exact, origins))
+            wrapper.writeline(_line(scheduled.number, buffer, variable))
+        scheduled.ends.update(dict.fromkeys(node.last_usage, len(scheduled.units)))
+    line = _DONE.format(module=__name__, graph=scheduled.number, unit=len(scheduled.units))
+    wrapper.writeline(line)
+    library = all(node.is_extern() for node in done)
+    scheduled.units.append(Unit(name, library, found, tuple(nodes)))
+
+
+def _describe(lowering: Any) -> None:
+    """A graph has become a program: say which results its kernels keep, and of which nodes."""
+    scheduled = _under_way.pop(getattr(lowering, "scheduler", None), None)
+    if scheduled is None:
+        return
+    programme = _graphs[scheduled.number]
+    if within := _within(lowering):
+        # Its nodes are listed with those of the graph that executes it, which comes later.
+        whole = lowering
+        while (parent := getattr(whole, "parent", None)) is not None:
+            whole = parent
+        outer = _under_way.get(whole.scheduler)
+        if outer is not None:
+            programme.part_of, programme.within = _graphs[outer.number], within
+            outer.bodies.append((within, scheduled))
+        return
+    parts = [("", scheduled), *scheduled.bodies]
+    kind = "backward" if lowering.is_backward else "forward"
+    if lowering.is_inference:
+        kind = "inference"
+    for watcher in _watchers:
+        recorder = watcher.recorder
+        nodes = recorder.describe(
+            lowering.module.graph,
+            compile_id(),
+            recorder.base(compile_id()),
+            backward=lowering.is_backward,
+        )
+        by_name = {node.name: node for node in nodes}
+        kernels = tuple(
+            Kernel(
+                unit.name,
+                tuple(_kept(by_name, within, *one) for one in unit.results),
+                tuple(within + node for node in unit.nodes),
+            )
+            for within, part in parts
+            for unit in part.units
+        )
+        compiled = recorder.add(nodes, compile_id(), kind, "inductor", "inductor", kernels)
+        programme.shown.append((recorder, compiled))
+        programme.first = next(iter((*scheduled.inputs, *compiled.kept)), "")
+    if scheduled.inputs:
+        known = set(scheduled.inputs)
+        workings = workings_of(lowering.module, scheduled.units, scheduled.ends, known)
+        programme.workings = None if workings.is_empty else workings
+
+
+def _kept(
+    nodes: dict[str, GraphNode], within: str, buffer: str, exact: str, origins: tuple[str, ...]
+) -> Kept:
+    """What a kernel kept: at its node's own site, if it is the value of one, or at a buffer's."""
+    names = tuple(within + name for name in origins)
+    if exact:
+        return Kept(within + buffer, nodes[within + exact].site, within + exact, names)
+    return Kept(within + buffer, f"{nodes[names[-1]].site}:{buffer}", "", names)
+
+
+hide_from_compiler(kept, called)

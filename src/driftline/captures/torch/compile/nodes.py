@@ -1,0 +1,315 @@
+"""The nodes of a compiled graph in our words: module, line, shape, and what they stem from.
+
+Reads what the compiler left in each node's `meta`; executes nothing and changes nothing.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import importlib
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from driftline.captures.torch.compile import call_origins
+from driftline.captures.torch.layers import ROOT, ModuleNames
+from driftline.captures.torch.tensors import dtype_name
+from driftline.graphs.sources.graph_files import GraphNode, Origin
+
+_FILE = re.compile(r'File "([^"\n]+)", line (\d+), in ([^\n]+)')
+_TORCH = re.compile(r"[/\\](torch|torchgen)[/\\]")
+_OWN = re.compile(r"[/\\]driftline[/\\](adapters|launch)[/\\]")
+_SOURCE = re.compile(r"^(?:[LG]\['?[^\]]*'?\]|self)\.?")
+_BRACKETS = re.compile(r"\['?([^'\]]+)'?\]")
+
+
+CONTROL_FLOW = ("cond", "while_loop", "invoke_subgraph")
+
+
+class Owner(NamedTuple):
+    """A parameter or buffer: the module that has it, and its name there."""
+
+    site: str
+    name: str
+
+
+def compile_id() -> str:
+    """Dynamo's name of what is compiled now: `0/0`, `0/1` for its recompilation, `1/0`, ..."""
+    guards: Any = importlib.import_module("torch._guards")
+    found = guards.CompileContext.current_compile_id()
+    return str(found) if found is not None else "-"
+
+
+class Naming:
+    """Names the nodes of one process's graphs.
+
+    Two graphs of different pieces of a program may hold nodes of one name in one module. The later
+    one's get the number of their piece behind an `@`; a recompilation is the same piece.
+
+    Args:
+        names: The modules of the program.
+    """
+
+    def __init__(self, names: ModuleNames) -> None:
+        self._names = names
+        self._owners: dict[tuple[str, bool], str] = {}
+
+    def describe(
+        self,
+        graph: torch.fx.Graph,
+        base: str,
+        piece: str,
+        owners: Sequence[Owner | None] = (),
+        *,
+        backward: bool,
+        within: str = "",
+    ) -> tuple[GraphNode, ...]:
+        """The nodes of a graph, but for its output; bodies of control flow come where they are met.
+
+        Args:
+            graph: As it was traced.
+            base: Where nodes of no module belong: the module under way.
+            piece: Which piece of the program was compiled.
+            owners: For each input of the piece: whose parameter it is.
+            backward: A backward graph; what it holds of the forward pass is computed again.
+            within: What comes before the names of nodes: the body they are in, and a dot.
+        """
+        leaving = _leaving(graph) if not within else set()
+        found: dict[str, GraphNode] = {}
+        for node in graph.nodes:
+            if node.op == "output":
+                continue
+            body = body_of(node)
+            if body is not None:
+                (caller,) = node.users
+                inner = f"{within}{node.name}."
+                around = self._module(caller.meta, base)
+                for one in self.describe(
+                    body.graph, around, piece, backward=backward, within=inner
+                ):
+                    found[one.name] = one
+            made = self._node(
+                node, base, piece, found, owners, within, leaves=node in leaving, backward=backward
+            )
+            found[made.name] = made
+        return tuple(found.values())
+
+    def _module(self, meta: Mapping[str, Any], base: str) -> str:
+        """The innermost module around a node."""
+        calls = self._calls(_stack(meta), base)
+        return calls[-1].partition("@")[0] if calls else base
+
+    def _node(
+        self,
+        node: Any,
+        base: str,
+        piece: str,
+        found: Mapping[str, GraphNode],
+        owners: Sequence[Owner | None],
+        within: str,
+        *,
+        leaves: bool,
+        backward: bool,
+    ) -> GraphNode:
+        meta: Mapping[str, Any] = node.meta
+        target = _target(node)
+        of = None
+        if node.target is operator.getitem and isinstance(node.args[0], torch.fx.Node):
+            source = found.get(within + node.args[0].name)
+            if source is not None and isinstance(node.args[1], int):
+                of = source.name, int(node.args[1])
+        phase = "forward"
+        if backward:
+            # What a placeholder holds was saved by the forward pass, not computed here.
+            again = node.op != "placeholder" and meta.get("partitioner_tag") == "is_forward"
+            phase = "recompute" if again else "backward"
+        calls = tuple(self._calls(_stack(meta), base))
+        module = calls[-1].partition("@")[0] if calls else base
+        shape, dtype = _value(meta)
+        owner = owner_of(node, owners)
+        if owner is not None:
+            module = owner.site
+        name = within + node.name
+        return GraphNode(
+            name,
+            self._site(module, name, piece, backward=backward),
+            module,
+            target,
+            phase,
+            tuple(within + one.name for one in node.all_input_nodes),
+            shape,
+            dtype,
+            _line(meta.get("stack_trace")),
+            call_origins.of_node(node) or _of_control_flow(node),
+            of,
+            _axes(node, shape),
+            calls,
+            leaves,
+            _taken_apart(meta, target),
+            owner.name if owner is not None else "",
+        )
+
+    def _site(self, module: str, name: str, piece: str, *, backward: bool) -> str:
+        site = f"{module}/{name}"
+        owner = self._owners.setdefault((site, backward), piece)
+        return site if owner == piece else f"{site}@{piece}"
+
+    def _calls(self, stack: Mapping[str, Any], base: str) -> list[str]:
+        """Sites of the modules around a node, outermost first; a repeated call has an `@`."""
+        found: list[str] = []
+        for key, (path, _) in stack.items():
+            text, _, again = str(key).partition("@")
+            place = self._names._places.get(int(text)) if text.isdigit() else None
+            site = place.site if place is not None else _by_path(str(path), base)
+            if site and (not found or found[-1].partition("@")[0] != site):
+                found.append(f"{site}@{again}" if again else site)
+        return found
+
+
+def body_of(node: Any) -> torch.fx.GraphModule | None:
+    """The graph that a node stands for, where an operator executes it as it is.
+
+    Those of other operators (a score of attention) are meant to be compiled into a kernel.
+    """
+    if node.op != "get_attr" or len(node.users) != 1:
+        return None
+    (caller,) = node.users
+    if str(caller.target) not in CONTROL_FLOW:
+        return None
+    body = getattr(node.graph.owning_module, str(node.target), None)
+    return body if isinstance(body, torch.fx.GraphModule) else None
+
+
+def _of_control_flow(node: Any) -> tuple[Origin, ...]:
+    """The nth control flow operator of its graph, or one of its results.
+
+    The compiler does not trace these as it does operators, so they have no stamp.
+    """
+    whole, slot = node, "0"
+    if node.target is operator.getitem and isinstance(node.args[0], torch.fx.Node):
+        whole, slot = node.args[0], str(node.args[1])
+    name = str(whole.target)
+    if whole.op != "call_function" or name not in CONTROL_FLOW:
+        return ()
+    alike = [one for one in whole.graph.nodes if one.op == whole.op and str(one.target) == name]
+    return (Origin(f"control.{name}.default", alike.index(whole), slot, len(alike)),)
+
+
+def owners_of(names: ModuleNames, inputs: Sequence[Any]) -> list[Owner | None]:
+    """For each input of a piece of the program: the module and parameter that it is, if it is."""
+    known: dict[int, Owner] = {}
+    for root in names.roots:
+        module = root.module()
+        for part in module.modules() if module is not None else ():
+            place = names._places.get(id(part))
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if place is not None and tensor is not None:
+                    known.setdefault(id(tensor), Owner(place.site, name))
+    return [known.get(id(one)) for one in inputs]
+
+
+def owner_of(node: Any, owners: Sequence[Owner | None]) -> Owner | None:
+    """Whose parameter a placeholder is: the compiler says which input of its piece it holds."""
+    if not is_plain_input(node):
+        return None
+    place = getattr(node.meta["desc"], "idx", None)
+    return owners[place] if isinstance(place, int) and place < len(owners) else None
+
+
+def is_plain_input(node: Any) -> bool:
+    """Whether a node is an input of the piece of program that its graph was made of."""
+    return node.op == "placeholder" and type(node.meta.get("desc")).__name__ == "PlainAOTInput"
+
+
+def _stack(meta: Mapping[str, Any]) -> Mapping[str, Any]:
+    return (
+        meta.get("nn_module_stack")
+        or meta.get("fwd_nn_module_stack")
+        or meta.get(call_origins.STACK)
+        or {}
+    )
+
+
+def _by_path(path: str, base: str) -> str:
+    """A module by the text under which the compiler found it: `L['self'].layers.0`."""
+    below = _SOURCE.sub("", path)
+    below = _BRACKETS.sub(r".\1", below).replace("._modules.", ".").lstrip(".")
+    if not below:
+        return base
+    return below if base == ROOT else f"{base}.{below}"
+
+
+def _target(node: Any) -> str:
+    if node.op != "call_function":
+        return node.op if node.op in ("placeholder", "get_attr") else str(node.target)
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target)
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _taken_apart(meta: Mapping[str, Any], target: str) -> str:
+    """The operator that a node was made for, where it is not that operator itself."""
+    operator = meta.get("original_aten")
+    if not isinstance(operator, torch._ops.OpOverload) or str(operator) == target:
+        return ""
+    return str(operator)
+
+
+def _value(meta: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, str]:
+    value = meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None, ""
+    dtype = dtype_name(value.dtype)
+    if not all(type(size) is int for size in value.shape):
+        return None, dtype
+    return tuple(int(size) for size in value.shape), dtype
+
+
+def _line(trace: object) -> str:
+    """The innermost line of a stack trace that is the program's own."""
+    if not isinstance(trace, str):
+        return ""
+    found = [one for one in _FILE.findall(trace) if not _OWN.search(one[0])]
+    theirs = [one for one in found if not _TORCH.search(one[0])] or found
+    return f"{theirs[-1][0]}:{theirs[-1][1]} in {theirs[-1][2]}" if theirs else ""
+
+
+def _axes(node: Any, shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The order of axes of a view that only moves them."""
+    name = str(node.target)
+    if shape is None or not name.startswith("aten."):
+        return None
+    rank = len(shape)
+    if name == "aten.t.default":
+        return tuple(reversed(range(rank)))
+    if name == "aten.permute.default":
+        return tuple(int(axis) % rank for axis in node.args[1])
+    if name == "aten.transpose.int" and rank:
+        axes = list(range(rank))
+        one, other = (int(axis) % rank for axis in node.args[1:3])
+        axes[one], axes[other] = axes[other], axes[one]
+        return tuple(axes)
+    return None
+
+
+def _leaving(graph: torch.fx.Graph) -> set[Any]:
+    """Nodes that the program gets back; what is only saved for the backward pass is not."""
+    last = next(iter(reversed(graph.nodes)))  # torch 2.11 gives no iterator
+    given = last.args[0] if last.args else ()
+    outputs = list(given) if isinstance(given, (list, tuple)) else [given]
+    seen = last.meta.get("user_visible_output_idxs")
+    described = last.meta.get("desc")
+    if seen is not None:
+        outputs = [outputs[index] for index in seen if index < len(outputs)]
+    elif isinstance(described, (list, tuple)) and len(described) == len(outputs):
+        outputs = [
+            one
+            for one, what in zip(outputs, described, strict=True)
+            if not type(what).__name__.startswith("SavedFor")
+        ]
+    return {one for one in outputs if isinstance(one, torch.fx.Node)}

@@ -1,0 +1,1 @@
+"""Capture on a GPU: tensors are summarised or copied there without waiting for the device."""

@@ -1,0 +1,426 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+"""What a place gave last: a tensor like it is taken without being described again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from driftline.captures.calls import Visits
+from driftline.captures.options import Budgets, Reduction
+from driftline.captures.recorder import Refusal, Snapshot
+from driftline.captures.selection import Selection
+from driftline.captures.torch import tensors as snapshots
+from driftline.captures.torch.device.cuda import abandon
+from driftline.captures.torch.device.delivery import Delivery, Repeat, Waiting
+from driftline.captures.torch.device.memory import Desk, Parcel, Ticket, Transfers
+from driftline.captures.torch.device.summaries import Constant, Reading, Sheet, kind_of
+from driftline.captures.torch.distributed import placement_of_plain
+from driftline.runs.records import Record, TensorKey
+
+if TYPE_CHECKING:
+    from driftline.captures.calls import Frame, Visits
+    from driftline.captures.recorder import Intake, Tensors
+    from driftline.runs.sinks import Bytes
+
+
+class Alike(NamedTuple):
+    """What a place gave last, and how it was summarised."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride] - nobody looks things up in it
+    stream: int
+    alias: str
+    constant: Constant
+    sheet: Sheet
+    reading: Reading | None  # None: its bytes are kept
+    transfers: Transfers
+    size: int
+
+
+class Last:
+    """What the only output of a place was last, looked up again when anything has changed.
+
+    Attributes:
+        visits: Counts the place's calls.
+    """
+
+    __slots__ = ("changes", "key", "known", "visits")
+
+    def __init__(self, key: tuple[str, ...], visits: Visits) -> None:
+        self.key = key
+        self.visits = visits
+        self.known: Alike | None = None
+        self.changes = -1
+
+
+# Tensors of devices on their way into a run: taken at once, handed to the sink when they are
+# here.
+
+
+_MOST_KNOWN = 100_000
+_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
+
+
+class Arrivals:
+    """The device side of one intake; see `Elsewhere` for what the methods promise.
+
+    Attributes:
+        budgets: Memory that may be used; set before the first tensor comes.
+        pretends: For tests: tensors of the CPU go the way of those of a device.
+        desk: Takes tensors in; None until there was one.
+        alike: What each place gave last, where the next one can be taken at once.
+    """
+
+    def __init__(
+        self,
+        intake: Intake,
+        selection: Selection,
+        reduction: Reduction,
+        rank: int,
+        process: int,
+    ) -> None:
+        self._intake = intake
+        self._selection = selection
+        self._reduction = reduction
+        self._rank = rank
+        self._process = process
+        self.budgets = Budgets()
+        self.pretends = False
+        self.forget()
+
+    def after_fork(self) -> None:
+        """This process is a copy, and cannot use its parent's devices, not even to let go."""
+        abandon(self.desk, self.delivery, self.alike)
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing has come yet."""
+        self._lock = threading.RLock()  # never held by the thread that hands over
+        self.desk: Desk | None = None
+        intake = self._intake
+        self.delivery = Delivery(
+            intake.hand_over, intake.hand_over_group, intake.shielded, self._pressed, self._failed
+        )
+        self._still = False
+        self._replays = 0
+        self.alike: dict[tuple[str, ...], Alike] = {}
+        self._changes = 0
+        self._known: dict[tuple[str, ...], tuple[Snapshot, torch.dtype]] = {}
+
+    def _pressed(self) -> bool:
+        return self.desk is not None and self.desk.pressure
+
+    def _failed(self) -> None:
+        """A device can be used no more."""
+        abandon(self.desk, self.alike)
+
+    @property
+    def under_way(self) -> bool:
+        return len(self.delivery) > 0
+
+    @property
+    def degraded(self) -> bool:
+        return self.desk is not None and self.desk.degraded
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda or self.pretends
+
+    def take_again(
+        self, frame: Frame, port: str, slot: str, alias: str, tensor: torch.Tensor, moment: str
+    ) -> bool:
+        known = self.alike.get((frame.site, port, slot, moment, frame.phase))
+        return known is not None and known.alias == alias and self._again(known, frame, tensor)
+
+    def last_of(self, frame: Frame, tensors: Tensors, visits: Visits) -> Last | None:
+        """For `take_last`; None where an output was not taken in at once."""
+        key = (frame.site, "output", "0", "after", "forward")
+        known = self.alike.get(key) if len(tensors) == 1 else None
+        return Last(key, visits) if known is not None and not known.alias else None
+
+    def take_last(self, last: Last, frame: Frame, tensor: torch.Tensor) -> bool:
+        """`take_again` for the only output of a forward call."""
+        if last.changes != self._changes:
+            last.changes, last.known = self._changes, self.alike.get(last.key)
+        known = last.known
+        return known is not None and self._again(known, frame, tensor)
+
+    def _again(self, known: Alike, frame: Frame, tensor: torch.Tensor) -> bool:
+        index = known.index
+        try:
+            address = snapshots.address_alike(tensor, known.dtype, known.shape, index)
+        except RuntimeError:
+            return False
+        stream = _stream(index) if index >= 0 else 0
+        if (
+            not address
+            or address & 15
+            or stream != known.stream
+            or (tensor.grad_fn is not None and placement_of_plain(tensor))
+        ):
+            return False
+        reading = known.reading
+        with self._lock:
+            if reading is None:
+                return self._carried_again(known, tensor, address, frame)
+            if index >= 0 and not reading.at and snapshots.recording():
+                return False  # the driver is asked at its launch otherwise
+            sheet = known.sheet
+            taken = sheet.take_known(reading, stream, address)
+            if taken < 0:
+                return False
+            delivery = self.delivery
+            group = delivery.tail
+            if group is None or group.flight is not sheet.flight:
+                group = delivery.new_group(sheet.flight, taken)
+            group.add(known.constant, frame.step, frame.visit)
+        return True
+
+    def _carried_again(
+        self, known: Alike, tensor: torch.Tensor, address: int, frame: Frame
+    ) -> bool:
+        """Copy the bytes of a tensor like the last one aside; False if no crate has room."""
+        assert self.desk is not None
+        if self.desk.degraded:
+            return False
+        # What torch copies would become part of a graph that is being recorded.
+        insist = known.index < 0
+        parcel = known.transfers.put(tensor, address, known.size, known.stream, insist=insist)
+        if parcel is None:
+            return False
+        self.delivery.add(Repeat(known.constant, frame.step, frame.visit, parcel))
+        return True
+
+    def take(self, tensor: torch.Tensor, address: Sequence[Any], placement: str) -> bool:
+        desk = self.desk or self._new_desk()
+        if self.delivery.failure:
+            return True
+        if not desk.usable:
+            return False
+        try:
+            return self._take(desk, tensor, address, placement)
+        except RuntimeError as error:
+            if desk.is_sound:
+                raise
+            self.delivery.fail(str(error))
+            return True
+
+    def _take(
+        self, desk: Desk, tensor: torch.Tensor, address: Sequence[Any], placement: str
+    ) -> bool:
+        site, port, slot, step, visit, phase, moment, alias, class_name = address
+        place = (site, port, slot, moment)
+        known = self._known.get(place)
+        if known is not None and not placement and snapshots.as_before(tensor, *known):
+            shot = known[0]
+        else:
+            shot = snapshots.on_device(tensor)
+            if shot is None:
+                return False
+            if isinstance(shot, Refusal):
+                self._intake.event_once(
+                    "refused", f"not stored: {shot.reason}", site=site, port=port, slot=slot
+                )
+                return True
+            if not self._selection.takes_device(shot.device_index):
+                return True
+            if placement:
+                shot = shot._replace(placement=placement)
+            if shot.owner is tensor and not shot.placement and not tensor.is_complex():
+                if len(self._known) > _MOST_KNOWN:
+                    self._known.clear()
+                    self.alike.clear()
+                    self._changes += 1
+                self._known[place] = shot._replace(owner=None), tensor.dtype
+            tensor = shot.owner
+        key = TensorKey(site, port, slot, step, visit, self._rank, self._process, phase, moment)
+        with self._lock:
+            return self._taken(desk, key, shot, tensor, alias, class_name)
+
+    def _new_desk(self) -> Desk:
+        with self._lock:  # threads may come at the same time
+            if self.desk is None:
+                self.desk = Desk(self.budgets, self._intake.event_once)
+            return self.desk
+
+    def _remember(
+        self,
+        desk: Desk,
+        key: TensorKey,
+        shot: Snapshot,
+        tensor: torch.Tensor,
+        alias: str,
+        class_name: str,
+    ) -> None:
+        """The same place mostly gives the same kind of tensor: next time it is taken at once."""
+        kept = self._reduction.kept
+        kind = kind_of(shot.dtype)
+        if (
+            kind is None
+            or kind.reals > 1
+            or shot.placement
+            or not shot.elements
+            or kept not in ("full", "summary", "digest")
+            or desk.degraded
+        ):
+            return
+        device = desk.device_of(tensor)
+        sheet = device.sheet()
+        place = (key.site, key.port, key.slot, key.moment, key.phase)
+        known = self.alike.get(place)
+        if (
+            known is not None
+            and known.sheet is sheet
+            and (known.dtype, known.shape, known.alias) == (tensor.dtype, tensor.shape, alias)
+        ):
+            return  # it was not taken at once for a reason that will pass
+        self._changes += 1
+        self.alike[place] = Alike(
+            tensor.dtype,
+            tensor.shape,
+            device.place.index,
+            device.place.stream(),
+            alias,
+            Constant(key, shot, alias, class_name, kept, kind.width),
+            sheet,
+            None if kept == "full" else sheet.reading(kind, shot.elements),
+            device.transfers,
+            shot.elements * kind.width,
+        )
+
+    def _taken(
+        self,
+        desk: Desk,
+        key: TensorKey,
+        shot: Snapshot,
+        tensor: torch.Tensor,
+        alias: str,
+        class_name: str,
+    ) -> bool:
+        kept = self._reduction.kept
+        what: Ticket | Parcel | None = None
+        stride, lost = 1, ""
+        if kept in ("full", "sample") and not desk.degraded:
+            whole: torch.Tensor | None = tensor
+            if kept == "sample":
+                stride = self._reduction.stride(shot.elements)
+                if stride > 1:
+                    whole = desk.every_nth(tensor, stride)
+            carried: Parcel | str | None = None
+            if whole is not None:
+                size = whole.numel() * whole.element_size()
+                carried = desk.carry(whole, size, self.send)
+            if isinstance(carried, str):
+                lost = carried
+            elif carried is not None:
+                what = carried
+                self.delivery.in_background(self._intake.prepare)
+                self._remember(desk, key, shot, tensor, alias, class_name)
+        if what is None and not lost:
+            if kept in ("full", "sample"):
+                kept, stride = "summary", 1
+            what = desk.summarise(tensor, shot.dtype)
+            if what is None:
+                return False
+            self._remember(desk, key, shot, tensor, alias, class_name)
+        self.delivery.add(
+            Waiting(
+                key,
+                shot.dtype,
+                shot.shape,
+                alias,
+                class_name,
+                shot.device,
+                kept,
+                "",
+                stride,
+                None,
+                shot.placement,
+                lost,
+                what,
+            )
+        )
+        return True
+
+    # --- what comes from the host in between
+
+    def queue(self, record: Record, data: Bytes | None) -> None:
+        """Queue a record behind what is under way; its bytes are copied."""
+        self.delivery.add(Waiting.of(record, None if data is None else data.copy()))
+
+    def queue_act(self, act: Callable[[], None]) -> None:
+        self.delivery.add(act)
+
+    # --- sending
+
+    def send(self) -> None:
+        """Start the copies of what was taken, and hand over what has come."""
+        desk = self.desk
+        if desk is None or self._still:
+            return
+        try:
+            # Where operators are watched, copies of ours would be taken for the program's.
+            with self._lock, snapshots.undisturbed():
+                desk.send()
+        except RuntimeError as error:
+            if desk.is_sound:
+                raise
+            self.delivery.fail(str(error))
+        self.delivery.sent()
+
+    def drain(self) -> None:
+        """Return when everything taken has been handed over; while a graph is recorded at once."""
+        if self._still:
+            return
+        self.send()
+        self.delivery.drain()
+
+    def finish(self) -> None:
+        """The same for good; says what was left out."""
+        self._still = False  # whoever recorded a graph until now has left it
+        self._intake.shielded("sending", self.send)
+        self.delivery.finish()
+        if self.delivery.failure:
+            self._intake.event(
+                "device-failed",
+                f"{self.delivery.failure}: what was on its way is lost, nothing after it was taken",
+                tensors=self.delivery.lost,
+            )
+        if self._replays:
+            self._intake.event(
+                "cuda-graph",
+                f"CUDA graphs were replayed {self._replays} times: modules inside them are not "
+                "called then, and were not seen; run the program without CUDA graphs to see them",
+                replays=self._replays,
+            )
+        desk = self.desk
+        if desk is None:
+            return
+        if desk.is_sound:
+            desk.close()
+        else:
+            self._failed()
+        desk.report(self._intake.event)
+
+    # --- CUDA graphs, and memory
+
+    def recording_begins(self) -> None:
+        """While a CUDA graph is recorded nobody may ask a device anything, in no thread."""
+        self._intake.shielded("CUDA graph", self.drain)
+        self._still = True
+
+    def recording_ends(self) -> None:
+        self._still = False
+
+    def graph_replayed(self) -> None:
+        self._replays += 1
+
+    def memory_wanted(self) -> None:
+        """The program has no memory left on a device."""
+        if self.desk is not None:
+            self.desk.memory_wanted()

@@ -1,0 +1,595 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false, reportPrivateUsage=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+"""A ring of pinned host memory, within a budget: where tensors land before they are written.
+
+Blocks are filled one after the other and used again when everything in them has been given back.
+Knows bytes only.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from driftline.captures.options import Budgets
+from driftline.captures.torch.device import cuda
+from driftline.captures.torch.device.cuda import CudaPlace, HostPlace, Mark, Place
+from driftline.captures.torch.device.summaries import Flight, Sheet, Tables, kind_of
+from driftline.numerics.gpu import launcher
+
+BLOCK = 128 << 20
+ALIGNMENT = 64
+
+
+class _Block:
+    __slots__ = ("memory", "out", "size", "used")
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.size = memory.numel()
+        self.used = 0
+        self.out = 0
+
+
+class Region:
+    """Bytes that were lent; give them back once."""
+
+    __slots__ = ("_block", "_ring", "memory", "size")
+
+    def __init__(self, ring: Ring, block: _Block, memory: torch.Tensor, size: int) -> None:
+        self._ring = ring
+        self._block = block
+        self.memory = memory
+        self.size = size
+
+    def give_back(self) -> None:
+        self._ring.give_back(self._block, self.size)
+
+
+class Ring:
+    """Lends regions of pinned memory, at most `budget` bytes in all.
+
+    Attributes:
+        lent: Bytes that are out.
+    """
+
+    def __init__(self, place: Place, budget: int) -> None:
+        self._place = place
+        self.budget = budget
+        self.lent = 0
+        self._blocks: list[_Block] = []
+        self._current: _Block | None = None
+        self._changed = threading.Condition(threading.Lock())
+
+    def lend(self, size: int) -> Region | None:
+        """A region of so many bytes; None if there is no room now.
+
+        Raises:
+            RuntimeError: The system has no more memory to pin.
+        """
+        step = max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
+        with self._changed:
+            block = self._with_room(step)
+            if block is None:
+                return None
+            start = block.used
+            block.used += step
+            block.out += 1
+            self.lent += size
+            return Region(self, block, block.memory[start : start + size], size)
+
+    def wait_for(self, size: int, seconds: float) -> Region | None:
+        """The same; waits so long for somebody to give something back."""
+        until = time.monotonic() + seconds
+        while True:
+            region = self.lend(size)
+            if region is not None:
+                return region
+            with self._changed:
+                left = until - time.monotonic()
+                if left <= 0:
+                    return None
+                self._changed.wait(min(left, 0.05))
+
+    def give_back(self, block: _Block, size: int) -> None:
+        with self._changed:
+            block.out -= 1
+            self.lent -= size
+            if not block.out:
+                block.used = 0
+            self._changed.notify_all()
+
+    def free(self) -> None:
+        """Let go of what is not lent."""
+        with self._changed:
+            self._blocks = [block for block in self._blocks if block.out]
+            self._current = None
+
+    def _with_room(self, step: int) -> _Block | None:
+        current = self._current
+        if current is not None and current.size - current.used >= step:
+            return current
+        for block in self._blocks:
+            if not block.out and block.size >= step:
+                block.used = 0
+                self._current = block
+                return block
+        held = sum(block.size for block in self._blocks)
+        size = min(max(step, BLOCK), self.budget)
+        if size < step:
+            return None
+        if held + size > self.budget:
+            # Idle blocks that are too small make room for one that is not.
+            idle = [block for block in self._blocks if not block.out]
+            if held - sum(block.size for block in idle) + step > self.budget:
+                return None
+            for block in idle:
+                self._blocks.remove(block)
+                held -= block.size
+            size = min(size, self.budget - held)
+        block = _Block(self._place.pinned(size))
+        self._blocks.append(block)
+        self._current = block
+        return block
+
+
+# Whole tensors on their way to the host: copied aside at once, sent beside the program's work.
+
+
+CRATE = 64 << 20
+"""Bytes of copies that are gathered before they are sent."""
+_SHARE = 8
+"""A budget is room for so many crates at least, each smaller then."""
+
+
+class Crate:
+    """Copies of tensors, one behind the other, and the region of host memory they go to.
+
+    Attributes:
+        mark: Reached when everything in it is there; None while it is open.
+    """
+
+    __slots__ = ("_lock", "_out", "at", "mark", "memory", "region", "stream", "used")
+
+    def __init__(self, region: Region, memory: torch.Tensor | None, stream: int) -> None:
+        self.region = region
+        self.memory = memory
+        self.at = 0 if memory is None else memory.data_ptr()
+        self.stream = stream
+        self.used = 0
+        self.mark: Mark | None = None
+        self._out = 0
+        self._lock = threading.Lock()
+
+    def add(self, size: int) -> Parcel:
+        parcel = Parcel(self, self.used, size)
+        self.used += -(-size // ALIGNMENT) * ALIGNMENT
+        with self._lock:
+            self._out += 1
+        return parcel
+
+    def parcel_done(self) -> None:
+        """Somebody has what he wanted of it. Only after its arrival: nothing is added any more."""
+        with self._lock:
+            self._out -= 1
+            last = not self._out
+        if last:
+            self.region.give_back()
+
+
+class Parcel:
+    """One tensor's bytes on their way to host memory; say when they are no longer needed."""
+
+    __slots__ = ("_crate", "_offset", "done", "size")
+
+    def __init__(self, crate: Crate, offset: int, size: int) -> None:
+        self._crate = crate
+        self._offset = offset
+        self.size = size
+        self.done = crate.parcel_done
+
+    @property
+    def mark(self) -> Mark | None:
+        return self._crate.mark
+
+    @property
+    def address(self) -> int:
+        """Where they are, after their arrival."""
+        return self._crate.region.memory.data_ptr() + self._offset
+
+
+class Transfers:
+    """Copies tensors of one device to the host.
+
+    Attributes:
+        budget: Bytes of crates that may exist on the device at a time.
+        direct: How many tensors were copied without one.
+    """
+
+    def __init__(self, place: Place, budget: int) -> None:
+        self._place = place
+        self.budget = budget
+        self.direct = 0
+        self._open: Crate | None = None
+        self._under_way: deque[Crate] = deque()
+        self._alive = 0
+        driver = launcher.driver() if place.index >= 0 else None
+        self._copy = driver.copy if driver is not None else None
+        self._context = launcher.context_of(place.index)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything was copied aside and is not yet on its way."""
+        return self._open is not None
+
+    def put(
+        self, tensor: torch.Tensor, address: int, size: int, stream: int, *, insist: bool
+    ) -> Parcel | None:
+        """Copy a contiguous tensor as it is now into the open crate.
+
+        Args:
+            tensor: It may change as soon as this returns.
+            address: Of its elements.
+            size: Bytes of it.
+            stream: The current queue.
+            insist: Have torch do it where the driver cannot, as for a device that is not the
+                current one.
+
+        Returns:
+            None if there is no crate with room for it, or something stands in the way.
+        """
+        crate = self._open
+        if crate is None or crate.stream != stream or crate.used + size > crate.region.size:
+            return None
+        to = crate.used
+        if self._copy is None or self._copy(self._context, stream, crate.at + to, address, size):
+            if not insist:
+                return None
+            assert crate.memory is not None
+            crate.memory[to : to + size].copy_(_bytes(tensor))
+        return crate.add(size)
+
+    def room_for(self, size: int, host_budget: int) -> int:
+        """How large the next crate is, for a tensor that has no place; 0 if there can be none."""
+        self.send()
+        self._bury()
+        left = self.budget - self._alive
+        usual = min(CRATE, host_budget // _SHARE, self.budget // _SHARE, left)
+        return max(size, usual) if size <= left else 0
+
+    def open(self, region: Region) -> None:
+        """Begin a crate as large as a region of host memory.
+
+        Raises:
+            torch.OutOfMemoryError: There is no memory for it.
+        """
+        memory = self._place.empty((region.size,), torch.uint8)
+        self._open = Crate(region, memory, self._place.stream())
+        self._alive += region.size
+
+    def take_direct(self, tensor: torch.Tensor, region: Region) -> Parcel:
+        """Have a contiguous tensor copied to a region as large, without a crate."""
+        self.direct += 1
+        crate = Crate(region, None, 0)
+        parcel = crate.add(region.size)
+        crate.mark = self._place.copy_here([(region.memory, _bytes(tensor))])
+        return parcel
+
+    def send(self) -> None:
+        """Start the copy of the open crate."""
+        crate, self._open = self._open, None
+        if crate is None:
+            return
+        assert crate.memory is not None
+        used = min(crate.used, crate.region.size)
+        copies = [(crate.region.memory[:used], crate.memory[:used])]
+        crate.mark = self._place.copy_aside(copies, crate.stream)
+        self._under_way.append(crate)
+
+    def free(self) -> None:
+        """Let go of crates whose copies are there; call it when memory is short."""
+        self._bury()
+
+    def _bury(self) -> None:
+        """Crates are held until their copy is there: the allocator knows nothing of it."""
+        while self._under_way:
+            crate = self._under_way[0]
+            if crate.mark is not None and not crate.mark.query():
+                return
+            self._under_way.popleft()
+            crate.memory = None
+            self._alive -= crate.region.size
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as flat bytes; sizes of 1 confuse `view`."""
+    flat = tensor.detach().reshape(-1)
+    return flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
+
+
+# Where device tensors are taken in: what becomes of each, and what is done when memory is
+# short.
+
+
+LEFT_FREE = 1 / 16
+"""Of a device's memory: below it no clones are made, so that the program can have it."""
+_LONGEST_WAIT = 3600.0
+_CHECK_EVERY = 0.5
+DROPPED = "dropped: the run could not be written as fast as the program ran"
+
+
+class Ticket(NamedTuple):
+    """A summary on its way."""
+
+    flight: Flight
+    slot: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride] - nobody counts in this tuple
+    width: int
+
+
+class Device:
+    """What capture keeps for one device."""
+
+    def __init__(self, place: Place, budgets: Budgets) -> None:
+        self.place = place
+        self.tables = Tables(place)
+        self.sheets: dict[int, Sheet] = {}
+        self.transfers = Transfers(place, budgets.device)
+        self.checked = 0.0
+
+    def sheet(self) -> Sheet:
+        stream = self.place.stream()
+        sheet = self.sheets.get(stream)
+        if sheet is None:
+            sheet = self.sheets[stream] = Sheet(self.place, self.tables)
+        return sheet
+
+
+class Desk:
+    """Takes tensors of devices in.
+
+    Args:
+        budgets: Memory that may be used.
+        say: Takes the kind and message of an event, each once.
+
+    Attributes:
+        dropped: Tensors of which nothing was kept for lack of host memory.
+        degraded: Full tensors are no longer kept, only their summaries.
+    """
+
+    def __init__(self, budgets: Budgets, say: Callable[[str, str], None]) -> None:
+        self.budgets = budgets
+        self.dropped = self.dropped_bytes = 0
+        self.degraded = False
+        self.waited = 0
+        self._say = say
+        self._devices: dict[int, Device] = {}
+        self._ring: Ring | None = None
+        self.usable = True
+        if why_not := launcher.why_not():
+            self._do_without(why_not)
+
+    def device_of(self, tensor: torch.Tensor) -> Device:
+        index = -1 if tensor.is_cpu else tensor.get_device()
+        device = self._devices.get(index)
+        if device is None:
+            place: Place = HostPlace() if index < 0 else CudaPlace(index)
+            if index >= 0:
+                cuda.watch_memory()
+            device = self._devices[index] = Device(place, self.budgets)
+        return device
+
+    # --- summaries
+
+    def summarise(self, tensor: torch.Tensor, dtype: str) -> Ticket | None:
+        """Have a tensor summarised; None when that is the host's business."""
+        kind = kind_of(dtype) if self.usable else None
+        count = tensor.numel()
+        if kind is None or not count:
+            return None
+        device = self.device_of(tensor)
+        try:
+            if not tensor.is_contiguous():
+                tensor = tensor.contiguous()
+            if tensor.data_ptr() & 15:  # the kernel reads 16 bytes at a time
+                tensor = tensor.clone()
+            count *= kind.reals
+            flight, slot = device.sheet().take(tensor, kind, count)
+        except torch.OutOfMemoryError:
+            self._free(device)
+            return None
+        except launcher.CannotLaunch as error:
+            self._do_without(str(error))
+            return None
+        return Ticket(flight, slot, count, kind.width)
+
+    def _do_without(self, why_not: str) -> None:
+        """No kernels: whatever is summarised is copied to the host for it."""
+        self.usable = False
+        self._say("device-path", f"tensors of devices are copied one by one, slowly: {why_not}")
+
+    # --- whole tensors
+
+    def carry(
+        self, tensor: torch.Tensor, size: int, progress: Callable[[], None]
+    ) -> Parcel | str | None:
+        """Have a tensor's bytes copied to the host.
+
+        Args:
+            tensor: On a device.
+            size: Bytes of it.
+            progress: Called before anything is waited for: what was taken so far must go its way.
+
+        Returns:
+            The parcel; why it was dropped; or None when only its summary can be kept.
+        """
+        device = self.device_of(tensor)
+        transfers, stream = device.transfers, device.place.stream()
+        try:
+            if not tensor.is_contiguous():
+                tensor = tensor.contiguous()
+            address = tensor.data_ptr()
+            parcel = transfers.put(tensor, address, size, stream, insist=True)
+            if parcel is not None:
+                return parcel
+            self._leave_room(device)
+            crate = transfers.room_for(size, self.budgets.host)
+            region = self._lend(device, crate or size, size, progress)
+            if isinstance(region, str) or region is None:
+                return region
+            try:
+                if crate:
+                    transfers.open(region)
+                    parcel = transfers.put(tensor, address, size, stream, insist=True)
+                    assert parcel is not None
+                    return parcel
+                return transfers.take_direct(tensor, region)
+            except BaseException:
+                region.give_back()
+                raise
+        except torch.OutOfMemoryError:
+            self.out_of_memory(tensor)
+            return None
+
+    def every_nth(self, tensor: torch.Tensor, stride: int) -> torch.Tensor | None:
+        """A sample of a tensor, side by side; None if there is no memory for it."""
+        try:
+            return tensor.reshape(-1)[::stride].contiguous()
+        except torch.OutOfMemoryError:
+            self.out_of_memory(tensor)
+            return None
+
+    def _lend(
+        self, device: Device, size: int, tensor: int, progress: Callable[[], None]
+    ) -> Region | str | None:
+        """Host memory of a size for a tensor that has so many bytes of it."""
+        ring = self._ring
+        if ring is None:
+            ring = self._ring = Ring(device.place, self.budgets.host)
+        if size > ring.budget:
+            self._say(
+                "too-large",
+                f"tensors beyond the host budget of {ring.budget} bytes are summarised; "
+                "--host-budget sets it",
+            )
+            return None
+        try:
+            region = ring.lend(size)
+            if region is not None:
+                return region
+            progress()
+            if self.budgets.when_full == "wait":
+                self.waited += 1
+                region = ring.wait_for(size, _LONGEST_WAIT)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # pinning fails with a plain one
+            if "memory" not in str(error).lower():
+                raise
+            ring.free()
+            self._degrade("the host has no memory left to pin")
+            return None
+        if region is None:
+            self.dropped += 1
+            self.dropped_bytes += tensor
+            return DROPPED
+        return region
+
+    def _leave_room(self, device: Device) -> None:
+        """Now and then, whether the device is nearly full: then no more clones."""
+        now = time.monotonic()
+        if now < device.checked:
+            return
+        device.checked = now + _CHECK_EVERY
+        place = device.place
+        if place.index >= 0:
+            total = int(torch.cuda.get_device_properties(place.index).total_memory)
+            room = place.room() - int(total * LEFT_FREE)
+            device.transfers.budget = max(0, min(self.budgets.device, room))
+
+    # --- sending
+
+    @property
+    def waiting(self) -> bool:
+        return any(
+            device.transfers.waiting or any(sheet.waiting for sheet in device.sheets.values())
+            for device in self._devices.values()
+        )
+
+    def send(self) -> None:
+        """Start the copies of everything that was taken."""
+        for device in self._devices.values():
+            device.transfers.send()
+            for stream, sheet in device.sheets.items():
+                if sheet.waiting:
+                    with _on(device.place, stream):
+                        sheet.send()
+
+    @property
+    def pressure(self) -> bool:
+        """Whether host memory is so far used up that the sink should not wait for a pause."""
+        ring = self._ring
+        return ring is not None and ring.lent * 2 > ring.budget
+
+    def out_of_memory(self, tensor: torch.Tensor) -> None:
+        """There was no memory for what a tensor needs beside itself: summaries from now on."""
+        self._free(self.device_of(tensor))
+        self._degrade("the device has no memory left for copies of tensors")
+
+    def _free(self, device: Device) -> None:
+        device.transfers.free()
+        if device.place.index >= 0:
+            torch.cuda.empty_cache()
+
+    def _degrade(self, why: str) -> None:
+        if not self.degraded:
+            self.degraded = True
+            self._say("degraded", f"{why}: from here on summaries are kept instead")
+
+    def report(self, event: Callable[..., None]) -> None:
+        """Say what was dropped, and how often the program waited."""
+        if self.dropped:
+            event(
+                "dropped",
+                f"{self.dropped} tensors ({self.dropped_bytes} bytes) were dropped: the run could "
+                "not be written as fast as the program ran",
+                tensors=self.dropped,
+                bytes=self.dropped_bytes,
+            )
+        if self.waited:
+            event(
+                "waited",
+                f"the program waited {self.waited} times for the run to be written",
+                times=self.waited,
+            )
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether every device in use still answers."""
+        return all(device.place.is_sound() for device in self._devices.values())
+
+    def close(self) -> None:
+        """Nothing comes any more: give host memory back, as long as the device can be asked."""
+        self._ring = None
+
+    def memory_wanted(self) -> None:
+        """The program itself has no memory left: let go of all that can be had."""
+        for device in self._devices.values():
+            device.transfers.budget = 0
+            device.checked = float("inf")
+            device.transfers.free()
+
+
+def _on(place: Place, stream: int) -> Any:
+    """Work of this thread goes to a queue of a device meanwhile."""
+    if stream == place.stream() or not isinstance(place, CudaPlace):
+        return nullcontext()
+    return torch.cuda.stream(place.queue(stream))

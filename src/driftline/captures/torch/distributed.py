@@ -1,0 +1,204 @@
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportUnknownMemberType=false
+"""How tensors lie over ranks, as torch's own tensors and meshes say it; nothing is communicated.
+
+A DTensor knows its placements. A plain tensor may be the local part of one: while autograd records,
+the node that made it still holds what it was. Results of collectives that the program has not
+waited for yet have no values: they are noticed here, and taken later (`awaited.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+
+from driftline.runs.sinks import JSON
+
+_DTENSOR = "torch.distributed.tensor"
+_FUNCTIONAL = "torch.distributed._functional_collectives"
+_LOCAL_PART = "_ToTorchTensorBackward"
+_MOST_MESHES = 32
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether this is a DTensor."""
+    module = sys.modules.get(_DTENSOR)
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_awaited(tensor: torch.Tensor) -> bool:
+    """Whether this stands for the result of a collective that is perhaps still under way."""
+    module = sys.modules.get(_FUNCTIONAL)
+    return module is not None and type(tensor) is module.AsyncCollectiveTensor
+
+
+def placement_of(tensor: Any) -> str:
+    """How a DTensor lies, in the words of docs/run-format.md."""
+    return placement_text(tensor._spec)
+
+
+def placement_text(spec: Any) -> str:
+    """`[S(0)] of (64, 64) over mesh (4,) named (tp) at (1,)`."""
+    mesh = spec.mesh
+    placed = ", ".join(str(placement) for placement in spec.placements)
+    text = f"[{placed}] of {tuple(spec.shape)} over mesh {tuple(mesh.shape)}"
+    if mesh.mesh_dim_names:
+        text += f" named ({', '.join(mesh.mesh_dim_names)})"
+    here = mesh.get_coordinate()
+    return text if here is None else f"{text} at {tuple(here)}"
+
+
+def placement_of_plain(tensor: torch.Tensor) -> str:
+    """The same for a plain tensor that is known to be the local part of a DTensor; else empty."""
+    if _DTENSOR not in sys.modules:
+        return ""
+    made_by = tensor.grad_fn
+    if made_by is None or type(made_by).__name__ != _LOCAL_PART:
+        return ""
+    spec = getattr(made_by, "dtensor_spec", None)
+    return "" if spec is None else f"local {placement_text(spec)}"
+
+
+def job_facts(site_of: Callable[[Any], str | None] | None = None) -> dict[str, JSON]:
+    """Groups, meshes and pipeline stages of this process; nothing where it is alone.
+
+    Args:
+        site_of: What a module is called, once modules have names.
+    """
+    distributed: Any = getattr(torch, "distributed", None)
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return {}
+    if distributed.get_world_size() < 2:
+        return {}
+    facts: dict[str, JSON] = {"backend": str(distributed.get_backend())}
+    try:
+        facts["groups"] = _groups(distributed)
+        facts["meshes"] = _meshes()
+        if stages := _stages(site_of):
+            facts["stages"] = stages
+    except Exception:  # private parts of torch have moved: the tensors still say their own
+        return facts
+    return facts
+
+
+def _groups(distributed: Any) -> list[JSON]:
+    """Ranks of every process group this process is a member of, the largest first."""
+    known = distributed.distributed_c10d._world.pg_group_ranks
+    me = distributed.get_rank()
+    found = {tuple(sorted(int(rank) for rank in ranks)) for ranks in known.values()}
+    mine = sorted((ranks for ranks in found if me in ranks), key=lambda r: (-len(r), r))
+    return [list(ranks) for ranks in mine[:_MOST_MESHES]]
+
+
+def _meshes() -> list[JSON]:
+    """Every device mesh that is no part of another: names, sizes, ranks, and where we are."""
+    module = sys.modules.get("torch.distributed.device_mesh")
+    if module is None:
+        return []
+    found: dict[str, JSON] = {}
+    for mesh in _alive(module.DeviceMesh):
+        root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+        here = root.get_coordinate()
+        shown: dict[str, JSON] = {
+            "names": cast("JSON", list(root.mesh_dim_names or ())),
+            "shape": cast("JSON", [int(size) for size in root.mesh.shape]),
+            "ranks": cast("JSON", [int(rank) for rank in root.mesh.flatten().tolist()]),
+            "coordinate": None if here is None else cast("JSON", [int(at) for at in here]),
+        }
+        found.setdefault(str(shown), shown)
+    return list(found.values())[:_MOST_MESHES]
+
+
+def _stages(site_of: Callable[[Any], str | None] | None) -> list[JSON]:
+    """Which stages of a pipeline this process runs, and where their models are."""
+    module = sys.modules.get("torch.distributed.pipelining.stage")
+    base = getattr(module, "_PipelineStageBase", None)
+    if base is None:
+        return []
+    found: dict[tuple[int, int], dict[str, JSON]] = {}
+    for each in _alive(base):
+        stage, count = int(each.stage_index), int(each.num_stages)
+        shown = found.setdefault((stage, count), {"stage": stage, "of": count})
+        if site_of is not None and (site := site_of(each.submod)) is not None:
+            shown["site"] = site
+    return [found[each] for each in sorted(found)]
+
+
+def _alive(kind: type) -> Iterable[Any]:
+    """Objects of a class. By `type`: asking a stranger for its `__class__` may run its code."""
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+
+# Results of collectives: taken when the program itself waits for them, never before.
+
+
+Take = Callable[[Any], None]
+
+_lock = threading.RLock()
+_waiting: dict[int, list[tuple[torch.Tensor, Take]]] = {}
+"""By place in memory: views share it, and waiting for one of them is waiting for all."""
+_watched: set[type] = set()
+
+
+def when_there(tensor: Any) -> Callable[[Take], None]:
+    """Hands the values behind an awaited tensor on: now, if they are there, else when they are."""
+
+    def arrange(take: Take) -> None:
+        inner: torch.Tensor = tensor.elem
+        if tensor.completed:
+            take(inner)
+            return
+        with _lock:
+            _watch(type(tensor))
+            _waiting.setdefault(_place(inner), []).append((inner, take))
+
+    return arrange
+
+
+def forget() -> int:
+    """The program is over; returns how many tensors it never waited for."""
+    with _lock:
+        left = sum(map(len, _waiting.values()))
+        _waiting.clear()
+    return left
+
+
+def _watch(kind: Any) -> None:
+    """Stays: without anything put aside it costs one look at an empty dictionary."""
+    if kind in _watched:
+        return
+    _watched.add(kind)
+    for name in ("trigger_wait", "wait"):
+        setattr(kind, name, _after(getattr(kind, name)))
+
+
+def _after(wait: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    @functools.wraps(wait)
+    def waited(tensor: Any) -> torch.Tensor:
+        result = wait(tensor)
+        if _waiting:
+            _arrived(tensor.elem)
+        return result
+
+    return waited
+
+
+def _arrived(inner: torch.Tensor) -> None:
+    from driftline.captures.torch.tensors import undisturbed
+
+    with undisturbed():
+        with _lock:
+            there = _waiting.pop(_place(inner), [])
+        for tensor, take in there:
+            take(tensor)
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

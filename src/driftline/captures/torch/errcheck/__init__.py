@@ -1,0 +1,1 @@
+"""Error check of torch programs: which operator or module produced the first bad value."""

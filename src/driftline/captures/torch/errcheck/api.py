@@ -1,0 +1,118 @@
+"""The Python door to the error watch: `with watch_errors("out") as watch: ...`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+from torch import nn
+
+from driftline import settings
+from driftline.captures.errcheck.findings import TYPES, Finding, FindingsFile, wanted_types
+from driftline.captures.selection import patterns
+from driftline.captures.torch.errcheck.reporter import Reporter, WatchOptions
+from driftline.captures.torch.session import CaptureSession
+from driftline.errors import BadInput, did_you_mean
+from driftline.runs.sinks import Sink
+
+WatchLevel = Literal["operator", "module"]
+LEVELS: tuple[WatchLevel, ...] = ("operator", "module")
+
+
+class ErrorWatch:
+    """A watch that runs inside a `with` block; what it found is in `findings`."""
+
+    def __init__(self, session: CaptureSession, reporter: Reporter) -> None:
+        self.session = session
+        self.reporter = reporter
+
+    @property
+    def findings(self) -> list[Finding]:
+        return self.reporter.findings
+
+    def __enter__(self) -> Self:
+        self.session.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.session.stop()
+
+
+def watch_errors(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    types: str | Iterable[str] = "overflow",
+    level: WatchLevel = "operator",
+    allow: str | Iterable[str] = (),
+    max_bytes: int = 256 << 20,
+) -> ErrorWatch:
+    """Watch what runs inside a `with` block for values that are not finite, and who made them.
+
+    Args:
+        path: Folder of the findings and of a run with the tensors of each; made with the first.
+        model: Watch the calls of this model only; None watches everything.
+        types: Any of overflow, nan, inf, saturation, underflow, all.
+        level: operator, or module, which is cheaper and less exact.
+        allow: Globs on sites and operators that may make what they like.
+        max_bytes: Keep no more tensor bytes than this.
+
+    Raises:
+        BadInput: A type or level that does not exist.
+    """
+    from driftline.runs.writer import RunWriter
+
+    folder = Path(path)
+    place = settings.job_place()
+
+    def sink() -> Sink:
+        return RunWriter(folder, rank=place.rank, world_size=place.world_size, max_bytes=max_bytes)
+
+    options = watch_options(patterns(types), patterns(allow))
+    session, reporter = make_watch(
+        sink, FindingsFile(folder, folder), options, level, model=model, rank=place.rank
+    )
+    return ErrorWatch(session, reporter)
+
+
+def watch_options(types: Iterable[str], allow: Iterable[str]) -> WatchOptions:
+    """Options from words, each of which means something."""
+    given = tuple(types)
+    for word in given:
+        if word not in TYPES:
+            raise BadInput(f"there is no type '{word}'", hint=did_you_mean(word, TYPES))
+    return WatchOptions(wanted_types(given or ("overflow",)), tuple(allow))
+
+
+def make_watch(
+    sink: Sink | Callable[[], Sink],
+    file: FindingsFile,
+    options: WatchOptions,
+    level: WatchLevel,
+    *,
+    model: nn.Module | None = None,
+    rank: int = 0,
+    after: Callable[[Finding], None] | None = None,
+) -> tuple[CaptureSession, Reporter]:
+    """A session that captures nothing and watches; not started."""
+    if level not in LEVELS:
+        raise BadInput(f"there is no level '{level}'", hint=did_you_mean(level, LEVELS))
+    session = CaptureSession(sink, levels=(), model=model, rank=rank)
+    reporter = Reporter(session, options, file, after)
+    if level == "operator":
+        from driftline.captures.torch.errcheck.operators import ErrorTap
+
+        session.taps.append(ErrorTap(session, reporter))
+    else:
+        from driftline.captures.torch.errcheck.modules import ModuleTap
+
+        session.taps.append(ModuleTap(session, reporter))
+    return session, reporter

@@ -1,0 +1,476 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+"""Figures of device tensors on their way to the host: nobody waits for them.
+
+Kernels write the smallest and the largest element of a tensor, and how many of its elements are
+zero or nearly so, into sheets on the device; a sheet travels in one copy. Judges nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from driftline.captures.torch.errcheck.inspect import (
+    UNREAD,
+    ByStorage,
+    Origin,
+    Reading,
+    from_extremes,
+    is_whole,
+    pattern_of,
+    plain,
+    read,
+    shape_of,
+    tensors_in,
+)
+from driftline.captures.torch.errcheck.reporter import Call, Part, Reporter
+from driftline.captures.torch.errcheck.rules import LOGARITHMS, UNDERFLOWS, Input, Numbers, judge
+from driftline.captures.torch.operators.schema import WatchedOperator
+from driftline.numerics.dtypes import Pattern
+
+TOGETHER = 512
+"""Readings that travel to the host in one copy."""
+_REDUCED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Count:
+    """Elements that are zero or below the normal numbers of their format.
+
+    Attributes:
+        elements: Of how many; reals, for complex ones.
+        small: How many; -1 while the figure is on its way.
+    """
+
+    __slots__ = ("elements", "small")
+
+    def __init__(self, elements: int) -> None:
+        self.elements = elements
+        self.small = -1
+
+    def arrived(self, count: float, _: float) -> None:
+        self.small = int(count)
+
+    def put_into(self, reading: Reading) -> Reading:
+        """What was read of a tensor, with this count."""
+        return reading._replace(elements=self.elements, zero=self.small, subnormal=0)
+
+
+def count_small(tensor: torch.Tensor, pattern: Pattern, out: torch.Tensor) -> None:
+    """Count into a cell on the same device; a NaN is not small."""
+    small = tensor.abs() < pattern.value(pattern.normal)
+    torch.sum(small, dim=tuple(range(small.dim())), dtype=torch.int64, out=out)
+
+
+class Value:
+    """One state of a storage: its extremes, on the device and, later, here."""
+
+    __slots__ = ("asked", "before", "count", "origin", "pattern", "reading", "single")
+
+    def __init__(
+        self,
+        pattern: Pattern,
+        count: int,
+        origin: Origin = Origin.UNKNOWN,
+        before: Value | None = None,
+        *,
+        asked: bool = True,
+    ) -> None:
+        self.pattern = pattern
+        self.count = count
+        self.asked = asked
+        self.origin = origin
+        self.before = before
+        self.reading: Reading | None = None
+        self.single = count == 1
+
+    def arrived(self, low: float, high: float) -> None:
+        earlier = self.before.reading if self.before is not None else None
+        self.reading = from_extremes(self.pattern, self.count, low, high)
+        if earlier is not None and earlier.nonfinite and not self.reading.nonfinite:
+            self.reading = earlier  # only a part of it was written
+        if self.before is not None:
+            self.origin = max(self.origin, self.before.origin)
+        self.before = None
+
+
+class Sheet:
+    """Room for extremes on one device, in one type: kernels write straight into it."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.rows = torch.empty((TOGETHER, 2), device=device, dtype=dtype)
+        cells = self.rows.view(-1).unbind(0)
+        self.places = list(zip(cells[0::2], cells[1::2], strict=True))
+        self.values: list[Value | Count] = []
+
+    @property
+    def full(self) -> bool:
+        return len(self.values) >= TOGETHER
+
+    def take(self, tensor: torch.Tensor, value: Value) -> None:
+        torch.aminmax(tensor, out=self.places[len(self.values)])
+        self.values.append(value)
+
+    def take_count(self, tensor: torch.Tensor, pattern: Pattern, count: Count) -> None:
+        count_small(tensor, pattern, self.places[len(self.values)][0])
+        self.values.append(count)
+
+
+class Flight:
+    """Sheets on their way to the host, and the calls that wait for them."""
+
+    def __init__(self, sheets: list[Sheet], values: list[Value | Count], calls: list[Any]) -> None:
+        self.sheets = sheets
+        self.values = values
+        self.calls = calls
+        self.hosts: list[torch.Tensor] = []
+        self.arrivals: list[Any] = []
+        for sheet in sheets:
+            used = sheet.rows[: len(sheet.values)]
+            if used.is_cuda:
+                host = torch.empty(used.shape, dtype=used.dtype, pin_memory=True)
+                host.copy_(used, non_blocking=True)
+                arrival = torch.cuda.Event()
+                arrival.record(torch.cuda.current_stream(used.device))
+                self.arrivals.append(arrival)
+            else:  # no events here: the copy waits
+                host = used.cpu()
+            self.hosts.append(host)
+
+    def arrived(self, *, wait: bool) -> bool:
+        for arrival in self.arrivals:
+            if wait:
+                arrival.synchronize()
+            elif not arrival.query():
+                return False
+        return True
+
+    def extremes(self) -> dict[int, list[float]]:
+        found: dict[int, list[float]] = {}
+        for sheet, host in zip(self.sheets, self.hosts, strict=True):
+            found.update(zip(map(id, sheet.values), host.double().tolist(), strict=True))
+        return found
+
+
+def reals_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in a type that every kernel has."""
+    shown = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return shown if shown.dtype in _REDUCED else shown.to(torch.float32)
+
+
+# The watch for tensors on a device: nothing is waited for while the program runs.
+
+
+ASK_EVERY = 64
+"""Calls between two questions whether a copy has arrived."""
+HELD = 256 << 20
+"""Bytes of inputs that are held, at most, for calls whose readings are still on their way."""
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
+
+
+class _Waiting:
+    """A call whose readings are on their way."""
+
+    __slots__ = (
+        *("allowed", "begun", "call", "given", "held", "inputs", "made", "name", "numbers"),
+        *("outputs", "size"),
+    )
+
+    def __init__(
+        self, call: Call, name: str, numbers: Numbers | None, *, allowed: bool, begun: int
+    ) -> None:
+        self.call = call
+        self.begun = begun
+        self.name = name
+        self.numbers = numbers
+        self.allowed = allowed
+        self.inputs: list[tuple[str, str, torch.dtype, tuple[int, ...], Value | None]] = []
+        self.outputs: list[tuple[str, torch.dtype, tuple[int, ...], Value]] = []
+        self.held: dict[str, tuple[torch.Tensor, int | None]] = {}
+        self.given: dict[str, Count] = {}
+        self.made: dict[str, Count] = {}
+        self.size = 0
+
+
+class DeviceWatch:
+    """Readings of device tensors, from the call to the verdict."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self._values: ByStorage[Value] = ByStorage()
+        self._gathering: list[Value | Count] = []
+        self._counting = UNDERFLOWS if "underflow" in reporter.options.types else frozenset[str]()
+        self._calls: list[_Waiting] = []
+        self._sheets: dict[tuple[torch.device, torch.dtype], Sheet] = {}
+        self._spare: dict[tuple[torch.device, torch.dtype], list[Sheet]] = {}
+        self._flights: deque[Flight] = deque()
+        self._held = 0
+        self._since = 0
+        self.added = 0
+        self._judged = 0
+        self._troubled = -1
+
+    def unread(self, tensor: torch.Tensor, origin: Origin) -> None:
+        """Memory was allocated, or given to a collective: whoever reads it has to look at it."""
+        pattern = pattern_of(tensor.dtype)
+        if pattern is not None:
+            known = self._values.get(tensor)
+            if known is None or known.origin is not Origin.MADE:
+                self._values.put(tensor, Value(pattern, tensor.numel(), origin, asked=False))
+
+    def add(
+        self,
+        call: Call,
+        name: str,
+        inputs: Sequence[tuple[str, str, torch.Tensor]],
+        outputs: Sequence[tuple[str, torch.Tensor]],
+        numbers: Numbers | None,
+        allowed: bool,
+        begun: int = -1,
+        before: Mapping[str, Count] | None = None,
+    ) -> None:
+        """A call has been made; its readings are sent for.
+
+        Args:
+            before: Counts of what it has overwritten since.
+            begun: For a module: how many calls there were when it began; those since are inside it.
+        """
+        with self._reporter.lock:
+            waiting = _Waiting(call, name, numbers, allowed=allowed, begun=begun)
+            self.added += 1
+            for slot, alias, tensor in inputs:
+                value = self._input(tensor)
+                shape = shape_of(tensor)
+                waiting.inputs.append((slot, alias, tensor.dtype, shape, value))
+                self._hold(waiting, slot, tensor)
+                if name in self._counting:
+                    known = before.get(slot) if before else None
+                    count = known or self.count(tensor)
+                    if count is not None:
+                        waiting.given[slot] = count
+            for slot, tensor in outputs:
+                value = self._output(tensor)
+                if value is not None:
+                    waiting.outputs.append((slot, tensor.dtype, shape_of(tensor), value))
+                    count = self.count(tensor) if name in self._counting else None
+                    if count is not None:
+                        waiting.made[slot] = count
+            self._calls.append(waiting)
+            self._since += 1
+            if len(self._gathering) >= TOGETHER or self._held > HELD // 2:
+                self._send()
+            if self._since >= ASK_EVERY:
+                self._since = 0
+                self._collect(wait=False)
+
+    def step_may_be_over(self) -> None:
+        """A module call has ended: what has arrived is judged."""
+        if self._flights:
+            with self._reporter.lock:
+                self._collect(wait=False)
+
+    def finish(self) -> None:
+        """Judge everything; the only place where a device is waited for."""
+        with self._reporter.lock:
+            self._send()
+            self._collect(wait=True)
+
+    # --- readings
+
+    def _input(self, tensor: torch.Tensor) -> Value | None:
+        value = plain(tensor)
+        pattern = pattern_of(value.dtype) if value is not None else None
+        if value is None or pattern is None or not value.numel():
+            return None
+        if value.is_cpu:  # a number beside device tensors
+            known = Value(pattern, value.numel())
+            known.reading = read(value, pattern)
+            return known
+        known = self._values.get(value)
+        if known is None or not known.asked:
+            origin = known.origin if known is not None else Origin.UNKNOWN
+            known = self._ask(value, pattern, origin, None)
+            known.single = known.single and not tensor.requires_grad
+            self._values.put(value, known)
+        return known
+
+    def _output(self, tensor: torch.Tensor) -> Value | None:
+        value = plain(tensor)
+        pattern = pattern_of(value.dtype) if value is not None else None
+        if value is None or pattern is None or not value.numel() or value.is_cpu:
+            return None
+        before = None if is_whole(value) else self._values.get(value)
+        known = self._ask(value, pattern, Origin.UNKNOWN, before)
+        if is_whole(value) or (before is not None and before.asked):
+            self._values.put(value, known)
+        # Else the rest of the storage was never looked at: whoever reads it has to.
+        return known
+
+    def _ask(
+        self, tensor: torch.Tensor, pattern: Pattern, origin: Origin, before: Value | None
+    ) -> Value:
+        shown = reals_of(tensor)
+        sheet = self._sheet(shown.device, shown.dtype)
+        value = Value(pattern, tensor.numel() * pattern.reals, origin, before)
+        sheet.take(shown, value)
+        self._gathering.append(value)
+        if sheet.full:
+            self._send()
+        return value
+
+    def count(self, tensor: torch.Tensor) -> Count | None:
+        """How many elements are zero or nearly so, as they are now; None where nobody can say."""
+        value = plain(tensor)
+        pattern = pattern_of(value.dtype) if value is not None else None
+        if value is None or pattern is None or not value.numel() or value.is_cpu:
+            return None
+        with self._reporter.lock:
+            count = Count(value.numel() * pattern.reals)
+            sheet = self._sheet(value.device, torch.int64)
+            sheet.take_count(reals_of(value), pattern, count)
+            self._gathering.append(count)
+            if sheet.full:
+                self._send()
+        return count
+
+    def before(
+        self, operator: WatchedOperator, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> dict[str, Count]:
+        """Zeros in what a call is about to overwrite, where they are counted."""
+        found: dict[str, Count] = {}
+        if operator.short in self._counting:
+            for index, name in operator.overwrites:
+                given = args[index] if index < len(args) else kwargs.get(name)
+                for slot, tensor in tensors_in(given, name):
+                    count = self.count(tensor)
+                    if count is not None:
+                        found[slot] = count
+        return found
+
+    def _sheet(self, device: torch.device, dtype: torch.dtype) -> Sheet:
+        key = (device, dtype)
+        sheet = self._sheets.get(key)
+        if sheet is None:
+            spare = self._spare.get(key)
+            sheet = self._sheets[key] = spare.pop() if spare else Sheet(*key)
+        return sheet
+
+    # --- inputs for replay
+
+    def _hold(self, waiting: _Waiting, slot: str, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self._held + size > HELD or type(tensor) not in _ORDINARY:
+            return
+        try:
+            version: int | None = tensor._version
+        except RuntimeError:  # inference mode counts no versions
+            version = None
+        # The graph behind it must not live longer than it does without us.
+        waiting.held[slot] = tensor if tensor.grad_fn is None else tensor.detach(), version
+        waiting.size += size
+        self._held += size
+
+    # --- on their way
+
+    def _send(self) -> None:
+        values, self._gathering = self._gathering, []
+        calls, self._calls = self._calls, []
+        sheets, self._sheets = list(self._sheets.values()), {}
+        if values or calls:
+            self._flights.append(Flight(sheets, values, calls))
+
+    def _collect(self, *, wait: bool) -> None:
+        while self._flights and self._flights[0].arrived(wait=wait):
+            flight = self._flights.popleft()
+            extremes = flight.extremes()
+            for value in flight.values:  # in their order: one may be a part of the one before
+                value.arrived(*extremes[id(value)])
+            for sheet in flight.sheets:
+                sheet.values = []
+                key = (sheet.rows.device, sheet.rows.dtype)
+                self._spare.setdefault(key, []).append(sheet)
+            for waiting in flight.calls:
+                self._judge(waiting)
+
+    def _judge(self, waiting: _Waiting) -> None:
+        reporter, call = self._reporter, waiting.call
+        self._held -= waiting.size
+        outputs = [
+            Part(slot, None, value.reading, dtype, shape)
+            for slot, dtype, shape, value in waiting.outputs
+        ]
+        readings = [
+            made.put_into(one.reading) if (made := waiting.made.get(one.name)) else one.reading
+            for one in outputs
+            if one.reading is not None
+        ]
+        for reading in readings:
+            if not reading.nonfinite:
+                key = (call.site, reading.pattern.name)
+                if reading.peak > reporter.device_peaks.get(key, -1.0):
+                    reporter.device_peaks[key] = reading.peak
+        judged = [
+            Input(
+                slot,
+                given.put_into(value.reading)
+                if (given := waiting.given.get(slot))
+                else value.reading,
+                Origin.MEANT if value.single and value.origin is Origin.UNKNOWN else value.origin,
+                waiting.name in LOGARITHMS and value.reading.peak == 1.0,
+            )
+            for slot, _, _, _, value in waiting.inputs
+            if value is not None and value.reading is not None
+        ]
+        if waiting.made:  # whole numbers among its inputs may be a mask
+            judged += [Input(slot, UNREAD) for slot, *_, value in waiting.inputs if value is None]
+        verdict = judge(
+            waiting.name,
+            judged,
+            readings,
+            waiting.numbers,
+            reporter.options.types,
+            allowed=waiting.allowed,
+        )
+        if verdict.origin is not Origin.UNKNOWN:
+            for *_, value in waiting.outputs:
+                if value.reading is not None and value.reading.nonfinite:
+                    value.origin = max(value.origin, verdict.origin)
+        for slot, *_, value in waiting.inputs:
+            if slot in verdict.entered and value is not None:
+                value.origin = Origin.MADE
+        if verdict.types or verdict.propagates:
+            self._troubled = self._judged
+        self._judged += 1
+        if verdict.types:
+            inputs = [
+                Part(slot, _unchanged(waiting.held.get(slot)), _seen(value), dtype, shape, alias)
+                for slot, alias, dtype, shape, value in waiting.inputs
+            ]
+            reporter.report(verdict, call, inputs, outputs, exact=False)
+        else:
+            reporter.note(verdict, call.site)
+
+    def _origin(self, value: Value, waiting: _Waiting) -> Origin:
+        origin = self._reporter.origin(value.origin)
+        if origin is not Origin.UNKNOWN:
+            return origin
+        if value.single:
+            return Origin.MEANT  # a number that the program wrote down
+        # What functions do between modules is not seen: it may be the consequence.
+        return Origin.MADE if waiting.begun >= 0 and self._troubled >= 0 else Origin.UNKNOWN
+
+
+def _seen(value: Value | None) -> Reading | None:
+    return value.reading if value is not None else None
+
+
+def _unchanged(held: tuple[torch.Tensor, int | None] | None) -> torch.Tensor | None:
+    """A tensor that was held, if nobody has written to it since."""
+    if held is None or held[1] is None:
+        return None
+    tensor, version = held
+    return tensor if tensor._version == version else None

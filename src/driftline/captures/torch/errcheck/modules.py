@@ -1,0 +1,221 @@
+"""The watch at module level: cheaper, and as exact as a module.
+
+What a module gave is screened; where that is suspicious its inputs are looked at. The producer is
+the innermost module whose inputs were finite and whose output was not. Backward passes are not
+seen; the gradients that an optimizer is about to use are.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from driftline.captures.torch.errcheck.devices import DeviceWatch
+from driftline.captures.torch.errcheck.inspect import (
+    Origin,
+    Origins,
+    pattern_of,
+    peak,
+    plain,
+    read,
+    shape_of,
+)
+from driftline.captures.torch.errcheck.reporter import Call, Part, Reporter
+from driftline.captures.torch.errcheck.rules import Input, Numbers, judge
+from driftline.captures.torch.errcheck.source_lines import here, line_of, stack
+from driftline.captures.torch.operators.dispatch import break_graphs
+from driftline.captures.torch.tensors import undisturbed
+
+Named = Sequence[tuple[str, str, torch.Tensor]]
+
+
+class _Thread(threading.local):
+    """Module calls under way, and how much had been found when they began."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, int, int]] = []
+
+
+class ModuleTap:
+    """Looks at what modules give; see `taps.Tap`."""
+
+    def __init__(
+        self,
+        session: Any,
+        reporter: Reporter,
+        origins: Origins | None = None,
+        device: DeviceWatch | None = None,
+    ) -> None:
+        self.session = session
+        self.reporter = reporter
+        self._origins = origins if origins is not None else Origins()
+        self._device = device or DeviceWatch(reporter)
+        self._found = 0
+        self._thread = _Thread()
+        self._hook: Any = None
+        self._saturation = "saturation" in reporter.options.types
+
+    def install(self) -> None:
+        if "underflow" in self.reporter.options.types:
+            self.reporter.remarks.setdefault("underflow is looked for at operator level only")
+        self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
+
+    def remove(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        with undisturbed():
+            self._device.finish()
+
+    @contextmanager
+    def around_root(self, module: nn.Module) -> Generator[None]:
+        yield
+
+    def before_forward(self, frame: Any, inputs: Named) -> None:
+        self._thread.calls.append((frame, self._found, self._device.added))
+
+    def on_forward(self, frame: Any, inputs: Named, outputs: Named) -> None:
+        self.reporter.calls += 1
+        calls = self._thread.calls
+        found, added = self._found, self._device.added
+        while calls:  # one that raised has left its own behind
+            begun, found, added = calls.pop()
+            if begun is frame:
+                break
+        with undisturbed():
+            self._look(frame, inputs, outputs, found, added)
+        if not calls:
+            self._device.step_may_be_over()
+
+    def _look(self, frame: Any, inputs: Named, outputs: Named, found: int, added: int) -> None:
+        suspicious = elsewhere = False
+        peaks = self.reporter.peaks
+        for _, _, tensor in outputs:
+            value = plain(tensor)
+            pattern = pattern_of(value.dtype) if value is not None else None
+            if value is None or pattern is None or not value.numel():
+                continue
+            if not value.is_cpu:
+                elsewhere = True
+                continue
+            most = peak(value, pattern)
+            if most > pattern.top:
+                suspicious = True
+                continue
+            key = (frame.site, pattern.name)
+            if most > peaks.get(key, -1):
+                peaks[key] = most
+            if most == pattern.top and self._saturation and pattern.narrow:
+                suspicious = True
+        if elsewhere:
+            place = here()
+            lines = [line_of(place)] if place is not None else []
+            call = self._call(frame, lines)
+            allowed = self.reporter.allows(frame.site, frame.class_name)
+            given = [(slot, tensor) for slot, _, tensor in outputs]
+            self._device.add(call, "", inputs, given, None, allowed, added)
+        elif suspicious:
+            with self.reporter.lock:
+                self._inspect(frame, inputs, outputs, found)
+
+    def _inspect(self, frame: Any, inputs: Named, outputs: Named, found: int) -> None:
+        parts, judged = self._read(inputs, known=True)
+        if self._found:
+            # What functions do between modules is not seen: it may be the consequence.
+            judged = [
+                one._replace(origin=Origin.MADE) if one.origin is Origin.UNKNOWN else one
+                for one in judged
+            ]
+        for name, parameter in frame.module.named_parameters(recurse=False):
+            own, seen = self._read([(name, "", parameter)], known=True)
+            if seen and seen[0].reading.nonfinite:
+                parts += own
+                judged += seen
+        outs, _ = self._read(outputs, known=False)
+        if found != self._found or any(self._known(out) is Origin.MADE for out in outs):
+            # Something inside has been found already; this is its consequence.
+            judged = [*judged, *(Input("", o.reading, Origin.MADE) for o in outs if o.reading)]
+        readings = [
+            out.reading
+            for out in outs
+            if out.reading is not None and self._known(out) not in (Origin.MEANT, Origin.ALLOWED)
+        ]
+        allowed = self.reporter.allows(frame.site, frame.class_name)
+        types = self.reporter.options.types
+        verdict = judge("", judged, readings, None, types, allowed=allowed)
+        if verdict.origin is not Origin.UNKNOWN:
+            for out in outs:
+                value = plain(out.tensor) if out.tensor is not None else None
+                if value is not None and out.reading is not None and out.reading.nonfinite:
+                    self._origins.add(value, verdict.origin)
+        if verdict.types:
+            self._found += 1
+            self.reporter.report(verdict, self._call(frame, stack()), parts, outs)
+        else:
+            self._found += int(verdict.propagates)
+            self.reporter.note(verdict, frame.site)
+
+    def _known(self, part: Part) -> Origin:
+        value = plain(part.tensor) if part.tensor is not None else None
+        return self._origins.of(value) if value is not None else Origin.UNKNOWN
+
+    def _read(self, tensors: Named, *, known: bool) -> tuple[list[Part], list[Input]]:
+        parts: list[Part] = []
+        judged: list[Input] = []
+        for slot, alias, tensor in tensors:
+            value = plain(tensor)
+            pattern = pattern_of(value.dtype) if value is not None else None
+            reading = read(value, pattern) if value is not None and pattern is not None else None
+            parts.append(Part(slot, tensor, reading, tensor.dtype, shape_of(tensor), alias))
+            if known and value is not None and reading is not None:
+                judged.append(Input(slot, reading, self._origins.of(value)))
+        return parts, judged
+
+    def _call(self, frame: Any, lines: Sequence[Any]) -> Call:
+        return Call(
+            frame.site, frame.site, frame.class_name, frame.phase, frame.step, frame.visit, lines
+        )
+
+    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            with undisturbed():
+                self.session.shielded("optimizer", self._gradients, optimizer)
+
+    def _gradients(self, optimizer: Any) -> None:
+        """Gradients that are about to be used; they came out of a backward pass nobody watched."""
+        step = self.session.step
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if parameter.grad is None:
+                    continue
+                value = plain(parameter.grad)
+                pattern = pattern_of(value.dtype) if value is not None else None
+                if value is None or pattern is None or not value.is_cpu or not value.numel():
+                    continue
+                if peak(value, pattern) <= pattern.top:
+                    self._origins.overwritten(value)
+                    continue
+                parts, _ = self._read([(f"grad {index}", "", parameter.grad)], known=False)
+                reading = parts[0].reading
+                assert reading is not None
+                if self._origins.of(value) is not Origin.UNKNOWN:
+                    continue
+                given = [Input("", reading._replace(nan=0, pos_inf=0, neg_inf=0))]
+                types = self.reporter.options.types
+                verdict = judge("", given, [reading], Numbers(), types)
+                self._origins.add(value, Origin.MADE)
+                if verdict.types:
+                    name = type(optimizer).__name__
+                    call = Call(name, name, name, "backward", step, 0, stack())
+                    reason = "a gradient, as the optimizer got it; --level operator names its maker"
+                    self.reporter.report(verdict._replace(reason=reason), call, (), parts)
+
+
+break_graphs(ModuleTap._before_optimizer)

@@ -1,0 +1,389 @@
+"""Watches every aten call for the first value that is not finite.
+
+Outputs are screened as they appear: one pass for the largest magnitude. Only a call whose output is
+suspicious is looked at closely: its inputs are read then, from where they still lie; what it
+overwrote was copied before. On other devices than the CPU nothing is waited for, see
+`device_watch.py`. What makes a producer is decided in `judging.py`.
+
+Nothing here changes what the program computes: tensors are read, never written.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from driftline.captures.torch.errcheck.devices import Count, DeviceWatch
+from driftline.captures.torch.errcheck.inspect import (
+    UNREAD,
+    Origin,
+    Origins,
+    Reading,
+    is_mask,
+    pattern_of,
+    peak,
+    plain,
+    read,
+    shape_of,
+    tensors_in,
+)
+from driftline.captures.torch.errcheck.modules import ModuleTap
+from driftline.captures.torch.errcheck.reporter import Call, Part, Reporter
+from driftline.captures.torch.errcheck.rules import CLAMPS, LOGARITHMS, UNDERFLOWS, Input, judge
+from driftline.captures.torch.errcheck.source_lines import LineMarks, here, line_of, stack
+from driftline.captures.torch.layers import is_compiled
+from driftline.captures.torch.operators.dispatch import (
+    begin_watching,
+    end_watching,
+    hide_from_compiler,
+    unwatch_delicate,
+    watch_delicate,
+    watching,
+)
+from driftline.captures.torch.operators.schema import (
+    WatchedOperator,
+    inputs_of,
+    numbers_in,
+    outputs_of,
+    parameters_in,
+    with_tensors,
+)
+from driftline.captures.torch.operators.sites import Spot, Whereabouts
+from driftline.captures.torch.tensors import undisturbed
+
+Named = Sequence[tuple[str, str, torch.Tensor]]
+COPIED = 64 << 20
+"""Bytes that are copied, at most, of what one call is about to overwrite."""
+_ORDINARY = (torch.Tensor, nn.Parameter)
+_current_node: Any = torch._C._current_autograd_node
+_LEAF = 2**64 - 1
+Gone = dict[str, tuple[torch.Tensor | None, Reading | None]]
+"""What a call has overwritten, by argument: a copy, or what was read of it."""
+
+
+class ErrorTap:
+    """The watch at operator level; see `taps.Tap` and `dispatch.Watcher` for its two faces."""
+
+    def __init__(self, session: Any, reporter: Reporter) -> None:
+        self.session = session
+        self.reporter = reporter
+        self.active = False
+        self._operators: dict[Any, WatchedOperator] = {}
+        self._where = Whereabouts(session)
+        self._origins = Origins()
+        self._device = DeviceWatch(reporter)
+        self._regions = ModuleTap(session, reporter, self._origins, self._device)
+        self._lines = LineMarks()
+        types = reporter.options.types
+        self._saturation = "saturation" in types
+        self._closely = (CLAMPS if self._saturation else frozenset[str]()) | (
+            UNDERFLOWS if "underflow" in types else frozenset[str]()
+        )
+
+    def install(self) -> None:
+        self.active = True
+        self._where.install()
+        if not watch_delicate(self):
+            self.reporter.remarks.setdefault(
+                "backward passes are not watched: this version of torch does not show them"
+            )
+        begin_watching(self)
+
+    def remove(self) -> None:
+        self.active = False
+        end_watching(self)
+        unwatch_delicate(self)
+        self._where.remove()
+        with undisturbed():
+            self._device.finish()
+
+    @contextmanager
+    def around_root(self, module: nn.Module) -> Generator[None]:
+        if not self.active:
+            yield
+            return
+        depth = self._where.depth()
+        try:
+            with watching(self, lasting=self.session.global_scope):
+                yield
+        finally:
+            self._where.back_to(depth)
+
+    @contextmanager
+    def around_backward(self) -> Generator[None]:
+        self._where.enter_backward()
+        self._lines.enter_backward()
+        with watching(self):
+            yield
+
+    def unseen(self, what: str) -> None:
+        self.reporter.remarks.setdefault(
+            f"{what} is not watched: torch computes it differently when it is"
+        )
+
+    def before_forward(self, frame: Any, inputs: Named) -> None:
+        self._where.enter(frame.site)
+
+    def on_forward(self, frame: Any, inputs: Named, outputs: Named) -> None:
+        self._where.leave(frame.site)
+        if is_compiled(frame.module):  # its operators are not seen, what it gives is
+            self._regions.on_forward(frame, inputs, outputs)
+        self._device.step_may_be_over()
+
+    # --- one operator
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operator and look at what it gave."""
+        if not self.active:
+            return func(*args, **kwargs)
+        operator = before = None
+        counted: dict[str, Count] = {}
+        looking = True
+        try:
+            operator = self._operators.get(func)
+            if operator is None:
+                operator = self._operators[func] = WatchedOperator(func)
+            if operator.tensors:
+                args = with_tensors(args, operator.tensors)
+            if operator.silent or operator.collective:
+                looking = operator.allocates or operator.collective
+            elif operator.overwrites:
+                with undisturbed():
+                    before = self._about_to_go(operator, args, kwargs)
+                    counted = self._device.before(operator, args, kwargs)
+        except Exception as error:
+            looking = False
+            self._lost(func, error)
+        result = func(*args, **kwargs)
+        if not looking or operator is None:
+            return result
+        recording = torch.is_grad_enabled()
+        try:
+            with undisturbed():
+                if operator.allocates:
+                    self._unwritten(result)
+                elif operator.collective:
+                    self._received((*args, *kwargs.values(), result))
+                else:
+                    self._look(func, operator, args, kwargs, before, result, recording, counted)
+        except Exception as error:
+            self._lost(func, error)
+        return result
+
+    def _look(
+        self,
+        func: Any,
+        operator: WatchedOperator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: Gone | None,
+        result: Any,
+        recording: bool,
+        counted: dict[str, Count],
+    ) -> None:
+        spot = self._where.spot(func, operator)
+        if spot is None:
+            return
+        visit = spot.next_visit()
+        reporter, origins = self.reporter, self._origins
+        reporter.calls += 1
+        if recording and spot.phase == "forward":
+            self._lines.mark()
+        suspicious = operator.short in self._closely
+        elsewhere = False
+        for _, tensor in outputs_of(operator, args, kwargs, result):
+            value = tensor
+            if (
+                type(tensor) not in _ORDINARY
+                or tensor.layout is not torch.strided
+                or tensor.is_nested
+            ):
+                value = plain(tensor)
+                if value is None:
+                    continue
+            pattern = pattern_of(value.dtype)
+            if pattern is None or not value.numel():
+                continue
+            if not value.is_cpu:
+                elsewhere = elsewhere or not value.is_meta
+                continue
+            most = peak(value, pattern)
+            if most > pattern.top:
+                suspicious = True
+                continue
+            key = (spot.site, pattern.name)
+            if most > reporter.peaks.get(key, -1):
+                reporter.peaks[key] = most
+            if most == pattern.top and self._saturation and pattern.narrow:
+                suspicious = True
+            if operator.mutates and origins:
+                origins.overwritten(value)
+        if elsewhere:
+            param = parameters_in(operator, args, kwargs)
+            call = self._call(spot, operator, visit, param, whole=False)
+            inputs = list(inputs_of(operator, args, kwargs))
+            outputs = list(outputs_of(operator, args, kwargs, result))
+            allowed = reporter.allows(spot.site, operator.full_name)
+            numbers = numbers_in(args, kwargs)
+            self._device.add(
+                call, operator.short, inputs, outputs, numbers, allowed, before=counted
+            )
+        elif suspicious:
+            with reporter.lock:
+                self._inspect(operator, spot, visit, args, kwargs, before, result)
+
+    def _inspect(
+        self,
+        operator: WatchedOperator,
+        spot: Spot,
+        visit: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: Gone | None,
+        result: Any,
+    ) -> None:
+        reporter, origins = self.reporter, self._origins
+        parts: list[Part] = []
+        read_from: dict[str, torch.Tensor] = {}
+        judged: list[Input] = []
+        for name, alias, tensor in inputs_of(operator, args, kwargs):
+            value = plain(tensor)
+            pattern = pattern_of(value.dtype) if value is not None else None
+            if value is None or pattern is None:
+                parts.append(Part(name, tensor, None, tensor.dtype, shape_of(tensor), alias))
+                judged.append(Input(name, UNREAD))
+                continue
+            source, reading = tensor, None
+            if before is not None and name in before:
+                source, reading = before[name]
+            # A subclass's own operators are out of reach here, even reading it would end badly.
+            shown = value if source is None or source is tensor else source
+            if reading is None:
+                reading = read(shown, pattern)
+            parts.append(Part(name, source, reading, tensor.dtype, shape_of(tensor), alias))
+            read_from[name] = value
+            origin = reporter.origin(origins.of(value))
+            if origin is Origin.UNKNOWN and value.numel() == 1 and not tensor.requires_grad:
+                origin = Origin.MEANT  # a number that the program wrote down
+            mask = operator.short in LOGARITHMS and source is not None and is_mask(shown)
+            judged.append(Input(name, reading, origin, mask))
+        outs: list[Part] = []
+        for slot, tensor in outputs_of(operator, args, kwargs, result):
+            value = plain(tensor)
+            pattern = pattern_of(value.dtype) if value is not None else None
+            if value is not None and pattern is not None:
+                reading = read(value, pattern)
+                outs.append(Part(slot, value, reading, tensor.dtype, shape_of(tensor)))
+        allowed = reporter.allows(spot.site, operator.full_name)
+        verdict = judge(
+            operator.short,
+            judged,
+            [out.reading for out in outs if out.reading is not None],
+            numbers_in(args, kwargs),
+            reporter.options.types,
+            allowed=allowed,
+        )
+        if verdict.origin is not Origin.UNKNOWN:
+            for out in outs:
+                if out.tensor is not None and out.reading is not None and out.reading.nonfinite:
+                    origins.add(out.tensor, verdict.origin)
+        for name in verdict.entered:
+            origins.add(read_from[name], Origin.MADE)
+        if verdict.types:
+            param = parameters_in(operator, args, kwargs)
+            call = self._call(spot, operator, visit, param, whole=True)
+            reporter.report(verdict, call, parts, outs)
+        else:
+            reporter.note(verdict, spot.site)
+
+    # --- what a call reads and writes
+
+    def _about_to_go(
+        self, operator: WatchedOperator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Gone:
+        """What a call is about to overwrite: a copy, or only a reading of what is too large."""
+        kept: Gone = {}
+        room = COPIED
+        for index, name in operator.overwrites:
+            given = args[index] if index < len(args) else kwargs.get(name)
+            for slot, tensor in tensors_in(given, name):
+                value = plain(tensor)
+                pattern = pattern_of(value.dtype) if value is not None else None
+                if value is None or pattern is None or not value.is_cpu or not value.numel():
+                    continue
+                size = value.numel() * value.element_size()
+                if size <= room:
+                    room -= size
+                    kept[slot] = value.detach().clone(), None
+                else:
+                    kept[slot] = None, read(value, pattern)
+        return kept
+
+    def _unwritten(self, result: Any) -> None:
+        for _, tensor in tensors_in(result, ""):
+            if type(tensor) in _ORDINARY and tensor.layout is torch.strided and tensor.numel():
+                if tensor.is_cpu:
+                    if pattern_of(tensor.dtype) is not None:
+                        self._origins.add(tensor, Origin.RAW)
+                elif not tensor.is_meta:
+                    self._device.unread(tensor, Origin.RAW)
+
+    def _received(self, values: tuple[Any, ...]) -> None:
+        """A collective is under way: what its tensors will hold is other ranks' work too."""
+        for given in values:
+            for _, tensor in tensors_in(given, ""):
+                value = plain(tensor)
+                if value is None or pattern_of(value.dtype) is None or not value.numel():
+                    continue
+                if not value.is_cpu:
+                    self._device.unread(value, Origin.RECEIVED)
+                elif self._origins.of(value) is not Origin.MADE:
+                    self._origins.put(value, Origin.RECEIVED)
+
+    # --- where
+
+    def _call(
+        self,
+        spot: Spot,
+        operator: WatchedOperator,
+        visit: int,
+        param: dict[str, Any],
+        *,
+        whole: bool,
+    ) -> Call:
+        if whole:
+            lines = stack()
+        else:
+            place = here()
+            lines = [line_of(place)] if place is not None else []
+        return Call(
+            spot.site,
+            spot.site.rpartition("/")[0],
+            operator.full_name,
+            spot.phase,
+            spot.step,
+            visit,
+            lines,
+            self._forward_line() if spot.phase == "backward" else "",
+            param,
+        )
+
+    def _forward_line(self) -> str:
+        node = _current_node()
+        number = node._sequence_nr() if node is not None else _LEAF
+        line = self._lines.line(number) if number != _LEAF else None
+        if line is None:
+            return ""
+        return f"{line}: {line.text}" if line.text else str(line)
+
+    def _lost(self, func: Any, error: Exception) -> None:
+        self.reporter.remarks.setdefault(f"{func} could not be looked at: {error}")
+
+
+hide_from_compiler(ErrorTap.around_backward)

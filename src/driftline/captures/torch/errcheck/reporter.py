@@ -1,0 +1,280 @@
+"""From a verdict to a finding on disk: described, written at once, its tensors kept for replay.
+
+One reporter serves all levels and devices of a process. What is a finding was decided before; how
+a run is stored is the session's sink's.
+"""
+
+# pyright: reportUnknownMemberType=false, reportPrivateUsage=false
+from __future__ import annotations
+
+import fnmatch
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from driftline.captures.errcheck.findings import Finding, FindingsFile, Side
+from driftline.captures.torch.errcheck.inspect import Origin, Reading
+from driftline.captures.torch.errcheck.rules import Verdict
+from driftline.captures.torch.errcheck.source_lines import Line
+from driftline.captures.torch.tensors import dtype_name, undisturbed
+from driftline.runs.sidecars.calls import CALLS, CallTensor
+from driftline.runs.sidecars.calls import Call as CallLine
+from driftline.runs.sinks import Sheets, Sink
+
+_ONCE = frozenset({"saturation", "underflow"})
+"""Said once per site: a layer that does it does it in every step."""
+
+
+class WatchOptions(NamedTuple):
+    """What is looked for.
+
+    Attributes:
+        types: nan, inf, saturation, underflow.
+        allow: Globs on sites and operators that may make what they like.
+    """
+
+    types: frozenset[str] = frozenset({"nan", "inf"})
+    allow: tuple[str, ...] = ()
+
+
+class Call(NamedTuple):
+    """One call that was judged.
+
+    Attributes:
+        site: `{module}/{operator}`, or a module.
+        module: The module's path.
+        operator: Full name, or the module's class.
+        param: Arguments that are no tensors, as JSON; None for a module.
+    """
+
+    site: str
+    module: str
+    operator: str
+    phase: str
+    step: int
+    visit: int
+    lines: Sequence[Line] = ()
+    forward_line: str = ""
+    param: Mapping[str, Any] | None = None
+
+
+class Part(NamedTuple):
+    """One tensor of a call: what was read of it, and itself if its values are still there.
+
+    Attributes:
+        reading: None for what is always finite.
+    """
+
+    name: str
+    tensor: torch.Tensor | None
+    reading: Reading | None
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    alias: str = ""
+
+
+class Reporter:
+    """Writes findings and counts what is none.
+
+    Attributes:
+        calls: Operators or modules that were looked at.
+        propagators: Calls that only handed on.
+        unwritten: Calls that read memory nobody had written, and got something not finite.
+        received: Something not finite that a collective left was reported.
+        repeats: Saturation and underflow at sites that were reported before.
+        peaks: Largest magnitude pattern by site and element type.
+        device_peaks: Largest magnitude, for what was read on a device.
+        remarks: Sentences for the person, each once.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        options: WatchOptions,
+        file: FindingsFile,
+        after: Callable[[Finding], None] | None = None,
+    ) -> None:
+        self.session = session
+        self.options = options
+        self.file = file
+        self._after = after
+        self.findings: list[Finding] = []
+        self._said: set[tuple[str, str]] = set()
+        self._allowed: dict[tuple[str, str], bool] = {}
+        self.peaks: dict[tuple[str, str], int] = {}
+        self.device_peaks: dict[tuple[str, str], float] = {}
+        self.remarks: dict[str, None] = {}
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        self.lock = threading.RLock()
+        self.calls = self.propagators = self.unwritten = self.repeats = 0
+        self.received = False
+        self.findings.clear()
+
+    def allows(self, site: str, operator: str) -> bool:
+        """Whether the user allows a site or an operator to make what it likes."""
+        if not self.options.allow:
+            return False
+        key = (site, operator)
+        found = self._allowed.get(key)
+        if found is None:
+            short = operator.rpartition(".")[0]
+            found = self._allowed[key] = any(
+                fnmatch.fnmatchcase(text, pattern)
+                for pattern in self.options.allow
+                for text in (site, operator, short)
+            )
+        return found
+
+    def origin(self, origin: Origin) -> Origin:
+        """What other ranks made is reported once; afterwards it is a consequence.
+
+        Collectives also fill memory that nobody here has seen, so in a job of several ranks that
+        goes for what is of unknown origin too.
+        """
+        if origin is Origin.RECEIVED and self.received:
+            return Origin.MADE
+        if origin is Origin.UNKNOWN and self.findings and _several_ranks():
+            return Origin.MADE
+        return origin
+
+    def note(self, verdict: Verdict, site: str) -> None:
+        """A call that gave something not finite and is no finding."""
+        if verdict.propagates:
+            self.propagators += 1
+        elif verdict.origin is Origin.RAW:
+            self.unwritten += 1
+            if self.unwritten == 1:
+                self.remarks.setdefault(
+                    f"{site} read memory that was allocated and never written, and got what is not "
+                    "finite from it; such calls are not judged"
+                )
+
+    def report(
+        self,
+        verdict: Verdict,
+        call: Call,
+        inputs: Sequence[Part],
+        outputs: Sequence[Part],
+        *,
+        exact: bool = True,
+    ) -> None:
+        """Write a finding and keep its tensors; returns when both would outlive a kill."""
+        with self.lock:
+            types = [t for t in verdict.types if t not in _ONCE or self._is_new(call.site, t)]
+            if not types:
+                self.repeats += 1
+                return
+            inner = call.lines[0] if call.lines else None
+            finding = Finding(
+                number=self.file.next_number(),
+                types=tuple(types),
+                cause="entered" if verdict.entered else "made",
+                operator=call.operator,
+                site=call.site,
+                module=call.module,
+                phase=call.phase,
+                step=call.step,
+                visit=call.visit,
+                rank=self.session.rank,
+                pid=os.getpid(),
+                entered=verdict.entered,
+                line=str(inner) if inner else "",
+                code=inner.text if inner else "",
+                stack=tuple(map(str, call.lines[1:])),
+                forward_line=call.forward_line,
+                reason=verdict.reason,
+                inputs=tuple(map(_side, inputs)),
+                outputs=tuple(map(_side, outputs)),
+                exact=exact,
+                time=time.time(),
+            )
+            self.received = self.received or verdict.received
+            self.file.write(finding)
+            self.findings.append(finding)
+            self._keep(finding, call, inputs, outputs)
+        if self._after is not None:
+            self._after(finding)
+
+    def _is_new(self, site: str, kind: str) -> bool:
+        new = (site, kind) not in self._said
+        self._said.add((site, kind))
+        return new
+
+    def _keep(
+        self, finding: Finding, call: Call, inputs: Sequence[Part], outputs: Sequence[Part]
+    ) -> None:
+        session = self.session
+        with undisturbed():
+            for port, moment, parts in (("input", "before", inputs), ("output", "after", outputs)):
+                for part in parts:
+                    if part.tensor is not None:
+                        session.shielded(
+                            call.site,
+                            session.take,
+                            call.site,
+                            port,
+                            part.name,
+                            part.tensor,
+                            part.alias,
+                            call.operator,
+                            call.visit,
+                            call.phase,
+                            moment,
+                            call.step,
+                        )
+        session.shielded(call.site, self._flush, finding, call, inputs, outputs)
+
+    def _flush(
+        self, finding: Finding, call: Call, inputs: Sequence[Part], outputs: Sequence[Part]
+    ) -> None:
+        sink: Sink = self.session.intake._open_sink()
+        if call.param is not None and isinstance(sink, Sheets):
+            line = CallLine(
+                finding.number - 1,
+                "operator",
+                call.site,
+                call.operator,
+                step=call.step,
+                visit=call.visit,
+                phase=call.phase,
+                inputs=tuple(map(_described, inputs)),
+                outputs=tuple(map(_described, outputs)),
+                param=call.param,
+            )
+            sink.sheet(CALLS, line.to_line())
+        self.session.event("finding", finding.sentence(), number=finding.number, site=finding.site)
+        self.session.intake._open_sink().flush()
+
+
+def _several_ranks() -> bool:
+    group: Any = torch.distributed
+    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
+
+
+def _described(part: Part) -> CallTensor:
+    return CallTensor(part.name, dtype_name(part.dtype) or str(part.dtype), part.shape, part.alias)
+
+
+def _side(part: Part) -> Side:
+    reading = part.reading
+    dtype = str(part.dtype).removeprefix("torch.")
+    if reading is None:
+        return Side(part.name, dtype, part.shape, math.prod(part.shape))
+    return Side(
+        name=part.name,
+        dtype=dtype,
+        shape=part.shape,
+        elements=reading.elements,
+        peak=reading.peak if math.isfinite(reading.peak) else None,
+        nan=reading.nan,
+        pos_inf=reading.pos_inf,
+        neg_inf=reading.neg_inf,
+        at_limit=reading.top + reading.bottom,
+    )

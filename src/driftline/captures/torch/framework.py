@@ -1,0 +1,222 @@
+# pyright: reportUnknownMemberType=false
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+"""Whether torch may take float32 for less: what CUDA computes in TF32, and how to have it not.
+
+torch convolves in TF32 unless it is told not to. It has older switches and newer ones; where a
+program used the newer, the older raise when they are asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from driftline.captures.api import Capture, capture, step
+from driftline.captures.framework import Leaf
+from driftline.captures.naming import ROOT
+from driftline.captures.options import Reduction
+from driftline.captures.recorder import Pending, Refusal, Snapshot
+from driftline.captures.selection import Selection
+from driftline.captures.torch import layers as flatten
+from driftline.captures.torch.distributed import job_facts
+from driftline.captures.torch.layers import unwrapped
+from driftline.captures.torch.session import CaptureSession, StepsBy
+from driftline.captures.torch.tensors import snapshot, undisturbed
+from driftline.runs.sidecars.calls import CALLS, GRAPHS
+from driftline.runs.sinks import JSON, Sheets, Sink
+
+__all__ = [
+    "Capture",
+    "capture",
+    "check_graph",
+    "check_levels",
+    "facts",
+    "is_model",
+    "session_for",
+    "step",
+    "watch_graphs",
+]
+
+
+def allowed() -> list[str]:
+    """What may be computed so: `products`, `convolutions`."""
+    return [
+        name for name, of, switch, off in _switches() if getattr(of, switch) not in (off, "none")
+    ]
+
+
+@contextlib.contextmanager
+def switched_off() -> Generator[None]:
+    """All digits of float32, and afterwards what the program has chosen."""
+    before = [(of, switch, getattr(of, switch)) for _, of, switch, _ in _switches()]
+    try:
+        for _, of, switch, off in _switches():
+            setattr(of, switch, off)
+        yield
+    finally:
+        for of, switch, value in before:
+            setattr(of, switch, value)
+
+
+def _switches() -> list[tuple[str, Any, str, Any]]:
+    """(name, where its switch is, what it is called, what is off)."""
+    products: Any = torch.backends.cuda.matmul
+    convolutions: Any = torch.backends.cudnn
+    try:
+        _ = products.allow_tf32, convolutions.allow_tf32
+    except RuntimeError:
+        return [
+            ("products", products, "fp32_precision", "ieee"),
+            ("convolutions", convolutions.conv, "fp32_precision", "ieee"),
+        ]
+    return [
+        ("products", products, "allow_tf32", False),
+        ("convolutions", convolutions, "allow_tf32", False),
+    ]
+
+
+# What of torch's own state can change a number, for the record of a run.
+
+
+def facts() -> dict[str, JSON]:
+    """Asking neither draws a random number nor wakes a device."""
+    devices = ["cpu"]
+    if torch.cuda.is_initialized():
+        devices += [
+            f"cuda:{index} {torch.cuda.get_device_name(index)}"
+            for index in range(torch.cuda.device_count())
+        ]
+    digits: dict[str, JSON] = {"tf32": list(allowed())} if torch.version.cuda else {}
+    return {
+        "framework": "torch",
+        "devices": devices,
+        **digits,
+        "seed": int(torch.initial_seed()),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "threads": int(torch.get_num_threads()),
+        "deterministic": bool(torch.are_deterministic_algorithms_enabled()),
+        **job_facts(),
+    }
+
+
+# torch, as the saving hook sees it; see `adapters.saving`.
+
+
+class Engine:
+    """torch's answers."""
+
+    def is_model(self, model: object) -> bool:
+        return isinstance(model, nn.Module)
+
+    def leaves(self, model: nn.Module) -> list[Leaf]:
+        layers: list[tuple[str, nn.Module]] = list(unwrapped(model).named_modules())
+        # It hands the weights of its projection to a function.
+        attention = [layer for _, layer in layers if isinstance(layer, nn.MultiheadAttention)]
+        silent = {id(child) for layer in attention for child in layer.children()}
+        return [
+            Leaf(layer, name, name or ROOT, id(layer) not in silent)
+            for name, layer in layers
+            if not any(True for _ in layer.children())
+        ]
+
+    def after_forward(self, layer: nn.Module, look: Callable[[Any], None]) -> None:
+        def hook(_layer: object, _inputs: object, output: object) -> None:
+            look(output)
+
+        layer.register_forward_hook(hook)
+
+    def parameters(self, leaf: Leaf) -> Iterator[tuple[str, str, torch.Tensor]]:
+        for short, parameter in leaf.layer.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                yield short, f"{leaf.name}.{short}", parameter
+
+    def at_gradient(self, parameter: torch.Tensor, look: Callable[[Any], None]) -> None:
+        def hook(gradient: torch.Tensor | None) -> None:
+            if gradient is not None:
+                look(gradient)
+
+        parameter.register_hook(hook)
+
+    def tensors(self, output: Any) -> list[tuple[str, str, Any]]:
+        return flatten.outputs(output)
+
+    def look(self, tensor: torch.Tensor) -> Snapshot | Refusal | Pending:
+        return snapshot(tensor)
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        return undisturbed()
+
+    def is_replay(self) -> bool:
+        return torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1
+
+    def rank(self) -> tuple[int, int] | None:
+        distributed = torch.distributed
+        if distributed.is_available() and distributed.is_initialized():
+            return int(distributed.get_rank()), int(distributed.get_world_size())
+        return None
+
+    def facts(self) -> dict[str, JSON]:
+        return facts()
+
+
+# What the doors of capture need of torch: a session for one model, and who runs now.
+
+
+def is_model(thing: object) -> bool:
+    return isinstance(thing, nn.Module)
+
+
+def check_levels(levels: Sequence[str]) -> None:
+    """torch shows every level there is."""
+    del levels
+
+
+def session_for(
+    sink: Sink,
+    selection: Selection,
+    reduction: Reduction,
+    levels: Sequence[str],
+    *,
+    model: nn.Module,
+    rank: int,
+    steps_by: StepsBy,
+    to_folder: bool,
+) -> CaptureSession:
+    """A session of one model, not started yet; a run in a folder can have operators replayed."""
+    session = CaptureSession(
+        sink, selection, reduction, levels, model=model, rank=rank, steps_by=steps_by
+    )
+    if to_folder and session.replayable and isinstance(sink, Sheets):
+        from driftline.captures.torch.operators.call_list import CallTap
+
+        session.taps.append(CallTap(session, functools.partial(sink.sheet, CALLS)))
+        session.for_replay = True
+    return session
+
+
+def check_graph(graph: str | None, levels: Sequence[str], *, fusion: bool) -> None:
+    """Whether compiled graphs can be seen as a person asked for it.
+
+    Raises:
+        BadInput: No such graph, or levels that cannot be seen at the same time.
+    """
+    from driftline.captures.torch.compile.tap import known_graph
+
+    known_graph(graph, levels, fusion=fusion)
+
+
+def watch_graphs(
+    session: CaptureSession, sink: Sink, graph: Literal["fx", "inductor"], *, fusion: bool
+) -> None:
+    """Let a session see the graphs that `torch.compile` makes."""
+    from driftline.captures.torch.compile.tap import GraphTap
+
+    write = functools.partial(sink.sheet, GRAPHS) if isinstance(sink, Sheets) else None
+    session.taps.append(GraphTap(session, graph, write, fusion=fusion, afresh=True))

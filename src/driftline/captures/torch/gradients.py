@@ -1,0 +1,488 @@
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+"""Parameters and buffers: whose they are, their values when asked for, the gradients they get.
+
+Knows which module owns a parameter, when a root is called, when an optimizer steps. How a tensor is
+copied, summarised or stored it does not know: the session's `emit` does that.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from driftline.captures.gradients import CallGradients, Contributions, Inflow, Owner, PassedCall
+from driftline.captures.torch.layers import class_name_of
+from driftline.captures.torch.operators.dispatch import break_graphs, hide_from_compiler
+
+_FLAT = "torch.distributed.fsdp._flat_param"
+
+
+def _is_piece_of_flat(tensor: torch.Tensor) -> bool:
+    """Whether FSDP1 has put this in the place of a parameter: a view of the one that holds all."""
+    base = tensor._base if _FLAT in sys.modules else None
+    return base is not None and bool(getattr(base, "_is_flat_param", False))
+
+
+class ParameterNames:
+    """From a parameter to its owner, for every root seen so far.
+
+    A tied parameter has the first owner in `named_modules()` order. Parameters are held weakly: a
+    model that the program drops is not kept.
+    """
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], Owner]] = {}
+
+    def learn(self, root: nn.Module) -> list[tuple[torch.Tensor, Owner]]:
+        """Parameters of `root` that were not known before, with their owners."""
+        fresh: list[tuple[torch.Tensor, Owner]] = []
+        known = self._known
+        for module in root.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or is_lazy(parameter):
+                    continue
+                # The id of a dead parameter may be given to a new one: the reference decides.
+                entry = known.get(id(parameter))
+                if entry is not None and entry[0]() is parameter:
+                    continue
+                owner = Owner(self._session.site_of(module), name, class_name_of(module))
+                known[id(parameter)] = (weakref.ref(parameter), owner)
+                fresh.append((parameter, owner))
+        return fresh
+
+    def add(self, parameter: torch.Tensor, owner: Owner) -> None:
+        """A tensor that stands in for a parameter."""
+        self._known[id(parameter)] = (weakref.ref(parameter), owner)
+
+    def owner(self, parameter: torch.Tensor) -> Owner | None:
+        entry = self._known.get(id(parameter))
+        return entry[1] if entry is not None and entry[0]() is parameter else None
+
+
+class ParameterTap:
+    """Every parameter and buffer at the first call of its root, or at the first call in each step.
+
+    Values are taken before the root runs, under the port `param`; the slot is the name inside the
+    owning module. A tied tensor is written once, at its first owner.
+    """
+
+    def __init__(self, session: Any, *, every: Literal["run", "step"] = "run") -> None:
+        self._session = session
+        self._every = every
+        self._done: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._written: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._active = False
+
+    def install(self) -> None:
+        self._active = True
+
+    def remove(self) -> None:
+        self._active = False
+
+    @contextmanager
+    def around_root(self, module: nn.Module) -> Generator[None]:
+        """Called by `modules.py` around each call of a root module."""
+        if self._active:
+            try:
+                self._write(module)
+            except Exception as error:  # the user's program goes on whatever happens here
+                self._session.event_once("parameters-lost", f"parameters not captured: {error}")
+        yield
+
+    def before_forward(self, frame: Any, inputs: Any) -> None:
+        pass  # parameters belong to the whole call
+
+    def on_forward(self, frame: Any, inputs: Any, outputs: Any) -> None:
+        pass
+
+    def _write(self, root: nn.Module) -> None:
+        session = self._session
+        step: int = session.step
+        last = self._done.get(root)
+        if last is not None and (self._every == "run" or last == step):
+            return
+        waiting = False
+        for module in root.modules():
+            site: str = session.site_of(module)
+            class_name = class_name_of(module)
+            if not session.wants(site, class_name, "param"):
+                continue
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is None or self._is_written(tensor, step):
+                    continue
+                if is_lazy(tensor):  # has no values until the first call is over
+                    waiting = True
+                    continue
+                self._written[id(tensor)] = (weakref.ref(tensor), step)
+                session.emit(site, "param", name, tensor, class_name=class_name, step=step)
+        if not waiting:
+            self._done[root] = step
+
+    def _is_written(self, tensor: torch.Tensor, step: int) -> bool:
+        entry = self._written.get(id(tensor))
+        if entry is None or entry[0]() is not tensor:
+            return False
+        return self._every == "run" or entry[1] == step
+
+
+class ParameterGradients:
+    """`param_grad` at every backward pass, `optimizer_grad` at every optimizer step."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._names = ParameterNames(session)
+        self._active = False
+        self._handles: list[Any] = []
+        self._frozen: list[tuple[weakref.ref[torch.Tensor], Owner]] = []
+        self._given = Contributions(session)
+
+    def install(self) -> None:
+        self._active = True
+        self._handles.append(register_optimizer_step_pre_hook(self._at_optimizer))
+
+    def remove(self) -> None:
+        self._active = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def watch(self, root: nn.Module) -> None:
+        """Hook the parameters of `root` that are new; cheap when there are none."""
+        if not self._active or torch.is_inference_mode_enabled():
+            return
+        try:
+            fresh = self._names.learn(root)
+            # A frozen parameter cannot carry a hook; it may be thawed between two calls.
+            thawed = [(p, owner) for ref, owner in self._frozen if (p := ref()) is not None]
+            self._frozen.clear()
+            for parameter, owner in (*thawed, *fresh, *self._unsharded(root)):
+                if not parameter.requires_grad:
+                    self._frozen.append((weakref.ref(parameter), owner))
+                elif parameter.is_leaf:
+                    self._handles.append(self._hook(parameter, owner))
+                elif _is_piece_of_flat(parameter):
+                    self._hook(parameter, owner)  # made anew for every call, and gone with it
+        except Exception as error:
+            self._session.event_once("gradient-lost", f"parameter gradients not captured: {error}")
+
+    def _unsharded(self, root: nn.Module) -> list[tuple[torch.Tensor, Owner]]:
+        """What FSDP computes with in place of its shards: it is there that gradients arrive."""
+        if "torch.distributed.fsdp" not in sys.modules:
+            return []
+        found: list[tuple[torch.Tensor, Owner]] = []
+        for module in root.modules():
+            state_of: Any = getattr(type(module), "_get_fsdp_state", None)
+            state: Any = None if state_of is None else state_of(module)
+            groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [
+                getattr(state, "_fsdp_param_group", None)
+            ]
+            for each in (each for group in groups if group for each in group.fsdp_params):
+                whole = getattr(each, "_unsharded_param", None)
+                owner = self._names.owner(each.sharded_param)
+                if whole is None or owner is None or self._names.owner(whole) is not None:
+                    continue
+                self._names.add(whole, owner)
+                found.append((whole, owner))
+        return found
+
+    def _hook(self, parameter: torch.Tensor, owner: Owner) -> Any:
+        reference = weakref.ref(self)
+
+        def arrived(gradient: torch.Tensor | None) -> None:
+            me = reference()
+            # A custom function may pass on no gradient at all.
+            if gradient is not None and me is not None and me._active:
+                me._given.take("param_grad", owner, gradient)
+
+        hide_from_compiler(arrived)
+        # Without this mark, sharing the parameter between processes would print a warning.
+        arrived.__torch_unserializable__ = True  # type: ignore[attr-defined]
+        return cast("Any", parameter.register_hook(arrived))
+
+    def _owner(self, parameter: torch.Tensor) -> Owner | None:
+        """Whose a parameter is. FSDP1 puts other tensors in their place while a model runs."""
+        found = self._names.owner(parameter)
+        if found is None and _FLAT in sys.modules:
+            for root in self._session.names.roots:
+                if (module := root.module()) is not None:
+                    self._names.learn(module)
+            found = self._names.owner(parameter)
+        return found
+
+    def _at_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if not self._active:
+            return
+        try:
+            for index, group in enumerate(optimizer.param_groups):
+                for position, parameter in enumerate(group["params"]):
+                    gradient = parameter.grad
+                    if gradient is not None:
+                        owner = self._owner(parameter) or Owner(
+                            "(optimizer)", f"{index}.{position}", type(optimizer).__name__
+                        )
+                        self._given.take("optimizer_grad", owner, gradient)
+        except Exception as error:
+            self._session.event_once("gradient-lost", f"optimizer gradients not captured: {error}")
+
+
+break_graphs(ParameterGradients._at_optimizer)
+
+
+# Gradients of modules and parameters, read without touching what autograd computes.
+
+
+Named = Sequence[tuple[str, str, torch.Tensor]]
+"""Slot, alias and tensor, as `modules.py` hands them out."""
+Gradients = tuple[torch.Tensor | None, ...]
+_Entry = tuple[Any, int, list[tuple[int, int]]]
+"""A call under way: frame, next sequence number, sequence and output number behind each input."""
+
+# Private parts of torch, of which the stubs know nothing.
+_C: Any = torch._C
+_autograd: Any = torch.autograd
+
+_LEAF = 2**64 - 1
+"""Sequence number of every AccumulateGrad node; all other nodes count up within their thread."""
+
+
+class GradientTap(CallGradients):
+    """Reads gradients of modules, of parameters, and of what the optimizer is given.
+
+    `modules.py` calls `around_root` around a root's call, `before_forward` before and `on_forward`
+    after each module's. Between the last two only numbers are kept: an exception in between leaves
+    nothing alive.
+    """
+
+    def __init__(self, session: Any) -> None:
+        super().__init__(session)
+        self._calls = _CallStack()
+        self._parameters = ParameterGradients(session)
+        self._lock = threading.Lock()
+        self._open: dict[int, list[Inflow[Any]]] = {}
+
+    def install(self) -> None:
+        self.active = True
+        self._parameters.install()
+
+    def remove(self) -> None:
+        self.active = False
+        self._parameters.remove()
+        with self._lock:
+            self._open.clear()
+
+    @contextmanager
+    def around_root(self, module: nn.Module) -> Generator[None]:
+        """Called by `modules.py` around each call of a root module."""
+        calls = self._calls.items
+        depth = len(calls)
+        self._parameters.watch(module)
+        try:
+            yield
+        finally:
+            del calls[depth:]  # what an exception left
+            self._parameters.watch(module)  # lazy parameters exist only now
+
+    def before_forward(self, frame: Any, inputs: Named) -> None:
+        """Remember where in the graph the inputs come from; an in-place op will hide it."""
+        if not (self.active and torch.is_grad_enabled() and self.session.wants_step(frame.step)):
+            return
+        origins: list[tuple[int, int]] = []
+        try:
+            for _, _, tensor in inputs:
+                node = tensor.grad_fn if tensor.requires_grad else None
+                origins.append((-1, 0) if node is None else (node._sequence_nr(), tensor.output_nr))
+        except Exception as error:
+            self.lost(frame.site, error)
+            return
+        self._calls.items.append((frame, _autograd._get_sequence_nr(), origins))
+
+    def on_forward(self, frame: Any, inputs: Named, outputs: Named) -> None:
+        if not self.active:
+            return
+        entry = self._calls.take(frame)
+        if entry is None:
+            return
+        try:
+            self._hook(entry, inputs, outputs)
+        except Exception as error:
+            self.lost(frame.site, error)
+
+    def _hook(self, entry: _Entry, inputs: Named, outputs: Named) -> None:
+        frame, first, origins = entry
+        ends: dict[Any, list[tuple[int, str, str]]] = {}
+        for slot, alias, tensor in outputs:
+            if not tensor.requires_grad or _is_transformed(tensor):
+                continue
+            # Hooks on a node that outlives this call's graph would pile up: a leaf's (DDP keeps it;
+            # what arrives there is its `param_grad`) or a cached tensor's.
+            node, output = tensor.grad_fn, tensor.output_nr
+            if node is None:
+                continue
+            number = node._sequence_nr()
+            if number >= first or (number, output) in origins:
+                ends.setdefault(node, []).append((output, slot, alias))
+        if not ends:
+            return
+        wants = self.session.wants
+        site, class_name = frame.site, frame.class_name
+        want_output: bool = wants(site, class_name, "grad_output")
+        want_input: bool = wants(site, class_name, "grad_input")
+        if not (want_output or want_input):
+            return
+        call = PassedCall[GradientTap](self, frame)
+        if want_output:
+            for node, slots in ends.items():
+                node.register_prehook(_OutputHook(call, slots))
+        if want_input:
+            self._hook_inputs(call, entry, inputs, [*ends])
+
+    def _hook_inputs(
+        self, call: PassedCall[GradientTap], entry: _Entry, inputs: Named, ends: list[Any]
+    ) -> None:
+        _, first, origins = entry
+        sources: dict[tuple[Any, int], Inflow[Any]] = {}
+        for (slot, alias, tensor), (number, output) in zip(inputs, origins, strict=True):
+            if number >= 0:
+                sources.setdefault((number, output), Inflow(call, slot, alias))
+            elif tensor.is_leaf and tensor.requires_grad:
+                sources.setdefault((get_gradient_edge(tensor).node, 0), Inflow(call, slot, alias))
+        if not sources:
+            return
+        for node, edges in _edges_into(sources, ends, first):
+            for _, inflow in edges:
+                inflow.expected += 1
+            node.register_hook(_InputHook(edges))
+
+    def expect(self, inflow: Inflow[Any], task: int) -> None:
+        with self._lock:
+            waiting = self._open.get(task)
+            if waiting is not None:
+                waiting.append(inflow)
+                return
+            self._open[task] = [inflow]
+        engine = _autograd.Variable._execution_engine
+        engine.queue_callback(lambda: self._finish(task))
+
+    def _finish(self, task: int) -> None:
+        with self._lock:
+            waiting = self._open.pop(task, [])
+        for inflow in waiting:
+            inflow.finish(task)
+
+    def task(self) -> int:
+        return _C._current_graph_task_id()
+
+
+class _CallStack(threading.local):
+    """Calls under way in this thread."""
+
+    def __init__(self) -> None:
+        self.items: list[_Entry] = []
+
+    def take(self, frame: Any) -> _Entry | None:
+        """The entry of `frame`; entries above it belong to calls that ended in an exception."""
+        items = self.items
+        for index in range(len(items) - 1, -1, -1):
+            if items[index][0] is frame:
+                entry = items[index]
+                del items[index:]
+                return entry
+        return None
+
+
+class _OutputHook:
+    """Before a node runs: shows what arrived at a call's outputs."""
+
+    __slots__ = ("_call", "_slots")
+
+    def __init__(self, call: PassedCall[GradientTap], slots: list[tuple[int, str, str]]) -> None:
+        self._call = call
+        self._slots = slots
+
+    def __call__(self, gradients: Gradients) -> None:
+        tap = self._call.tap()
+        if tap is None or not tap.active:
+            return
+        try:
+            task = _C._current_graph_task_id()
+            for number, slot, alias in self._slots:
+                gradient = gradients[number]
+                if gradient is not None:
+                    tap.emit(self._call, "grad_output", slot, alias, gradient, task)
+        except Exception as error:
+            tap.lost(self._call.site, error)
+
+
+class _InputHook:
+    """After a node ran: shows what it sends along its edges to a call's inputs."""
+
+    __slots__ = ("_edges",)
+
+    def __init__(self, edges: list[tuple[int, Inflow[Any]]]) -> None:
+        self._edges = edges
+
+    def __call__(self, gradients: Gradients, _: Gradients) -> None:
+        for index, inflow in self._edges:
+            try:
+                inflow.arrived(gradients[index])
+            except Exception as error:
+                tap = inflow.call.tap()
+                if tap is not None:
+                    tap.lost(inflow.call.site, error)
+
+
+hide_from_compiler(_OutputHook.__call__, _InputHook.__call__)
+
+
+def _edges_into(
+    sources: dict[tuple[Any, int], Inflow[Any]], ends: list[Any], first: int
+) -> list[tuple[Any, list[tuple[int, Inflow[Any]]]]]:
+    """Nodes between `ends` and `sources` that have an edge into a source, with those edges.
+
+    Sources are known by sequence number and output number, leaves by node. Nodes numbered below
+    `first` were made before the module was called: the walk stops there, so it costs what the
+    module itself put into the graph.
+    """
+    found: list[tuple[Any, list[tuple[int, Inflow[Any]]]]] = []
+    seen = {node for node in ends if first <= node._sequence_nr() != _LEAF}
+    stack = [*seen]
+    while stack:
+        node = stack.pop()
+        hits: list[tuple[int, Inflow[Any]]] | None = None
+        for index, (following, output) in enumerate(node.next_functions):
+            if following is None:
+                continue
+            number = following._sequence_nr()
+            if number == _LEAF:
+                inflow = sources.get((following, output))
+            elif number >= first:
+                if following not in seen:
+                    seen.add(following)
+                    stack.append(following)
+                continue
+            else:
+                inflow = sources.get((number, output))
+            if inflow is not None:
+                hits = hits or []
+                hits.append((index, inflow))
+        if hits:
+            found.append((node, hits))
+    return found
+
+
+def _is_transformed(tensor: torch.Tensor) -> bool:
+    """Inside `torch.func` transforms tensors are wrappers around values that do not exist yet."""
+    return bool(_C._functorch.is_functorch_wrapped_tensor(tensor))

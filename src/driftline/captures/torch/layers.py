@@ -1,0 +1,266 @@
+# pyright: reportPrivateUsage=false
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportAttributeAccessIssue=false
+# pyright: reportUnknownMemberType=false
+"""What torch modules are made of, for `adapters.names`: wrappers, classes, compiled graphs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from driftline.captures import naming
+from driftline.captures.flatten import (
+    MAX_DEPTH,
+    MAX_TENSORS,
+    NO_CACHE,
+    WHOLE_CACHE,
+    Binding,
+    Flatten,
+    binding_of,
+)
+from driftline.captures.naming import ROOT, ModuleNames, Place, Root
+from driftline.graphs.module_tree import ModuleNode, ModuleTree, Parameter
+
+if TYPE_CHECKING:
+    from driftline.captures.torch.session import CaptureSession
+__all__ = [
+    "MAX_DEPTH",
+    "MAX_TENSORS",
+    "NO_CACHE",
+    "ROOT",
+    "WHOLE_CACHE",
+    "Binding",
+    "ModuleNames",
+    "Place",
+    "Root",
+    "Tensors",
+    "binding_of",
+    "cache_part",
+    "inputs",
+    "outputs",
+]
+
+
+# Attribute under which a wrapper keeps what it wraps, by the wrapper's class name.
+_WRAPPERS = {
+    "OptimizedModule": "_orig_mod",
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+}
+
+
+def wrapped(module: nn.Module) -> nn.Module | None:
+    """What a known wrapper wraps; None for any other module."""
+    attribute = _WRAPPERS.get(type(module).__name__)
+    return module._modules.get(attribute) if attribute else None
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    while (inner := wrapped(module)) is not None:
+        module = inner
+    return module
+
+
+def class_name_of(module: nn.Module) -> str:
+    """The class the program wrote; `fully_shard` and `parametrize` put their own in front."""
+    kind = type(module)
+    sharded = any(base.__name__ == "FSDPModule" for base in kind.__bases__)
+    if sharded or "parametrizations" in module._modules:
+        return kind.__bases__[-1].__name__
+    return kind.__name__
+
+
+def is_transparent(module: nn.Module) -> bool:
+    """Whether a wrapper's own call need not be looked at: the wrapped module's will be seen.
+
+    It will not when a compiled module was bound to the plain call, before capture began, or comes
+    from `torch.nn` itself, so that its call lies inside the compiled region. Then the wrapper
+    speaks for it.
+    """
+    inner = wrapped(module)
+    if inner is None:
+        return False
+    if type(module).__name__ != "OptimizedModule":
+        return True
+    compiled = getattr(module, "_forward", None) or module.forward
+    origin = getattr(compiled, "_torchdynamo_orig_callable", None)
+    return (
+        getattr(origin, "__self__", None) is inner
+        and getattr(origin, "__func__", None) is nn.Module.__call__
+    )
+
+
+def children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module._modules.items():
+        if child is not None:
+            yield name, child
+
+
+class TorchFamily:
+    """torch's answers to `adapters.names.Family`."""
+
+    kind = nn.Module
+    table = "_modules"
+
+    def wrapped(self, module: nn.Module) -> nn.Module | None:
+        return wrapped(module)
+
+    def class_name(self, module: nn.Module) -> str:
+        return class_name_of(module)
+
+    def children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        return children(module)
+
+    def has_parameters(self, module: nn.Module) -> bool:
+        return next(module.parameters(), None) is not None
+
+    def is_foreign(self, module: nn.Module, *, called_by_module: bool) -> bool:
+        """A graph that the compiler made and some backends call as a module.
+
+        It has no parameters of its own, or is called inside a module without being part of its
+        tree; a graph module that is somebody's model is neither. The graph of a `DataParallel`
+        model is cut into several, each in a module of the compiler's own.
+        """
+        inner = unwrapped(module)
+        if type(inner).__module__.startswith("torch._dynamo."):
+            return True
+        return isinstance(inner, torch.fx.GraphModule) and (
+            called_by_module or not self.has_parameters(inner)
+        )
+
+
+FAMILY = TorchFamily()
+
+
+def topmost(module: nn.Module) -> nn.Module:
+    """The outermost model a module is part of; itself when it is part of none."""
+    return cast(nn.Module, naming.topmost(FAMILY, module))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calling this module runs a compiled region (`torch.compile(m)` or `m.compile()`)."""
+    return type(module).__name__ == "OptimizedModule" or (
+        getattr(module, "_compiled_call_impl", None) is not None
+    )
+
+
+# The module tree of the models a session has met, as the value that topology keeps.
+
+
+def module_tree(names: ModuleNames, order: Iterable[str]) -> ModuleTree:
+    """Everything that has been named so far; models that are gone are as they were last seen."""
+    roots: list[ModuleNode] = []
+    for root in names.roots:
+        module = root.module()
+        if module is not None:
+            root.tree = _node(module, names, set())
+        if root.tree is not None:
+            roots.append(root.tree)
+    return ModuleTree(tuple(roots), tuple(order))
+
+
+def _node(module: nn.Module, names: ModuleNames, seen: set[int]) -> ModuleNode:
+    module = unwrapped(module)
+    place = names.known(module)
+    class_name = class_name_of(module)
+    site = place.site if place else class_name
+    ids = place.ids if place else None
+    if id(module) in seen:
+        return ModuleNode(site, class_name, ids, shared=True)
+    seen.add(id(module))
+    below = tuple((name, _node(child, names, seen)) for name, child in children(module))
+    return ModuleNode(site, class_name, ids, _parameters(module), below)
+
+
+def _parameters(module: nn.Module) -> tuple[Parameter, ...]:
+    held = [(name, p, True) for name, p in module._parameters.items() if p is not None]
+    held += [(name, b, False) for name, b in module._buffers.items() if b is not None]
+    return tuple(
+        Parameter(
+            name,
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape) if not nn.parameter.is_lazy(tensor) else (),
+            is_parameter and tensor.requires_grad,
+        )
+        for name, tensor, is_parameter in held
+    )
+
+
+# Calls of torch modules as flat lists of named tensors; the rule is `adapters.flatten`'s.
+
+
+Tensors = list[tuple[str, str, torch.Tensor]]
+
+_FLATTEN = Flatten(torch.Tensor, (torch.dtype, torch.device, torch.Size))
+inputs = _FLATTEN.inputs
+outputs = _FLATTEN.outputs
+
+
+def cache_part(module: nn.Module, stack: Sequence[object]) -> int:
+    """Which part of a key-value cache concerns a module: its own layer, all for a root.
+
+    Args:
+        module: It is being called.
+        stack: The calls under way, this one included.
+    """
+    if len(stack) <= 1:
+        return WHOLE_CACHE
+    layer = module.__dict__.get("layer_idx")
+    return layer if type(layer) is int else NO_CACHE
+
+
+# Module calls that are not to be looked at: it would be noise, or leave traces.
+
+
+PIPELINING = "torch.distributed.pipelining.stage"
+_REHEARSALS = frozenset({"_forward_metadata_inference", "_shape_inference"})
+_REHEARSAL_DEPTH = 12
+_tracing_state: Callable[[], Any] = torch._C._get_tracing_state
+
+
+def is_unwelcome() -> bool:
+    """Where looking would be noise or leave traces: data workers, scripts being traced."""
+    if _tracing_state() is not None:
+        return True
+    worker = sys.modules.get("torch.utils.data._utils.worker")
+    return worker is not None and worker._worker_info is not None
+
+
+def is_rehearsal() -> bool:
+    """Whether a pipeline stage only finds out which shapes it gives: no call of the program's."""
+    frame = sys._getframe(2)
+    for _ in range(_REHEARSAL_DEPTH):
+        if frame.f_code.co_name in _REHEARSALS:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
+
+
+# What a capture says of regions that torch.compile has compiled: it does not see inside them.
+
+
+def explain(session: CaptureSession, place: Place) -> None:
+    if session.sees_graphs:
+        return
+    session.event_once(
+        "compiled",
+        "this module is compiled: its inputs and outputs are captured, the modules inside only "
+        "where the compiled graph breaks; to see all of them run the program with "
+        "TORCHDYNAMO_DISABLE=1",
+        site=place.site,
+    )
+
+
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made in this process so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0

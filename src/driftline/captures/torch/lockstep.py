@@ -1,0 +1,328 @@
+"""Two models side by side: each waits for the other at every tensor, and both are compared there.
+
+The reference runs in a thread of its own, the candidate in the caller's; only one of them runs at a
+time. What one hands over is compared with what the other hands over at the same place, at once and
+where it lies, so neither a copy of the activations nor a run is kept. Random numbers are drawn by
+each as if it were alone. What is measured is `PairMoments`; what they mean is decided elsewhere.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from driftline.captures.options import Reduction
+from driftline.captures.recorder import Refusal
+from driftline.captures.selection import Selection
+from driftline.captures.torch import tensors as snapshots
+from driftline.captures.torch.session import CaptureSession
+from driftline.numerics import kernel
+from driftline.numerics.dtypes import DTYPES
+from driftline.numerics.fields import PairMoments
+from driftline.numerics.gpu.launcher import CannotLaunch
+from driftline.numerics.gpu.pairs import can_pair, moments_of, pair_on_device
+from driftline.runs.memory import MemorySink
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.sinks import Bytes
+
+Name = Literal["reference", "candidate"]
+Elementwise = Callable[[str, str], tuple[float, float]]
+_OTHER: dict[Name, Name] = {"reference": "candidate", "candidate": "reference"}
+MOST_WAITING = 1 << 30
+"""Bytes of tensors that may wait for their partner; models that differ more are not in step."""
+
+
+class Steps:
+    """What came of it.
+
+    Attributes:
+        reference: Records of the reference, without values.
+        candidate: Records of the candidate.
+        moments: By key, for what both handed over in the same shape.
+        apart: Why some of it cannot be said from moments alone; empty if all can.
+    """
+
+    def __init__(self) -> None:
+        self.reference = MemorySink(name="reference")
+        self.candidate = MemorySink(name="candidate")
+        self.moments: dict[TensorKey, PairMoments] = {}
+        self.apart = ""
+
+
+class _Meeting:
+    """Whose turn it is, what waits, and what was measured."""
+
+    def __init__(self, steps: Steps, elementwise: Elementwise) -> None:
+        self.steps = steps
+        self._elementwise = elementwise
+        self._turn = threading.Condition()
+        self._now: Name = "reference"
+        self._over: set[Name] = set()
+        self._waiting: dict[Name, dict[TensorKey, tuple[str, torch.Tensor]]] = {
+            "reference": {},
+            "candidate": {},
+        }
+        self._bytes = 0
+        self._chance: dict[Name, list[torch.Tensor]] = {}
+        self._rows: list[tuple[TensorKey, int, torch.Tensor]] = []
+
+    # --- turns
+
+    def begin(self, side: Name) -> None:
+        """Wait for the first turn; every model starts from the same random state."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._now == side or _OTHER[side] in self._over)
+        torch.manual_seed(0)
+
+    def end(self, side: Name) -> None:
+        """This one is done, or has failed: the other goes on alone."""
+        with self._turn:
+            self._over.add(side)
+            self._now = _OTHER[side]
+            self._turn.notify_all()
+
+    def _hand_over(self, side: Name) -> None:
+        other = _OTHER[side]
+        with self._turn:
+            if other in self._over:
+                return
+            self._chance[side] = _random_states()
+            self._now = other
+            self._turn.notify_all()
+            self._turn.wait_for(lambda: self._now == side)
+        _restore(self._chance[side])
+
+    # --- tensors
+
+    def arrive(self, side: Name, record: Record, tensor: torch.Tensor) -> None:
+        """A model has come to a tensor. Returns when the other one has come as far."""
+        key = record.key
+        self._sink(side).put(record, None)
+        partner = self._waiting[_OTHER[side]].pop(key, None)
+        if partner is not None:
+            self._bytes -= partner[1].nbytes
+            pair = (partner, (record.dtype, tensor))
+            self._measure(key, *(pair if side == "candidate" else pair[::-1]))
+        elif not self.steps.apart:
+            # Until the other comes it may be as it is; if it goes on without, a copy stays.
+            self._waiting[side][key] = record.dtype, tensor
+            self._bytes += tensor.nbytes
+        self._hand_over(side)
+        held = self._waiting[side].get(key)
+        if held is not None and held[1] is tensor:
+            if self._bytes > MOST_WAITING:
+                self._give_up("too many tensors have no partner at the same place")
+                return
+            try:
+                self._waiting[side][key] = held[0], tensor.clone()
+            except torch.OutOfMemoryError:
+                self._give_up("there is no memory for tensors that wait for their partner")
+
+    def _sink(self, side: Name) -> MemorySink:
+        return self.steps.reference if side == "reference" else self.steps.candidate
+
+    def _give_up(self, why: str) -> None:
+        self.steps.apart = self.steps.apart or why
+        for waiting in self._waiting.values():
+            waiting.clear()
+        self._bytes = 0
+
+    def _measure(
+        self, key: TensorKey, ours: tuple[str, torch.Tensor], theirs: tuple[str, torch.Tensor]
+    ) -> None:
+        r, c = ours[1], theirs[1]
+        if r.shape != c.shape:
+            self.steps.apart = f"{key.site} has other shapes"
+            return
+        rtol, atol = self._elementwise(ours[0], theirs[0])
+        if r.device != c.device and c.is_cuda:
+            r = r.to(c.device)
+        if can_pair(r, c) and c.is_cuda:
+            with contextlib.suppress(CannotLaunch):  # then on the host
+                self._rows.append((key, c.numel(), pair_on_device(r, c, rtol=rtol, atol=atol)))
+                return
+        here, there = (t.detach().cpu().contiguous() for t in (r, c))
+        self.steps.moments[key] = kernel.pair_moments(
+            _raw(here),
+            DTYPES[ours[0]],
+            _raw(there),
+            DTYPES[theirs[0]],
+            count=math.prod(r.shape),
+            atol=atol,
+            rtol=rtol,
+        )
+
+    def fetch(self) -> None:
+        """Bring the figures that lie on devices here, in one copy for each."""
+        by_device: dict[torch.device, list[int]] = {}
+        for at, (_, _, row) in enumerate(self._rows):
+            by_device.setdefault(row.device, []).append(at)
+        for places in by_device.values():
+            found = torch.stack([self._rows[at][2] for at in places]).cpu()
+            for at, row in zip(places, found, strict=True):
+                key, count, _ = self._rows[at]
+                self.steps.moments[key] = moments_of(row, count)
+
+
+class _Side:
+    """One model's tensors, on their way to the meeting; see `intake.Elsewhere`."""
+
+    under_way = degraded = False
+
+    def __init__(self, meeting: _Meeting, side: Name, session: CaptureSession) -> None:
+        self._meeting = meeting
+        self._side: Name = side
+        self._session = session
+
+    def takes(self, tensor: Any) -> bool:
+        return isinstance(tensor, torch.Tensor)
+
+    def take(self, tensor: torch.Tensor, address: Sequence[Any], placement: str) -> bool:
+        shot = snapshots.on_device(tensor)
+        if shot is None or isinstance(shot, Refusal) or shot.placement or placement:
+            self._meeting.steps.apart = f"a tensor of {address[0]} has no plain values"
+            return False
+        site, port, slot, step, visit, phase, moment, alias, class_name = address
+        key = TensorKey(site, port, slot, step, visit, 0, 0, phase, moment)
+        record = Record(key, 0, shot.dtype, shot.shape, alias, class_name, shot.device)
+        self._meeting.arrive(self._side, record, shot.owner)
+        return True
+
+    def take_again(self, *_: Any) -> bool:
+        return False
+
+    def queue(self, record: Record, data: Bytes | None) -> None:
+        """Nothing is ever under way."""
+
+    def queue_act(self, act: Callable[[], None]) -> None:
+        act()
+
+    def send(self) -> None:
+        """Everything has been compared already."""
+
+    drain = finish = send
+
+
+def in_step(
+    reference: tuple[nn.Module, Callable[[], Any]],
+    candidate: tuple[nn.Module, Callable[[], Any]],
+    elementwise: Elementwise,
+    *,
+    selection: Selection | None = None,
+) -> Steps:
+    """Run two models side by side.
+
+    Args:
+        reference: The model and what calls it.
+        candidate: The same of the other; they share no module.
+        elementwise: rtol and atol for two dtypes, for what counts as outside.
+        selection: Which tensors; all of modules by default.
+
+    Raises:
+        Exception: What a model raised; the reference's first.
+    """
+    steps = Steps()
+    meeting = _Meeting(steps, elementwise)
+    raised: dict[Name, BaseException] = {}
+    sessions: dict[Name, CaptureSession] = {}
+
+    def run(side: Name, model: nn.Module, call: Callable[[], Any]) -> None:
+        try:
+            meeting.begin(side)
+            call()
+        except BaseException as error:  # carried to the caller
+            raised[side] = error
+        finally:
+            meeting.end(side)
+
+    surroundings = _surroundings()
+
+    def beside() -> None:
+        with surroundings():
+            run("reference", *reference)
+
+    for side, (model, _) in (("reference", reference), ("candidate", candidate)):
+        name: Name = "reference" if side == "reference" else "candidate"
+        sink = steps.reference if name == "reference" else steps.candidate
+        session = CaptureSession(sink, selection, Reduction(), model=model)
+        session.intake.elsewhere = _Side(meeting, name, session)
+        sessions[name] = session
+    devices = _devices()
+    thread = threading.Thread(target=beside, name="driftline-reference", daemon=True)
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        for session in sessions.values():
+            session.start()
+        try:
+            thread.start()
+            run("candidate", *candidate)
+            thread.join()
+        finally:
+            for session in sessions.values():
+                session.stop()
+    for side in ("reference", "candidate"):
+        if side in raised:
+            raise raised[side]
+    meeting.fetch()
+    return steps
+
+
+def can_be_in_step(reference: nn.Module, candidate: nn.Module) -> bool:
+    """Whether two models are built alike, of modules of their own."""
+    ours = dict(reference.named_modules(remove_duplicate=False))
+    theirs = dict(candidate.named_modules(remove_duplicate=False))
+    return list(ours) == list(theirs) and not (
+        {id(module) for module in ours.values()} & {id(module) for module in theirs.values()}
+    )
+
+
+def _raw(tensor: torch.Tensor) -> Any:
+    flat = tensor.reshape(-1)
+    return flat.view(torch.uint8).numpy() if flat.numel() else flat.to(torch.uint8).numpy()
+
+
+def _devices() -> list[int]:
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+
+
+def _random_states() -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(n) for n in _devices())]
+
+
+def _restore(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for index, state in enumerate(states[1:]):
+        torch.cuda.set_rng_state(state, index)
+
+
+def _surroundings() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What holds in this thread, to hold in another one: modes, autocast, the current stream."""
+    inference = torch.is_inference_mode_enabled()
+    modes = list(torch.overrides._get_current_function_mode_stack())
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
+    casts = [
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds
+    ]
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    @contextlib.contextmanager
+    def here() -> Generator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.no_grad())
+            for kind, dtype, enabled in casts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            if stream is not None:
+                stack.enter_context(torch.cuda.stream(stream))
+            for mode in modes:
+                stack.enter_context(mode)
+            yield
+
+    return here

@@ -1,0 +1,1 @@
+"""Capture of single torch operators through the dispatcher."""

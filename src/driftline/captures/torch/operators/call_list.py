@@ -1,0 +1,514 @@
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+"""Who filled the memory of a tensor: the last operator that did, or a parameter of the model.
+
+Every operator that fills memory is seen by whoever asks here, so what was filled last is what is
+read. Memory is held weakly: it goes when the program lets it go, and until this file lets go of it
+too no other memory can be taken for it. Reads no values, and knows no operators.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from driftline.captures.torch.operators.build_phase import a_model_is_there
+from driftline.captures.torch.operators.dispatch import (
+    begin_watching,
+    end_watching,
+    hide_from_compiler,
+    unwatch_delicate,
+    watch_delicate,
+    watching,
+)
+from driftline.captures.torch.operators.schema import Operator, memory_order, plain, with_tensors
+from driftline.captures.torch.operators.schema import argument_tensors as tensors_in
+from driftline.captures.torch.operators.sites import Spot, Whereabouts
+from driftline.captures.torch.session import Frame
+from driftline.captures.torch.tensors import undisturbed
+from driftline.runs.sidecars.calls import Call, CallTensor, Source
+
+OUTSIDE = "(outside)"
+"""Begins the names of tensors that no operator made that was seen: a program's inputs."""
+_MOST = 100_000
+
+
+class _Maker(NamedTuple):
+    memory: StorageWeakRef
+    step: int
+    call: int
+    slot: str
+
+
+class Makers:
+    """Memory and who filled it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._makers: dict[int, _Maker] = {}
+        self._names: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._strangers = 0
+
+    def described(
+        self, slot: str, alias: str, tensor: torch.Tensor, *, step: int = 0
+    ) -> CallTensor:
+        """A tensor that goes into a call of a step."""
+        return CallTensor(
+            slot,
+            dtype_of(tensor),
+            shape_of(tensor),
+            alias,
+            self.source(tensor, step),
+            memory_order(tensor),
+        )
+
+    def source(self, tensor: torch.Tensor, step: int) -> Source:
+        memory = _memory(tensor)
+        if memory is None:
+            return None
+        with self._lock:
+            maker, name = self._makers.get(memory._cdata), self._names.get(memory._cdata)
+            # A parameter that an earlier step wrote (its optimizer did) is a parameter.
+            if maker is not None and (maker.step == step or name is None):
+                return maker.call, maker.slot
+            if name is None:
+                if len(self._names) > _MOST:
+                    self._names = {k: n for k, n in self._names.items() if not n[0].expired()}
+                name = (StorageWeakRef(memory), f"{OUTSIDE}.{self._strangers}")
+                self._names[memory._cdata] = name
+                self._strangers += 1
+            return name[1]
+
+    def is_kept(self, tensor: torch.Tensor) -> bool:
+        """Whether something of what was there stays when the tensor is overwritten."""
+        memory = _memory(tensor)
+        if memory is None:
+            return False
+        partly = tensor.numel() * tensor.element_size() < memory.nbytes()
+        return memory._cdata in self._makers or (partly and memory._cdata in self._names)
+
+    def made_by(self, tensor: torch.Tensor, step: int, call: int, slot: str) -> None:
+        memory = _memory(tensor)
+        if memory is None:
+            return
+        with self._lock:
+            if len(self._makers) > _MOST:
+                self._makers = {k: m for k, m in self._makers.items() if not m.memory.expired()}
+                if len(self._makers) > _MOST:
+                    self._makers.clear()
+            self._makers[memory._cdata] = _Maker(StorageWeakRef(memory), step, call, slot)
+
+    def made_unseen(self, tensor: torch.Tensor) -> None:
+        """Somebody who is not listed filled it: who did so before no longer counts."""
+        if self._makers:
+            memory = _memory(tensor)
+            if memory is not None:
+                self._makers.pop(memory._cdata, None)
+
+    def learn_weights(self, root: nn.Module, prefix: str) -> None:
+        """Remember the parameters and buffers of a model by name."""
+        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+            memory = _memory(tensor)
+            if memory is None:
+                continue
+            known = self._names.get(memory._cdata)
+            if known is None or known[1].startswith(OUTSIDE):
+                self._names[memory._cdata] = (StorageWeakRef(memory), f"{prefix}{name}")
+
+    def forget_makers(self) -> None:
+        with self._lock:
+            self._makers.clear()
+
+    def forget(self) -> None:
+        with self._lock:
+            self._makers.clear()
+            self._names.clear()
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Its extents; a nested tensor has none."""
+    return () if tensor.is_nested else tuple(map(int, tensor.shape))
+
+
+def dtype_of(tensor: torch.Tensor) -> str:
+    return _name_of(tensor.dtype)
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _memory(tensor: torch.Tensor) -> Any | None:
+    """The memory behind a tensor; None for those that have none of their own."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # wrappers around other tensors
+        return None
+
+
+# A list of everything that ran: operators and modules, with parameters, and who feeds whom.
+
+
+Named = Sequence[tuple[str, str, torch.Tensor]]
+
+MOST_CALLS = 1_000_000
+"""A program that runs for days must not fill the disk with a list."""
+MOST_WAITING = 20_000
+_WRITTEN_AT_ONCE = 256
+
+
+class _Open(NamedTuple):
+    """A module call under way."""
+
+    frame: Frame
+    call: Call
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[_Open] = []
+
+
+class CallTap:
+    """Writes one line for each operator and each module that ran.
+
+    Args:
+        session: The capture that it belongs to; its selection holds here too.
+        write: Takes lines of `calls.jsonl`.
+    """
+
+    def __init__(self, session: Any, write: Callable[[str], None]) -> None:
+        self.session = session
+        self.active = False
+        self._write = write
+        self._where = Whereabouts(session)
+        self._thread = _Thread()
+        self._operators: dict[Any, tuple[Operator, dict[str, Any]]] = {}
+        self._building = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        self._lines: list[str] = []
+        self._written = self._begun = 0
+        # A whole program begins with its building; a `with` block says itself where it begins.
+        self._held: list[str] | None = [] if self.session.global_scope else None
+        self._memory = Makers()
+        self._counts: dict[tuple[str, int], int] = {}
+        self._children: dict[str, int] = {}
+        self._full = False
+
+    # --- life
+
+    def install(self) -> None:
+        self.active = True
+        self._where.install()
+        watch_delicate(self)
+        begin_watching(self)
+
+    def remove(self) -> None:
+        self.active = False
+        end_watching(self)
+        unwatch_delicate(self)
+        self._where.remove()
+        with self._lock:
+            self._same_process()
+            if self._held:
+                self._lines += self._held
+            self._held = None
+            self._flush()
+            self._memory.forget()
+
+    @contextmanager
+    def around_root(self, module: nn.Module) -> Generator[None]:
+        """Called by `modules.py` around each call of a root module."""
+        if not self.active:
+            yield
+            return
+        frame = self.session.current_frame()
+        self._same_process()
+        if frame is not None and not frame.place.root.helper:
+            self._begin(frame)
+            self._children.setdefault(frame.place.ids or "", len(frame.module._modules))
+            self._learn_weights(module, frame.site)
+        depth, open_ = self._where.depth(), len(self._thread.stack)
+        try:
+            with watching(self, lasting=self.session.global_scope):
+                yield
+        finally:
+            self._where.back_to(depth)
+            del self._thread.stack[open_:]
+            self._flush()
+
+    def _begin(self, frame: Frame) -> None:
+        """A model is called: what ran outside before the first call was its building."""
+        if self._held is not None or self._building:
+            with self._lock:
+                self._held, self._building = None, False
+                self._memory.forget_makers()
+                self._counts.clear()
+                self._children.clear()
+            self._where.count_anew()
+        if not self.session.wants_step(frame.step):
+            self._memory.forget_makers()  # what fills memory now is not seen
+
+    @contextmanager
+    def around_backward(self) -> Generator[None]:
+        self._where.enter_backward()
+        with watching(self):
+            yield
+
+    def unseen(self, what: str) -> None:
+        if "ops" in self.session.levels:
+            return  # the operator level says so already
+        self.session.event_once(
+            "operators-unseen",
+            f"the operators of {what} are not listed: torch computes it differently when it is "
+            "watched",
+        )
+
+    # --- modules
+
+    def before_forward(self, frame: Frame, inputs: Named) -> None:
+        self._where.enter(frame.site)
+        if not self.session.wants_step(frame.step):
+            return
+        with undisturbed():
+            call = Call(
+                self._number(),
+                "module",
+                frame.site,
+                frame.class_name,
+                frame.place.ids or "",
+                frame.step,
+                frame.visit,
+                frame.phase,
+                self._inside(),
+                tuple(self._memory.described(*one, step=frame.step) for one in inputs),
+            )
+        self._thread.stack.append(_Open(frame, call))
+
+    def on_forward(self, frame: Frame, inputs: Named, outputs: Named) -> None:
+        self._where.leave(frame.site)
+        stack = self._thread.stack
+        while stack:
+            opened = stack.pop()
+            if opened.frame is frame:
+                with undisturbed():
+                    made = tuple(self._memory.described(*one, step=frame.step) for one in outputs)
+                if self._wanted(frame.site, frame.class_name):
+                    self._put(opened.call._replace(outputs=made), outside=False)
+                return
+
+    def _wanted(self, site: str, class_name: str) -> bool:
+        wants = self.session.wants
+        return wants(site, class_name, "output") or wants(site, class_name, "input")
+
+    # --- operators
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operator and note it."""
+        if not self.active:
+            return func(*args, **kwargs)
+        begun: tuple[Spot, Call] | None = None
+        operator: Operator | None = None
+        try:
+            operator, defaults = self._operator(func)
+            if operator.tensors:
+                args = with_tensors(args, operator.tensors)
+            if not operator.silent:
+                spot = self._where.spot(func, operator)
+                if spot is not None:
+                    visit = spot.next_visit()
+                    if (spot.input or spot.output) and not (spot.outside and self._building):
+                        with undisturbed():
+                            begun = (
+                                spot,
+                                self._begun_call(spot, operator, defaults, visit, args, kwargs),
+                            )
+        except Exception as error:
+            self._lost(func, error)
+        result = func(*args, **kwargs)
+        try:
+            if begun is not None and operator is not None:
+                with undisturbed():
+                    self._end_call(*begun, operator, args, kwargs, result)
+            elif operator is not None and not operator.silent:
+                with undisturbed():
+                    for _, tensor in tensors_in(result, ""):
+                        self._memory.made_unseen(tensor)
+        except Exception as error:
+            self._lost(func, error)
+        return result
+
+    def _operator(self, func: Any) -> tuple[Operator, dict[str, Any]]:
+        found = self._operators.get(func)
+        if found is None:
+            schema = getattr(func, "_schema", None)
+            defaults = {
+                argument.name: plain(argument.default_value)
+                for argument in (schema.arguments if schema is not None else ())
+                if argument.has_default_value() and "Tensor" not in str(argument.type)
+            }
+            found = self._operators[func] = (Operator(func), defaults)
+        return found
+
+    def _begun_call(
+        self,
+        spot: Spot,
+        operator: Operator,
+        defaults: dict[str, Any],
+        visit: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Call:
+        names = operator.arguments
+        inputs: list[CallTensor] = []
+        param = dict(defaults)
+        described = self._memory.described
+        for index, value in enumerate((*args, *kwargs.values())):
+            if index < len(args):
+                slot, alias = names[index] if index < len(names) else str(index), str(index)
+            else:
+                slot, alias = list(kwargs)[index - len(args)], ""
+            if isinstance(value, torch.Tensor):
+                tensors = [(slot, value)]
+            elif isinstance(value, (list, tuple)):
+                tensors = list(tensors_in(value, slot))
+            else:
+                tensors = []
+            if tensors:
+                inputs += [
+                    described(one, alias, tensor, step=spot.step)
+                    for one, tensor in tensors
+                    if slot not in operator.unread or self._memory.is_kept(tensor)
+                ]
+            else:
+                param[slot] = plain(value)
+        return Call(
+            self._number(),
+            "operator",
+            spot.site,
+            operator.full_name,
+            self._ids(spot),
+            spot.step,
+            visit,
+            spot.phase,
+            self._inside() if spot.phase != "backward" else None,
+            tuple(inputs),
+            (),
+            param,
+        )
+
+    def _end_call(
+        self,
+        spot: Spot,
+        call: Call,
+        operator: Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
+        made: list[tuple[str, torch.Tensor]] = []
+        if isinstance(result, torch.Tensor):
+            made.append(("0", result))
+        elif isinstance(result, (list, tuple)):
+            for index, value in enumerate(cast("Sequence[Any]", result)):
+                if index not in operator.scratch:
+                    made += tensors_in(value, str(index))
+        for index, name in operator.written:
+            value = args[index] if index < len(args) else kwargs.get(name)
+            made += tensors_in(value, name)
+        outputs = tuple(
+            CallTensor(slot, dtype_of(tensor), shape_of(tensor)) for slot, tensor in made
+        )
+        with self._lock:
+            for slot, tensor in made:
+                self._memory.made_by(tensor, spot.step, call.number, slot)
+            self._put(call._replace(outputs=outputs), outside=spot.outside)
+
+    def _learn_weights(self, root: nn.Module, site: str) -> None:
+        try:
+            self._memory.learn_weights(root, "" if site.startswith("(") else f"{site}.")
+        except Exception as error:
+            self.session.event_once("weights-unknown", f"parameters have no names: {error}")
+
+    # --- lines
+
+    def _number(self) -> int:
+        with self._lock:
+            self._begun += 1
+            return self._begun - 1
+
+    def _inside(self) -> int | None:
+        stack = self._thread.stack
+        return stack[-1].call.number if stack else None
+
+    def _ids(self, spot: Spot) -> str:
+        """The place of an operator: that of its module, and a number beyond its children."""
+        place = self.session.names.site(spot.site.rsplit("/", 1)[0])
+        above = (place.ids or "") if place is not None else ""
+        children = self._children.get(above)
+        if children is None:  # asked for once, while the module is alive
+            module = place.ref() if place is not None else None
+            children = self._children[above] = len(module._modules) if module is not None else 0
+        with self._lock:
+            count = self._counts.get((above, spot.step), 0)
+            self._counts[above, spot.step] = count + 1
+        number = str(children + count)
+        return f"{above}_{number}" if above else number
+
+    def _put(self, call: Call, *, outside: bool) -> None:
+        with self._lock:
+            self._same_process()
+            if self._full:
+                return
+            line = call.to_line()
+            if outside and self._held is not None:
+                self._held.append(line)
+                if len(self._held) > MOST_WAITING:
+                    self._building = a_model_is_there()
+                    if not self._building:
+                        self._lines += self._held
+                    self._held = None
+                return
+            self._lines.append(line)
+            self._written += 1
+            if len(self._lines) >= _WRITTEN_AT_ONCE:
+                self._flush()
+            if self._written >= MOST_CALLS:
+                self._full = True
+                self.session.event_once(
+                    "calls-limit",
+                    f"{MOST_CALLS} calls are listed; what ran after them is not",
+                )
+
+    def _flush(self) -> None:
+        with self._lock:
+            lines, self._lines = self._lines, []
+            if lines:
+                self.session.shielded("calls", self._write, "".join(lines))
+
+    def _same_process(self) -> None:
+        """In a forked child: what was seen was its parent's."""
+        if self._process != os.getpid():
+            self._forget()
+            self._thread = _Thread()
+
+    def _lost(self, func: Any, error: Exception) -> None:
+        self.session.event_once("operator-lost", f"{func} not listed: {error}", operator=str(func))
+
+
+hide_from_compiler(CallTap.around_backward)

@@ -1,0 +1,264 @@
+"""Where an operator belongs: its site, phase, step and visit.
+
+Inside a module's call it is the module's. Outside of all, the module part of its site is the class
+of the optimizer that is stepping, or of a module that is not watched, and else `(program)`; the
+step is that of the model called last. In a backward pass it is the module whose forward made the
+graph node that runs, `(backward)` without one. Reads no tensors.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import sys
+import threading
+from bisect import bisect_right
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from driftline.captures.torch.layers import is_unwelcome
+from driftline.captures.torch.operators.dispatch import break_graphs
+from driftline.captures.torch.operators.schema import Operator
+
+BACKWARD = "(backward)"
+PROGRAM = "(program)"
+# Private parts of torch, of which the stubs know nothing.
+_C: Any = torch._C
+_autograd: Any = torch.autograd
+
+_LEAF = 2**64 - 1
+_BOUNDARIES = 1_000_000
+
+
+class Spot:
+    """One operator overload in one module, phase and step: what is wanted of it.
+
+    Attributes:
+        outside: It ran in no module.
+        calls: How often the operator was called there so far, shared by its overloads.
+    """
+
+    __slots__ = ("calls", "input", "output", "outside", "phase", "site", "step")
+
+    def __init__(
+        self,
+        site: str,
+        phase: str,
+        step: int,
+        calls: list[int],
+        *,
+        outside: bool,
+        wants_input: bool,
+        wants_output: bool,
+    ) -> None:
+        self.site = site
+        self.phase = phase
+        self.step = step
+        self.calls = calls
+        self.outside = outside
+        self.input = wants_input
+        self.output = wants_output
+
+    def next_visit(self) -> int:
+        visit = self.calls[0]
+        self.calls[0] = visit + 1
+        return visit
+
+
+class _Marks:
+    """Which module was running from which autograd sequence number on, in one thread."""
+
+    __slots__ = ("numbers", "sites")
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.sites: list[str] = []
+
+    def put(self, site: str) -> None:
+        self.numbers.append(_autograd._get_sequence_nr())
+        self.sites.append(site)
+        if len(self.numbers) > _BOUNDARIES:
+            del self.numbers[: _BOUNDARIES // 2], self.sites[: _BOUNDARIES // 2]
+
+    def site(self, number: int) -> str:
+        index = bisect_right(self.numbers, number) - 1
+        return self.sites[index] if index >= 0 else ""
+
+
+class _Step(NamedTuple):
+    """An optimizer's step under way, known by the Python frame that makes it.
+
+    Torch tells when a step begins and when it is done, not when it raises; but an operator runs
+    inside a step exactly if the step's frame is below it. The frame itself is not held: it would
+    keep the program's tensors alive.
+    """
+
+    frame: int
+    code: CodeType
+    name: str
+
+
+class _Steps:
+    """The optimizers' steps under way in one thread, outermost first; one may make another."""
+
+    __slots__ = ("_steps",)
+
+    def __init__(self) -> None:
+        self._steps: list[_Step] = []
+
+    def begin(self, frame: FrameType, name: str) -> None:
+        self._forget_over(frame.f_back)
+        self._steps.append(_Step(id(frame), frame.f_code, name))
+
+    def end(self, frame: FrameType) -> None:
+        self._forget_over(frame.f_back)
+
+    def current(self, frame: FrameType | None) -> str:
+        """Name of the innermost optimizer in whose step `frame` is; empty without one."""
+        if not self._steps:
+            return ""
+        self._forget_over(frame)
+        return self._steps[-1].name if self._steps else ""
+
+    def _forget_over(self, frame: FrameType | None) -> None:
+        """Forget the steps that are not below `frame`: done, or left by an exception."""
+        while self._steps:
+            last, below = self._steps[-1], frame
+            while below is not None and (id(below) != last.frame or below.f_code is not last.code):
+                below = below.f_back
+            if below is not None:
+                return
+            self._steps.pop()
+
+
+class _Thread(threading.local):
+    """The modules and the optimizers under way in this thread, and the marks modules left."""
+
+    def __init__(self) -> None:
+        self.stack: list[str] = []
+        self.marks = _Marks()
+        self.optimizers = _Steps()
+
+
+class Whereabouts:
+    """Told what begins and ends, says where an operator is that runs now."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._spots: dict[tuple[str, Any, str], Spot] = {}
+        self._calls: dict[tuple[str, str], tuple[int, list[int]]] = {}
+        self._outside_calls: dict[tuple[str, str, int], list[int]] = {}
+        self._thread = _Thread()
+        self._backward = self._thread.marks
+        self._hooks: list[Any] = []
+
+    def install(self) -> None:
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        ]
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._spots.clear()
+
+    def spot(self, func: Any, operator: Operator) -> Spot | None:
+        """Where an operator runs now; None where looking would be noise."""
+        session = self._session
+        frame = session.current_frame()
+        if frame is not None:
+            site, phase, step, outside = frame.site, frame.phase, frame.step, False
+        else:
+            site, phase, outside = self._without_frame()
+            if outside and is_unwelcome():
+                return None
+            step = session.step
+        spot = self._spots.get((site, func, phase))
+        if spot is None or spot.step != step:
+            full = f"{site}/{operator.name}"
+            wanted: bool = session.wants_step(step)
+            spot = self._spots[(site, func, phase)] = Spot(
+                full,
+                phase,
+                step,
+                self._count(full, phase, step, framed=frame is not None) if wanted else [0],
+                outside=outside,
+                wants_input=wanted and session.wants(full, operator.full_name, "input"),
+                wants_output=wanted and session.wants(full, operator.full_name, "output"),
+            )
+            if outside:
+                session.ran_outside(step)
+        return spot
+
+    def count_anew(self) -> None:
+        """What ran outside modules so far does not count."""
+        self._spots.clear()
+        self._outside_calls.clear()
+
+    def depth(self) -> int:
+        return len(self._thread.stack)
+
+    def back_to(self, depth: int) -> None:
+        """A root's call is over; an exception may have left something."""
+        del self._thread.stack[depth:]
+
+    def enter(self, site: str) -> None:
+        thread = self._thread
+        thread.stack.append(site)
+        thread.marks.put(site)
+
+    def leave(self, site: str) -> None:
+        thread = self._thread
+        while thread.stack and thread.stack.pop() != site:
+            pass
+        thread.marks.put(thread.stack[-1] if thread.stack else "")
+
+    def enter_backward(self) -> None:
+        # The engine may run nodes in threads of its own, which see the mode but no marks.
+        self._backward = self._thread.marks
+
+    def _count(self, full: str, phase: str, step: int, *, framed: bool) -> list[int]:
+        """Where the calls of an operator are counted in one step.
+
+        The steps of a module go up. Without one, they are those of whichever model was called last,
+        and a step may come back.
+        """
+        if not framed:
+            return self._outside_calls.setdefault((full, phase, step), [0])
+        last, calls = self._calls.get((full, phase), (-1, [0]))
+        if last != step:
+            calls = [0]
+            self._calls[(full, phase)] = (step, calls)
+        return calls
+
+    def _without_frame(self) -> tuple[str, str, bool]:
+        """Site, phase, and whether it is outside all modules."""
+        node = _C._current_autograd_node()
+        thread = self._thread
+        if node is None:
+            site = self._session.unwatched_module() or thread.optimizers.current(sys._getframe())
+            return site or PROGRAM, "forward", True
+        number = node._sequence_nr()
+        marks = thread.marks if thread.marks.numbers else self._backward
+        return (marks.site(number) if number != _LEAF else "") or BACKWARD, "backward", False
+
+    # Torch calls both from the frame that makes the step.
+
+    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._thread.optimizers.begin(sys._getframe(1), type(optimizer).__name__)
+
+    def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._thread.optimizers.end(sys._getframe(1))
+
+
+break_graphs(Whereabouts._before_optimizer, Whereabouts._after_optimizer)

@@ -1,0 +1,316 @@
+"""Every aten call of a program, with the module it ran in.
+
+A dispatch mode lies below all modes of the program in the thread that began the capture, and around
+root modules' calls and backward passes in others; a capture of the whole process stays with every
+thread that has called a module. The site of an operator is `<module>/<operator>`, such as
+`model.layers.0.mlp/aten.mm`; its visit is the nth call of that operator in that module, in that
+step and phase. Where no module is running, the module part is the class of the optimizer that is
+stepping or of a module that is not watched, and else `(program)`; the step is the current one.
+Backward operators belong to the module whose forward made the graph node that runs; without one,
+the module part is `(backward)`.
+
+What runs outside all modules before the first call of a model is left out, unless no model is ever
+called; see `held.py`.
+
+Views, and memory that was allocated but not yet written, have no values of their own and are left
+out; so is what an operator overwrites unread (`out=`, `bernoulli_`), and parameters as inputs: they
+are the parameter level's. Where operators are to be executed again from the run (its list of calls
+is kept, and values whole), a parameter that an operator read is kept under the port `param`, in the
+order in which it lies in memory: its bytes are stored once, however many operators read it. Inputs
+are read before the call, outputs after it, and what an operator wrote into its arguments counts as
+output.
+
+Compiled regions stay compiled: their kernels run unseen, only what they call back is seen.
+How a tensor is kept is not known here; the session's `emit` does that.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from driftline.captures.torch.operators.build_phase import Held, Waiting, a_model_is_there
+from driftline.captures.torch.operators.dispatch import (
+    begin_watching,
+    end_watching,
+    has_values,
+    hide_from_compiler,
+    unwatch_delicate,
+    watch_delicate,
+    watching,
+)
+from driftline.captures.torch.operators.schema import Operator, memory_order, with_tensors
+from driftline.captures.torch.operators.sites import Spot, Whereabouts
+from driftline.captures.torch.tensors import is_zero, undisturbed
+
+Named = Sequence[tuple[str, str, torch.Tensor]]
+
+
+class OperatorTap:
+    """Reads the operators of the program.
+
+    `modules.py` calls `around_root` around a root's call, and `before_forward` and `on_forward`
+    around each module's, which tells the backward operators' modules.
+    """
+
+    def __init__(self, session: Any) -> None:
+        self.session = session
+        self.active = False
+        self._operators: dict[Any, Operator] = {}
+        self._where = Whereabouts(session)
+        # A `with` block says itself where it begins; a whole program begins with its building.
+        self._held: Held | None = Held() if session.global_scope else None
+        self._building = False
+        self._roots: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
+        self._weights: set[int] = set()
+        # To execute an operator again takes the parameters it read, as they were then.
+        asked = session.for_replay or "params" in session.levels
+        self._keeps_weights = session.replayable and asked
+
+    def install(self) -> None:
+        self.active = True
+        self._where.install()
+        encloses_backward = watch_delicate(self)
+        begin_watching(self)
+        if not encloses_backward:
+            self.session.event_once(
+                "backward-unseen",
+                "operators of backward passes are not captured: this version of torch does not "
+                "show them",
+            )
+
+    def remove(self) -> None:
+        self.active = False
+        end_watching(self)
+        unwatch_delicate(self)
+        self._where.remove()
+        self._release(outside=True)
+        if self._building:
+            self.session.event(
+                "operators-left-out",
+                "a model was built and not called: of the operators that ran, those outside "
+                "modules were taken for its building and left out",
+            )
+        self._roots.clear()
+        self._weights.clear()
+
+    @contextmanager
+    def around_root(self, module: nn.Module) -> Generator[None]:
+        """Called by `modules.py` around each call of a root module."""
+        if not self.active:
+            yield
+            return
+        self._learn_weights(module)
+        if self._held is not None or self._building:
+            frame = self.session.current_frame()
+            if frame is not None and not frame.place.root.helper:
+                self._begin()
+        depth = self._where.depth()
+        try:
+            with watching(self, lasting=self.session.global_scope):
+                yield
+        finally:
+            self._where.back_to(depth)
+
+    def _begin(self) -> None:
+        """A model is called for the first time: what ran outside so far was its building."""
+        self._release(outside=False)
+        self._building = False
+        self._where.count_anew()
+
+    def _release(self, *, outside: bool) -> None:
+        """Let go of what waits; of operators outside modules, only if asked."""
+        with self.session.intake.lock:
+            held, self._held = self._held, None
+            for one in held.release() if held is not None else ():
+                if outside or not one.outside:
+                    self._show(one)
+
+    @contextmanager
+    def around_backward(self) -> Generator[None]:
+        self._where.enter_backward()
+        with watching(self):
+            yield
+
+    def unseen(self, what: str) -> None:
+        self.session.event_once(
+            "operators-unseen",
+            f"the operators of {what} are not captured: torch computes it differently when it is "
+            "watched",
+        )
+
+    def before_forward(self, frame: Any, inputs: Named) -> None:
+        self._where.enter(frame.site)
+
+    def on_forward(self, frame: Any, inputs: Named, outputs: Named) -> None:
+        self._where.leave(frame.site)
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operator and show its tensors to the session."""
+        if not self.active:
+            return func(*args, **kwargs)
+        spot = operator = None
+        visit = 0
+        try:
+            operator = self._operators.get(func)
+            if operator is None:
+                operator = self._operators[func] = Operator(func)
+            if operator.tensors:
+                args = with_tensors(args, operator.tensors)
+            if not operator.silent:
+                spot = self._where.spot(func, operator)
+            if spot is not None:
+                visit = spot.next_visit()
+                if spot.outside and self._building:
+                    spot = None
+                elif spot.input:
+                    with undisturbed():
+                        self._emit_inputs(spot, operator, visit, args, kwargs)
+        except Exception as error:
+            spot = None
+            self._lost(func, error)
+        result = func(*args, **kwargs)
+        if spot is None or operator is None or operator.in_flight:
+            return result
+        if spot.output:
+            try:
+                with undisturbed():
+                    self._emit_outputs(spot, operator, visit, result)
+                    if operator.written:
+                        self._emit_written(spot, operator, visit, args, kwargs)
+            except Exception as error:
+                self._lost(func, error)
+        return result
+
+    def _learn_weights(self, root: nn.Module) -> None:
+        try:
+            held = {
+                tensor.untyped_storage().data_ptr()
+                for tensor in (*root.parameters(), *root.buffers())
+                if type(tensor) in (torch.Tensor, nn.Parameter)
+            }
+            held.discard(0)
+            self._roots[root] = held
+            self._weights = set[int]().union(*self._roots.values())
+        except Exception as error:
+            self.session.event_once("weights-unknown", f"parameters are read as inputs: {error}")
+
+    def _emit_inputs(
+        self,
+        spot: Spot,
+        operator: Operator,
+        visit: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        names = operator.arguments
+        for index, value in enumerate(args):
+            if isinstance(value, (torch.Tensor, list, tuple)):
+                name = names[index] if index < len(names) else str(index)
+                if name not in operator.unread:
+                    self._emit(spot, operator, visit, "input", name, str(index), value)
+        for name, value in kwargs.items():
+            if name not in operator.unread and isinstance(value, (torch.Tensor, list, tuple)):
+                self._emit(spot, operator, visit, "input", name, "", value)
+
+    def _emit_outputs(self, spot: Spot, operator: Operator, visit: int, result: Any) -> None:
+        if isinstance(result, torch.Tensor):
+            self._emit(spot, operator, visit, "output", "0", "", result)
+        elif isinstance(result, (list, tuple)):
+            for index, value in enumerate(cast("Sequence[Any]", result)):
+                if index not in operator.scratch:
+                    self._emit(spot, operator, visit, "output", str(index), "", value)
+
+    def _emit_written(
+        self,
+        spot: Spot,
+        operator: Operator,
+        visit: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        for index, name in operator.written:
+            value = args[index] if index < len(args) else kwargs.get(name)
+            self._emit(spot, operator, visit, "output", name, "", value)
+
+    def _emit(
+        self,
+        spot: Spot,
+        operator: Operator,
+        visit: int,
+        port: str,
+        slot: str,
+        alias: str,
+        value: Any,
+    ) -> None:
+        if isinstance(value, (list, tuple)):
+            for index, part in enumerate(cast("Sequence[Any]", value)):
+                self._emit(spot, operator, visit, port, f"{slot}.{index}", alias, part)
+            return
+        if not isinstance(value, torch.Tensor) or not has_values(value):
+            return
+        if port == "input" and self._weights and value.layout is torch.strided:
+            plain = type(value) in (torch.Tensor, nn.Parameter) and not is_zero(value)
+            if plain and value.untyped_storage().data_ptr() in self._weights:
+                if not self._keeps_weights:
+                    return
+                port, value = (
+                    "param",
+                    value.permute(memory_order(value) or tuple(range(value.dim()))),
+                )
+        one = Waiting(
+            spot.outside,
+            spot.site,
+            port,
+            slot,
+            value,
+            alias,
+            operator.full_name,
+            visit,
+            spot.phase,
+            spot.step,
+        )
+        if self._held is None:
+            self._show(one)
+        else:
+            self._hold(one)
+
+    def _hold(self, one: Waiting) -> None:
+        with self.session.intake.lock:
+            held = self._held
+            if held is None:
+                self._show(one)
+                return
+            held.keep(one)
+            if held.full:
+                self._building = a_model_is_there()
+                self._release(outside=not self._building)
+
+    def _show(self, one: Waiting) -> None:
+        self.session.emit(
+            one.site,
+            one.port,
+            one.slot,
+            one.tensor,
+            alias=one.alias,
+            class_name=one.class_name,
+            visit=one.visit,
+            phase=one.phase,
+            step=one.step,
+        )
+
+    def _lost(self, func: Any, error: Exception) -> None:
+        self.session.event_once(
+            "operator-lost", f"{func} not captured: {error}", operator=str(func)
+        )
+
+
+hide_from_compiler(OperatorTap.around_backward)

@@ -1,0 +1,187 @@
+"""Which step a call of a torch module belongs to; the rule is `adapters.steps`'s."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from driftline.captures.calls import Frame, Look, StepsBy
+from driftline.captures.calls import StepClock as CommonClock
+from driftline.captures.naming import Root
+from driftline.captures.options import Reduction
+from driftline.captures.selection import Selection
+from driftline.captures.session import LEVELS, Session, known_levels
+from driftline.captures.torch.device import cuda
+from driftline.captures.torch.device.backend import Arrivals
+from driftline.captures.torch.distributed import job_facts
+from driftline.captures.torch.layers import FAMILY, compiled_graphs, module_tree, unwrapped
+from driftline.captures.torch.tensors import snapshot, undisturbed
+from driftline.runs.sinks import JSON
+
+if TYPE_CHECKING:
+    from driftline.runs.sinks import Sink
+__all__ = [
+    "LEVELS",
+    "CaptureSession",
+    "Frame",
+    "Look",
+    "StepClock",
+    "StepsBy",
+    "Tap",
+    "Tensors",
+    "known_levels",
+]
+
+
+class StepClock(CommonClock):
+    """Counts steps for all models of a session; see `adapters.steps`."""
+
+    def __init__(self, by: StepsBy, roots: list[Root], on_done: Callable[[int], None]) -> None:
+        super().__init__(
+            by,
+            roots,
+            on_done,
+            grad_enabled=torch.is_grad_enabled,
+            optimizer=torch.optim.Optimizer,
+        )
+
+
+# What a session and its taps talk about: a module call under way, and who wants to hear of it.
+
+
+Tensors = list[tuple[str, str, torch.Tensor]]
+"""Tensors of one port: (slot, alias, tensor)."""
+
+
+class Tap(Protocol):
+    """Something that notices tensors and hands them to `CaptureSession.emit`.
+
+    `around_root` encloses a call that no other module made; `before_forward` and `on_forward` come
+    just before and after every call, the latter not when the call raises.
+    """
+
+    def install(self) -> None: ...
+
+    def remove(self) -> None: ...
+
+    def around_root(self, module: nn.Module) -> AbstractContextManager[None]: ...
+
+    def before_forward(self, frame: Frame, inputs: Tensors) -> None: ...
+
+    def on_forward(self, frame: Frame, inputs: Tensors, outputs: Tensors) -> None: ...
+
+
+# One capture of torch modules.
+
+
+_TAPS = {
+    "ops": ("driftline.captures.torch.operators.tensors", "OperatorTap"),
+    "gradients": ("driftline.captures.torch.gradients", "GradientTap"),
+    "params": ("driftline.captures.torch.gradients", "ParameterTap"),
+}
+
+
+class CaptureSession(Session):
+    """Captures torch modules until it is stopped.
+
+    Args:
+        sink: Where tensors go, or a function that makes the sink when there is something to write.
+        selection: Which tensors.
+        reduction: How much of each.
+        levels: Any of modules, ops, gradients, params.
+        model: The one model to watch; None watches every module call of the process.
+        rank: This process's rank.
+        process: Tells processes of one rank apart.
+        steps_by: What ends a step; see `steps.py`.
+        module_types: If given, only modules of these classes (subclasses too).
+    """
+
+    def __init__(
+        self,
+        sink: Sink | Callable[[], Sink],
+        selection: Selection | None = None,
+        reduction: Reduction | None = None,
+        levels: str | Iterable[str] = ("modules",),
+        *,
+        model: nn.Module | None = None,
+        rank: int = 0,
+        process: int = 0,
+        steps_by: StepsBy = "auto",
+        module_types: tuple[type, ...] = (),
+    ) -> None:
+        super().__init__(
+            sink,
+            selection,
+            reduction,
+            levels,
+            model=model,
+            rank=rank,
+            process=process,
+            module_types=module_types,
+            family=FAMILY,
+            look=snapshot,
+            clock=lambda roots, done: StepClock(steps_by, roots, done),
+        )
+        self.arrivals = self.intake.elsewhere = Arrivals(
+            self.intake, self.selection, self.reduction, rank, process
+        )
+        self._graphs_before = 0
+        self.sees_graphs = False  # a tap looks into compiled graphs
+
+    def watch(self) -> None:
+        from driftline.captures.torch import module_calls
+
+        for level in LEVELS[1:]:
+            if level in self.levels:
+                where, name = _TAPS[level]
+                self.taps.append(getattr(importlib.import_module(where), name)(self))
+        self._graphs_before = compiled_graphs()
+        cuda.watch(self.arrivals)
+        module_calls.watch(self)
+
+    def unwatch(self) -> None:
+        from driftline.captures.torch import module_calls
+
+        module_calls.unwatch(self)
+        cuda.unwatch(self.arrivals)
+
+    def after_fork(self) -> None:
+        self.arrivals.after_fork()
+        super().after_fork()
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        return undisturbed()
+
+    def tree(self) -> dict[str, JSON]:
+        with undisturbed():  # even reading a shape shows in the program's own modes
+            return cast("dict[str, JSON]", module_tree(self.names, self.execution_order).to_json())
+
+    def facts_of_models(self) -> dict[str, JSON]:
+        """Meshes and stages may be made after the capture has begun, and stages have names now."""
+        return job_facts(self._site_if_known)
+
+    def _site_if_known(self, module: Any) -> str | None:
+        place = self.names.known(module) or self.names.known(unwrapped(module))
+        return None if place is None else place.site
+
+    def say_at_end(self) -> None:
+        from driftline.captures.torch import distributed
+
+        if never := distributed.forget():
+            self.event(
+                "never-awaited",
+                f"{never} results of collectives were never waited for; they were not captured",
+            )
+        graphs = compiled_graphs() - self._graphs_before
+        if graphs > 0 and not self.sees_graphs and not self.intake.has_said("compiled"):
+            self.event(
+                "compiled",
+                f"torch.compile made {graphs} graphs; modules inside them are not seen: run the "
+                "program with TORCHDYNAMO_DISABLE=1 to see them",
+                graphs=graphs,
+            )

@@ -1,0 +1,295 @@
+"""Sums that cancel: how much was added up, where a graph or a run of operators tells.
+
+The gradient of a bias is a sum over all positions. Where it is zero by construction (the bias of an
+attention key, or one in front of a batch norm), rounding is all that is left of it, and two
+roundings have nothing in common. They are a share of what was added up: its norm, the metric
+`summed_l2`, is measured here for rows that are far off, and judged elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from driftline.alignment.plan import Pair
+from driftline.comparison.evidence.loose_bias import off_by, opened
+from driftline.comparison.evidence.rules import CANCELLED, SUMMED, is_far_cancelled, is_far_sum
+from driftline.comparison.measure.operands import F64
+from driftline.comparison.measure.pair_rows import paired
+from driftline.comparison.table.row import Row
+from driftline.comparison.tolerance.defaults import LIMITS, coarsest
+from driftline.errors import DriftlineError
+from driftline.numerics.dtypes import DTYPES, to_float64
+from driftline.runs.layout import GRAPHS
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.run import Run
+
+if TYPE_CHECKING:
+    from driftline.alignment.sites.compiled_graphs import Graphs, Value
+
+
+_SUMS = {
+    "aten.sum": "0",
+    "aten.convolution_backward": "2",
+    "aten.native_layer_norm_backward": "2",
+    "aten.native_group_norm_backward": "2",
+    "aten.native_batch_norm_backward": "2",
+}
+"""Which result of an operator is a sum of elements of its first argument."""
+CANCELLING: dict[str, tuple[tuple[int, str], ...]] = {
+    "aten.native_layer_norm_backward": ((0, "grad_out"), (3, "rstd"), (4, "weight")),
+    "aten._softmax_backward_data": ((0, "grad_output"), (1, "output")),
+}
+"""Operators whose first result is a product less its mean: the product's factors."""
+CANCELLING_ROUNDINGS = 64
+"""So many roundings of the product are nobody's fault."""
+_LARGEST_SUM = 1 << 26
+"""Larger tensors are not read for this."""
+
+
+def with_sums(
+    rows: Sequence[Row], pairs: Sequence[Pair], reference: Run, candidate: Run
+) -> Sequence[Row]:
+    """Rows with `summed_l2` wherever a sum is far off and what it added up was recorded.
+
+    Args:
+        rows: Measured; all rows of a plan, or some.
+        pairs: All pairs of the plan.
+        reference: The one run.
+        candidate: The other.
+    """
+    far = {(row.key, row.candidate_name): at for at, row in enumerate(rows) if is_far_sum(row)}
+    if not far:
+        return rows
+    found = list(rows)
+    sides = Sums(reference), Sums(candidate)
+    sites = {key for key, _ in far}
+    for pair in pairs:
+        at = None
+        if pair.reference.key in sites:
+            at = far.get((pair.reference.key, paired(pair).candidate_name))
+        if at is None:
+            continue
+        for side, record in zip(sides, (pair.reference, pair.candidate), strict=True):
+            size = side.summed(record)
+            if size:
+                metrics = {**found[at].metrics, SUMMED: size}
+                found[at] = found[at]._replace(metrics=metrics)
+                break
+    return found
+
+
+class Sums:
+    """What a run knows of the sums in it; its graphs are read when first asked."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._inputs: dict[TensorKey, list[Record]] | None = None
+
+    def summed(self, record: Record) -> float:
+        """The norm of what was added up to get a tensor; 0 where that is not known."""
+        if (size := self._cancelled(record)) is not None:
+            return size
+        for source in self._sources(record):
+            if math.prod(source.shape) > _LARGEST_SUM or source.dtype not in DTYPES:
+                continue
+            try:
+                values = to_float64(self._run.raw(source), DTYPES[source.dtype])
+            except (DriftlineError, OSError, ValueError):
+                continue
+            return float(np.linalg.norm(values))
+        return 0.0
+
+    def _cancelled(self, record: Record) -> float | None:
+        """The norm of a product before its mean was taken off; None for anything else."""
+        factors: list[Record | None]
+        if GRAPHS in self._run.sheets(record.key.rank, record.key.process):
+            graphs, value = self._in_graphs.get(record.key, (None, None))
+            node = value.node if value is not None else None
+            if graphs is None or value is None or node is None:
+                return None
+            whole = graphs.node(value.graph, node.of[0]) if node.of else node
+            wanted = CANCELLING.get(_operator(whole.target)) if whole is not None else None
+            if wanted is None or whole is None or (node.of and node.of[1]):
+                return None
+            names = [whole.inputs[at] for at, _ in wanted if at < len(whole.inputs)]
+            key = record.key
+            found = [
+                graphs.by_node.get((id(value.graph), one, key.step, key.visit)) for one in names
+            ]
+            factors = [one.record if one is not None else None for one in found]
+        else:
+            wanted = CANCELLING.get(_operator(record.class_name))
+            if wanted is None or record.key.slot != "0":
+                return None
+            given = {one.key.slot: one for one in self._given().get(_call_key(record.key), ())}
+            factors = [given.get(name) for _, name in wanted]
+        return self._product(factors[:1], factors[1:])
+
+    def _product(self, first: list[Record | None], others: list[Record | None]) -> float | None:
+        values: Any = 1.0
+        for one in (*first, *others):
+            if one is None:
+                if first[0] is None:
+                    return None
+                continue  # a norm without weight
+            if math.prod(one.shape) > _LARGEST_SUM or one.dtype not in DTYPES:
+                return None
+            try:
+                read = to_float64(self._run.raw(one), DTYPES[one.dtype]).reshape(one.shape)
+                values = values * read
+            except (DriftlineError, OSError, ValueError):
+                return None
+        return float(np.linalg.norm(values))
+
+    def _sources(self, record: Record) -> Iterator[Record]:
+        if GRAPHS in self._run.sheets(record.key.rank, record.key.process):
+            yield from self._in_graph(record)
+        elif record.key.slot == _SUMS.get(_operator(record.class_name)):
+            yield from self._given().get(_call_key(record.key), ())
+
+    @cached_property
+    def _in_graphs(self) -> dict[TensorKey, tuple[Graphs, Value]]:
+        from driftline.alignment.sites.compiled_graphs import graphs_of
+
+        return {
+            value.record.key: (graphs, value)
+            for graphs in graphs_of(self._run).values()
+            for value in graphs.values
+        }
+
+    def _in_graph(self, record: Record) -> Iterator[Record]:
+        graphs, value = self._in_graphs.get(record.key, (None, None))
+        if graphs is None or value is None:
+            return
+        key = record.key
+        for node in graphs.same_elements(value):
+            whole = graphs.node(value.graph, node.of[0]) if node.of else node
+            slot = str(node.of[1]) if node.of else "0"
+            if whole is None or not whole.inputs or _SUMS.get(_operator(whole.target)) != slot:
+                continue
+            given = graphs.by_node.get((id(value.graph), whole.inputs[0], key.step, key.visit))
+            if given is not None:
+                yield given.record
+
+    def _given(self) -> Mapping[TensorKey, list[Record]]:
+        """What operators of a run took, by call."""
+        if self._inputs is None:
+            self._inputs = {}
+            for record in self._run.records:
+                if record.key.port in ("input", "param") and "/" in record.key.site:
+                    self._inputs.setdefault(_call_key(record.key), []).append(record)
+        return self._inputs
+
+
+def _call_key(key: TensorKey) -> TensorKey:
+    return key._replace(port="output", slot="", moment="after")
+
+
+def is_cancelling(row: Row) -> bool:
+    """Whether a row is what an operator of `CANCELLING` leaves of a gradient."""
+    return row.key.slot == "0" and _operator(row.class_name) in CANCELLING
+
+
+def _operator(name: str) -> str:
+    """An operator without its overload.
+
+    >>> _operator("aten.sum.dim_IntList")
+    'aten.sum'
+    """
+    return name.rpartition(".")[0]
+
+
+# Gradients that cancel inside one module: how large they were before they did.
+
+
+_ROUNDINGS = 16
+"""So many roundings of what cancels are nobody's fault."""
+_CARRIED = 4
+"""Times so much an error of input or gradient may come out of a module."""
+_LARGEST_PRODUCT = 1 << 24
+"""Larger tensors are not read for this."""
+_BY_CHANNEL = ("BatchNorm", "SyncBatchNorm", "GroupNorm", "InstanceNorm")
+
+
+def with_cancelled(
+    rows: Sequence[Row], pairs: Sequence[Pair], reference: Run, candidate: Run
+) -> Sequence[Row]:
+    """Rows with `cancelled_l2` wherever a gradient is far off that may have cancelled.
+
+    Args:
+        rows: Measured; all rows of a plan, or some.
+        pairs: All pairs of the plan.
+        reference: The one run.
+        candidate: The other.
+    """
+    far = [at for at, row in enumerate(rows) if is_far_cancelled(row)]
+    if not far:
+        return rows
+    calls = {_call_address(rows[at].key) for at in far}
+    near: dict[tuple[object, ...], list[Pair]] = {}
+    for pair in pairs:
+        if (call := _call_address(pair.reference.key)) in calls:
+            near.setdefault(call, []).append(pair)
+    found = list(rows)
+    for at in far:
+        row = found[at]
+        try:
+            size = _explained(row, near[_call_address(row.key)], reference, candidate)
+        except (DriftlineError, OSError, ValueError):
+            continue  # the row stays as it was measured
+        if size is not None:
+            found[at] = row._replace(metrics={**row.metrics, CANCELLED: size})
+    return found
+
+
+def _explained(row: Row, pairs: Sequence[Pair], reference: Run, candidate: Run) -> float | None:
+    """How large an error rounding explains; None where the module does not show it.
+
+    Of other rows nothing is asked: a shard of a comparison has not got them.
+    """
+    shape, dtype = row.reference_shape, coarsest((row.reference_dtype, row.candidate_dtype))
+    if dtype is None or shape is None or not 0 < math.prod(shape) <= _LARGEST_PRODUCT:
+        return None
+    values: dict[str, F64] = {}
+    off = 0.0
+    for pair in pairs:
+        port = pair.reference.key.port
+        if port not in ("input", "output", "grad_output") or port in values:
+            continue
+        ours, theirs = opened(pair, reference, candidate).decoded()
+        if ours.size != math.prod(shape):
+            continue
+        error = off_by(ours, theirs)
+        if not ours.any() or not error <= LIMITS[dtype.name]:
+            return None  # what it is made of is wrong already
+        off += error
+        values[port] = ours.reshape(shape)
+    if len(values) < 3:
+        return None
+    before = _before(row.class_name, values["input"], values["output"], values["grad_output"])
+    share = min(_ROUNDINGS * dtype.unit_roundoff + _CARRIED * off, LIMITS[dtype.name])
+    return share * before if math.isfinite(before) else None
+
+
+def _before(class_name: str, given: F64, result: F64, gradient: F64) -> float:
+    """Norm of the gradient that a module sends back, before anything is taken from it."""
+    if class_name.endswith("LogSoftmax"):
+        return float(np.linalg.norm(gradient))
+    if class_name.endswith("Softmax"):
+        return float(np.linalg.norm(result * gradient))
+    axes: tuple[int, ...] = (-1,)
+    if class_name.startswith(_BY_CHANNEL) and given.ndim > 1:
+        batch = (0,) if "BatchNorm" in class_name or given.ndim == 2 else ()
+        axes = (*batch, *range(2, given.ndim))
+    spread = given.std(axis=axes, keepdims=True)
+    slope = result.std(axis=axes, keepdims=True) / np.where(spread > 0.0, spread, math.inf)
+    return float(np.linalg.norm(slope * gradient))
+
+
+def _call_address(key: TensorKey) -> tuple[object, ...]:
+    return key.rank, key.process, key.step, key.site, key.visit

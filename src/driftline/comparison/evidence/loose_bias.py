@@ -1,0 +1,236 @@
+"""Outputs that differ by one number per channel, because nothing holds a bias where it is.
+
+The bias of an attention key, or of a layer in front of a batch norm, changes nothing that comes
+after it: its gradient is zero but for rounding. An optimizer that divides a gradient by its size
+(Adam) makes whole steps of that rounding, others in every program, and the layer's output differs
+from then on. Nothing else does.
+
+Whether that is all there is to a difference is measured here, and judged elsewhere: channels whose
+bias was given other gradients in an earlier step may each be off by one number, and what is left
+without it is the metric `beyond_bias`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from driftline.alignment.plan import Pair
+from driftline.comparison.evidence.rules import GRADIENTS, is_bias, is_far_output
+from driftline.comparison.measure.operands import F64, ValuePair, open_arrays
+from driftline.comparison.measure.pair_rows import clash, has_recipe, paired
+from driftline.comparison.table.row import Row
+from driftline.comparison.tolerance.defaults import LIMITS, coarsest
+from driftline.comparison.tolerance.tolerance import BEYOND
+from driftline.errors import DriftlineError
+from driftline.numerics.dtypes import DType, to_float64
+from driftline.runs.records import TensorKey
+from driftline.runs.run import Run
+
+_APART, _ROUNDINGS = 1e-3, 64
+"""Elements of a gradient that differ by this share, and by so many roundings, are not the same."""
+NO_MORE = 16
+"""Rounding of a bias's gradient, in units of roundoff of its weight's gradient."""
+_WEIGHTS = ("weight", "w_0")
+_POSITIONS = 64
+"""So many positions are looked at first: most outputs differ in other ways."""
+_HOPELESS = 10
+"""So many times its limit a row is off by more than a bias."""
+_LARGEST = 1 << 24
+"""Larger outputs are not looked at: both are decoded to float64."""
+
+_Mask: TypeAlias = "npt.NDArray[np.bool_]"
+_Place = tuple[int, int, str]
+
+
+def is_bias_gradient(key: TensorKey, class_name: str, shape: tuple[int, ...] | None) -> bool:
+    """Whether a tensor is the gradient of a bias: of a module, or the sum that an operator made."""
+    if key.port in GRADIENTS:
+        return is_bias(key.slot)
+    summed = key.port == "output" and key.phase == "backward" and class_name.startswith("aten.sum")
+    return summed and shape is not None and len(shape) > 0 and shape[-1] == math.prod(shape) > 1
+
+
+def module_of(site: str) -> str:
+    """The module of a site; an operator or node stands behind a slash."""
+    return site.partition("/")[0]
+
+
+def earlier(gradients: Sequence[int], step: int) -> Callable[[int], bool]:
+    """Which steps' gradients tell of a parameter in a step: those before it.
+
+    Where none before it was recorded, its own must do: what has no gradient has none in any step.
+    """
+    if any(one < step for one in gradients):
+        return lambda one: one < step
+    return lambda one: one == step
+
+
+def with_loose_biases(
+    rows: Sequence[Row], pairs: Sequence[Pair], reference: Run, candidate: Run
+) -> Sequence[Row]:
+    """Rows with `beyond_bias` wherever an output is far off and its bias may have moved by itself.
+
+    Args:
+        rows: Measured; all rows of a plan, or some.
+        pairs: All pairs of the plan.
+        reference: The one run.
+        candidate: The other.
+    """
+    found = list(rows)
+    far = [at for at, row in enumerate(found) if is_far_output(row)]
+    if not far:
+        return found
+    biases = _Biases(pairs, reference, candidate)
+    if not biases.known:
+        return found
+    wanted = {found[at].key for at in far}
+    of_row = {ends(paired(pair)): pair for pair in pairs if pair.reference.key in wanted}
+    for at in far:
+        row = found[at]
+        pair = of_row.get(ends(row))
+        loose = biases.loose_before(row)
+        if pair is None or loose is None:
+            continue
+        try:
+            left = _without(pair, loose, row, reference, candidate)
+        except (DriftlineError, OSError, ValueError):
+            continue  # the row stays as it was measured
+        if left is not None:
+            found[at] = row._replace(metrics={**row.metrics, BEYOND: left})
+    return found
+
+
+def ends(row: Row) -> tuple[object, ...]:
+    """What tells a pair from all others: both keys, as a row has them."""
+    return (row.key, *row[4:10])
+
+
+class _Biases:
+    """Gradients that biases were given, and which of their channels were given others."""
+
+    def __init__(self, pairs: Sequence[Pair], reference: Run, candidate: Run) -> None:
+        self._runs = (reference, candidate)
+        self._given: dict[_Place, list[Pair]] = defaultdict(list)
+        self._apart: dict[tuple[_Place, int], F64 | None] = {}
+        self._weights: dict[TensorKey, Pair] = {}
+        for pair in pairs:
+            key = pair.reference.key
+            shape = pair.reference.shape
+            if key.port in GRADIENTS and key.slot in _WEIGHTS:
+                self._weights[key._replace(slot="")] = pair
+            if not is_bias_gradient(key, pair.reference.class_name, shape):
+                continue
+            if "/" in key.site or len(shape) == 1:
+                self._given[key.rank, key.process, module_of(key.site)].append(pair)
+
+    @property
+    def known(self) -> bool:
+        return bool(self._given)
+
+    def loose_before(self, row: Row) -> _Mask | None:
+        """Channels that were given other gradients in a step before; None when there are none."""
+        place: _Place = (row.key.rank, row.key.process, module_of(row.key.site))
+        dtype = coarsest((row.reference_dtype, row.candidate_dtype))
+        apart = max(_APART, _ROUNDINGS * dtype.unit_roundoff) if dtype is not None else math.inf
+        loose: _Mask | None = None
+        given = self._given.get(place, ())
+        tells = earlier([pair.reference.key.step for pair in given], row.key.step)
+        for pair in given:
+            if tells(pair.reference.key.step):
+                gaps = self._gaps(place, pair)
+                if gaps is not None and pair.reference.key.step == row.key.step:
+                    gaps = self._if_rounding(pair, gaps, apart)
+                if gaps is not None and (loose is None or loose.shape == gaps.shape):
+                    loose = gaps > apart if loose is None else loose | (gaps > apart)
+        return loose if loose is not None and loose.any() else None
+
+    def _if_rounding(self, pair: Pair, gaps: F64, apart: float) -> F64:
+        """Channels that have no gradient but rounding, beside their weight's, count as apart."""
+        weight = self._weights.get(pair.reference.key._replace(slot=""))
+        dtype = coarsest((pair.reference.dtype, pair.candidate.dtype))
+        if weight is None or dtype is None:
+            return gaps
+        try:
+            biases, weights = (opened(one, *self._runs).decoded() for one in (pair, weight))
+        except (DriftlineError, OSError, ValueError):
+            return gaps
+        sides = zip(biases, weights, strict=True)
+        share = NO_MORE * dtype.unit_roundoff
+        none = [np.abs(bias.reshape(-1)) <= share * np.linalg.norm(one) for bias, one in sides]
+        return np.where(none[0] & none[1], 2.0 * apart, gaps)
+
+    def _gaps(self, place: _Place, pair: Pair) -> F64 | None:
+        """How far apart the gradients of each channel are, as shares of themselves."""
+        known = (place, pair.reference.order)
+        if known not in self._apart:
+            try:
+                ours, theirs = opened(pair, *self._runs).decoded()
+            except (DriftlineError, OSError, ValueError):
+                self._apart[known] = None
+            else:
+                ours, theirs = ours.reshape(-1), theirs.reshape(-1)
+                size = np.maximum(np.abs(ours), np.abs(theirs))
+                self._apart[known] = np.abs(ours - theirs) / np.where(size > 0.0, size, 1.0)
+        return self._apart[known]
+
+
+def _without(pair: Pair, loose: _Mask, row: Row, reference: Run, candidate: Run) -> float | None:
+    """Relative L2 of a pair without one number for each loose channel; None if that is no help."""
+    shape = row.reference_shape or ()
+    axis = _channels(shape, loose.size, row.class_name)
+    dtype = coarsest((row.reference_dtype, row.candidate_dtype))
+    if axis is None or dtype is None or not math.prod(shape) <= _LARGEST:
+        return None
+    values = opened(pair, reference, candidate)
+    sides: list[tuple[Any, DType]] = []
+    for raw, own in (
+        (values.reference, values.reference_dtype),
+        (values.candidate, values.candidate_dtype),
+    ):
+        if own.kind != "float" or own.bits < 8:
+            return None
+        channels_last = np.moveaxis(raw.reshape(shape), axis, -1)
+        sides.append((channels_last.reshape(-1, loose.size), own))
+    left = 0.0
+    for every in (max(len(sides[0][0]) // _POSITIONS, 1), 1):
+        ours, theirs = (to_float64(words[::every], own) for words, own in sides)
+        left = _constant_off(cast(F64, ours), cast(F64, theirs), loose)
+        if not left <= _HOPELESS * LIMITS[dtype.name]:
+            return None
+    return left
+
+
+def _constant_off(ours: F64, theirs: F64, loose: _Mask) -> float:
+    apart = theirs - ours
+    apart -= np.where(loose, apart.mean(axis=0), 0.0)
+    size = float(np.linalg.norm(ours))
+    return float(np.linalg.norm(apart)) / size if size else math.inf
+
+
+def _channels(shape: tuple[int, ...], count: int, class_name: str) -> int | None:
+    """Which axis of an output a bias of so many numbers is added along."""
+    axes = (1, -1) if class_name.startswith(("Conv", "BatchNorm")) else (-1, 1)
+    return next((axis for axis in axes if len(shape) > 1 and shape[axis] == count), None)
+
+
+def opened(pair: Pair, reference: Run, candidate: Run) -> ValuePair:
+    if why := pair.trouble or clash(pair):
+        raise ValueError(why)
+    if has_recipe(pair):
+        from driftline.comparison.measure.recipes import open_cooked
+
+        return open_cooked(reference, candidate, pair)
+    return open_arrays(reference, pair.reference, candidate, pair.candidate)
+
+
+def off_by(ours: F64, theirs: F64) -> float:
+    """Relative L2 of opened values: pairs are asked, because a shard has few of the rows."""
+    size = float(np.linalg.norm(ours))
+    apart = float(np.linalg.norm(theirs - ours))
+    return apart / size if size else (math.inf if apart else 0.0)

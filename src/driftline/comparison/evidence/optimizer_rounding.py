@@ -1,0 +1,341 @@
+"""What an optimizer makes of gradients that are nothing but rounding, element by element.
+
+Adam divides a gradient by its size. Where a gradient is zero by construction (the bias of an
+attention key), or where single elements of it are, it makes whole steps of rounding, others in
+every program: the optimizer's state and the parameter differ at those elements from then on.
+
+Which elements these are is followed through the optimizer's arithmetic, as a graph lists it or a
+run of operators recorded it, and through elementwise operators only. What is left of a difference
+without them is the metric `beyond_rounding`, and is judged elsewhere. Nothing is excused whose
+gradient is not in the runs, or differs by more than rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from driftline.alignment.plan import Pair
+from driftline.comparison.evidence.cancelling import Sums
+from driftline.comparison.evidence.loose_bias import ends, off_by, opened
+from driftline.comparison.evidence.rules import GRADIENTS, SUMMED, is_far_moved
+from driftline.comparison.measure.operands import F64
+from driftline.comparison.measure.pair_rows import paired
+from driftline.comparison.table.row import Row
+from driftline.comparison.tolerance.defaults import LIMITS, coarsest
+from driftline.comparison.tolerance.tolerance import BEYOND_ROUNDING
+from driftline.errors import DriftlineError
+from driftline.numerics.dtypes import DType
+from driftline.runs.layout import GRAPHS
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.run import Run
+
+if TYPE_CHECKING:
+    from driftline.alignment.sites.compiled_graphs import Graphs
+    from driftline.graphs.sources.graph_files import Graph, GraphNode
+
+_ELEMENTWISE = frozenset(
+    f"aten.{name}{end}"
+    for name in (
+        *("add", "sub", "mul", "div", "neg", "sqrt", "rsqrt", "square", "pow", "reciprocal"),
+        *("abs", "sign", "maximum", "minimum", "clamp", "where", "lerp", "addcmul", "addcdiv"),
+        *("copy", "clone", "alias", "detach", "_to_copy"),
+    )
+    for end in ("", "_")
+) | {"prims.fma", "prims.copy_", "prims.convert_element_type"}
+"""Each element of their result is made of the same elements of what they take."""
+_APART = 1e-3
+"""Elements that differ by this share of themselves are not the same."""
+_ROUNDINGS = 64
+"""Differences up to so many roundings of the largest element are rounding."""
+_LARGEST = 1 << 24
+"""Larger tensors are not read for this."""
+_DEEPEST = 400
+_TAKEN = ("input", "param")
+"""What an operator takes; a parameter is one, where it is known as such."""
+
+_Mask: TypeAlias = "npt.NDArray[np.bool_]"
+_Place = tuple[int, int, int, int]
+_Call = tuple[str, int, int, int, int, str]
+
+
+def with_moved(
+    rows: Sequence[Row], pairs: Sequence[Pair], reference: Run, candidate: Run
+) -> Sequence[Row]:
+    """Rows with `beyond_rounding` wherever an optimizer may have made steps of rounding.
+
+    Args:
+        rows: Measured, with `summed_l2`; all rows of a plan, or some.
+        pairs: All pairs of the plan.
+        reference: The one run.
+        candidate: The other.
+    """
+    far = {ends(row): at for at, row in enumerate(rows) if is_far_moved(row)}
+    if not far:
+        return rows
+    found = list(rows)
+    elements = _Elements(pairs, reference, candidate)
+    keys = {row.key for row in rows if is_far_moved(row)}
+    for pair in pairs:
+        at = far.get(ends(paired(pair))) if pair.reference.key in keys else None
+        if at is None or SUMMED in found[at].metrics:
+            continue
+        row = found[at]
+        if summed := elements.summed(pair):
+            found[at] = row._replace(metrics={**row.metrics, SUMMED: summed})
+        elif (left := elements.left(pair)) is not None:
+            found[at] = row._replace(metrics={**row.metrics, BEYOND_ROUNDING: left})
+    return found
+
+
+class _Elements:
+    """Says which elements of a pair are made of rounding, by following one of the runs.
+
+    Asks pairs and their values, no rows: a shard of a comparison has few of them.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], reference: Run, candidate: Run) -> None:
+        self._runs = (reference, candidate)
+        self._pairs = pairs
+        self._sums = (Sums(reference), Sums(candidate))
+        self._masks: dict[int, _Mask | None] = {}
+        self._summed: dict[int, float] = {}
+        # The run whose arithmetic is followed: the one that lists its graphs.
+        self._side = 0 if _has_graphs(reference) or not _has_graphs(candidate) else 1
+        self._of: dict[TensorKey, Pair] = {}
+        self._gradients: dict[tuple[str, str], list[Pair]] = defaultdict(list)
+        self._arriving: dict[tuple[object, ...], list[Pair]] = defaultdict(list)
+        for pair in pairs:
+            key = pair.reference.key
+            if "/" in key.site:
+                self._of.setdefault(self._own(pair).key, pair)
+            if key.port == "grad_output":
+                self._arriving[key.rank, key.process, key.step, key.site].append(pair)
+            backward = key.port == "output" and key.phase == "backward" and "/" in key.site
+            if key.port in GRADIENTS or backward:
+                digests = (pair.reference.digest, pair.candidate.digest)
+                if all(digests):
+                    self._gradients[digests].append(pair)
+
+    def summed(self, pair: Pair) -> float:
+        """The norm of what was added up to get the very tensors of a pair; 0 if not known."""
+        if id(pair) not in self._summed:
+            digests = (pair.reference.digest, pair.candidate.digest)
+            sizes = (self._size(one) for one in self._gradients.get(digests, ()))
+            self._summed[id(pair)] = next((size for size in sizes if size), 0.0)
+        return self._summed[id(pair)]
+
+    def _size(self, gradient: Pair) -> float:
+        key = gradient.reference.key
+        if key.port not in GRADIENTS:
+            ends = zip(self._sums, (gradient.reference, gradient.candidate), strict=True)
+            return next((size for side, one in ends if (size := side.summed(one))), 0.0)
+        if len(gradient.reference.shape) != 1:
+            return 0.0
+        arrived = self._arriving.get((key.rank, key.process, key.step, key.site), ())
+        values = [self._values(pair) for pair in arrived]
+        if any(one is None or off_by(*one) > LIMITS["float32"] for one in values):
+            return 0.0
+        return math.sqrt(sum(float(np.linalg.norm(one[0])) ** 2 for one in values if one))
+
+    def _own(self, pair: Pair) -> Record:
+        return pair.candidate if self._side else pair.reference
+
+    def left(self, pair: Pair) -> float | None:
+        """Relative L2 of a pair without such elements; None where there are none."""
+        mask = self._mask(pair, 0)
+        values = self._values(pair) if mask is not None and mask.any() else None
+        if values is None or mask is None or mask.size != values[0].size:
+            return None
+        ours, theirs = values[0][~mask], values[1][~mask]
+        if not np.isfinite(values[1]).all():
+            return None
+        apart, size = float(np.linalg.norm(theirs - ours)), float(np.linalg.norm(ours))
+        return apart / size if size else (math.inf if apart else 0.0)
+
+    def _mask(self, pair: Pair, depth: int) -> _Mask | None:
+        """Elements of a pair that are made of rounding; None where nothing says so."""
+        if id(pair) not in self._masks:
+            self._masks[id(pair)] = None  # a circle explains nothing
+            self._masks[id(pair)] = self._found(pair, depth) if depth < _DEEPEST else None
+        return self._masks[id(pair)]
+
+    def _found(self, pair: Pair, depth: int) -> _Mask | None:
+        dtype = coarsest((pair.reference.dtype, pair.candidate.dtype))
+        values = self._values(pair)
+        if dtype is None or values is None:
+            return None
+        far = not off_by(*values) <= LIMITS[dtype.name]
+        summed = self.summed(pair) if far else 0.0
+        if not far or summed:
+            return _rounding(*values, dtype, summed if far else None)
+        own = self._own(pair)
+        together: _Mask | None = None
+        for source in self._made_of(own):
+            if math.prod(self._own(source).shape) != math.prod(own.shape):
+                continue
+            mask = self._mask(source, depth + 1)
+            if mask is not None:
+                together = mask if together is None else together | mask
+        return together
+
+    def _values(self, pair: Pair) -> tuple[F64, F64] | None:
+        if not 0 < math.prod(pair.reference.shape) <= _LARGEST:
+            return None
+        try:
+            ours, theirs = opened(pair, *self._runs).decoded()
+        except (DriftlineError, OSError, ValueError):
+            return None
+        return ours.reshape(-1), theirs.reshape(-1)
+
+    # --- what a tensor was made of
+
+    def _made_of(self, own: Record) -> Iterator[Pair]:
+        for record in self._sources(own):
+            if (pair := self._of.get(record.key)) is not None:
+                yield pair
+
+    def _sources(self, own: Record) -> Iterator[Record]:
+        graphs = self._graphs.get((own.key.rank, own.key.process))
+        if graphs is not None:
+            known = list(graphs.made_of(own))
+            yield from known or self._before(own)
+            return
+        call = _call(own.key)
+        if own.key.port == "output" and _name(own.class_name) in _ELEMENTWISE:
+            yield from (one for one in self._taken.get(call, ()) if one.shape == own.shape)
+        elif own.key.port in _TAKEN:
+            yield from self._before(own)
+
+    def _before(self, own: Record) -> list[Record]:
+        """What had the very bytes of a tensor before it."""
+        given = self._given.get(own.digest, ()) if own.digest else ()
+        return [one for one in given if one.order < own.order][-1:]
+
+    @cached_property
+    def _graphs(self) -> dict[tuple[int, int], _Optimizers]:
+        run = self._runs[self._side]
+        if not _has_graphs(run):
+            return {}
+        from driftline.alignment.sites.compiled_graphs import graphs_of
+
+        return {owner: _Optimizers(graphs) for owner, graphs in graphs_of(run).items()}
+
+    @cached_property
+    def _taken(self) -> dict[_Call, list[Record]]:
+        """What operators took, by call."""
+        found: dict[_Call, list[Record]] = defaultdict(list)
+        for pair in self._of.values():
+            own = self._own(pair)
+            if own.key.port in _TAKEN and "/" in own.key.site:
+                found[_call(own.key)].append(own)
+        return found
+
+    @cached_property
+    def _given(self) -> dict[str, list[Record]]:
+        """What operators gave, by their bytes, in order."""
+        found: dict[str, list[Record]] = defaultdict(list)
+        for pair in self._of.values():
+            own = self._own(pair)
+            if own.key.port == "output" and "/" in own.key.site:
+                found[own.digest].append(own)
+        for records in found.values():
+            records.sort(key=lambda one: one.order)
+        return found
+
+
+def _rounding(ours: F64, theirs: F64, dtype: DType, summed: float | None) -> _Mask | None:
+    """Elements that are apart, in a pair whose differences are rounding."""
+    apart = np.abs(theirs - ours)
+    sizes = np.maximum(np.abs(ours), np.abs(theirs))
+    if summed is not None and not np.linalg.norm(apart) <= LIMITS[dtype.name] * summed:
+        return None
+    scale = max(float(sizes.max()), summed or 0.0)
+    share = max(_APART, _ROUNDINGS * dtype.unit_roundoff)
+    slight = apart <= _ROUNDINGS * dtype.unit_roundoff * scale
+    return (apart > share * sizes) & slight
+
+
+class _Optimizers:
+    """Graphs that write into what they are given, as optimizers do, and what values come from."""
+
+    def __init__(self, graphs: Graphs) -> None:
+        self._records: dict[tuple[int, str, int, int], Record] = {}
+        self._places: dict[TensorKey, tuple[Graph, GraphNode]] = {}
+        self._times: dict[int, list[tuple[int, int]]] = {}
+        self._inputs: dict[int, dict[str, frozenset[str]]] = {}
+        times: dict[int, set[tuple[int, int]]] = defaultdict(set)
+        for value in graphs.values:
+            if value.node is None:
+                continue
+            key, number = value.record.key, id(value.graph)
+            if number not in self._inputs:
+                self._inputs[number] = _elementwise(value.graph)
+            if not self._inputs[number]:
+                continue
+            self._records.setdefault((number, value.node.name, key.step, key.visit), value.record)
+            self._places[key] = (value.graph, value.node)
+            times[number].add((key.step, key.visit))
+        self._times = {number: sorted(found) for number, found in times.items()}
+
+    def made_of(self, own: Record) -> Iterator[Record]:
+        """Inputs of the graph that a value's elements are made of, as it was given them."""
+        graph, node = self._places.get(own.key, (None, None))
+        if graph is None or node is None:
+            return
+        inputs, now = self._inputs[id(graph)], (own.key.step, own.key.visit)
+        names = inputs.get(node.name, frozenset[str]())
+        if node.target == "placeholder":  # what the execution before has left there
+            before = [time for time in self._times[id(graph)] if time < now]
+            if not before:
+                return
+            now, names = before[-1], inputs.get(f"{node.name} after", frozenset[str]())
+        for name in sorted(names):
+            record = self._records.get((id(graph), name, *now))
+            if record is not None:
+                yield record
+
+
+def _elementwise(graph: Graph) -> dict[str, frozenset[str]]:
+    """For each node, the inputs of the graph whose elements its own are made of.
+
+    What is written into an input is listed as `{input} after`. Empty for a graph that writes into
+    none: it is no optimizer's.
+    """
+    found: dict[str, frozenset[str]] = {}
+    shapes = {node.name: node.shape for node in graph.nodes}
+    writes = False
+    for node in graph.nodes:
+        if node.target == "placeholder":
+            found[node.name] = frozenset({node.name})
+        elif _name(node.target) in _ELEMENTWISE:
+            taken = list(node.inputs)
+            into = taken.pop(0) if _name(node.target).endswith(".copy_") and taken else ""
+            alike = [found.get(name) for name in taken if shapes.get(name) == node.shape]
+            found[node.name] = frozenset[str]().union(*(one for one in alike if one))
+            if into:
+                writes = True
+                found[f"{into} after"] = found[node.name]
+    return found if writes else {}
+
+
+def _has_graphs(run: Run) -> bool:
+    return any(
+        GRAPHS in run.sheets(*owner)
+        for owner in {(one.key.rank, one.key.process) for one in run.records}
+    )
+
+
+def _call(key: TensorKey) -> _Call:
+    return (key.site, key.step, key.visit, key.rank, key.process, key.phase)
+
+
+def _name(operator: str) -> str:
+    """An operator without its overload; of a class that names its kernel, too."""
+    return operator.partition(" ")[0].rpartition(".")[0]

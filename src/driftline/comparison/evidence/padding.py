@@ -1,0 +1,155 @@
+"""Rows that fail only where the model's own attention mask says that nothing counts.
+
+What a position that is a pad holds is left to the engine: softmax over nothing is zero in one,
+an average in another, NaN in a third. So where rows fail, the two runs were given one and the same
+attention_mask, and it leaves positions out, the failing rows are measured again without these.
+Between two engines that result counts: what differs elsewhere fails as before, and rows that pass
+are not touched. Of two runs of one engine the verdict stays, and a note says what was found.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+from driftline.alignment.plan import Plan
+from driftline.comparison.measure.scheduler import Elementwise, measure_pairs
+from driftline.comparison.metrics.catalogue import Metric
+from driftline.comparison.table.row import Row
+from driftline.comparison.table.table import Table, is_kept
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.run import Run
+
+_Place = tuple[TensorKey, str]
+"""A tensor of the reference, and the site that it was set against."""
+_MOST = 20_000
+"""Where more rows fail they are not held in memory to be measured again: pads are not all of it."""
+_SAID = frozenset({"onnxruntime", "paddle"})
+"""Engines whose runs always say so."""
+_ONLY_THERE = "differs only at positions that attention_mask leaves out"
+_WITHOUT = "positions that attention_mask leaves out do not count"
+
+
+def judged_without_pads(
+    judged: Table,
+    measured: Table,
+    plan: Plan,
+    reference: Run,
+    candidate: Run,
+    metrics: Sequence[Metric],
+    elementwise: Elementwise,
+    judge: Callable[[Table], Table],
+) -> Table:
+    """The table, judged without pads where that changes something.
+
+    Args:
+        judged: The table with its verdict.
+        measured: The same before it was judged.
+        plan: What was set against what.
+        reference: The one run.
+        candidate: The other.
+        metrics: What was measured.
+        elementwise: What `outside_share` counts as outside.
+        judge: Judges a table.
+    """
+    failing: set[_Place] = set()
+    for row in judged.rows:
+        if row.status == "fail" and _is_float(row):
+            failing.add(_place(row))
+            if len(failing) > _MOST:
+                return judged
+    if not failing:
+        return judged
+    from driftline.alignment.reconcile.masks import without_pads
+
+    wanted = [p for p in plan.pairs if (p.reference.key, p.candidate.key.site) in failing]
+    here, there = reference, candidate
+    if is_kept(judged.rows):
+        from driftline.alignment.reconcile.tokens import is_mask
+
+        if not any(map(is_mask, itertools.chain(reference.records, candidate.records))):
+            return judged
+        here = _moments_of(reference, [pair.reference.key for pair in wanted])
+        there = _moments_of(candidate, [pair.candidate.key for pair in wanted])
+    pairs = without_pads(wanted, here, there)
+    if not pairs:
+        return judged
+    rows = measure_pairs(pairs, reference, candidate, metrics=metrics, elementwise=elementwise)
+    again = {_place(row): row for row in rows}
+    counted = judge(measured.with_rows(again.get(_place(row), row) for row in measured.rows))
+    places = {p for row in counted.rows if row.status == "pass" and (p := _place(row)) in again}
+    if not places:
+        return judged
+    if not _two_engines(judged):
+        return _hinted(judged, len(places), len(failing))
+    return _excused(counted, places, again.keys())
+
+
+def _moments_of(run: Run, keys: Iterable[TensorKey]) -> Run:
+    """What a long run has of the steps of some tensors: what they worked on is looked up there."""
+    from driftline.runs.views import only
+
+    moments = {(key.rank, key.process, key.step) for key in keys}
+
+    def belongs(record: Record) -> bool:
+        return (record.key.rank, record.key.process, record.key.step) in moments
+
+    return only(run, belongs)
+
+
+def _two_engines(table: Table) -> bool:
+    """Whether the two sides are known to be of different engines, of which each has its own pads.
+
+    Two programs of one engine should agree at pads, too; if not, that may be all there is to see
+    of a wrong mask. A run that does not say is none of those that always do.
+    """
+    names = [side.about.get("framework") for side in (table.reference, table.candidate)]
+    return names[0] != names[1] and (all(names) or not _SAID.isdisjoint(names))
+
+
+def _hinted(judged: Table, passing: int, failing: int) -> Table:
+    many = "all tensors that fail differ" if passing == failing else f"{_tensors(passing)}"
+    note = (
+        f"{many} only at positions that the captured attention_mask leaves out (pads); "
+        "--mask captured does not count them"
+    )
+    finding = judged.finding
+    if passing == failing:
+        finding += "; all of it at pads, which --mask captured leaves out"
+    return judged.changed(finding=finding, notes=(*judged.notes, note))
+
+
+def _excused(counted: Table, passing: set[_Place], again: Iterable[_Place]) -> Table:
+    """The table without pads, its rows with a word about that."""
+    measured = set(again)
+
+    def said(row: Row) -> Row:
+        if _place(row) not in measured or row.status not in ("pass", "fail"):
+            return row
+        why = _ONLY_THERE if _place(row) in passing else _WITHOUT
+        return row._replace(reason="; ".join(filter(None, (row.reason, why))))
+
+    note = (
+        f"{_tensors(len(passing))} only at positions that the captured attention_mask leaves out "
+        "(pads), which each engine fills in its own way; they were not counted there; --mask none "
+        "counts them"
+    )
+    return counted.with_rows(map(said, counted.rows)).changed(
+        first=None if counted.first is None else said(counted.first),
+        finding=f"{counted.finding}; pads were left out of {len(passing)} tensors",
+        notes=(*counted.notes, note),
+    )
+
+
+def _tensors(count: int) -> str:
+    return "1 tensor differs" if count == 1 else f"{count} tensors differ"
+
+
+def _place(row: Row) -> _Place:
+    return row.key, row.candidate_site or row.key.site
+
+
+def _is_float(row: Row) -> bool:
+    kinds = (DTYPES[name].kind for name in (row.reference_dtype, row.candidate_dtype))
+    return all(kind == "float" for kind in kinds)

@@ -1,0 +1,351 @@
+"""What measured rows say about ranks: whose copy is another one, whose part is wrong, and how.
+
+Copies of one tensor are set against each other, not only against the other run: a gradient that one
+rank holds differently is a finding, however close it is to the reference. What differs is looked at
+once more, for what can be said of it: an all-reduce that is missing, a part cut along another axis,
+parts in another order. Judges nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from driftline.alignment.plan import Pair
+from driftline.alignment.recipe import Recipe, Source, Step, start
+from driftline.comparison.table.row import Column, Number, Row
+from driftline.errors import DriftlineError
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.run import Run
+
+GAP = "replica_gap"
+GAP_COLUMN = Column(GAP, "lower", "relative L2 distance to what the other ranks hold of it")
+SAME: Mapping[str, float] = {"float64": 1e-12, "float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
+"""Copies this close are the same: sums may be taken in another order. Else every bit counts."""
+
+_AGREE, _FAR = 0.02, 1e-3
+_LARGEST = 1 << 24
+
+
+class _Copies(NamedTuple):
+    """Rows of one tensor of the one side, against what the ranks of the other hold of it."""
+
+    rows: list[int]
+    many: Run
+    sources: list[Source]
+    one: Run
+    whole: Source
+
+
+def with_ranks(
+    pairs: Sequence[Pair],
+    rows: Sequence[Row],
+    reference: Run,
+    candidate: Run,
+    places: Sequence[int] | None = None,
+) -> list[Row]:
+    """Rows of a plan's pairs, with what there is to say about their ranks.
+
+    Args:
+        pairs: All of the plan.
+        rows: Measured, one for each pair, or for those at `places`.
+        reference: The one run.
+        candidate: The other.
+        places: Which pairs the rows are about; all, when not given.
+    """
+    where = range(len(pairs)) if places is None else places
+    found = dict(zip(where, rows, strict=True))
+    for copies in _copies(pairs, reference, candidate):
+        if not any(at in found for at in copies.rows):
+            continue
+        for at, gap, words in _disagreeing(copies):
+            if (row := found.get(at)) is not None:
+                metrics: dict[str, Number] = {**row.metrics, GAP: gap}
+                found[at] = row._replace(metrics=metrics, reason=_and(row.reason, words))
+    for at, row in found.items():
+        far = row.metrics.get("relative_l2", 0.0) > _FAR and GAP not in row.metrics
+        if far and (words := _wrong_parts(pairs[at], reference, candidate)):
+            found[at] = row._replace(reason=_and(row.reason, words))
+    return [found[at] for at in where]
+
+
+def has_ranks(pairs: Sequence[Pair]) -> bool:
+    """Whether ranks were gathered: a tensor has partners on several, or is made of several."""
+    ours: dict[TensorKey, int] = {}
+    theirs: dict[TensorKey, int] = {}
+    for pair in pairs:
+        here, there = pair.reference.key, pair.candidate.key
+        if ours.setdefault(here, there.rank) != there.rank:
+            return True
+        if theirs.setdefault(there, here.rank) != here.rank:
+            return True
+        for recipe in (pair.reference_recipe, pair.candidate_recipe):
+            if recipe is not None and len({record.key.rank for record in recipe.records}) > 1:
+                return True
+    return False
+
+
+# --- copies
+
+
+def _copies(pairs: Sequence[Pair], reference: Run, candidate: Run) -> Iterator[_Copies]:
+    for swapped in (False, True):
+        groups: dict[TensorKey, dict[tuple[TensorKey, tuple[Step, ...]], list[int]]] = {}
+        for at, pair in enumerate(pairs):
+            one, many, how = pair.reference, pair.candidate, pair.reference_recipe
+            if swapped:
+                one, many, how = many, one, pair.candidate_recipe
+            place = many.key._replace(rank=0, process=0)
+            cut = () if how is None else how.steps  # other slices of one tensor are no copies
+            groups.setdefault(place, {}).setdefault((one.key, cut), []).append(at)
+        for by_key in groups.values():
+            for members in by_key.values():
+                held = [pairs[at].reference if swapped else pairs[at].candidate for at in members]
+                ranks = {record.key.rank for record in held}
+                if len(ranks) < 2 or len(ranks) != len(members):
+                    continue
+                both = [_sources(pairs[at]) for at in members]
+                sources = [each[0 if swapped else 1] for each in both]
+                whole = both[0][1 if swapped else 0]
+                runs = (reference, candidate) if swapped else (candidate, reference)
+                yield _Copies(members, runs[0], sources, runs[1], whole)
+
+
+def _sources(pair: Pair) -> tuple[Source, Source]:
+    return pair.reference_recipe or pair.reference, pair.candidate_recipe or pair.candidate
+
+
+def _disagreeing(copies: _Copies) -> Iterator[tuple[int, float, str]]:
+    """Rows whose copy is another one than the others', how far, and words about it."""
+    names = [_digest(source) for source in copies.sources]
+    if all(names) and len(set(names)) == 1:
+        return
+    sketched = any(record.kept == "summary" for source in copies.sources for record in _all(source))
+    most = max(1, _LARGEST // 4 // len(copies.sources))  # all of them are held together
+    read = _sketch if sketched else partial(_values, most=most)
+    values = [read(copies.many, source) for source in copies.sources]
+    if any(each is None for each in values) or len({each.shape for each in values}) != 1:
+        return
+    clusters = _clusters(values)
+    if len(clusters) == 1:
+        return
+    whole = read(copies.one, copies.whole)
+    if whole is not None and whole.shape != values[0].shape:
+        whole = None
+    held = [_ranks_of(source) for source in copies.sources]
+    most = _right_ones(clusters, values, whole)
+    allowed = SAME.get(_first(copies.sources[0]).dtype, 0.0)
+    why = "" if whole is None else _in_words(values, whole)
+    for n, at in enumerate(copies.rows):
+        if most:
+            if n in most:
+                continue
+            others, right = list(most), values[most[0]]
+        else:
+            others = [m for m in range(len(held)) if m != n]
+            right = sum(values[m] for m in others) / len(others)
+        gap = _distance(right, values[n])
+        if gap > allowed:
+            verb = "holds" if len(held[n]) == 1 else "together hold"
+            who = f"{ranks_said(held[n])} {verb} something else than {_others(held, others)}"
+            yield at, gap, f"{who} (relative_l2 {gap:.3g}), though it is one tensor{why}"
+
+
+def _others(held: Sequence[Sequence[int]], which: Sequence[int]) -> str:
+    """Whose copies others are; those that are made of several ranks each, one after the other."""
+    if all(len(held[n]) == 1 for n in which):
+        return ranks_said([held[n][0] for n in which])
+    return " or ".join(ranks_said(held[n]) for n in which[:3]) + (" or others" if which[3:] else "")
+
+
+def _clusters(values: Sequence[Any]) -> list[list[int]]:
+    found: dict[bytes, list[int]] = {}
+    for n, each in enumerate(values):
+        found.setdefault(each.tobytes(), []).append(n)
+    return list(found.values())
+
+
+def _right_ones(clusters: Sequence[list[int]], values: Sequence[Any], whole: Any) -> list[int]:
+    """The copies that the others are measured by: most of them, or those that agree with the
+    other run where none else does; empty where neither says it.
+    """
+    most = max(clusters, key=len)
+    if 2 * len(most) > len(values):
+        return most
+    if whole is None:
+        return []
+    errors = sorted((_distance(whole, values[group[0]]), n) for n, group in enumerate(clusters))
+    near = errors[0][0] <= _FAR and errors[0][0] < errors[1][0] / 10
+    return clusters[errors[0][1]] if near else []
+
+
+def _in_words(values: Sequence[Any], whole: Any) -> str:
+    """What copies that differ are together."""
+    total = sum(values)
+    alone = min(_distance(whole, each) for each in values)
+    if _distance(whole, total) < min(_AGREE, alone / 5):
+        return "; the sum over the ranks agrees with the other run: an all-reduce is missing"
+    if _distance(whole, total / len(values)) < min(_AGREE, alone / 5):
+        return "; the mean over the ranks agrees with the other run: it was never averaged"
+    return ""
+
+
+# --- parts
+
+
+def _wrong_parts(pair: Pair, reference: Run, candidate: Run) -> str:
+    """Words about a whole that is far off: which ranks' parts are."""
+    for many, made, one, whole in (
+        (candidate, pair.candidate_recipe, reference, pair.reference_recipe or pair.reference),
+        (reference, pair.reference_recipe, candidate, pair.candidate_recipe or pair.candidate),
+    ):
+        if made is None or len(made.steps) != 1 or made.steps[0].kind != "concat":
+            continue
+        parts = [source for source in made.sources if isinstance(source, Record)]
+        if len(parts) != len(made.sources) or len({part.key.rank for part in parts}) < 2:
+            continue
+        right = _values(one, whole)
+        values = [_values(many, part) for part in parts]
+        if right is not None and right.shape == made.shape and all(v is not None for v in values):
+            return _about_parts(right, values, [p.key.rank for p in parts], made.steps[0].axis)
+    return ""
+
+
+def _about_parts(right: Any, parts: Sequence[Any], ranks: Sequence[int], axis: int) -> str:
+    import numpy as np
+
+    ends = list(itertools.accumulate(part.shape[axis] for part in parts))
+    slices = np.split(right, ends[:-1], axis=axis)
+    off = [_distance(one, part) for one, part in zip(slices, parts, strict=True)]
+    bad = [n for n, each in enumerate(off) if each > max(_FAR, max(off) / 10)]
+    if not bad:
+        return ""
+    wrong = [ranks[n] for n in bad]
+    for other in range(right.ndim):
+        if other == axis or right.shape[other] % len(parts):
+            continue
+        cuts = np.split(right, len(parts), axis=other)
+        if all(_fits(cuts[n], parts[n], axis, other) for n in bad):
+            hold = "holds" if len(bad) == 1 else "hold"
+            return (
+                f"{ranks_said(wrong)} {hold} a slice of axis {other}, not of axis {axis}: cut "
+                "along the wrong dimension"
+            )
+    places = {n: _place_of(parts[n], slices) for n in bad}
+    if all(place is not None for place in places.values()):
+        said = [
+            f"rank {ranks[n]} that of rank {ranks[at]}"
+            for n, at in places.items()
+            if at is not None
+        ]
+        return f"the parts are in another order: {', '.join(said[:4])}"
+    if len(bad) == len(parts):
+        return f"the parts of all {len(parts)} ranks are off"
+    verb = "is" if len(bad) == 1 else "are"
+    return f"the part of {ranks_said(wrong)} {verb} off, those of the other ranks agree"
+
+
+def _fits(cut: Any, part: Any, axis: int, other: int) -> bool:
+    if cut.size != part.size:
+        return False
+    ways = [cut.swapaxes(axis, other), cut.reshape(part.shape)]
+    return any(way.shape == part.shape and _distance(way, part) < _AGREE for way in ways)
+
+
+def _place_of(part: Any, slices: Sequence[Any]) -> int | None:
+    fits = [
+        n for n, s in enumerate(slices) if s.shape == part.shape and _distance(s, part) < _AGREE
+    ]
+    return fits[0] if len(fits) == 1 else None
+
+
+# --- values
+
+
+def _values(run: Run, source: Source, *, most: int | None = None) -> Any:
+    """What a source holds, as float64 of its shape; None where it has no values, or too many.
+
+    Args:
+        run: Where it lies.
+        source: What.
+        most: Of more than so many, take every nth instead, flat.
+    """
+    from driftline.comparison.measure.recipes import cook
+    from driftline.numerics.dtypes import to_float64
+
+    many = math.prod(source.shape) > (_LARGEST if most is None else most)
+    if many and most is None:
+        return None
+    try:
+        made = cook(run, source if isinstance(source, Recipe) else start(source))
+        if made.dtype.kind in ("complex", "bits") or (many and made.dtype.bits < 8):
+            return None
+        if many:
+            stride = -(-made.values.size // (most or 1))
+            return to_float64(made.values[::stride].copy(), made.dtype)
+        found: Any = to_float64(made.values, made.dtype, math.prod(made.shape))
+        return found.reshape(made.shape)
+    except (DriftlineError, OSError, ValueError):
+        return None
+
+
+def _sketch(run: Run, source: Source) -> Any:
+    """The sketch of a source: linear in its values, so sums and distances are those of sketches."""
+    import numpy as np
+
+    from driftline.comparison.measure.summaries import summary_of
+
+    if isinstance(source, Recipe):
+        return None  # sketches of parts are none of the whole
+    try:
+        summary = summary_of(run, source)
+    except (DriftlineError, OSError, ValueError):
+        return None
+    return np.array(summary.sketch) if summary is not None and summary.sketch else None
+
+
+def _distance(right: Any, found: Any) -> float:
+    from driftline.alignment.placements.join import distance
+
+    return distance(right, found)
+
+
+def _digest(source: Source) -> str:
+    """A name for the bytes of a source; empty where they have none."""
+    if isinstance(source, Recipe):
+        inner = [_digest(each) for each in source.sources]
+        steps = ",".join(step.text() for step in source.steps)
+        return f"{steps} of {' '.join(inner)}" if all(inner) else ""
+    return source.digest if source.kept == "full" else ""
+
+
+def _first(source: Source) -> Record:
+    return source.records[0] if isinstance(source, Recipe) else source
+
+
+def _ranks_of(source: Source) -> list[int]:
+    """The ranks of which a copy is made, in order."""
+    return sorted({record.key.rank for record in _all(source)})
+
+
+def _all(source: Source) -> Sequence[Record]:
+    return source.records if isinstance(source, Recipe) else (source,)
+
+
+def ranks_said(ranks: Sequence[int]) -> str:
+    """
+    >>> ranks_said([2]), ranks_said([0, 1, 3])
+    ('rank 2', 'ranks 0, 1 and 3')
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 8:
+        return f"{len(ranks)} ranks"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _and(first: str, second: str) -> str:
+    return f"{first}; {second}" if first else second

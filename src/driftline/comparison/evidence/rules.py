@@ -1,0 +1,169 @@
+"""Rows so far off that more is asked than their numbers, and the columns of what is found then.
+
+What looks it up reads tensors and graphs, and is loaded only where a row is far off.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from driftline.alignment.plan import Pair
+from driftline.comparison.table.row import Column, Row
+from driftline.comparison.table.table import is_kept, kept_like
+from driftline.comparison.tolerance.defaults import LIMITS, METRIC, coarsest
+from driftline.comparison.tolerance.tolerance import BEYOND, BEYOND_ROUNDING
+from driftline.numerics.dtypes import DType
+from driftline.runs.run import Run
+
+if TYPE_CHECKING:
+    from driftline.comparison.table.row_spool import KeptRows
+
+
+GRADIENTS = ("optimizer_grad", "param_grad")
+"""Ports of parameters' gradients."""
+SUMMED = "summed_l2"
+CANCELLED = "cancelled_l2"
+BEYOND_COLUMN = Column(BEYOND, "lower", "relative L2 without what a bias of no gradient adds")
+SUMMED_COLUMN = Column(SUMMED, "none", "norm of what was added up to get the reference")
+CANCELLED_COLUMN = Column(CANCELLED, "none", "what rounding explains of gradients that cancel")
+BEYOND_ROUNDING_COLUMN = Column(
+    BEYOND_ROUNDING, "lower", "relative L2 without elements whose gradient is rounding"
+)
+_FEW = 16
+"""So many roundings are nobody's fault."""
+
+
+def is_asked(row: Row) -> bool:
+    """Whether any evidence is looked for."""
+    return is_far_output(row) or is_far_moved(row) or is_far_cancelled(row)
+
+
+def any_asked(largest: Mapping[tuple[str, str], float], *, after_the_first_step: bool) -> bool:
+    """Whether `is_asked` can be true of any row, by the largest error of each two types."""
+    for types, error in largest.items():
+        dtype = coarsest(types)
+        if dtype is None:
+            continue
+        if error > (_few(dtype) if after_the_first_step else LIMITS[dtype.name]):
+            return True
+    return False
+
+
+def is_far_output(row: Row) -> bool:
+    """An output of a later step that differs by more than a few roundings."""
+    if row.key.port != "output" or row.key.phase == "backward":
+        return False
+    if row.key.step == 0 or row.basis != "values":
+        return False
+    dtype = coarsest((row.reference_dtype, row.candidate_dtype))
+    if dtype is None:
+        return False
+    return _few(dtype) < row.metrics.get(METRIC, 0.0) < math.inf
+
+
+def is_far_moved(row: Row) -> bool:
+    """A row that no limit of its format holds, of an operator or a node."""
+    if row.key.port not in ("input", "output", "param") or "/" not in row.key.site:
+        return False
+    return _is_far(row)
+
+
+def is_far_sum(row: Row) -> bool:
+    """As `is_far_moved`, of a result."""
+    return row.key.port == "output" and is_far_moved(row)
+
+
+def is_far_cancelled(row: Row) -> bool:
+    """A gradient that a norm or a softmax sends back, and that no limit of its format holds."""
+    if row.key.port != "grad_input":
+        return False
+    return ("Norm" in row.class_name or row.class_name.endswith("Softmax")) and _is_far(row)
+
+
+def is_bias(slot: str) -> bool:
+    """Whether a parameter is a layer's bias; `b_0` is Paddle's name of it."""
+    return slot in ("bias", "b_0")
+
+
+def _few(dtype: DType) -> float:
+    return min(_FEW * dtype.unit_roundoff, LIMITS[dtype.name])
+
+
+def _is_far(row: Row) -> bool:
+    if row.basis != "values":
+        return False
+    dtype = coarsest((row.reference_dtype, row.candidate_dtype))
+    return dtype is not None and LIMITS[dtype.name] < row.metrics.get(METRIC, 0.0) < math.inf
+
+
+# What measured rows alone do not know, and a fair judgement needs: all of it, in one call.
+
+
+def with_evidence(
+    rows: Sequence[Row], pairs: Sequence[Pair], reference: Run, candidate: Run
+) -> Sequence[Row]:
+    """Rows with what is known of biases that move by themselves, and of sums that cancel.
+
+    Args:
+        rows: Measured; all rows of a plan, or some.
+        pairs: All pairs of the plan.
+        reference: The one run.
+        candidate: The other.
+    """
+    if not is_kept(rows):
+        return _looked_up(rows, pairs, reference, candidate)
+    if not _may_be_asked(rows):
+        return rows
+    if isinstance(pairs, tuple):  # all of them are held already
+        return kept_like(rows, _looked_up(list(rows), pairs, reference, candidate))
+    return rows.changed_by_process(_OfOneProcess(pairs, reference, candidate))
+
+
+def _looked_up(
+    rows: Sequence[Row], pairs: Sequence[Pair], reference: Run, candidate: Run
+) -> Sequence[Row]:
+    if not any(map(is_asked, rows)):
+        return rows
+    from driftline.comparison.evidence.cancelling import with_cancelled, with_sums
+    from driftline.comparison.evidence.loose_bias import with_loose_biases
+    from driftline.comparison.evidence.optimizer_rounding import with_moved
+
+    found = with_loose_biases(rows, pairs, reference, candidate)
+    found = with_sums(found, pairs, reference, candidate)
+    found = with_cancelled(found, pairs, reference, candidate)
+    return with_moved(found, pairs, reference, candidate)
+
+
+def _may_be_asked(rows: KeptRows) -> bool:
+    """Whether any row of a long table is one that evidence is looked for."""
+    if not rows.has_operators and rows.ports.isdisjoint((*GRADIENTS, "grad_input")):
+        return False
+    if not any_asked(rows.largest, after_the_first_step=rows.after_the_first_step):
+        return False  # known without reading them again
+    return any(map(is_asked, rows))
+
+
+class _OfOneProcess:
+    """Looks up what rows of one process need; a step or a sum is of one process alone."""
+
+    def __init__(self, pairs: Sequence[Pair], reference: Run, candidate: Run) -> None:
+        self._runs = (reference, candidate)
+        self._processes: Iterator[tuple[tuple[int, int], Iterator[Pair]]] = itertools.groupby(
+            pairs, key=lambda pair: (pair.reference.key.rank, pair.reference.key.process)
+        )
+        self._next = next(self._processes, None)
+
+    def __call__(self, rows: Sequence[Row]) -> Sequence[Row]:
+        place = (rows[0].key.rank, rows[0].key.process)
+        while self._next is not None and self._next[0] < place:
+            self._next = next(self._processes, None)
+        if self._next is None or self._next[0] != place:
+            return rows  # what is alone comes at the end
+        if not any(map(is_asked, rows)):
+            return rows  # the pairs are not gathered
+        pairs = list(self._next[1])
+        self._next = next(self._processes, None)
+        return _looked_up(rows, pairs, *self._runs)

@@ -1,0 +1,358 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""Two live models compared layer by layer as they run, without a run of either.
+
+The fast path of `compare_models`, and a door of its own. Where the two are not built alike, or a
+metric needs every value at once, it steps aside and both are captured instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from driftline.alignment.plan import Pair, Plan
+from driftline.comparison.measure.operands import measure_moments
+from driftline.comparison.measure.pair_rows import clash, paired
+from driftline.comparison.measure.scheduler import FAR_OFF, measure
+from driftline.comparison.metrics.catalogue import Metric, limited, requested
+from driftline.comparison.metrics.from_moments import needs_definition
+from driftline.comparison.pipeline import Limits, align, allowed, compare, outside
+from driftline.comparison.table.row import Row
+from driftline.comparison.table.table import Table
+from driftline.comparison.verdict.judge import judge
+from driftline.errors import BadInput, DriftlineError
+from driftline.numerics.fields import PairMoments
+from driftline.registry import require
+from driftline.runs.views import only
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
+    from torch import nn
+
+    from driftline.comparison.tolerance.thresholds import Thresholds
+    from driftline.runs.records import TensorKey
+
+
+Call = Callable[[], Any]
+
+
+def lockstep(
+    reference: nn.Module,
+    candidate: nn.Module,
+    inputs: Any,
+    *,
+    metrics: Sequence[str] = (),
+    limits: Limits = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    min_coverage: float = 0.0,
+    thresholds: Thresholds | StrPath | None = None,
+    sites: Sequence[str] = (),
+    ports: Sequence[str] = (),
+) -> Table:
+    """Run two models side by side and compare what every module took and gave, as they run.
+
+    Each tensor is compared where it lies, on the device if both are there, and is free to go
+    afterwards: nothing is kept and nothing written. The table is that of `compare_models`. Models
+    that are not built alike are captured and aligned instead, as `compare_models` does it.
+
+    Args:
+        reference: The model that is right.
+        candidate: The model in question.
+        inputs: One tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
+        metrics: As for `compare`, and so for the others.
+
+    Raises:
+        NotInstalled: There is no torch here.
+        DriftlineError: As `compare` does.
+    """
+
+    require("torch", install="driftline[torch]")
+    return compare_models(
+        reference,
+        candidate,
+        inputs,
+        metrics=metrics,
+        limits=limits,
+        rtol=rtol,
+        atol=atol,
+        min_coverage=min_coverage,
+        thresholds=thresholds,
+        sites=sites,
+        ports=ports,
+    )
+
+
+def compared_in_step(
+    reference: tuple[nn.Module, Call],
+    candidate: tuple[nn.Module, Call],
+    *,
+    metrics: Sequence[str],
+    limits: Limits,
+    rtol: float | None,
+    atol: float | None,
+    min_coverage: float,
+    thresholds: Thresholds | StrPath | None,
+    sites: Sequence[str],
+    ports: Sequence[str],
+) -> Table | None:
+    """The judged table of two models and what calls them; None when they are not in step."""
+    from driftline.captures.torch.lockstep import can_be_in_step, in_step
+
+    if not can_be_in_step(reference[0], candidate[0]):
+        return None
+    named = [metrics] if isinstance(metrics, str) else metrics
+    limits_on = limits if isinstance(limits, Mapping) else [one.metric for one in limits or ()]
+    wanted = requested([*named, *limited(limits_on)])
+    if any(metric.derive is None for metric in wanted):
+        return None
+    tolerance = allowed(wanted, limits, rtol, atol, min_coverage, thresholds)
+    steps = in_step(reference, candidate, outside(tolerance))
+    if steps.apart:
+        return None
+    ours, theirs = steps.reference.run(), steps.candidate.run()
+    try:
+        plan = align(ours, theirs, sites=sites, ports=ports)
+    except DriftlineError:
+        if sites or ports:  # a glob that matches nothing is the caller's
+            raise
+        return None
+    rows = _rows(plan, steps.moments, wanted)
+    if rows is None:
+        return None
+    empty = measure(plan._replace(pairs=()), ours, theirs, metrics=wanted)
+    table = empty.changed(rows=tuple(rows))
+    if tolerance.thresholds is None:
+        return judge(table, tolerance)
+    from driftline.comparison.pipeline import judge_by
+
+    return judge_by(table, tolerance)
+
+
+def _rows(
+    plan: Plan, moments: Mapping[TensorKey, PairMoments], metrics: Sequence[Metric]
+) -> list[Row] | None:
+    """A row for each pair; None when one of them needs more than its moments."""
+    if plan.missing or plan.extra:
+        return None
+    rows: list[Row] = []
+    for pair in plan.pairs:
+        found = moments.get(pair.reference.key)
+        if found is None or not _is_simple(pair) or needs_definition(found):
+            return None
+        measured = measure_moments([found], metrics)
+        shape = pair.reference.shape
+        if len(shape) == 2 and shape[0] == shape[1]:
+            off = measured.get("relative_l2", 0.0)
+            if isinstance(off, float) and off > FAR_OFF:  # it may lie the other way round
+                return None
+        rows.append(paired(pair, "values", measured))
+    return rows
+
+
+def _is_simple(pair: Pair) -> bool:
+    return (
+        pair.reference.key == pair.candidate.key
+        and pair.reference_recipe is None
+        and pair.candidate_recipe is None
+        and not pair.trouble
+        and not clash(pair)
+    )
+
+
+# Two live models in one process: capture both in memory, compare, judge, without a disk.
+
+
+def compare_models(
+    reference: nn.Module,
+    candidate: nn.Module,
+    inputs: Any,
+    *,
+    metrics: Sequence[str] = (),
+    limits: Limits = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    min_coverage: float = 0.0,
+    thresholds: Thresholds | StrPath | None = None,
+    sites: Sequence[str] = (),
+    ports: Sequence[str] = (),
+    keep: str = "full",
+    threads: int | None = None,
+    isolate: bool = False,
+) -> Table:
+    """Run two models on the same inputs and compare what every module took and gave.
+
+    Both run without gradients, in the mode they are in, from the same random state: side by side
+    and compared as they run where they are built alike (see `lockstep`), else one after the other,
+    captured in memory and aligned. Floating inputs are moved to the device and cast to the dtype of
+    the model's parameters.
+
+    Args:
+        reference: The model that is right.
+        candidate: The model in question.
+        inputs: One tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
+        metrics: As for `compare`, and so for the others.
+        keep: full, or summary when two copies of every activation do not fit into memory.
+        isolate: Set against each module of the candidate what the reference's gives *on the
+            candidate's own inputs*, in float32. A row that fails then is a module that makes an
+            error, not one that inherits it; an input row is what the module around it handed over.
+            Modules that cannot be applied again are `extra` rows.
+
+    Raises:
+        NotInstalled: There is no torch here.
+        DriftlineError: As `compare` does.
+    """
+    require("torch", install="driftline[torch]")
+    for model in (reference, candidate):
+        if not hasattr(model, "named_modules"):
+            raise BadInput(f"{type(model).__name__} is not a torch module")
+    if isolate:
+        if keep != "full":
+            raise BadInput(
+                f"isolate needs the candidate's whole tensors, not keep='{keep}'",
+                hint="leave keep out",
+            )
+        theirs = _run(candidate, inputs, keep, "candidate")
+        ours = _replayed(reference, inputs, theirs)
+        # What the code of a module hands to a part is an input row of that part.
+        there = {record.key for record in ours.records}
+        theirs = only(theirs, lambda record: record.key.port == "output" or record.key in there)
+    else:
+        if keep == "full":
+            # Side by side, each tensor compared as it comes: nothing is kept of either.
+            table = compared_in_step(
+                (reference, _caller(reference, inputs)),
+                (candidate, _caller(candidate, inputs)),
+                metrics=metrics,
+                limits=limits,
+                rtol=rtol,
+                atol=atol,
+                min_coverage=min_coverage,
+                thresholds=thresholds,
+                sites=sites,
+                ports=ports,
+            )
+            if table is not None:
+                return table
+        ours = _run(reference, inputs, keep, "reference")
+        theirs = _run(candidate, inputs, keep, "candidate")
+    return compare(
+        ours,
+        theirs,
+        metrics=metrics,
+        limits=limits,
+        rtol=rtol,
+        atol=atol,
+        min_coverage=min_coverage,
+        thresholds=thresholds,
+        sites=sites,
+        ports=ports,
+        threads=threads,
+    )
+
+
+def _caller(model: nn.Module, inputs: Any) -> Callable[[], Any]:
+    args, kwargs = _call(inputs)
+
+    def call() -> None:
+        move = _mover(model)
+        model(*_mapped(args, move), **_mapped(kwargs, move))
+
+    return call
+
+
+def _run(model: nn.Module, inputs: Any, keep: str, name: str) -> Any:
+    import torch
+
+    from driftline.captures.torch.framework import capture
+    from driftline.runs.memory import MemorySink
+
+    args, kwargs = _call(inputs)
+    move = _mover(model)
+    sink = MemorySink(name=name)
+    with torch.no_grad(), torch.random.fork_rng(), capture(model, sink, keep=keep):
+        torch.manual_seed(0)
+        model(*_mapped(args, move), **_mapped(kwargs, move))
+    return sink.run()
+
+
+def _replayed(reference: nn.Module, inputs: Any, captured: Any) -> Any:
+    """What the reference's modules give on the inputs that the candidate's had."""
+    import torch
+
+    from driftline.alignment.rules.names import link_names
+    from driftline.captures.torch.session import CaptureSession
+    from driftline.diagnosis.experiments.live.captured_calls import Candidate
+    from driftline.diagnosis.experiments.live.replay import Replayer
+    from driftline.runs.memory import MemorySink
+
+    def match(ours: Iterable[str], theirs: Iterable[str]) -> Mapping[str, str]:
+        here, there = list(ours), set(theirs)
+        found = {site: site for site in here if site in there}
+        rest = [site for site in here if site not in found]
+        return found | link_names(rest, [site for site in there if site not in found])
+
+    args, kwargs = _call(inputs)
+    move = _mover(reference)
+    exact = MemorySink(name="reference on the candidate's inputs")
+    session = CaptureSession(MemorySink(), levels=(), model=reference)
+    replayer = Replayer(session, Candidate(captured), match, exact, None, keep_all=True)
+    session.stand_in = replayer
+    session.start()
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(0)
+            reference(*_mapped(args, move), **_mapped(kwargs, move))
+    finally:
+        session.stop()
+    report = replayer.report
+    if report.clash:
+        raise BadInput(
+            f"the two models are not the same: {report.clash}",
+            hint="compare_models without isolate aligns models that differ",
+        )
+    if not report.calls:
+        reasons = [str(e["reason"]) for e in report.to_json()["sites"].values() if e["reason"]]
+        raise BadInput(f"no module could be applied again: {(reasons or ['none was called'])[0]}")
+    return exact.run()
+
+
+def _call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(cast("Mapping[str, Any]", inputs))
+    if isinstance(inputs, (tuple, list)):
+        return tuple(cast("Sequence[Any]", inputs)), {}
+    if inputs is None:
+        raise BadInput("there are no inputs to run the models on")
+    return (inputs,), {}
+
+
+def _mover(model: nn.Module) -> Callable[[Any], Any]:
+    """Puts a tensor where the model is; a model without parameters takes it as it comes."""
+    import torch
+
+    parameters = list(model.parameters())
+    devices = {parameter.device for parameter in parameters}
+    dtypes = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        # A clone: a model that works in place must not change what the other one is given.
+        value = value.clone()
+        if len(devices) == 1:
+            value = value.to(next(iter(devices)))
+        if value.is_floating_point() and len(dtypes) == 1:
+            value = value.to(next(iter(dtypes)))
+        return value
+
+    return move
+
+
+def _mapped(value: Any, move: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: _mapped(item, move) for key, item in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, (tuple, list)):
+        items = [_mapped(item, move) for item in cast("list[Any]", value)]
+        return items if isinstance(value, list) else tuple(items)
+    return move(value)

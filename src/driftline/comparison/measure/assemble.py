@@ -1,0 +1,122 @@
+"""Measured rows become a table: lone tensors take their places, and the sides say who they are."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from driftline.alignment.plan import Pair, Plan
+from driftline.comparison.measure.pair_rows import inside_of, lone
+from driftline.comparison.metrics.catalogue import Metric
+from driftline.comparison.table.row import Row
+from driftline.comparison.table.table import Side, Table, kept_like
+from driftline.runs.records import Record
+from driftline.runs.run import Run
+
+_ABOUT = ("id", "command", "argv", "created", "git")
+_ABOUT_PROCESS = ("versions", "framework", "devices", "default_dtype", "seed")
+_RAISED, _LONGEST = 3, 400
+"""So many exceptions of a program are told, and of each so many characters."""
+
+
+def assembled(
+    plan: Plan, rows: Sequence[Row], reference: Run, candidate: Run, metrics: Sequence[Metric]
+) -> Table:
+    """The table of a plan.
+
+    Args:
+        plan: What was set against what.
+        rows: A row for each of its pairs, in their order.
+        reference: The one run.
+        candidate: The other.
+        metrics: What was measured.
+    """
+    missing, extra = lone_rows(plan)
+    columns = [metric.column for metric in metrics]
+    by_name = not isinstance(plan.pairs, tuple)  # a long plan, which gathers no ranks
+    if not by_name and _may_have_ranks(plan.pairs):
+        from driftline.comparison.evidence.replicas import GAP_COLUMN, has_ranks, with_ranks
+
+        if has_ranks(plan.pairs):
+            rows = with_ranks(plan.pairs, rows, reference, candidate)
+            columns.append(GAP_COLUMN)
+    placed: Iterable[Row] = rows
+    if missing:
+        placed = in_turn(rows, missing) if by_name else in_order([*rows, *missing])
+    if missing or extra or isinstance(rows, list):
+        rows = kept_like(rows, itertools.chain(placed, extra))
+    ours, theirs = sides_of(plan, reference, candidate)
+    return Table(
+        rows=rows,
+        columns=tuple(columns),
+        reference=ours,
+        candidate=theirs,
+        notes=plan.notes,
+    )
+
+
+def _may_have_ranks(pairs: Iterable[Pair]) -> bool:
+    """False for most runs, which then need not load what tells of ranks."""
+    for ours, theirs, _, _, our_recipe, their_recipe, *_ in pairs:
+        if ours.key.rank or theirs.key.rank or our_recipe is not None or their_recipe is not None:
+            return True
+    return False
+
+
+def lone_rows(plan: Plan) -> tuple[list[Row], list[Row]]:
+    """The rows of tensors that only the reference has, and of those that only the candidate has."""
+
+    def row(record: Record, status: Literal["missing", "extra"], side: str) -> Row:
+        at = side, record.key
+        reason = plan.reasons.get(at, f"only in the {side}")
+        alone = lone(record, status, reason, plan.lone_lines.get(at, ""))
+        whole = plan.inside.get(at)
+        return alone if whole is None else inside_of(alone, whole)
+
+    missing = [row(record, "missing", "reference") for record in plan.missing]
+    extra = [row(record, "extra", "candidate") for record in plan.extra]
+    return missing, extra
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """Rows in the reference's execution order, rank after rank."""
+    return sorted(rows, key=_place)
+
+
+def in_turn(rows: Iterable[Row], others: Iterable[Row]) -> Iterator[Row]:
+    """The same of rows that are in order already, and others that are."""
+    return heapq.merge(rows, others, key=_place)
+
+
+def is_in_order(rows: Iterable[Row]) -> bool:
+    return all(one <= next_one for one, next_one in itertools.pairwise(map(_place, rows)))
+
+
+def _place(row: Row) -> tuple[int, int, int]:
+    return row.key.rank, row.key.process, row.order
+
+
+def sides_of(plan: Plan, reference: Run, candidate: Run) -> tuple[Side, Side]:
+    """Where the sides of a table came from.
+
+    Of a side that has not all that the other has it is told what its program raised.
+    """
+    ours = _side(reference, lacks=bool(plan.extra))
+    return ours, _side(candidate, lacks=bool(plan.missing))
+
+
+def _side(run: Run, *, lacks: bool) -> Side:
+    manifest: Mapping[str, Any] = run.manifest
+    processes = run.processes()
+    # What the program said of itself goes before what its launcher said.
+    said: Mapping[str, Any] = {**manifest, **(processes[0] if processes else {})}
+    about = {name: manifest[name] for name in _ABOUT if name in manifest}
+    about |= {name: said[name] for name in _ABOUT_PROCESS if name in said}
+    losses = [str(loss) for loss in run.losses]
+    if lacks:
+        told = (event for event in run.events() if event.get("kind") == "exception")
+        raised = (str(event.get("message", ""))[:_LONGEST] for event in told)
+        losses += itertools.islice(dict.fromkeys(raised), _RAISED)
+    return Side(run.name, about, tuple(losses), run.ordered)

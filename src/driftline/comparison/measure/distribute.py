@@ -1,0 +1,409 @@
+"""Pairs are shared out among workers, and their rows gathered, as if one process had made them.
+
+What workers cannot be told is measured here: pairs of runs that lie in memory, and whatever a
+worker could not read, which this process then has the last word on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from driftline.alignment.plan import Pair
+from driftline.comparison.measure import scheduler
+from driftline.comparison.measure.pair_rows import repeated, repeats_of
+from driftline.comparison.measure.row_codec import (
+    pair_from_plain,
+    pair_to_plain,
+    record_from_plain,
+    record_to_plain,
+    rows_from_plain,
+    rows_to_plain,
+)
+from driftline.comparison.measure.scheduler import cores, measure_pairs
+from driftline.comparison.metrics.catalogue import Metric, requested
+from driftline.comparison.table.row import Row
+from driftline.errors import BadInput, DriftlineError
+from driftline.execution.jobs import Job, Task, folder_for
+from driftline.execution.slicing import groups
+from driftline.formats.registry import open_run
+from driftline.numerics import kernel
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.records import Record
+from driftline.runs.run import Run
+
+if TYPE_CHECKING:
+    from driftline.execution.jobs import Executor, Say
+
+
+_EACH = 1 << 15
+"""What a pair costs besides its bytes, as bytes: the words about it, and Python's own time."""
+_LEAST = 4 << 20
+_MOST = 1 << 30
+_ROUNDS = 16
+"""Tasks for each worker: enough that the last one to finish has not much left to do."""
+_FINE, _COARSE = 512, 4096
+"""Pairs of a long plan that are shared out together, at least and at most."""
+_PROBES = 8
+"""Tensors of one process of a run that a far machine is asked for before it is given work."""
+
+
+def weight_of(pair: Pair) -> int:
+    """How much work a pair is, in bytes to be read."""
+    ours, theirs = _sides(pair)
+    return _EACH + sum(_bytes(record) for record in {*ours, *theirs})
+
+
+def share_out(
+    pairs: Sequence[Pair],
+    reference: Run,
+    candidate: Run,
+    executor: Executor,
+    *,
+    metrics: Sequence[Metric],
+    elementwise: scheduler.Elementwise,
+    threads: int | None = None,
+    progress: scheduler.Progress | None = None,
+) -> Sequence[Row]:
+    """The rows of all pairs, in their order; see `engine.measure_pairs`.
+
+    Raises:
+        DriftlineError: A worker met something that is more than a row can say.
+    """
+    runs = (reference, candidate)
+    if not all(run.opened for run in runs):
+        if executor.elsewhere:
+            name = next(run.name for run in runs if not run.opened)
+            raise BadInput(
+                f"run '{name}' is in the memory of this process, which no other machine sees",
+                hint="write it to a disk that all machines share",
+            )
+        return scheduler.measure_pairs(
+            pairs,
+            reference,
+            candidate,
+            metrics=metrics,
+            elementwise=elementwise,
+            threads=threads,
+            progress=progress,
+        )
+    probes = _probes(pairs, runs) if executor.elsewhere else []
+    job = _job(runs, metrics, elementwise, threads, executor, probes)
+    at_home = partial(
+        scheduler.measure_pairs,
+        reference=reference,
+        candidate=candidate,
+        metrics=metrics,
+        elementwise=elementwise,
+        threads=threads,
+    )
+    share = _share_in_stretches if scheduler.is_long(pairs) else _share_once
+    return share(pairs, executor, job, at_home, progress)
+
+
+_AtHome = Callable[[Sequence[Pair]], Sequence[Row]]
+
+
+def _share_once(
+    pairs: Sequence[Pair],
+    executor: Executor,
+    job: Job,
+    at_home: _AtHome,
+    progress: scheduler.Progress | None,
+) -> Sequence[Row]:
+    """What has the same bytes is measured once, wherever it is in the plan."""
+    repeats = repeats_of(pairs)
+    again = {later for group in repeats.values() for later in group}
+    firsts = [at for at in range(len(pairs)) if at not in again]
+    weights = [weight_of(pairs[at]) for at in firsts]
+    near = [_place(0, pairs[at].reference) for at in firsts]
+    count = _ROUNDS * max(executor.workers, 1)
+    gathered = groups(weights, near, least=_least(job), most=_MOST, count=count)
+    shares = [[firsts[n] for n in group] for group in gathered]
+    tasks = [
+        Task(
+            partial(_told, pairs, share),
+            sum(weights[n] for n in group),
+            near[group[0]],
+            _needs([pairs[at] for at in share]) if executor.elsewhere else (),
+            str(pairs[share[0]].reference.key),
+        )
+        for share, group in zip(shares, gathered, strict=True)
+    ]
+    rows: list[Row | None] = [None] * len(pairs)
+    finished = 0
+
+    def take(task: int, answer: Any) -> None:
+        nonlocal finished
+        share = shares[task]
+        found = _answered(answer, [pairs[at] for at in share], executor, at_home)
+        for at, row in zip(share, found, strict=True):
+            later = repeats.get(at, ())
+            for place in (at, *later):
+                rows[place] = row if place == at else repeated(pairs[place], row)
+            finished += 1 + len(later)
+        if progress is not None:
+            progress(finished, len(pairs))
+
+    executor.run(job, tasks, take)
+    return [row for row in rows if row is not None]
+
+
+def _share_in_stretches(
+    pairs: Sequence[Pair],
+    executor: Executor,
+    job: Job,
+    at_home: _AtHome,
+    progress: scheduler.Progress | None,
+) -> Sequence[Row]:
+    """Neighbours, told when they are sent; their rows go into a file, each stretch in its place."""
+    from driftline.comparison.table.row_spool import Keeper
+
+    count = _ROUNDS * max(executor.workers, 1)
+    stretches = _stretches(pairs, count, executor.elsewhere, _least(job))
+    tasks = [
+        Task(
+            partial(_told, pairs, range(each.start, each.stop)),
+            each.weight,
+            each.near,
+            each.needs,
+            each.called,
+        )
+        for each in stretches
+    ]
+    keeper = Keeper()
+    finished = 0
+
+    def take(task: int, answer: Any) -> None:
+        nonlocal finished
+        start, stop = stretches[task][:2]
+        keeper.put(_answered(answer, pairs[start:stop], executor, at_home), share=task)
+        finished += stop - start
+        if progress is not None:
+            progress(finished, len(pairs))
+
+    executor.run(job, tasks, take)
+    return keeper.rows()
+
+
+def _least(job: Job) -> int:
+    """The least bytes of a task: a metric of somebody's own may take a second for each pair."""
+    own = any(":" in address for address in job.about["metrics"])
+    return min(_LEAST, _EACH) if own else _LEAST
+
+
+class _Stretch(NamedTuple):
+    """Neighbouring pairs of one process."""
+
+    start: int
+    stop: int
+    weight: int
+    near: str
+    needs: tuple[str, ...]
+    called: str
+
+
+def _stretches(pairs: Sequence[Pair], count: int, elsewhere: bool, least: int) -> list[_Stretch]:
+    """About so many of about the same weight, as `groups` makes them, without listing all pairs."""
+    found: list[_Stretch] = []
+    for at, pair in enumerate(pairs):
+        weight, near = weight_of(pair), _place(0, pair.reference)
+        needs = _needs([pair]) if elsewhere else ()
+        last = found[-1] if found else None
+        if last is None or last.near != near or at - last.start >= _FINE:
+            found.append(_Stretch(at, at + 1, weight, near, needs, str(pair.reference.key)))
+        else:
+            needs = tuple(dict.fromkeys((*last.needs, *needs)))
+            found[-1] = last._replace(stop=at + 1, weight=last.weight + weight, needs=needs)
+    weights = [each.weight for each in found]
+    gathered = groups(weights, [e.near for e in found], least=least, most=_MOST, count=count)
+    together: list[_Stretch] = []
+    for group in gathered:
+        for first in range(0, len(group), _COARSE // _FINE):
+            some = [found[n] for n in group[first : first + _COARSE // _FINE]]
+            needs = tuple(dict.fromkeys(need for each in some for need in each.needs))
+            total = sum(each.weight for each in some)
+            together.append(some[0]._replace(stop=some[-1].stop, weight=total, needs=needs))
+    return together
+
+
+def _answered(
+    answer: Any, pairs: Sequence[Pair], executor: Executor, at_home: _AtHome
+) -> list[Row]:
+    """The rows that a worker has sent of some pairs."""
+    found = rows_from_plain(answer, pairs)
+    unread = [n for n, row in enumerate(found) if row.status == "incomparable"]
+    if unread and executor.elsewhere:
+        # A disk that only that machine cannot see is no finding: this one looks itself.
+        for n, row in zip(unread, at_home([pairs[n] for n in unread]), strict=True):
+            found[n] = row
+    return found
+
+
+def _told(pairs: Sequence[Pair], share: Sequence[int]) -> list[Any]:
+    return [pair_to_plain(pairs[at]) for at in share]
+
+
+def _job(
+    runs: tuple[Run, Run],
+    metrics: Sequence[Metric],
+    elementwise: scheduler.Elementwise,
+    threads: int | None,
+    executor: Executor,
+    probes: list[list[Any]],
+) -> Job:
+    for metric in metrics:
+        if metric.function is not None and not metric.address:
+            raise BadInput(
+                f"the metric '{metric.name}' is a function of this process, which no other one has",
+                hint="put it into a file and name it FILE.py:FUNCTION",
+            )
+    each = threads or (1 if executor.elsewhere else max(1, cores() // executor.workers))
+    about = {
+        "paths": [run.opened for run in runs],
+        "names": [run.name for run in runs],
+        "probes": probes,
+        "metrics": [metric.address for metric in metrics if metric.address],
+        "threads": each,
+        "elementwise": [
+            [ours, theirs, *elementwise(ours, theirs)] for ours in DTYPES for theirs in DTYPES
+        ],
+    }
+    files = [metric.address for metric in metrics if ":" in metric.address]
+    folder = folder_for(*(run.opened for run in runs), *files)
+    return Job("pairs", about, folder, kernel.active())
+
+
+def _sides(pair: Pair) -> tuple[Sequence[Record], Sequence[Record]]:
+    """What is read of each run."""
+    ours, theirs = pair.reference_recipe, pair.candidate_recipe
+    return (
+        (pair.reference,) if ours is None else ours.records,
+        (pair.candidate,) if theirs is None else theirs.records,
+    )
+
+
+def _bytes(record: Record) -> int:
+    if record.blob is not None:
+        return record.blob.length
+    known = DTYPES.get(record.dtype)
+    kept = record.kept == "full" and not record.lost and known is not None
+    return known.byte_count(math.prod(record.shape)) if kept and known is not None else 0
+
+
+def _place(side: int, record: Record) -> str:
+    return f"{side}:{record.key.rank}:{record.key.process}"
+
+
+def _needs(pairs: Sequence[Pair]) -> tuple[str, ...]:
+    """The processes of both runs that some pairs are about.
+
+    Also where nothing but a summary is known: a worker opens both runs whatever it is sent.
+    """
+    found: dict[str, None] = {}
+    for pair in pairs:
+        for side, records in enumerate(_sides(pair)):
+            found |= {_place(side, record): None for record in records}
+    return tuple(found)
+
+
+def _probes(pairs: Sequence[Pair], runs: tuple[Run, Run]) -> list[list[Any]]:
+    """For every process of both runs a few small tensors, of different files, with their digests.
+
+    What this process cannot read itself is no probe. A process without any has one of no tensor:
+    can the run be opened at all?
+    """
+    smallest: dict[str, dict[str, Record]] = {}
+    for pair in pairs:
+        for side, records in enumerate(_sides(pair)):
+            for record in records:
+                files = smallest.setdefault(_place(side, record), {})
+                if record.blob is None or record.lost or not record.blob.length:
+                    continue
+                known = files.get(record.blob.shard)
+                if known is None and len(files) >= _PROBES:
+                    continue
+                if known is None or record.blob.length < known.blob.length:  # type: ignore[union-attr]
+                    files[record.blob.shard] = record
+    found: list[list[Any]] = []
+    for place, files in smallest.items():
+        side = int(place[0])
+        readable = [record for record in files.values() if not runs[side].lost(record)]
+        for record in readable:
+            digest = kernel.digest(runs[side].raw(record))
+            found.append([side, place, record_to_plain(record), digest])
+        if not readable:
+            found.append([side, place, None, ""])
+    return found
+
+
+# What a worker does for a comparison: opens the two runs, and measures the pairs it is sent.
+
+
+class PairsWorkshop:
+    """Measures pairs. Opened with paths, names of metrics, and what is outside by two dtypes."""
+
+    def __init__(self, about: Mapping[str, Any]) -> None:
+        self._paths: list[str] = about["paths"]
+        self._names: list[str] = about["names"]
+        self._probes: list[tuple[int, str, Any, str]] = [
+            (side, place, record, digest) for side, place, record, digest in about["probes"]
+        ]
+        self._metrics = requested(about["metrics"])
+        self._threads: int = about["threads"]
+        outside = {(ours, theirs): (r, a) for ours, theirs, r, a in about["elementwise"]}
+        self._outside = outside
+        self._runs: dict[int, Run] = {}
+
+    def absent(self) -> list[tuple[str, str]]:
+        """Tries small tensors of every process of both runs: are they there, and are they the same?
+
+        A probe without a tensor asks only whether the run can be opened.
+        """
+        found: list[tuple[str, str]] = []
+        for side, place, record, digest in self._probes:
+            path = self._paths[side]
+            try:
+                run = self._run(side)
+                if record is None:
+                    continue
+                if kernel.digest(run.raw(record_from_plain(record))) != digest:
+                    found.append((place, f"holds another '{path}': not the one that is compared"))
+            except (DriftlineError, OSError, KeyError, ValueError) as trouble:
+                found.append((place, f"cannot read '{path}': {_said(trouble)}"))
+        return found
+
+    def do(self, work: Sequence[Sequence[Any]], say: Say) -> Any:
+        """The rows of some pairs."""
+        del say
+        pairs = [pair_from_plain(shown) for shown in work]
+        rows = measure_pairs(
+            pairs,
+            self._run(0),
+            self._run(1),
+            metrics=self._metrics,
+            elementwise=self._elementwise,
+            threads=self._threads,
+        )
+        return rows_to_plain(rows)
+
+    def _run(self, side: int) -> Run:
+        if side not in self._runs:
+            path = self._paths[side]
+            other = self._runs.get(1 - side)
+            same = other is not None and path == self._paths[1 - side]
+            run = other if other is not None and same else open_run(path)
+            run.name = self._names[side]
+            self._runs[side] = run
+        return self._runs[side]
+
+    def _elementwise(self, ours: str, theirs: str) -> tuple[float, float]:
+        return self._outside[ours, theirs]
+
+
+def _said(trouble: Exception) -> str:
+    if isinstance(trouble, KeyError):
+        return "it has other tensors"
+    return str(trouble) or type(trouble).__name__

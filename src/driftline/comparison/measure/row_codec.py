@@ -1,0 +1,147 @@
+"""Pairs and rows as plain values, for other processes: what measuring needs, no more.
+
+A worker opens the same runs and is told the records, so that it need not read their indexes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from driftline.alignment.plan import Pair
+from driftline.alignment.recipe import Recipe, Source, step_from_text
+from driftline.comparison.measure.pair_rows import paired
+from driftline.comparison.table.row import Row
+from driftline.numerics.fields import Summary
+from driftline.runs.records import Blob, Record, TensorKey
+
+Names = dict[tuple[str, ...], int]
+"""The metrics that rows have, by their names: most rows of a task have the same."""
+
+
+def pair_to_plain(pair: Pair) -> list[Any]:
+    """A pair without what does not matter for measuring it."""
+    both = pair.reference.kept in _VALUES and pair.candidate.kept in _VALUES
+    lost = pair.reference.lost or pair.candidate.lost
+    whole = not both or bool(lost)
+    recipes = (pair.reference_recipe, pair.candidate_recipe)
+    return [
+        _record(pair.reference, whole),
+        _record(pair.candidate, whole),
+        pair.by,
+        pair.confidence,
+        *(None if recipe is None else _recipe(recipe, whole) for recipe in recipes),
+        pair.trouble,
+    ]
+
+
+def pair_from_plain(shown: Sequence[Any]) -> Pair:
+    """The inverse of `pair_to_plain`."""
+    ours, theirs, by, confidence, our_recipe, their_recipe, trouble = shown
+    return Pair(
+        record_from_plain(ours),
+        record_from_plain(theirs),
+        by,
+        confidence,
+        None if our_recipe is None else _recipe_from(our_recipe),
+        None if their_recipe is None else _recipe_from(their_recipe),
+        trouble,
+    )
+
+
+_VALUES = ("full", "sample")
+
+
+def record_to_plain(record: Record) -> list[Any]:
+    """A record with everything in it."""
+    return _record(record, True)
+
+
+def _record(record: Record, whole: bool) -> list[Any]:
+    summary = record.summary if whole else None
+    return [*record[:11], None if summary is None else list(summary), *record[12:]]
+
+
+def record_from_plain(shown: Sequence[Any]) -> Record:
+    """The inverse of `record_to_plain`."""
+    key, order, dtype, shape, alias, class_name, device, kept, digest, blob = shown[:10]
+    stride, summary, placement, lost = shown[10:]
+    return Record(
+        TensorKey(*key),
+        order,
+        dtype,
+        tuple(shape),
+        alias,
+        class_name,
+        device,
+        kept,
+        digest,
+        None if blob is None else Blob(*blob),
+        stride,
+        None if summary is None else Summary(*summary[:10], sketch=tuple(summary[10])),
+        placement,
+        lost,
+    )
+
+
+def _recipe(recipe: Recipe, whole: bool) -> dict[str, Any]:
+    return {
+        "sources": [
+            _recipe(source, whole) if isinstance(source, Recipe) else _record(source, whole)
+            for source in recipe.sources
+        ],
+        "steps": [step.text() for step in recipe.steps],
+        "shape": list(recipe.shape),
+    }
+
+
+def _recipe_from(shown: Mapping[str, Any]) -> Recipe:
+    sources: list[Source] = [
+        _recipe_from(cast("Mapping[str, Any]", source))
+        if isinstance(source, Mapping)
+        else record_from_plain(source)
+        for source in shown["sources"]
+    ]
+    steps = tuple(step_from_text(text) for text in shown["steps"])
+    return Recipe(tuple(sources), steps, tuple(shown["shape"]))
+
+
+def rows_to_plain(rows: Sequence[Row]) -> list[Any]:
+    """What was measured, without what the pairs say anyway: names of metrics, and a line a row."""
+    known: Names = {}
+    lines: list[list[Any]] = []
+    for row in rows:
+        metrics = row.metrics
+        names = known.setdefault(tuple(metrics), len(known))
+        values = [_number(value) for value in metrics.values()]
+        line: list[Any] = [names, values]
+        if row.status != "unjudged" or row.reason or row.estimated or row.basis != "values":
+            line += [row.status, row.reason, row.basis, row.estimated, row.severity]
+        lines.append(line)
+    return [list(known), lines]
+
+
+def rows_from_plain(shown: Sequence[Any], pairs: Sequence[Pair]) -> list[Row]:
+    """The inverse of `rows_to_plain`, for the pairs that were measured."""
+    known, lines = shown
+    rows: list[Row] = []
+    for pair, line in zip(pairs, lines, strict=True):
+        metrics = dict(zip(known[line[0]], line[1], strict=True))
+        if len(line) == 2:
+            rows.append(paired(pair, "values", metrics))
+            continue
+        status, reason, basis, estimated, severity = line[2:]
+        row = paired(pair, basis, metrics)
+        rows.append(
+            row._replace(
+                status=status, reason=reason, estimated=tuple(estimated), severity=severity
+            )
+        )
+    return rows
+
+
+def _number(value: Any) -> Any:
+    """Numbers of numpy as Python's own, with the same bits."""
+    if type(value) in (float, int):
+        return value
+    return int(value) if isinstance(value, int) else float(value)

@@ -1,0 +1,577 @@
+"""How large tensors are cut into blocks for several threads, and how many threads there may be."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from driftline.alignment.plan import Pair, Plan
+from driftline.comparison.measure.assemble import assembled
+from driftline.comparison.measure.operands import (
+    measure_moments,
+    measure_values,
+    open_values,
+    open_window,
+)
+from driftline.comparison.measure.pair_rows import (
+    clash,
+    has_recipe,
+    lies,
+    paired,
+    repeated,
+    repeats_of,
+)
+from driftline.comparison.measure.summaries import ESTIMATED, row_without_values
+from driftline.comparison.metrics.catalogue import STANDARD, Metric
+from driftline.comparison.metrics.from_moments import needs_definition, standard
+from driftline.comparison.table.row import LOST, MANY, Number, Row
+from driftline.comparison.table.row_spool import Keeper, KeptRows
+from driftline.comparison.table.table import Table
+from driftline.errors import DriftlineError, Unreachable
+from driftline.numerics import kernel
+from driftline.numerics.dtypes import DTYPES, DType
+from driftline.numerics.fields import PairMoments
+from driftline.runs.records import Record
+from driftline.runs.run import Memory, Run
+
+if TYPE_CHECKING:
+    from driftline.execution.jobs import Executor
+
+
+BLOCK = 4 << 20
+"""Elements per block of a large tensor: enough to keep a core busy, few enough to share out."""
+
+
+def blocks_of(count: int) -> list[tuple[int, int]]:
+    """First and last-plus-one element of each block of so many; a single one for most tensors."""
+    if count <= 2 * BLOCK:
+        return [(0, count)]
+    return [(at, min(at + BLOCK, count)) for at in range(0, count, BLOCK)]
+
+
+def cores() -> int:
+    """Cores this process may use; a container is often given fewer than the machine has."""
+    usable = getattr(os, "sched_getaffinity", None)  # not on every system
+    return len(usable(0)) if usable is not None else os.cpu_count() or 1
+
+
+# Long plans, measured a few thousand pairs at a time: rows go into a file as they come.
+
+
+WINDOW = 4096
+
+Told = Callable[[int, int], None]
+
+
+def windows(pairs: Sequence[Pair], size: int = WINDOW) -> Iterator[list[Pair]]:
+    """Neighbours, so many at a time; each pair is made once."""
+    more = iter(pairs)
+    while window := list(itertools.islice(more, size)):
+        yield window
+
+
+def measured_in_windows(
+    pairs: Sequence[Pair],
+    measure: Callable[[Sequence[Pair], Told | None], Sequence[Row]],
+    progress: Told | None,
+) -> KeptRows:
+    """Rows of all pairs, in their order.
+
+    Args:
+        pairs: As many as there are.
+        measure: Measures some of them, and tells how far it is.
+        progress: Told how far all of it is.
+    """
+    keeper = Keeper()
+    done = 0
+    for window in windows(pairs):
+        before = done
+
+        def tell(ready: int, _: int, before: int = before) -> None:
+            assert progress is not None
+            progress(before + ready, len(pairs))
+
+        keeper.put(measure(window, None if progress is None else tell))
+        done += len(window)
+    return keeper.rows()
+
+
+# Pairs that nothing is the matter with, small ones above all: measured with few words.
+
+
+SMALL_BYTES = 1 << 18
+"""Both sides of a pair together. Below this most of the work is Python's, which threads do not
+share: two of them take longer than one. Pairs of 256 kB a side are read and measured side by side.
+"""
+_AHEAD = 64
+"""Pairs that are read at a time while those before them are measured, where a run can do that."""
+FAR_OFF = 0.1
+"""A relative L2 from which on a square weight is also looked at the other way round."""
+
+
+class _Types(NamedTuple):
+    """What is the same for all pairs of two dtypes."""
+
+    ours: DType
+    theirs: DType
+    bits: int
+    rtol: float
+    atol: float
+
+
+class SmallPairs:
+    """Measures usual pairs of two runs; `rows` is for one thread, the rest for any."""
+
+    def __init__(
+        self,
+        reference: Run,
+        candidate: Run,
+        metrics: Sequence[Metric],
+        elementwise: Callable[[str, str], tuple[float, float]],
+    ) -> None:
+        self._reference = reference
+        self._candidate = candidate
+        self._elementwise = elementwise
+        # Other metrics want the values as arrays, and so does numpy in the kernel's place.
+        self._able = kernel.takes_addresses() and tuple(metrics) == STANDARD
+        self._known: dict[tuple[str, str], _Types] = {}
+
+    def elements(self, pair: Pair) -> int | None:
+        """How many elements a pair has that is, as far as its records say, as usual; else None."""
+        ours, theirs, _, _, our_recipe, their_recipe, trouble, *_ = pair
+        if not self._able or our_recipe is not None or their_recipe is not None or trouble:
+            return None
+        shape = ours.shape
+        if ours.kept != "full" or theirs.kept != "full" or shape != theirs.shape:
+            return None
+        if ours.placement != theirs.placement and lies(ours) != lies(theirs):
+            return None
+        types = self._known.get((ours.dtype, theirs.dtype)) or self._types(pair)
+        if types is None or self._reference.lost(ours) or self._candidate.lost(theirs):
+            return None
+        return math.prod(shape)
+
+    def is_small(self, pair: Pair, elements: int) -> bool:
+        """Whether a usual pair of so many elements is one for the calling thread."""
+        types = self._known[pair.reference.dtype, pair.candidate.dtype]
+        return elements * types.bits <= 8 * SMALL_BYTES
+
+    def _types(self, pair: Pair) -> _Types | None:
+        if clash(pair):
+            return None
+        ours, theirs = DTYPES[pair.reference.dtype], DTYPES[pair.candidate.dtype]
+        rtol, atol = self._elementwise(ours.name, theirs.name)
+        types = _Types(ours, theirs, ours.bits + theirs.bits, rtol, atol)
+        self._known[pair.reference.dtype, pair.candidate.dtype] = types
+        return types
+
+    def rows(self, pairs: Sequence[Pair]) -> Iterator[Row | None]:
+        """Rows of pairs that are as usual, in their order; see `row`."""
+        pieces = [pairs[at : at + _AHEAD] for at in range(0, len(pairs), _AHEAD)]
+        many = len(pieces) > 1
+        here = self._reference.read_ahead() if many else None
+        there = self._candidate.read_ahead() if many else None
+
+        def begin(at: int) -> None:
+            if here is not None and at < len(pieces):
+                here.begin([pair.reference for pair in pieces[at]])
+            if there is not None and at < len(pieces):
+                there.begin([pair.candidate for pair in pieces[at]])
+
+        try:
+            begin(0)
+            for at, piece in enumerate(pieces, 1):
+                unread = [None] * len(piece)
+                ours = unread if here is None else here.take()
+                theirs = unread if there is None else there.take()
+                begin(at)
+                yield from map(self.row, piece, ours, theirs)
+        finally:
+            for side in (here, there):
+                if side is not None:
+                    side.close()
+
+    def row(
+        self,
+        pair: Pair,
+        here: Memory | None = None,
+        there: Memory | None = None,
+    ) -> Row | None:
+        """The measured row of a pair that is as usual; None to let the engine look at it.
+
+        Args:
+            pair: The pair.
+            here: Where the reference's values lie, if that is known already.
+            there: The same of the candidate.
+        """
+        moments = self._measured(pair, here, there)
+        if moments is None or needs_definition(moments):
+            return None
+        found = standard(moments)
+        shape = pair.reference.shape
+        if len(shape) == 2 and shape[0] == shape[1] and found["relative_l2"] > FAR_OFF:
+            return None
+        return paired(pair, "values", found)
+
+    def _measured(
+        self, pair: Pair, here: Memory | None, there: Memory | None
+    ) -> PairMoments | None:
+        ours, theirs = pair.reference, pair.candidate
+        our_dtype, their_dtype, _, rtol, atol = self._known[ours.dtype, theirs.dtype]
+        count = math.prod(ours.shape)
+        try:
+            if here is None:
+                here = self._reference.memory(ours)
+            if there is None:
+                there = self._candidate.memory(theirs)
+        except (DriftlineError, OSError, ValueError):
+            return None
+        if (
+            here is None
+            or there is None
+            or here.length * 8 < our_dtype.bits * count
+            or there.length * 8 < their_dtype.bits * count
+        ):
+            return None
+        return kernel.pair_moments_at(
+            here.address, our_dtype, there.address, their_dtype, count=count, atol=atol, rtol=rtol
+        )
+
+
+# Pairs become rows: the engine that reads two runs once, in bounded memory, on every core.
+
+
+Progress = Callable[[int, int], None]
+"""Called with (pairs done, pairs in all); from any thread, one call at a time."""
+
+Elementwise = Callable[[str, str], tuple[float, float]]
+"""rtol and atol for two dtypes: an element is inside when `|c - r| <= atol + rtol |r|`."""
+
+_LARGE = 64 << 20
+"""Float64 copies of tensors beyond this many bytes are made by one thread at a time."""
+_MAPPED = 1 << 29
+"""Elements of both sides' large tensors after which mapped files are let go; 4 GB of float32."""
+_FETCHING = 8
+"""Threads where values come from another machine: most of the time they wait for it."""
+
+
+def exactly(reference: str, candidate: str) -> tuple[float, float]:
+    """Every element that differs is outside."""
+    del reference, candidate
+    return 0.0, 0.0
+
+
+def measure(
+    plan: Plan,
+    reference: Run,
+    candidate: Run,
+    *,
+    metrics: Sequence[Metric] = STANDARD,
+    elementwise: Elementwise = exactly,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    executor: Executor | None = None,
+) -> Table:
+    """Measure every pair of a plan.
+
+    Args:
+        plan: What to set against what.
+        reference: Where the reference's bytes are.
+        candidate: Where the candidate's bytes are.
+        metrics: What to measure.
+        elementwise: What `outside_share` counts as outside, by the dtypes of a pair.
+        threads: Worker threads; one per usable core when not given.
+        progress: Told how far it is.
+        executor: Who does it instead of this process.
+
+    Returns:
+        A table whose compared rows are `unjudged`, in the reference's execution order, extra last.
+    """
+    if executor is not None:
+        from driftline.comparison.measure.distribute import share_out
+
+        found = share_out(
+            plan.pairs,
+            reference,
+            candidate,
+            executor,
+            metrics=metrics,
+            elementwise=elementwise,
+            threads=threads,
+            progress=progress,
+        )
+    else:
+        found = measure_pairs(
+            plan.pairs,
+            reference,
+            candidate,
+            metrics=metrics,
+            elementwise=elementwise,
+            threads=threads,
+            progress=progress,
+        )
+    return assembled(plan, found, reference, candidate, metrics)
+
+
+def measure_pairs(
+    pairs: Sequence[Pair],
+    reference: Run,
+    candidate: Run,
+    *,
+    metrics: Sequence[Metric] = STANDARD,
+    elementwise: Elementwise = exactly,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Sequence[Row]:
+    """Measure pairs in this process; as `measure`. The rows come in the order of the pairs."""
+
+    def some(window: Sequence[Pair], tell: Progress | None) -> list[Row]:
+        work = _Work(window, reference, candidate, tuple(metrics), elementwise, tell)
+        return work.run(threads or (_FETCHING if work.fetched else cores()))
+
+    if not is_long(pairs):
+        return some(pairs, progress)
+
+    def and_let_go(window: Sequence[Pair], tell: Progress | None) -> list[Row]:
+        rows = some(window, tell)
+        reference.release_some()
+        candidate.release_some()
+        return rows
+
+    return measured_in_windows(pairs, and_let_go, progress)
+
+
+def is_long(pairs: Sequence[Pair]) -> bool:
+    """Whether pairs are so many that their rows go into a file; see `windows`."""
+    return len(pairs) > MANY
+
+
+class _Work:
+    """Pairs shared out among threads; the blocks of a large pair go to whoever is free."""
+
+    def __init__(
+        self,
+        pairs: Sequence[Pair],
+        reference: Run,
+        candidate: Run,
+        metrics: tuple[Metric, ...],
+        elementwise: Elementwise,
+        progress: Progress | None,
+    ) -> None:
+        self.pairs = pairs
+        self.reference = reference
+        self.candidate = candidate
+        self.metrics = metrics
+        self.elementwise = elementwise
+        self.progress = progress
+        self.rows: list[Row | None] = [None] * len(pairs)
+        self.repeats = repeats_of(pairs)
+        measured_once = {later for repeats in self.repeats.values() for later in repeats}
+        self.quick = SmallPairs(reference, candidate, metrics, elementwise)
+        self.small: list[int] = []
+        self.usual: set[int] = set()
+        self.units: list[tuple[int, int, int, int]] = []
+        for at, pair in enumerate(pairs):
+            if at in measured_once:
+                continue
+            elements = self.quick.elements(pair)
+            if elements is not None and self.quick.is_small(pair, elements):
+                self.small.append(at)
+                continue
+            blocks = _blocks(pair) if elements is None else blocks_of(elements)
+            if elements is not None and len(blocks) == 1:
+                self.usual.add(at)
+            for block, (start, stop) in enumerate(blocks):
+                self.units.append((stop - start, at, block, len(blocks)))
+        self.fetched = reference.fetched or candidate.fetched
+        # Largest first: in a run's order the logits come last, and one thread reads them alone.
+        # What is fetched comes in the order in which it lies there.
+        if not self.fetched:
+            self.units.sort(key=lambda unit: unit[0], reverse=True)
+        self.parts: dict[int, dict[int, PairMoments]] = {}
+        self.failure: BaseException | None = None
+        self.done = 0
+        self.looked_at = 0
+        self.lock = threading.Lock()
+        self.large = threading.Lock()
+        self.ticket = itertools.count()
+
+    def run(self, threads: int) -> list[Row]:
+        """All rows, in the order of the pairs. The calling thread does small ones, and helps."""
+        helpers = [
+            threading.Thread(target=self._worker, name=f"driftline-compare-{n}", daemon=True)
+            for n in range(1, min(threads, len(self.units)))
+        ]
+        for helper in helpers:
+            helper.start()
+        self._small_ones()
+        self._worker()
+        for helper in helpers:
+            helper.join()
+        if self.failure is not None:
+            raise self.failure
+        return [row for row in self.rows if row is not None]
+
+    def _small_ones(self) -> None:
+        try:
+            rows = self.quick.rows([self.pairs[at] for at in self.small])
+            for at, row in zip(self.small, rows, strict=True):
+                self._finish(at, row or self._row(at, 0, 1))
+        except BaseException as bug:
+            self.failure = bug
+
+    def _worker(self) -> None:
+        try:
+            while self.failure is None and (ticket := next(self.ticket)) < len(self.units):
+                size, at, block, blocks = self.units[ticket]
+                row = self.quick.row(self.pairs[at]) if at in self.usual else None
+                self._finish(at, row or self._row(at, block, blocks))
+                self._looked_at(size)
+        except BaseException as bug:  # carried to the calling thread, which raises it
+            self.failure = bug
+
+    def _looked_at(self, elements: int) -> None:
+        """Let go of mapped pages now and then: wherever memory is limited they count as ours."""
+        with self.lock:
+            self.looked_at += elements
+            if self.looked_at < _MAPPED:
+                return
+            self.looked_at = 0
+        self.reference.release_some()
+        self.candidate.release_some()
+
+    def _finish(self, at: int, row: Row | None) -> None:
+        with self.lock:
+            if (
+                row is not None and self.rows[at] is None
+            ):  # a pair of many blocks may fail in several
+                self.rows[at] = row
+                repeats = self.repeats.get(at, ())
+                for later in repeats:
+                    self.rows[later] = repeated(self.pairs[later], row)
+                self.done += 1 + len(repeats)
+                if self.progress is not None:
+                    self.progress(self.done, len(self.pairs))
+
+    def _row(self, at: int, block: int, blocks: int) -> Row | None:
+        """The row of a pair; None while other blocks of it are still under way."""
+        pair = self.pairs[at]
+        row = paired(pair)
+        if trouble := pair.trouble or _undescribed(pair) or clash(pair):
+            return row._replace(status="incomparable", reason=trouble)
+        try:
+            if has_recipe(pair):
+                return self._from_recipes(pair, row)
+            if _has_values(self.reference, pair.reference) and _has_values(
+                self.candidate, pair.candidate
+            ):
+                return self._from_values(at, block, blocks, row)
+            return row_without_values(self.reference, self.candidate, pair, row)
+        except Unreachable:  # says nothing about the pair, nor about the next one
+            raise
+        except (DriftlineError, OSError, ValueError) as trouble:
+            reason = str(trouble) or type(trouble).__name__
+            return row._replace(status="incomparable", reason=reason)
+
+    def _from_recipes(self, pair: Pair, row: Row) -> Row:
+        """A pair of which a side must be made first; large ones are made one at a time."""
+        from contextlib import nullcontext
+
+        from driftline.comparison.measure.recipes import open_cooked
+        from driftline.comparison.measure.summaries import measure_parts, needs_summaries
+
+        if needs_summaries(pair):
+            known, remark = measure_parts(self.reference, self.candidate, pair)
+            return row.measured("summary", known, estimated=ESTIMATED, reason=remark)
+        size = math.prod(row.reference_shape or ())
+        with self.large if size * 8 > _LARGE else nullcontext():
+            if (found := self._by_rows(pair, row)) is not None:
+                return row.measured("values", found)
+            values = open_cooked(self.reference, self.candidate, pair)
+            rtol, atol = self.elementwise(row.reference_dtype, row.candidate_dtype)
+            parts = [
+                values.moments(start, stop, rtol=rtol, atol=atol)
+                for start, stop in blocks_of(values.count)
+            ]
+            notes: list[str] = []
+            found = measure_values(
+                values, measure_moments(parts, self.metrics), self.metrics, notes
+            )
+        measured = row.measured("values", found)
+        return measured._replace(reason="; ".join(notes)) if notes else measured
+
+    def _by_rows(self, pair: Pair, row: Row) -> dict[str, Number] | None:
+        """What a gathered pair gives some rows at a time; None where it is needed as a whole."""
+        from driftline.comparison.measure.recipes import row_blocks
+
+        if any(metric.derive is None for metric in self.metrics):
+            return None
+        blocks = row_blocks(self.reference, self.candidate, pair)
+        if blocks is None:
+            return None
+        rtol, atol = self.elementwise(row.reference_dtype, row.candidate_dtype)
+        parts = [each.moments(0, each.count, rtol=rtol, atol=atol) for each in blocks]
+        found = measure_moments(parts, self.metrics)
+        return None if "_scaled" in found else found
+
+    def _from_values(self, at: int, block: int, blocks: int, row: Row) -> Row | None:
+        pair = self.pairs[at]
+        if blocks > 1 and self.fetched:
+            start, stop = blocks_of(math.prod(pair.reference.shape))[block]
+            values = open_window(self.reference, self.candidate, pair, start, stop)
+        else:
+            values = open_values(self.reference, pair.reference, self.candidate, pair.candidate)
+            start, stop = blocks_of(values.count)[block] if blocks > 1 else (0, values.count)
+        rtol, atol = self.elementwise(row.reference_dtype, row.candidate_dtype)
+        part = values.moments(start, stop, rtol=rtol, atol=atol)
+        if blocks == 1:
+            parts = [part]
+        else:
+            with self.lock:
+                known = self.parts.setdefault(at, {})
+                known[block] = part
+                if len(known) < blocks:
+                    return None
+                del self.parts[at]
+            parts = [known[n] for n in range(blocks)]
+        found = measure_moments(parts, self.metrics)
+        notes: list[str] = []
+        if values.count * 8 > _LARGE:
+            with self.large:
+                found = measure_values(values, found, self.metrics, notes)
+        else:
+            found = measure_values(values, found, self.metrics, notes)
+        if values.is_square and (off := found.get("relative_l2", 0.0)) > FAR_OFF:
+            from driftline.comparison.measure.recipes import said_of_a_square
+
+            notes += filter(None, [said_of_a_square(pair, values.arrays(), off)])
+        measured = row.measured("values" if values.shape is not None else "sample", found)
+        return measured._replace(reason="; ".join(notes)) if notes else measured
+
+
+def _blocks(pair: Pair) -> list[tuple[int, int]]:
+    """How a pair will be cut, known before it is opened; one piece for all but large tensors."""
+    ours, theirs = pair.reference, pair.candidate
+    if pair.reference_recipe is not None or pair.candidate_recipe is not None:
+        if not has_recipe(pair) and not clash(pair):
+            return blocks_of(math.prod(ours.shape))
+        return [(0, math.prod(ours.shape))]  # made once, so measured by one thread
+    if ours.kept == theirs.kept == "full" and not clash(pair):
+        return blocks_of(math.prod(ours.shape))
+    return [(0, 0)]
+
+
+def _undescribed(pair: Pair) -> str:
+    """Why a tensor is lost of which not even type and shape are known; empty otherwise."""
+    for record in (pair.reference, pair.candidate):
+        if record.lost and record.dtype not in DTYPES:
+            return f"{LOST}: {record.lost}"
+    return ""
+
+
+def _has_values(run: Run, record: Record) -> bool:
+    return record.kept in ("full", "sample") and not run.lost(record)

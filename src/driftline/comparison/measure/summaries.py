@@ -1,0 +1,446 @@
+"""Two tensors of which at least one is only a summary: what ten numbers and a sketch can still say.
+
+The sketch is linear, so the difference of two sketches is the sketch of the difference: its length
+estimates `||c - r||` within about 16 %, permutations included. Such numbers are marked so.
+
+Other programs' dumps keep max, min, mean and l2 alone; what they do not say is NaN. Those four can
+prove a difference: `||c - r||` is at least as large as each of `|Δl2|`, `|Δmax|`, `|Δmin|` and
+`√n |Δmean|`. They cannot prove that there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from driftline.alignment.plan import Pair
+from driftline.alignment.recipe import Recipe, Source, Step
+from driftline.comparison.evidence.replicas import ranks_said
+from driftline.comparison.measure.recipes import cook
+from driftline.comparison.table.row import LOST, Number, Row
+from driftline.errors import BadInput
+from driftline.numerics import kernel
+from driftline.numerics.definitions import estimate_l2, estimate_l2_distance
+from driftline.numerics.dtypes import DTYPES
+from driftline.numerics.fields import Summary
+from driftline.runs.records import Record
+from driftline.runs.run import Run
+
+ESTIMATED = ("relative_l2", "cosine", "rmse")
+FROM_STATISTICS = "from max, min, mean and l2 alone: the error is at least this large"
+
+
+_PRINTED = 1e-6
+"""Statistics in other programs' files have six decimals: two of them may differ by so much."""
+
+
+def measure_summaries(reference: Summary, candidate: Summary) -> dict[str, Number]:
+    """The measurements that two summaries allow."""
+    found: dict[str, Number] = {}
+    unlike = (
+        abs(reference.nan - candidate.nan)
+        + abs(reference.pos_inf - candidate.pos_inf)
+        + abs(reference.neg_inf - candidate.neg_inf)
+    )
+    if not math.isnan(unlike):
+        found["one_sided"] = unlike  # at least that many: positions are not known
+    if reference.sketch and candidate.sketch and not unlike:
+        distance = estimate_l2_distance(reference.sketch, candidate.sketch)
+        found["relative_l2"] = _relative(distance, reference, candidate)
+        found["cosine"] = _cosine(distance, reference, candidate)
+        found["rmse"] = distance / math.sqrt(reference.count) if reference.count else 0.0
+    elif from_statistics(reference, candidate):
+        bound = _least(reference, candidate)
+        if not math.isnan(bound):
+            found["relative_l2"] = bound
+    for side, summary in (("reference", reference), ("candidate", candidate)):
+        figures = {
+            "min": summary.min,
+            "max": summary.max,
+            "mean": summary.mean,
+            "std": summary.std,
+            "l2": summary.l2,
+            "nan": summary.nan,
+            "inf": summary.pos_inf + summary.neg_inf,
+        }
+        # NaN is a finding where somebody counted, and nothing at all where nobody did.
+        partial = math.isnan(summary.nan)
+        for name, value in figures.items():
+            if not (partial and math.isnan(value)):
+                found[f"{side}_{name}"] = value
+    return found
+
+
+def from_statistics(reference: Summary, candidate: Summary) -> bool:
+    """Whether one side has four figures and no sketch: the other's sketch is of no use then."""
+    return math.isnan(reference.nan) or math.isnan(candidate.nan)
+
+
+def _least(reference: Summary, candidate: Summary) -> float:
+    """The relative L2 error is at least this; nan when the figures do not allow even that."""
+    if math.isnan(reference.l2):
+        return math.nan
+    for summary in (reference, candidate):
+        # Ours leave out what is not finite, theirs do not: figures of different elements.
+        if summary.nan > 0 or summary.pos_inf > 0 or summary.neg_inf > 0:
+            return math.nan
+    deltas = (
+        abs(candidate.l2 - reference.l2),
+        abs(candidate.max - reference.max),
+        abs(candidate.min - reference.min),
+        abs(candidate.mean - reference.mean) * math.sqrt(reference.count),
+    )
+    slack = (_PRINTED, _PRINTED, _PRINTED, _PRINTED * math.sqrt(reference.count))
+    known = [max(0.0, d - s) for d, s in zip(deltas, slack, strict=True) if not math.isnan(d)]
+    return max(known) / (reference.l2 + _PRINTED) if known else math.nan
+
+
+def _relative(distance: float, reference: Summary, candidate: Summary) -> float:
+    if reference.l2 == 0.0:
+        return 0.0 if candidate.l2 == 0.0 else math.inf
+    return distance / reference.l2
+
+
+def _cosine(distance: float, reference: Summary, candidate: Summary) -> float:
+    if reference.l2 == 0.0 or candidate.l2 == 0.0:
+        return 1.0 if reference.l2 == candidate.l2 else 0.0
+    # Quotients first: squares of huge or tiny norms leave float64.
+    ours, theirs = reference.l2, candidate.l2
+    apart = ours - theirs
+    rest = 0.5 * ((distance / ours) * (distance / theirs) - (apart / ours) * (apart / theirs))
+    if math.isnan(rest):
+        return math.nan
+    return 1.0 - min(2.0, max(0.0, rest))
+
+
+# Pairs of which a side has no values: what digests and summaries can still say, or why nothing.
+
+
+_SAME = {"relative_l2": 0.0, "cosine": 1.0, "max_abs_error": 0.0, "different": 0, "one_sided": 0}
+
+
+def row_without_values(reference: Run, candidate: Run, pair: Pair, row: Row) -> Row:
+    """A pair of which at least one side has no values: by digest, by summary, or not at all."""
+    ours, theirs = pair.reference, pair.candidate
+    known_apart = _digests(ours, theirs)
+    if known_apart is False:
+        return row.measured("digest", dict(_SAME))
+    here, there = summary_of(reference, ours), summary_of(candidate, theirs)
+    lost = reference.lost(ours) or candidate.lost(theirs)
+    if lost and (here is None or there is None):
+        return row._replace(status="incomparable", reason=f"{LOST}: {lost}")
+    exact = not DTYPES[ours.dtype].is_floating
+    if known_apart and (exact or here is None or there is None):
+        return row._replace(
+            basis="digest",
+            status="fail",
+            reason="the bytes differ; the values were not kept, so how much is not known",
+            severity=math.inf,
+        )
+    if here is not None and there is not None:
+        found = measure_summaries(here, there)
+        remark = FROM_STATISTICS if from_statistics(here, there) else ""
+        return row.measured("summary", found, estimated=ESTIMATED, reason=remark)
+    kept = " and ".join(dict.fromkeys((ours.kept, theirs.kept)))
+    why = f"nothing of it can be compared: kept as {kept}"
+    if "describe" in kept:
+        why += "; shapes agree" + (", dtypes too" if ours.dtype == theirs.dtype else "")
+    elif ours.dtype != theirs.dtype:
+        why += f"; digests of {ours.dtype} and {theirs.dtype} say nothing about each other"
+    return row._replace(status="incomparable", reason=why, basis="describe")
+
+
+def _digests(ours: Record, theirs: Record) -> bool | None:
+    """True when digests prove the bytes different, False the same, None when they cannot say."""
+    if not ours.digest or not theirs.digest or ours.dtype != theirs.dtype:
+        return None
+    if "sample" in (ours.kept, theirs.kept) and (
+        ours.kept != theirs.kept or ours.sample_stride != theirs.sample_stride
+    ):
+        return None
+    if ours.digest.partition(":")[0] != theirs.digest.partition(":")[0]:
+        return None
+    return ours.digest != theirs.digest
+
+
+def summary_of(run: Run, record: Record) -> Summary | None:
+    """The summary that was kept, or one made now from values that were."""
+    if record.summary is not None:
+        return record.summary
+    if record.kept == "full" and not run.lost(record):
+        count = math.prod(record.shape)
+        return kernel.summarize(run.raw(record), DTYPES[record.dtype], count=count)
+    return None
+
+
+# Parts of a tensor of which only summaries were kept, against the whole or other parts.
+
+
+Cuts = tuple[Step, ...]
+_FAR = 1e-3
+BY_FIGURES = (
+    "from min, max, mean and l2 of the parts together: the error is at least this large (sketches "
+    "of parts do not add up to that of the whole)"
+)
+
+
+class Held(NamedTuple):
+    """What is known of one place of a tensor.
+
+    Attributes:
+        summary: Of the record, or of a sum: then only count, mean and sketch are known.
+        ranks: Who holds it.
+    """
+
+    summary: Summary
+    ranks: tuple[int, ...] = ()
+
+
+Term = tuple[Summary, float, int]
+"""A summary, what its values are multiplied by, and the rank that holds it."""
+
+Parts = Mapping[Cuts, Held]
+"""By where they lie in the whole; the whole itself lies at ()."""
+
+
+def needs_summaries(pair: Pair) -> bool:
+    """Whether a side is to be made of tensors whose values were not kept."""
+    return any(
+        record.kept == "summary" and record.summary is not None
+        for recipe in (pair.reference_recipe, pair.candidate_recipe)
+        if recipe is not None
+        for record in recipe.records
+    ) or any(record.kept == "summary" for record in (pair.reference, pair.candidate))
+
+
+def measure_parts(reference: Run, candidate: Run, pair: Pair) -> tuple[dict[str, Number], str]:
+    """The measurements that summaries of parts allow, and what to say about them.
+
+    Raises:
+        DriftlineError: Nothing can be said.
+    """
+    ours, theirs = (
+        _parts(pair.reference_recipe or pair.reference),
+        _parts(pair.candidate_recipe or pair.candidate),
+    )
+    if ours is None and theirs is None:
+        raise BadInput("neither side has summaries")
+    if ours is None:
+        ours = _sliced(reference, pair.reference_recipe or pair.reference, theirs or {})
+    if theirs is None:
+        theirs = _sliced(candidate, pair.candidate_recipe or pair.candidate, ours)
+    return measured(ours, theirs)
+
+
+def measured(ours: Parts, theirs: Parts) -> tuple[dict[str, Number], str]:
+    """Two sides, each in parts."""
+    found: dict[str, Number] = {}
+    remark = ""
+    here, there = _together(ours), _together(theirs)
+    unlike = sum(abs(a - b) for a, b in zip(_odd(here), _odd(there), strict=True))
+    found["one_sided"] = unlike  # at least that many: positions are not known
+    if unlike:
+        pass
+    elif ours.keys() == theirs.keys() and _sketched(ours) and _sketched(theirs):
+        off = {
+            at: estimate_l2_distance(_sketch(held), _sketch(theirs[at]))
+            for at, held in ours.items()
+        }
+        distance, size, other = math.hypot(*off.values()), _l2(ours, here), _l2(theirs, there)
+        remark = _whose(off, ours, theirs)
+        found["relative_l2"] = _relative_of_norms(distance, size, other)
+        found["cosine"] = _cosine_of_norms(distance, size, other)
+        found["rmse"] = distance / math.sqrt(here.count) if here.count else 0.0
+    else:
+        bound = _least_of_parts(here, there)
+        if math.isnan(bound):
+            raise BadInput(
+                "only summaries of its parts were kept, cut otherwise than the other side's: they "
+                "cannot be put together"
+            )
+        found["relative_l2"], remark = bound, BY_FIGURES
+    for side, summary in (("reference", here), ("candidate", there)):
+        for name in ("min", "max", "mean", "std", "l2"):
+            if not math.isnan(value := getattr(summary, name)):
+                found[f"{side}_{name}"] = value
+        found[f"{side}_nan"], found[f"{side}_inf"] = summary.nan, sum(_odd(summary)[1:])
+    return found, remark
+
+
+def _whose(off: Mapping[Cuts, float], ours: Parts, theirs: Parts) -> str:
+    """Whose parts differ, if the others' do not."""
+    far = {at: each / (_l2({at: ours[at]}, ours[at].summary) or 1.0) for at, each in off.items()}
+    bad = [at for at, each in far.items() if each > max(_FAR, max(far.values()) / 10)]
+    who = sorted({rank for at in bad for rank in (theirs[at].ranks or ours[at].ranks)})
+    if not bad or len(bad) == len(off):
+        return ""
+    verb = "is" if len(who) == 1 else "are"
+    return f"the part of {ranks_said(who)} {verb} off, those of the other ranks agree"
+
+
+def _parts(source: Source) -> Parts | None:
+    """What summaries say of each place; None where all values are there.
+
+    Raises:
+        BadInput: They say nothing, or cannot be put together.
+    """
+    records = source.records if isinstance(source, Recipe) else (source,)
+    if all(record.kept == "full" for record in records):
+        return None
+    placed: dict[Cuts, list[Term]] = {}
+    _place(source, (), 1.0, placed)
+    return {cuts: _added(terms) for cuts, terms in placed.items()}
+
+
+def _place(source: Source, cuts: Cuts, factor: float, placed: dict[Cuts, list[Term]]) -> None:
+    if not isinstance(source, Recipe):
+        if source.summary is None:
+            raise BadInput(
+                f"{source.key} was kept as {source.kept}; beside summaries only a summary can be "
+                "used"
+            )
+        placed.setdefault(cuts, []).append((source.summary, factor, source.key.rank))
+        return
+    steps, at = list(source.steps), 0
+    joining = steps.pop(0) if steps and steps[0].kind in ("concat", "sum", "mean") else None
+    for step in steps:
+        if step.kind != "times":
+            raise BadInput(
+                f"only summaries were kept, and {step} moves elements: a summary does not know them"
+            )
+        factor *= 1.0 if step.factor is None else step.factor
+    if joining is not None and joining.kind == "mean":
+        factor /= len(source.sources)
+    for each in source.sources:
+        inside = cuts
+        if joining is not None and joining.kind == "concat":
+            size = each.shape[joining.axis]
+            inside = (*cuts, Step("split", joining.axis, at, at + size))
+            at += size
+        _place(each, inside, factor, placed)
+
+
+def _added(terms: Sequence[Term]) -> Held:
+    """The sum of terms: its mean and its sketch are theirs; nothing else is."""
+    first, factor, _ = terms[0]
+    ranks = tuple(rank for _, _, rank in terms)
+    if len(terms) == 1 and factor == 1.0:
+        return Held(first, ranks)
+    if any(any(_odd(summary)) for summary, _, _ in terms):
+        raise BadInput("a term is not finite, and only summaries were kept")
+    if len(terms) == 1:
+        low, high = sorted((first.min * factor, first.max * factor))
+        return Held(
+            first._replace(
+                min=low,
+                max=high,
+                mean=first.mean * factor,
+                std=first.std * abs(factor),
+                l2=first.l2 * abs(factor),
+                sketch=tuple(value * factor for value in first.sketch),
+            ),
+            ranks,
+        )
+    sketches = [[value * each for value in summary.sketch] for summary, each, _ in terms]
+    total = tuple(map(sum, zip(*sketches, strict=True))) if all(sketches) else ()
+    mean = sum(summary.mean * each for summary, each, _ in terms)
+    unknown = math.nan
+    figures = (unknown, unknown, mean, unknown, unknown)
+    return Held(Summary(first.count, *figures, 0, 0, 0, 0, total), ranks)
+
+
+def _sliced(run: Run, source: Source, like: Parts) -> Parts:
+    """Summaries of the places at which the other side has parts."""
+    made = cook(run, source if isinstance(source, Recipe) else Recipe((source,), (), source.shape))
+    if made.dtype.bits < 8:
+        raise BadInput("packed elements cannot be cut as the summaries of the other side are")
+    whole = made.values.reshape(made.shape)
+    found: dict[Cuts, Held] = {}
+    for cuts in like:
+        part = whole
+        for cut in cuts:
+            part = part[(slice(None),) * cut.axis + (slice(cut.start, cut.stop),)]
+        flat = np.ascontiguousarray(part).reshape(-1)
+        found[cuts] = Held(kernel.summarize(flat, made.dtype, count=flat.size))
+    return found
+
+
+def _together(parts: Parts) -> Summary:
+    """The whole's figures, without a sketch; what terms of a sum do not tell is NaN."""
+    each = [held.summary for held in parts.values() if held.summary.count]
+    if not each:
+        return next(iter(parts.values())).summary
+    count = sum(one.count for one in each)
+    nan, plus, minus = (sum(values) for values in zip(*map(_odd, each), strict=True))
+    finite = [one.count - sum(_odd(one)) for one in each]
+    many = sum(finite)
+    known = [(one, n) for one, n in zip(each, finite, strict=True) if n]
+    mean = sum(one.mean * n for one, n in known) / many if many else math.nan
+    # In units of the largest norm: squares of huge or tiny ones leave float64.
+    largest = max((one.l2 for one, _ in known), default=0.0)
+    unit = largest if 0.0 < largest < math.inf else 1.0
+    square = sum((one.l2 / unit) * (one.l2 / unit) for one, _ in known)
+    spread = square / many - (mean / unit) * (mean / unit) if many else math.nan
+    return Summary(
+        count,
+        min((one.min for one, _ in known), default=math.nan),
+        max((one.max for one, _ in known), default=math.nan),
+        mean,
+        unit * math.sqrt(max(0.0, spread)) if not math.isnan(spread) else math.nan,
+        unit * math.sqrt(square),
+        sum(one.zeros for one in each),
+        nan,
+        plus,
+        minus,
+    )
+
+
+def _odd(summary: Summary) -> tuple[int, int, int]:
+    return summary.nan, summary.pos_inf, summary.neg_inf
+
+
+def _sketched(parts: Parts) -> bool:
+    return all(held.summary.sketch or not held.summary.count for held in parts.values())
+
+
+def _sketch(held: Held) -> Sequence[float]:
+    return held.summary.sketch or (0.0,) * 64
+
+
+def _l2(parts: Parts, together: Summary) -> float:
+    """The norm of a side; about that, where only the sketch of a sum is known."""
+    if not math.isnan(together.l2):
+        return together.l2
+    return estimate_l2([value for held in parts.values() for value in _sketch(held)])
+
+
+def _relative_of_norms(distance: float, size: float, other: float) -> float:
+    if size == 0.0:
+        return 0.0 if other == 0.0 else math.inf
+    return distance / size
+
+
+def _cosine_of_norms(distance: float, size: float, other: float) -> float:
+    if size == 0.0 or other == 0.0:
+        return 1.0 if size == other else 0.0
+    # Quotients first: squares of huge or tiny norms leave float64.
+    apart = size - other
+    rest = 0.5 * ((distance / size) * (distance / other) - (apart / size) * (apart / other))
+    return 1.0 - min(2.0, max(0.0, rest))
+
+
+def _least_of_parts(here: Summary, there: Summary) -> float:
+    """The relative L2 error is at least this; nan where the figures do not allow even that."""
+    deltas = (
+        abs(there.l2 - here.l2),
+        abs(there.max - here.max),
+        abs(there.min - here.min),
+        abs(there.mean - here.mean) * math.sqrt(here.count),
+    )
+    known = [delta for delta in deltas if not math.isnan(delta)]
+    if not known or math.isnan(here.l2):
+        return math.nan
+    return _relative_of_norms(max(known), here.l2, there.l2)

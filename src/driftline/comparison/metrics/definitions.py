@@ -1,0 +1,203 @@
+"""Element-wise difference: how far apart are two tensors, in their own units and relative to size?
+
+Every function takes finite float64 arrays of one shape, `reference` first, and returns a float.
+Non-finite elements never reach this file: the engine counts and masks them. Two empty arrays do not
+differ. These are the definitions; the engine derives the same numbers from one pass of the kernel.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+F64 = npt.NDArray[np.float64]
+
+
+def max_abs_error(reference: F64, candidate: F64) -> float:
+    """The largest `|candidate - reference|`.
+
+    >>> max_abs_error(np.array([1.0, 2.0]), np.array([1.0, -2.0]))
+    4.0
+    >>> max_abs_error(np.array([]), np.array([]))
+    0.0
+    """
+    return float(np.max(np.abs(candidate - reference), initial=0.0))
+
+
+def mean_abs_error(reference: F64, candidate: F64) -> float:
+    """The mean `|candidate - reference|`.
+
+    >>> mean_abs_error(np.array([1.0, 2.0]), np.array([1.0, -2.0]))
+    2.0
+    """
+    return float(np.mean(np.abs(candidate - reference))) if reference.size else 0.0
+
+
+def rmse(reference: F64, candidate: F64) -> float:
+    """Root of the mean squared difference.
+
+    >>> rmse(np.array([0.0, 0.0]), np.array([2.0, 2.0]))
+    2.0
+    """
+    if not reference.size:
+        return 0.0
+    return norm(candidate - reference) / float(np.sqrt(reference.size))
+
+
+def relative_errors(reference: F64, candidate: F64) -> F64:
+    """`|candidate - reference| / |reference|` per element: 0 where both are 0, inf where one is.
+
+    >>> relative_errors(np.array([0.0, 0.0, 2.0]), np.array([0.0, 1e-9, 3.0]))
+    array([0. , inf, 0.5])
+    """
+    error = np.abs(candidate - reference)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative = error / np.abs(reference)
+    relative[error == 0] = 0.0
+    return relative
+
+
+def max_rel_error(reference: F64, candidate: F64) -> float:
+    """The largest relative error of an element; inf as soon as a zero is not reproduced.
+
+    >>> max_rel_error(np.array([0.0, 4.0]), np.array([0.0, 5.0]))
+    0.25
+    """
+    return float(np.max(relative_errors(reference, candidate), initial=0.0))
+
+
+def mean_rel_error(reference: F64, candidate: F64) -> float:
+    """The mean relative error of the elements; inf as soon as a zero is not reproduced.
+
+    >>> mean_rel_error(np.array([0.0, 4.0]), np.array([0.0, 5.0]))
+    0.125
+    """
+    return float(np.mean(relative_errors(reference, candidate))) if reference.size else 0.0
+
+
+def relative_l2(reference: F64, candidate: F64) -> float:
+    """`||candidate - reference|| / ||reference||`, the scale-free size of the error.
+
+    A zero reference has no scale: 0.0 when the candidate is zero too, otherwise inf, so that a
+    threshold cannot pass by accident.
+
+    >>> relative_l2(np.zeros(2), np.array([0.0, 1e-9]))
+    inf
+    >>> relative_l2(np.zeros(2), np.zeros(2))
+    0.0
+    >>> relative_l2(np.array([3e-200, 4e-200]), np.array([3e-200, 0.0]))
+    0.8
+    """
+    error, scale = norm(candidate - reference), norm(reference)
+    if scale == 0.0:
+        return 0.0 if error == 0.0 else float("inf")
+    return error / scale
+
+
+def different(reference: F64, candidate: F64) -> float:
+    """How many elements do not have the same value; zeros of either sign are the same.
+
+    >>> different(np.array([0.0, 1.0]), np.array([-0.0, 2.0]))
+    1.0
+    """
+    return float(np.count_nonzero(reference != candidate))
+
+
+def norm(values: F64) -> float:
+    """Euclidean norm, scaled first so that neither 1e-200 nor 1e200 leaves the range of float64.
+
+    >>> norm(np.array([3e200, 4e200])) / 1e200
+    5.0
+    """
+    largest = float(np.max(np.abs(values), initial=0.0))
+    if largest == 0.0 or not np.isfinite(largest):
+        return largest
+    # A power of two: dividing by it rounds nothing.
+    exponent = int(np.frexp(largest)[1])
+    scaled = np.ldexp(values, -exponent)
+    return float(np.ldexp(np.sqrt(np.sum(scaled * scaled)), exponent))
+
+
+def sqnr(reference: F64, candidate: F64) -> float:
+    """Signal to quantisation noise in decibels: `20 log10(||r|| / ||c - r||)`; inf if all agrees.
+
+    >>> round(sqnr(np.array([3.0, 4.0]), np.array([3.0, 4.05])), 6)  # a hundredth of the length
+    40.0
+    >>> sqnr(np.array([1.0]), np.array([1.0]))
+    inf
+    """
+    share = relative_l2(reference, candidate)
+    return float(-20.0 * np.log10(share)) if share else float("inf")
+
+
+# Direction: do two tensors, seen as long vectors, point the same way, and how much longer is
+# one?
+
+
+def cosine(reference: F64, candidate: F64) -> float:
+    """Cosine of the angle between the two; blind to scale: `cosine(u, 2u)` is 1.
+
+    Computed as `1 - ||u - v||^2 / 2` of the unit vectors, which is exact for nearly equal tensors
+    where the quotient of a dot product is not, and never exceeds 1. Both zero: 1. One zero: 0.
+
+    >>> cosine(np.array([1.0, 0.0]), np.array([0.0, 3.0]))
+    0.0
+    >>> cosine(np.zeros(2), np.ones(2)), cosine(np.zeros(2), np.zeros(2))
+    (0.0, 1.0)
+    """
+    ours, theirs = _unit(reference), _unit(candidate)
+    if ours is None or theirs is None:
+        return 1.0 if ours is theirs else 0.0
+    gap = ours - theirs
+    return 1.0 - min(2.0, 0.5 * float(np.sum(gap * gap)))
+
+
+def projection(reference: F64, candidate: F64) -> float:
+    """`<e, r> / <r, r>` with `e = candidate - reference`: the error's share along the reference.
+
+    A scale fault of 3 % gives 0.03 whatever the rounding noise around it, which adds up to nearly
+    0. Zero reference: 0 when the candidate is zero too, otherwise inf.
+
+    >>> projection(np.array([0.0, 2.0]), np.array([7.0, 3.0]))
+    0.5
+    """
+    scale = norm(reference)
+    error = candidate - reference
+    if scale == 0.0:
+        return 0.0 if not np.any(error) else float("inf")
+    return float(np.sum((error / scale) * (reference / scale)))
+
+
+def _unit(values: F64) -> F64 | None:
+    """The vector of length 1 in the same direction; None for a zero one, which has no direction."""
+    largest = float(np.max(np.abs(values), initial=0.0))
+    if largest == 0.0:
+        return None
+    scaled = values / largest  # first, so that the norm stays inside the range of float64
+    return scaled / norm(scaled)
+
+
+# Distribution: how different are two tensors when they are read as logits?
+
+
+def kl(reference: F64, candidate: F64) -> float:
+    """Kullback-Leibler divergence `sum p ln(p / q)`, p and q the softmax of the flattened tensors.
+
+    In nats, never negative; 0 for empty tensors. Blind to a constant added to every logit.
+
+    >>> kl(np.array([1.0, 2.0]), np.array([2.0, 3.0]))
+    0.0
+    >>> round(kl(np.log([0.5, 0.5]), np.log([0.25, 0.75])), 6)
+    0.143841
+    """
+    if not reference.size:
+        return 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        log_p, log_q = _log_softmax(reference.reshape(-1)), _log_softmax(candidate.reshape(-1))
+        nats = float(np.sum(np.exp(log_p) * (log_p - log_q)))
+    return 0.0 if nats < 0.0 else nats  # max(0.0, nan) would be 0.0
+
+
+def _log_softmax(logits: F64) -> F64:
+    shifted = logits - np.max(logits)
+    return shifted - np.log(np.sum(np.exp(shifted)))

@@ -1,0 +1,1 @@
+"""Tables: rows, the table of a comparison, its files on disk and its parts made elsewhere."""

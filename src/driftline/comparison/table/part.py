@@ -1,0 +1,300 @@
+"""A part of a comparison: the measured rows of one shard, and what must agree for parts to be one.
+
+One JSON file, written whole or not at all; docs/table-format.md specifies it. Rows are measured,
+not judged: a limit may be inherited from a row of another shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from driftline.alignment.plan import Plan
+from driftline.comparison.table.files import ROWS, RowText, write_rows
+from driftline.comparison.table.row import JSON, Column, Row
+from driftline.comparison.table.table import Side, Table
+from driftline.errors import AlreadyThere, BadFile, BadInput
+from driftline.execution.slicing import Shard
+from driftline.runs.records import Record
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
+
+SCHEMA = "driftline.part/1"
+_LONG = 16 << 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """One shard of a comparison.
+
+    Attributes:
+        shard: Which one of how many.
+        made: With what: version of Driftline, path of the kernel, version of numpy.
+        plan: Digest of everything that is compared, all shards together.
+        pairs: How many pairs that are.
+        tolerance: What is allowed, as gating wrote it.
+        columns: What the metrics of the rows mean.
+        reference: Where the reference came from.
+        candidate: Where the candidate came from.
+        notes: What alignment concluded.
+        places: Which pairs of the plan the rows are about.
+        rows: A row for each of them.
+        missing: Rows of tensors that only the reference has; those are the first shard's.
+        extra: The same of the candidate.
+        source: The file it was read from.
+    """
+
+    shard: Shard
+    made: Mapping[str, str]
+    plan: str
+    pairs: int
+    tolerance: Mapping[str, JSON]
+    columns: tuple[Column, ...]
+    reference: Side
+    candidate: Side
+    notes: tuple[str, ...]
+    places: Sequence[int]
+    rows: Sequence[Row]
+    missing: tuple[Row, ...] = ()
+    extra: tuple[Row, ...] = ()
+    source: str = field(default="", compare=False)
+
+    @property
+    def file_name(self) -> str:
+        return part_name(self.shard)
+
+    def __str__(self) -> str:
+        return f"shard {self.shard}: {len(self.rows)} of {self.pairs} pairs"
+
+    def write(self, folder: StrPath, *, force: bool = False) -> Path:
+        """Write the part into a folder, where parts of other shards may lie.
+
+        Raises:
+            AlreadyThere: This shard is there already and `force` was not given.
+            BadInput: The folder is a file, or cannot be written.
+        """
+        goal = Path(folder) / self.file_name
+        refuse_part(goal, force=force)
+        try:
+            goal.parent.mkdir(parents=True, exist_ok=True)
+            draft = goal.with_name(f".{goal.name}.{os.getpid()}")
+            with draft.open("w", encoding="utf-8", buffering=1 << 20) as stream:
+                self._write(stream)
+            draft.replace(goal)
+        except OSError as trouble:
+            raise BadInput(f"cannot write {goal}: {trouble.strerror}") from trouble
+        return goal
+
+    def _write(self, stream: TextIO) -> None:
+        encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+        stream.write(encode(self.head_as_json())[:-1] + ROWS)
+        write_rows(self.rows, stream)
+        alone = {"missing": self.missing, "extra": self.extra}
+        rest = encode({name: [row.as_json() for row in rows] for name, rows in alone.items()})
+        stream.write(f"], {rest[1:]}\n")
+
+    def as_json(self) -> dict[str, JSON]:
+        """The file's content; non-finite numbers are "nan", "inf" and "-inf"."""
+        lists = {"rows": self.rows, "missing": self.missing, "extra": self.extra}
+        shown = {name: [row.as_json() for row in rows] for name, rows in lists.items()}
+        return {**self.head_as_json(), **shown}
+
+    def head_as_json(self) -> dict[str, JSON]:
+        """The same without its rows, which come last."""
+        frame = Table((), self.columns, reference=self.reference, candidate=self.candidate)
+        shown = frame.as_json()
+        return {
+            "schema": SCHEMA,
+            "shard": self.shard.number,
+            "of": self.shard.of,
+            "made": dict(self.made),
+            "plan": self.plan,
+            "pairs": self.pairs,
+            "tolerance": dict(self.tolerance),
+            **{name: shown[name] for name in ("metrics", "reference", "candidate")},
+            "notes": list(self.notes),
+            "places": _ranges(self.places),
+        }
+
+    @classmethod
+    def from_json(cls, shown: JSON, source: str, rows: Sequence[Row] | None = None) -> Part:
+        """The inverse of `as_json`.
+
+        Args:
+            shown: The JSON values.
+            source: How messages call it.
+            rows: Its rows where they were read by themselves.
+
+        Raises:
+            BadFile: It is no part, or one of a schema this version does not know.
+        """
+        if not isinstance(shown, dict) or "schema" not in shown:
+            raise BadFile(f"{source} is no part of a comparison", hint=_HOW)
+        top = cast(dict[str, JSON], shown)
+        if top["schema"] != SCHEMA:
+            raise BadFile(
+                f"{source} has schema {top['schema']!r}; this version merges {SCHEMA!r}", hint=_HOW
+            )
+        try:
+            shard = Shard(int(top["shard"]), int(top["of"]))
+            rows = _rows(top["rows"]) if rows is None else rows
+            places = _expanded(top["places"], len(rows))
+            if not 1 <= shard.number <= shard.of or len(places) != len(rows):
+                raise ValueError("its numbers do not fit together")
+            frame = Table.from_json(
+                {
+                    **{name: top[name] for name in ("metrics", "reference", "candidate", "notes")},
+                    "schema": "driftline.table/1",
+                    "verdict": "unjudged",
+                    "rows": [],
+                },
+                source=source,
+            )
+            return cls(
+                shard,
+                {str(name): str(value) for name, value in top["made"].items()},
+                str(top["plan"]),
+                int(top["pairs"]),
+                dict(top["tolerance"]),
+                frame.columns,
+                frame.reference,
+                frame.candidate,
+                frame.notes,
+                places,
+                rows,
+                _rows(top["missing"]),
+                _rows(top["extra"]),
+                source,
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as trouble:
+            raise BadFile(
+                f"{source} is a damaged part of a comparison: {type(trouble).__name__}: {trouble}"
+            ) from trouble
+
+
+_HOW = "`driftline compare REF CAND --shard 1/8 -o DIR` writes one"
+
+
+def part_name(shard: Shard) -> str:
+    """The file of a shard; names of one comparison sort by their numbers."""
+    return f"shard-{shard.number:0{len(str(shard.of))}d}-of-{shard.of}.json"
+
+
+def refuse_part(goal: Path, *, force: bool) -> None:
+    """Say before anything is measured that a part cannot be written.
+
+    Raises:
+        AlreadyThere: It is there already.
+        BadInput: Its folder is a file.
+    """
+    if goal.parent.exists() and not goal.parent.is_dir():
+        raise BadInput(f"{goal.parent} is a file; -o takes a folder, for the parts of all shards")
+    if goal.exists() and not force:
+        raise AlreadyThere(f"{goal} is there already", hint="give another -o, or --force")
+
+
+def open_parts(paths: Sequence[StrPath]) -> list[Part]:
+    """The parts that are named, or lie in folders that are named; each file once.
+
+    Raises:
+        BadFile: One of them is no part, or a folder holds none.
+    """
+    files: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        found = [path]
+        if path.is_dir():
+            found = sorted(path.glob("shard-*-of-*.json")) or sorted(
+                path.glob("*/shard-*-of-*.json")
+            )
+            if not found:
+                raise BadFile(f"{path} holds no part of a comparison", hint=_HOW)
+        files |= {each.resolve(): each for each in found}
+    return [_open(path) for path in files.values()]
+
+
+def _open(path: Path) -> Part:
+    try:
+        if path.stat().st_size > _LONG and (found := _row_by_row(path)) is not None:
+            return found
+        shown = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadFile(f"there is no '{path}'", hint=_HOW) from None
+    except (ValueError, OSError, RecursionError) as trouble:
+        raise BadFile(
+            f"{path} is no part of a comparison: it cannot be read as JSON ({trouble})", hint=_HOW
+        ) from trouble
+    return Part.from_json(shown, str(path))
+
+
+def _row_by_row(path: Path) -> Part | None:
+    """A long part that lies as we write it; None for any other."""
+    from driftline.comparison.table.row_spool import keep
+
+    try:
+        with path.open(encoding="utf-8") as stream:
+            text = RowText(stream)
+            rows = keep(map(Row.from_json, text.rows()))
+            shown = json.loads(text.head + ', "rows": [' + text.tail())
+        return Part.from_json(shown, str(path), rows)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, BadFile):
+        return None
+
+
+def plan_digest(plan: Plan) -> str:
+    """What tells two plans apart: every tensor, its partner, and what is done to them first."""
+    found = hashlib.sha256()
+    for pair in plan.pairs:
+        ours, theirs = pair.reference_recipe, pair.candidate_recipe
+        how = (
+            *(pair.by, pair.confidence, pair.trouble),
+            *(None if recipe is None else recipe.as_json() for recipe in (ours, theirs)),
+        )
+        told = (_told(pair.reference), _told(pair.candidate), how)
+        found.update(repr(told).encode("utf-8", "surrogatepass"))
+    for records in (plan.missing, plan.extra):
+        found.update(repr([_told(record) for record in records]).encode("utf-8", "surrogatepass"))
+    return found.hexdigest()
+
+
+def _told(record: Record) -> tuple[Any, ...]:
+    return (*record.key, record.order, record.dtype, record.shape, record.kept, record.digest)
+
+
+def _rows(shown: list[JSON]) -> tuple[Row, ...]:
+    return tuple(map(Row.from_json, shown))
+
+
+def _ranges(places: Sequence[int]) -> list[list[int]]:
+    """Places as first and last-plus-one of each stretch.
+
+    >>> _ranges([0, 1, 2, 7]), _ranges(range(3))
+    ([[0, 3], [7, 8]], [[0, 3]])
+    """
+    if isinstance(places, range):
+        return [[places.start, places.stop]] if len(places) else []
+    found: list[list[int]] = []
+    for place in places:
+        if found and found[-1][1] == place:
+            found[-1][1] += 1
+        else:
+            found.append([place, place + 1])
+    return found
+
+
+def _expanded(ranges: JSON, most: int) -> Sequence[int]:
+    found: list[int] = []
+    for start, stop in ranges:
+        if not 0 <= start <= stop <= start + most:
+            raise ValueError("places that there are no rows for")
+        if len(ranges) == 1:
+            return range(start, stop)
+        found += range(start, stop)
+        if len(found) > most:
+            raise ValueError("more places than rows")
+    return tuple(found)

@@ -1,0 +1,356 @@
+"""One row of a comparison table: a pair of tensors, or a lone one, and what is known about it.
+
+Pure values and their JSON form. What a number means is a `Column`;
+whether it is allowed, gating says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
+
+from driftline.runs.records import Moment, Phase, Port, TensorKey
+
+Status: TypeAlias = Literal["pass", "fail", "incomparable", "missing", "extra", "unjudged"]
+"""`unjudged` is a measured row before gating; a table that left `gating/` has none."""
+Verdict: TypeAlias = Literal["pass", "fail", "incomparable", "unjudged"]
+Direction: TypeAlias = Literal["lower", "higher", "zero", "none"]
+"""Which way is better; `zero` is nearest to 0, `none` a description that no limit can be put on."""
+Basis: TypeAlias = Literal["values", "sample", "summary", "digest", "describe", ""]
+"""What the measurements of a row were made from; empty when there are none."""
+Number: TypeAlias = float | int
+JSON: TypeAlias = Any
+
+STATUSES: tuple[Status, ...] = ("fail", "incomparable", "missing", "extra", "pass", "unjudged")
+"""Worst first, as reports list them."""
+
+LOST = "the values are lost"
+"""Begins or ends the reason of a row of which a side should have values and has none."""
+
+FUSION = "fusion"
+"""In place of a rule: a lone tensor that the other side computes inside a fused node."""
+
+NO_METRICS: Mapping[str, Number] = {}
+
+
+class Column(NamedTuple):
+    """What one metric of a table means, so that the table can be read without the program.
+
+    Attributes:
+        name: Key of the metric in every row.
+        direction: Which way is better.
+        meaning: One line.
+        unit: What it counts; empty for a plain ratio.
+    """
+
+    name: str
+    direction: Direction
+    meaning: str = ""
+    unit: str = ""
+
+    def holds(self, value: float, limit: float) -> bool:
+        """Whether a value keeps the limit. NaN never does, on either side.
+
+        >>> Column("cosine", "higher").holds(float("nan"), 0.9)
+        False
+        """
+        if self.direction == "lower":
+            return value <= limit
+        if self.direction == "higher":
+            return value >= limit
+        if self.direction == "zero":
+            return abs(value) <= limit
+        return False
+
+
+MANY = 4_096
+"""Rows from which on they are kept in a file (`comparison/table/row_spool.py`)."""
+
+
+class Row(NamedTuple):
+    """One pair of tensors, or one tensor that has no partner, and what is known about it.
+
+    Attributes:
+        key: Address in the reference (in the candidate for `extra`).
+        status: The row's verdict.
+        reason: Why, in words; empty for a plain pass.
+        order: Execution order in the reference; rows are sorted by rank, process and this.
+        candidate_site: The candidate's own site where it is another one, else empty (so for port
+            and slot).
+        candidate_step: The candidate's own step where it is another one, else None (so for visit
+            and rank).
+        by: The rule that made the two a pair; empty for a lone tensor, but `fusion` where the other
+            side computes it inside a fused node: `candidate_site` and the like are then where the
+            other side has what that node gives.
+        confidence: How sure that rule is: 1 for what was said or is called the same.
+        reference_recipe: What was done to the reference's stored tensors first, in words; empty
+            when nothing was.
+        candidate_recipe: The same for the candidate.
+        class_name: Class of the module, or name of the operator.
+        candidate_class: The candidate's when it is another one, else empty.
+        reference_dtype: Element type there; empty when missing there (so for the others).
+        reference_shape: Shape there, after the recipe; None when missing there (so for the
+            candidate's).
+        line: The program's line that computes it, `file:number in function`, where a side knows it.
+        fused: The calls that one kernel of a compiler computes on the way to it, where it is more
+            than this one; in words.
+        culprit: The first node of a compiled graph on the way to it that is off by itself, whatever
+            the other side has: it gives something else than it should for what it is given.
+        basis: What the measurements were made from.
+        estimated: Names of measurements that are estimates (from sketches) rather than exact.
+        metrics: Measurements by name; non-finite numbers are ordinary values here.
+        decided_by: The metric that the status hangs on; empty when it hangs on no number.
+        limit: That metric's limit.
+        limit_from: Where the limit comes from: a dtype's name, `user`, or `exact`.
+        severity: Value over limit: above 1 is outside, inf where no number can say.
+    """
+
+    key: TensorKey
+    status: Status
+    reason: str = ""
+    order: int = 0
+    candidate_site: str = ""
+    candidate_port: str = ""
+    candidate_slot: str = ""
+    candidate_step: int | None = None
+    candidate_visit: int | None = None
+    candidate_rank: int | None = None
+    by: str = ""
+    confidence: float = 1.0
+    reference_recipe: str = ""
+    candidate_recipe: str = ""
+    class_name: str = ""
+    candidate_class: str = ""
+    reference_dtype: str = ""
+    candidate_dtype: str = ""
+    reference_shape: tuple[int, ...] | None = None
+    candidate_shape: tuple[int, ...] | None = None
+    line: str = ""
+    fused: str = ""
+    culprit: str = ""
+    basis: Basis = ""
+    estimated: tuple[str, ...] = ()
+    metrics: Mapping[str, Number] = NO_METRICS
+    decided_by: str = ""
+    limit: float | None = None
+    limit_from: str = ""
+    severity: float = 0.0
+
+    @property
+    def site(self) -> str:
+        return self.key.site
+
+    @property
+    def port(self) -> Port:
+        return self.key.port
+
+    @property
+    def slot(self) -> str:
+        return self.key.slot
+
+    @property
+    def step(self) -> int:
+        return self.key.step
+
+    @property
+    def rank(self) -> int:
+        return self.key.rank
+
+    @property
+    def visit(self) -> int:
+        return self.key.visit
+
+    @property
+    def candidate_name(self) -> str:
+        """Where the candidate's tensor is, as far as that is another place; empty where not.
+
+        >>> Row(TensorKey("a", "output", "0"), "pass", candidate_site="b").candidate_name
+        'b'
+        """
+        words = [self.candidate_site, self.candidate_port, self.candidate_slot]
+        for name in ("step", "visit", "rank"):
+            number = getattr(self, f"candidate_{name}")
+            words.append("" if number is None else f"{name} {number}")
+        return " ".join(filter(None, words))
+
+    @property
+    def inside_fusion(self) -> bool:
+        """Whether it is alone because the other side made one of it and something compared."""
+        return self.by == FUSION and self.status in ("missing", "extra")
+
+    @property
+    def compared(self) -> bool:
+        """Whether both sides were there and could be set against each other."""
+        return self.status in ("pass", "fail", "unjudged")
+
+    def measured(
+        self,
+        basis: Basis,
+        metrics: Mapping[str, Number],
+        *,
+        estimated: tuple[str, ...] = (),
+        status: Status = "unjudged",
+        reason: str = "",
+    ) -> Row:
+        """This row with its measurements, and no judgement."""
+        judgement = (status, reason, *self[3:23], basis, estimated, metrics)
+        return self._make((self[0], *judgement, "", None, "", 0.0))
+
+    def judged(
+        self,
+        status: Status,
+        reason: str = "",
+        *,
+        decided_by: str = "",
+        limit: float | None = None,
+        limit_from: str = "",
+        severity: float = 0.0,
+    ) -> Row:
+        """This row with another judgement in place of whatever it had."""
+        # By position: `_replace` takes three times as long, for each of 10^5 rows.
+        judgement = (decided_by, limit, limit_from, severity)
+        return self._make((self[0], status, reason, *self[3:26], *judgement))
+
+    def __str__(self) -> str:
+        return f"{self.status:>12}  {self.key}" + (f"  {self.reason}" if self.reason else "")
+
+    def as_json(self) -> dict[str, JSON]:
+        """The row as docs/table-format.md has it: fixed fields first, then one key per metric."""
+        shown: dict[str, JSON] = {
+            "site": self.key.site,
+            "port": self.key.port,
+            "slot": self.key.slot,
+            "step": self.key.step,
+            "rank": self.key.rank,
+            "visit": self.key.visit,
+            "process": self.key.process,
+            "phase": self.key.phase,
+            "moment": self.key.moment,
+            "order": self.order,
+            "status": self.status,
+            "reason": self.reason,
+            "candidate_site": self.candidate_site,
+            "candidate_port": self.candidate_port,
+            "candidate_slot": self.candidate_slot,
+            "candidate_step": self.candidate_step,
+            "candidate_visit": self.candidate_visit,
+            "candidate_rank": self.candidate_rank,
+            "by": self.by,
+            "confidence": self.confidence,
+            "reference_recipe": self.reference_recipe,
+            "candidate_recipe": self.candidate_recipe,
+            "class": self.class_name,
+            "candidate_class": self.candidate_class,
+            "reference_dtype": self.reference_dtype,
+            "candidate_dtype": self.candidate_dtype,
+            "reference_shape": _listed(self.reference_shape),
+            "candidate_shape": _listed(self.candidate_shape),
+            "line": self.line,
+            "fused": self.fused,
+            "culprit": self.culprit,
+            "basis": self.basis,
+            "estimated": list(self.estimated),
+            "decided_by": self.decided_by,
+            "limit": None if self.limit is None else number_to_json(self.limit),
+            "limit_from": self.limit_from,
+            "severity": number_to_json(self.severity),
+        }
+        for name, value in self.metrics.items():
+            shown[name] = number_to_json(value)
+        return shown
+
+    @classmethod
+    def from_json(cls, shown: Mapping[str, JSON]) -> Row:
+        """The inverse of `as_json`: every key that is no fixed field is a metric."""
+        limit = shown.get("limit")
+        return cls(
+            key=TensorKey(
+                site=str(shown["site"]),
+                port=cast(Port, shown["port"]),
+                slot=str(shown["slot"]),
+                step=int(shown["step"]),
+                visit=int(shown["visit"]),
+                rank=int(shown["rank"]),
+                process=int(shown.get("process", 0)),
+                phase=cast(Phase, shown.get("phase", "forward")),
+                moment=cast(Moment, shown.get("moment", "after")),
+            ),
+            status=cast(Status, _one_of(shown["status"], STATUSES, "status")),
+            reason=str(shown.get("reason", "")),
+            order=int(shown.get("order", 0)),
+            candidate_site=str(shown.get("candidate_site", "")),
+            candidate_port=str(shown.get("candidate_port", "")),
+            candidate_slot=str(shown.get("candidate_slot", "")),
+            candidate_step=_whole(shown.get("candidate_step")),
+            candidate_visit=_whole(shown.get("candidate_visit")),
+            candidate_rank=_whole(shown.get("candidate_rank")),
+            by=str(shown.get("by", "")),
+            confidence=float(shown.get("confidence", 1.0)),
+            reference_recipe=str(shown.get("reference_recipe", "")),
+            candidate_recipe=str(shown.get("candidate_recipe", "")),
+            class_name=str(shown.get("class", "")),
+            candidate_class=str(shown.get("candidate_class", "")),
+            reference_dtype=str(shown.get("reference_dtype", "")),
+            candidate_dtype=str(shown.get("candidate_dtype", "")),
+            reference_shape=_shape(shown.get("reference_shape")),
+            candidate_shape=_shape(shown.get("candidate_shape")),
+            line=str(shown.get("line", "")),
+            fused=str(shown.get("fused", "")),
+            culprit=str(shown.get("culprit", "")),
+            basis=cast(Basis, shown.get("basis", "")),
+            estimated=tuple(shown.get("estimated", ())),
+            metrics={
+                name: number_from_json(value)
+                for name, value in shown.items()
+                if name not in ROW_FIELDS and value is not None
+            },
+            decided_by=str(shown.get("decided_by", "")),
+            limit=None if limit is None else number_from_json(limit),
+            limit_from=str(shown.get("limit_from", "")),
+            severity=number_from_json(shown.get("severity", 0.0)),
+        )
+
+
+def number_to_json(value: Number) -> Number | str:
+    """JSON has no word for non-finite numbers; a string keeps them apart from null and from 0.
+
+    >>> number_to_json(float("-inf"))
+    '-inf'
+    """
+    if isinstance(value, int) or math.isfinite(value):
+        return value
+    return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+
+
+def number_from_json(value: JSON) -> Number:
+    """The inverse of `number_to_json`; refuses anything that is not a number.
+
+    >>> number_from_json("inf")
+    inf
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(f"{value!r} is no number")
+    return float(value) if isinstance(value, str) else value
+
+
+def _one_of(value: JSON, known: tuple[str, ...], what: str) -> str:
+    if value not in known:
+        raise ValueError(f"{what} {value!r} is none of {', '.join(known)}")
+    return cast(str, value)
+
+
+def _listed(shape: tuple[int, ...] | None) -> list[int] | None:
+    return None if shape is None else list(shape)
+
+
+def _whole(shown: JSON) -> int | None:
+    return None if shown is None else int(shown)
+
+
+def _shape(shown: JSON) -> tuple[int, ...] | None:
+    return None if shown is None else tuple(int(size) for size in shown)
+
+
+ROW_FIELDS: tuple[str, ...] = tuple(Row(TensorKey("", "output", ""), "pass").as_json())
+"""The fixed fields of a row in their order; a metric must not take one of these names."""

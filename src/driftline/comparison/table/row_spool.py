@@ -1,0 +1,258 @@
+"""The rows of a long table, in a file of this process: as many as there are, in little memory.
+
+They are written once, in blocks, and read again as often as somebody walks over them. The file has
+no name: nobody else can read or change it, and it ends with the process. That is why marshal, which
+must never be given a stranger's bytes, is good enough here; it is three times as fast as JSON.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import marshal
+import math
+import operator
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast, overload
+
+from driftline.comparison.table.row import Number, Row
+from driftline.comparison.table.table import Coverage
+from driftline.errors import DriftlineError
+from driftline.runs.owned_file import UnnamedFile
+from driftline.runs.records import TensorKey
+
+_BLOCK = 256
+_ERROR = "relative_l2"
+"""By which rows are judged, and so the one whose largest value is worth knowing."""
+_METRICS = Row._fields.index("metrics")
+_NUMBERS = frozenset({float, int, bool})
+
+
+class KeptRows(Sequence[Row]):
+    """Rows that lie in a file; made by `keep`, or block by block in any order by `Keeper`."""
+
+    def __init__(self, file: UnnamedFile, places: array[int], about: _About) -> None:
+        self._file = file
+        self._places = places
+        self._ends = array("Q", itertools.accumulate(places[2::3]))
+        self._about = about
+        self._known: tuple[int, list[Row]] = (-1, [])
+
+    @property
+    def coverage(self) -> Coverage:
+        return self._about.coverage
+
+    @property
+    def metric_names(self) -> set[str]:
+        """Every metric that any of the rows has."""
+        return {name for names in self._about.names for name in names}
+
+    @property
+    def ports(self) -> set[str]:
+        return self._about.ports
+
+    @property
+    def dtypes(self) -> set[str]:
+        """Element types of either side."""
+        return self._about.dtypes
+
+    @property
+    def has_recipes(self) -> bool:
+        """Whether something was done to a side first."""
+        return self._about.recipes
+
+    @property
+    def has_operators(self) -> bool:
+        """Whether a site is an operator's, and not a module's."""
+        return self._about.operators
+
+    @property
+    def processes(self) -> set[tuple[int, int]]:
+        """Ranks and processes of the reference."""
+        return self._about.processes
+
+    @property
+    def largest(self) -> Mapping[tuple[str, str], float]:
+        """The largest finite relative L2 of either side's element types, of rows with values."""
+        return self._about.largest
+
+    @property
+    def after_the_first_step(self) -> bool:
+        """Whether a row is of a later step than 0."""
+        return any(self._about.steps)
+
+    @property
+    def several_steps(self) -> bool:
+        return len(self._about.steps) > 1
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether step comes after step, of one process after the other; lone ones left out."""
+        return self._about.in_turn
+
+    def changed_by_process(self, change: Callable[[Sequence[Row]], Sequence[Row]]) -> KeptRows:
+        """Other rows in place of these, of one process at a time."""
+        groups = itertools.groupby(self, key=lambda row: (row.key.rank, row.key.process))
+        return keep(row for _, group in groups for row in change(list(group)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        at = index + len(self) if index < 0 else index
+        if not 0 <= at < len(self):
+            raise IndexError("the table has no such row")
+        which = bisect.bisect_right(self._ends, at)
+        known = self._known
+        if known[0] != which:
+            known = self._known = which, list(self._block(which))
+        return known[1][at - (self._ends[which - 1] if which else 0)]
+
+    def __iter__(self) -> Iterator[Row]:
+        for which in range(len(self._ends)):
+            yield from self._block(which)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (KeptRows, tuple)):
+            return NotImplemented
+        others = cast("Sequence[Row]", other)
+        return len(self) == len(others) and all(a == b for a, b in zip(self, others, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} rows>"
+
+    def _block(self, which: int) -> Iterator[Row]:
+        start, length = self._places[3 * which : 3 * which + 2]
+        names = self._about.names
+        try:
+            content = self._file.read(start, length)
+        except OSError as trouble:
+            raise DriftlineError(
+                f"the rows of a long table cannot be read again: {trouble.strerror}"
+            ) from trouble
+        for key, kind, numbers, before, after in marshal.loads(content):
+            metrics: dict[str, Number] = dict(zip(names[cast(int, kind)], numbers, strict=True))
+            yield Row._make((TensorKey._make(key), *before, metrics, *after))
+
+
+class _About:
+    """What is known of all rows together."""
+
+    def __init__(self) -> None:
+        self.names: list[tuple[str, ...]] = []
+        self.kinds: dict[tuple[str, ...], int] = {}
+        self.coverage = Coverage()
+        self.ports: set[str] = set()
+        self.dtypes: set[str] = set()
+        self.processes: set[tuple[int, int]] = set()
+        self.steps: set[int] = set()  # the first two of them
+        self.largest: dict[tuple[str, str], float] = {}
+        self.recipes = self.operators = False
+        self.in_turn = True
+        self._moment = (-1, -1, -1)
+
+    def look_at(self, block: Sequence[Row]) -> None:
+        self.coverage = Coverage(*map(operator.add, self.coverage, Coverage.of(block)))
+        self.ports.update(row.key.port for row in block)
+        self.dtypes.update(row.reference_dtype for row in block)
+        self.dtypes.update(row.candidate_dtype for row in block)
+        self.processes.update((row.key.rank, row.key.process) for row in block)
+        if len(self.steps) < 2:
+            self.steps.update(row.key.step for row in block)
+        self.recipes = self.recipes or any(
+            row.reference_recipe or row.candidate_recipe for row in block
+        )
+        self.operators = self.operators or any("/" in row.key.site for row in block)
+        largest = self.largest
+        for row in block:
+            if row.basis == "values":
+                error = row.metrics.get(_ERROR, 0.0)
+                types = row.reference_dtype, row.candidate_dtype
+                if largest.get(types, 0.0) < error < math.inf:
+                    largest[types] = error
+            if row.status != "extra":
+                moment = (row.key.rank, row.key.process, row.key.step)
+                self.in_turn = self.in_turn and self._moment <= moment
+                self._moment = moment
+
+    def kind(self, names: tuple[str, ...]) -> int:
+        found = self.kinds.get(names)
+        if found is None:
+            found = self.kinds[names] = len(self.names)
+            self.names.append(names)
+        return found
+
+
+class Keeper:
+    """Takes rows, a block at a time; which comes after which is said at the end."""
+
+    def __init__(self) -> None:
+        try:
+            self._file = UnnamedFile("driftline-rows-")
+        except OSError as trouble:
+            raise _no_room(trouble) from trouble
+        self._about = _About()
+        # Of a share's blocks: start, length and rows of each, one after the other. Small objects
+        # among those of the rows would each keep a page of freed ones from going back.
+        self._places: dict[int, array[int]] = {}
+
+    def put(self, rows: Iterable[Row], share: int = 0) -> None:
+        """Add rows at the end of a share; shares are one after the other by their numbers."""
+        more = iter(rows)
+        while block := list(itertools.islice(more, _BLOCK)):
+            self._about.look_at(block)
+            self._write([self._plain(row) for row in block], share)
+
+    def rows(self) -> KeptRows:
+        """All of them; nothing can be put after that."""
+        places = array("Q")
+        for share in sorted(self._places):
+            places.extend(self._places[share])
+        return KeptRows(self._file, places, self._about)
+
+    def _plain(self, row: Row) -> tuple[Any, ...]:
+        metrics = row.metrics
+        numbers = tuple(metrics.values())
+        if not _NUMBERS.issuperset(map(type, numbers)):  # numpy's own, say
+            numbers = tuple(_number(value) for value in numbers)
+        kind = self._about.kind(tuple(metrics))
+        return (tuple(row.key), kind, numbers, row[1:_METRICS], row[_METRICS + 1 :])
+
+    def _write(self, block: list[tuple[Any, ...]], share: int) -> None:
+        content = marshal.dumps(block)
+        try:
+            start = self._file.append(content)
+        except OSError as trouble:
+            raise _no_room(trouble) from trouble
+        self._places.setdefault(share, array("Q")).extend((start, len(content), len(block)))
+
+
+def keep(rows: Iterable[Row]) -> KeptRows:
+    """Rows, put into a file as they come."""
+    keeper = Keeper()
+    keeper.put(rows)
+    return keeper.rows()
+
+
+def _number(value: Number) -> Number:
+    """One of Python's own numbers, for one of numpy's."""
+    plain: Any = value if type(value) in _NUMBERS else getattr(value, "item", lambda: value)()
+    return plain if type(plain) in _NUMBERS else float(plain)
+
+
+def _no_room(trouble: OSError) -> DriftlineError:
+    import tempfile
+
+    return DriftlineError(
+        f"the rows of a long table cannot be kept in {tempfile.gettempdir()}: {trouble.strerror}",
+        hint="TMPDIR=DIR names a folder with more room: about a kilobyte for each tensor",
+    )

@@ -1,0 +1,323 @@
+"""The comparison table: one row per pair, a verdict, how much was covered. The second artefact.
+
+Pure values. Nothing here measures, judges or touches a disk: `engine.py` fills the rows, `gating/`
+judges them, `storage.py` writes and reads them. docs/table-format.md is the specification.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
+
+from driftline.comparison.table.row import JSON, STATUSES, Column, Row, Verdict, number_to_json
+from driftline.errors import BadFile
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
+
+    from driftline.comparison.table.row_spool import KeptRows
+
+__all__ = ["SCHEMA", "Column", "Coverage", "Row", "Side", "Table"]
+
+SCHEMA = "driftline.table/1"
+
+_NOTHING: Mapping[str, JSON] = {}
+
+
+class Coverage(NamedTuple):
+    """How much of the two runs was set against each other, in tensors.
+
+    Attributes:
+        compared: Pairs that pass or fail.
+        missing: In the reference only.
+        extra: In the candidate only.
+        incomparable: Pairs that could not be set against each other.
+        inside_fusion: How many of the missing and extra ones the other side computes inside a fused
+            node, whose result is compared.
+    """
+
+    compared: int = 0
+    missing: int = 0
+    extra: int = 0
+    incomparable: int = 0
+    inside_fusion: int = 0
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> Coverage:
+        counts = {"missing": 0, "extra": 0, "incomparable": 0}
+        compared = inside = 0
+        for row in rows:
+            if row.compared:
+                compared += 1
+            else:
+                counts[row.status] += 1
+                inside += row.inside_fusion
+        return cls(compared, **counts, inside_fusion=inside)
+
+    @property
+    def total(self) -> int:
+        return self.compared + self.missing + self.extra + self.incomparable
+
+    @property
+    def share(self) -> float:
+        """Compared tensors among all of both runs; 0 for nothing at all.
+
+        >>> Coverage(compared=3, missing=1).share
+        0.75
+        """
+        return self.compared / self.total if self.total else 0.0
+
+    def __str__(self) -> str:
+        parts = [f"{self.compared} of {self.total} tensors compared"]
+        parts += [
+            f"{count} {word}"
+            for count, word in (
+                (self.missing, "missing"),
+                (self.extra, "extra"),
+                (self.incomparable, "incomparable"),
+            )
+            if count
+        ]
+        if self.inside_fusion:
+            parts.append(f"{self.inside_fusion} of these inside a fusion that is compared")
+        return ", ".join(parts)
+
+    def as_json(self) -> dict[str, int]:
+        return {
+            "compared": self.compared,
+            "missing": self.missing,
+            "incomparable": self.incomparable,
+            "extra": self.extra,
+            "inside_fusion": self.inside_fusion,
+        }
+
+
+class Side(NamedTuple):
+    """Where one side of a table came from: enough to find the run again.
+
+    Attributes:
+        path: As the user gave it; empty for a run that was never on a disk.
+        about: What the manifest says of the run (id, command, versions), redacted there.
+        losses: What the run itself knows to be missing from it.
+        ordered: Whether its order is one of execution, which that of a tensor file is not.
+    """
+
+    path: str = ""
+    about: Mapping[str, JSON] = _NOTHING
+    losses: tuple[str, ...] = ()
+    ordered: bool = True
+
+    def as_json(self) -> dict[str, JSON]:
+        return {
+            "path": self.path,
+            "about": dict(self.about),
+            "losses": list(self.losses),
+            "ordered": self.ordered,
+        }
+
+    @classmethod
+    def from_json(cls, shown: Mapping[str, JSON]) -> Side:
+        return cls(
+            str(shown.get("path", "")),
+            dict(shown.get("about", {})),
+            tuple(shown.get("losses", ())),
+            bool(shown.get("ordered", True)),
+        )
+
+
+_NOWHERE = Side()
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Every pair of two runs, judged.
+
+    Attributes:
+        rows: In the reference's execution order, rank after rank; extra rows come last. A tuple, or
+            for a long table a sequence that reads them from a file as they are asked for.
+        columns: What the metrics of the rows mean.
+        verdict: pass, fail, or incomparable when not one pair could be compared.
+        first: The failing row where the drift starts, in execution order; None when no row fails.
+        first_site: The site to look at: `first`'s own, or the enclosing module when an input was
+            already wrong and no captured output says so; empty when no row fails.
+        finding: The result as a sentence.
+        limits: What was allowed, as gating wrote it.
+        reference: Where the reference came from.
+        candidate: Where the candidate came from.
+        notes: What alignment concluded about the runs as wholes, one sentence each.
+    """
+
+    rows: Sequence[Row]
+    columns: tuple[Column, ...] = ()
+    verdict: Verdict = "unjudged"
+    first: Row | None = None
+    first_site: str = ""
+    finding: str = ""
+    limits: Mapping[str, JSON] = field(default_factory=dict[str, JSON])
+    reference: Side = _NOWHERE
+    candidate: Side = _NOWHERE
+    notes: tuple[str, ...] = ()
+
+    def changed(self, **fields: Any) -> Table:
+        """The same table with other values for some of its fields."""
+        return replace(self, **fields)
+
+    @property
+    def coverage(self) -> Coverage:
+        return self.rows.coverage if is_kept(self.rows) else Coverage.of(self.rows)
+
+    @property
+    def failing(self) -> tuple[Row, ...]:
+        """The failing rows, in execution order."""
+        return tuple(row for row in self.rows if row.status == "fail")
+
+    def worst(self, count: int = 10, *, compared: bool = False) -> list[Row]:
+        """The rows a person should read first: by status, then by distance from the limit.
+
+        Args:
+            count: How many.
+            compared: Only rows that were compared.
+        """
+        rows = (row for row in self.rows if row.compared) if compared else self.rows
+        return heapq.nsmallest(count, rows, key=_badness)
+
+    def column(self, name: str) -> Column | None:
+        return next((column for column in self.columns if column.name == name), None)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.finding} ({self.coverage})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it."""
+        from driftline.reporting.notebook import table_html
+
+        return table_html(self)
+
+    def with_rows(self, rows: Iterable[Row]) -> Table:
+        return self.changed(rows=kept_like(self.rows, rows))
+
+    def as_json(self) -> dict[str, JSON]:
+        """The table as JSON values; non-finite numbers are "nan", "inf" and "-inf"."""
+        return {**self.head_as_json(), "rows": [row.as_json() for row in self.rows]}
+
+    def head_as_json(self) -> dict[str, JSON]:
+        """The same without its rows, which come last."""
+        return {
+            "schema": SCHEMA,
+            "verdict": self.verdict,
+            "first_site": self.first_site or None,
+            "finding": self.finding,
+            "coverage": self.coverage.as_json(),
+            "first_row": None if self.first is None else self._position(self.first),
+            "limits": _json_safe(dict(self.limits)),
+            "metrics": {
+                column.name: {
+                    "direction": column.direction,
+                    "meaning": column.meaning,
+                    "unit": column.unit,
+                }
+                for column in self.columns
+            },
+            "reference": _json_safe(self.reference.as_json()),
+            "candidate": _json_safe(self.candidate.as_json()),
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_json(cls, shown: JSON, *, source: str = "table", rows: bool = True) -> Table:
+        """The inverse of `as_json`.
+
+        Args:
+            shown: The JSON values.
+            source: How messages call it.
+            rows: Whether its rows are there too, and not read by themselves.
+
+        Raises:
+            BadFile: It is no table, or one of a schema this version does not know.
+        """
+        if not isinstance(shown, dict) or "schema" not in shown:
+            raise BadFile(
+                f"{source} is no comparison table",
+                hint="`driftline compare REF CAND -o DIR` writes one",
+            )
+        top = cast(dict[str, JSON], shown)
+        if top["schema"] != SCHEMA:
+            raise BadFile(
+                f"{source} has schema {top['schema']!r}; this version reads {SCHEMA!r}",
+                hint="a newer driftline wrote it; upgrade, or compare again",
+            )
+        try:
+            listed = tuple(Row.from_json(row) for row in top["rows"])
+            first_row = cast("int | None", top.get("first_row")) if rows else None
+            return cls(
+                rows=listed,
+                columns=tuple(
+                    Column(
+                        name, about["direction"], about.get("meaning", ""), about.get("unit", "")
+                    )
+                    for name, about in top["metrics"].items()
+                ),
+                verdict=cast(Verdict, top["verdict"]),
+                first=None if first_row is None else listed[first_row],
+                first_site=top.get("first_site") or "",
+                finding=str(top.get("finding", "")),
+                limits=top.get("limits", {}),
+                reference=Side.from_json(top.get("reference", {})),
+                candidate=Side.from_json(top.get("candidate", {})),
+                notes=tuple(map(str, top.get("notes", ()))),
+            )
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as trouble:
+            raise BadFile(
+                f"{source} is a damaged comparison table: {type(trouble).__name__}: {trouble}"
+            ) from trouble
+
+    def write(self, folder: StrPath, *, force: bool = False) -> Path:
+        """Write `table.json`, `rows.parquet` and `rows.csv`; see `storage.write_table`."""
+        from driftline.comparison.table.files import write_table
+
+        return write_table(self, folder, force=force)
+
+    def _position(self, wanted: Row) -> int | None:
+        return next(
+            (at for at, row in enumerate(self.rows) if row is wanted or row == wanted), None
+        )
+
+
+def is_kept(rows: Sequence[Row]) -> TypeGuard[KeptRows]:
+    """Whether rows lie in a file; asked without loading what reads it."""
+    return not isinstance(rows, (tuple, list))
+
+
+def kept_like(known: Sequence[Row], rows: Iterable[Row]) -> Sequence[Row]:
+    """Rows, kept as others are that they come from: in memory, or in a file."""
+    if not is_kept(known):
+        return tuple(rows)
+    from driftline.comparison.table.row_spool import keep
+
+    return keep(rows)
+
+
+def _badness(row: Row) -> tuple[int, float]:
+    severity = math.inf if math.isnan(row.severity) else row.severity
+    return (STATUSES.index(row.status), -severity)
+
+
+def _json_safe(value: JSON) -> JSON:
+    """Non-finite floats inside limits and provenance become strings too."""
+    if isinstance(value, dict):
+        return {str(k): _json_safe(v) for k, v in cast(dict[object, JSON], value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_safe(v) for v in cast(list[JSON], value)]
+    if isinstance(value, float):
+        return number_to_json(value)
+    return value

@@ -1,0 +1,216 @@
+"""Clean comparisons become thresholds: what two good runs of a model differ by, per layer.
+
+Any number of tables of runs that are known to be right. For every site, port and metric a quantile
+of what was measured, towards the bad side, times a margin. Nothing is judged here, and nothing is
+taken for clean that is not: a NaN on either side ends it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from driftline.comparison.table.files import open_table
+from driftline.comparison.table.row import Column, Row
+from driftline.comparison.table.table import Table
+from driftline.comparison.tolerance.statistics import CONFIDENCE, RESAMPLES, Statistic
+from driftline.comparison.tolerance.thresholds import PerShape, Threshold, Thresholds
+from driftline.comparison.tolerance.tolerance import widened
+from driftline.errors import BadInput, did_you_mean
+from driftline.runs.provenance import provenance
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
+
+METRICS = ("relative_l2",)
+"""Calibrated when nobody says otherwise: scale-free, and not thrown by a single element."""
+QUANTILE = 0.99
+MARGIN = 2.0
+"""What a layer differs by depends on what it is given: a few clean runs have not shown it all."""
+
+Measured = tuple[Row, float]
+
+
+def calibrate(
+    tables: Sequence[Table | StrPath],
+    *,
+    metrics: Sequence[str] = METRICS,
+    quantile: float = QUANTILE,
+    margin: float = MARGIN,
+    sites: Sequence[str] = (),
+    ports: Sequence[str] = (),
+    model: str = "",
+    seed: int = 0,
+) -> Thresholds:
+    """Thresholds from comparisons of runs that are known to be right.
+
+    Args:
+        tables: Tables, or the folders that `compare -o` wrote.
+        metrics: Metrics of the tables to put limits on.
+        quantile: Of a layer's values, 0 to 1, counted towards the bad side: the lowest values of
+            a cosine, the largest of an error.
+        margin: How many times the quantile is allowed, 1 or more. For a cosine, how many times its
+            distance from 1.
+        sites: Globs; only sites that match one of them. All, when none is given.
+        ports: Only these ports. All, when none is given.
+        model: What the thresholds are for; checked when they are used, if it is given.
+        seed: Of the bootstrap that gives the intervals.
+
+    Raises:
+        BadInput: No table, an unknown metric, nothing measured, NaN or Inf in a clean comparison.
+        BadFile: A folder that holds no table.
+    """
+    if not 0.0 <= quantile <= 1.0:
+        raise BadInput(f"the quantile is {quantile}; it must lie between 0 and 1", hint="0.99")
+    if not 1.0 <= margin < math.inf:
+        raise BadInput(f"the margin is {margin}; it must be 1 or more", hint="2, for one")
+    opened = [each if isinstance(each, Table) else open_table(each) for each in tables]
+    if not opened:
+        raise BadInput(
+            "there is no table to calibrate from",
+            hint="`driftline compare REF CAND -o DIR` writes one",
+        )
+    columns = _columns(opened, [metrics] if isinstance(metrics, str) else metrics)
+    globs = [sites] if isinstance(sites, str) else list(sites)
+    sides = [ports] if isinstance(ports, str) else list(ports)
+    places: dict[tuple[str, str], list[Row]] = {}
+    for table in opened:
+        for row in table.rows:
+            if _wanted(row, globs, sides):
+                _refuse_non_finite(row, table)
+                places.setdefault((row.key.site, row.key.port), []).append(row)
+    statistic = Statistic(f"p{100.0 * quantile:g}", 100.0 * quantile)
+    entries: list[Threshold] = []
+    for column in columns:
+        for (site, port), rows in places.items():
+            measured = [
+                (row, float(row.metrics[column.name])) for row in rows if column.name in row.metrics
+            ]
+            if measured:
+                entry = _threshold(column, measured, statistic, margin, seed)
+                entries.append(entry._replace(site=site, port=port))
+    if not entries:
+        raise BadInput(
+            f"the tables hold no floating-point tensor with {', '.join(metrics)} to calibrate from",
+            hint="look at one of them with `driftline show`",
+        )
+    facts = provenance()
+    return Thresholds(
+        model.rstrip("/").replace("/", "--"),
+        tuple(entries),
+        settings={
+            "made_by": "driftline calibrate",
+            "statistic": statistic.name,
+            "margin": margin,
+            "tables": len(opened),
+            "resamples": RESAMPLES,
+            "confidence": CONFIDENCE,
+            "seed": seed,
+        },
+        sources=tuple(_source(table) for table in opened),
+        provenance={
+            name: facts[name]
+            for name in ("created", "driftline", "command", "cwd", "git", "python", "platform")
+        },
+    )
+
+
+def _columns(tables: Sequence[Table], metrics: Sequence[str]) -> list[Column]:
+    known = {column.name: column for table in tables for column in table.columns}
+    usable = [name for name, column in known.items() if column.direction != "none"]
+    if not metrics:
+        raise BadInput("no metric is named", hint="relative_l2, for one")
+    for name in metrics:
+        if name not in known:
+            raise BadInput(
+                f"there is no metric '{name}' in these tables", hint=did_you_mean(name, usable)
+            )
+        if name not in usable:
+            raise BadInput(
+                f"{name} describes; no limit can be put on it", hint=did_you_mean("", usable)
+            )
+    return [known[name] for name in dict.fromkeys(metrics)]
+
+
+def _wanted(row: Row, sites: Sequence[str], ports: Sequence[str]) -> bool:
+    """Measured from values or summaries; integers are compared exactly and need no threshold."""
+    floating = any(
+        "float" in d or "complex" in d for d in (row.reference_dtype, row.candidate_dtype)
+    )
+    if not row.metrics or not floating:
+        return False
+    if ports and row.key.port not in ports:
+        return False
+    return not sites or any(fnmatchcase(row.key.site, glob) for glob in sites)
+
+
+def _refuse_non_finite(row: Row, table: Table) -> None:
+    counts = {
+        f"{side} {what}": int(row.metrics.get(f"{side}_{what.lower()}", 0))
+        for side in ("reference", "candidate")
+        for what in ("NaN", "Inf")
+    }
+    found = [f"{count} {what}" for what, count in counts.items() if count and "NaN" in what]
+    one_sided = int(row.metrics.get("one_sided", 0))
+    if one_sided and not found:
+        found = [f"{one_sided} NaN or Inf on one side only"]
+    if found:
+        raise BadInput(
+            f"'{row.key.site}' {row.key.port} is not clean in {_source(table)}: {', '.join(found)}",
+            hint="calibrate from runs that are right; --site and --port choose a part of them",
+        )
+
+
+def _threshold(
+    column: Column, measured: Sequence[Measured], statistic: Statistic, margin: float, seed: int
+) -> Threshold:
+    values = np.array([value for _, value in measured])
+    observed = statistic.of(values, column.direction)
+    shapes: dict[str, list[Measured]] = {}
+    for row, value in measured:
+        shapes.setdefault(_shape(row), []).append((row, value))
+    return Threshold(
+        column.name,
+        widened(observed, column, margin),
+        statistic=statistic.name,
+        direction=column.direction,
+        samples=len(values),
+        interval=statistic.interval(values, column.direction, seed=seed),
+        observed=observed,
+        nan=int(np.isnan(values).sum()),
+        inf=int(np.isinf(values).sum()),
+        dtypes=tuple(dict.fromkeys(_dtypes(row) for row, _ in measured)),
+        shapes=tuple(
+            PerShape(
+                _about(mine[0][0]),
+                widened(
+                    statistic.of(np.array([value for _, value in mine]), column.direction),
+                    column,
+                    margin,
+                ),
+                len(mine),
+            )
+            for mine in shapes.values()
+        ),
+    )
+
+
+def _shape(row: Row) -> str:
+    return f"{row.reference_shape} {_dtypes(row)}"
+
+
+def _about(row: Row) -> dict[str, Any]:
+    return {"shape": list(row.reference_shape or ()), "dtype": _dtypes(row)}
+
+
+def _dtypes(row: Row) -> str:
+    return f"{row.reference_dtype} against {row.candidate_dtype}"
+
+
+def _source(table: Table) -> str:
+    ours, theirs = table.reference.path or "a run", table.candidate.path or "a run"
+    return f"{ours} against {theirs}"

@@ -1,0 +1,229 @@
+"""How far an operator may lie from its golden values: for each element type a bound and a share.
+
+| output | bound of an element | share that must be within |
+|---|---|---|
+| float64, complex128 | 1e-8 of the golden value | 99.99 % |
+| float32, complex64 | 1e-4 | 99.99 % |
+| float16, complex32 | 1e-3 | 99.9 % |
+| bfloat16 | 8e-3 | 99.6 % |
+| float8, float4 | one step of the format (2 units of roundoff) | 99 % |
+| int8, int16, uint16, int4, uint4 | ±1, absolute | 99.9 % |
+| uint8 | ±1, absolute | 99 % |
+| bool, int32, int64, uint32, uint64 | equal | 100 % |
+| anything an operator only moves or selects (`exact`) | equal | 100 % |
+
+Bounds of floating types are a little more than one step of the format, because golden values are
+rounded to it and a second rounding inside an operator is no fault. Shares are met with >=. An
+element below the smallest normal number of its format may be off by one subnormal step.
+
+A result of a reduction over K terms has a second, growing bound: rounding errors of a sum of K
+terms of random sign grow like sqrt(K) times the size of the terms, so an element may be off by
+`sqrt(K) * unit roundoff * scale` beyond the first bound; `scale` is the root of the sum of the
+squared terms (the size that the sum of terms of random sign would have). The plain bound is tried
+first; `name` says which one decided. Functions that add a few terms (gelu, layer norm, rotary
+embedding) have a small K: there digits are lost where the terms cancel.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+from driftline.numerics.dtypes import DTYPES, DType, coarser
+
+
+class Allowed(NamedTuple):
+    """The bound of an element type.
+
+    Attributes:
+        dtype: Name of the element type.
+        error: Largest error of an element.
+        share: Percent of the elements that must be within.
+        relative: The error is relative to the golden value.
+        name: As printed.
+        floor: Below this size of the golden value, the error is relative to it instead.
+    """
+
+    dtype: str
+    error: float
+    share: float
+    relative: bool
+    name: str
+    floor: float = 0.0
+
+    def grown(self, terms: int) -> str:
+        """The name of the bound that grows with the number of terms of a sum."""
+        return f"{self.name}, K={terms}"
+
+    def growth(self, terms: int) -> float:
+        """What a reduction of so many terms may add, in units of the size of its terms."""
+        if terms <= 1 or not self.relative:
+            return 0.0
+        return math.sqrt(terms) * DTYPES[self.dtype].unit_roundoff
+
+    @property
+    def words(self) -> str:
+        """For people: `float16 0.001 (99.9 %)`.
+
+        >>> allowed("float16").words, allowed("int8").words, allowed("bool").words
+        ('float16 0.001 (99.9 %)', 'int8 ±1 (99.9 %)', 'exact (100 %)')
+        """
+        size = f" {self.error:g}" if self.relative else ""
+        return f"{self.name}{size} ({self.share:g} %)"
+
+    @property
+    def standard(self) -> str:
+        """As the seed's csv writes it: `99.9%(error<=0.001)`."""
+        return f"{self.share:g}%(error<={self.error:g})"
+
+
+_RELATIVE = {
+    "float64": (1e-8, 99.99),
+    "complex128": (1e-8, 99.99),
+    "float32": (1e-4, 99.99),
+    "complex64": (1e-4, 99.99),
+    "float16": (1e-3, 99.9),
+    "complex32": (1e-3, 99.9),
+    "bfloat16": (8e-3, 99.6),
+}
+_ABSOLUTE = {
+    "int8": 99.9,
+    "int16": 99.9,
+    "uint16": 99.9,
+    "int4": 99.9,
+    "uint4": 99.9,
+    "uint8": 99.0,
+}
+_SMALLEST_NORMAL = {
+    "float64": 2.0**-1022,
+    "complex128": 2.0**-1022,
+    "float16": 2.0**-14,
+    "complex32": 2.0**-14,
+    "float8_e4m3fn": 2.0**-6,
+    "float8_e4m3fnuz": 2.0**-7,
+    "float8_e5m2": 2.0**-14,
+    "float8_e5m2fnuz": 2.0**-15,
+    "float8_e8m0fnu": 2.0**-127,
+    "float4_e2m1fn_x2": 1.0,
+}
+_USUAL_NORMAL = 2.0**-126
+"""Of float32, bfloat16 and complex64."""
+
+
+def allowed(dtype: str, *, exact: bool = False) -> Allowed:
+    """The bound of an output.
+
+    Args:
+        dtype: Its element type, a name of `numerics.dtypes.DTYPES`.
+        exact: The operator only moves, selects or compares: its result has no rounding.
+
+    Raises:
+        KeyError: There is no such element type.
+    """
+    kind = DTYPES[dtype]
+    if exact:
+        return Allowed(dtype, 0.0, 100.0, False, "exact")
+    if kind.is_floating:
+        error, share = _RELATIVE.get(dtype, (2 * kind.unit_roundoff, 99.0))
+        floor = _SMALLEST_NORMAL.get(dtype, _USUAL_NORMAL)
+        return Allowed(dtype, error, share, True, dtype, floor)
+    if dtype in _ABSOLUTE:
+        return Allowed(dtype, 1.0, _ABSOLUTE[dtype], False, f"{dtype} ±1")
+    return Allowed(dtype, 0.0, 100.0, False, "exact")
+
+
+# How much is allowed when nobody says: one limit of relative L2 per number format.
+
+
+METRIC = "relative_l2"
+"""The metric of the default limits: scale-free, and not thrown by a single rounded element."""
+
+LIMITS: dict[str, float] = {
+    "float64": 1e-10,
+    "complex128": 1e-10,
+    "float32": 1e-4,
+    "complex64": 1e-4,
+    "float16": 0.02,
+    "complex32": 0.02,
+    "bfloat16": 0.05,
+    # One rounding to an 8-bit float is 0.03 (e4m3) or 0.05 (e5m2) already.
+    "float8_e4m3fn": 0.25,
+    "float8_e4m3fnuz": 0.25,
+    "float8_e5m2": 0.4,
+    "float8_e5m2fnuz": 0.4,
+    "float8_e8m0fnu": 0.5,
+    "float4_e2m1fn_x2": 0.5,
+}
+
+QUANTISED: dict[str, float] = {
+    "int8": 0.05,
+    "uint8": 0.05,
+    "int32": 0.05,
+    "int4": 0.3,
+    "uint4": 0.3,
+}
+"""Limits of values that were integers with a scale, by the integer's type.
+
+Rounding a Gaussian to 255 steps of one scale per row (4096 elements, so 3.7 standard deviations) is
+0.008; one scale for a whole matrix 0.012, with an outlier of 20 deviations 0.045. To 15 steps in
+groups of 128 elements: 0.11, one scale per row 0.15. Measured on W8A8 twins of whole decoders:
+0.032 at most; docs/metrics.md has the table.
+"""
+
+_ATOL = 1e-5
+_RTOL = {"float64": 1e-7, "complex128": 1e-7, "float32": 1.3e-6, "complex64": 1.3e-6}
+
+
+@functools.cache
+def elementwise(reference: str, candidate: str) -> tuple[float, float]:
+    """The rtol and atol behind `outside_share` when nobody says: those of the coarser dtype.
+
+    The values are the ones `torch.testing.assert_close` has made familiar, four units of roundoff
+    for the formats it leaves out. Integers are exact. No verdict hangs on them.
+
+    >>> elementwise("float32", "bfloat16")
+    (0.016, 1e-05)
+    """
+    dtype = coarsest((reference, candidate))
+    if dtype is None:
+        return 0.0, 0.0
+    familiar = {**_RTOL, "float16": 1e-3, "complex32": 1e-3, "bfloat16": 1.6e-2}
+    return familiar.get(dtype.name, 4 * dtype.unit_roundoff), _ATOL
+
+
+def with_smallest_steps(dtype: DType, count: int, reference_l2: float) -> float:
+    """The limit of a tensor so small that its format counts in fixed, not relative, steps.
+
+    Below its smallest normal number a format has a fixed step (6e-8 for float16, where gradients
+    often are), and rounding to it is a larger share the smaller the values are. Two steps per
+    element, in the mean square, are allowed on top of the usual limit.
+
+    >>> f"{with_smallest_steps(DTYPES['float16'], 100, 1e-5):.2f}"
+    '0.14'
+    """
+    real = DTYPES[dtype.component]
+    step = math.ldexp(1.0, real.smallest_normal_exponent - real.mantissa)
+    return LIMITS[dtype.name] + 2.0 * step * math.sqrt(count) / reference_l2
+
+
+@functools.lru_cache(1024)
+def coarsest(names: tuple[str, ...]) -> DType | None:
+    """The coarsest floating format among these names; None when there is none.
+
+    >>> coarsest(("float32", "int64", "bfloat16")).name
+    'bfloat16'
+    """
+    found: DType | None = None
+    for name in names:
+        dtype = DTYPES.get(name)
+        if dtype is not None and dtype.is_floating:
+            found = dtype if found is None else coarser(found, dtype)
+    return found
+
+
+@functools.lru_cache(1024)
+def is_exact(name: str) -> bool:
+    """Whether values of this format are compared exactly: integers and booleans."""
+    dtype = DTYPES.get(name)
+    return dtype is not None and not dtype.is_floating

@@ -1,0 +1,252 @@
+"""What a row's error is a share of, where its own norm would say nothing.
+
+A gradient that is zero by construction is nothing but rounding, and rounding is a share of what was
+added up, not of what is left. Gating says in a row's `limit_from` that it was judged on such a
+scale; whoever weighs errors afterwards asks here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from driftline.comparison.table.row import Column, Row
+from driftline.comparison.tolerance.defaults import LIMITS, METRIC, coarsest
+from driftline.errors import BadInput, did_you_mean
+
+if TYPE_CHECKING:
+    from driftline.comparison.tolerance.thresholds import Threshold, Thresholds
+
+
+BEYOND = "beyond_bias"
+"""Metric: what is left of an output's error without a bias that has no gradient."""
+BEYOND_ROUNDING = "beyond_rounding"
+"""Metric: what is left of an error without elements whose gradient is nothing but rounding."""
+SUMMED_GRADIENTS = "of the gradients it sums"
+SUMMED_ELEMENTS = "of the elements it sums"
+BESIDE_WEIGHT = "beside the weight's gradient"
+WHAT_CANCELS = "of the gradients that cancel"
+AS_CANCELLED = "as a gradient that cancels"
+AS_GIVEN = "as what it is given"
+
+_OTHERS = (SUMMED_GRADIENTS, SUMMED_ELEMENTS, BESIDE_WEIGHT, AS_GIVEN, WHAT_CANCELS, AS_CANCELLED)
+
+
+def is_on_another_scale(row: Row) -> bool:
+    """Whether a row has passed on another scale than its own norm."""
+    other = row.decided_by in (BEYOND, BEYOND_ROUNDING) or row.limit_from.endswith(_OTHERS)
+    return other and row.status == "pass"
+
+
+def error_on_scale(row: Row) -> float:
+    """Relative L2 of a row, on the scale on which it has passed; NaN when it is not known.
+
+    A share of the limit is a share of what the format allows, whatever the limit was made of.
+    """
+    if is_on_another_scale(row):
+        dtype = coarsest((row.reference_dtype, row.candidate_dtype))
+        if dtype is not None:
+            return row.severity * LIMITS[dtype.name]
+    return float(row.metrics.get(METRIC, math.nan))
+
+
+# What somebody allows instead of the defaults: limits on metrics, or element-wise rtol and
+# atol.
+
+
+class Limit(NamedTuple):
+    """The worst value of a metric that still passes; its direction says on which side that is."""
+
+    metric: str
+    value: float
+
+
+BY_USER = "user"
+BY_THRESHOLDS = "thresholds"
+
+_LAYER_METRICS = {"abs_diff": "mean_abs_error", "cos_sim": "cosine"}
+"""What the averages of layer files are called in a comparison table."""
+
+
+class Tolerance:
+    """Everything that was allowed for one comparison.
+
+    Attributes:
+        limits: Limits that take the place of the per-dtype defaults; none means the defaults.
+        rtol: With `atol`, the element-wise test `|c - r| <= atol + rtol |r|`; any element outside
+            fails its row. None when the test was not asked for.
+        atol: See `rtol`.
+        min_coverage: The share of all tensors that must have been compared, 0 to 1.
+        thresholds: Limits of each layer, from clean runs, in place of the per-dtype defaults. A
+            tensor they do not speak of is not judged by them.
+        slack: How many times its threshold a tensor may reach.
+    """
+
+    __slots__ = ("atol", "limits", "min_coverage", "rtol", "slack", "thresholds")
+
+    def __init__(
+        self,
+        limits: tuple[Limit, ...] = (),
+        rtol: float | None = None,
+        atol: float | None = None,
+        min_coverage: float = 0.0,
+        thresholds: Thresholds | None = None,
+        slack: float = 1.0,
+    ) -> None:
+        self.limits: Final = limits
+        self.rtol: Final = rtol
+        self.atol: Final = atol
+        self.min_coverage: Final = min_coverage
+        self.thresholds: Final = thresholds
+        self.slack: Final = slack
+        for name, value in (("rtol", self.rtol), ("atol", self.atol)):
+            if value is not None and not value >= 0.0:
+                raise BadInput(f"{name} is {value}; it must be 0 or more")
+        if not 0.0 <= self.min_coverage <= 1.0:
+            raise BadInput(
+                f"the minimal coverage is {self.min_coverage}; it must lie between 0 and 1",
+                hint="0.95 asks for 95 % of all tensors",
+            )
+        if not 0.0 < self.slack < math.inf:
+            raise BadInput(f"the slack is {self.slack}; it must be a number above 0")
+
+    @property
+    def elementwise(self) -> bool:
+        return self.rtol is not None or self.atol is not None
+
+    @property
+    def explicit(self) -> bool:
+        """Whether anything takes the place of the per-dtype defaults."""
+        return bool(self.limits) or self.elementwise or self.thresholds is not None
+
+    def all_limits(self) -> tuple[Limit, ...]:
+        """The limits to hold, the element-wise test among them."""
+        test = (Limit("outside_share", 0.0),) if self.elementwise else ()
+        return (*test, *self.limits)
+
+    def limits_of(self, row: Row) -> list[tuple[Limit, str]]:
+        """The limits a row has to keep, each with where it comes from."""
+        found = [(limit, BY_USER) for limit in self.all_limits()]
+        if self.thresholds is not None:
+            for metric in self.thresholds.metrics:
+                entry = self.thresholds.find(metric, row.key.site, port=row.key.port)
+                if entry is not None and entry.usable:
+                    found.append((_limit_of(entry, row, self.slack), BY_THRESHOLDS))
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        whose = BY_USER if self.thresholds is None else BY_THRESHOLDS
+        return {
+            "from": whose if self.explicit else "dtype",
+            "metrics": {limit.metric: limit.value for limit in self.all_limits()},
+            "rtol": self.rtol,
+            "atol": self.atol,
+            "min_coverage": self.min_coverage,
+            **({} if self.thresholds is None else _about(self.thresholds, self.slack)),
+        }
+
+    def __str__(self) -> str:
+        if not self.explicit:
+            return "limits of the coarser dtype of the two sides"
+        parts = [f"{limit.metric} {limit.value:g}" for limit in self.limits]
+        if self.elementwise:
+            parts.insert(0, f"|c - r| <= {self.atol or 0:g} + {self.rtol or 0:g} |r|")
+        if self.thresholds is not None:
+            times = "" if self.slack == 1.0 else f"{self.slack:g} times "
+            parts.append(f"{times}the thresholds of {self.thresholds.path or 'clean runs'}")
+        return "limits: " + ", ".join(parts)
+
+
+def widened(value: float, column: Column, times: float) -> float:
+    """A limit that allows `times` as much: away from 0, or from the 1 of a perfect agreement.
+
+    >>> widened(0.99, Column("cosine", "higher"), 2.0), widened(0.5, Column("rmse", "lower"), 2.0)
+    (0.98, 1.0)
+    """
+    if times == 1.0:
+        return value  # to the last bit: a clean run keeps its own limits
+    if column.direction != "higher":
+        return value * times
+    if value <= 1.0:
+        return 1.0 - (1.0 - value) * times
+    return value / times
+
+
+def _limit_of(entry: Threshold, row: Row, slack: float) -> Limit:
+    """A threshold as a limit of the table's own metric."""
+    metric, value = entry.metric, entry.value
+    if metric not in row.metrics and metric in _LAYER_METRICS:
+        metric = _LAYER_METRICS[metric]
+        if entry.statistic == "l2":  # of the errors of all elements, which is rmse but for a root
+            metric = "rmse"
+            value /= math.sqrt(max(math.prod(row.reference_shape or ()), 1))
+        elif metric == "cosine":
+            value = min(value, 1.0)  # cosines of mixed formats may come out above it
+    return Limit(metric, widened(value, Column(metric, entry.direction), slack))
+
+
+def _about(thresholds: Thresholds, slack: float) -> dict[str, Any]:
+    return {
+        "thresholds": {
+            "path": thresholds.path,
+            "model_id": thresholds.model_id,
+            "metrics": list(thresholds.metrics),
+            "layers": len(thresholds.sites),
+            "slack": slack,
+        }
+    }
+
+
+def limits_from(
+    given: Mapping[str, float] | None,
+    columns: Iterable[Column],
+    *,
+    at_most: Sequence[str] = (),
+    at_least: Sequence[str] = (),
+) -> tuple[Limit, ...]:
+    """Limits from a mapping, and from `--max METRIC=VALUE` and `--min METRIC=VALUE`.
+
+    Raises:
+        BadInput: An unknown metric, one that no limit can be put on, a value that is no number, or
+            `--max` for a metric that passes from above.
+    """
+    known = {column.name: column for column in columns}
+    limits = [_limit(name, value, known) for name, value in (given or {}).items()]
+    for option, words in (("--max", at_most), ("--min", at_least)):
+        for word in words:
+            name, sign, number = word.partition("=")
+            if not sign:
+                raise BadInput(
+                    f"'{word}' is no limit", hint=f"write it as {option} relative_l2=0.01"
+                )
+            limit = _limit(name.strip(), number, known)
+            direction = known[limit.metric].direction
+            right = "--min" if direction == "higher" else "--max"
+            if option != right:
+                raise BadInput(
+                    f"{limit.metric} passes from {'above' if right == '--min' else 'below'}",
+                    hint=f"write {right} {word}",
+                )
+            limits.append(limit)
+    return tuple(limits)
+
+
+def _limit(name: str, value: float | str, known: Mapping[str, Column]) -> Limit:
+    column = known.get(name)
+    if column is None:
+        raise BadInput(
+            f"there is no metric '{name}' to put a limit on", hint=did_you_mean(name, known)
+        )
+    if column.direction == "none":
+        usable = [each.name for each in known.values() if each.direction != "none"]
+        raise BadInput(
+            f"{name} describes; no limit can be put on it", hint=did_you_mean("", usable)
+        )
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if math.isnan(number):
+        raise BadInput(f"the limit of {name} is {value!r}, which is no number")
+    return Limit(name, number)

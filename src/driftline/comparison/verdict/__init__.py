@@ -1,0 +1,3 @@
+"""Verdicts: rows and their limits become statuses, a first divergence and a verdict. Reads rows
+only.
+"""

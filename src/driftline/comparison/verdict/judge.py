@@ -1,0 +1,365 @@
+"""A measured table and a tolerance become statuses, a verdict and an exit code.
+
+Pass is earned: a row passes because a number kept its limit, never because nothing spoke against.
+Reads no tensor; judging the same table again with another tolerance is cheap and pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from driftline.comparison.evidence.replicas import GAP, SAME
+from driftline.comparison.evidence.rules import (
+    BEYOND_COLUMN,
+    BEYOND_ROUNDING_COLUMN,
+    CANCELLED,
+    CANCELLED_COLUMN,
+    SUMMED,
+    SUMMED_COLUMN,
+)
+from driftline.comparison.table.row import Column, Row, Verdict
+from driftline.comparison.table.table import Table, is_kept, kept_like
+from driftline.comparison.tolerance.defaults import (
+    LIMITS,
+    METRIC,
+    QUANTISED,
+    coarsest,
+    is_exact,
+    with_smallest_steps,
+)
+from driftline.comparison.tolerance.tolerance import (
+    BEYOND,
+    BEYOND_ROUNDING,
+    SUMMED_ELEMENTS,
+    WHAT_CANCELS,
+    Tolerance,
+)
+from driftline.comparison.verdict.divergence import find_divergence
+from driftline.comparison.verdict.inheritance import (
+    Inheritance,
+    Inherited,
+    Quantised,
+    Unrelated,
+    quantised_row,
+    reference_norm,
+)
+from driftline.comparison.verdict.verdict import Tally
+from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE
+from driftline.numerics.dtypes import DType
+
+_WRITTEN_INTO = (
+    "one side took it before the call, the other after it: the operator may have written into it"
+)
+
+NO_THRESHOLD = "the thresholds do not speak of it"
+"""Reason of a row that was measured, but that nothing says a limit for."""
+_WHOSE = {"user": "asked for", "exact": "exact", "thresholds": "by its threshold"}
+
+
+def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
+    """The same table with every row's status decided, the verdict, and where the drift starts."""
+    allowed = tolerance or Tolerance()
+    columns = {column.name: column for column in table.columns}
+    ordered = table.reference.ordered
+    in_turn = is_kept(table.rows) and table.rows.in_turn
+    inherited = Inherited(Quantised(table.rows), in_turn=in_turn) if ordered else Unrelated()
+    tally = Tally()
+    rows = kept_like(table.rows, tally.watch(_judged(table.rows, allowed, columns, inherited)))
+    if ordered and not allowed.explicit and tally.failing:
+        from driftline.comparison.verdict.zero_gradient import (
+            without_gradient,  # only where something fails
+        )
+
+        rows = without_gradient(rows)
+        tally = Tally()
+        for row in rows:
+            tally.take(row)
+        if BEYOND in tally.deciding and BEYOND not in columns:
+            table = table.changed(columns=(*table.columns, BEYOND_COLUMN))
+    for column in (SUMMED_COLUMN, BEYOND_ROUNDING_COLUMN, CANCELLED_COLUMN):
+        if column.name not in columns and _has(rows, column.name):
+            table = table.changed(columns=(*table.columns, column))
+    coverage = table.changed(rows=rows).coverage
+    first, first_site, finding = find_divergence(rows, ordered=ordered, tally=tally)
+    verdict: Verdict = "pass"
+    if not coverage.compared:
+        verdict = "incomparable"
+        finding = f"nothing could be compared: {coverage}"
+        if why := tally.incomparable:
+            finding += f"; '{why.key.site}' {why.key.port}, for one: {why.reason}"
+    elif first is not None:
+        verdict = "fail"
+    elif tally.only_inputs:
+        verdict = "incomparable"
+        finding = f"only inputs could be compared, and no output of the reference: {coverage}"
+    elif not coverage.share >= allowed.min_coverage:
+        verdict = "fail"
+        finding = (
+            f"only {coverage.share:.1%} of the tensors were compared, "
+            f"{allowed.min_coverage:.1%} are asked for; what was compared agrees"
+        )
+    elif unread := tally.first_unread:
+        verdict = "fail"
+        one = tally.unread == 1
+        finding = (
+            f"{tally.unread} tensor{'' if one else 's'} could not be read, '{unread.key.site}' "
+            f"{unread.key.port}{'' if one else ' for one'} ({unread.reason}); "
+            "what was compared agrees"
+        )
+    return table.changed(
+        rows=rows,
+        verdict=verdict,
+        first=first,
+        first_site=first_site,
+        finding=finding,
+        limits={**allowed.as_json(), "said": str(allowed)},
+    )
+
+
+def exit_code(table: Table) -> int:
+    """0: what was compared agrees; 1: numbers differ or too little was covered; 2: nothing was."""
+    if table.verdict == "pass":
+        return EXIT_FINE
+    return EXIT_DIFFERENT if table.verdict == "fail" else EXIT_COULD_NOT
+
+
+def _has(rows: Sequence[Row], metric: str) -> bool:
+    known: set[str] | None = getattr(rows, "metric_names", None)
+    return any(metric in row.metrics for row in rows) if known is None else metric in known
+
+
+def _judged(
+    rows: Iterable[Row], allowed: Tolerance, columns: dict[str, Column], inherited: Inherited
+) -> Iterator[Row]:
+    """Rows come in execution order, so what was met so far is what is upstream."""
+    for row in rows:
+        own = coarsest((row.reference_dtype, row.candidate_dtype))
+        working = inherited.format_of(row, own)
+        if not row.compared or (row.basis == "digest" and not row.metrics):
+            yield row  # the engine has said all there is to say
+        else:
+            judged = _judge(row, allowed, columns, own, working, inherited)
+            inherited.remember(judged)
+            if row.by == "moment" and judged.status == "fail":
+                judged = row.judged("incomparable", f"{judged.reason}; {_WRITTEN_INTO}")
+            if row.status == "unjudged" and row.reason:  # what the engine has to say besides
+                judged = judged._replace(
+                    reason="; ".join(filter(None, (judged.reason, row.reason)))
+                )
+            yield judged
+
+
+def _judge(
+    row: Row,
+    allowed: Tolerance,
+    columns: dict[str, Column],
+    own: DType | None,
+    working: DType | None,
+    inherited: Inherited,
+) -> Row:
+    """One compared row, whatever was said of it before."""
+    one_sided = row.metrics.get("one_sided", 0)
+    if one_sided:
+        where = _place(row, "one_sided_at")
+        return row.judged(
+            "fail",
+            f"NaN or Inf on one side only: {one_sided} elements{where}; {_counts(row)}",
+            decided_by="one_sided",
+            limit=0.0,
+            limit_from="always",
+            severity=math.inf,
+        )
+    gap = float(row.metrics.get(GAP, 0.0))
+    if gap > (allowed_gap := SAME.get(row.candidate_dtype, 0.0)):
+        return row.judged(
+            "fail",
+            decided_by=GAP,
+            limit=allowed_gap,
+            limit_from="replicas",
+            severity=gap / allowed_gap if allowed_gap else math.inf,
+        )
+    exact = is_exact(row.reference_dtype), is_exact(row.candidate_dtype)
+    codes, upstream = quantised_row(row), inherited.codes_of(row)
+    if all(exact) and not codes and not allowed.elementwise:
+        return _exact(row)
+    if allowed.explicit:
+        judged = _explicit(row, allowed, columns)
+    elif codes:
+        column = columns.get(METRIC, Column(METRIC, "lower"))
+        judged = _held(row, column, QUANTISED[codes], f"{codes} with scales")
+    elif own is None or working is None:
+        judged = row.judged("incomparable", "no limit is known for these dtypes")
+    else:
+        column = columns.get(METRIC, Column(METRIC, "lower"))
+        source = working.name if working.name == own.name else f"{working.name} upstream"
+        limit = LIMITS[working.name]
+        if upstream and QUANTISED[upstream] > limit:
+            limit, source = QUANTISED[upstream], f"{upstream} upstream"
+        judged = _held(row, column, limit, source)
+        if judged.status == "fail" and reference_norm(row):
+            for limit, why in _wider(row, working, inherited):
+                if (excused := _held(row, column, limit, f"{source}, {why}")).status == "pass":
+                    judged = excused
+                    break
+            else:
+                judged = inherited.rounding.judged(_beyond_rounding(judged))
+    packed = "lowfloat" in row.reference_recipe or "lowfloat" in row.candidate_recipe
+    if exact[0] != exact[1] and not codes and not packed:  # the numbers compare, the types do not
+        note = f"{row.reference_dtype} against {row.candidate_dtype}, compared as numbers"
+        return judged._replace(reason=f"{judged.reason}; {note}" if judged.reason else note)
+    return judged
+
+
+def _wider(row: Row, working: DType, inherited: Inherited) -> Iterator[Inheritance]:
+    """Limits beyond the format's own that a row may have for a reason."""
+    # A candidate that is zero throughout is a finding, whatever its format can hold.
+    if row.metrics.get("candidate_l2"):
+        count = math.prod(row.reference_shape or ())
+        steps = with_smallest_steps(working, count, reference_norm(row))
+        yield Inheritance(steps, "near its smallest step")
+    if (made_of := inherited.for_gradient(row)) is not None:
+        yield made_of
+    if row.metrics.get(CANCELLED):
+        share = float(row.metrics[CANCELLED]) / reference_norm(row)
+        yield Inheritance(share, WHAT_CANCELS)
+    summed = float(row.metrics.get(SUMMED, 0.0))
+    if summed > reference_norm(row) and row.metrics.get("candidate_l2"):
+        from driftline.comparison.evidence.cancelling import CANCELLING_ROUNDINGS, is_cancelling
+
+        if is_cancelling(row):
+            share = CANCELLING_ROUNDINGS * working.unit_roundoff * summed / reference_norm(row)
+            yield Inheritance(share, WHAT_CANCELS)
+        else:
+            share = LIMITS[working.name] * summed / reference_norm(row)
+            yield Inheritance(share, SUMMED_ELEMENTS)
+
+
+def _beyond_rounding(row: Row) -> Row:
+    """A failing row, unless it differs only where an optimizer made steps of rounding."""
+    left, limit = float(row.metrics.get(BEYOND_ROUNDING, math.inf)), row.limit
+    if limit is None or not left <= limit:
+        return row
+    return row.judged(
+        "pass",
+        f"{METRIC} {float(row.metrics[METRIC]):.3g} lies in elements whose gradient is nothing but "
+        "rounding, of which an optimizer makes whole steps",
+        decided_by=BEYOND_ROUNDING,
+        limit=limit,
+        limit_from=row.limit_from,
+        severity=left / limit,
+    )
+
+
+def _exact(row: Row) -> Row:
+    """Integers and booleans: every element must be the same."""
+    count = row.metrics.get("different")
+    if count is None:  # only summaries: a sketch that differs is proof, one that agrees is evidence
+        return _held(row, Column(METRIC, "lower"), 0.0, "exact")
+    if count == 0:
+        return row.judged("pass", decided_by="different", limit=0.0, limit_from="exact")
+    return row.judged(
+        "fail",
+        f"{count} of {_elements(row)} differ{_place(row, 'first_different_at')}",
+        decided_by="different",
+        limit=0.0,
+        limit_from="exact",
+        severity=math.inf,
+    )
+
+
+def _explicit(row: Row, allowed: Tolerance, columns: dict[str, Column]) -> Row:
+    """Every limit must hold; the row shows the one that is furthest from holding."""
+    judged: list[Row] = []
+    for limit, source in allowed.limits_of(row):
+        column = columns.get(limit.metric, Column(limit.metric, "lower"))
+        judged.append(_held(row, column, limit.value, source))
+    if not judged:
+        return row.judged("incomparable", NO_THRESHOLD)
+    unknown = next((each for each in judged if each.status == "incomparable"), None)
+    worst = max(judged, key=lambda each: (each.status == "fail", each.severity))
+    return worst if worst.status == "fail" or unknown is None else unknown
+
+
+def _held(row: Row, column: Column, limit: float, source: str) -> Row:
+    """One limit on one metric of a row."""
+    value = row.metrics.get(column.name)
+    if value is None:
+        kept = row.basis
+        if kept == "values":
+            return row.judged("incomparable", f"{column.name} was not measured")
+        return row.judged(
+            "incomparable", f"{column.name} needs the values; only the {kept} was kept"
+        )
+    number = float(value)
+    holds = column.holds(number, limit)
+    reason = ""
+    if not holds:
+        about = "estimated " if column.name in row.estimated else ""
+        sign = {"higher": ">=", "zero": "within +-"}.get(column.direction, "<=")
+        whose = _WHOSE.get(source, f"for {source}")
+        where = _place(row, "max_abs_error_at", "largest error")
+        shown = f"{value:.3g}"
+        if shown == f"{limit:.3g}":  # 0.99999 is below 1, and must not read as 1
+            shown = f"{value:.16g}"
+        reason = f"{about}{column.name} {shown}, allowed {sign} {limit:g} {whose}{where}"
+    return row.judged(
+        "pass" if holds else "fail",
+        reason,
+        decided_by=column.name,
+        limit=limit,
+        limit_from=source,
+        severity=_severity(column, number, limit),
+    )
+
+
+_LOUDEST = 6000.0
+"""Decibels beyond which a float has no factor for them."""
+
+
+def _severity(column: Column, value: float, limit: float) -> float:
+    """Value over limit: 1 is the edge whatever the metric; NaN and a broken zero are inf."""
+    if math.isnan(value):
+        return math.inf
+    if column.direction == "higher":
+        if column.unit == "dB":  # a share of noise, in steps of a factor of ten: 20 dB
+            return (
+                10.0 ** ((limit - min(value, _LOUDEST)) / 20.0) if value > -_LOUDEST else math.inf
+            )
+        if limit < 1.0 and value <= 1.0:
+            return (1.0 - value) / (1.0 - limit)
+        return 0.0 if value >= limit else math.inf
+    size = abs(value) if column.direction == "zero" else value
+    if limit > 0.0:
+        return size / limit
+    return 0.0 if size <= limit else math.inf
+
+
+def _place(row: Row, name: str, what: str = "first") -> str:
+    """`, first at (0, 3, 17)`: a flat index as a position in the tensor."""
+    flat = row.metrics.get(name)
+    shape = row.reference_shape
+    if flat is None or shape is None or row.basis != "values":
+        return ""
+    position: list[str] = []
+    rest = int(flat)
+    if (row.reference_dtype + row.candidate_dtype).count("complex"):
+        rest //= 2  # positions count real and imaginary parts
+    for size in reversed(shape):
+        rest, at = divmod(rest, size) if size else (rest, 0)
+        position.append(str(at))
+    return f", {what} at ({', '.join(reversed(position))})" if position else ""
+
+
+def _counts(row: Row) -> str:
+    sides = [
+        f"{side} {int(row.metrics.get(f'{side}_nan', 0))} NaN "
+        f"{int(row.metrics.get(f'{side}_inf', 0))} Inf"
+        for side in ("reference", "candidate")
+    ]
+    return ", ".join(sides)
+
+
+def _elements(row: Row) -> str:
+    count = math.prod(row.reference_shape or ())
+    return f"{count} element" + ("" if count == 1 else "s")

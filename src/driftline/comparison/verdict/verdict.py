@@ -1,0 +1,86 @@
+"""What a table's verdict hangs on, gathered while its judged rows pass by, once.
+
+Knows no limits and words nothing: it counts, and remembers the few rows that are spoken of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from driftline.comparison.table.row import LOST, Row
+
+
+def execution(row: Row) -> tuple[int, int, int, int]:
+    """What comes first in the program comes first."""
+    return (row.key.step, row.order, row.key.rank, row.key.process)
+
+
+class Tally:
+    """Counts of judged rows, and the rows that stand for them.
+
+    Attributes:
+        rows: How many there are.
+        compared: How many were compared.
+        failing: How many of those fail.
+        first: The first that fails, in execution order.
+        inside: How many are alone because they lie inside a fusion.
+        bare: How many were compared by statistics that count no NaN and no Inf.
+        closest: Of those that keep a limit, the one that is nearest to it.
+        unread: How many could not be read.
+        first_unread: The first of them.
+        incomparable: The first that could not be compared.
+        only_inputs: Whether outputs are there, and nothing but inputs was compared.
+        deciding: The metrics that decided.
+    """
+
+    def __init__(self) -> None:
+        self.rows = self.compared = self.failing = self.inside = self.bare = self.unread = 0
+        self.first: Row | None = None
+        self.closest: Row | None = None
+        self.first_unread: Row | None = None
+        self.incomparable: Row | None = None
+        self.deciding: set[str] = set()
+        self._outputs = self._others = False
+
+    @property
+    def only_inputs(self) -> bool:
+        return self._outputs and not self._others
+
+    def watch(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """The same rows, counted."""
+        for row in rows:
+            self.take(row)
+            yield row
+
+    def take(self, row: Row) -> None:
+        status, port = row.status, row.key.port
+        self.rows += 1
+        if port == "output" and status != "extra":
+            self._outputs = True
+        if LOST in row.reason:
+            self.unread += 1
+            self.first_unread = self.first_unread or row
+        if status in ("pass", "fail", "unjudged"):
+            self._compared(row)
+        elif status == "incomparable":
+            self.incomparable = self.incomparable or row
+        else:
+            self.inside += row.inside_fusion
+
+    def _compared(self, row: Row) -> None:
+        self.compared += 1
+        self.deciding.add(row.decided_by)
+        if row.key.port != "input":
+            self._others = True
+        if row.basis == "summary" and "one_sided" not in row.metrics:
+            self.bare += 1
+        if row.status == "fail":
+            self.failing += 1
+            if self.first is None or execution(row) < execution(self.first):
+                self.first = row
+        elif (
+            row.status == "pass"
+            and row.limit
+            and (self.closest is None or row.severity > self.closest.severity)
+        ):
+            self.closest = row

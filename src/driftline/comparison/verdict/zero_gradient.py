@@ -1,0 +1,221 @@
+"""Rows that fail only because a bias has no gradient; whoever looks at one alone cannot know.
+
+A gradient that is zero by construction (of an attention key's bias, of a bias in front of a batch
+norm) is rounding in every program, and two roundings have nothing in common. What it says of itself
+is how small it is beside the gradient of the same layer's weight, on *both* sides: a wrong gradient
+is small on one of them at most. What an optimizer makes of it is a number per channel on the
+layer's output (`loose_biases.py` has measured what is left without it), and whoever is given that
+output is given the difference, too.
+
+Reads judged rows only. A row that fails for another reason keeps its status.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from driftline.comparison.evidence.loose_bias import NO_MORE, earlier, is_bias_gradient, module_of
+from driftline.comparison.evidence.rules import GRADIENTS
+from driftline.comparison.table.row import Row
+from driftline.comparison.table.table import is_kept
+from driftline.comparison.tolerance.defaults import METRIC, coarsest
+from driftline.comparison.tolerance.tolerance import AS_GIVEN, BESIDE_WEIGHT, BEYOND
+
+_UNLIKE = 0.1
+"""Gradients this far apart are two roundings."""
+_SAME = 1e-3
+"""Differences whose norms agree this far are one difference."""
+
+_ATTENTION = "aten._scaled_dot_product_"
+
+_Layer = tuple[int, int, str]
+
+
+def without_gradient(rows: Sequence[Row]) -> Sequence[Row]:
+    """The judged rows of a table, without those failures."""
+    if is_kept(rows):
+        # All of it is about one process at a time.
+        asked = rows.ports & {*GRADIENTS} or rows.has_operators
+        return rows.changed_by_process(_without) if asked else rows
+    return tuple(_without(rows))
+
+
+def _without(rows: Sequence[Row]) -> list[Row]:
+    found = list(rows)
+    if not any(row.status == "fail" or BEYOND in row.metrics for row in rows):
+        return found
+    _gradients(found)
+    moved = _outputs(found)
+    _carriers(found, [*moved, *_shifted(found, moved)])
+    return found
+
+
+def _gradients(rows: list[Row]) -> None:
+    """Gradients of biases that are nothing but rounding on both sides."""
+    failing = [at for at, row in enumerate(rows) if row.status == "fail" and _is_gradient(row)]
+    if not failing:
+        return
+    layers = {_layer(rows[at]) for at in failing}
+    weights = {
+        (_layer(row), row.key.step, row.key.visit, row.key.port): row
+        for row in rows
+        if row.key.port in GRADIENTS
+        and row.key.slot in ("weight", "w_0")
+        and _layer(row) in layers
+        and row.compared
+    }
+    for at in failing:
+        row = rows[at]
+        weight = weights.get((_layer(row), row.key.step, row.key.visit, row.key.port))
+        dtype = coarsest((row.reference_dtype, row.candidate_dtype))
+        if weight is None or dtype is None or row.decided_by != METRIC:
+            continue
+        share = NO_MORE * dtype.unit_roundoff
+        sides = ("reference_l2", "candidate_l2")
+        if all(_number(row, side) <= share * _number(weight, side) for side in sides):
+            size = _number(row, "reference_l2")
+            limit = 2 * share * _number(weight, "reference_l2") / size if size else math.inf
+            rows[at] = row.judged(
+                "pass",
+                f"nothing but rounding: on both sides below {share:.2g} of its weight's gradient",
+                decided_by=METRIC,
+                limit=limit,
+                limit_from=f"{row.limit_from}, {BESIDE_WEIGHT}",
+                severity=_number(row, METRIC) / limit if size else 0.0,
+            )
+
+
+def _outputs(rows: list[Row]) -> list[tuple[int, Row]]:
+    """Judge outputs of layers whose bias may have moved by itself once more; gives what passes."""
+    far = [
+        at
+        for at, row in enumerate(rows)
+        if (row.status == "fail" or (row.status == "pass" and BEYOND in row.metrics))
+        and row.key.port == "output"
+        and row.key.step
+        and row.decided_by == METRIC
+    ]
+    if not far:
+        return []
+    layers = {_layer(rows[at]) for at in far}
+    given: dict[_Layer, list[Row]] = {layer: [] for layer in layers}
+    for row in rows:
+        if _is_gradient(row) and _layer(row) in layers:
+            given[_layer(row)].append(row)
+    passing: list[tuple[int, Row]] = []
+    for at in far:
+        known = given[_layer(rows[at])]
+        tells = earlier([one.key.step for one in known], rows[at].key.step)
+        before = [one for one in known if tells(one.key.step)]
+        if any(one.status == "fail" for one in before):
+            continue  # its bias was given a wrong gradient: no wonder that it moved
+        if BEYOND in rows[at].metrics:
+            rows[at] = _beyond(rows[at])
+        elif rows[at].basis != "values" and any(map(_is_loose, before)):
+            rows[at] = rows[at].judged(
+                "incomparable",
+                f"{rows[at].reason}; its bias has no gradient but rounding, by which an optimizer "
+                f"moves it, and what else differs only the values can say",
+            )
+        if rows[at].decided_by == BEYOND:
+            passing.append((at, rows[at]))
+    return passing
+
+
+def _beyond(row: Row) -> Row:
+    left, limit = _number(row, BEYOND), row.limit
+    if limit is None or not left <= min(limit, 0.5 * _number(row, METRIC)):
+        return row
+    return row.judged(
+        "pass",
+        f"{METRIC} {_number(row, METRIC):.3g} is one number per channel: its bias has no gradient "
+        "but rounding, and an optimizer moves it by that",
+        decided_by=BEYOND,
+        limit=limit,
+        limit_from=row.limit_from,
+        severity=left / limit,
+    )
+
+
+def _shifted(rows: list[Row], excused: Sequence[tuple[int, Row]]) -> list[tuple[int, Row]]:
+    """Logarithms of attention's sums: a key that moved shifts them, and the shares stay.
+
+    Only the attention's own backward pass reads them. What the call gives must agree, and a key of
+    its module must have moved by rounding.
+    """
+    passing: list[tuple[int, Row]] = []
+    for at, row in enumerate(rows) if excused else ():
+        if row.status != "fail" or row.decided_by != METRIC or _ATTENTION not in row.class_name:
+            continue
+        module = f"{module_of(row.key.site)}."
+        keys = [one for _, one in excused if _moment(one) == _moment(row)]
+        given = [
+            one
+            for one in rows
+            if one.key == row.key._replace(slot="0") and one.key.slot != row.key.slot
+        ]
+        lies_within = any(one.key.site.startswith(module) for one in keys)
+        if not lies_within or not given or given[0].status != "pass":
+            continue
+        shape = given[0].reference_shape
+        if shape is None or row.reference_shape != shape[:-1]:
+            continue
+        rows[at] = row.judged(
+            "pass",
+            "a key whose bias has no gradient shifts it; what the attention gives agrees",
+            limit_from=f"{row.limit_from}, {AS_GIVEN}",
+            severity=given[0].severity,
+        )
+        passing.append((at, row))
+    return passing
+
+
+def _is_loose(gradient: Row) -> bool:
+    """Whether a bias was given gradients that have nothing in common, and that is no fault."""
+    return gradient.status == "pass" and _number(gradient, METRIC) >= _UNLIKE
+
+
+def _carriers(rows: list[Row], excused: Sequence[tuple[int, Row]]) -> None:
+    """Tensors that are such an output, whole or in part, in another shape."""
+    if not excused:
+        return
+    moved: dict[tuple[int, int, int], list[tuple[int, Row]]] = {}
+    for at, row in excused:
+        moved.setdefault(_moment(row), []).append((at, row))
+    for at, row in enumerate(rows):
+        if row.status != "fail" or row.decided_by != METRIC or _moment(row) not in moved:
+            continue
+        if row.key.port not in ("input", "output"):
+            continue
+        for before, source in moved[_moment(row)]:
+            size = _difference(source)
+            if before < at and abs(_difference(row) - size) <= _SAME * size:
+                rows[at] = row.judged(
+                    "pass",
+                    f"differs as '{source.key.site}' does, whose bias has no gradient",
+                    limit_from=f"{source.limit_from}, {AS_GIVEN}",
+                    severity=source.severity,
+                )
+                break
+
+
+def _is_gradient(row: Row) -> bool:
+    return is_bias_gradient(row.key, row.class_name, row.reference_shape)
+
+
+def _layer(row: Row) -> _Layer:
+    return row.key.rank, row.key.process, module_of(row.key.site)
+
+
+def _moment(row: Row) -> tuple[int, int, int]:
+    return row.key.rank, row.key.process, row.key.step
+
+
+def _difference(row: Row) -> float:
+    """Norm of the difference; nan where it is not known."""
+    return _number(row, "rmse") * math.sqrt(math.prod(row.reference_shape or ()))
+
+
+def _number(row: Row, name: str) -> float:
+    return float(row.metrics.get(name, math.nan))

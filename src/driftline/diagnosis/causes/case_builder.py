@@ -1,0 +1,387 @@
+"""The guilty site's tensors are laid out as cases, and the rules asked what kind of bug it is.
+
+A container that errs although none of its parts does has a bug in its own code: then the first
+tensor that it hands to a part and that is off already is a sharper picture than its output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from driftline.alignment.plan import Plan
+from driftline.diagnosis.causes.case import F64, Case, Codes, Flags
+from driftline.diagnosis.causes.linear_solve import what_it_saw
+from driftline.diagnosis.causes.registry import RULES_FOR_INPUTS, Clue, best_clue
+from driftline.diagnosis.dataflow import own_code
+from driftline.diagnosis.error_stats import index, read_whole
+from driftline.diagnosis.evidence.files import Replay
+from driftline.diagnosis.evidence.replay import Judgement
+from driftline.diagnosis.sites import FINE, Call, Place, Site, contains
+from driftline.diagnosis.status import Standing
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.run import Run
+
+_OTHERS = 12
+_EARLIER = 2
+
+
+class Runs(NamedTuple):
+    """Everything whose values may be looked at.
+
+    Attributes:
+        reference: The reference.
+        candidate: The candidate.
+        replay: Replay of the candidate's inputs, if any.
+        repeats: Other executions of the candidate.
+        plan: Which tensor of the two belongs to which.
+    """
+
+    reference: Run
+    candidate: Run
+    replay: Replay | None
+    repeats: Sequence[Run]
+    plan: Plan
+
+
+class Naming(NamedTuple):
+    """What kind of bug it is.
+
+    Attributes:
+        cause: Name of the cause, or `unknown`.
+        sentence: What speaks for it, or why none was named.
+        score: Share of the error that it explains.
+        detail: Which kind of it.
+        others: What else was thought of, with scores.
+        picture: Which tensor was looked at.
+    """
+
+    cause: str
+    sentence: str = ""
+    score: float = 0.0
+    detail: str = ""
+    others: tuple[tuple[str, float], ...] = ()
+    picture: str = ""
+
+
+def name_cause(
+    runs: Runs,
+    sites: Mapping[Place, Site],
+    place: Place,
+    standing: Standing,
+    judged: Judgement | None,
+) -> Naming:
+    """Ask every rule about a guilty site."""
+    desk = _Desk(runs, sites)
+    tried: list[Naming] = []
+    for case, picture in desk.cases(place, standing, judged):
+        clue, found = best_clue(case)
+        naming = _named(clue, found, picture)
+        if naming.cause != "unknown":
+            return naming
+        tried.append(naming)
+        seen = what_it_saw(case)
+        if seen is not None:
+            clue, found = best_clue(seen, RULES_FOR_INPUTS)
+            naming = _named(clue, found, picture)
+            if clue is not None:
+                return naming._replace(
+                    sentence=f"its result is that of another input, of which {naming.sentence}"
+                )
+    if tried:
+        return max(tried, key=lambda naming: naming.others[0][1] if naming.others else 0.0)
+    return Naming("unknown", "the values at this site were not kept")
+
+
+def _named(clue: Clue | None, found: Sequence[Clue], picture: str) -> Naming:
+    others = tuple((each.cause, round(each.score, 3)) for each in found if each is not clue)[:4]
+    if clue is None:
+        if found:
+            why = f"nothing known fits clearly; nearest is '{found[0].cause}'"
+            why += f" with {found[0].score:.0%} of the error"
+        else:
+            why = "nothing known fits"
+        return Naming("unknown", why, 0.0, "", others, picture)
+    return Naming(clue.cause, clue.sentence, clue.score, clue.detail, others, picture)
+
+
+class _Desk:
+    """Finds the tensors that belong to a case."""
+
+    def __init__(self, runs: Runs, sites: Mapping[Place, Site]) -> None:
+        self.runs = runs
+        self.sites = sites
+        self.partner = {pair.reference.key: pair for pair in runs.plan.pairs}
+        none: Mapping[TensorKey, Record] = {}
+        self.exact = index(runs.replay.exact) if runs.replay is not None else none
+        self.theirs = index(runs.candidate)
+
+    def cases(
+        self, place: Place, standing: Standing, judged: Judgement | None
+    ) -> list[tuple[Case, str]]:
+        site = self.sites[place]
+        found: list[tuple[Case, str]] = []
+        handed = self._handed(place, standing)
+        made_after = judged is not None and judged.after_parts and "/input/" not in judged.slot
+        if handed is not None and not made_after:
+            found.append(handed)
+        rows = sorted(standing.call.outs, key=lambda row: -_error(row.metrics))
+        if judged is not None and judged.slot:
+            rows.sort(key=lambda row: row.slot != judged.slot)
+        for row in rows[:2]:
+            case = self._case(row.key, site, standing, judged)
+            if case is not None:
+                found.append((case, str(row.key)))
+        return found
+
+    def _handed(self, place: Place, standing: Standing) -> tuple[Case, str] | None:
+        """The tensor handed to a part that is off most beyond what it can have been made of."""
+        if place.direction != "forward":
+            return None
+        near = {
+            other: site
+            for other, site in self.sites.items()
+            if other == place or contains(place.site, other.site)
+        }
+        found = own_code(near).get(place)
+        call = standing.call
+        best: tuple[float, Call] | None = None
+        for handed in found.calls if found is not None else ():
+            if (handed.step, handed.rank) != (call.step, call.rank):
+                continue
+            ratio = handed.error / max(math.hypot(handed.error_in, handed.unit / 2.0), 1e-300)
+            if ratio > 1.3 and (best is None or ratio > best[0]):
+                best = ratio, handed
+        if best is None:
+            return None
+        handed = best[1]
+        row, owner = handed.outs[0], self.sites[place]
+        noise = max(handed.error_in if math.isfinite(handed.error_in) else 0.0, handed.unit)
+        case = self._plain(row.key, owner, noise)
+        return None if case is None else (case, str(row.key))
+
+    def _plain(self, key: TensorKey, site: Site, noise: float) -> Case | None:
+        """Reference against candidate, of a tensor that a site's own code made."""
+        pair = self.partner.get(key)
+        if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
+            return None
+        r = read_whole(self.runs.reference, pair.reference)
+        c = read_whole(self.runs.candidate, pair.candidate)
+        if r is None or c is None or r.shape != c.shape or r.ndim == 0:
+            return None
+        dtype = DTYPES[pair.candidate.dtype]
+        parent = site.name
+        inputs = self._made_before(pair.candidate, parent)
+        return Case(
+            r,
+            c,
+            noise,
+            dtype.unit_roundoff,
+            dtype.name,
+            parent,
+            site.class_name,
+            inputs,
+            pads=self._pads(pair.candidate, c.shape),
+            parts=self._parts(pair.candidate, parent),
+        )
+
+    def _parts(self, record: Record, parent: str) -> dict[str, F64]:
+        """What a container was given, and what its parts had made before it handed this on."""
+        found: dict[str, F64] = {}
+        for other in self.runs.candidate.records:
+            of = other.key
+            if of.step != record.key.step or of.rank != record.key.rank:
+                continue
+            if other.order >= record.order:
+                continue
+            made = of.port == "output" and of.site.rpartition(".")[0] == parent
+            if made or (of.port == "input" and of.site == parent):
+                values = read_whole(self.runs.candidate, other)
+                if values is not None:
+                    found[of.site if made else of.slot] = values
+        return found
+
+    def _case(
+        self, key: TensorKey, site: Site, standing: Standing, judged: Judgement | None
+    ) -> Case | None:
+        pair = self.partner.get(key)
+        if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
+            return None
+        record = pair.candidate
+        c = read_whole(self.runs.candidate, record)
+        exact = self.exact.get(record.key)
+        right = None
+        if self.runs.replay is not None and exact is not None and judged is not None:
+            right = read_whole(self.runs.replay.exact, exact)
+        replayed = right is not None
+        if right is None:
+            right = read_whole(self.runs.reference, pair.reference)
+        if c is None or right is None or c.shape != right.shape or c.ndim == 0:
+            return None
+        dtype = DTYPES[record.dtype]
+        unit = max(dtype.unit_roundoff, standing.call.unit)
+        if replayed and judged is not None:
+            noise = max(judged.noise, unit / 4.0 if unit > FINE else 4.0 * unit)
+        else:
+            noise = max(standing.noise if math.isfinite(standing.noise) else 0.0, unit)
+        leaning = (
+            judged is not None and judged.statistic == "projection" and _sub_noise(judged)
+        ) or standing.leaning
+        return Case(
+            right,
+            c,
+            noise,
+            unit,
+            dtype.name,
+            site.name,
+            site.class_name,
+            self._inputs(record),
+            self._params(record),
+            self._others(pair.reference),
+            self._before(record),
+            self._ranks(record),
+            self._repeats(record),
+            self._pads(record, c.shape),
+            leaning,
+            self._parts(record, record.key.site),
+            self._codes(record),
+        )
+
+    def _inputs(self, record: Record) -> dict[str, F64]:
+        """What the candidate's site was given in this call."""
+        given: dict[str, F64] = {}
+        key = record.key
+        wanted = "input" if key.port == "output" else "grad_output"
+        for other in self.runs.candidate.records:
+            of = other.key
+            if of.port == wanted and of[0] == key[0] and of[3:7] == key[3:7]:
+                values = read_whole(self.runs.candidate, other)
+                if values is not None:
+                    given[of.slot] = values
+        return given
+
+    def _codes(self, record: Record) -> dict[str, Codes]:
+        """Integers that the candidate's site was given in this call: routes, positions."""
+        found: dict[str, Codes] = {}
+        key = record.key
+        for other in self.runs.candidate.records:
+            of = other.key
+            dtype = DTYPES.get(other.dtype)
+            if of.port != "input" or of[0] != key[0] or of[3:7] != key[3:7] or dtype is None:
+                continue
+            if dtype.kind in ("int", "uint") and dtype.bits >= 8 and other.kept == "full":
+                values = self.runs.candidate.raw(other)
+                found[of.slot] = np.asarray(values, dtype=np.int64).reshape(other.shape)
+        return found
+
+    def _made_before(self, record: Record, parent: str) -> dict[str, F64]:
+        """Outputs of the same size made earlier in the same container: what a function was of."""
+        found: dict[str, F64] = {}
+        size = math.prod(record.shape)
+        for other in self.runs.candidate.records:
+            of = other.key
+            earlier = of.step == record.key.step and other.order < record.order
+            same_size = math.prod(other.shape) == size
+            if of.port == "output" and earlier and same_size and contains(parent, of.site):
+                values = read_whole(self.runs.candidate, other)
+                if values is not None:
+                    found[of.site] = values
+        names = list(found)[-4:]
+        return {name: found[name] for name in names}
+
+    def _params(self, record: Record) -> dict[str, F64]:
+        found: dict[str, F64] = {}
+        for run in (self.runs.reference, self.runs.candidate):
+            for other in run.records:
+                if other.key.port == "param" and other.key.site == record.key.site:
+                    values = read_whole(run, other)
+                    if values is not None:
+                        found.setdefault(other.key.slot, values)
+        return found
+
+    def _others(self, record: Record) -> dict[str, F64]:
+        """The reference's outputs of the same shape, of modules near this one."""
+        near: list[Record] = []
+        for other in self.runs.reference.records:
+            key = other.key
+            if (
+                key.port == record.key.port
+                and key.slot == record.key.slot
+                and (key.step, key.rank) == (record.key.step, record.key.rank)
+                and key.site != record.key.site
+                and other.shape == record.shape
+                and other.class_name == record.class_name
+                and other.digest != record.digest
+            ):
+                near.append(other)
+        near.sort(key=lambda other: abs(other.order - record.order))
+        found: dict[str, F64] = {}
+        for other in near[:_OTHERS]:
+            values = read_whole(self.runs.reference, other)
+            if values is not None:
+                found[other.key.site] = values
+        return found
+
+    def _before(self, record: Record) -> tuple[F64, ...]:
+        key = record.key
+        earlier = [
+            other
+            for other in self.runs.candidate.records
+            if other.key[:3] == key[:3]
+            and other.key.rank == key.rank
+            and other.order < record.order
+            and other.shape == record.shape
+        ]
+        read = [read_whole(self.runs.candidate, other) for other in earlier[: -_EARLIER - 1 : -1]]
+        return tuple(values for values in read if values is not None)
+
+    def _ranks(self, record: Record) -> tuple[F64, ...]:
+        key = record.key
+        others = [
+            read_whole(self.runs.candidate, other)
+            for other in self.runs.candidate.records
+            if other.key[:5] == key[:5]
+            and other.key.rank != key.rank
+            and other.shape == record.shape
+        ]
+        return tuple(values for values in others[:63] if values is not None)
+
+    def _repeats(self, record: Record) -> tuple[F64, ...]:
+        found: list[F64] = []
+        for run in self.runs.repeats:
+            values = read_whole(run, index(run).get(record.key))
+            if values is not None:
+                found.append(values)
+        return tuple(found)
+
+    def _pads(self, record: Record, shape: tuple[int, ...]) -> Flags | None:
+        """Which tokens are padding, by the attention mask that the model was given."""
+        if len(shape) < 2:
+            return None
+        for other in self.runs.candidate.records:
+            if (
+                other.key.port == "input"
+                and "attention_mask" in other.key.slot
+                and len(other.shape) == 2
+                and other.key.step == record.key.step
+                and DTYPES[other.dtype].kind in ("int", "uint", "bool")
+                and other.kept == "full"
+            ):
+                given = np.asarray(self.runs.candidate.raw(other)).reshape(other.shape) == 0
+                if given.shape[:2] == shape[:2]:
+                    return given
+        return None
+
+
+def _sub_noise(judged: Judgement) -> bool:
+    """Whether the error as a whole is of the size of noise."""
+    return judged.found is not None and judged.found.error <= 3.0 * judged.noise
+
+
+def _error(metrics: Mapping[str, float]) -> float:
+    value = float(metrics.get("relative_l2", math.nan))
+    return math.inf if math.isnan(value) else value

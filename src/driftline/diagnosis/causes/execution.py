@@ -1,0 +1,93 @@
+"""NaN or Inf where the reference has numbers, and none went in."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from driftline.diagnosis.causes.case import Case, Clue
+from driftline.diagnosis.causes.linear_solve import solved_inputs
+
+
+def nan_birth(case: Case) -> Clue | None:
+    """Non-finite values that are born here."""
+    born = ~np.isfinite(case.c) & np.isfinite(case.r)
+    count = int(np.count_nonzero(born))
+    if count == 0:
+        return None
+    if any(not np.isfinite(x).all() for x in case.inputs.values()):
+        return None
+    kinds = "NaN" if np.isnan(case.c[born]).any() else "Inf"
+    share = count / case.c.size
+    many = f"{count} of {case.c.size} elements are" if count > 1 else "one element is"
+    return Clue("nan", 0.9, f"{many} {kinds} while all inputs are finite ({share:.2g})", kinds)
+
+
+# The candidate does not agree with itself: other executions of it give other numbers.
+
+
+def nondeterminism(case: Case) -> Clue | None:
+    """Repeats of the candidate differ from each other as much as from the reference."""
+    apart = 0.0
+    for other in case.repeats:
+        if other.shape == case.c.shape:
+            left = np.where(np.isfinite(other) & np.isfinite(case.c), other - case.c, 0.0)
+            apart = max(apart, float(np.sum(left * left)))
+    if apart == 0.0 or case.energy == 0.0:
+        return None
+    share = math.sqrt(apart / max(case.size, 1e-300))
+    score = min(1.0, apart / case.energy)
+    return Clue(
+        "nondeterminism",
+        max(score, 0.9 if apart > 0.25 * case.energy else score),
+        f"the same program run again differs here by {share:.2g} of the output",
+    )
+
+
+# Ranks hold parts of a sum that was never taken, or the sum where the mean belongs.
+
+
+def missing_reduction(case: Case) -> Clue | None:
+    """All ranks together (their sum or mean) are right; each by itself is not."""
+    if not case.ranks:
+        return _partial_sum(case)
+    parts = [case.c, *(other for other in case.ranks if other.shape == case.c.shape)]
+    if len(parts) < 2:
+        return None
+    total = np.sum(parts, axis=0)
+    count = len(parts)
+    best: Clue | None = None
+    for made, what in (
+        (total, f"the sum over {count} ranks is right, each rank holds only its part of it"),
+        (total / count, f"the mean over {count} ranks is right, each rank holds its own value"),
+        (case.c / count, f"it is {count} times too large: the sum over ranks for their mean"),
+        (case.c * count, f"it is {count} times too small: divided by ranks but never summed"),
+    ):
+        left = np.where(case.finite, made - case.r, 0.0)
+        rest = float(np.sum(left * left))
+        beyond = case.energy - case.noise_energy
+        if beyond <= 0.1 * case.energy:
+            continue
+        score = min(max((case.energy - rest) / beyond, 0.0), 1.0)
+        if best is None or score > best.score + 0.01:
+            best = Clue("missing-reduction", score, what)
+    return best
+
+
+def _partial_sum(case: Case) -> Clue | None:
+    """A product over only some of the inputs' channels: one rank's part of a sum."""
+    if case.r.ndim < 2 or case.ratio < 4.0:
+        return None
+    best: Clue | None = None
+    for given, weight, bias in solved_inputs(case):
+        for ranks in (2, 4, 8):
+            width = given.shape[1] // ranks
+            for rank in range(ranks if width else 0):
+                own = slice(rank * width, (rank + 1) * width)
+                made = (given[:, own] @ weight[own] + bias).reshape(case.r.shape)
+                score = case.explained(made)
+                if best is None or score > best.score:
+                    what = f"it is the product with part {rank + 1} of {ranks} of its input alone"
+                    best = Clue("missing-reduction", score, f"{what}: the others were not added")
+    return best

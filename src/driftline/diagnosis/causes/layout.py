@@ -1,0 +1,218 @@
+"""The right numbers in the wrong places: channels, heads, sequences, or another module's output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from driftline.diagnosis.causes.case import F64, Case, Clue
+from driftline.diagnosis.causes.linear_solve import solved
+
+_WIDEST_PERMUTATION = 2048
+_ALIKE = 0.2
+"""A column that found its place leaves no more than this share of its error."""
+Places = npt.NDArray[np.intp]
+
+
+def permutation(case: Case) -> Clue | None:
+    """Columns (or sequences) of the candidate are those of the reference in another order."""
+    clues = [_of_channels(case), _of_sequences(case), _of_sites(case)]
+    return max((clue for clue in clues if clue is not None), key=lambda c: c.score, default=None)
+
+
+def _of_channels(case: Case) -> Clue | None:
+    if case.r.ndim < 2 or case.ratio < 2.0:
+        return None
+    shape = case.r.shape
+    r, e = case.rows(np.where(case.finite, case.r, 0.0)), case.rows(case.e)
+    if len(r) < 4:
+        return None
+    order, rest = _matched(r, r + e, case.noise), ""
+    if order is not None:
+        score = case.explained(r[:, order].reshape(shape))
+    elif len(r) >= 16:
+        # Weights in another order and a bias that is not: only what varies between tokens moved.
+        r, e, rest = r - r.mean(axis=0), e - e.mean(axis=0), ", but for a constant each"
+        order = _matched(r, r + e, case.noise)
+        if order is None:
+            return None
+        varying = replace(case, r=r.reshape(shape), c=(r + e).reshape(shape), inputs={})
+        score = min(varying.explained(r[:, order].reshape(shape)), 0.97)
+    else:
+        return None
+    block = _block(order)
+    moved = int(np.count_nonzero(order != np.arange(len(order))))
+    if block > 1:
+        what = f"blocks of {block} channels (heads) stand in another order{rest}"
+    elif _is_interleaved(order):
+        what = "channels are interleaved where they should be split in halves, or the reverse"
+    else:
+        what = f"{moved} of {len(order)} channels stand in another order{rest}"
+    return Clue("permutation", score, what, "heads" if block > 1 else "channels")
+
+
+def _matched(r: F64, c: F64, noise: float) -> Places | None:
+    """Which column of r each column of c is; None when they are no rearrangement."""
+    width = r.shape[1]
+    energy = np.einsum("ij,ij->j", r, r)
+    off = np.einsum("ij,ij->j", c - r, c - r)
+    moved = np.flatnonzero(off > 1e-4 * max(float(off.max()), 1e-300))
+    if not 2 <= len(moved) <= _WIDEST_PERMUTATION:
+        return None
+    ours, theirs = r[:, moved], c[:, moved]
+    # By distance: columns that hardly vary between tokens all point the same way.
+    apart = energy[moved][:, None] + np.einsum("ij,ij->j", theirs, theirs)[None, :]
+    apart -= 2.0 * (ours.T @ theirs)
+    order = np.arange(width, dtype=np.intp)
+    free = np.ones(len(moved), dtype=bool)
+    # Rounding moves every column a little; that much may be left of any of them.
+    enough = _ALIKE * off[moved] + 16.0 * noise**2 * np.maximum(energy[moved], energy.mean())
+    for column in np.argsort(apart.min(axis=0) / np.maximum(off[moved], 1e-300)):
+        choices = np.where(free, apart[:, column], math.inf)
+        at = int(np.argmin(choices))
+        if choices[at] > enough[column]:
+            return None
+        free[at] = False
+        order[moved[column]] = moved[at]
+    return order
+
+
+def _block(order: Places) -> int:
+    """The width of blocks that move as one; 1 when single channels do."""
+    breaks = np.flatnonzero(np.diff(order) != 1) + 1
+    if len(breaks) == 0:
+        return len(order)
+    block = int(np.gcd.reduce(np.append(breaks, len(order))))
+    return block if block > 1 else 1
+
+
+def _is_interleaved(order: Places) -> bool:
+    half = len(order) // 2
+    if 2 * half != len(order):
+        return False
+    woven = np.arange(len(order)).reshape(2, half).T.reshape(-1)
+    return bool(np.array_equal(order, woven) or np.array_equal(order, np.argsort(woven)))
+
+
+def _of_sequences(case: Case) -> Clue | None:
+    """Whole sequences of the batch in another order."""
+    if case.r.ndim < 3 or not 2 <= case.r.shape[0] <= 256 or case.ratio < 2.0:
+        return None
+    r = np.where(case.finite, case.r, 0.0).reshape(len(case.r), -1)
+    order = _matched(r.T, (r + case.e.reshape(len(case.r), -1)).T, case.noise)
+    if order is None:
+        return None
+    share = case.explained(case.r[order])
+    return Clue("permutation", share, "sequences of the batch stand in another order", "sequences")
+
+
+def _of_sites(case: Case) -> Clue | None:
+    """The output of another module: q for k, two experts, two layers mixed up."""
+    best: Clue | None = None
+    for site, other in case.others.items():
+        share = case.explained(other)
+        if best is None or share > best.score:
+            best = Clue(
+                "permutation", share, f"it is what the reference computes at '{site}'", "sites"
+            )
+    return best
+
+
+# Two axes change places: of the output, of its heads and tokens, or of the weight behind it.
+
+
+_WIDEST_TRANSPOSE = 1024
+
+
+def transpose(case: Case) -> Clue | None:
+    """The best of all ways in which axes can have been confused."""
+    if case.ratio < 2.0:
+        return None
+    best: Clue | None = None
+    for what, predicted in _ways(case):
+        share = case.explained(predicted)
+        if best is None or share > best.score:
+            best = Clue("transpose", share, what)
+    return best
+
+
+def _ways(case: Case) -> Iterator[tuple[str, F64]]:
+    r, shape = case.r, case.r.shape
+    for a in range(r.ndim):
+        for b in range(a + 1, r.ndim):
+            if shape[a] == shape[b] > 1:
+                yield f"axes {a} and {b} have changed places", np.swapaxes(r, a, b)
+    if r.ndim == 2 and shape[0] != shape[1]:
+        yield "it lies transposed in memory", r.T.reshape(shape)
+    if r.ndim == 3:
+        batch, tokens, width = shape
+        for heads in _divisors(width):
+            size = width // heads
+            split = r.reshape(batch, tokens, heads, size)
+            joined = split.transpose(0, 2, 1, 3).reshape(shape)
+            yield f"{heads} heads were joined without putting tokens first again", joined
+            back = r.reshape(batch, heads, tokens, size).transpose(0, 2, 1, 3).reshape(shape)
+            yield f"{heads} heads were split as if they came before tokens", back
+            if 2 in (heads, size):
+                continue  # halves against interleaved: the channels' order, not an axis
+            swapped = split.transpose(0, 1, 3, 2).reshape(shape)
+            yield f"heads and their channels ({heads} x {size}) have changed places", swapped
+    yield from _weights(case)
+
+
+def _divisors(width: int) -> list[int]:
+    return [heads for heads in range(2, min(width, 129)) if width % heads == 0]
+
+
+def _weights(case: Case) -> Iterator[tuple[str, F64]]:
+    """The product with the transposed weight, known or solved for from what went in and out."""
+    if case.r.ndim < 2 or case.r.shape[-1] > _WIDEST_TRANSPOSE:
+        return
+    r = case.rows(case.r)
+    for x in case.inputs.values():
+        if x.shape != case.r.shape:
+            continue
+        given = case.rows(x)
+        weight, bias = case.params.get("weight"), case.params.get("bias", 0.0)
+        if weight is None or weight.shape != (given.shape[1], r.shape[1]):
+            found = solved(given, r)
+            if found is None:
+                continue
+            weight, bias = found
+        as_is = given @ weight + bias
+        turned = given @ weight.T + bias
+        if float(np.sum((as_is - r) ** 2)) < float(np.sum((turned - r) ** 2)):
+            as_is, turned = turned, as_is
+        yield "the weight was used transposed", as_is.reshape(case.r.shape)
+
+
+# Every token has what belongs to its neighbour: positions or a cache that are off by one.
+
+
+def shift(case: Case) -> Clue | None:
+    """`c[t] = r[t - d]` along the tokens, for small d; the ends do not count."""
+    if case.tokens is None or case.ratio < 2.0:
+        return None
+    axis = case.tokens
+    length = case.r.shape[axis]
+    best: Clue | None = None
+    for by in (1, -1, 2, -2):
+        if length < 4 * abs(by):
+            continue
+        inner = np.zeros(length, dtype=bool)
+        inner[abs(by) : length - abs(by)] = True
+        where = np.broadcast_to(
+            inner.reshape([-1 if at == axis else 1 for at in range(case.r.ndim)]), case.r.shape
+        )
+        share = case.explained(np.roll(case.r, by, axis=axis), where)
+        if best is None or share > best.score:
+            side = "before" if by > 0 else "after"
+            count = "the token" if abs(by) == 1 else f"{abs(by)} tokens"
+            best = Clue(
+                "shift", share, f"every token has what belongs to {count} {side} it", f"{by:+d}"
+            )
+    return best

@@ -1,0 +1,88 @@
+"""The linear map behind a module, from what went in and what came out. Names no cause."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from driftline.diagnosis.causes.case import F64, Case
+
+
+class Solved(NamedTuple):
+    """One input as rows, and the weight and bias that make the reference's output of it."""
+
+    given: F64
+    weight: F64
+    bias: F64
+
+
+def solved_inputs(case: Case) -> Iterator[Solved]:
+    """The inputs of a case of which its reference is a linear map."""
+    for x in case.inputs.values():
+        if x.shape[:-1] != case.r.shape[:-1]:
+            continue
+        given = case.rows(x)
+        found = solved(given, case.rows(case.r))
+        if found is not None:
+            yield Solved(given, *found)
+
+
+def solved(given: F64, r: F64) -> tuple[F64, F64] | None:
+    """Weight and bias of the linear map from one to the other; None when there is none."""
+    rows, width = given.shape
+    if rows < 1.5 * width or width > 512 or not np.isfinite(given).all():
+        return None
+    wide = np.concatenate([given, np.ones((rows, 1))], axis=1)
+    found, *_ = np.linalg.lstsq(wide, np.where(np.isfinite(r), r, 0.0), rcond=None)
+    left = r - wide @ found
+    if float(np.sum(left * left)) > 1e-4 * float(np.sum(r * r)):
+        return None  # it is no linear map of this input
+    return np.asarray(found[:-1], dtype=np.float64), np.asarray(found[-1], dtype=np.float64)
+
+
+# A linear module that errs as if it had been given something else: what was that?
+
+
+_STEEP = 1e3
+"""Condition of a weight beyond which its inverse says nothing."""
+
+
+def what_it_saw(case: Case) -> Case | None:
+    """The same case in terms of the input; None where the map cannot be inverted."""
+    if case.r.ndim < 2 or case.ratio < 4.0 or not case.finite.all():
+        return None
+    for x in case.inputs.values():
+        if x.shape[:-1] != case.r.shape[:-1] or x.shape[-1] > case.r.shape[-1]:
+            continue
+        given, r = case.rows(x), case.rows(case.r)
+        found = solved(given, r)
+        if found is None:
+            continue
+        weight, bias = found
+        strengths = np.linalg.svd(weight, compute_uv=False)
+        if not strengths[-1] > 0.0 or strengths[0] > _STEEP * strengths[-1]:
+            continue
+        back: F64 = np.asarray(np.linalg.pinv(weight), dtype=np.float64)
+        seen = (case.rows(case.c) - bias) @ back
+        # Noise of the output, spread evenly, comes back through the inverse.
+        rms = math.sqrt(case.size / case.r.size)
+        noise = case.noise * rms * float(np.linalg.norm(back)) / math.sqrt(back.shape[1])
+        size = math.sqrt(float(np.sum(given * given)) / given.size)
+        return replace(
+            case,
+            r=x,
+            c=seen.reshape(x.shape),
+            noise=2.0 * noise / max(size, 1e-300) + 1e-6,
+            inputs={},
+            params={},
+            others={},
+            before=(),
+            ranks=(),
+            repeats=(),
+            leaning=False,
+        )
+    return None

@@ -1,0 +1,373 @@
+"""Everything is too large or too small by a factor: one for all, one per token (wrong epsilon)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from driftline.diagnosis.causes.case import F64, Case, Clue
+from driftline.diagnosis.error_stats import rounded
+from driftline.numerics.dtypes import DTYPES
+
+
+def scale(case: Case) -> Clue | None:
+    """`c = s r`, also with a bias that is not scaled; for norms one s per token as well."""
+    r = np.where(case.finite, case.r, 0.0)
+    projection = float(np.sum(case.e * r)) / max(case.size, 1e-300)
+    if case.leaning:
+        what = " (a wrong epsilon does this to a norm)" if case.is_norm else ""
+        return Clue(
+            "scale",
+            0.85,
+            f"the error leans along the output by {projection:+.2g} of it, less than noise{what}",
+            "epsilon" if case.is_norm else "scale",
+        )
+    clues = [
+        _one_factor(case, projection),
+        _without_bias(case, r),
+        _by_token(case, r),
+        _by_channel(case, r),
+    ]
+    return max((clue for clue in clues if clue is not None), key=lambda c: c.score, default=None)
+
+
+def _one_factor(case: Case, projection: float) -> Clue | None:
+    if abs(projection) < 0.25 * case.unit or abs(1.0 + projection) < 0.02:
+        return None  # a factor of nothing, or everything gone: other rules speak of that
+    score = case.fitted((1.0 + projection) * case.r)
+    return Clue(
+        "scale",
+        score,
+        f"the output is {1.0 + projection:.6g} times what it should be, everywhere alike",
+        "scale",
+    )
+
+
+def _without_bias(case: Case, r: F64) -> Clue | None:
+    """A scaled weight: what varies between tokens is scaled, what is constant need not be."""
+    rows, e = case.rows(r), case.rows(case.e)
+    if case.r.ndim < 2 or len(rows) < 8:
+        return None
+    middle, lean = rows - rows.mean(axis=0), e - e.mean(axis=0)
+    size = float(np.sum(middle * middle))
+    if not size > 0.0:
+        return None
+    factor = float(np.sum(middle * lean)) / size
+    if abs(factor) < 0.25 * case.unit or abs(1.0 + factor) < 0.02:
+        return None
+    # The part that varies must follow the factor by itself; the constant would hide that.
+    rest, energy = lean - factor * middle, float(np.sum(lean * lean))
+    noise = case.noise**2 * size
+    if energy <= 2.0 * noise or float(np.sum(rest * rest)) > 9.0 * noise + 0.01 * energy:
+        return None
+    predicted = rows + factor * middle + e.mean(axis=0)
+    score = max(0.0, case.fitted(predicted.reshape(case.r.shape)) - 1.0 / len(rows))
+    return Clue(
+        "scale",
+        min(score + 0.01, 1.0),
+        f"what varies between tokens is {1.0 + factor:.6g} times what it should be, as with a "
+        "scaled weight",
+        "weight",
+    )
+
+
+def _by_channel(case: Case, r: F64) -> Clue | None:
+    """A factor of its own for every channel, with what is constant in it left free."""
+    rows, e = case.rows(r), case.rows(case.e)
+    if case.r.ndim < 2 or len(rows) < 16 or rows.shape[1] < 2:
+        return None
+    middle, lean = rows - rows.mean(axis=0), e - e.mean(axis=0)
+    size = np.maximum(np.einsum("ij,ij->j", middle, middle), 1e-300)
+    factors = np.einsum("ij,ij->j", middle, lean) / size
+    if float(np.abs(1.0 + factors).min()) < 0.02:
+        return None  # a channel that is gone is another fault
+    rest, energy = lean - factors * middle, float(np.sum(lean * lean))
+    noise = case.noise**2 * float(size.sum())
+    if energy <= 4.0 * noise or float(np.sum(rest * rest)) > 3.0 * noise + 1e-3 * energy:
+        return None
+    predicted = rows + factors * middle + e.mean(axis=0)
+    score = case.fitted(predicted.reshape(case.r.shape)) - 2.0 / len(rows)
+    low, high = float(1.0 + factors.min()), float(1.0 + factors.max())
+    what = f"each channel is scaled by a factor of its own ({low:.4g} to {high:.4g})"
+    return Clue("scale", max(0.0, min(score, 0.9)), what, "channels")
+
+
+def _by_token(case: Case, r: F64) -> Clue | None:
+    """A norm whose tokens each have a factor of their own that follows the epsilon's law."""
+    if not case.is_norm or case.r.ndim < 2 or case.r.shape[-1] < 8:
+        return None
+    x = next((x for x in case.inputs.values() if x.shape == case.r.shape), None)
+    if x is None or not np.isfinite(x).all():
+        return None
+    best: Clue | None = None
+    rows = case.rows(r)
+    for given in (case.rows(x), case.rows(x) - case.rows(x).mean(axis=1, keepdims=True)):
+        square = np.mean(given * given, axis=1)
+        core = _without_constants(given / np.sqrt(np.maximum(square, 1e-300))[:, None], rows)
+        clue = _epsilon(case, rows, core, square)
+        if clue is not None and (best is None or clue.score > best.score):
+            best = clue
+    return best
+
+
+def _without_constants(normal: F64, rows: F64) -> F64:
+    """The part of a norm's output that its input makes: without the bias, fitted per channel."""
+    middle = normal - normal.mean(axis=0)
+    size = np.maximum(np.einsum("ij,ij->j", middle, middle), 1e-300)
+    weight = np.einsum("ij,ij->j", middle, rows - rows.mean(axis=0)) / size
+    return normal * weight
+
+
+def _epsilon(case: Case, rows: F64, core: F64, square: F64) -> Clue | None:
+    e = case.rows(case.e)
+    size = np.maximum(np.einsum("ij,ij->i", core, core), 1e-300)
+    factors: F64 = 1.0 + np.einsum("ij,ij->i", core, e) / size
+    if len(factors) < 8 or not (factors > 0.0).all():
+        return None
+    law, seen = 1.0 / np.maximum(square, 1e-300), 1.0 / factors**2 - 1.0
+    if float(law.std()) < 1e-6 * float(law.mean()) or float(seen.std()) == 0.0:
+        return None
+    correlation = float(np.corrcoef(law, seen)[0, 1])
+    if not abs(correlation) > 0.9 or not math.isfinite(correlation):
+        return None
+    predicted = rows + core * (factors - 1.0)[:, None]
+    share, left = case.explained_and_left(predicted.reshape(case.r.shape))
+    epsilon = float(np.sum(law * seen) / np.sum(law * law))
+    return Clue(
+        "scale",
+        share if left < 0.05 else min(share, 0.75),
+        f"each token is scaled by a factor of its own ({float(factors.min()):.4g} to "
+        f"{float(factors.max()):.4g}), the smaller its input the more: an epsilon that is off by "
+        f"about {epsilon:.2g}",
+        "epsilon",
+    )
+
+
+# The same amount is added everywhere, or in each channel: a bias missing, doubled or wrong.
+
+
+def offset(case: Case) -> Clue | None:
+    """`c = r + b` with one b per channel."""
+    if case.r.ndim < 2:
+        return None
+    rows = case.rows(case.e)
+    if len(rows) < 4:
+        return None  # with so few tokens any error is one constant per channel
+    b: F64 = rows.mean(axis=0)
+    share = case.fitted(case.r + b)
+    # Means of few rows take some of any error with them.
+    share = max(0.0, share - 1.0 / len(rows))
+    if not np.any(b):
+        return None
+    if _may_be_scaled(rows, b, case.rows(np.where(case.finite, case.r, 0.0))):
+        share = min(share, 0.75)
+    bias = case.params.get("bias")
+    detail, what = "", "one constant per channel is added to every token"
+    if bias is not None and bias.shape == b.shape:
+        detail, what = _against(bias, b, what)
+    elif float(np.std(b)) < 0.05 * abs(float(np.mean(b))):
+        detail, what = "constant", f"the constant {float(np.mean(b)):.4g} is added everywhere"
+    return Clue("offset", share, what, detail)
+
+
+def _may_be_scaled(e: F64, b: F64, r: F64) -> bool:
+    """Whether the constants are a small share of what every token has anyway: a scale, perhaps.
+
+    A factor moves what differs from token to token as well; where that clearly stays as it is, it
+    is no factor.
+    """
+    middle = r.mean(axis=0)
+    size = float(middle @ middle)
+    both = float(b @ middle)
+    alike = abs(both) / max(math.sqrt(size * float(b @ b)), 1e-300)
+    if alike <= 0.5 or abs(both) >= 0.3 * size:
+        return False
+    varying = (both / size) * (r - middle)
+    power = float(np.sum(varying * varying))
+    if not power > 0.0:
+        return True
+    moved = np.einsum("ij,ij->i", e - b, varying)
+    times = float(moved.sum()) / power
+    left = moved - times * np.einsum("ij,ij->i", varying, varying)
+    return times + 5.0 * math.sqrt(float(left @ left)) / power > _STILL
+
+
+_STILL = 0.3
+"""Of what a factor would move; below this it is none."""
+
+
+def _against(bias: F64, b: F64, otherwise: str) -> tuple[str, str]:
+    """What the constants are, compared with the bias that belongs there."""
+    size = float(np.sum(bias * bias))
+    if size <= 0.0:
+        return "", otherwise
+    for times, detail, what in (
+        (-1.0, "missing", "what is missing from every token is the bias itself"),
+        (1.0, "doubled", "the bias is added twice"),
+        (-2.0, "negated", "the bias is subtracted instead of added"),
+    ):
+        left = b - times * bias
+        if float(np.sum(left * left)) < 0.02 * size:
+            return detail, what
+    return "", otherwise
+
+
+# Another activation function: the candidate is f(x) where the reference is g(x).
+
+
+_erf = np.frompyfunc(math.erf, 1, 1)
+_SAMPLE = 1 << 16
+
+
+def _sigmoid(x: F64) -> F64:
+    return 0.5 * (1.0 + np.tanh(0.5 * x))
+
+
+def _gelu(x: F64) -> F64:
+    return 0.5 * x * (1.0 + np.asarray(_erf(x / math.sqrt(2.0)), dtype=np.float64))
+
+
+def _gelu_tanh(x: F64) -> F64:
+    return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+
+
+FUNCTIONS: dict[str, Callable[[F64], F64]] = {
+    "relu": lambda x: np.maximum(x, 0.0),
+    "gelu": _gelu,
+    "gelu (tanh)": _gelu_tanh,
+    "gelu (sigmoid)": lambda x: x * _sigmoid(1.702 * x),
+    "silu": lambda x: x * _sigmoid(x),
+    "sigmoid": _sigmoid,
+    "tanh": np.tanh,
+    "relu squared": lambda x: np.maximum(x, 0.0) ** 2,
+    "leaky relu": lambda x: np.where(x > 0.0, x, 0.01 * x),
+    "elu": lambda x: np.where(x > 0.0, x, np.expm1(np.minimum(x, 0.0))),
+    "softplus": lambda x: np.logaddexp(x, 0.0),
+    "mish": lambda x: x * np.tanh(np.logaddexp(x, 0.0)),
+    "hard swish": lambda x: x * np.clip(x + 3.0, 0.0, 6.0) / 6.0,
+    "no activation": lambda x: x,
+}
+
+
+COARSE = ("float16", "bfloat16")
+_TELLING = 64
+"""Elements at which two functions must give different numbers of the format to be told apart."""
+
+
+def grid_share(right: F64, other: F64, candidate: F64, dtype: str) -> float:
+    """Of the elements at which two functions, rounded once, differ: how many are the other's.
+
+    Functions that differ by less than rounding still round to different numbers here and there, and
+    a fused kernel gives exactly those. NaN where they hardly differ, or the format is a fine one.
+    """
+    if dtype not in COARSE:
+        return math.nan
+    a, b = rounded(right, dtype), rounded(other, dtype)
+    apart = a != b
+    if np.count_nonzero(apart) < _TELLING:
+        return math.nan
+    return float(np.count_nonzero(candidate[apart] == b[apart]) / np.count_nonzero(apart))
+
+
+GRID = 0.9
+
+
+def activation(case: Case) -> Clue | None:
+    """Which function of an input each side is; both must be known ones, and different."""
+    flat_r, flat_c = case.r.reshape(-1), case.c.reshape(-1)
+    every = max(1, flat_r.size // _SAMPLE)
+    r, c = flat_r[::every], flat_c[::every]
+    use = np.isfinite(r) & np.isfinite(c)
+    if np.count_nonzero(use) < 32:
+        return None
+    best: Clue | None = None
+    for x in _arguments(case, every):
+        clue = _fitted(case, x[use], r[use], c[use])
+        if clue is not None and (best is None or clue.score > best.score):
+            best = clue
+    return best
+
+
+def _arguments(case: Case, every: int) -> Iterator[F64]:
+    """What the function may have been applied to: an input of the same size."""
+    for x in case.inputs.values():
+        if x.size == case.r.size:
+            yield x.reshape(-1)[::every]
+
+
+def _fitted(case: Case, x: F64, r: F64, c: F64) -> Clue | None:
+    """The functions nearest to the two sides on one input."""
+    if not np.isfinite(x).all():
+        return None
+    size = float(np.sum(r * r))
+    slack = (3.0 * max(case.noise, case.unit)) ** 2
+    made = {label: function(x) for label, function in FUNCTIONS.items()}
+    right = min(made, key=lambda label: float(np.sum((made[label] - r) ** 2)))
+    if float(np.sum((made[right] - r) ** 2)) > max(slack, 1e-6) * size:
+        return None
+    wrong = min(made, key=lambda label: float(np.sum((made[label] - c) ** 2)))
+    if wrong == right:
+        return None
+    e, p = c - r, made[wrong] - made[right]
+    power = float(np.sum(p * p))
+    if power <= 0.0:
+        return None
+    times = float(np.sum(e * p)) / power
+    rest = float(np.sum((e - p) ** 2))
+    energy = float(np.sum(e * e))
+    noise = case.noise**2 * size
+    if grid_share(made[right], made[wrong], c, case.dtype) > GRID:
+        times, score = 1.0, 0.95
+    elif energy > 1.2 * noise:
+        score = min(max((energy - rest) / (energy - noise), 0.0), 1.0)
+        if rest > 0.05 * energy + 4.0 * noise:
+            return None  # an activation is known exactly: what it leaves is noise
+    else:
+        # Below noise: the error must follow the difference of the two functions, at its full size.
+        spread = math.sqrt(max(rest, 1e-300) / len(e) / power)
+        score = 0.9 if abs(times - 1.0) < 0.15 and times > 8.0 * spread else 0.0
+    if abs(times - 1.0) > 0.15:
+        return None
+    return Clue(
+        "activation", score, f"it computes {wrong} where the reference computes {right}", wrong
+    )
+
+
+# Values stop at a largest one, or run over it into infinity.
+
+
+_LARGEST = (448.0, 240.0, 57344.0, 65504.0, 127.0, 128.0)
+
+
+def saturation(case: Case) -> Clue | None:
+    """`c = clip(r)` at values that occur several times, or Inf where r is too large to be told."""
+    over = np.isinf(case.c) & np.isfinite(case.r)
+    if over.any():
+        largest = min(abs(DTYPES[case.dtype].lowest) or np.inf, 3.4e38)
+        limit = 65504.0 if largest > 65504.0 else largest
+        beyond = float(np.abs(case.r[over]).min())
+        if beyond >= 0.98 * limit:
+            return Clue(
+                "saturation",
+                0.95,
+                f"values of {beyond:.4g} and more became infinite: beyond {limit:g}",
+                "overflow",
+            )
+        return None
+    if case.ratio < 2.0 or case.c.size < 16:
+        return None
+    high, low = float(np.max(case.c)), float(np.min(case.c))
+    at_high = int(np.count_nonzero(case.c == high))
+    at_low = int(np.count_nonzero(case.c == low))
+    top = high if at_high >= 3 and float(np.max(case.r)) > 1.01 * abs(high) else np.inf
+    bottom = low if at_low >= 3 and float(np.min(case.r)) < -1.01 * abs(low) else -np.inf
+    if high == low or (not np.isfinite(top) and not np.isfinite(bottom)):
+        return None
+    share = case.explained(np.clip(case.r, bottom, top))
+    bounds = " and ".join(f"{value:.5g}" for value in (bottom, top) if np.isfinite(value))
+    known = next((value for value in _LARGEST if abs(high) == value or abs(low) == value), None)
+    of = f", the largest of its kind ({known:g})" if known else ""
+    many = (at_high if np.isfinite(top) else 0) + (at_low if np.isfinite(bottom) else 0)
+    return Clue("saturation", share, f"{many} values stop at {bounds}{of}", "clipped")

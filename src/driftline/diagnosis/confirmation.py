@@ -1,0 +1,318 @@
+"""A suspicion from sums over whole tensors is looked at again, on each half of the tokens.
+
+For sites that were judged without a replay. What shows on one half only is an accident, unless it
+is far outside: then one token is off, and that is enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from driftline.alignment.plan import Plan
+from driftline.comparison.table.row import Row
+from driftline.diagnosis.causes.case_builder import Naming, Runs
+from driftline.diagnosis.causes.precision import TF32, convolves
+from driftline.diagnosis.error_stats import (
+    F64,
+    NOTHING,
+    Effect,
+    chosen_rows,
+    effect_of,
+    halves,
+    is_readable,
+    read_rows,
+    sums,
+)
+from driftline.diagnosis.evidence.noise import Floor, Variant, margin_of
+from driftline.diagnosis.evidence.replay import GROSS, Judgement
+from driftline.diagnosis.routing_changes import REMARK, UNTOLD, Flip, concerned
+from driftline.diagnosis.status import Standing
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.run import Run
+
+_GONE = 0.3
+"""Of the error may be left when flipped tokens are: then it was theirs."""
+
+
+class Confirmation(NamedTuple):
+    """What a second look gave.
+
+    Attributes:
+        holds: Whether the suspicion stands.
+        halves: How far outside either half is, in units of the limit.
+        whole: The effect on all rows that were looked at.
+        remark: Why it does not hold, if it is not for the halves.
+    """
+
+    holds: bool
+    halves: tuple[float, float]
+    whole: Effect
+    remark: str = ""
+
+
+def confirmed(
+    runs: Runs, standing: Standing, floor: Floor | None, flips: Sequence[Flip] = ()
+) -> Confirmation | None:
+    """A second look at the tensor that made a site guilty; None where its values are not there.
+
+    Tokens that a router sent elsewhere, and what they reach, are left out where the error goes with
+    them; where it does not, they excuse nothing.
+    """
+    row = standing.call.worst
+    pair = next((pair for pair in runs.plan.pairs if pair.reference.key == row.key), None)
+    if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
+        return None
+    ours, theirs = pair.reference, pair.candidate
+    if not is_readable(runs.reference, ours) or not is_readable(runs.candidate, theirs):
+        return None
+    if ours.shape != theirs.shape:
+        return None
+    places = chosen_rows(ours.shape)
+    r, c = read_rows(runs.reference, ours, places), read_rows(runs.candidate, theirs, places)
+    if r is None or c is None:
+        return None
+    reached = concerned(flips, row.key.site, ours, ours.shape) if flips else None
+    if reached is not None:
+        kept = ~reached[places]
+        if np.count_nonzero(kept) < 4:
+            return Confirmation(False, (0.0, 0.0), NOTHING, UNTOLD)
+        rest = effect_of(sums(r[kept], c[kept]))
+        if rest.error <= _GONE * effect_of(sums(r, c)).error and not rest.nonfinite:
+            r, c = r[kept], c[kept]
+        else:
+            reached = None  # what is off is elsewhere too
+    remark = REMARK if reached is not None else ""
+    found = sums(r, c)
+    whole, (first, second) = effect_of(found), halves(found)
+    if standing.leaning:
+        over = tuple(_lean(half, row.key, floor) for half in (first, second))
+        return Confirmation(min(over) > 1.0, (over[0], over[1]), whole, remark)
+    if not math.isfinite(standing.ratio) or len(r) < 4:
+        return Confirmation(True, (standing.ratio, standing.ratio), whole)
+    limit = standing.call.error / standing.ratio if standing.ratio > 0.0 else math.inf
+    over = first.error / limit, second.error / limit
+    ratio = standing.ratio if reached is None else whole.error / limit
+    return Confirmation(min(over) > 1.0 or ratio > GROSS, over, whole, remark)
+
+
+def _lean(half: Effect, key: TensorKey, floor: Floor | None) -> float:
+    """How far a half leans outside what trusted runs do, in units of five standard errors."""
+    span = floor.leans.get(key) if floor is not None else None
+    if span is None or not half.projection_se > 0.0:
+        return 0.0
+    low, high = min(span[0], 0.0), max(span[1], 0.0)
+    return max(half.projection - high, low - half.projection, 0.0) / (5.0 * half.projection_se)
+
+
+# How often a clean site would be called guilty: counted on halves of the tokens, never assumed.
+
+
+_TENSORS = 256
+_ELEMENTS = 1 << 14
+"""Of one tensor: enough rows to tell one half from the other."""
+
+
+class Rate(NamedTuple):
+    """How often a clean site would be called guilty, and what that rests on.
+
+    Attributes:
+        rate: Per clean site.
+        by: replay, or noise runs.
+        tested: How many tests were made.
+        screened: How many were outside on one half or the other.
+        confirmed: How many were outside on both; None where those are findings.
+    """
+
+    rate: float
+    by: str
+    tested: int
+    screened: int
+    confirmed: int | None = None
+
+    def as_evidence(self) -> dict[str, Any]:
+        return {
+            "by": self.by,
+            "tested": self.tested,
+            "screened": self.screened,
+            "confirmed": self.confirmed,
+        }
+
+
+def by_replay(judged: Iterable[Judgement]) -> Rate | None:
+    """Sites outside on exactly one half are false screens; a false alarm must happen on both."""
+    tested = [found for found in judged if not found.trouble]
+    if not tested:
+        return None
+    split = sum((found.halves[0] > 1.0) != (found.halves[1] > 1.0) for found in tested)
+    once = (split + 1) / (2 * len(tested))
+    return Rate(_rounded(min(once * once, 1.0)), "replay", len(tested), split)
+
+
+def by_noise(floor: Floor, variants: Sequence[Variant], reference: Run) -> Rate | None:
+    """Each trusted run against the others, on halves of the tokens; None with a single one.
+
+    How much wider the interval of the others must be is learnt from them alone, so that the run
+    that is tried has no say in it.
+    """
+    used = [variant for variant in variants if variant.name in floor.used]
+    trusted = [(variant, variant.run) for variant in used if variant.run is not None]
+    if len(trusted) < 2 or len(trusted) < len(used):
+        return None
+    errors = [floor.measured[variant.name] for variant, _ in trusted]
+    margins = [
+        margin_of([each for other, each in enumerate(errors) if other != at])
+        for at in range(len(errors))
+    ]
+    partners = [_partners(variant.plan) for variant, _ in trusted]
+    tested = screened = confirmed = 0
+    for record in _chosen(reference, [set(each) for each in partners]):
+        places = chosen_rows(record.shape, _ELEMENTS)
+        r = read_rows(reference, record, places)
+        if r is None or len(r) < 4:
+            continue
+        seen: list[tuple[float, float, float]] = []
+        units: list[float] = []
+        for (_, run), partner in zip(trusted, partners, strict=True):
+            theirs = partner[record.key]
+            c = read_rows(run, theirs, places) if _fits(run, theirs, record) else None
+            if c is None:
+                break
+            seen.append(_errors(r, c))
+            units.append(DTYPES[theirs.dtype].unit_roundoff)
+        if len(seen) < len(trusted):
+            continue
+        for at, (_, first, second) in enumerate(seen):
+            others = max(whole for other, (whole, _, _) in enumerate(seen) if other != at)
+            limit = margins[at] * others + 0.25 * units[at]
+            over = first > limit, second > limit
+            tested += 1
+            screened += any(over)
+            confirmed += all(over)
+    if not tested:
+        return None
+    rate = _rounded((confirmed + 1) / (tested + 1))
+    return Rate(rate, "noise runs", tested, screened, confirmed)
+
+
+def _errors(r: F64, c: F64) -> tuple[float, float, float]:
+    found = sums(r, c)
+    first, second = halves(found)
+    return effect_of(found).error, first.error, second.error
+
+
+def _partners(plan: Plan | None) -> dict[TensorKey, Record]:
+    """The reference's key → a trusted run's record of the same tensor as it is."""
+    if plan is None:
+        return {}
+    return {
+        pair.reference.key: pair.candidate
+        for pair in plan.pairs
+        if pair.reference_recipe is None and pair.candidate_recipe is None
+    }
+
+
+def _chosen(reference: Run, there: Sequence[set[TensorKey]]) -> list[Record]:
+    """Outputs that every trusted run has, each tensor once; an even sample where there are many."""
+    seen: set[str] = set()
+    found: list[Record] = []
+    for record in reference.records:
+        if record.key.port != "output" or not all(record.key in keys for keys in there):
+            continue
+        if not is_readable(reference, record) or record.digest in seen:
+            continue
+        if record.digest:
+            seen.add(record.digest)
+        found.append(record)
+    every = max(1, -(-len(found) // _TENSORS))
+    return found[::every]
+
+
+def _fits(run: Run, record: Record, reference: Record) -> bool:
+    return record.shape == reference.shape and is_readable(run, record)
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.3g}")
+
+
+# On which devices runs were made, and what these do to float32 by themselves.
+
+
+_SWITCHES = {
+    "convolutions": "torch.backends.cudnn.allow_tf32",
+    "products": "torch.backends.cuda.matmul.allow_tf32",
+}
+
+
+def devices_of(run: Run) -> frozenset[str]:
+    """Kinds of devices on which a run's results lay; empty where it does not say."""
+    return frozenset(
+        record.device.partition(":")[0]
+        for record in run.records
+        if record.key.port == "output" and record.device
+    )
+
+
+def noise_elsewhere(candidate: Run, variants: Sequence[Variant], used: Sequence[str]) -> str:
+    """What to do where no trusted run was made on the candidate's device; empty where one was.
+
+    Kernels of another device add in other orders and fuse other things: what they do is not in the
+    interval of such runs.
+    """
+    here = devices_of(candidate)
+    there = [
+        devices_of(variant.run)
+        for variant in variants
+        if variant.run is not None and variant.name in used
+    ]
+    if not here or not there or any(not each or each & here for each in there):
+        return ""
+    elsewhere = {name for each in there for name in each}
+    return (
+        f"noise runs made on {_listed(here)}, where the candidate ran: those given ran on "
+        f"{_listed(elsewhere)}, and kernels of another device round otherwise"
+    )
+
+
+def by_device(naming: Naming, runs: Runs, row: Row) -> Naming:
+    """A cause, and whether fewer digits than float32 has come from torch's own choice of TF32."""
+    if naming.cause != "low-precision" or naming.detail not in TF32:
+        return naming
+    pair = next((pair for pair in runs.plan.pairs if pair.reference.key == row.key), None)
+    if pair is None:
+        return naming
+    what = "convolutions" if convolves(row.class_name) else "products"
+    sides = [
+        name
+        for name, run, record in (
+            ("reference", runs.reference, pair.reference),
+            ("candidate", runs.candidate, pair.candidate),
+        )
+        if record.device.startswith("cuda") and what in _allowed(run)
+    ]
+    if len(sides) != 1:  # both do it, or neither is known to
+        return naming
+    why = (
+        f"the {sides[0]} ran on CUDA with {_SWITCHES[what]} on, and torch then rounds what its "
+        f"float32 {what} are given to TF32"
+    )
+    return naming._replace(sentence=f"{naming.sentence}; {why}")
+
+
+def _allowed(run: Run) -> frozenset[str]:
+    facts: Mapping[str, Any]
+    for facts in (run.manifest, *run.processes()):
+        said = facts.get("tf32")
+        if isinstance(said, list):
+            return frozenset(each for each in cast("list[Any]", said) if isinstance(each, str))
+    return frozenset()
+
+
+def _listed(names: AbstractSet[str]) -> str:
+    return " and ".join(sorted(names))

@@ -1,0 +1,310 @@
+"""Tensors of a run as rows of channels, with a bound on how much of one is ever held.
+
+A row is a token (all axes but the last one are tokens, heads, sequences); a large tensor gives an
+even sample of its rows. Knows nothing of what the numbers are for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from driftline.errors import DriftlineError
+from driftline.numerics.dtypes import DTYPES, to_float64
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.run import Run
+
+F64 = npt.NDArray[np.float64]
+Places = npt.NDArray[np.intp]
+
+ELEMENTS = 1 << 18
+"""Elements of one tensor that are decoded at most."""
+
+
+def index(run: Run) -> Mapping[TensorKey, Record]:
+    """Every record of a run by its key."""
+    return {record.key: record for record in run.records}
+
+
+def is_readable(run: Run, record: Record | None) -> bool:
+    """Whether all values of a floating tensor are there."""
+    if record is None or record.kept != "full" or run.lost(record):
+        return False
+    dtype = DTYPES.get(record.dtype)
+    return dtype is not None and dtype.kind == "float" and dtype.bits >= 8 and 0 not in record.shape
+
+
+def rows_and_channels(shape: tuple[int, ...]) -> tuple[int, int]:
+    """How a tensor is looked at: its last axis are the channels, everything before it rows.
+
+    >>> rows_and_channels((2, 16, 64))
+    (32, 64)
+    """
+    if len(shape) < 2:
+        return math.prod(shape), 1
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def chosen_rows(shape: tuple[int, ...], elements: int = ELEMENTS) -> Places:
+    """Which rows are read: all of a small tensor, an even sample of a large one."""
+    rows, channels = rows_and_channels(shape)
+    most = max(8, elements // max(channels, 1))
+    if rows <= most:
+        return np.arange(rows, dtype=np.intp)
+    # An odd stride would still meet every parity of every axis; a plain linspace does too.
+    return np.unique(np.linspace(0, rows - 1, most).astype(np.intp))
+
+
+def read_rows(run: Run, record: Record, places: Places) -> F64 | None:
+    """Some rows of a tensor as float64, [rows, channels]; None when its bytes cannot be read."""
+    rows, channels = rows_and_channels(record.shape)
+    try:
+        raw: npt.NDArray[Any] = run.raw(record)
+    except (DriftlineError, OSError, ValueError):
+        return None
+    if raw.size != rows * channels:
+        return None
+    part = raw.reshape(rows, channels)
+    if len(places) != rows:
+        part = part[places]
+    return np.asarray(to_float64(part, DTYPES[record.dtype]), dtype=np.float64)
+
+
+def read_whole(run: Run, record: Record | None, elements: int = 16 * ELEMENTS) -> F64 | None:
+    """A tensor in its own shape as float64; None when it is too large or not there."""
+    if record is None or not is_readable(run, record) or math.prod(record.shape) > elements:
+        return None
+    try:
+        raw = run.raw(record)
+    except (DriftlineError, OSError, ValueError):
+        return None
+    decoded = np.asarray(to_float64(raw, DTYPES[record.dtype]), dtype=np.float64)
+    return decoded.reshape(record.shape)
+
+
+def rounded(values: F64, name: str) -> F64:
+    """Values rounded to a float format, to nearest even, as float64 again.
+
+    >>> float(rounded(np.array([1.0 + 2.0**-8]), "bfloat16")[0])
+    1.0
+    """
+    if name == "float64":
+        return values
+    if name == "float32":
+        return values.astype(np.float32).astype(np.float64)
+    if name == "float16":
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).astype(np.float64)
+    mantissa, least = _GRIDS[name]
+    with np.errstate(invalid="ignore", over="ignore"):
+        _, exponent = np.frexp(values)
+        step = np.ldexp(1.0, np.maximum(exponent - 1, least) - mantissa)
+        return np.rint(values / step) * step
+
+
+_GRIDS = {
+    "bfloat16": (7, -126),
+    "tf32": (10, -126),
+    "float8_e4m3fn": (3, -6),
+    "float8_e5m2": (2, -14),
+    "float8_e4m3fnuz": (3, -7),
+    "float8_e5m2fnuz": (2, -15),
+}
+"""Stored mantissa bits and least exponent of formats numpy has no type for."""
+
+GRIDS = ("float32", "float16", "tf32", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+"""Formats a value may have been rounded to, finest first."""
+
+
+# How large an error is, which way it leans and where it sits; sizes, with their standard
+# errors.
+
+
+class Effect(NamedTuple):
+    """An error in units of the reference, over elements that are finite on both sides.
+
+    Attributes:
+        rows: Rows it was measured on.
+        elements: Elements it was measured on.
+        error: Relative L2, `|e| / |r|`.
+        projection: `<e, r> / <r, r>`: a scale fault of 3 % is 0.03.
+        projection_se: Standard error of that, clustered by row.
+        offset: Mean of e over the root mean square of r.
+        offset_se: Standard error of that, clustered by row.
+        worst_row: Largest root mean square of a row of e over that of all of r.
+        nonfinite: Elements that are not finite on one side only.
+        row_scale: How much projections of single rows scatter (root mean square): rows that are
+            each off by a factor of their own, as behind statistics in a coarse format.
+    """
+
+    rows: int
+    elements: int
+    error: float
+    projection: float
+    projection_se: float
+    offset: float
+    offset_se: float
+    worst_row: float
+    nonfinite: int
+    row_scale: float = math.nan
+
+    @property
+    def z(self) -> float:
+        """Projection over its standard error: evidence, never a verdict."""
+        if self.projection == 0.0:
+            return 0.0
+        if not self.projection_se > 0.0:
+            return math.copysign(math.inf, self.projection)
+        return self.projection / self.projection_se
+
+
+NOTHING = Effect(0, 0, math.nan, math.nan, math.nan, math.nan, math.nan, math.nan, 0)
+
+
+class Sums(NamedTuple):
+    """What each row adds to an effect; several tensors with as many channels may be joined.
+
+    Attributes:
+        rr: Squares of the reference.
+        er: Error times reference.
+        ee: Squares of the error.
+        e: Errors.
+        channels: Elements of a row.
+        nonfinite: Elements that are not finite on one side only.
+    """
+
+    rr: F64
+    er: F64
+    ee: F64
+    e: F64
+    channels: int
+    nonfinite: int
+
+    def part(self, rows: slice | npt.NDArray[np.bool_]) -> Sums:
+        """Some of the rows."""
+        return Sums(
+            self.rr[rows],
+            self.er[rows],
+            self.ee[rows],
+            self.e[rows],
+            self.channels,
+            self.nonfinite,
+        )
+
+
+def sums(reference: F64, candidate: F64) -> Sums:
+    """One pass over a pair."""
+    finite_r, finite_c = np.isfinite(reference), np.isfinite(candidate)
+    one_sided = int(np.count_nonzero(finite_r != finite_c))
+    both = finite_r & finite_c
+    if not both.all():
+        reference = np.where(both, reference, 0.0)
+        candidate = np.where(both, candidate, 0.0)
+    e = candidate - reference
+    return Sums(
+        np.einsum("ij,ij->i", reference, reference),
+        np.einsum("ij,ij->i", e, reference),
+        np.einsum("ij,ij->i", e, e),
+        e.sum(axis=1),
+        reference.shape[1],
+        one_sided,
+    )
+
+
+def without_worst(found: Sums, share: float) -> Sums:
+    """Without the rows that err most: a share of them, at least one."""
+    count = len(found.ee)
+    if count < 4:
+        return found
+    keep = np.ones(count, dtype=np.bool_)
+    keep[np.argsort(found.ee)[-max(1, math.ceil(share * count)) :]] = False
+    return found.part(keep)
+
+
+def joined(parts: Sequence[Sums]) -> Sums:
+    """The rows of several tensors of one width together."""
+    if len(parts) == 1:
+        return parts[0]
+    return Sums(
+        np.concatenate([part.rr for part in parts]),
+        np.concatenate([part.er for part in parts]),
+        np.concatenate([part.ee for part in parts]),
+        np.concatenate([part.e for part in parts]),
+        parts[0].channels,
+        sum(part.nonfinite for part in parts),
+    )
+
+
+def effect_of(found: Sums) -> Effect:
+    """The effect of some rows."""
+    rows, channels = len(found.rr), found.channels
+    if rows == 0 or channels == 0:
+        return NOTHING
+    size, energy = float(found.rr.sum()), float(found.ee.sum())
+    if not size > 0.0:
+        error = 0.0 if energy == 0.0 else math.inf
+        return NOTHING._replace(
+            rows=rows, elements=rows * channels, error=error, nonfinite=found.nonfinite
+        )
+    groups = _alike(found.rr)
+    projection = float(found.er.sum()) / size
+    projection_se = _clustered(found.er - projection * found.rr, groups) / size
+    elements = rows * channels
+    rms = math.sqrt(size / elements)
+    offset = float(found.e.sum()) / elements
+    offset_se = _clustered(found.e - offset * channels, groups) / elements
+    return Effect(
+        rows,
+        elements,
+        math.sqrt(energy / size),
+        projection,
+        projection_se,
+        offset / rms,
+        offset_se / rms,
+        math.sqrt(float(found.ee.max()) / channels) / rms,
+        found.nonfinite,
+        _scatter(found, projection),
+    )
+
+
+def effect(reference: F64, candidate: F64) -> Effect:
+    """All of it, of one pair of arrays.
+
+    >>> r = np.array([[3.0, 4.0], [6.0, 8.0]])
+    >>> round(effect(r, 1.5 * r).projection, 12)
+    0.5
+    """
+    return effect_of(sums(reference, candidate))
+
+
+def halves(found: Sums) -> tuple[Effect, Effect]:
+    """The same on every second row, and on the others: one to screen, one to confirm."""
+    return effect_of(found.part(slice(0, None, 2))), effect_of(found.part(slice(1, None, 2)))
+
+
+def _scatter(found: Sums, projection: float) -> float:
+    there = found.rr > 0.0
+    if not there.any():
+        return math.nan
+    own = found.er[there] / found.rr[there] - projection
+    return math.sqrt(float(own @ own) / len(own))
+
+
+def _alike(rr: F64) -> npt.NDArray[np.intp] | None:
+    """Which rows are the same one again, by their norm; None when all differ."""
+    unique, groups = np.unique(rr, return_inverse=True)
+    return None if len(unique) == len(rr) else groups
+
+
+def _clustered(residuals: F64, groups: npt.NDArray[np.intp] | None) -> float:
+    """Standard deviation of a sum over clusters, from what each cluster is off by."""
+    if groups is not None:
+        residuals = np.asarray(np.bincount(groups, weights=residuals), dtype=np.float64)
+    count = len(residuals)
+    if count < 2:
+        return math.inf
+    return math.sqrt(float(residuals @ residuals) * count / (count - 1))

@@ -1,0 +1,315 @@
+"""Evidence that experiments left: the folder of a replay, folders of noise runs.
+
+Reads and checks; what the evidence means is said elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+
+from driftline.diagnosis.error_stats import NOTHING, Effect
+from driftline.diagnosis.sites import contains
+from driftline.errors import BadFile, BadInput, BadRun
+from driftline.formats.registry import open_run
+from driftline.runs.local_files import is_inside, read_object, reason_of
+from driftline.runs.run import Run
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
+
+
+REPLAY_FILE = "replay.json"
+NOISE_FILE = "noise.json"
+_LARGEST_RESULTS = 256 << 20
+"""Bytes of such a file; a site takes about a hundred."""
+
+
+class ReplayedSite(NamedTuple):
+    """What became of one site.
+
+    Attributes:
+        status: replayed, unknown or skipped.
+        reason: Why it is not `replayed`, in words.
+        reproduced: Whether its replay on the reference's own inputs gave its own output; None where
+            that was not tried (it is compiled, it was not called).
+        applied: leaf, whole, or `own code` for a container whose parts were answered with what the
+            candidate's gave.
+        noise: How far the candidate's format is from exact, of calls that gave the candidate's own
+            results in it, to the bit or as good as that; None where no call did.
+        near: Digests of the candidate's results that are as good as what the replay gave.
+        masks: Slots of masks that are of another kind than the reference's and say the same: the
+            replay was given the reference's.
+    """
+
+    status: str = "replayed"
+    reason: str = ""
+    reproduced: bool | None = True
+    applied: str = ""
+    noise: Effect | None = None
+    near: frozenset[str] = frozenset()
+    masks: frozenset[str] = frozenset()
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> ReplayedSite:
+        """As `replay.json` has it.
+
+        Raises:
+            ValueError: A number is none.
+        """
+        near = _near(fields.get("near"))
+        return cls(
+            str(fields.get("status", "replayed")),
+            str(fields.get("reason") or ""),
+            _told(fields.get("reproduced", True)),
+            str(fields.get("applied") or ""),
+            _noise(fields.get("noise")) if fields.get("same_bits") or near else None,
+            near,
+            _names(fields.get("masks")),
+        )
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be concluded from it; empty if something can."""
+        if self.status != "replayed":
+            return self.reason or f"the replay says '{self.status}'"
+        if self.reproduced is False:
+            why = f": {self.reason}" if self.reason else ""
+            return f"its replay on its own inputs does not give its own output{why}"
+        if self.reproduced is None:
+            return self.reason or "some of its calls could not be replayed"
+        return ""
+
+
+_NO_SITES: Mapping[str, ReplayedSite] = {}
+
+
+class Replay(NamedTuple):
+    """The reference's modules, applied to the candidate's inputs.
+
+    Attributes:
+        exact: Their outputs in float32, under the candidate's keys.
+        native: The same in the candidate's number format; None when that was not done.
+        sites: What became of each site; a site that is not named counts as replayed.
+        of: Id of the candidate it was made for; empty when not known.
+    """
+
+    exact: Run
+    native: Run | None = None
+    sites: Mapping[str, ReplayedSite] = _NO_SITES
+    of: str = ""
+
+
+class NoiseRun(NamedTuple):
+    """One trusted execution in the candidate's number format."""
+
+    name: str
+    run: Run
+
+
+Evidence: TypeAlias = "Run | StrPath"
+
+
+def open_replay(source: Replay | StrPath) -> Replay:
+    """A replay as it is, or opened from its folder.
+
+    Raises:
+        DriftlineError: The folder holds none, or one that cannot be read.
+    """
+    if isinstance(source, Replay):
+        return source
+    folder = Path(source)
+    if not (folder / REPLAY_FILE).is_file():
+        raise BadRun(
+            f"{folder} is no replay: it has no {REPLAY_FILE}",
+            hint='make one: driftline replay CAND --exec "python reference.py" -o REPLAY',
+        )
+    told = _read_results(folder / REPLAY_FILE)
+    sites: dict[str, ReplayedSite] = {}
+    found = told.get("sites", {})
+    if not isinstance(found, dict):
+        raise BadFile(f"{folder / REPLAY_FILE}: 'sites' is no object")
+    for site, about in cast("dict[str, Any]", found).items():
+        if not isinstance(about, dict):
+            raise BadFile(f"{folder / REPLAY_FILE}: nothing can be read of site '{site}'")
+        try:
+            sites[site] = ReplayedSite.from_json(cast("dict[str, Any]", about))
+        except (TypeError, ValueError):
+            raise BadFile(
+                f"{folder / REPLAY_FILE}: the noise of site '{site}' is no number"
+            ) from None
+    exact = _inner(folder, "exact")
+    if exact is None:
+        raise BadRun(f"{folder} holds no run 'exact': nothing was replayed", hint="make it again")
+    return Replay(exact, _inner(folder, "native"), sites, _identity(told.get("candidate")))
+
+
+def open_noise(sources: Sequence[Evidence]) -> list[NoiseRun]:
+    """Noise runs: folders that `driftline noise` made, or plain runs.
+
+    Raises:
+        DriftlineError: One of them is neither.
+    """
+    runs: list[NoiseRun] = []
+    for source in sources:
+        if isinstance(source, Run):
+            runs.append(NoiseRun(source.name, source))
+            continue
+        folder = Path(source)
+        if not (folder / NOISE_FILE).is_file():
+            runs.append(NoiseRun(str(source), open_run(source)))
+            continue
+        variants = _read_results(folder / NOISE_FILE).get("variants", [])
+        if not isinstance(variants, list):
+            raise BadFile(f"{folder / NOISE_FILE}: 'variants' is no list")
+        for variant in cast("list[Any]", variants):
+            if not isinstance(variant, dict):
+                raise BadFile(f"{folder / NOISE_FILE}: a variant is no object")
+            fields = cast("dict[str, Any]", variant)
+            name = str(fields.get("name") or fields.get("folder") or "?")
+            if fields.get("status") == "same":
+                continue  # bit for bit another variant: no second witness
+            run = _inner(folder, str(fields.get("folder") or name))
+            if run is not None:
+                runs.append(NoiseRun(name, run))
+    if sources and not runs:
+        raise BadInput("the noise folders hold no run", hint="make them again: driftline noise")
+    return runs
+
+
+def _inner(folder: Path, name: str) -> Run | None:
+    path = folder / name
+    return open_run(path) if is_inside(folder.resolve(), path) else None
+
+
+def _told(reproduced: Any) -> bool | None:
+    return reproduced if reproduced in (True, None) else False
+
+
+def _noise(told: Any) -> Effect:
+    """Sizes and leans alone: that is all a replay measures where nothing else is to be known."""
+    fields = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+    nan = math.nan
+    return NOTHING._replace(
+        rows=int(fields.get("rows", 0)),
+        elements=int(fields.get("elements", 0)),
+        error=float(fields.get("error", nan)),
+        projection=float(fields.get("projection", nan)),
+        projection_se=float(fields.get("projection_se", nan)),
+    )
+
+
+def _near(told: Any) -> frozenset[str]:
+    fields = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+    return _names(fields.get("digests"))
+
+
+def _names(told: Any) -> frozenset[str]:
+    found = cast("list[Any]", told) if isinstance(told, list) else []
+    return frozenset(each for each in found if isinstance(each, str) and each)
+
+
+def _identity(candidate: Any) -> str:
+    if isinstance(candidate, dict):
+        fields = cast("dict[str, Any]", candidate)
+        return str(fields.get("id") or "")
+    return ""
+
+
+def _read_results(path: Path) -> Mapping[str, Any]:
+    try:
+        told = read_object(path.parent.resolve(), path, _LARGEST_RESULTS)
+    except (OSError, ValueError, RecursionError) as trouble:
+        raise BadFile(f"{path} cannot be read: {reason_of(trouble)}") from None
+    if told.get("schema") not in (1, None):
+        raise BadFile(
+            f"{path} is of schema {told['schema']!r}, this program reads 1",
+            hint="update driftline",
+        )
+    return told
+
+
+# What `driftline bisect` found, read again: the share of the end's error that goes with a
+# block.
+
+
+_LARGEST_BISECTION = 64 << 20
+_VERDICTS = ("found", "spread", "same")
+
+
+class Substitution(NamedTuple):
+    """The answer of a bisection.
+
+    Attributes:
+        verdict: found, spread or same.
+        site: The block; empty without one.
+        metric: Which error of the end.
+        baseline: It, as the program is.
+        before: It, with everything before the block replaced by the reference's.
+        after: It, with the block as well.
+        explains: The share of it that goes with the block.
+        executions: How often the program was run.
+    """
+
+    verdict: str
+    site: str
+    metric: str
+    baseline: float
+    before: float
+    after: float
+    explains: float
+    executions: int
+
+    def is_about(self, site: str) -> bool:
+        """Whether the block is a site, or one of the two lies in the other."""
+        found = self.verdict == "found"
+        return found and (
+            self.site == site or contains(self.site, site) or contains(site, self.site)
+        )
+
+    def as_evidence(self) -> dict[str, Any]:
+        return self._asdict()
+
+
+def open_bisection(source: Mapping[str, Any] | StrPath) -> Substitution:
+    """What `driftline bisect --format json` printed: a file of it, or the object.
+
+    Raises:
+        BadFile: It is none.
+    """
+    if isinstance(source, Mapping):
+        return _substitution_of(source, "the bisection")
+    path = Path(source)
+    try:
+        told = read_object(path.parent.resolve(), path, _LARGEST_BISECTION)
+    except (OSError, ValueError, RecursionError) as trouble:
+        raise BadFile(f"{path} cannot be read: {reason_of(trouble)}", hint=_HOW) from None
+    return _substitution_of(told, str(path))
+
+
+_HOW = "driftline bisect --exec CANDIDATE --reference-run REF --format json > FILE makes one"
+
+
+def _substitution_of(told: Mapping[str, Any], name: str) -> Substitution:
+    if told.get("verdict") not in _VERDICTS or not isinstance(told.get("site"), str):
+        raise BadFile(f"{name} is no result of a bisection", hint=_HOW)
+    if told.get("schema") not in (1, None):
+        raise BadFile(f"{name} is of schema {told['schema']!r}, this program reads 1")
+    share = _number(told.get("explains"))
+    executions = told.get("executions")
+    return Substitution(
+        str(told["verdict"]),
+        str(told["site"]),
+        str(told.get("metric") or "the error"),
+        _number(told.get("baseline")),
+        _number(told.get("before")),
+        _number(told.get("after")),
+        share if 0.0 <= share <= 1.0 else math.nan,
+        executions if isinstance(executions, int) else 0,
+    )
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else math.nan

@@ -1,0 +1,245 @@
+"""Sites of the candidate that compute with integers behind a float interface.
+
+Their dtype says float32, their noise is that of eight bits. Told by what the two runs say of
+themselves: class names, packed or integer weights, and weights that are gone from the module tree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+from driftline.comparison.tolerance.defaults import QUANTISED
+from driftline.diagnosis.sites import FINE, Call, Place, Site, ancestors, parts_of
+from driftline.graphs.module_tree import ModuleNode, ModuleTree
+from driftline.runs.run import Run
+
+_WORDS = ("quant", "int8", "int4", "4bit", "8bit", "gptq", "awq")
+_PACKED = ("packed", *_WORDS)
+_WEIGHTS = ("weight", "qweight", "weight_packed", "codes")
+_NARROW = ("int", "uint", "float8", "float4")
+
+
+def quantised_sites(reference: Run, candidate: Run) -> dict[str, float]:
+    """Relative error that is allowed at each site that has integers in it; empty for most runs."""
+    weighted = _weighted(reference)
+    theirs = _weighted(candidate)
+    found = _packed(candidate) - _packed(reference)
+    for record in candidate.records:
+        name = record.class_name.lower()
+        if any(word in name for word in _WORDS):
+            found.add(record.key.site)
+    if theirs:
+        gone = {site for site, count in weighted.items() if count and theirs.get(site) == 0}
+        # A tied or lazily built weight may be missing too; packed ones go missing together.
+        if len(gone) >= 2:
+            found |= gone
+    allowed: dict[str, float] = {}
+    for site in found:
+        allowed[site] = QUANTISED["int8"]
+        for outer in ancestors(site):
+            allowed[outer] = 2.0 * QUANTISED["int8"]
+    return allowed
+
+
+def _packed(run: Run) -> set[str]:
+    """Modules that hold their weight as codes, or in a part that packs it."""
+    found: set[str] = set()
+    for node in _nodes(run):
+        holds = any(
+            parameter.name in _WEIGHTS and parameter.dtype.startswith(_NARROW)
+            for parameter in node.parameters
+        )
+        packs = any(
+            any(word in f"{name} {part.class_name}".lower() for word in _PACKED)
+            and not part.children
+            for name, part in node.children
+        )
+        if holds or packs:
+            found.add(node.site)
+    return found
+
+
+def _weighted(run: Run) -> dict[str, int]:
+    """How many parameters every module holds, by the module tree; empty without one."""
+    return {
+        node.site: sum(parameter.name == "weight" for parameter in node.parameters)
+        for node in _nodes(run)
+    }
+
+
+def _nodes(run: Run) -> list[ModuleNode]:
+    """Every module of the first process; none where no tree can be read."""
+    tree = run.topology()
+    if not tree:
+        return []
+    try:
+        return list(ModuleTree.from_json(tree).walk())
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return []
+
+
+# Two runs and nothing else: how much more comes out of a site than went in?
+
+
+_SIBLINGS = 3
+"""So many members a role must have for their median to say something."""
+_APART = 8.0
+"""Units by which right implementations of one function differ, without any sum."""
+_ABSOLUTE = 12.0
+_ALONE = 8.0
+_AMONG = 3.0
+
+
+class Growth(NamedTuple):
+    """How a site's error compares with what was to be expected from its input.
+
+    Attributes:
+        call: The call that is furthest out.
+        expected: Relative error that was to be expected there.
+        excess: Error over its limit; above 1 is outside.
+        siblings: How many others the expectation rests on.
+    """
+
+    call: Call
+    expected: float
+    excess: float
+    siblings: int
+
+
+def rounding(unit: float, parts: int, length: int = 1) -> float:
+    """Relative error that arithmetic of a format explains in a site.
+
+    A leaf rounds its result once. Sums of n terms in two right orders differ by about the root of
+    n / 3 units (each partial sum is rounded); right functions differ by some units besides. Formats
+    of 16 bits and less add up in float32. Roundings of parts add up as a random walk.
+
+    Args:
+        unit: Unit roundoff of the coarsest format that takes part.
+        parts: How many sites lie in it.
+        length: Terms of its longest sum.
+    """
+    sums = min(unit, 2.0**-24) * math.sqrt(_APART**2 + length)
+    once = unit if unit > FINE else 0.0
+    return math.hypot(once, sums) * math.sqrt(1.0 + parts)
+
+
+def growths(
+    sites: Mapping[Place, Site], allowed: Mapping[str, float] | None = None
+) -> dict[Place, Growth]:
+    """For every site, its worst call against what was to be expected.
+
+    Args:
+        sites: All of them.
+        allowed: Relative error that a site may have whatever its dtype says.
+    """
+    parts = parts_of(place.site for place in sites)
+    roles: dict[tuple[str, str, str], list[float]] = {}
+    logs: dict[int, float] = {}
+    for site in sites.values():
+        for call in site.calls:
+            grown = _log_growth(call, parts.get(site.name, 0))
+            logs[id(call)] = grown
+        known = [logs[id(call)] for call in site.calls if math.isfinite(logs[id(call)])]
+        if known:
+            roles.setdefault(site.role, []).append(median(known))
+    usual = {role: _usual(values) for role, values in roles.items()}
+    found: dict[Place, Growth] = {}
+    for place, site in sites.items():
+        middle, spread, count = usual.get(site.role, (0.0, 0.0, 0))
+        inside = parts.get(site.name, 0)
+        best: Growth | None = None
+        for call in site.calls:
+            growth = _judged(call, logs[id(call)], middle, spread, count, inside)
+            least = (allowed or {}).get(place.site, 0.0)
+            if least and math.isfinite(growth.excess):
+                growth = growth._replace(excess=min(growth.excess, call.error / least))
+            if best is None or growth.excess > best.excess:
+                best = growth
+        assert best is not None
+        found[place] = best
+    return found
+
+
+def _base(call: Call, parts: int) -> float:
+    """Error that is there without a fault: what went in, and the site's own rounding."""
+    own = 0.5 * rounding(call.unit, parts, call.length)
+    went_in = 0.0 if math.isnan(call.error_in) else call.error_in
+    return math.hypot(went_in, own)
+
+
+def _log_growth(call: Call, parts: int) -> float:
+    base = _base(call, parts)
+    if not base > 0.0 or not math.isfinite(base):
+        return math.inf if call.error > 0.0 and math.isfinite(base) else 0.0
+    return math.log(max(call.error, 1e-300) / base) if call.error > 0.0 else -math.inf
+
+
+def _usual(values: Sequence[float]) -> tuple[float, float, int]:
+    """Median and spread of a role's growth, in logarithms."""
+    middle = median(values)
+    spread = 1.4826 * median(abs(value - middle) for value in values)
+    return middle, spread, len(values)
+
+
+def _judged(
+    call: Call, grown: float, middle: float, spread: float, count: int, parts: int
+) -> Growth:
+    base = _base(call, parts)
+    if count >= _SIBLINGS:
+        # A role that always grows a lot is no excuse beyond the absolute limit.
+        usual = min(middle, math.log(_ABSOLUTE / _AMONG))
+        limit = usual + math.log(_AMONG) + 3.0 * min(spread, 0.5)
+    else:
+        usual, limit = 0.0, math.log(_ALONE)
+    expected = base * math.exp(max(usual, -20.0))
+    least = 4.0 * rounding(call.unit, parts, call.length)
+    most = max(base * math.exp(max(limit, -20.0)), least)
+    if call.one_sided and not call.one_sided_in:
+        return Growth(call, expected, math.inf, count - 1)
+    if not grown > -math.inf:
+        return Growth(call, expected, 0.0, max(count - 1, 0))
+    excess = call.error / most if most > 0.0 else (math.inf if call.error > 0.0 else 0.0)
+    return Growth(call, expected, excess, max(count - 1, 0))
+
+
+class Jump(NamedTuple):
+    """Where along the depth of a model the error of one kind of module jumps.
+
+    Attributes:
+        site: The first one after the jump.
+        before: Relative error of the one before it.
+        after: Its own.
+        usual: By how much the error grows from one to the next elsewhere, as a factor.
+    """
+
+    site: str
+    before: float
+    after: float
+    usual: float
+
+
+def jump_along_depth(sites: Mapping[Place, Site]) -> Jump | None:
+    """The clearest change point among the outputs of repeated containers; None if there is none."""
+    chains: dict[tuple[str, str, str], list[Site]] = {}
+    for site in sites.values():
+        if site.place.direction == "forward" and "*" in site.role[1]:
+            chains.setdefault(site.role, []).append(site)
+    best: tuple[float, Jump] | None = None
+    for chain in chains.values():
+        if len(chain) < 4:
+            continue
+        logs = [math.log(max(site.error, 1e-12)) for site in chain if math.isfinite(site.error)]
+        if len(logs) != len(chain):
+            continue
+        steps = [b - a for a, b in pairwise(logs)]
+        middle = median(steps)
+        at = max(range(len(steps)), key=steps.__getitem__)
+        strength = steps[at] - middle
+        if strength > math.log(3.0) and (best is None or strength > best[0]):
+            before, after = chain[at].error, chain[at + 1].error
+            best = strength, Jump(chain[at + 1].name, before, after, math.exp(middle))
+    return best[1] if best else None

@@ -1,0 +1,647 @@
+"""Whether a replay was given things of the same kind as the reference: integers or floats."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from driftline.alignment.plan import Plan
+from driftline.diagnosis.causes.values import FUNCTIONS, GRID, grid_share
+from driftline.diagnosis.error_stats import (
+    F64,
+    Effect,
+    Sums,
+    chosen_rows,
+    effect_of,
+    halves,
+    index,
+    is_readable,
+    joined,
+    read_rows,
+    rounded,
+    rows_and_channels,
+    sums,
+    without_worst,
+)
+from driftline.diagnosis.evidence.files import Replay, ReplayedSite
+from driftline.diagnosis.module_kinds import attends
+from driftline.diagnosis.routing_changes import choosers
+from driftline.diagnosis.sites import FINE, ancestors, parts_of
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.run import Run
+
+
+def other_kinds(plan: Plan, sites: Mapping[str, ReplayedSite]) -> dict[str, str]:
+    """Sites that were given another kind of thing than in the reference, by the candidate's names.
+
+    A mask of booleans says what may be seen, one of floats what is added: replaying the one with
+    the other is another computation. Where the replay saw that both say the same, it is none.
+    """
+    found: dict[str, str] = {}
+    for pair in plan.pairs:
+        key = pair.candidate.key
+        kinds = [DTYPES.get(record.dtype) for record in (pair.reference, pair.candidate)]
+        if key.port != "input" or None in kinds:
+            continue
+        about = sites.get(key.site)
+        if about is not None and key.slot in about.masks:
+            continue
+        floats = [kind is not None and kind.is_floating for kind in kinds]
+        if floats[0] != floats[1]:
+            found[key.site] = (
+                f"it was given another kind of '{key.slot}' ({pair.candidate.dtype}, in the "
+                f"reference {pair.reference.dtype}), so its replay is another computation"
+            )
+    return found
+
+
+# An activation that is another function by less than noise: its error follows the difference.
+
+
+_ACTIVATION = re.compile(r"(?i)gelu|silu|swish|activation|mish|tanh|sigmoid|softplus")
+FINEST, COARSEST = 2.0**-20, 2.0**-11
+"""Unit roundoff of the formats in which the slope is asked: the rounding of bfloat16 has a bias
+that follows such a difference by itself (a fused GELU does, and is right)."""
+_TRUSTED, _FULL, _SURE = 0.3, 0.15, 16.0
+
+
+class Follows(NamedTuple):
+    """The other function that a module computes.
+
+    Attributes:
+        other: Its name.
+        excess: How sure that is, in units of what is asked.
+        halves: The same on either half of the rows.
+    """
+
+    other: str
+    excess: float
+    halves: tuple[float, float]
+
+
+def another_function(
+    candidate: Run,
+    replay: Replay,
+    records: Sequence[Record],
+    exact: Mapping[TensorKey, Record],
+    native: Mapping[TensorKey, Record],
+) -> Follows | None:
+    """Of a module's first of these calls: whether it is another function than the reference's."""
+    if not records:
+        return None
+    record = records[0]
+    ours, trusted = exact.get(record.key), native.get(record.key)
+    if not _ACTIVATION.search(record.class_name) or ours is None or trusted is None:
+        return None
+    key = record.key
+    given = [
+        other
+        for other in candidate.records
+        if other.key.port == "input" and other.key[0] == key[0] and other.key[3:7] == key[3:7]
+    ]
+    if replay.native is None or len(given) != 1:
+        return None
+    there = ((candidate, given[0]), (replay.exact, ours), (candidate, record))
+    tensors: list[F64] = []
+    for run, each in (*there, (replay.native, trusted)):
+        if each.shape != record.shape or not is_readable(run, each):
+            return None
+        values = read_rows(run, each, chosen_rows(record.shape))
+        if values is None or not np.isfinite(values).all():
+            return None
+        tensors.append(values)
+    x, right, made, native_made = tensors
+    found = on_the_grid(x, right, made, native_made, record.dtype)
+    if found is None and DTYPES[record.dtype].unit_roundoff <= COARSEST:
+        found = follows(x, right, made, native_made)
+    return found
+
+
+def on_the_grid(x: F64, right: F64, candidate: F64, trusted: F64, dtype: str) -> Follows | None:
+    """The other function whose results, rounded once, are the candidate's; None for none.
+
+    Args:
+        x: What it was given, [rows, channels].
+        right: Its exact result.
+        candidate: The candidate's result.
+        trusted: That of a trusted module in the candidate's format.
+        dtype: That format.
+    """
+    best: Follows | None = None
+    for name, values in _others(x, right):
+        if grid_share(right, values, trusted, dtype) > _TRUSTED:
+            continue  # a trusted module gives as much of it
+        shares = [grid_share(right[at::2], values[at::2], candidate[at::2], dtype) for at in (0, 1)]
+        if min(shares) > GRID and not any(map(math.isnan, shares)):
+            over = shares[0] / GRID, shares[1] / GRID
+            if best is None or min(over) > best.excess:
+                best = Follows(name, min(over), over)
+    return best
+
+
+def _others(x: F64, right: F64) -> list[tuple[str, F64]]:
+    """Known functions that differ from the reference's by too little to show in an error's size."""
+    if x.shape != right.shape or len(x) < 8:
+        return []
+    made = {name: function(x) for name, function in FUNCTIONS.items()}
+    size = float(np.sum(right * right))
+    is_one = min(made, key=lambda name: float(np.sum((made[name] - right) ** 2)))
+    if not size > 0.0 or float(np.sum((made[is_one] - right) ** 2)) > 1e-8 * size:
+        return []
+    return [
+        (name, values)
+        for name, values in made.items()
+        if name != is_one and float(np.sum((values - right) ** 2)) <= 1e-4 * size
+    ]
+
+
+def follows(x: F64, right: F64, candidate: F64, trusted: F64) -> Follows | None:
+    """The other function that the candidate computes, on both halves of the rows; None for none.
+
+    Args:
+        x: What it was given, [rows, channels].
+        right: Its exact result.
+        candidate: The candidate's result.
+        trusted: That of a trusted module in the candidate's format.
+    """
+    best: Follows | None = None
+    for name, values in _others(x, right):
+        p = values - right
+        if abs(_times(trusted - right, p)[0]) > _TRUSTED:
+            continue
+        halves = [_times((candidate - right)[at::2], p[at::2]) for at in (0, 1)]
+        if all(abs(times - 1.0) < _FULL and z > _SURE for times, z in halves):
+            _, z = _times(candidate - right, p)
+            if best is None or z / _SURE > best.excess:
+                best = Follows(name, z / _SURE, (halves[0][1] / _SURE, halves[1][1] / _SURE))
+    return best
+
+
+def _times(e: F64, p: F64) -> tuple[float, float]:
+    """Slope of an error on a difference, and that over its standard error, clustered by row."""
+    power = float(np.sum(p * p))
+    if not power > 0.0:
+        return 0.0, 0.0
+    slope = float(np.sum(e * p)) / power
+    rest = np.einsum("ij,ij->i", e - slope * p, p)
+    error = math.sqrt(float(rest @ rest)) / power
+    return slope, slope / error if error > 0.0 else math.inf
+
+
+# How far from exact a trusted execution of a module may be: sizes, leans, worst tokens.
+
+
+_ERROR = 1.35
+_WORST_ROW = 2.5
+_FEW_ROWS = 4.0
+_IN_STEPS = 2.0
+"""Times one rounding: a right norm in steps rounds the normalised value, the product with its
+weight and the sum with its bias, each once (the root of 3)."""
+_ROW_SCALE = 2.5
+_NORM_LEAN, _OTHER_NORM_LEAN = 0.012, 0.35
+"""Units of roundoff. A norm rounded once leans nowhere; in steps it does (the product of a rounded
+value with a weight near one is a tie again and again), but then its noise is larger too: equal
+noise is the same steps."""
+
+
+_UNITS, _UNITS_LEAN = 32.0, 8.0
+"""Of roundoff of a fine format, for other orders of summation."""
+_ATTENTION, _ATTENTION_LEAN = 2.0, 0.75
+"""Of an attention in a fine format: its scores are sums whose absolute error becomes a relative one
+of what the softmax gives, so its error grows with the root of their length (CPU against CUDA 8
+units with 40 tokens and heads of 16, 25 units with 1024 and 128). CUDA's fused kernel adds products
+of three pieces and cuts off: it leans by 3.4 to 11.4 units there, and by more with wider heads. A
+lean is never more than the error; three quarters of that are allowed."""
+
+
+class Limits(NamedTuple):
+    """How far from exact a trusted execution may be.
+
+    Attributes:
+        trusted: Effects of trusted executions on the same rows.
+        unit: Unit roundoff of the candidate's format.
+        error_floor: Relative error that is always allowed.
+        lean_floor: Projection that is always allowed, in both directions.
+        norm: Whether it is a norm in a coarse format: more roundings, no factor per row.
+    """
+
+    trusted: Sequence[Effect]
+    unit: float
+    error_floor: float
+    lean_floor: float
+    norm: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        trusted: Sequence[Effect],
+        unit: float,
+        parts: int,
+        complete: bool,
+        allowed: float,
+        norm: bool = False,
+        attends: int = 0,
+    ) -> Limits:
+        """The limits of a site that has so many parts inside.
+
+        Where it attends, `attends` is the length of its longest sum.
+        Without a replay in the candidate's format the roundings inside a container are not known,
+        and in float32 that replay is the exact one: both orders of summation are right, and the
+        null has no width of its own. Then the rounding of its parts is estimated.
+        """
+        deep = math.sqrt(1.0 + parts)
+        fine = unit <= FINE
+        if fine:
+            error, lean = _UNITS * unit * deep, _UNITS_LEAN * unit * deep
+            if attends:
+                error = max(error, _ATTENTION * math.sqrt(64.0 + attends) * unit * deep)
+                lean = _ATTENTION_LEAN * error
+        elif not complete:
+            error, lean = 1.5 * unit * deep, 0.5 * unit * deep
+        else:
+            error, lean = 0.05 * unit, 0.05 * unit
+        coarse_norm = norm and complete and not fine and not allowed
+        return cls(trusted, unit, max(error, allowed), max(lean, allowed / 5.0), coarse_norm)
+
+    def excesses(self, found: Effect, half: bool = False) -> dict[str, float]:
+        """Each statistic in units of its limit; a half only has to bear out the whole."""
+        times = 3.5 if half and self.norm else 5.0
+        lean = self.lean_floor
+        if self.norm:
+            noise = math.sqrt(max(found.error**2 - found.projection**2, 0.0))
+            same = any(abs(noise - each.error) < 0.08 * each.error for each in self.trusted)
+            lean = (_NORM_LEAN if same else _OTHER_NORM_LEAN) * self.unit
+        few = 1.0 + 3.0 / math.sqrt(max(found.elements, 1))
+        error = max((each.error for each in self.trusted if not math.isnan(each.error)), default=0)
+        row = max(
+            (each.worst_row for each in self.trusted if not math.isnan(each.worst_row)), default=0
+        )
+        most = _ERROR * few * error + self.error_floor
+        if self.norm:
+            # The first of the trusted ones is the exact result rounded once.
+            most = max(most, _IN_STEPS * few * self.trusted[0].error + self.error_floor)
+        over = {
+            "error": found.error / most if most > 0 else (math.inf if found.error > 0 else 0.0),
+            "worst_row": found.worst_row / (_WORST_ROW * few * row + 2 * self.error_floor)
+            if row or self.error_floor
+            else (math.inf if found.worst_row > 0 else 0.0),
+            "projection": self._outside(found, "projection", times, lean),
+            "offset": self._outside(found, "offset", 8.0, 6.0 * self.lean_floor),
+            "nonfinite": math.inf
+            if found.nonfinite and not any(each.nonfinite for each in self.trusted)
+            else 0.0,
+        }
+        if self.norm:
+            scatter = max(each.row_scale for each in self.trusted)
+            over["row_scale"] = found.row_scale / (_ROW_SCALE * few * scatter + self.error_floor)
+        return {name: 0.0 if math.isnan(value) else value for name, value in over.items()}
+
+    def span(self, statistic: str) -> tuple[float, float]:
+        """What trusted executions have of a statistic."""
+        values = [float(getattr(each, statistic)) for each in self.trusted]
+        return min(values), max(values)
+
+    def _outside(self, found: Effect, name: str, times: float, floor: float) -> float:
+        value = float(getattr(found, name))
+        if math.isnan(value) or found.rows < 2:
+            return 0.0
+        low, high = self.span(name)
+        beyond = max(value - high, low - value, 0.0)
+        error = max(float(getattr(each, name + "_se")) for each in (found, *self.trusted))
+        # A standard error from few rows is itself uncertain.
+        width = times * error * (1.0 + _FEW_ROWS / (found.rows - 1)) + floor
+        return beyond / width if math.isfinite(width) and width > 0 else 0.0
+
+
+# What a site adds by itself: its output against the reference's module on the very same input.
+
+
+GROSS = 4.0
+"""Times its limit: so far outside that one half of the rows is enough (a single token is off)."""
+
+_FLIPS = 0.08
+_CHOICES = "choices inside it (of experts) may fall either way by rounding; its parts are judged"
+_NORM = re.compile(r"(?i)norm")
+
+
+class Judgement(NamedTuple):
+    """What replay says of one site.
+
+    Attributes:
+        introduced: Whether it errs by itself more than trusted executions do.
+        statistic: What is furthest outside: error, projection, offset, worst_row or nonfinite.
+        excess: That, in units of its limit; above 1 is outside.
+        halves: The same on either half of the rows.
+        found: The candidate's effect.
+        low: The least that trusted executions have of that statistic (error: of noise).
+        high: The most they have.
+        noise: Relative error of the trusted execution that errs most.
+        unit: Unit roundoff of the candidate's format.
+        slot: Which output.
+        own_code_only: Whether its output alone was looked at while its own code was repeated: what
+            it hands to its parts is then not known from here.
+        after_parts: Whether what it hands to its parts was looked at, too: an error of its output
+            is then made after that.
+        trouble: Why nothing can be said; empty otherwise.
+        failed: Whether that is because it does not give its own output on its own inputs.
+    """
+
+    introduced: bool
+    statistic: str = ""
+    excess: float = 0.0
+    halves: tuple[float, float] = (0.0, 0.0)
+    found: Effect | None = None
+    low: float = math.nan
+    high: float = math.nan
+    noise: float = math.nan
+    unit: float = 0.0
+    slot: str = "0"
+    own_code_only: bool = False
+    after_parts: bool = False
+    trouble: str = ""
+    failed: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing is said of it, and other evidence may convict it.
+
+        Choices that fall either way and random numbers err without any fault. A module that does
+        not agree with itself is not guilty by any evidence: what it should give is not known.
+        """
+        return self.is_suspect and not self.failed
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether other evidence may at least suspect it."""
+        return bool(self.trouble) and self.trouble != _CHOICES and "random" not in self.trouble
+
+
+class _Stream(NamedTuple):
+    """Outputs of a site that are one thing again and again: the same slot, as wide."""
+
+    candidate: list[Sums]
+    native: list[Sums]
+    once: list[Sums]
+
+
+def judge(
+    candidate: Run, replay: Replay, *, allowed: Mapping[str, float] | None = None
+) -> dict[str, Judgement]:
+    """A judgement for every site of the candidate that was to be replayed.
+
+    Args:
+        candidate: The run whose inputs were replayed.
+        replay: What the reference made of them.
+        allowed: Relative error that a site may have whatever its dtype says: integer arithmetic
+            behind a float interface.
+    """
+    exact = index(replay.exact)
+    none: Mapping[TensorKey, Record] = {}
+    native = index(replay.native) if replay.native is not None else none
+    by_site: dict[str, list[Record]] = {}
+    coarsest: dict[str, float] = {}
+    for record in candidate.records:
+        dtype = DTYPES.get(record.dtype)
+        if record.key.phase != "forward" or dtype is None or not dtype.is_floating:
+            continue
+        name = record.key.site
+        if record.key.port in ("input", "output", "param"):
+            coarsest[name] = max(coarsest.get(name, 0.0), dtype.unit_roundoff)
+        if record.key.port == "output":
+            by_site.setdefault(name, []).append(record)
+    parts = parts_of(by_site)
+    norms = {
+        record.key.site
+        for record in candidate.records
+        if record.key.port == "output" and _NORM.search(record.class_name)
+    }
+    attending = _attending(candidate)
+    choices_in = choosers(candidate)
+    handed = _handed_to_parts(candidate, exact, by_site)
+    judged: dict[str, Judgement] = {}
+    for name, records in by_site.items():
+        about = replay.sites.get(name)
+        if about is not None and about.trouble:
+            failed = about.reproduced is False
+            judged[name] = Judgement(False, trouble=about.trouble, failed=failed)
+        elif any(record.key in exact for record in records):
+            unit, given = coarsest[name], handed.get(name, ())
+            found = _streams(candidate, replay, [*records, *given], exact, native, unit)
+            noise = None if found or about is None else about.noise
+            near = frozenset[str]() if about is None else about.near
+            if noise and all(
+                each.digest in near or _is_its_own(each, exact, native)
+                for each in (*records, *given)
+            ):
+                judged[name] = _as_trusted(noise, unit, bool(given))
+                continue
+            alone = about is not None and about.applied == "own code"
+            inside = 0 if alone else parts.get(name, 0)
+            most = (allowed or {}).get(name, 0.0)
+            choices = 0 if alone else choices_in.get(name, 0)
+            if choices > 1:
+                # One token that goes another way early is seen by all later ones.
+                judged[name] = Judgement(False, trouble=_CHOICES)
+                continue
+            about_it = _About(
+                unit, inside, most, choices > 0, name in norms, attending.get(name, 0)
+            )
+            judgement = _site(found, about_it)
+            if not judgement.introduced and unit > FINEST and not parts.get(name, 0):
+                there = [r for r in records if is_readable(replay.exact, exact.get(r.key))]
+                other = another_function(candidate, replay, there, exact, native)
+                if other is not None:
+                    _, excess, both = other
+                    judgement = judgement._replace(
+                        introduced=True, statistic="function", excess=excess, halves=both
+                    )
+            whole = about is not None and about.applied == "whole"
+            blind = parts.get(name, 0) > 0 and not given and not whole
+            judged[name] = judgement._replace(own_code_only=blind, after_parts=bool(given))
+    return judged
+
+
+def _is_its_own(
+    record: Record, exact: Mapping[TensorKey, Record], native: Mapping[TensorKey, Record]
+) -> bool:
+    """Whether a replay gave, in the candidate's format, what the candidate has; by digests."""
+    made = native.get(record.key) or exact.get(record.key)
+    return made is None or (bool(made.digest) and made.digest == record.digest)
+
+
+def _as_trusted(noise: Effect, unit: float, given: bool) -> Judgement:
+    """Of a site that does what the trusted module does in its format, to the bit or as good as it.
+
+    Whatever is measured of it is measured of that module as well, and lies in its interval.
+    """
+    error = 0.0 if math.isnan(noise.error) else noise.error
+    excess = Limits.of([noise], unit, 0, complete=True, allowed=0.0).excesses(noise)["error"]
+    return Judgement(
+        False,
+        "error",
+        excess,
+        (excess, excess),
+        noise,
+        error,
+        error,
+        error,
+        unit,
+        after_parts=given,
+    )
+
+
+def _attending(candidate: Run) -> dict[str, int]:
+    """Sites that are an attention, and the longest sum of each: its tokens, or its channels."""
+    found: dict[str, int] = {}
+    for record in candidate.records:
+        key = record.key
+        if (
+            key.port in ("input", "output")
+            and len(record.shape) >= 3
+            and attends(record.class_name)
+        ):
+            found[key.site] = max(found.get(key.site, 0), *record.shape[-2:])
+    return found
+
+
+def _handed_to_parts(
+    candidate: Run, exact: Mapping[TensorKey, Record], sites: Mapping[str, object]
+) -> dict[str, list[Record]]:
+    """Inputs of parts that a replay made too: results of the own code of what contains them."""
+    found: dict[str, list[Record]] = {}
+    for record in candidate.records:
+        if record.key.port == "input" and record.key in exact:
+            owner = next((each for each in ancestors(record.key.site) if each in sites), None)
+            if owner is not None:
+                found.setdefault(owner, []).append(record)
+    return found
+
+
+def _streams(
+    candidate: Run,
+    replay: Replay,
+    records: Sequence[Record],
+    exact: Mapping[TensorKey, Record],
+    native: Mapping[TensorKey, Record],
+    unit: float,
+) -> dict[tuple[str, int], _Stream]:
+    streams: dict[tuple[str, int], _Stream] = {}
+    coarse = next((name for name in _FORMATS if DTYPES[name].unit_roundoff == unit), "float32")
+    budget = max(1, len(records))
+    seen: set[tuple[str, str]] = set()
+    for record in records:
+        ours = exact.get(record.key)
+        if ours is None or ours.shape != record.shape:
+            continue
+        if not is_readable(candidate, record) or not is_readable(replay.exact, ours):
+            continue
+        if record.digest and (record.digest, ours.digest) in seen:
+            continue  # the same bytes under another name are no further evidence
+        seen.add((record.digest, ours.digest))
+        places = chosen_rows(record.shape, max(4096, (1 << 20) // budget))
+        r = read_rows(replay.exact, ours, places)
+        c = read_rows(candidate, record, places)
+        if r is None or c is None:
+            continue
+        _, channels = rows_and_channels(record.shape)
+        slot = record.key.slot
+        if record.key.port == "input":
+            slot = f"{record.key.site}/input/{slot}"
+        stream = streams.setdefault((slot, channels), _Stream([], [], []))
+        stream.candidate.append(sums(r, c))
+        stream.once.append(sums(r, rounded(r, coarse)))
+        trusted = native.get(record.key)
+        if trusted is not None and replay.native is not None and trusted.shape == record.shape:
+            if trusted.digest and trusted.digest == record.digest:
+                stream.native.append(stream.candidate[-1])
+            else:
+                n = read_rows(replay.native, trusted, places)
+                if n is not None:
+                    stream.native.append(sums(r, n))
+    return streams
+
+
+_FORMATS = (
+    *("float32", "float16", "bfloat16", "float64"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+)
+
+
+class _About(NamedTuple):
+    """What is known of a site whatever its values are.
+
+    Attributes:
+        unit: Unit roundoff of the coarsest format that takes part.
+        parts: How many sites lie in it and were computed with it.
+        allowed: Relative error that it may have whatever its dtype says.
+        choosing: Whether something inside chooses.
+        norm: Whether it is a norm.
+        attends: The longest sum of an attention; 0 for others.
+    """
+
+    unit: float
+    parts: int
+    allowed: float
+    choosing: bool
+    norm: bool
+    attends: int
+
+
+def _site(streams: Mapping[tuple[str, int], _Stream], about: _About) -> Judgement:
+    if not streams:
+        return Judgement(False, trouble="no values of it were kept, or not of its replay")
+    judgements = [
+        _judged(stream, about)._replace(slot=slot) for (slot, _), stream in streams.items()
+    ]
+    return max(judgements, key=lambda found: (found.introduced, found.excess))
+
+
+def _judged(stream: _Stream, about: _About) -> Judgement:
+    """The judgement of one output.
+
+    Where something inside chooses (a router picks experts), a choice between near equals falls one
+    way or the other by rounding, and that token is then far off without any fault: the tokens that
+    err most are left out there, of the trusted executions as well.
+    """
+    allowed = about.allowed
+    own = joined(stream.candidate)
+    if about.choosing:
+        own = without_worst(own, _FLIPS)
+    whole, (first, second) = effect_of(own), halves(own)
+    # A trusted run of only some calls would be a null of other rows.
+    complete = len(stream.native) == len(stream.candidate)
+    nulls = [joined(stream.once), *([joined(stream.native)] if complete else [])]
+    if about.choosing:
+        nulls = [without_worst(null, _FLIPS) for null in nulls]
+    if complete and effect_of(nulls[-1]).error > 0.1 * allowed:
+        allowed = 0.0  # the trusted module computes with integers too, and says what that costs
+    known = about.unit, about.parts, complete, allowed, about.norm, about.attends
+    limits = Limits.of([effect_of(null) for null in nulls], *known)
+    over = limits.excesses(whole)
+    half = [halves(null) for null in nulls]
+    over_first = Limits.of([a for a, _ in half], *known).excesses(first, half=True)
+    over_second = Limits.of([b for _, b in half], *known).excesses(second, half=True)
+    confirmed = {
+        name: min(over[name], over_first[name], over_second[name])
+        for name in over
+        if over[name] > 1.0
+    }
+    statistic = max(over, key=lambda name: (confirmed.get(name, 0.0) > 1.0, over[name]))
+    gross = statistic in ("error", "worst_row", "nonfinite") and over[statistic] > GROSS
+    low, high = limits.span(statistic)
+    return Judgement(
+        confirmed.get(statistic, 0.0) > 1.0 or gross,
+        statistic,
+        over[statistic],
+        (over_first[statistic], over_second[statistic]),
+        whole,
+        low,
+        high,
+        max(limits.trusted, key=lambda each: each.error).error,
+        about.unit,
+    )

@@ -1,0 +1,1 @@
+"""Experiments: a program is run again to learn more, by replay, noise, repetition or bisection."""

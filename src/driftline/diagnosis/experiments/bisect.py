@@ -1,0 +1,361 @@
+"""The called modules of a run as a tree: which block consists of which parts, in what order."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from driftline.alignment.align import AlignOptions, align_runs
+from driftline.captures.launch.jobs import CapturePlan
+from driftline.captures.selection import Selection
+from driftline.comparison.measure.scheduler import measure
+from driftline.comparison.metrics.catalogue import find, requested
+from driftline.diagnosis.experiments.run_program import Ended, run_with
+from driftline.errors import BadInput, did_you_mean
+from driftline.formats.registry import open_run
+from driftline.runs.run import Run
+from driftline.runs.views import only
+
+ROOT = "(root)"
+
+
+@dataclass(slots=True)
+class Node:
+    """A called module and the called modules inside it, in the order in which they end."""
+
+    site: str
+    parts: list[Node] = field(default_factory=list["Node"])
+
+
+def site_tree(run: Run) -> Node:
+    """The first model of a run.
+
+    Raises:
+        BadInput: The run holds no outputs of modules.
+    """
+    sites = list(
+        dict.fromkeys(
+            record.key.site
+            for record in run.records
+            if record.key.port == "output"
+            and record.key.phase == "forward"
+            and "/" not in record.key.site
+        )
+    )
+    if not sites:
+        raise BadInput(
+            f"run '{run.name}' holds no outputs of modules",
+            hint='driftline dump -o REF --exec "..." keeps them',
+        )
+    nodes = {site: Node(site) for site in sites}
+    root = nodes.get(ROOT) or Node(ROOT)
+    for site, node in nodes.items():
+        if node is not root:
+            _holder(site, nodes, root).parts.append(node)
+    if ROOT not in nodes and len(root.parts) == 1:
+        return root.parts[0]
+    return root
+
+
+def _holder(site: str, nodes: dict[str, Node], root: Node) -> Node:
+    above = site
+    while "." in above:
+        above = above.rpartition(".")[0]
+        if above in nodes:
+            return nodes[above]
+    return root
+
+
+# `bisect`: which block, once its output is the reference's, brings the end result back.
+
+
+SCHEMA = 1
+HIGHER_IS_BETTER = ("cosine",)
+ENOUGH = 0.5
+"""Of the end's error: less than this, and no single block explains it."""
+
+
+class Try(NamedTuple):
+    """One execution: everything up to a site replaced, and the error that was left at the end."""
+
+    upto: str
+    replaced: int
+    value: float
+
+
+class Bisection(NamedTuple):
+    """What was found.
+
+    Attributes:
+        verdict: found, spread (no single block explains it) or same (there is no error).
+        site: The block; empty without one.
+        own_code: Its parts are fine: it is the code of the block itself.
+        metric: Which error, and of which tensor.
+        baseline: The error without any replacement.
+        before: The error with everything before the block replaced.
+        after: The same with the block as well.
+        path: The blocks around it, outermost first.
+        tries: Every execution, in order.
+    """
+
+    verdict: str
+    site: str
+    own_code: bool
+    metric: str
+    slot: str
+    baseline: float
+    before: float
+    after: float
+    path: tuple[str, ...]
+    tries: tuple[Try, ...]
+
+    @property
+    def explains(self) -> float:
+        """The share of the end's error that goes with the block."""
+        if not self.baseline:
+            return 0.0
+        return max(0.0, min(1.0, (self.before - self.after) / self.baseline))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "verdict": self.verdict,
+            "site": self.site,
+            "own_code": self.own_code,
+            "metric": self.metric,
+            "slot": self.slot,
+            "baseline": self.baseline,
+            "before": self.before,
+            "after": self.after,
+            "explains": self.explains,
+            "path": list(self.path),
+            "executions": len(self.tries),
+            "tries": [one._asdict() for one in self.tries],
+        }
+
+
+def bisect(
+    argv: Sequence[str],
+    reference: Path,
+    *,
+    metric: str = "relative_l2",
+    output_site: str = "",
+    slot: str = "",
+    tell: Callable[[Try], None] | None = None,
+) -> Bisection:
+    """Search the block that makes the error of the end result.
+
+    Args:
+        argv: The candidate program.
+        reference: A dump of the reference with whole outputs.
+        metric: How the end is measured: a metric of `compare`.
+        output_site: Where the end is; the model itself by default.
+        slot: Which tensor of it; the first one of floating point by default.
+        tell: Called after each execution.
+
+    Raises:
+        DriftlineError: A reference without outputs, a metric that does not exist, a program that
+            cannot be run, or one whose modules have other names.
+    """
+    run = open_run(reference)
+    tree = site_tree(run)
+    end = output_site or tree.site
+    wanted = _end_of(run, end, slot)
+    search = _Search(argv, reference, run, metric, end, wanted, tell)
+    baseline = search.error([], "")
+    if not baseline > 0:
+        return search.found("same", "", False, baseline, baseline, baseline, ())
+    return _descend(search, tree, end, baseline)
+
+
+def _descend(search: _Search, tree: Node, end: str, baseline: float) -> Bisection:
+    """From the model to a leaf: among the parts of a block, the first that must be replaced."""
+    node, done, path = tree, list[str](), list[str]()
+    above: Node | None = None
+    before, after = baseline, 0.0
+    own_code = False
+    goal = ENOUGH * baseline
+    while node.parts:
+        parts = [part for part in node.parts if part.site != end]
+        if not parts:
+            break
+        low, high = 0, len(parts)  # replaced up to low: not enough; up to high: enough
+        low_value, high_value = before, after
+        while high - low > 1:
+            middle = (low + high) // 2
+            value = search.error([*done, *(p.site for p in parts[:middle])], parts[middle - 1].site)
+            if value > goal:
+                low, low_value = middle, value
+            else:
+                high, high_value = middle, value
+        if high == len(parts):
+            value = search.error([*done, *(p.site for p in parts)], parts[-1].site)
+            if value > goal:  # all parts are right, and the block is still wrong
+                own_code, before = True, value
+                break
+            high_value = value
+        done += [part.site for part in parts[:low]]
+        before, after = low_value, high_value
+        node, above = parts[high - 1], node
+        path.append(node.site)
+    if above is not None and (before - after) / baseline >= ENOUGH:
+        value = search.error(done, node.site, inputs=(node.site,))
+        if value <= goal:  # given the right input it is right: who calls it is not
+            node, own_code, after = above, True, value
+            path.pop()
+    share = (before - after) / baseline
+    found = share >= ENOUGH
+    return search.found(
+        "found" if found else "spread", node.site, own_code, baseline, before, after, tuple(path)
+    )
+
+
+class _Search:
+    """Runs the candidate with outputs replaced, and measures its end; no execution twice."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        reference: Path,
+        run: Run,
+        metric: str,
+        end: str,
+        slot: str,
+        tell: Callable[[Try], None] | None,
+    ) -> None:
+        self._argv = argv
+        self._reference = reference
+        self._metrics = requested([metric])
+        self._metric = find(metric).name
+        self._end = end
+        self._slot = slot
+        self._tell = tell
+        self._ends = only(
+            run,
+            lambda r: r.key.site == end and r.key.port == "output" and r.key.slot == slot,
+        )
+        self._known: dict[tuple[tuple[str, ...], tuple[str, ...]], float] = {}
+        self.tries: list[Try] = []
+
+    def error(self, sites: Sequence[str], upto: str, inputs: tuple[str, ...] = ()) -> float:
+        """The error of the end with these modules' outputs replaced, and the inputs of others."""
+        replaced = tuple(sorted(set(sites)))
+        key = (replaced, inputs)
+        if key not in self._known:
+            self._known[key] = self._run(replaced, inputs)
+            what = f"the input of {upto}" if inputs else upto
+            self.tries.append(Try(what, len(replaced), self._known[key]))
+            if self._tell is not None:
+                self._tell(self.tries[-1])
+        return self._known[key]
+
+    def found(
+        self,
+        verdict: str,
+        site: str,
+        own_code: bool,
+        baseline: float,
+        before: float,
+        after: float,
+        path: tuple[str, ...],
+    ) -> Bisection:
+        return Bisection(
+            verdict,
+            site if verdict == "found" else "",
+            own_code and verdict == "found",
+            self._metric,
+            self._slot,
+            baseline,
+            before,
+            after,
+            path,
+            tuple(self.tries),
+        )
+
+    def _run(self, sites: tuple[str, ...], inputs: tuple[str, ...]) -> float:
+        with tempfile.TemporaryDirectory(prefix="driftline-bisect-") as folder:
+            place = Path(folder) / "run"
+            plan = CapturePlan(
+                output=str(place),
+                selection=Selection(ports=("output",), sites=(_literal(self._end),)),
+                command=tuple(self._argv),
+                experiment={
+                    "kind": "substitute",
+                    "run": str(self._reference.absolute()),
+                    "sites": list(sites),
+                    "inputs": list(inputs),
+                },
+            )
+            self._require(run_with(self._argv, plan, aside=True), sites)
+            if not (place / "run.json").is_file():
+                raise BadInput(
+                    f"the program called no module '{self._end}'",
+                    hint="name the module whose output counts: --output-site",
+                )
+            return self._measured(open_run(place))
+
+    def _require(self, ended: Ended, sites: tuple[str, ...]) -> None:
+        if ended.status:
+            raise BadInput(
+                f"the candidate program ended with status {ended.status}",
+                hint="its own messages above say why",
+            )
+        called = [report for report in ended.reports if report.get("called")]
+        if not called:
+            raise BadInput(f"nothing can be searched: {ended.why_not or 'no module was called'}")
+        if sites and not any(report["replaced"] for report in called):
+            trouble = [text for report in called for text in report["trouble"].values()]
+            why = trouble[0] if trouble else "it calls none of the reference's modules"
+            raise BadInput(f"nothing of the reference fits into the program: {why}")
+
+    def _measured(self, run: Run) -> float:
+        theirs = only(run, lambda r: r.key.slot == self._slot and r.key.site == self._end)
+        table = measure(
+            align_runs(self._ends, theirs, AlignOptions()),
+            self._ends,
+            theirs,
+            metrics=self._metrics,
+        )
+        values = [row.metrics.get(self._metric) for row in table.rows]
+        found = [float(value) for value in values if value is not None]
+        if not found:
+            raise BadInput(
+                f"the end results cannot be compared by {self._metric}",
+                hint="are they of one shape in both programs?",
+            )
+        if self._metric in HIGHER_IS_BETTER:
+            return max(1.0 - value for value in found)
+        return max(found)
+
+
+def _end_of(run: Run, site: str, slot: str) -> str:
+    """The slot of the end result, checked to be there."""
+    records = [r for r in run.records if r.key.site == site and r.key.port == "output"]
+    if not records:
+        raise BadInput(
+            f"run '{run.name}' has no output of '{site}'",
+            hint=did_you_mean(site, {r.key.site for r in run.records})
+            or "dump the reference with its outputs",
+        )
+    whole = [r for r in records if r.kept == "full" and not run.lost(r)]
+    if not whole:
+        raise BadInput(
+            f"run '{run.name}' holds only the {records[0].kept} of its tensors",
+            hint="bisect needs a reference dumped with --keep full",
+        )
+    if slot:
+        if not any(r.key.slot == slot for r in whole):
+            raise BadInput(
+                f"'{site}' has no output '{slot}'",
+                hint=did_you_mean(slot, {r.key.slot for r in whole}),
+            )
+        return slot
+    return next((r.key.slot for r in whole if "float" in r.dtype), whole[0].key.slot)
+
+
+def _literal(site: str) -> str:
+    """A glob that matches this name only."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in site)

@@ -1,0 +1,479 @@
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
+"""Rows that a module's own code hands to a part in another order than the captured run did.
+
+Code that sorts tokens by their expert may put those of one expert in any order, and does so
+otherwise on another device. A part that works on each row by itself is then answered in the order
+of the code that is repeated. Only rows that are the captured ones to within rounding are taken for
+them: what is wrong stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from driftline.captures.torch import layers
+from driftline.captures.torch.layers import unwrapped
+from driftline.diagnosis.experiments.live.captured_calls import (
+    Candidate,
+    NotReplayed,
+    Open,
+    Part,
+    Slots,
+    is_pure,
+    is_table,
+    is_the_programs_own,
+)
+from driftline.diagnosis.experiments.live.number_formats import Given, Recast
+from driftline.diagnosis.experiments.live.repeat import Script, copied, itself, repeat
+from driftline.diagnosis.experiments.live.results import (
+    About,
+    Handed,
+    Native,
+    Noise,
+    Results,
+    is_a_plain_product,
+    some_rows,
+)
+from driftline.runs.records import Record, TensorKey
+
+_ROUNDS = 12
+_UNITS = 32.0
+"""Units of roundoff that two rows may be apart, by their size; other rows are as far as they are
+large."""
+
+
+def works_by_row(module: nn.Module) -> bool:
+    """Whether a part is a function of each row: it has no weights and no parts."""
+    return not (module._modules or module._parameters or module._buffers)
+
+
+def order_of(made: torch.Tensor, captured: torch.Tensor) -> torch.Tensor | None:
+    """Which row of what was made is each captured row; None where they come in the same order.
+
+    >>> rows = torch.eye(4) + 1
+    >>> order_of(rows[[0, 3, 1, 2]], rows)
+    tensor([0, 2, 3, 1])
+    >>> order_of(rows + 1, rows) is None
+    True
+    """
+    if made.dim() != 2 or made.shape != captured.shape or not made.numel():
+        return None
+    coarse = max((made.dtype, captured.dtype), key=lambda dtype: torch.finfo(dtype).eps)
+    most = _UNITS * torch.finfo(coarse).eps / 2.0
+    if bool(_alike(some_rows(made).float(), some_rows(captured).float(), most).all()):
+        return None
+    ours, theirs = made.detach().float(), captured.float()
+    there = torch.arange(len(ours), device=ours.device)
+    apart = ~_alike(ours, theirs, most)
+    order, left, free = there.clone(), there[apart], there[apart]
+    chance = torch.Generator().manual_seed(0)
+    for _ in range(_ROUNDS):
+        along = torch.randn(ours.shape[1], generator=chance).to(ours.device)
+        left = left[torch.argsort(theirs[left] @ along, stable=True)]
+        free = free[torch.argsort(ours[free] @ along, stable=True)]
+        same = _alike(ours[free], theirs[left], most)
+        order[left[same]] = free[same]
+        left, free = left[~same], free[~same]
+        if not len(left):
+            break
+    if bool((order == there).all()):
+        return None
+    # What fits nowhere stays in place where it can, so that an error is seen where it is.
+    stay = torch.isin(left, free)
+    order[left[stay]] = left[stay]
+    order[left[~stay]] = free[~torch.isin(free, left)]
+    return order
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor, most: float) -> torch.Tensor:
+    return (one - other).norm(dim=1) <= most * other.norm(dim=1)
+
+
+def reordered(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Its rows in another order; itself where it has not as many."""
+    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor
+    return rows[order].reshape(tensor.shape) if len(rows) == len(order) else tensor
+
+
+# The calls a module makes of others, when it is repeated: answered or carried out.
+
+
+Answer = Callable[[Any, Any], Any]
+Hand = Callable[[Record, torch.Tensor], None]
+
+
+class Parts:
+    """Decides which modules run when a call is repeated.
+
+    Args:
+        recast: Knows what the captured run's parts gave.
+        is_called: Whether the captured run calls a module anywhere. The weights of others (an
+            attention's output projection) may be used without a call.
+    """
+
+    def __init__(self, recast: Recast, is_called: Callable[[nn.Module], bool]) -> None:
+        self._recast = recast
+        self._is_called = is_called
+        self._orders: dict[TensorKey, torch.Tensor] = {}
+
+    def own(self, opened: Open, way: str) -> Script:
+        """What answers the calls of parts with what they themselves gave."""
+        parts: dict[int, list[Answer | None]] = {}
+        for held in opened.parts or () if way == "own code" else ():
+            parts.setdefault(id(held.module), []).append(
+                lambda args, kwargs, held=held: copied(held.value, itself)
+            )
+        return Script(opened.frame.module, parts)
+
+    def captured(self, opened: Open, way: str, given: Given, hand: Hand, *, exact: bool) -> Script:
+        """What answers the calls of parts with what those of the captured run gave.
+
+        Args:
+            opened: The call that is repeated.
+            way: How.
+            given: What has been put in so far; what comes out of the parts is added.
+            hand: Called with what the code of the module hands to a part and made itself: the
+                captured record and the tensor. A wrong attention shows in what its output
+                projection is given, and nowhere else.
+            exact: In wide arithmetic.
+        """
+        # Rows come as the captured run's own format has put them: wide arithmetic, which follows,
+        # must not find another place for one that fits nowhere. Both would be far apart then.
+        before = self._orders if exact else {}
+        self._orders = {}
+        parts: dict[int, list[Answer | None]] = {}
+        for held in opened.parts or () if way == "own code" else ():
+            answer = None
+            if self._recast.can_answer(held.candidate, held.slots):
+                answer = self._answer(held, given, hand, before, exact=exact)
+            parts.setdefault(id(held.module), []).append(answer)
+        return Script(opened.frame.module, parts)
+
+    def _answer(
+        self,
+        held: Part,
+        given: Given,
+        hand: Hand,
+        before: Mapping[TensorKey, torch.Tensor],
+        *,
+        exact: bool,
+    ) -> Answer:
+        call = held.candidate
+        assert call is not None
+        value = self._recast.answer(call, held.slots, held.value, given, exact=exact)
+        binding = layers.binding_of(unwrapped(held.module).forward)
+
+        by_row = works_by_row(held.module)
+
+        def answer(args: Any, kwargs: Any) -> Any:
+            order = None
+            for slot, alias, tensor in layers.inputs(binding, args, kwargs, layers.NO_CACHE):
+                record = call.inputs.get(slot) or (call.inputs.get(alias) if alias else None)
+                if (
+                    record is not None
+                    and tensor.is_floating_point()
+                    and tuple(tensor.shape) == record.shape
+                    and not given.has(tensor)
+                ):
+                    if by_row and order is None:
+                        order = before.get(record.key)
+                        if order is None:
+                            order = order_of(tensor, self._recast.captured(record, tensor))
+                        if order is not None and not exact:
+                            self._orders[record.key] = order
+                    hand(record, tensor if order is None else reordered(tensor, order))
+            made = value()
+            if order is None:
+                return made
+            back = torch.argsort(order)
+            return copied(made, lambda tensor: reordered(tensor, back))
+
+        return answer
+
+    def real(self, opened: Open, way: str, *, own: bool) -> dict[str, nn.Module]:
+        """The modules that really run when a call is repeated this way, by path."""
+        module = opened.frame.module
+        if way != "own code":
+            return dict(module.named_modules(remove_duplicate=False))
+        called = {id(held.module) for held in opened.parts or ()}
+        running = {
+            id(held.module)
+            for held in opened.parts or ()
+            if not own and not self._recast.can_answer(held.candidate, held.slots)
+        }
+        answered = called - running
+        found: dict[str, nn.Module] = {}
+        waiting = [("", module)]
+        while waiting:
+            path, each = waiting.pop()
+            found[path] = each
+            waiting += [
+                (f"{path}.{name}" if path else name, child)
+                for name, child in each._modules.items()
+                if child is not None
+                and id(child) not in answered
+                and (id(child) in called or not self._is_called(child))
+            ]
+        return found
+
+
+# Apply a module of the program to captured inputs, in both number formats, and keep the
+# results.
+
+
+class Again(NamedTuple):
+    """A call that is applied again.
+
+    Attributes:
+        opened: The program's call.
+        way: leaf, own code or whole.
+        part: Which part of a cache is its own.
+        live: What the program's call gave, of what the captured run has, too.
+        good: Slots that come out again from the program's own inputs.
+        cast: Weights in the captured run's format, kept from one repetition to the next.
+    """
+
+    opened: Open
+    way: str
+    part: int
+    live: Slots
+    good: set[str]
+    cast: dict[int, torch.Tensor]
+
+    @property
+    def outputs(self) -> dict[str, Record]:
+        assert self.opened.candidate is not None
+        return self.opened.candidate.outputs
+
+
+class Kept(NamedTuple):
+    """What came of one.
+
+    Attributes:
+        left_out: Slots of which nothing is known.
+        is_its_own: Whether it gave the captured results to the bit.
+        near: Digests of captured results that are as good as what it gave, and how far the two
+            are apart in units of noise.
+    """
+
+    left_out: list[str]
+    is_its_own: bool
+    near: dict[str, float]
+
+
+class Applying:
+    """Applies calls again, one at a time.
+
+    Args:
+        candidate: The captured run.
+        recast: Decides formats.
+        parts: Answers the calls that modules make of others.
+        results: Takes what they give.
+        noise: Takes how far the captured run's format is from exact.
+        require_room: Raises where as many bytes cannot be held besides.
+        one_format: Wide arithmetic alone: it is the captured run's, or the only one wanted.
+    """
+
+    def __init__(
+        self,
+        candidate: Candidate,
+        recast: Recast,
+        parts: Parts,
+        results: Results,
+        noise: Noise,
+        require_room: Callable[[int], None],
+        *,
+        one_format: bool,
+    ) -> None:
+        self._candidate = candidate
+        self._recast = recast
+        self._parts = parts
+        self._results = results
+        self._noise = noise
+        self._require_room = require_room
+        self._one_format = one_format
+
+    def __call__(self, again: Again, check: Callable[[], None]) -> Kept:
+        """Apply a call again and keep what says something.
+
+        Args:
+            again: The call.
+            check: Called after the first repetition; raises if it does not count.
+
+        Raises:
+            NotReplayed: It gives nothing that the captured run has.
+        """
+        self._recast.begin()
+        near: dict[str, float] = {}
+        if self._one_format:
+            there, own, near = self._in_one_format(again, check)
+        elif is_a_plain_product(again.opened, again.way):
+            there, own, near = self._as_a_product(again, check)
+        else:
+            there, own, near = self._in_both_formats(again, check)
+        return Kept([slot for slot, _, _ in again.live if slot not in there], own, near)
+
+    def _in_one_format(
+        self, again: Again, check: Callable[[], None]
+    ) -> tuple[set[str], bool, dict[str, float]]:
+        opened, results, outputs = again.opened, self._results, again.outputs
+        handed = Handed(results, self._require_room, narrow=False)
+        if again.way == "leaf" and is_the_programs_own(opened, self._candidate):
+            made = {slot: tensor for slot, _, tensor in again.live}
+        else:
+            made = self._apply(again, handed, exact=True)
+        check()
+        there, same = self._told(again, made)
+        own = handed.is_its_own and there == same
+        all_: list[tuple[str, About, Native]] = [
+            (f"{key.site}/input/{key.slot}", (record, record.class_name, record.alias), tensor)
+            for key, (record, tensor) in handed.found.items()
+        ]
+        all_ += [
+            (slot, (outputs[slot], opened.frame.class_name, alias), made[slot])
+            for slot, alias, _ in again.live
+            if slot in there
+        ]
+        near = None if own else self._wide_nearness(again, all_, same)
+        for slot, about, tensor in all_:
+            if tensor is None or own or (near is not None and slot in same):
+                if slot in there:
+                    self._noise.nothing(opened.site, slot)
+                results.mention_exact(*about, own=True)
+            elif near is not None:
+                results.measure(opened.site, slot, about[0], tensor, self._noise)
+                results.mention_exact(*about, own=False)
+            else:
+                results.put_exact(*about, tensor)
+        return there, own, near or {}
+
+    def _wide_nearness(
+        self, again: Again, all_: list[tuple[str, About, Native]], same: set[str]
+    ) -> dict[str, float] | None:
+        """How far each result is from the captured one that is not the same; None if one is far.
+
+        Only of what may be near in 16 bits, too: linear layers and the own code of others.
+        """
+        if again.way == "leaf" and not is_a_plain_product(again.opened, again.way):
+            return None
+        near: dict[str, float] = {}
+        for slot, (record, _, _), tensor in all_:
+            if tensor is None or slot in same:
+                continue
+            apart = self._results.wide_nearness(record, tensor)
+            if apart is None:
+                return None
+            near[record.digest] = apart
+        return near
+
+    def _as_a_product(
+        self, again: Again, check: Callable[[], None]
+    ) -> tuple[set[str], bool, dict[str, float]]:
+        """A linear layer: wide arithmetic on some rows says how large the noise is.
+
+        Only where the captured product is neither the trusted one to the bit nor as good as that
+        is all of it computed once more.
+        """
+        opened, results, module = again.opened, self._results, again.opened.frame.module
+        nothing = Handed(results, self._require_room, narrow=True)
+        native = self._apply(again, nothing, exact=False)
+        check()
+        there, same = self._told(again, native)
+        own = there == same
+        weights = self._recast.weights({"": module}, exact=False, cast=again.cast)
+        with self._recast.arithmetic(module, exact=True):
+            some = results.some_of_a_product(opened, weights)
+        ((slot, record),) = again.outputs.items()
+        apart = None if own else results.nearness(record, native[slot], some)
+        about = record, opened.frame.class_name, again.live[0][1]
+        if own or apart is not None:
+            self._noise.add(opened.site, slot, some.exact, some.captured)
+            results.mention_exact(*about, own=False)
+            results.mention_native(*about, own=own)
+            return there, own, {} if apart is None else {record.digest: apart}
+        results.put_exact(*about, self._apply(again, nothing, exact=True)[slot])
+        results.put_native(*about, native[slot])
+        return there, own, {}
+
+    def _in_both_formats(
+        self, again: Again, check: Callable[[], None]
+    ) -> tuple[set[str], bool, dict[str, float]]:
+        opened, outputs = again.opened, again.outputs
+        first = Handed(self._results, self._require_room, narrow=True)
+        native = self._apply(again, first, exact=False)
+        check()
+        there, same = self._told(again, native)
+        near: dict[str, float] = {}
+
+        def settle(slot: str, about: About, tensor: torch.Tensor, other: Native) -> None:
+            apart = self._results.settle(
+                *(opened.site, slot, about, tensor, other, self._noise),
+                may_be_near=again.way != "leaf",
+            )
+            if apart is not None:
+                near[about[0].digest] = apart
+
+        def hand(record: Record, tensor: torch.Tensor) -> None:
+            found = first.found.get(record.key)
+            about = record, record.class_name, record.alias
+            if found is not None:
+                slot = f"{record.key.site}/input/{record.key.slot}"
+                settle(slot, about, tensor, found[1])
+
+        exact = self._apply(again, hand, exact=True)
+        there = {slot for slot in there if slot in exact}
+        _require(there)
+        for slot, alias, _ in again.live:
+            if slot in there:
+                about = outputs[slot], opened.frame.class_name, alias
+                settle(slot, about, exact[slot], None if slot in same else native[slot])
+        return there, first.is_its_own and there <= same, near
+
+    def _told(self, again: Again, made: dict[str, torch.Tensor]) -> tuple[set[str], set[str]]:
+        """The slots that can be set against the captured ones, and those that are the captured."""
+        there = {slot for slot in again.good if slot in made}
+        _require(there)
+        return there, {s for s in there if self._results.is_its_own(again.outputs[s], made[s])}
+
+    def _apply(self, again: Again, hand: Hand, *, exact: bool) -> dict[str, torch.Tensor]:
+        """The module on the captured inputs; slot to tensor."""
+        opened, module = again.opened, again.opened.frame.module
+        source = opened.held or (opened.args, opened.kwargs)
+        given = Given()
+        give = self._recast.inputs(
+            *(opened.candidate, opened.inputs, opened.site, given),
+            exact=exact,
+            own=not is_pure(module),
+        )
+        args, kwargs = copied(source, give)
+        if is_table(module):  # which may be huge, to look up a few rows
+            rows = repeat(Script(module), module, {"": module}, {}, args, kwargs)
+            return {"0": self._recast.looked_up(module, rows, exact=exact)}
+        real = self._parts.real(opened, again.way, own=False)
+        with self._recast.arithmetic(module, exact=exact):
+            result = repeat(
+                self._parts.captured(opened, again.way, given, hand, exact=exact),
+                module,
+                real,
+                self._recast.weights(real, exact=exact, cast=again.cast),
+                args,
+                kwargs,
+            )
+        # What comes out as it went in is the program's own: a cache that the parts have filled.
+        foreign = {tensor.data_ptr() for tensor in given.strangers if tensor.numel()}
+        return {
+            slot: tensor
+            for slot, _, tensor in layers.outputs(result, again.part)
+            if tensor.data_ptr() not in foreign
+        }
+
+
+def _require(there: set[str]) -> None:
+    if not there:
+        raise NotReplayed("on the candidate's inputs it gives nothing that the candidate gave")

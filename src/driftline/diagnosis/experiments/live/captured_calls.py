@@ -1,0 +1,340 @@
+# pyright: reportUnknownMemberType=false
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+"""The calls that another run holds, as tensors a live module can be given.
+
+Values are read when they are asked for, each into memory of its own: a module may work on its
+inputs in place. Knows nothing of what is done with them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from driftline.captures.torch.layers import is_compiled
+from driftline.diagnosis.experiments.live.repeat import same_bits
+from driftline.graphs.module_tree import ModuleTree
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.records import Record
+from driftline.runs.run import Memory, Run
+
+if TYPE_CHECKING:
+    from driftline.captures.torch.session import Frame
+
+
+Call = tuple[str, int, int]
+"""Site, step and visit."""
+
+
+class CandidateCall:
+    """What one call of a site took and gave.
+
+    Attributes:
+        inputs: Slot to record, as they were before the call.
+        outputs: Slot to record.
+    """
+
+    __slots__ = ("inputs", "outputs")
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, Record] = {}
+        self.outputs: dict[str, Record] = {}
+
+
+class Candidate:
+    """All module calls of one process of a run.
+
+    Args:
+        run: Its inputs were taken before the calls, in full.
+        rank: Whose calls.
+        process: The same.
+    """
+
+    def __init__(self, run: Run, rank: int = 0, process: int = 0) -> None:
+        self.run = run
+        self.calls: dict[Call, CandidateCall] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.classes: dict[str, str] = {}
+        for record in run.records:
+            key = record.key
+            if (key.rank, key.process, key.phase) != (rank, process, "forward"):
+                continue
+            if "/" in key.site or key.port not in ("input", "output"):
+                continue
+            call = self.calls.setdefault((key.site, key.step, key.visit), CandidateCall())
+            if key.port == "output":
+                call.outputs[key.slot] = record
+                self.classes.setdefault(key.site, record.class_name)
+                dtype = torch_dtype(record.dtype)
+                if dtype is not None and dtype.is_floating_point:
+                    self.dtypes.setdefault(key.site, dtype)
+            elif key.moment == "before":
+                call.inputs[key.slot] = record
+        self.parameters = _parameters(run.topology(rank, process))
+        self.autocast = self._autocast()
+
+    @functools.cached_property
+    def wide(self) -> bool:
+        """Whether it computed in 32 bits or more throughout: its format costs nothing then."""
+        if self.autocast is not None:
+            return False
+        held = {torch_dtype(d) for each in self.parameters.values() for d, _ in each.values()}
+        found = {*self.dtypes.values(), *held}
+        return not any(d is not None and d.is_floating_point and d.itemsize < 4 for d in found)
+
+    @property
+    def sites(self) -> Iterable[str]:
+        """Every site that was called, in execution order."""
+        return dict.fromkeys(site for site, _, _ in self.calls)
+
+    @property
+    def places(self) -> Iterable[str]:
+        """Those, and the modules of its tree that were not called, or not captured."""
+        return dict.fromkeys([*self.sites, *self.parameters])
+
+    def dtype_of(self, site: str, name: str) -> torch.dtype | None:
+        """The element type of a weight or buffer there; what the site gives where that is unknown.
+
+        Weights in formats that are more than a cast (8 bits and less) count as unknown.
+        """
+        found = self.parameters.get(site, {}).get(name)
+        dtype = None if found is None else torch_dtype(found[0])
+        if dtype is not None and dtype.itemsize < 2 and dtype is not torch.bool:
+            dtype = None
+        return dtype or self.dtypes.get(site)
+
+    def tensor(
+        self,
+        record: Record,
+        device: torch.device | str = "cpu",
+        wide: torch.dtype | None = None,
+        *,
+        own: bool = True,
+    ) -> torch.Tensor:
+        """A captured tensor in memory of its own; floats as `wide` where that is given.
+
+        Without `own` it may be the run's memory itself, which nobody may write into.
+
+        Raises:
+            DriftlineError: Its values were not kept, or are lost.
+        """
+        return tensor_of(self.run, record, device, wide, own=own)
+
+    def _autocast(self) -> torch.dtype | None:
+        """The format of a run under autocast: 16 bits come out of linear maps of 32-bit weights."""
+        for site, dtype in self.dtypes.items():
+            held = self.parameters.get(site, {}).get("weight")
+            if (
+                held is not None
+                and held[0] == "float32"
+                and dtype in (torch.bfloat16, torch.float16)
+                and self.classes.get(site) in ("Linear", "Conv1D", "Conv2d")
+            ):
+                return dtype
+        return None
+
+
+def tensor_of(
+    run: Run,
+    record: Record,
+    device: torch.device | str = "cpu",
+    wide: torch.dtype | None = None,
+    *,
+    own: bool = True,
+) -> torch.Tensor:
+    """A captured tensor of any run, in memory of its own or, without `own`, only to be read."""
+    dtype = torch_dtype(record.dtype)
+    if dtype is None:
+        raise ValueError(f"{record.key} has {record.dtype} elements, which torch has not")
+    memory = run.memory(record) if record.kept == "full" else None
+    if memory is None:
+        raw = run.raw(record)
+        memory, own = Memory(raw.ctypes.data, raw.nbytes, raw), True
+    if not memory.length:
+        return torch.empty(record.shape, dtype=dtype, device=device)
+    # Through its address: torch warns of arrays that are read-only, and this one is copied.
+    window = (ctypes.c_uint8 * memory.length).from_address(memory.address)
+    if not own:
+        vars(window)["owner"] = memory.owner  # the tensor holds the window, and that the memory
+    flat = torch.frombuffer(window, dtype=dtype).reshape(record.shape)
+    value = flat.to(device, wide if wide is not None and dtype.is_floating_point else dtype)
+    return value.clone() if own and value.data_ptr() == flat.data_ptr() else value
+
+
+@functools.cache
+def torch_dtype(name: str) -> torch.dtype | None:
+    """torch's type for one of ours; None where it has none, or packs it otherwise."""
+    known = DTYPES.get(name)
+    if known is None or known.bits < 8:
+        return None
+    found = getattr(torch, name, None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _parameters(
+    tree: Mapping[str, Any] | None,
+) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
+    """Site → name → (dtype, shape) of the weights and buffers a module holds itself."""
+    if tree is None:
+        return {}
+    return {
+        node.site: {p.name: (p.dtype, p.shape) for p in node.parameters}
+        for node in ModuleTree.from_json(tree).walk()
+        if not node.shared
+    }
+
+
+# Calls that a replay has to do with: one under way, those it made, and what makes two alike.
+
+
+Slots = list[tuple[str, str, torch.Tensor]]
+_RANDOM = ("Dropout", "RReLU", "FractionalMaxPool")
+
+
+class NotReplayed(Exception):
+    """Why a call cannot be replayed; the replay's own, nobody else sees it."""
+
+
+class NotReproduced(NotReplayed):
+    """It was applied to its own inputs again, and did not give its own output."""
+
+
+class Part:
+    """A call that a module made of another one, and what it gave."""
+
+    __slots__ = ("candidate", "module", "slots", "value")
+
+    def __init__(
+        self, module: nn.Module, value: Any, slots: Slots, candidate: CandidateCall | None
+    ) -> None:
+        self.module = module
+        self.value = value
+        self.slots = slots
+        self.candidate = candidate
+
+
+class Open:
+    """A call under way.
+
+    Attributes:
+        held: Its arguments as they were before it, in memory of their own; None if not needed.
+        parts: The calls it made; None when nobody wants them.
+        reason: Why it cannot be replayed, found out before it ran.
+        proven: How a call like it was repeated to the bit; empty if that is still to be shown.
+    """
+
+    __slots__ = (
+        "args",
+        "candidate",
+        "frame",
+        "held",
+        "inputs",
+        "kwargs",
+        "parts",
+        "proven",
+        "reason",
+        "site",
+    )
+
+    def __init__(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.frame = frame
+        self.args = args
+        self.kwargs = kwargs
+        self.site = ""
+        self.candidate: CandidateCall | None = None
+        self.held: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.inputs: Slots = []
+        self.parts: list[Part] | None = None
+        self.reason = ""
+        self.proven = ""
+
+
+def bytes_of(slots: Slots) -> int:
+    return sum(tensor.numel() * tensor.element_size() for _, _, tensor in slots)
+
+
+def in_bytes(size: int) -> str:
+    """A limit in words; small ones are not called zero."""
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size} bytes"
+
+
+def is_pure(module: nn.Module) -> bool:
+    """One of torch's own layers that computes from its inputs and weights alone."""
+    kind = type(module)
+    return (
+        kind.__module__.startswith("torch.nn.modules.")
+        and not module._modules
+        and "forward" not in module.__dict__
+        and not getattr(module, "inplace", False)
+        and not (module.training and (kind.__name__.startswith(_RANDOM) or module._buffers))
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+    )
+
+
+def is_table(module: nn.Module) -> bool:
+    """An embedding that only looks up: rounding its rows is rounding what comes out."""
+    return type(module) is nn.Embedding and module.max_norm is None and is_pure(module)
+
+
+def is_the_programs_own(opened: Open, candidate: Candidate) -> bool:
+    """Whether the captured call was this very one: the same inputs in the same wide format."""
+    call, module, inputs = opened.candidate, opened.frame.module, opened.inputs
+    if call is None or any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+        return False
+    if {slot for slot, _, _ in inputs} != set(call.inputs):
+        return False
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return all(
+        t is None or not t.is_floating_point() or t.dtype is torch.float32 for t in tensors
+    ) and all(
+        same_bits(tensor, candidate.tensor(call.inputs[slot], tensor.device, own=False))
+        for slot, _, tensor in inputs
+    )
+
+
+def why_never(module: nn.Module) -> str:
+    """Why a module is never applied again; empty if it may be."""
+    if is_compiled(module):
+        return "it is compiled; run the program with TORCHDYNAMO_DISABLE=1"
+    held = (*module._parameters.values(), *module._buffers.values())
+    if any(type(tensor).__name__ == "DTensor" for tensor in held):
+        return "its weights are sharded over ranks"
+    return ""
+
+
+def likeness(opened: Open) -> Any:
+    """Calls that agree in this run the same code: proven for one, it holds for the others.
+
+    Among torch's own layers on a CPU shapes do not matter: no kernel there depends on the order in
+    which threads arrive, whatever it chooses by shape. On other devices some do.
+    """
+    module = opened.frame.module
+    weights = [p for p in module._parameters.values() if p is not None]
+    if is_pure(module) and all(t.is_cpu for t in (*weights, *(t for _, _, t in opened.inputs))):
+        kind = (type(module), module.training, len(weights))
+        return *kind, tuple((slot, t.dtype) for slot, _, t in opened.inputs)
+    return (
+        type(module),
+        getattr(module.forward, "__func__", module.forward),
+        module.training,
+        module.extra_repr(),
+        tuple((name, type(child)) for name, child in module._modules.items()),
+        tuple(sorted(name for name, value in opened.kwargs.items() if value is None)),
+        tuple((tuple(p.shape), p.dtype, p.device) for p in weights),
+        tuple((slot, tuple(t.shape), t.stride(), t.dtype) for slot, _, t in opened.inputs),
+        bool(module._forward_hooks or module._forward_pre_hooks),
+        torch.get_num_threads(),
+    )
+
+
+def in_short(problem: Exception) -> str:
+    """An exception in one line that is not too long."""
+    lines = str(problem).strip().splitlines()
+    return f"{type(problem).__name__}: {lines[0][:200]}" if lines else type(problem).__name__

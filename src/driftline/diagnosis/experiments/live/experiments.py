@@ -1,0 +1,507 @@
+# pyright: reportUnknownMemberType=false
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+"""Inside a program: a model that was called on a batch is called again on one sequence of it, or on
+the batch in another order. The program gets its own result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from driftline.alignment.rules.names import link_names
+from driftline.captures.selection import Selection
+from driftline.captures.torch import layers
+from driftline.captures.torch.layers import cache_part, unwrapped
+from driftline.captures.torch.session import CaptureSession
+from driftline.diagnosis.experiments.folders import EXACT, NATIVE
+from driftline.diagnosis.experiments.live.captured_calls import Candidate
+from driftline.diagnosis.experiments.live.repeat import copied, dithered, rounded_once, undrawn
+from driftline.errors import DriftlineError
+from driftline.formats.registry import open_run
+from driftline.runs.sinks import Late
+from driftline.runs.writer import RunWriter
+
+if TYPE_CHECKING:
+    from driftline.captures.torch.session import CaptureSession, Frame
+    from driftline.diagnosis.experiments.live.replay import Replayer
+
+
+class LiveBatch:
+    """Repeats calls of a model with its batch changed, each captured into a run of its own.
+
+    Args:
+        options: `how`: alone or reversed; `output`: folder of that run.
+        session: Captures the program's own calls.
+        rank: Says rank and world size.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        session: CaptureSession,
+        rank: Callable[[], tuple[int, int]],
+    ) -> None:
+        self._how = str(options["how"])
+        self._output = Path(options["output"])
+        self._session = session
+        self._rank = rank
+        self._second: CaptureSession | None = None
+        self._batch = 0
+        self._problem = ""
+        self._calls = 0
+        session.stand_in = self._call
+
+    def _call(
+        self, frame: Frame, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if len(self._session.frames()) > 1 or not frame.place.is_root or frame.recompute:
+            return call(frame.module, *args, **kwargs)
+        again: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        try:
+            if self._session.selection.takes_step(frame.step) and not self._problem:
+                again = self._changed(args, kwargs)
+        except Exception as problem:
+            self._problem = f"{type(problem).__name__}: {problem}"
+        result = call(frame.module, *args, **kwargs)
+        if again is not None:
+            try:
+                self._repeat(frame, *again)
+            except Exception as problem:  # told at the end; the program goes on
+                self._problem = f"{type(problem).__name__}: {problem}"
+        return result
+
+    def _changed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments for one sequence, or in another order; None where there is no batch."""
+        size = next((t.shape[0] for t in _tensors((args, kwargs)) if t.dim() > 1), 0)
+        if size < 2:
+            return None
+        self._batch = size
+
+        def give(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() < 2 or tensor.shape[0] != size:
+                return tensor.detach().clone()
+            return (tensor[:1] if self._how == "alone" else tensor.flip(0)).detach().clone()
+
+        return copied((args, kwargs), give)
+
+    def _repeat(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._second is None:
+            rank, world_size = self._rank()
+            sink = RunWriter(self._output, rank=rank, world_size=world_size, seal_at_exit=False)
+            self._second = CaptureSession(
+                sink, self._session.selection, self._session.reduction, model=frame.module
+            )
+        self._session.running = False
+        self._second.start()
+        try:
+            with undrawn(), torch.no_grad():
+                frame.module(*args, **kwargs)
+            self._calls += 1
+        finally:
+            self._second.running = False
+            from driftline.captures.torch import module_calls
+
+            module_calls.unwatch(self._second)
+            self._session.running = True
+
+    def finish(self) -> Mapping[str, Any]:
+        """How large the batch was, and what went wrong."""
+        if self._second is not None and self._second.sink is not None:
+            self._second.sink.close()
+        return {
+            "called": bool(self._session.execution_order),
+            "batch": self._batch,
+            "calls": self._calls,
+            "problem": self._problem,
+        }
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    copied(value, keep)
+    return iter(found)
+
+
+# Inside the reference program: its modules are also applied to what the candidate's were given.
+
+
+class LiveReplay:
+    """Opens the candidate run at the first call, when the rank is known, and replays from then on.
+
+    Args:
+        options: What `experiments.replay` wrote into the plan.
+        session: Names the calls.
+        rank: Says rank and world size.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        session: CaptureSession,
+        rank: Callable[[], tuple[int, int]],
+    ) -> None:
+        self._options = options
+        self._session = session
+        self._rank = rank
+        self._replayer: Replayer | None = None
+        self._sinks: tuple[Late, ...] = ()
+        self._problem = ""
+        session.stand_in = self._call
+
+    def _call(
+        self, frame: Frame, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._replayer is None and not self._problem:
+            try:
+                self._replayer = self._opened()
+            except Exception as problem:  # told at the end; the program goes on
+                self._problem = f"{type(problem).__name__}: {problem}"
+        if self._replayer is None:
+            return call(frame.module, *args, **kwargs)
+        return self._replayer(frame, call, args, kwargs)
+
+    def _opened(self) -> Replayer:
+        from driftline.diagnosis.experiments.live.captured_calls import Candidate
+        from driftline.diagnosis.experiments.live.replay import Replayer
+
+        options = self._options
+        rank, _ = self._rank()
+        run = open_run(Path(options["candidate"]))
+        self._sinks = tuple(Late(lambda name=name: self._writer(name)) for name in (EXACT, NATIVE))
+        return Replayer(
+            self._session,
+            Candidate(run, rank),
+            matching(options.get("links", {})),
+            *self._sinks,
+            selection=Selection.from_json(options["selection"]),
+            most_held=int(options["most_held"]),
+            partial=bool(options["partial"]),
+            check_each=bool(options["check_each"]),
+            keep_all=bool(options["keep_all"]),
+        )
+
+    def _writer(self, name: str) -> RunWriter:
+        rank, world_size = self._rank()
+        writer = RunWriter(
+            Path(self._options["output"]) / name,
+            rank=rank,
+            world_size=world_size,
+            command=self._options["command"],
+            seal_at_exit=False,
+        )
+        writer.describe(replay=name, candidate=str(self._options["candidate"]))
+        return writer
+
+    def finish(self) -> Mapping[str, Any]:
+        """Seal both runs; what became of each site."""
+        for sink in self._sinks:
+            if sink.tensors_written:
+                from driftline.captures.torch.layers import module_tree
+
+                tree = module_tree(self._session.names, self._session.execution_order)
+                sink.topology(tree.to_json())
+            sink.close()
+        if self._replayer is None:
+            return {"problem": self._problem, "called": bool(self._session.execution_order)}
+        return {"rank": self._rank()[0], "called": True, **self._replayer.report.to_json()}
+
+
+def matching(
+    links: Mapping[str, str],
+) -> Callable[[Iterable[str], Iterable[str]], Mapping[str, str]]:
+    """Equal names first, then what was said, then names that are alike."""
+
+    def match(ours: Iterable[str], theirs: Iterable[str]) -> Mapping[str, str]:
+        there = dict.fromkeys(theirs)
+        here = list(ours)
+        found = {site: links[site] for site in here if links.get(site) in there}
+        taken = set(found.values())
+        found |= {s: s for s in here if s not in found and s in there and s not in taken}
+        taken = set(found.values())
+        rest = [site for site in here if site not in found]
+        if rest and len(taken) < len(there):
+            found |= link_names(rest, [site for site in there if site not in taken])
+        return found
+
+    return match
+
+
+# Inside the candidate program: some modules give what the reference's gave.
+
+
+class LiveSubstitution:
+    """Lets modules run, and puts the reference's captured outputs in place of theirs.
+
+    Args:
+        options: `run`, the reference; `sites` of it whose outputs are taken; `inputs`, those whose
+            inputs are; `links` of names.
+        session: Captures the end result.
+        rank: Says rank and world size.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        session: CaptureSession,
+        rank: Callable[[], tuple[int, int]],
+    ) -> None:
+        self._options = options
+        self._session = session
+        self._rank = rank
+        self._wanted = set(options["sites"])
+        self._inputs = set(options.get("inputs", ()))
+        self._reference: Candidate | None = None
+        self._names = -1
+        self._links: Mapping[str, str] = {}
+        self._done: set[str] = set()
+        self._trouble: dict[str, str] = {}
+        self._match = matching(options.get("links", {}))
+        session.stand_in = self._call
+
+    def _call(
+        self, frame: Frame, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._inputs:
+            try:
+                args, kwargs = self._given(frame, args, kwargs)
+            except Exception as problem:  # told at the end; the program goes on as it is
+                self._trouble.setdefault(frame.site, f"{type(problem).__name__}: {problem}")
+        result = call(frame.module, *args, **kwargs)
+        if not self._wanted:
+            return result
+        try:
+            return self._replaced(frame, result)
+        except Exception as problem:
+            self._trouble.setdefault(frame.site, f"{type(problem).__name__}: {problem}")
+            return result
+
+    def _given(
+        self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call with the reference's tensors among them."""
+        site = self._site(frame)
+        held = self._known().calls.get((site, frame.step, frame.visit))
+        if site not in self._inputs or held is None:
+            return args, kwargs
+        binding = layers.binding_of(unwrapped(frame.module).forward)
+        slots = {
+            id(t): slot for slot, _, t in layers.inputs(binding, args, kwargs, layers.NO_CACHE)
+        }
+
+        def give(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                return value
+            record = held.inputs.get(slots.get(id(value), ""))
+            if record is None or record.shape != tuple(value.shape):
+                return value
+            self._done.add(site)
+            return self._known().tensor(record, value.device).to(value.dtype)
+
+        return tuple(map(give, args)), {name: give(value) for name, value in kwargs.items()}
+
+    def _known(self) -> Candidate:
+        if self._reference is None:
+            self._reference = Candidate(open_run(Path(self._options["run"])), self._rank()[0])
+        return self._reference
+
+    def _site(self, frame: Frame) -> str:
+        """The reference's site of a call; empty if it has none."""
+        names = self._session.names
+        if names.count != self._names:
+            self._names = names.count
+            here = [place.site for place in names.places()]
+            self._links = self._match(here, self._known().sites)
+        return self._links.get(frame.site, "")
+
+    def _replaced(self, frame: Frame, result: Any) -> Any:
+        site = self._site(frame)
+        if site not in self._wanted:
+            return result
+        reference = self._known()
+        held = reference.calls.get((site, frame.step, frame.visit))
+        if held is None:
+            self._trouble.setdefault(frame.site, f"the reference has no step {frame.step} of it")
+            return result
+        part = cache_part(frame.module, self._session.frames())
+        slots = {id(t): slot for slot, _, t in layers.outputs(result, part)}
+
+        def give(tensor: torch.Tensor) -> torch.Tensor:
+            record = held.outputs.get(slots.get(id(tensor), ""))
+            if record is None or not tensor.is_floating_point():
+                return tensor
+            if record.shape != tuple(tensor.shape):
+                raise ValueError(f"shape {tuple(tensor.shape)}, the reference gave {record.shape}")
+            self._done.add(site)
+            return reference.tensor(record, tensor.device).to(tensor.dtype)
+
+        # A cache in the result stays the program's own object.
+        if isinstance(result, torch.Tensor):
+            return give(result)
+        if type(result) is tuple:
+            values = cast("tuple[Any, ...]", result)
+            return tuple([give(v) if isinstance(v, torch.Tensor) else v for v in values])
+        return copied(result, give)
+
+    def finish(self) -> Mapping[str, Any]:
+        """What was replaced, and what could not be."""
+        return {
+            "called": bool(self._session.execution_order),
+            "replaced": sorted(self._done),
+            "trouble": self._trouble,
+        }
+
+
+# Inside a program: the same model executed otherwise, in ways that are all right.
+
+
+_ROUND_ONCE = ("Norm", "SiLU", "GELU", "Activation", "Tanh", "Sigmoid", "Softmax", "Mish")
+
+
+class LiveVariant:
+    """Changes how the program's models are executed.
+
+    Args:
+        options: `dtype`, `fused`, `attention` (eager or math), `dither` (a seed), `threads`.
+        session: Captures as usual.
+        rank: Not asked.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        session: CaptureSession,
+        rank: Callable[[], tuple[int, int]],
+    ) -> None:
+        del rank
+        name = str(options.get("dtype") or "")
+        self._dtype: torch.dtype | None = getattr(torch, name) if name else None
+        self._fused = bool(options.get("fused"))
+        self._attention = str(options.get("attention") or "")
+        self._dither = options.get("dither")
+        self._threads = int(options.get("threads") or 0)
+        self._session = session
+        self._ready: set[int] = set()
+        self._done: set[str] = set()
+        self._problem = ""
+        self._draw = torch.Generator().manual_seed(int(self._dither or 0))
+        session.stand_in = self._call
+
+    def _call(
+        self, frame: Frame, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        module = frame.module
+        if len(self._session.frames()) > 1:
+            if self._fused and _rounds(module):
+                with contextlib.suppress(TypeError, RuntimeError, ValueError):
+                    result = rounded_once(call, module, args, kwargs)
+                    self._done.add("fused")
+                    return result
+            result = call(module, *args, **kwargs)
+            return self._moved(result) if self._is_table(module) else result
+        try:
+            args, kwargs = self._prepared(frame, args, kwargs)
+        except DriftlineError as reason:  # told at the end; the program goes on as it is
+            self._problem = self._problem or str(reason)
+        except Exception as problem:
+            self._problem = self._problem or f"{type(problem).__name__}: {problem}"
+        with self._around():
+            return call(module, *args, **kwargs)
+
+    def _is_table(self, module: nn.Module) -> bool:
+        return self._dither is not None and isinstance(module, nn.Embedding)
+
+    def _moved(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        self._done.add("dither")
+        return dithered(value, self._draw)
+
+    def _around(self) -> contextlib.AbstractContextManager[Any]:
+        if self._attention != "math":
+            return contextlib.nullcontext()
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        self._done.add("attention")
+        return sdpa_kernel(SDPBackend.MATH)
+
+    def _prepared(
+        self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Bring a model into shape at its first call, and its inputs at every one."""
+        root = frame.place.root.module()
+        if root is not None and id(root) not in self._ready:
+            self._ready.add(id(root))
+            if self._threads:
+                torch.set_num_threads(self._threads)
+                self._done.add("threads")
+            if self._dtype is not None:
+                root.to(self._dtype)
+                self._done.add("dtype")
+            if self._attention == "eager":
+                self._make_eager(root)
+        if self._dtype is None and self._dither is None:
+            return args, kwargs
+
+        def give(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            value = tensor if self._dtype is None else tensor.to(self._dtype)
+            return value if self._dither is None else self._moved(value)
+
+        if any(_is_object(value) for value in (*args, *kwargs.values())):
+            # A cache must stay the program's own object: only plain tensors are changed.
+            def alone(value: Any) -> Any:
+                return give(value) if isinstance(value, torch.Tensor) else value
+
+            return tuple(map(alone, args)), {name: alone(v) for name, v in kwargs.items()}
+        return copied((args, kwargs), give)
+
+    def _make_eager(self, root: nn.Module) -> None:
+        """Not a reason to stop: a model that has its format already must be given such inputs."""
+        switch = getattr(root, "set_attn_implementation", None)
+        if switch is None:
+            why = f"{type(root).__name__} has no other attention to switch to"
+            self._problem = self._problem or why
+            return
+        switch("eager")
+        self._done.add("attention")
+
+    def finish(self) -> Mapping[str, Any]:
+        """What was really done."""
+        wanted = {
+            "dtype": self._dtype is not None,
+            "fused": self._fused,
+            "attention": bool(self._attention),
+            "dither": self._dither is not None,
+            "threads": bool(self._threads),
+        }
+        missing = [name for name, asked in wanted.items() if asked and name not in self._done]
+        return {
+            "called": bool(self._session.execution_order),
+            "problem": self._problem,
+            "missing": missing,
+        }
+
+
+def _is_object(value: Any) -> bool:
+    return not isinstance(
+        value, torch.Tensor | tuple | list | dict | str | int | float | bool | type(None)
+    )
+
+
+def _rounds(module: nn.Module) -> bool:
+    return not module._modules and any(word in type(module).__name__ for word in _ROUND_ONCE)

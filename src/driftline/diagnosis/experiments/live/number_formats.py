@@ -1,0 +1,380 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+"""Whether two masks say the same: booleans what may be seen, floats what is added to a score.
+
+A program's eager attention is given floats where another one is given booleans. Where both let the
+same be seen, either may stand for the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from driftline.captures.torch import framework
+from driftline.diagnosis.experiments.live.captured_calls import (
+    Candidate,
+    CandidateCall,
+    torch_dtype,
+)
+from driftline.diagnosis.experiments.live.repeat import Give, copied, laid_out
+from driftline.runs.records import Record
+
+_HIDDEN = -1e4
+"""What is added to a score so that nothing of it is left; a bias is nearer to zero."""
+
+
+def other_kind(one: torch.dtype, other: torch.dtype) -> bool:
+    """Whether one is of booleans and the other of floats."""
+    return (one is torch.bool and other.is_floating_point) or (
+        other is torch.bool and one.is_floating_point
+    )
+
+
+def same_seen(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two masks let the same be seen, and every row sees something.
+
+    What a row is given that sees nothing is nobody's duty: nothing, or the mean of everything.
+
+    >>> floats = torch.tensor([[0.0, -3.4e38], [0.0, 0.0]])
+    >>> same_seen(floats == 0, floats), same_seen(floats != 0, floats)
+    (True, False)
+    >>> same_seen(floats == 0, floats - 1.0)
+    False
+    """
+    sides = [_seen(tensor) for tensor in (one, other)]
+    if sides[0] is None or sides[1] is None:
+        return False
+    try:
+        ours, theirs = torch.broadcast_tensors(sides[0], sides[1])
+    except RuntimeError:
+        return False
+    return bool(torch.equal(ours, theirs)) and bool(torch.all(torch.any(ours, -1)))
+
+
+def _seen(mask: torch.Tensor) -> torch.Tensor | None:
+    """What a mask lets be seen; None where it is no mask, but adds a bias."""
+    if mask.dim() == 0 or not mask.numel():
+        return None
+    if mask.dtype is torch.bool:
+        return mask
+    seen = mask == 0
+    return seen if bool((seen | (mask <= _HIDDEN)).all()) else None
+
+
+# Number formats of a replay: what a module is given, and with which weights it computes.
+
+
+Slots = list[tuple[str, str, torch.Tensor]]
+_FROM_THE_PROGRAM = ("mask", "position", "bias", "cache", "index", "ids", "past_key_values")
+_WIDE = (torch.float32, torch.float64)
+MOST_SHELVED = 256 << 20
+
+
+class Given:
+    """What a repeated call was given, to tell it from what the module makes of it.
+
+    Attributes:
+        strangers: Tensors of the program that belong to other modules (layers of a cache).
+    """
+
+    def __init__(self) -> None:
+        self.strangers: list[torch.Tensor] = []
+        self._captured: list[torch.Tensor] = []  # held, so that no address is used again
+        self._addresses: set[int] = set()
+
+    def add(self, tensor: torch.Tensor) -> None:
+        if tensor.numel():
+            self._captured.append(tensor)
+            self._addresses.add(tensor.data_ptr())
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one of them, or a view of its beginning."""
+        return tensor.data_ptr() in self._addresses
+
+
+class Shelf:
+    """Memory for weights and inputs of one module at a time, used again for the next.
+
+    Pages that are new cost more than the cast itself. Not shared between threads: each module's
+    replay holds it from `clear` to the next one.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+        self._used: list[torch.Tensor] = []
+        self._bytes = 0
+
+    def clear(self) -> None:
+        for tensor in self._used:
+            self._free.setdefault((tensor.dtype, tensor.numel()), []).append(tensor)
+        self._used.clear()
+        if self._bytes > MOST_SHELVED:
+            self._free.clear()
+            self._bytes = 0
+
+    def cast(self, tensor: torch.Tensor, dtype: torch.dtype, *, own: bool = False) -> torch.Tensor:
+        """A tensor in another format; itself where it has that already, unless a copy is wanted."""
+        if tensor.dtype == dtype and not own:
+            return tensor
+        size = tensor.numel() * dtype.itemsize
+        if not tensor.is_contiguous() or not tensor.is_cpu or size > MOST_SHELVED:
+            return tensor.to(dtype, copy=own)
+        free = self._free.get((dtype, tensor.numel()))
+        if free:
+            place = free.pop()
+        else:
+            place = torch.empty(tensor.numel(), dtype=dtype)
+            self._bytes += size
+        self._used.append(place)
+        return place.view(tensor.shape).copy_(tensor)
+
+
+class Recast:
+    """Decides formats for one captured run.
+
+    Args:
+        candidate: The captured run.
+        site_of: The captured run's site of a module of the program; None if it has none.
+    """
+
+    def __init__(self, candidate: Candidate, site_of: Callable[[nn.Module], str | None]) -> None:
+        self._candidate = candidate
+        self._site_of = site_of
+        self._shelf = Shelf()
+        self._masks: dict[str, dict[str, bool]] = {}
+
+    # --- what goes in
+
+    def inputs(
+        self,
+        call: CandidateCall | None,
+        live: Slots,
+        site: str,
+        given: Given,
+        *,
+        exact: bool,
+        own: bool = True,
+    ) -> Give:
+        """What stands for each tensor among the program's own arguments.
+
+        Captured values where there are any; masks, positions and the like that the captured run
+        was not given come from the program, and so do masks of another kind that say the same.
+        What belongs to other modules (layers of a cache) is left as it is, and noted among what is
+        given. A module that writes into none of its inputs needs no copy of its `own`.
+
+        Raises:
+            LookupError: The captured run lacks an input that matters.
+        """
+        assert call is not None
+        by_alias = {record.alias: record for record in call.inputs.values() if record.alias}
+        found: dict[int, tuple[torch.Tensor, Record | None]] = {}
+        for slot, alias, tensor in live:
+            record = call.inputs.get(slot) or by_alias.get(slot)
+            if record is None and alias:
+                record = call.inputs.get(alias) or by_alias.get(alias)
+            if record is None and tensor.is_floating_point():
+                words = slot.lower()
+                if not any(word in words for word in _FROM_THE_PROGRAM):
+                    raise LookupError(f"the candidate run has no input '{slot}'")
+            if record is not None and self._is_the_same_mask(record, tensor, site):
+                record = None
+            found[id(tensor)] = (tensor, record)
+        low = self._low(call, site)
+        made: dict[int, torch.Tensor] = {}
+
+        def give(tensor: torch.Tensor) -> torch.Tensor:
+            known = found.get(id(tensor))
+            if known is None:
+                given.strangers.append(tensor)
+                return tensor
+            if id(tensor) not in made:
+                record = known[1]
+                made[id(tensor)] = (
+                    _narrowed(tensor, None if exact else low)
+                    if record is None
+                    else self._value(record, tensor, exact=exact, own=own)
+                )
+                given.add(made[id(tensor)])
+            return made[id(tensor)]
+
+        return give
+
+    def _is_the_same_mask(self, record: Record, tensor: torch.Tensor, site: str) -> bool:
+        """Whether a captured mask is of another kind than the program's and says the same."""
+        dtype = torch_dtype(record.dtype)
+        if dtype is None or not other_kind(dtype, tensor.dtype):
+            return False
+        same = same_seen(self._candidate.tensor(record, tensor.device, own=False), tensor)
+        known = self._masks.setdefault(site, {})
+        known[record.key.slot] = same and known.get(record.key.slot, True)
+        return same
+
+    def same_masks(self, site: str) -> list[str]:
+        """Slots of a site whose masks were of another kind and said the same at every call."""
+        return sorted(slot for slot, same in self._masks.get(site, {}).items() if same)
+
+    def can_answer(self, call: CandidateCall | None, slots: Slots) -> bool:
+        """Whether the captured run has everything that a part of a module gave."""
+        return (
+            call is not None and bool(slots) and all(slot in call.outputs for slot, _, _ in slots)
+        )
+
+    def answer(
+        self,
+        call: CandidateCall | None,
+        slots: Slots,
+        value: Any,
+        given: Given,
+        *,
+        exact: bool,
+    ) -> Callable[[], Any]:
+        """What a part gave in the captured run, in the form in which the program's own gave it."""
+        assert call is not None
+        names = {id(tensor): slot for slot, _, tensor in slots}
+        outputs = call.outputs
+
+        def give(tensor: torch.Tensor) -> torch.Tensor:
+            slot = names.get(id(tensor))
+            if slot is None:
+                given.strangers.append(tensor)
+                return tensor
+            value = self._value(outputs[slot], tensor, exact=exact)
+            given.add(value)
+            return value
+
+        return lambda: copied(value, give)
+
+    def captured(self, record: Record, like: torch.Tensor) -> torch.Tensor:
+        """What the captured run has there, only to be read, beside a tensor of the program."""
+        return self._candidate.tensor(record, like.device, own=False)
+
+    def _value(
+        self, record: Record, like: torch.Tensor, *, exact: bool, own: bool = True
+    ) -> torch.Tensor:
+        there = self._candidate.tensor(record, like.device, own=False)
+        narrow = there.is_floating_point() and there.dtype not in _WIDE
+        format_ = torch.float32 if exact and narrow else there.dtype
+        value = self._shelf.cast(there, format_, own=own)
+        # Where a row ends in memory shows in the last bits: lie as the program's own does.
+        return value if like.is_contiguous() else laid_out(value, like)
+
+    def _low(self, call: CandidateCall, site: str) -> torch.dtype | None:
+        """The format of the captured inputs, for masks that come from the program."""
+        for record in call.inputs.values():
+            dtype = torch_dtype(record.dtype)
+            if dtype is not None and dtype.is_floating_point:
+                return dtype
+        return self._candidate.dtypes.get(site)
+
+    # --- what it computes with
+
+    def begin(self) -> None:
+        """Another module is replayed; what was cast for the last one is not needed any more."""
+        self._shelf.clear()
+
+    def looked_up(self, module: nn.Module, rows: torch.Tensor, *, exact: bool) -> torch.Tensor:
+        """Rows of a table that was not cast, as they come out of one that is."""
+        format_ = self._candidate.dtype_of(self._site_of(module) or "", "weight")
+        if format_ is not None and format_.is_floating_point:
+            rows = rows.to(format_)
+        return widened(rows) if exact else rows
+
+    def weights(
+        self, real: Mapping[str, nn.Module], *, exact: bool, cast: dict[int, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Weights and buffers in the format wanted, by their names.
+
+        Args:
+            real: The modules that run, by their paths below the one that is repeated.
+            exact: Wide, after they were rounded to the captured run's format.
+            cast: Weights in the captured run's format, kept from one repetition to the next.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for path, owner, name, tensor, is_buffer in _tensors(real):
+            if not tensor.is_floating_point():
+                if is_buffer:
+                    found[path] = tensor.detach().clone()
+                continue
+            value = cast.get(id(tensor))
+            if value is None:
+                site = self._site_of(owner) or self._site_of(real[""]) or ""
+                format_ = self._candidate.dtype_of(site, name)
+                value = tensor.detach()
+                if format_ is not None and format_.is_floating_point:
+                    value = self._shelf.cast(value, format_)
+                cast[id(tensor)] = value
+            if exact and value.dtype not in _WIDE:
+                value = self._shelf.cast(value, torch.float32)
+            if value.data_ptr() != tensor.data_ptr():
+                found[path] = value.clone() if is_buffer and value is cast[id(tensor)] else value
+            elif is_buffer:
+                found[path] = value.clone()
+        return found
+
+    def as_they_are(self, real: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
+        """Only buffers, copied: a repeated call may move running statistics."""
+        return {
+            path: tensor.detach().clone()
+            for path, _, _, tensor, is_buffer in _tensors(real)
+            if is_buffer
+        }
+
+    def arithmetic(self, module: nn.Module, *, exact: bool) -> AbstractContextManager[Any]:
+        """Autocast as the captured run had it; off for exact arithmetic, and so is TF32.
+
+        A captured run of 32 bits has no other format than the program's, whatever that is: it may
+        be of the same kind of device, and have the same digits.
+        """
+        device = next((p.device.type for p in module.parameters()), "cpu")
+        low = self._candidate.autocast
+        if exact and device == "cuda" and not self._candidate.wide:
+            return _all_digits(device)
+        if exact or low is None:
+            if torch.is_autocast_enabled(device):
+                return torch.autocast(device, enabled=False)
+            return contextlib.nullcontext()
+        return torch.autocast(device, dtype=low)
+
+
+@contextlib.contextmanager
+def _all_digits(device: str) -> Generator[None]:
+    with framework.switched_off(), torch.autocast(device, enabled=False):
+        yield
+
+
+def _tensors(
+    real: Mapping[str, nn.Module],
+) -> Iterator[tuple[str, nn.Module, str, torch.Tensor, bool]]:
+    """(path, owner, name, tensor, is a buffer) of everything that runs."""
+    for prefix, owner in real.items():
+        start = f"{prefix}." if prefix else ""
+        for name, tensor in owner._parameters.items():
+            if tensor is not None:
+                yield start + name, owner, name, tensor, False
+        for name, tensor in owner._buffers.items():
+            if tensor is not None:
+                yield start + name, owner, name, tensor, True
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Floats of 16 bits and less as float32; everything else as it is."""
+    if not tensor.is_floating_point() or tensor.dtype in _WIDE:
+        return tensor
+    return tensor.to(torch.float32)
+
+
+def _narrowed(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A tensor of the program's in another format; a mask's lowest value stays one."""
+    value = tensor.detach()
+    if not value.is_floating_point():
+        return value.clone()
+    if dtype is None:
+        return widened(value).clone()
+    return value.clamp(min=torch.finfo(dtype).min, max=torch.finfo(dtype).max).to(dtype)

@@ -1,0 +1,374 @@
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
+"""Call a module again without anybody noticing.
+
+A repeated call may not be seen by a capture, draw from the program's random numbers, move its
+running statistics, leave something in a module's attributes or a cache, or call hooks of the
+program. All of that is kept and put back here; what a repetition is for is not known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import copyreg
+import functools
+import random
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.modules import module as _module_home
+from torch.overrides import TorchFunctionMode
+
+from driftline.captures.torch import module_calls
+
+Give = Callable[[torch.Tensor], torch.Tensor]
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_BITS_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_CONTAINERS = (list, dict, set, deque)
+_TORCHS_OWN = frozenset(nn.Module().__dict__)
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+
+
+class _Copying(TorchFunctionMode):
+    """While it is on, `copy.deepcopy` asks `give` for every tensor it meets."""
+
+    def __init__(self, give: Give) -> None:
+        super().__init__()
+        self._give = give
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            return self._give(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def copied(value: Any, give: Give) -> Any:
+    """A copy of arguments or results in which `give` has decided on every tensor.
+
+    Caches and other objects are copied, so that a module which keeps something in them leaves the
+    program's own alone; modules among them are taken as they are.
+    """
+    return _copied(value, give, {})
+
+
+def _copied(value: Any, give: Give, memo: dict[int, Any]) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        if id(value) not in memo:
+            memo[id(value)] = give(value)
+            memo.setdefault(id(memo), []).append(value)  # as `deepcopy` does: ids stay taken
+        return memo[id(value)]
+    if kind is tuple:
+        return tuple([_copied(item, give, memo) for item in value])
+    if id(value) in memo:
+        return memo[id(value)]
+    if kind is list:
+        memo[id(value)] = there = list[Any]()
+        there += [_copied(item, give, memo) for item in value]
+        return there
+    if kind is dict:
+        memo[id(value)] = those = dict[Any, Any]()
+        those |= {key: _copied(item, give, memo) for key, item in value.items()}
+        return those
+    if isinstance(value, nn.Module):
+        return value
+    if _is_plain(kind):
+        # A cache has hundreds of small parts: `deepcopy` takes longer for them than a layer does.
+        memo[id(value)] = other = object.__new__(kind)
+        other.__dict__.update(
+            {name: _copied(item, give, memo) for name, item in value.__dict__.items()}
+        )
+        return other
+    with _Copying(give):
+        return copy.deepcopy(value, memo)
+
+
+@functools.cache
+def _is_plain(kind: type) -> bool:
+    """Whether `deepcopy` would copy an object's attributes and do nothing else."""
+    return (
+        kind.__new__ is object.__new__
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__reduce__ is object.__reduce__
+        and getattr(kind, "__getstate__", None) is object.__getstate__
+        and not any(hasattr(kind, name) for name in _OWN_WAYS)
+        and not any(vars(base).get("__slots__") for base in kind.__mro__[:-1])
+        and kind.__dictoffset__ != 0
+        and copyreg.dispatch_table.get(kind) is None
+    )
+
+
+_OWN_WAYS = ("__deepcopy__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
+
+
+def clone(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that lies in memory as the original does.
+
+    Vectorised code rounds otherwise than the code for the rest of a row, so where a row ends in
+    memory shows in the last bits.
+    """
+    return laid_out(tensor.detach(), tensor)
+
+
+def laid_out(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Values in memory of their own, with the strides of another tensor of that shape."""
+    if like.is_contiguous() or like.layout is not torch.strided or values.shape != like.shape:
+        return values.clone(memory_format=torch.contiguous_format)
+    stride = like.stride()
+    repeated = [at for at, (n, s) in enumerate(zip(like.shape, stride, strict=True)) if s == 0 < n]
+    for at in repeated:
+        values = values.narrow(at, 0, 1)
+    copy_ = torch.empty_strided(values.shape, stride, dtype=values.dtype, device=values.device)
+    return copy_.copy_(values).expand(like.shape)
+
+
+def itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal to the last bit, NaN and the sign of zero included."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    if one.numel() == 0:
+        return True
+    whole = _BITS_OF_WIDTH.get(one.element_size(), torch.uint8)
+    here, there = (t.detach().contiguous().reshape(-1).view(whole) for t in (one, other))
+    if not one.is_cpu:
+        return bool(torch.equal(here, there))
+    # Eight bytes at a time: torch takes eleven times as long for the elements of 16 bits.
+    words = np.dtype(np.int64 if here.nbytes % 8 == 0 else np.uint8)
+    return bool(np.array_equal(here.numpy().view(words), there.numpy().view(words)))
+
+
+class Script:
+    """Answers the calls that a module makes of other modules, instead of running those.
+
+    Args:
+        top: The module that is repeated; its own call is carried out.
+        parts: Module (its id) to what answers its calls, in order, from their arguments; None is
+            a call that is carried out.
+    """
+
+    def __init__(
+        self,
+        top: nn.Module,
+        parts: Mapping[int, Iterable[Callable[[Any, Any], Any] | None]] | None = None,
+    ) -> None:
+        self._top = top
+        self._entered = False
+        self._parts = {key: deque(results) for key, results in (parts or {}).items()}
+
+    def __call__(
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if not self._entered and module is self._top:
+            self._entered = True
+            return call(module, *args, **kwargs)
+        waiting = self._parts.get(id(module))
+        answer = waiting.popleft() if waiting else None
+        return call(module, *args, **kwargs) if answer is None else answer(args, kwargs)
+
+
+Answer = Callable[[Callable[..., Any], nn.Module, Any, Any], Any]
+
+
+def repeat(
+    script: Answer,
+    module: nn.Module,
+    real: Mapping[str, nn.Module],
+    tensors: Mapping[str, torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a module with other weights, unnoticed; `undrawn` is for the caller to hold.
+
+    Args:
+        script: Answers the calls of its parts.
+        module: What is called.
+        real: The modules that may really run, by their paths below `module`; itself is "".
+        tensors: Weights and buffers by their names below `module`, in place of its own.
+        args: Its arguments; they may be changed.
+        kwargs: The same.
+    """
+    with (
+        unmarked(real.values()),
+        module_calls.aside(script),
+        torch.no_grad(),
+        _holding(real, tensors),
+    ):
+        return module(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _holding(real: Mapping[str, nn.Module], tensors: Mapping[str, torch.Tensor]) -> Generator[None]:
+    """Modules hold other weights and buffers meanwhile; `functional_call` takes longer for that."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for path, tensor in tensors.items():
+            place, _, name = path.rpartition(".")
+            owner = real[place]
+            table: dict[str, Any] = (
+                owner._parameters if name in owner._parameters else owner._buffers
+            )
+            before.append((table, name, table[name]))
+            table[name] = tensor
+        yield
+    finally:
+        for table, name, tensor in reversed(before):
+            table[name] = tensor
+
+
+@contextlib.contextmanager
+def undrawn() -> Generator[tuple[Any, ...]]:
+    """Random numbers that are drawn inside are drawn again after it."""
+    before = random_state()
+    try:
+        yield before
+    finally:
+        set_random_state(before)
+
+
+@contextlib.contextmanager
+def unmarked(touched: Iterable[nn.Module]) -> Generator[None]:
+    """What happens inside leaves no trace in these modules, and calls no hook of the program."""
+    held = [(module, dict(module.__dict__)) for module in touched]
+    contents = [
+        (value, copy.copy(value))
+        for _, state in held
+        for name, value in state.items()
+        if type(value) in _CONTAINERS and value is not None and name not in _TORCHS_OWN
+    ]
+    hidden = [(name, dict(getattr(_module_home, name))) for name in _GLOBAL_HOOKS]
+    try:
+        for name, hooks in hidden:
+            if hooks:
+                getattr(_module_home, name).clear()
+        for module, state in held:
+            for name in _HOOKS:
+                hooks = state.get(name)
+                if hooks:
+                    module.__dict__[name] = OrderedDict(
+                        (key, hook) for key, hook in hooks.items() if _is_of_torch(hook)
+                    )
+        yield
+    finally:
+        for module, state in held:
+            _put_back(module.__dict__, state)
+        for value, content in contents:
+            if len(value) != len(content) or any(
+                one is not other for one, other in zip(value, content, strict=True)
+            ):
+                value.clear()
+                value.extend(content) if isinstance(value, list | deque) else value.update(content)
+        for name, hooks in hidden:
+            if hooks:
+                getattr(_module_home, name).update(hooks)
+
+
+def _put_back(table: dict[str, Any], state: dict[str, Any]) -> None:
+    for name in [name for name in table if name not in state]:
+        del table[name]
+    for name, value in state.items():
+        if table.get(name, table) is not value:
+            table[name] = value
+
+
+def _is_of_torch(hook: Any) -> bool:
+    """Hooks of `weight_norm`, `prune` and the like make the weights; the program's are its own."""
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(home).startswith("torch.nn.utils")
+
+
+def random_state() -> tuple[Any, ...]:
+    """The state of every generator a module may draw from."""
+    numpy = sys.modules.get("numpy")
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
+    legacy = numpy.random.get_state() if numpy is not None else None
+    return torch.get_rng_state(), devices, random.getstate(), legacy
+
+
+def set_random_state(state: tuple[Any, ...]) -> None:
+    host, devices, python, legacy = state
+    torch.set_rng_state(host)
+    if devices:
+        torch.cuda.set_rng_state_all(list(devices))
+    random.setstate(python)
+    if legacy is not None:
+        sys.modules["numpy"].random.set_state(legacy)
+
+
+def has_drawn(before: tuple[Any, ...]) -> bool:
+    """Whether anybody has drawn a random number of torch's since."""
+    host, devices, _, _ = before
+    if not torch.equal(host, torch.get_rng_state()):
+        return True
+    if not devices:
+        return False
+    return any(
+        not torch.equal(old, new)
+        for old, new in zip(devices, torch.cuda.get_rng_state_all(), strict=True)
+    )
+
+
+# Other executions of one module that are all right: rounded once, or moved by a last bit.
+
+
+_LOW = (torch.bfloat16, torch.float16)
+_FLOAT_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def rounded_once(
+    call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What a fused kernel gives: computed in 32 bits, rounded at the end.
+
+    Nothing changes for a module that computes in 32 bits anyway.
+    """
+    seen: list[torch.dtype] = []
+
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype not in _LOW:
+            return tensor
+        seen.append(tensor.dtype)
+        return tensor.float()
+
+    wide_args, wide_kwargs = copied((args, kwargs), widen)
+    if not seen:
+        return call(module, *args, **kwargs)
+    weights = {
+        name: tensor.float()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and tensor.dtype in _LOW
+    }
+    with module_calls.aside(Script(module)):
+        result = functional_call(module, weights, wide_args, wide_kwargs, strict=False)
+    return copied(
+        result, lambda tensor: tensor.to(seen[0]) if tensor.dtype is torch.float32 else tensor
+    )
+
+
+def dithered(tensor: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """A tensor of which each element is moved by one unit in its last place, up, down or not."""
+    bits = tensor.detach().clone().contiguous().view(_FLOAT_BITS[tensor.element_size()])
+    step = torch.randint(-1, 2, tensor.shape, generator=draw, dtype=bits.dtype).to(tensor.device)
+    moved = torch.where(torch.isfinite(tensor) & (tensor != 0), bits + step, bits)
+    value = moved.view(tensor.dtype).reshape(tensor.shape)
+    # A step over zero or to infinity would be more than the last place.
+    near = torch.isfinite(value) & (value.sign() == tensor.sign())
+    return torch.where(near, value, tensor)

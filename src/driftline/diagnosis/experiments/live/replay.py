@@ -1,0 +1,319 @@
+"""Apply the modules of a running program to the inputs that another run captured.
+
+The program runs as it would. After each wanted call the module is applied again: to its own inputs,
+which must give its own output to the bit, then to the captured ones, in the captured run's number
+format and in wide arithmetic. A module with parts has its *own code* repeated: the calls
+it makes of its parts are answered with what the captured run's parts gave. So nothing is computed
+twice for the sake of its ancestors, and an error is seen where it is made, not in all modules
+around it. Where its own code cannot be repeated alone the module is applied whole. Files and other
+runs' names are not known here.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from driftline.captures.selection import Selection
+from driftline.captures.torch import layers
+from driftline.captures.torch.layers import cache_part, unwrapped
+from driftline.diagnosis.experiments.live.apply import Again, Applying, Parts
+from driftline.diagnosis.experiments.live.captured_calls import (
+    Candidate,
+    NotReplayed,
+    NotReproduced,
+    Open,
+    Part,
+    Slots,
+    bytes_of,
+    in_bytes,
+    in_short,
+    is_pure,
+    likeness,
+    why_never,
+)
+from driftline.diagnosis.experiments.live.number_formats import Recast
+from driftline.diagnosis.experiments.live.repeat import (
+    clone,
+    copied,
+    has_drawn,
+    itself,
+    random_state,
+    repeat,
+    same_bits,
+    undrawn,
+)
+from driftline.diagnosis.experiments.live.report import Report
+from driftline.diagnosis.experiments.live.results import Results
+from driftline.runs.sinks import Sink
+
+if TYPE_CHECKING:
+    from driftline.captures.torch.session import CaptureSession, Frame
+
+MOST_HELD = 4 << 30
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Open | None] = []
+
+
+class Replayer:
+    """Replays while a session runs; stands in for the plain call of its modules.
+
+    Args:
+        session: Names the calls; it need not capture anything.
+        candidate: The captured calls.
+        match: Sites of the program's modules → those of the captured run.
+        exact: Takes what the modules give in wide arithmetic.
+        native: Takes what they give in the captured run's format; nothing where that is wide. None
+            if nobody wants it: it is not computed then.
+        selection: Which calls.
+        most_held: Bytes of results held at a time to repeat the code of modules with parts.
+        partial: Go on where the two models are not the same.
+        check_each: Prove for every call that it reproduces its output, not once for like ones.
+        keep_all: Keep all values, also of calls that give the captured run's own results.
+    """
+
+    def __init__(
+        self,
+        session: CaptureSession,
+        candidate: Candidate,
+        match: Callable[[Iterable[str], Iterable[str]], Mapping[str, str]],
+        exact: Sink,
+        native: Sink | None,
+        *,
+        selection: Selection | None = None,
+        most_held: int = MOST_HELD,
+        partial: bool = False,
+        check_each: bool = False,
+        keep_all: bool = False,
+    ) -> None:
+        self._session = session
+        self._candidate = candidate
+        self._match = match
+        self._selection = selection or Selection()
+        self._most_held = most_held
+        self._held, self._names = 0, -1
+        self._sites: Mapping[str, str] = {}
+        self._alike: dict[Any, str] = {}
+        self._check_each = check_each
+        self._thread = _Thread()
+        self.report = Report(candidate, partial=partial)
+        self._recast = Recast(candidate, self._site_of)
+        self._parts = Parts(self._recast, lambda m: self._site_of(m) in candidate.classes)
+        self._apply = Applying(
+            candidate,
+            self._recast,
+            self._parts,
+            Results(candidate, exact, native, keep_all=keep_all),
+            self.report.noise,
+            self._require_room,
+            one_format=candidate.wide or native is None,
+        )
+
+    def __call__(
+        self, frame: Frame, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a module of the program, and replay it."""
+        stack = self._thread.stack
+        depth = len(stack)
+        opened: Open | None = None
+        try:
+            opened = self._before(frame, args, kwargs)
+        except Exception as problem:  # an experiment never stops the program
+            self.report.fault(frame.site, problem)
+        stack.append(opened)
+        try:
+            result = call(frame.module, *args, **kwargs)
+        except BaseException:
+            if opened is not None:
+                self._held -= sum(bytes_of(held.slots) for held in opened.parts or ())
+            raise
+        finally:
+            del stack[depth:]
+        if opened is not None or (stack and stack[-1] is not None):
+            try:
+                self._after(frame, opened, stack[-1] if stack else None, result)
+            except Exception as problem:
+                self.report.fault(frame.site, problem)
+        return result
+
+    def _site_of(self, module: nn.Module) -> str | None:
+        """The captured run's site of a module; None if it has none."""
+        return self._sites.get(self._session.site_of(module))
+
+    # --- before the call
+
+    def _before(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Open | None:
+        if self.report.clash or frame.recompute:
+            return None
+        names = self._session.names
+        if names.count != self._names:
+            self._names = names.count
+            self._sites = self._match([p.site for p in names.places()], self._candidate.places)
+            self.report.look_for_clashes(names, self._sites)
+            if self.report.clash:
+                return None
+        site = self._sites.get(frame.site, "")
+        candidate = self._candidate.calls.get((site, frame.step, frame.visit))
+        if candidate is None or not candidate.outputs:
+            return None
+        taken = self._selection.takes_step(frame.step) and self._selection.takes_place(
+            frame.site, frame.class_name, frame.place.ids
+        )
+        if not taken:
+            self.report.not_selected(site)
+            return None
+        opened = Open(frame, args, kwargs)
+        opened.site, opened.candidate = site, candidate
+        module = frame.module
+        opened.reason = why_never(module)
+        if opened.reason:
+            return opened
+        forward = unwrapped(module).forward if frame.place.wraps else module.forward
+        part = cache_part(module, self._session.frames())
+        opened.inputs = layers.inputs(layers.binding_of(forward), args, kwargs, part)
+        if not candidate.inputs and opened.inputs:
+            opened.reason = "the candidate run holds no input of it from before the call"
+            return opened
+        if module._modules:
+            opened.parts = []
+        opened.proven = "" if self._check_each else self._alike.get(likeness(opened), "")
+        if opened.proven:
+            if not is_pure(module):
+                opened.held = copied((args, kwargs), itself)
+            return opened
+        concerned = {id(tensor) for _, _, tensor in opened.inputs}
+        try:
+            self._require_room(bytes_of(opened.inputs))
+        except NotReplayed as reason:
+            opened.reason = str(reason)
+            return opened
+        # A cache belongs to all layers: only the part of this one is copied, the rest is shared.
+        keep: dict[int, torch.Tensor] = {}
+
+        def give(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in concerned:
+                return tensor
+            return keep.setdefault(id(tensor), clone(tensor))
+
+        opened.held = copied((args, kwargs), give)
+        opened.inputs = [
+            (slot, alias, keep.get(id(tensor), tensor)) for slot, alias, tensor in opened.inputs
+        ]
+        return opened
+
+    def _require_room(self, size: int) -> None:
+        if self._held + size > self._most_held:
+            raise NotReplayed(f"holding its tensors takes more than {in_bytes(self._most_held)}")
+
+    # --- after it
+
+    def _after(self, frame: Frame, opened: Open | None, parent: Open | None, result: Any) -> None:
+        part = cache_part(frame.module, self._session.frames())
+        if parent is not None and parent.parts is not None:
+            self._hold(frame, parent, result, part)
+        if opened is None or opened.candidate is None:
+            return
+        try:
+            if opened.reason:
+                raise NotReplayed(opened.reason)
+            self._replay(opened, layers.outputs(result, part), part)
+        except NotReplayed as reason:
+            failed = isinstance(reason, NotReproduced)
+            self.report.unknown(opened.site, str(reason), not_reproduced=failed)
+        except Exception as problem:
+            self.report.unknown(opened.site, f"applying it again raised {in_short(problem)}")
+        finally:
+            for held in opened.parts or ():
+                self._held -= bytes_of(held.slots)
+
+    def _hold(self, frame: Frame, parent: Open, result: Any, part: int) -> None:
+        """Keep what a part gave, for the code of the module that called it."""
+        assert parent.parts is not None
+        slots = layers.outputs(result, part)
+        size = bytes_of(slots)
+        if self._held + size > self._most_held:
+            parent.reason = (
+                f"holding what its parts gave takes more than {in_bytes(self._most_held)}"
+            )
+            return
+        keep: dict[int, torch.Tensor] = {}
+        # Where nothing is to be proven only its form matters.
+        own = itself if parent.proven else clone
+        value = copied(result, lambda tensor: keep.setdefault(id(tensor), own(tensor)))
+        self._held += size
+        site = self._sites.get(frame.site, "")
+        parent.parts.append(
+            Part(
+                frame.module,
+                value,
+                [(slot, alias, keep[id(t)]) for slot, alias, t in slots if id(t) in keep],
+                self._candidate.calls.get((site, frame.step, frame.visit)),
+            )
+        )
+
+    def _replay(self, opened: Open, live: Slots, part: int) -> None:
+        outputs = opened.candidate.outputs if opened.candidate is not None else {}
+        wanted = [(slot, alias, t) for slot, alias, t in live if slot in outputs]
+        if not wanted:
+            raise NotReplayed("what it gives has other names than in the candidate run")
+        # One of torch's own layers draws nothing, so there is nothing to put back.
+        with contextlib.nullcontext() if opened.held is None else undrawn() as before:
+            way, good = self._way_that_reproduces(opened, wanted, part)
+
+            def check() -> None:
+                if before is not None and opened.proven and has_drawn(before):
+                    raise NotReproduced("it draws random numbers")
+
+            kept = self._apply(Again(opened, way, part, wanted, good, {}), check)
+        for slot in kept.left_out:
+            self.report.left_out(opened.site, slot)
+        self.report.replayed(
+            opened.site,
+            way,
+            its_own=kept.is_its_own,
+            near=kept.near,
+            masks=self._recast.same_masks(opened.site),
+        )
+
+    def _way_that_reproduces(self, opened: Open, wanted: Slots, part: int) -> tuple[str, set[str]]:
+        """How the module's own output comes out of its own inputs, and which slots of it do."""
+        module = opened.frame.module
+        everything = {slot for slot, _, _ in wanted}
+        if opened.proven:
+            return opened.proven, everything
+        assert opened.held is not None
+        reasons: list[str] = []
+        for way in ("own code", "whole") if opened.parts else ("leaf",):
+            if way == "whole":
+                self._require_room(sum(p.nbytes for p in module.parameters()))
+            args, kwargs = copied(opened.held, clone if way == "whole" else itself)
+            before = random_state()
+            real = self._parts.real(opened, way, own=True)
+            script = self._parts.own(opened, way)
+            tensors = self._recast.as_they_are(real)
+            result = repeat(script, module, real, tensors, args, kwargs)
+            if has_drawn(before):
+                reasons.append("it draws random numbers")
+                continue
+            again = {slot: tensor for slot, _, tensor in layers.outputs(result, part)}
+            good = {
+                slot
+                for slot, _, tensor in wanted
+                if slot in again and same_bits(again[slot], tensor)
+            }
+            if good:
+                if good == everything:
+                    self._alike[likeness(opened)] = way
+                return way, good
+            reasons.append("applied to its own inputs again it does not give its own output")
+        raise NotReproduced(reasons[-1])

@@ -1,0 +1,205 @@
+"""What came of a replay, site by site, and whether the two models are one at all."""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from driftline.captures.torch.layers import ModuleNames
+from driftline.diagnosis.experiments.live.captured_calls import Candidate
+from driftline.diagnosis.experiments.live.results import Noise
+
+_MOST_FAULTS = 8
+
+
+class _Site:
+    __slots__ = (
+        *("left_out", "masks", "near", "not_reproduced", "own"),
+        *("reason", "replayed", "unknown", "way"),
+    )
+
+    def __init__(self) -> None:
+        self.replayed = 0
+        self.own = 0
+        self.near: dict[str, float] = {}
+        self.masks: Sequence[str] = ()
+        self.unknown = 0
+        self.not_reproduced = 0
+        self.reason = ""
+        self.way = ""
+        self.left_out: set[str] = set()
+
+
+class Report:
+    """Gathers what becomes of each site of the captured run.
+
+    Attributes:
+        clash: Why the program's model is not the captured run's; nothing is replayed then.
+        faults: What went wrong in the experiment itself.
+        noise: How far the captured run's format is from exact, of calls that are right in it.
+    """
+
+    def __init__(self, candidate: Candidate, *, partial: bool = False) -> None:
+        self._candidate = candidate
+        self._partial = partial
+        self._sites: dict[str, _Site] = {}
+        self._not_selected: set[str] = set()
+        self.clash = ""
+        self.clashes: list[str] = []
+        self.faults: list[str] = []
+        self.calls = 0
+        self.noise = Noise()
+
+    def replayed(
+        self,
+        site: str,
+        way: str,
+        *,
+        its_own: bool = False,
+        near: Mapping[str, float] | None = None,
+        masks: Sequence[str] = (),
+    ) -> None:
+        """A call that was applied again.
+
+        Args:
+            site: Of the captured run.
+            way: How.
+            its_own: Whether it gave the captured results to the bit.
+            near: Digests of captured results that are as good as that, and how far apart each is.
+            masks: Slots of masks that are of another kind than the program's and say the same.
+        """
+        entry = self._sites.setdefault(site, _Site())
+        entry.replayed += 1
+        entry.own += its_own
+        entry.near.update(near or {})
+        entry.masks = masks
+        entry.way = way
+        self.calls += 1
+
+    def unknown(self, site: str, reason: str, *, not_reproduced: bool = False) -> None:
+        """A call of which nothing can be said.
+
+        Args:
+            site: Of the captured run.
+            reason: In words.
+            not_reproduced: Whether it was tried and did not give its own output.
+        """
+        entry = self._sites.setdefault(site, _Site())
+        entry.unknown += 1
+        if not_reproduced and not entry.not_reproduced:
+            entry.reason = reason
+        entry.not_reproduced += not_reproduced
+        entry.reason = entry.reason or reason
+
+    def not_selected(self, site: str) -> None:
+        """A call that nobody asked for."""
+        self._not_selected.add(site)
+
+    def left_out(self, site: str, slot: str) -> None:
+        """A slot of a site that its own inputs do not reproduce, beside others that are."""
+        self._sites.setdefault(site, _Site()).left_out.add(slot)
+
+    def fault(self, site: str, problem: Exception) -> None:
+        if len(self.faults) < _MOST_FAULTS:
+            trace = traceback.format_exc(limit=-3).strip().splitlines()
+            self.faults.append(f"{site}: {type(problem).__name__}: {problem} ({trace[-2:-1]})")
+
+    def look_for_clashes(self, names: ModuleNames, sites: Mapping[str, str]) -> None:
+        """Compare the two module trees as far as both are known: names, then shapes."""
+        if not self._candidate.parameters:
+            return
+        found = self._clashes(names, sites)
+        self.clashes = found
+        if found and not self._partial:
+            self.clash = found[0]
+
+    def _clashes(self, names: ModuleNames, sites: Mapping[str, str]) -> list[str]:
+        parameters = self._candidate.parameters
+        known = {site: partner for site, partner in sites.items() if partner in parameters}
+        found: list[str] = []
+        met = set(sites.values())
+        for place in names.places():
+            module = place.ref()
+            if module is None or not any(p is not None for p in module._parameters.values()):
+                continue
+            partner = known.get(place.site)
+            if partner is None:
+                if place.root.helper:
+                    continue
+                found.append(
+                    f"the program's model has a module '{place.site}' ({place.class_name}) that "
+                    "the candidate run's model has not, or has not called"
+                )
+                continue
+            theirs = parameters[partner]
+            for name, tensor in module._parameters.items():
+                if tensor is None or name not in theirs:
+                    continue
+                dtype, shape = theirs[name]
+                if tuple(tensor.shape) != tuple(shape) and "int" not in dtype:
+                    found.append(
+                        f"'{place.site}.{name}' has shape {tuple(tensor.shape)} in the program's "
+                        f"model and {tuple(shape)} in the candidate run's"
+                    )
+        called = set(self._candidate.sites)
+        for site, held in parameters.items():
+            if held and site in called and site not in met and met:
+                found.append(
+                    f"the candidate run has a module '{site}' "
+                    f"({self._candidate.classes.get(site, 'of an unknown class')}) that the "
+                    "program's model has not"
+                )
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Site → status, for every site of the captured run."""
+        sites: dict[str, Any] = {}
+        for site in self._candidate.sites:
+            entry = self._sites.get(site)
+            if entry is None:
+                sites[site] = {
+                    "status": "skipped",
+                    "reason": "it was not selected"
+                    if site in self._not_selected
+                    else "the program did not call it in these steps",
+                    "reproduced": None,
+                }
+                continue
+            data: dict[str, Any] = {
+                "status": "replayed" if entry.replayed else "unknown",
+                "reason": entry.reason,
+                "reproduced": _reproduced(entry),
+                "applied": entry.way,
+                "calls": entry.replayed,
+            }
+            if entry.own:
+                data["same_bits"] = entry.own
+            if entry.near:
+                most = max(entry.near.values())
+                data["near"] = {"most": round(most, 4), "digests": [*entry.near]}
+            if entry.own or entry.near:
+                data["noise"] = self.noise.of(site)
+            if entry.replayed and entry.unknown:
+                data["unknown_calls"] = entry.unknown
+            if entry.masks:
+                data["masks"] = [*entry.masks]
+            if entry.left_out:
+                data["left_out"] = sorted(entry.left_out)
+            sites[site] = data
+        return {
+            "clash": self.clash,
+            "clashes": self.clashes[:20],
+            "clash_count": len(self.clashes),
+            "faults": self.faults,
+            "calls": self.calls,
+            "sites": sites,
+        }
+
+
+def _reproduced(entry: _Site) -> bool | None:
+    """Whether its calls gave their own output again; None where that could not be tried."""
+    if entry.not_reproduced:
+        return False
+    return None if entry.unknown else True

@@ -1,0 +1,295 @@
+"""`repeat`: is a program deterministic, and does its batch matter to a sequence in it?
+
+Runs an unchanged program several times and sets their digests side by side; then with other
+threads, with one sequence of the batch alone, and with the batch in another order.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from driftline.captures.launch.jobs import CapturePlan
+from driftline.captures.options import Reduction
+from driftline.captures.selection import Selection
+from driftline.diagnosis.experiments.run_program import Ended, run_with
+from driftline.errors import BadInput, did_you_mean
+from driftline.formats.registry import open_run
+from driftline.runs.records import Record
+from driftline.runs.run import Run, TensorHandle
+
+SCHEMA = 1
+VARIES = ("threads", "batch", "order")
+_NAMES = {"batch": "alone", "order": "reversed"}
+
+
+class Side(NamedTuple):
+    """What came of one question.
+
+    Attributes:
+        question: repeats, threads, batch or order.
+        same: Whether nothing differs; None where it could not be asked.
+        tensors: How many were compared.
+        differing: How many of them differ.
+        first_site: The first site that differs, in execution order; empty if none.
+        first_key: Its tensor.
+        largest: The largest relative difference (L2) of a tensor, where values were kept.
+        reason: Why it could not be asked, or what else is to say.
+    """
+
+    question: str
+    same: bool | None
+    tensors: int = 0
+    differing: int = 0
+    first_site: str = ""
+    first_key: str = ""
+    largest: float = 0.0
+    reason: str = ""
+
+
+class Repeated(NamedTuple):
+    """The answers, and how often the program was run."""
+
+    sides: tuple[Side, ...]
+    executions: int
+
+    @property
+    def same(self) -> bool:
+        return all(side.same is not False for side in self.sides)
+
+    def to_json(self) -> dict[str, Any]:
+        by = {side.question: side for side in self.sides}
+        first = next((side for side in self.sides if side.same is False), None)
+        return {
+            "schema": SCHEMA,
+            "deterministic": by["repeats"].same,
+            "batch_invariant": by["batch"].same if "batch" in by else None,
+            "first_site": first.first_site if first is not None else "",
+            "first_key": first.first_key if first is not None else "",
+            "executions": self.executions,
+            "questions": [side._asdict() for side in self.sides],
+        }
+
+
+def repeat(
+    argv: Sequence[str],
+    *,
+    times: int = 5,
+    vary: Sequence[str] = (),
+    selection: Selection | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Repeated:
+    """Run a program again and again and find the first site that differs.
+
+    Args:
+        argv: The program.
+        times: How often, as it is.
+        vary: Any of threads, batch, order.
+        selection: What is looked at.
+        tell: Called with a sentence before each execution.
+
+    Raises:
+        DriftlineError: Fewer than two times, a word that means nothing, a program that fails.
+    """
+    if times < 2:
+        raise BadInput(f"repeating needs at least 2 executions, not {times}", hint="-k 5")
+    for word in vary:
+        if word not in VARIES:
+            raise BadInput(f"there is no --vary {word}", hint=did_you_mean(word, VARIES))
+
+    def say(sentence: str) -> None:
+        if tell is not None:
+            tell(sentence)
+
+    with tempfile.TemporaryDirectory(prefix="driftline-repeat-") as folder:
+        desk = _Desk(argv, selection or Selection(), Path(folder))
+        runs: list[Run] = []
+        for number in range(times):
+            say(f"execution {number + 1} of {times}")
+            runs.append(desk.run("digest"))
+        sides = [_repeats(runs)]
+        for word in dict.fromkeys(vary):
+            say(f"with other {word}" if word == "threads" else f"with another {word}")
+            sides.append(desk.threads(runs[0]) if word == "threads" else desk.batch(word))
+        return Repeated(tuple(sides), desk.executions)
+
+
+class _Desk:
+    """Runs the program in a folder of its own, as often as asked."""
+
+    def __init__(self, argv: Sequence[str], selection: Selection, folder: Path) -> None:
+        self._argv = argv
+        self._selection = selection
+        self._folder = folder
+        self.executions = 0
+        self._batch = 0
+
+    def run(self, keep: str, experiment: dict[str, Any] | None = None, threads: int = 0) -> Run:
+        self.executions += 1
+        place = self._folder / str(self.executions)
+        plan = CapturePlan(
+            output=str(place),
+            selection=self._selection,
+            reduction=Reduction.parse(keep),
+            command=tuple(self._argv),
+            experiment=experiment or {},
+        )
+        cores = {"OMP_NUM_THREADS": str(threads)} if threads else None
+        ended = run_with(self._argv, plan, cores, aside=True)
+        self._require(ended, place)
+        self._batch = max((int(r.get("batch", 0)) for r in ended.reports), default=0)
+        return open_run(place)
+
+    def _require(self, ended: Ended, place: Path) -> None:
+        if ended.status:
+            raise BadInput(
+                f"the program ended with status {ended.status} in execution {self.executions}",
+                hint="its own messages above say why",
+            )
+        if not (place / "run.json").is_file():
+            why = "no module was called" if ended.marks.began else ended.why_not
+            raise BadInput(f"nothing was captured: {why}", hint="is this the command that runs it?")
+
+    def threads(self, base: Run) -> Side:
+        cores = os.cpu_count() or 1
+        if cores == 1:
+            return Side("threads", None, reason="this machine has one core")
+        sides: list[Side] = []
+        for count in dict.fromkeys((1, 2, cores)):
+            other = self.run("digest", {"kind": "variant", "threads": count}, count)
+            side = _compared("threads", [base, other])
+            if side.same is False:
+                return side._replace(reason=f"with {count} threads")
+            sides.append(side)
+        return sides[-1]
+
+    def batch(self, word: str) -> Side:
+        second = self._folder / f"second-{word}"
+        experiment = {"kind": "batch", "how": _NAMES[word], "output": str(second)}
+        base = self.run("full", experiment)
+        size = self._batch
+        if size < 2 or not (second / "run.json").is_file():
+            return Side(
+                word, None, reason="no call with a batch of two or more sequences could be repeated"
+            )
+        return _slices(word, base, open_run(second), size)
+
+
+def _repeats(runs: Sequence[Run]) -> Side:
+    return _compared("repeats", runs)
+
+
+def _compared(question: str, runs: Sequence[Run]) -> Side:
+    """Digests of the same tensors, side by side; the first that differs in execution order."""
+    others = [{record.key: record for record in run.records} for run in runs[1:]]
+    keys = [record.key for record in runs[0].records]
+    differing = 0
+    first = None
+    for record in runs[0].records:
+        if any(_digest(other.get(record.key)) != record.digest for other in others):
+            differing += 1
+            first = first or record.key
+    extra = [key for other in others for key in other if key not in set(keys)]
+    if first is None and extra:
+        return Side(
+            question,
+            False,
+            len(keys),
+            len(extra),
+            extra[0].site,
+            str(extra[0]),
+            reason="an execution called modules that another did not",
+        )
+    return Side(
+        question, first is None, len(keys), differing, first.site if first else "",
+        str(first) if first else "",
+    )  # fmt: skip
+
+
+def _digest(record: Record | None) -> str:
+    return "" if record is None else record.digest
+
+
+def _slices(question: str, base: Run, other: Run, size: int) -> Side:
+    """A sequence of a batch against the same sequence by itself, or elsewhere in the batch."""
+    there = {record.key: record for record in other.records}
+    compared = differing = 0
+    largest, first = 0.0, None
+    for record in base.records:
+        partner = there.get(record.key)
+        if partner is None or record.kept != "full" or partner.kept != "full":
+            continue
+        pair = _aligned(question, TensorHandle(base, record), TensorHandle(other, partner), size)
+        if pair is None:
+            continue
+        compared += 1
+        ours, theirs = pair
+        if ours.tobytes() != theirs.tobytes():
+            differing += 1
+            first = first or record.key
+            largest = max(largest, _relative(record, ours, theirs))
+    if not compared:
+        return Side(question, None, reason="no tensor has the batch as its first dimension")
+    return Side(
+        question, first is None, compared, differing, first.site if first else "",
+        str(first) if first else "", largest,
+    )  # fmt: skip
+
+
+def _aligned(question: str, ours: TensorHandle, theirs: TensorHandle, size: int) -> Any:
+    """The same sequence's part of both; None where the batch is not the first dimension."""
+    if not ours.shape or not ours.shape[0] or ours.shape[0] % size:
+        return None
+    rows = ours.shape[0] // size
+    mine = ours.raw().reshape(size, rows, -1)
+    if question == "order":
+        if theirs.shape != ours.shape:
+            return None
+        return mine, theirs.raw().reshape(size, rows, -1)[::-1]
+    if theirs.shape != (rows, *ours.shape[1:]):
+        return None
+    return mine[0], theirs.raw().reshape(rows, -1)
+
+
+def _relative(record: Record, ours: Any, theirs: Any) -> float:
+    from driftline.numerics.dtypes import DTYPES, to_float64
+
+    dtype = DTYPES[record.dtype]
+    if dtype.bits < 8:
+        return 0.0
+    both: list[Any] = [
+        to_float64(np.ascontiguousarray(values).reshape(-1), dtype, values.size)
+        for values in (ours, theirs)
+    ]
+    one, two = both
+    norm = float(np.linalg.norm(one))
+    error = float(np.linalg.norm(np.subtract(one, two))) / norm if norm else math.inf
+    return error if math.isfinite(error) else 0.0
+
+
+def lines(found: Repeated) -> Iterator[str]:
+    """The answers in words."""
+    asked = {
+        "repeats": ("deterministic", "not deterministic"),
+        "threads": ("the number of threads changes nothing", "the number of threads matters"),
+        "batch": ("batch-invariant", "not batch-invariant: a sequence alone gives other bits"),
+        "order": ("the order of the batch changes nothing", "the order of the batch matters"),
+    }
+    for side in found.sides:
+        good, bad = asked[side.question]
+        if side.same is None:
+            yield f"{side.question}: not known, {side.reason}"
+        elif side.same:
+            yield f"{good}: {side.tensors} tensors, equal to the bit"
+        else:
+            more = f", relative L2 up to {side.largest:.2g}" if side.largest else ""
+            why = f" ({side.reason})" if side.reason else ""
+            yield f"{bad}{why}: first at {side.first_site}, {side.first_key}"
+            yield f"  {side.differing} of {side.tensors} tensors differ{more}"
+    yield f"{found.executions} executions"

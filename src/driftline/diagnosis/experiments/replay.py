@@ -1,0 +1,252 @@
+"""`replay`: the unchanged reference program runs once, and each of its modules is also applied to
+what the candidate's module was given.
+
+Asks, checks and gathers; what happens inside the program is `live.replay`. What the results mean is
+the business of diagnosis.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from driftline.alignment.align import AlignOptions, align_runs
+from driftline.captures.launch.jobs import CapturePlan
+from driftline.captures.selection import Selection
+from driftline.diagnosis.experiments.folders import (
+    EXACT,
+    NATIVE,
+    REPLAY,
+    identity,
+    make_room,
+    write_json,
+)
+from driftline.diagnosis.experiments.run_program import Ended, run_with
+from driftline.errors import BadInput, DriftlineError
+from driftline.formats.registry import open_run
+from driftline.runs.run import Run
+
+MOST_HELD = 4 << 30
+
+
+class NotTheSameModel(DriftlineError):
+    """The program builds another model than the one that was captured."""
+
+
+class Replayed(NamedTuple):
+    """What came of a replay.
+
+    Attributes:
+        folder: Where it lies.
+        status: The program's exit status.
+        sites: Site of the candidate → what became of it, as in `replay.json`.
+        calls: How many calls were replayed.
+        notes: What else the user should know, a sentence each.
+    """
+
+    folder: Path
+    status: int
+    sites: Mapping[str, Mapping[str, Any]]
+    calls: int
+    notes: tuple[str, ...] = ()
+
+    def counts(self) -> Counter[str]:
+        return Counter(str(entry["status"]) for entry in self.sites.values())
+
+
+def replay(
+    candidate: Path,
+    argv: Sequence[str],
+    output: Path,
+    *,
+    selection: Selection | None = None,
+    reference_run: Path | None = None,
+    maps: Sequence[str] = (),
+    most_held: int = MOST_HELD,
+    partial: bool = False,
+    check_each: bool = False,
+    keep_all: bool = False,
+    force: bool = False,
+) -> Replayed:
+    """Run the reference program with its modules also applied to the candidate's inputs.
+
+    Args:
+        candidate: A run that holds inputs from before the calls, in full.
+        argv: The reference program.
+        output: Folder for `replay.json` and the runs `exact` and `native`.
+        selection: Which modules and steps; all by default.
+        reference_run: A dump of that program, to align the names of the two models by.
+        maps: `REFERENCE=CANDIDATE` for modules that are called differently.
+        most_held: Bytes that may be held in the program for this.
+        partial: Go on where the two models differ; what differs is left out.
+        check_each: Prove for every call that it reproduces its own output, not once for calls of
+            one class with the same shapes.
+        keep_all: Keep all values, also of calls that give the candidate's own results to the bit.
+        force: Replace an earlier experiment at the output.
+
+    Raises:
+        NotTheSameModel: Modules or shapes clash; names the first.
+        DriftlineError: A run without inputs, a program that cannot be started or never calls a
+            model.
+    """
+    run = open_run(candidate)
+    require_inputs(run)
+    links = _links(run, reference_run, maps)
+    plan = CapturePlan(
+        output=str(output.absolute()),
+        levels=(),
+        command=tuple(argv),
+        experiment={
+            "kind": "replay",
+            "candidate": str(candidate.absolute()),
+            "output": str(output.absolute()),
+            "command": list(argv),
+            "selection": (selection or Selection()).to_json(),
+            "links": links,
+            "most_held": most_held,
+            "partial": partial,
+            "check_each": check_each,
+            "keep_all": keep_all,
+        },
+    )
+    make_room(output, force=force)
+    try:
+        ended = run_with(argv, plan)
+        sites, calls, notes = _gathered(ended, run)
+    except DriftlineError:
+        _leave_nothing(output)
+        raise
+    native = output / NATIVE
+    if not native.exists():  # the candidate's format is the wide one: it costs nothing
+        shutil.copytree(output / EXACT, native, copy_function=_linked)
+    write_json(
+        output,
+        REPLAY,
+        {
+            "candidate": identity(run, candidate),
+            "reference": {
+                "command": list(argv),
+                "path": None if reference_run is None else str(reference_run.absolute()),
+                "status": ended.status,
+            },
+            "runs": {"exact": EXACT, "native": NATIVE},
+            "calls": calls,
+            "notes": list(notes),
+            "sites": sites,
+        },
+    )
+    return Replayed(output, ended.status, sites, calls, notes)
+
+
+def require_inputs(run: Run) -> None:
+    """Raise where a run cannot be replayed at all, and say how to dump one that can.
+
+    Raises:
+        BadInput: No inputs from before the calls, or no values of them.
+    """
+    how = 'driftline dump -o DIR --exec "..." keeps what replay needs: whole tensors, both sides'
+    forward = [r for r in run.records if r.key.phase == "forward" and "/" not in r.key.site]
+    inputs = [r for r in forward if r.key.port == "input"]
+    before = [r for r in inputs if r.key.moment == "before"]
+    if not inputs:
+        raise BadInput(
+            f"run '{run.name}' holds no inputs, which replay gives to the reference's modules",
+            hint=f"{how} (without -stp 1, --port output)",
+        )
+    if not before:
+        raise BadInput(
+            f"run '{run.name}' holds inputs from after the calls only, where modules may have "
+            "changed them",
+            hint=f"{how} (without -time 1)",
+        )
+    if not any(r.kept == "full" and not run.lost(r) for r in before):
+        raise BadInput(
+            f"run '{run.name}' holds only the {before[0].kept} of each input, and replay needs "
+            "values",
+            hint=f"{how} (--keep full)",
+        )
+    if not any(r.key.port == "output" for r in forward):
+        raise BadInput(
+            f"run '{run.name}' holds no outputs to set the replayed ones against", hint=how
+        )
+
+
+def _links(run: Run, reference_run: Path | None, maps: Sequence[str]) -> dict[str, str]:
+    """Sites of the reference → sites of the candidate, from what the user said."""
+    if reference_run is None:
+        if maps:
+            raise BadInput(
+                "--map needs a dump of the reference program to apply to",
+                hint="give --reference-run RUN as well",
+            )
+        return {}
+    plan = align_runs(open_run(reference_run), run, AlignOptions(maps=tuple(maps)))
+    links: dict[str, str] = {}
+    for pair in plan.pairs:
+        if pair.reference_recipe is None and pair.candidate_recipe is None:
+            links.setdefault(pair.reference.key.site, pair.candidate.key.site)
+    return links
+
+
+def _gathered(ended: Ended, run: Run) -> tuple[dict[str, Mapping[str, Any]], int, tuple[str, ...]]:
+    """What all processes say together, site by site."""
+    problems = [str(r["problem"]) for r in ended.reports if r.get("problem")]
+    told = [r for r in ended.reports if "sites" in r]
+    failed = f" (the program ended with status {ended.status})" if ended.status else ""
+    for report in told:
+        if report["clash"]:
+            more = int(report["clash_count"]) - 1
+            raise NotTheSameModel(
+                f"the program does not build the model of run '{run.name}': {report['clash']}"
+                + (f", and {more} more" if more > 0 else ""),
+                hint="start the program with the candidate's configuration; --partial replays "
+                "what the two have in common",
+            )
+    if not told:
+        why = problems[0] if problems else ended.why_not or "no module was called"
+        raise BadInput(
+            f"nothing was replayed: {why}{failed}", hint="is this the reference program?"
+        )
+    sites: dict[str, Mapping[str, Any]] = {}
+    for report in told:
+        for site, entry in report["sites"].items():
+            known = sites.get(site)
+            if known is None or known["status"] != "replayed":
+                sites[site] = entry
+    calls = sum(int(report["calls"]) for report in told)
+    if not calls:
+        reasons = [str(e["reason"]) for e in sites.values() if e["status"] == "unknown"]
+        shared = _shared(told, run)
+        why = reasons[0] if reasons else shared
+        raise BadInput(
+            f"nothing was replayed: {why}{failed}",
+            hint="the program must call the same modules in the same steps as the candidate did",
+        )
+    notes = [note for report in told for note in (*report["clashes"], *report["faults"])]
+    return sites, calls, tuple(dict.fromkeys(notes))
+
+
+def _shared(told: Sequence[Mapping[str, Any]], run: Run) -> str:
+    site = next(iter(run.sites()), "")
+    del told
+    return f"the program called none of the candidate's modules, '{site}' the first of them"
+
+
+def _linked(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
+    return target
+
+
+def _leave_nothing(output: Path) -> None:
+    """A replay that failed leaves its folder as it found it: empty, or gone."""
+    for name in (EXACT, NATIVE):
+        shutil.rmtree(output / name, ignore_errors=True)
+    if output.is_dir() and output != Path.cwd() and not any(output.iterdir()):
+        output.rmdir()

@@ -1,0 +1,82 @@
+"""Start an unchanged program with an experiment in it, and read what its processes say of it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from driftline import settings
+from driftline.captures.launch.child import require_command, run_child
+from driftline.captures.launch.environment import build_doorstep
+from driftline.captures.launch.jobs import CapturePlan
+from driftline.captures.launch.messages import Marks, read_marks
+
+
+class Ended(NamedTuple):
+    """A program that was run.
+
+    Attributes:
+        status: Its exit status, as a shell reports it.
+        reports: What each process says of the experiment.
+        marks: Everything else they told.
+    """
+
+    status: int
+    reports: tuple[Mapping[str, Any], ...]
+    marks: Marks
+
+    @property
+    def why_not(self) -> str:
+        """Why no process has anything to say; empty if one has."""
+        if self.reports:
+            return ""
+        if self.marks.failed:
+            return f"the experiment could not start ({self.marks.failed[0]})"
+        if self.marks.woken == 0:
+            return "no Python process could be reached"
+        if self.marks.began == 0:
+            return "no Python process of the program imported torch"
+        return "the program ended before it could say anything"
+
+
+def run_with(
+    argv: Sequence[str],
+    plan: CapturePlan,
+    variables: Mapping[str, str] | None = None,
+    *,
+    aside: bool = False,
+) -> Ended:
+    """Run a command to its end with the plan's experiment in it.
+
+    Args:
+        argv: The command, word by word.
+        plan: With an experiment; captures what its selection takes.
+        variables: Environment variables for the program, besides its usual ones.
+        aside: What the program prints goes to standard error. For programs that are run again and
+            again to find something out: the answer alone is printed.
+
+    Raises:
+        BadInput: The command cannot be started.
+    """
+    base = {**settings.environment(), **(variables or {})}
+    require_command(argv, base)
+    with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:
+        doorstep = build_doorstep(Path(folder).resolve(), plan)
+        status = run_child(argv, doorstep.environment(base), aside=aside)
+        marks = read_marks(doorstep.marks)
+    return Ended(status, tuple(_read(marks.experiments)), marks)
+
+
+def _read(texts: Sequence[str]) -> list[Mapping[str, Any]]:
+    found: list[Mapping[str, Any]] = []
+    for text in texts:
+        try:
+            parsed: object = json.loads(text)
+        except ValueError:  # cut short by a kill
+            continue
+        if isinstance(parsed, dict):
+            found.append(cast("Mapping[str, Any]", parsed))
+    return found

@@ -1,0 +1,107 @@
+"""How many terms the longest sum of a site has: what rounding is to be expected there.
+
+From the weights of the module tree (a Linear adds up its input channels, a convolution its window),
+from the class where it has none (softmax, means, products of matrices), and from the shapes that
+went in. A site of which nothing is known adds up nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from driftline.comparison.table.row import Row
+from driftline.diagnosis.sites import Lengths
+from driftline.graphs.module_tree import ModuleTree
+from driftline.runs.run import Run
+
+Shape = tuple[int, ...]
+
+_LOOKS_UP = re.compile(r"(?i)embedding|gather|take")
+_CONVOLVES = re.compile(r"(?i)conv(?!1d$)|conv\dd$")
+_MULTIPLIES = re.compile(r"(?i)linear|matmul|gemm|\bb?mm\b|addb?mm|einsum|dense|conv1d$")
+_ALONG_ROW = re.compile(r"(?i)norm|softmax|mean|\bsum\b|reduce")
+_ATTENDS = re.compile(r"(?i)attention|attn|sdpa")
+
+
+def attends(class_name: str) -> bool:
+    """Whether a module is an attention, by its name.
+
+    >>> attends("LlamaSdpaAttention"), attends("LlamaMLP")
+    (True, False)
+    """
+    return bool(_ATTENDS.search(class_name))
+
+
+def lengths_of(run: Run | None) -> Lengths:
+    """What a run's module trees and shapes say of the sums of each site; without one, shapes."""
+    held: Mapping[str, Shape] = {} if run is None else _weights(run)
+
+    def length(site: str, class_name: str, ins: Sequence[Row], outs: Sequence[Row]) -> int:
+        given = [row.reference_shape for row in ins if row.reference_shape]
+        made = [row.reference_shape for row in outs if row.reference_shape]
+        return max(1, sum_length(class_name, held.get(site), given, made))
+
+    return length
+
+
+def sum_length(
+    class_name: str, weight: Shape | None, given: Sequence[Shape], made: Sequence[Shape]
+) -> int:
+    """Terms of the longest sum of a call.
+
+    Args:
+        class_name: Of the module or operator.
+        weight: The shape of its weight; None if it holds none.
+        given: Shapes of what went in.
+        made: Shapes of what came out.
+
+    >>> sum_length("Linear", (256, 64), [(2, 40, 64)], [(2, 40, 256)])
+    64
+    >>> sum_length("Conv1D", (64, 256), [(2, 40, 64)], [(2, 40, 256)])
+    64
+    >>> sum_length("Conv2d", (8, 3, 16, 16), [(1, 3, 64, 64)], [(1, 8, 4, 4)])
+    768
+    >>> sum_length("Softmax", None, [(1, 8, 40, 40)], [(1, 8, 40, 40)])
+    40
+    >>> sum_length("SiLU", None, [(1, 8)], [(1, 8)])
+    1
+    """
+    row = max((shape[-1] for shape in given), default=0)
+    if _LOOKS_UP.search(class_name):
+        return 1
+    if weight is not None and len(weight) >= 2:
+        if _CONVOLVES.search(class_name) and len(weight) >= 3:
+            return math.prod(weight[1:])
+        # Which axis is added up differs between libraries; the input's channels tell.
+        return row if row in weight else max(weight[-2:])
+    if weight is not None and len(weight) == 1:
+        return weight[0]
+    if _MULTIPLIES.search(class_name):
+        return given[0][-1] if given else row
+    if _ALONG_ROW.search(class_name):
+        return row or max((shape[-1] for shape in made), default=1)
+    if _ATTENDS.search(class_name):
+        # Scores are sums over a head's channels, results over the tokens that it sees.
+        tokens = max((shape[-2] for shape in (*given, *made) if len(shape) >= 3), default=1)
+        return max(tokens, row)
+    return 1
+
+
+def _weights(run: Run) -> Mapping[str, Shape]:
+    """The weight of every module, by site."""
+    found: dict[str, Shape] = {}
+    for rank, process in sorted({(r.key.rank, r.key.process) for r in run.records}):
+        tree = run.topology(rank, process)
+        if not tree:
+            continue
+        try:
+            nodes = list(ModuleTree.from_json(tree).walk())
+        except (AttributeError, KeyError, TypeError, ValueError):
+            continue
+        for node in nodes:
+            for parameter in node.parameters:
+                if parameter.name == "weight" and all(type(n) is int for n in parameter.shape):
+                    found.setdefault(node.site, parameter.shape)
+    return found

@@ -1,0 +1,179 @@
+"""Tokens that a router sent elsewhere because two experts were as good: arithmetic noise.
+
+A choice between near equals falls either way by rounding. The token is then far off without any
+fault, and so is what reads it later: that token in the same block, the later tokens of its sequence
+in the layers after it. A choice that the router's own figures do not excuse is left to be found.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from driftline.alignment.plan import Plan
+from driftline.diagnosis.error_stats import read_whole
+from driftline.diagnosis.sites import ancestors, contains, parts_of
+from driftline.errors import DriftlineError
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.records import Record
+from driftline.runs.run import Run
+
+Flags = npt.NDArray[np.bool_]
+Codes = npt.NDArray[np.int64]
+
+REMARK = "off only where a router chose other experts, at a near tie: arithmetic noise"
+UNTOLD = "a router chose other experts at a near tie, and that reaches all of it"
+_CHOICE = re.compile(r"(?i)router|topk|moe|experts|gating")
+_MOST_CHOICES = 64
+_NEAR = 0.1
+"""Of the size of a token's scores: what is further apart is no tie."""
+
+
+class Flip(NamedTuple):
+    """Tokens of one call of a router that were sent elsewhere.
+
+    Attributes:
+        router: Its site.
+        order: When it chose, in the reference.
+        step: Of that call.
+        rank: Of that call.
+        rows: One flag per token.
+        length: Tokens of a sequence; 0 when not known.
+    """
+
+    router: str
+    order: int
+    step: int
+    rank: int
+    rows: Flags
+    length: int = 0
+
+
+def choosers(candidate: Run) -> dict[str, int]:
+    """Sites with discrete choices in them, and how many one after the other."""
+    found: set[str] = set()
+    for record in candidate.records:
+        if record.key.port != "output" or record.key.site in found:
+            continue
+        dtype = DTYPES.get(record.dtype)
+        picks = dtype is not None and dtype.kind in ("int", "uint") and len(record.shape) > 1
+        if picks or _CHOICE.search(record.class_name):
+            found.add(record.key.site)
+    outermost = [site for site in found if not any(outer in found for outer in ancestors(site))]
+    return {**dict.fromkeys(found, 1), **parts_of(outermost)}
+
+
+def flips(reference: Run, candidate: Run, plan: Plan) -> list[Flip]:
+    """All choices that fell otherwise near a tie, by the reference's names."""
+    found: list[Flip] = []
+    partners = {pair.reference.key: pair for pair in plan.pairs}
+    for pair in plan.pairs:
+        ours, theirs = pair.reference, pair.candidate
+        if not _is_choice(ours) or not _is_choice(theirs) or ours.shape != theirs.shape:
+            continue
+        if ours.digest and ours.digest == theirs.digest:
+            continue
+        a, b = _codes(reference, ours), _codes(candidate, theirs)
+        if a is None or b is None:
+            continue
+        other = (np.sort(a, axis=1) != np.sort(b, axis=1)).any(axis=1)
+        if not other.any():
+            continue
+        near = np.zeros(len(other), dtype=np.bool_)
+        for key, scores in partners.items():
+            if key[:2] == ours.key[:2] and key[3:7] == ours.key[3:7] and key.port == "output":
+                r = read_whole(reference, scores.reference)
+                c = read_whole(candidate, scores.candidate)
+                if r is not None and c is not None and r.shape == c.shape:
+                    near |= _near(_by_token(r), _by_token(c), len(other), a.shape[1])
+        if (other & near).any():
+            key = ours.key
+            length = _length(reference, key.step, len(other))
+            found.append(Flip(key.site, ours.order, key.step, key.rank, other & near, length))
+    return found
+
+
+def _length(run: Run, step: int, tokens: int) -> int:
+    """Tokens of a sequence, by a tensor that has sequences and tokens as axes."""
+    for record in run.records:
+        shape = record.shape
+        if record.key.step == step and len(shape) == 3 and shape[0] * shape[1] == tokens:
+            return shape[1]
+    return 0
+
+
+def concerned(
+    found: Sequence[Flip], site: str, record: Record, shape: Sequence[int]
+) -> Flags | None:
+    """Which rows of a tensor a choice reaches; None when none does, all where that is not known."""
+    rows = int(np.prod(shape[:-1])) if len(shape) > 1 else int(np.prod(shape))
+    reached = np.zeros(rows, dtype=np.bool_)
+    for flip in found:
+        if (flip.step, flip.rank) != (record.key.step, record.key.rank):
+            continue
+        if record.order < flip.order:
+            continue
+        block = flip.router.rpartition(".")[0]
+        inside = site == block or contains(block, site) if block else False
+        if inside and rows == len(flip.rows):
+            reached |= flip.rows
+        elif inside:
+            reached[:] = True  # tokens sorted by expert: another choice moves all rows
+        else:
+            reached |= _later(flip, shape, rows)
+    return reached if reached.any() else None
+
+
+def _later(flip: Flip, shape: Sequence[int], rows: int) -> Flags:
+    """Flipped tokens and the later ones of their sequences; all, where the order is not known."""
+    tokens = len(flip.rows)
+    if rows == tokens and flip.length:
+        by_sequence = flip.rows.reshape(-1, flip.length)
+        return np.logical_or.accumulate(by_sequence, axis=1).reshape(-1)
+    if len(shape) > 3 and shape[0] and tokens % shape[0] == 0:
+        sequences = flip.rows.reshape(shape[0], -1).any(axis=1)
+        return np.repeat(sequences, rows // shape[0])
+    return np.ones(rows, dtype=np.bool_)
+
+
+def _is_choice(record: Record) -> bool:
+    dtype = DTYPES.get(record.dtype)
+    return (
+        record.key.port == "output"
+        and dtype is not None
+        and dtype.kind in ("int", "uint")
+        and dtype.bits >= 8
+        and record.kept == "full"
+        and len(record.shape) > 1
+        and 0 < record.shape[-1] <= _MOST_CHOICES
+        and 0 not in record.shape
+    )
+
+
+def _codes(run: Run, record: Record) -> Codes | None:
+    try:
+        values = np.asarray(run.raw(record), dtype=np.int64)
+    except (DriftlineError, OSError, ValueError, TypeError):
+        return None
+    return values.reshape(-1, record.shape[-1])
+
+
+def _by_token(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values.reshape(-1, 1)
+
+
+def _near(
+    r: npt.NDArray[np.float64], c: npt.NDArray[np.float64], tokens: int, chosen: int
+) -> Flags:
+    """Tokens whose last chosen and first not chosen are nearer than both sides' scores are."""
+    if len(r) != tokens or r.shape[1] <= chosen:
+        return np.zeros(tokens, dtype=np.bool_)
+    best = -np.sort(-r, axis=1)
+    gap = best[:, chosen - 1] - best[:, chosen]
+    apart = np.abs(c - r).max(axis=1)
+    size = np.sqrt((r * r).mean(axis=1))
+    return np.asarray((gap <= 2.0 * apart) & (gap <= _NEAR * size), dtype=np.bool_)

@@ -1,0 +1,596 @@
+"""Who feeds whom: for sites whose inputs were not captured, the sites that made them.
+
+Edges of a dump's topology (graphs, ATB) or of its list of calls. A maker that has no tensor in the
+table hands on what was made before it, so edges go through code that was not captured. Which call
+of a maker is meant is decided by the order of execution, and not here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
+
+from driftline.alignment.plan import Plan
+from driftline.alignment.sites.values import edges_of
+from driftline.comparison.table.row import Row
+from driftline.comparison.table.table import Table
+from driftline.comparison.tolerance.defaults import LIMITS, coarsest
+from driftline.comparison.tolerance.tolerance import error_on_scale
+from driftline.errors import DriftlineError
+from driftline.graphs.sources.graph_files import read_graphs
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.run import Run
+from driftline.runs.sidecars.calls import CALLS, GRAPHS, read_calls
+from driftline.runs.sidecars.calls import Call as RecordedCall
+
+Makers: TypeAlias = Mapping[str, frozenset[str]]
+"""Site → the sites whose outputs it takes; a site that takes nothing of the kind is there, too."""
+Flow: TypeAlias = Mapping[tuple[int, int], Makers]
+"""Rank and process → who feeds whom."""
+
+_NOBODY: frozenset[str] = frozenset()
+_MOST = 64
+"""Makers of one tensor; a tensor with more has no single past."""
+
+
+def flow_of(reference: Run, candidate: Run, plan: Plan) -> Flow:
+    """The edges of the reference or, where it says nothing, of the candidate under its names."""
+    known = {pair.reference.key.site for pair in plan.pairs if _is_made(pair.reference.key.port)}
+    found = _of_run(reference, known)
+    if any(found.values()):
+        return found
+    names = {
+        pair.candidate.key.site: pair.reference.key.site
+        for pair in plan.pairs
+        if _is_made(pair.candidate.key.port)
+    }
+    return {
+        place: {
+            names[taker]: frozenset(names[maker] for maker in makers)
+            for taker, makers in edges.items()
+        }
+        for place, edges in _of_run(candidate, names).items()
+    }
+
+
+def _is_made(port: str) -> bool:
+    return port == "output"
+
+
+def _of_run(run: Run, known: Collection[str]) -> Flow:
+    places = sorted({(record.key.rank, record.key.process) for record in run.records})
+    return {place: _of_process(run, *place, known) for place in places}
+
+
+def _of_process(run: Run, rank: int, process: int, known: Collection[str]) -> Makers:
+    try:
+        if CALLS in run.sheets(rank, process):
+            return by_calls(read_calls(run.sheet(CALLS, rank, process)), known)
+        if GRAPHS in run.sheets(rank, process):
+            return by_edges(_of_graphs(run.sheet(GRAPHS, rank, process)), known)
+        edges = edges_of(run, rank, process).makers
+    except (DriftlineError, OSError):
+        return {}  # what cannot be read says nothing; comparing says why
+    return by_edges(((maker, taker) for (taker, _), (maker, _) in edges.items()), known)
+
+
+def _of_graphs(text: str) -> Iterator[tuple[str, str]]:
+    """Makers and takers among the nodes of compiled graphs; a part is what gave the whole."""
+    for graph in read_graphs(text):
+        nodes = {node.name: node for node in graph.nodes}
+        for node in graph.nodes if graph.kind != "backward" else ():
+            for name in node.inputs:
+                maker = nodes.get(name)
+                whole = nodes.get(maker.of[0]) if maker is not None and maker.of else maker
+                if whole is not None and node.of is None:
+                    yield whole.site, node.site
+
+
+def by_edges(edges: Iterable[tuple[str, str]], known: Collection[str]) -> Makers:
+    """Makers of each known site, by pairs (maker, taker).
+
+    >>> by_edges([("a", "cast"), ("cast", "b")], {"a", "b"})["b"]
+    frozenset({'a'})
+    """
+    before: dict[str, list[str]] = {}
+    for maker, taker in edges:
+        before.setdefault(taker, []).append(maker)
+    found: dict[str, frozenset[str]] = {}
+    for taker in before:
+        if taker not in known:
+            continue
+        makers: set[str] = set()
+        seen, waiting = {taker}, list(before[taker])
+        while waiting and len(makers) < _MOST:
+            maker = waiting.pop()
+            if maker in seen:
+                continue
+            seen.add(maker)
+            if maker in known:
+                makers.add(maker)
+            else:
+                waiting += before.get(maker, [])
+        found[taker] = frozenset(makers)
+    return found
+
+
+def by_calls(calls: Iterable[RecordedCall], known: Collection[str]) -> Makers:
+    """Makers of each known site, by the calls of the first step's forward pass."""
+    forward = sorted(
+        (call for call in calls if call.phase == "forward"), key=lambda call: call.number
+    )
+    step = min((call.step for call in forward), default=0)
+    mine = [call for call in forward if call.step == step]
+    gave: dict[tuple[int, str], str] = {}
+    for call in mine:
+        if call.site not in known:
+            continue
+        for one in call.outputs:
+            of = one.source if call.kind == "module" else (call.number, one.slot)
+            # The innermost one: a container returns what one inside it made.
+            if isinstance(of, tuple) and len(call.site) > len(gave.get(of, "")):
+                gave[of] = call.site
+    past: dict[tuple[int, str], frozenset[str]] = {}
+
+    def makers_of(call: RecordedCall) -> frozenset[str]:
+        found: set[str] = set()
+        for one in call.inputs:
+            of = one.source
+            if isinstance(of, tuple):
+                found |= {gave[of]} if of in gave else past.get(of, _NOBODY)
+        return frozenset(sorted(found)[:_MOST])
+
+    for call in mine:
+        if call.kind != "module":
+            before = makers_of(call)
+            past |= {(call.number, one.slot): before for one in call.outputs}
+    taken: dict[str, frozenset[str]] = {}
+    for call in mine:
+        if call.site in known:
+            before = makers_of(call) - {call.site}
+            taken[call.site] = taken.get(call.site, _NOBODY) | before
+    return taken
+
+
+# Rows of a table become calls (what went into a site, what came out), calls become sites.
+
+
+Direction = Literal["forward", "backward", "optimizer", "param"]
+
+ROOTS = ("(root)", "", "(program)")
+
+_ROLES: dict[str, tuple[Direction, bool]] = {
+    "input": ("forward", True),
+    "output": ("forward", False),
+    "grad_output": ("backward", True),
+    "grad_input": ("backward", False),
+    "param_grad": ("backward", False),
+    "optimizer_grad": ("optimizer", False),
+    "param": ("param", False),
+}
+DIRECTIONS: tuple[Direction, ...] = ("param", "forward", "backward", "optimizer")
+"""In order of execution."""
+
+
+class Place(NamedTuple):
+    """A site in one direction: forward, or the backward pass through it."""
+
+    direction: Direction
+    site: str
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a site.
+
+    Attributes:
+        order: Place of its last output in the execution order.
+        begin: Place of its first tensor.
+        ins: Rows of floating tensors that went in; for an optimizer, gradients of the same
+            parameters from all backward passes of its step.
+        outs: Rows of floating tensors that came out.
+        changed_codes: An integer or boolean that went in differs (token ids, masks, routes).
+        error_in: Largest relative error that went in; NaN when nothing is known.
+        error: Largest relative error that came out.
+        process: Which process of the rank.
+        known_by: How what went in is known: `inputs` (captured), `edges` (who made it), `order`
+            (what was made last before it).
+        length: Of the longest sum in it, in elements.
+    """
+
+    step: int
+    rank: int
+    order: int = -1
+    begin: int = 1 << 62
+    ins: list[Row] = field(default_factory=list[Row])
+    outs: list[Row] = field(default_factory=list[Row])
+    changed_codes: bool = False
+    error_in: float = math.nan
+    error: float = math.nan
+
+    process: int = 0
+    known_by: str = "inputs"
+    length: int = 1
+    known_unit: float = -1.0
+
+    @property
+    def unit(self) -> float:
+        """Unit roundoff of the coarsest format that took part, on either side."""
+        if self.known_unit < 0.0:
+            self.known_unit = max((unit_of(row) for row in (*self.outs, *self.ins)), default=0.0)
+        return self.known_unit
+
+    @property
+    def one_sided_in(self) -> int:
+        return sum(int(row.metrics.get("one_sided", 0)) for row in self.ins)
+
+    @property
+    def one_sided(self) -> int:
+        return sum(int(row.metrics.get("one_sided", 0)) for row in self.outs)
+
+    @property
+    def worst(self) -> Row:
+        """The output that is furthest off."""
+        return max(self.outs, key=error_of)
+
+
+@dataclass(slots=True)
+class Site:
+    """A site in one direction, with all its calls."""
+
+    place: Place
+    class_name: str = ""
+    candidate_class: str = ""
+    calls: list[Call] = field(default_factory=list[Call])
+
+    @property
+    def name(self) -> str:
+        return self.place.site
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """When its first call was over; all of forward lies before backward."""
+        return DIRECTIONS.index(self.place.direction), min(call.order for call in self.calls)
+
+    @property
+    def error(self) -> float:
+        return max((call.error for call in self.calls), default=math.nan)
+
+    @property
+    def worst(self) -> Call:
+        return max(self.calls, key=lambda call: call.error)
+
+    @property
+    def role(self) -> tuple[str, str, str]:
+        """What it has in common with its siblings in other layers."""
+        return self.place.direction, _NUMBER.sub("*", self.name), self.class_name
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def error_of(row: Row) -> float:
+    """Relative L2 of a row on the scale it was judged on, inf where it is not a number."""
+    value = error_on_scale(row)
+    return math.inf if math.isnan(value) else value
+
+
+FINE = 2.0**-20
+"""Unit roundoff up to which sums are rounded like everything else."""
+
+
+def unit_of(row: Row) -> float:
+    """Unit roundoff of the coarser format of a row; 0 for exact ones."""
+    ours, theirs = DTYPES.get(row.reference_dtype), DTYPES.get(row.candidate_dtype)
+    return max(ours.unit_roundoff if ours else 0.0, theirs.unit_roundoff if theirs else 0.0)
+
+
+def is_floating(row: Row) -> bool:
+    dtype = DTYPES.get(row.reference_dtype)
+    return dtype is not None and dtype.is_floating
+
+
+def same_kind(row: Row) -> bool:
+    """Whether both sides are of one kind.
+
+    A mask of booleans beside one of floats is no error: the same thing said otherwise.
+    """
+    theirs = DTYPES.get(row.candidate_dtype)
+    return theirs is None or theirs.is_floating
+
+
+def sites_of(
+    table: Table, flow: Flow | None = None, lengths: Lengths | None = None
+) -> dict[Place, Site]:
+    """All sites with something that was measured, in order of execution.
+
+    Args:
+        table: What was measured.
+        flow: Who feeds whom, as far as it is known, by the reference's names.
+        lengths: How many terms the sums of a site have, by what it holds and was given.
+    """
+    calls: dict[tuple[Place, int, int, int, int], Call] = {}
+    sites: dict[Place, Site] = {}
+    for row in table.rows:
+        known = _ROLES.get(row.key.port)
+        if known is None or not row.compared or row.key.phase == "recompute":
+            continue
+        direction, is_input = known
+        key = row.key
+        place = Place(direction, key.site)
+        of = (place, key.rank, key.process, key.step, key.visit)
+        call = calls.get(of)
+        if call is None:
+            call = calls[of] = Call(key.step, key.rank, process=key.process)
+            site = sites.get(place)
+            if site is None:
+                site = sites[place] = Site(place, row.class_name, row.candidate_class)
+            site.calls.append(call)
+        call.begin = min(call.begin, row.order)
+        if not is_floating(row):
+            call.changed_codes |= is_input and bool(row.metrics.get("different", 0))
+        elif "relative_l2" not in row.metrics or (is_input and not same_kind(row)):
+            continue
+        elif is_input:
+            call.ins.append(row)
+        else:
+            call.outs.append(row)
+            call.order = max(call.order, row.order)
+    found = [site for site in sites.values() if _kept(site)]
+    found.sort(key=lambda site: site.order)
+    _give_gradients(found)
+    _fill(found, flow or {})
+    if lengths is not None:
+        for site in found:
+            for call in site.calls:
+                call.length = lengths(site.name, site.class_name, call.ins, call.outs)
+        _longest_inside(found)
+    return {site.place: site for site in found}
+
+
+Lengths: TypeAlias = Callable[[str, str, Sequence[Row], Sequence[Row]], int]
+"""(site, class, rows in, rows out) → terms of the longest sum of a call."""
+
+
+def _longest_inside(sites: Sequence[Site]) -> None:
+    """A container's sums are also those of its parts."""
+    longest: dict[tuple[str, str], int] = {}
+    for site in sites:
+        own = max(call.length for call in site.calls)
+        for outer in ancestors(site.name):
+            place = (site.place.direction, outer)
+            longest[place] = max(longest.get(place, 1), own)
+    for site in sites:
+        inside = longest.get((site.place.direction, site.name), 1)
+        for call in site.calls:
+            call.length = max(call.length, inside)
+
+
+def _kept(site: Site) -> bool:
+    site.calls = [call for call in site.calls if call.outs]
+    return bool(site.calls)
+
+
+def _give_gradients(sites: Sequence[Site]) -> None:
+    """What goes into an optimizer's gradient is what backward passes made of that parameter."""
+    made: dict[tuple[str, str, int, int, int], list[Row]] = {}
+
+    def of(row: Row) -> tuple[str, str, int, int, int]:
+        key = row.key
+        return key.site, key.slot, key.rank, key.process, key.step
+
+    for site in sites:
+        for call in site.calls:
+            for row in call.outs:
+                if row.key.port == "param_grad":
+                    made.setdefault(of(row), []).append(row)
+    for site in sites:
+        if site.place.direction == "optimizer":
+            for call in site.calls:
+                call.ins += [each for row in call.outs for each in made.get(of(row), ())]
+
+
+def _fill(sites: Sequence[Site], flow: Flow) -> None:
+    """Errors in and out.
+
+    Where no inputs were kept, the outputs that they are stand for them, by the edges that are
+    known; without edges, what was made just before.
+    """
+    blind: list[tuple[Site, Call]] = []
+    for site in sites:
+        for call in site.calls:
+            call.error = max(error_of(row) for row in call.outs)
+            if call.ins:
+                call.error_in = max(error_of(row) for row in call.ins)
+            elif call.changed_codes or site.place.direction == "param":
+                call.error_in = 0.0
+            else:
+                blind.append((site, call))
+    rest = _from_makers(sites, blind, flow) if blind and flow else blind
+    if rest:
+        _from_before(sites, rest)
+
+
+def _from_makers(
+    sites: Sequence[Site], blind: Sequence[tuple[Site, Call]], flow: Flow
+) -> list[tuple[Site, Call]]:
+    """The largest error of what the makers of its inputs gave last before a call.
+
+    Gradients flow the other way: what comes in was made by those that take the output. Gives back
+    the calls of which no edge is known.
+    """
+    made: dict[tuple[Place, int, int, int], list[Call]] = {}
+    for site in sites:
+        for call in site.calls:
+            made.setdefault((site.place, call.rank, call.process, call.step), []).append(call)
+    takers = {place: _turned(makers) for place, makers in flow.items()}
+    rest: list[tuple[Site, Call]] = []
+    for site, call in blind:
+        direction = site.place.direction
+        edges = flow if direction == "forward" else takers
+        makers = edges.get((call.rank, call.process), {}).get(site.name)
+        if makers is None or direction not in ("forward", "backward"):
+            rest.append((site, call))
+            continue
+        errors: list[float] = []
+        for maker in makers:
+            those = made.get((Place(direction, maker), call.rank, call.process, call.step), ())
+            before = [each for each in those if each.order < call.order]
+            if before:
+                errors.append(max(before, key=lambda each: each.order).error)
+        if makers and not errors:
+            rest.append((site, call))  # made in another step, or not captured
+            continue
+        call.error_in, call.known_by = max(errors, default=0.0), "edges"
+    return rest
+
+
+def _turned(makers: Makers) -> Makers:
+    takers: dict[str, set[str]] = {}
+    for taker, those in makers.items():
+        for maker in those:
+            takers.setdefault(maker, set()).add(taker)
+    return {maker: frozenset(those) for maker, those in takers.items()}
+
+
+def _from_before(sites: Sequence[Site], blind: Sequence[tuple[Site, Call]]) -> None:
+    """The error of the output that was made last before a call began.
+
+    A container without inputs begins where the first of its parts is over, so what came before
+    that is meant; the very first call has nothing before it and takes in no error.
+    """
+    made: dict[tuple[str, int, int], list[tuple[int, str, float]]] = {}
+    for site in sites:
+        for call in site.calls:
+            where = (site.place.direction, call.rank, call.step)
+            made.setdefault(where, []).append((call.order, site.name, call.error))
+    for outputs in made.values():
+        outputs.sort()
+    for site, call in blind:
+        outputs = made[(site.place.direction, call.rank, call.step)]
+        call.error_in, call.known_by = 0.0, "order"
+        for order, name, error in reversed(outputs):
+            if order < call.order and name != site.name and not contains(site.name, name):
+                call.error_in = error
+                break
+
+
+def contains(outer: str, inner: str) -> bool:
+    """Whether one site lies inside another.
+
+    >>> contains("model.layers.1", "model.layers.1.mlp"), contains("a.1", "a.10")
+    (True, False)
+    """
+    if outer == inner:
+        return False
+    if outer in ROOTS:
+        return True
+    return inner.startswith((outer + ".", outer + "/"))
+
+
+def innermost(names: Iterable[str]) -> list[str]:
+    """Those that contain none of the others, in their order."""
+    listed = list(dict.fromkeys(names))
+    around = {outer for name in listed for outer in ancestors(name)}
+    return [name for name in listed if name not in around]
+
+
+def ancestors(name: str) -> Iterator[str]:
+    """Every site that a site may lie in, nearest first; the roots last."""
+    inner = name
+    if "/" in inner:
+        inner = inner.rpartition("/")[0]
+        yield inner
+    while "." in inner:
+        inner = inner.rpartition(".")[0]
+        yield inner
+    for root in ROOTS:
+        if name != root:
+            yield root
+
+
+def parts_of(names: Iterable[str]) -> Mapping[str, int]:
+    """How many sites lie in each site."""
+    counts: dict[str, int] = {}
+    for name in names:
+        for outer in ancestors(name):
+            counts[outer] = counts.get(outer, 0) + 1
+    return counts
+
+
+def over_before(sites: Mapping[Place, Site], first: Place) -> list[Site]:
+    """Sites that were over before another one, in its direction.
+
+    Its own parts are not among them: one that runs after code of the whole (an attention's last
+    product) ends before the whole does, and may hold the whole's fault.
+    """
+    return [
+        site
+        for place, site in sites.items()
+        if place.direction == first.direction
+        and site.order < sites[first].order
+        and not contains(first.site, place.site)
+    ]
+
+
+# Which steps of two runs can be compared: both models see the same tokens, with equal weights.
+
+
+def comparable_steps(sites: Mapping[Place, Site], table: Table) -> tuple[dict[Place, Site], str]:
+    """Sites without the steps that say nothing about single modules any more, and a note.
+
+    Those are the ones from which on the models were given different tokens, or had learnt
+    different weights: a module is not to blame for what training has made of it.
+    """
+    tokens, weights = _other_tokens(sites, table), _other_weights(sites, table)
+    if tokens is None and weights is None:
+        return dict(sites), ""
+    if tokens is not None and (weights is None or tokens <= weights):
+        return _before(sites, tokens), (
+            f"from step {tokens} on the two models were given different tokens: "
+            "those steps say nothing about numbers and were left out"
+        )
+    assert weights is not None
+    return _before(sites, weights), (
+        f"the gradients of step {weights - 1} differ, so from step {weights} on the two models "
+        "have different weights: those steps say nothing about single modules and were left out"
+    )
+
+
+def _before(sites: Mapping[Place, Site], step: int) -> dict[Place, Site]:
+    kept: dict[Place, Site] = {}
+    for place, site in sites.items():
+        site.calls = [call for call in site.calls if call.step < step]
+        if site.calls:
+            kept[place] = site
+    return kept
+
+
+def _other_tokens(sites: Mapping[Place, Site], table: Table) -> int | None:
+    other: set[int] = set()
+    for place, site in sites.items():
+        if place.site in ROOTS and place.direction == "forward":
+            other |= {call.step for call in site.calls if call.changed_codes}
+    for row in table.rows:
+        is_given = row.key.site in ROOTS and row.key.port == "input"
+        is_code = row.reference_dtype.startswith(("int", "uint"))
+        if is_given and is_code and row.metrics.get("different"):
+            other.add(row.key.step)
+    return min(other, default=None)
+
+
+def _other_weights(sites: Mapping[Place, Site], table: Table) -> int | None:
+    """The step after the first whose gradients are off, if there is one: they have been learnt."""
+    # What an optimizer was given is what it learnt; without one, gradients may only be gathered.
+    off = [row for row in table.rows if row.key.port == "optimizer_grad" and _is_off(row)]
+    first = min((row.key.step for row in off), default=None)
+    last = max((call.step for site in sites.values() for call in site.calls), default=-1)
+    return None if first is None or first >= last else first + 1
+
+
+def _is_off(row: Row) -> bool:
+    dtype = coarsest((row.reference_dtype, row.candidate_dtype))
+    return row.compared and dtype is not None and error_of(row) > LIMITS.get(dtype.name, math.inf)

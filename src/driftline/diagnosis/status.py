@@ -1,0 +1,352 @@
+"""Every site gets a status: from replay where there is one, from a noise floor, from growth.
+
+Decides who introduces error, who hands it on and who swallows it. Reads no tensor and names no
+cause.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from driftline.diagnosis.dataflow import hands_on_no_more, own_code
+from driftline.diagnosis.evidence.growth import Growth, growths, rounding
+from driftline.diagnosis.evidence.noise import Floor
+from driftline.diagnosis.evidence.replay import Judgement
+from driftline.diagnosis.result import Status
+from driftline.diagnosis.sites import (
+    DIRECTIONS,
+    FINE,
+    Call,
+    Place,
+    Site,
+    ancestors,
+    contains,
+    innermost,
+    over_before,
+    parts_of,
+)
+
+_STEP_UP = 1.3
+_AMPLIFIED = 3.0
+_SURE = 2.5
+_ORDERS = 2.0
+"""Times what sums of that length may differ by: trusted runs of one device and its kernels do not
+try the orders in which another adds. (CUDA's fused attention in float32 errs by 1.6 times what
+eager attention does on either device.)"""
+LEAN = 0.5
+"""Units of roundoff by which a projection may leave what trusted runs have."""
+
+
+class Standing(NamedTuple):
+    """Where a site stands.
+
+    Attributes:
+        status: Its status.
+        by: What said so: replay, noise or growth.
+        ratio: What it errs by over what is allowed.
+        noise: What is expected there.
+        call: The call that decided.
+        reason: In words.
+        inside: The part of it that is to blame.
+        leaning: Whether it is the lean of its error that is outside, not its size.
+        suspected: Of an unknown one: how it stands by other evidence, which would convict it if it
+            agreed with itself.
+    """
+
+    status: Status
+    by: str
+    ratio: float
+    noise: float
+    call: Call
+    reason: str = ""
+    inside: str = ""
+    leaning: bool = False
+    suspected: Standing | None = None
+
+
+def standings(
+    sites: Mapping[Place, Site],
+    growth: Mapping[Place, Growth],
+    floor: Floor | None,
+    judged: Mapping[str, Judgement],
+) -> dict[Place, Standing]:
+    """Status of every site."""
+    within = _within(sites, floor, judged)
+    parts = parts_of(place.site for place in sites)
+    by_noise = floor is not None and bool(floor.used)
+    found: dict[Place, Standing] = {}
+    for place, site in sites.items():
+        judgement = judged.get(place.site) if place.direction == "forward" else None
+        if judgement is not None:
+            found[place] = _by_replay(site, judgement)
+            if found[place].status == "clean" and place in within:
+                found[place] = within[place]
+        elif place.direction == "param":
+            found[place] = _weights(site)
+        elif by_noise and floor is not None and _known(floor, site):
+            found[place] = _by_noise(site, floor)
+        else:
+            found[place] = _by_growth(growth[place])
+    if not any(each.by == "replay" and each.status == "introduced" for each in found.values()):
+        found |= _other_evidence(sites, found, growth, floor, judged)
+    found |= _gathered(sites, found)
+    guilty = _first(found, sites)
+    if guilty is None:
+        return {
+            place: standing._replace(status="clean")
+            if standing.status in ("amplified", "inherited", "masked")
+            else standing
+            for place, standing in found.items()
+        }
+    level = _level(sites, guilty)
+    found = {
+        place: standing
+        if place == guilty
+        or standing.status == "unknown"
+        or standing.by == "noise"
+        or (standing.by == "replay" and standing.status == "introduced")
+        or standing.call.outs[0].key.port == "input"
+        else _handed_on(
+            standing, level, parts.get(place.site, 0), contains(place.site, guilty.site)
+        )
+        for place, standing in found.items()
+    }
+    return _named_parts(found)
+
+
+def _other_evidence(
+    sites: Mapping[Place, Site],
+    found: Mapping[Place, Standing],
+    growth: Mapping[Place, Growth],
+    floor: Floor | None,
+    judged: Mapping[str, Judgement],
+) -> dict[Place, Standing]:
+    """Sites of which replay says nothing, and which noise runs or growth convict.
+
+    Only asked where replay itself convicts nobody. One that these do not convict stays unknown, and
+    so does one that does not reproduce its own output; that one is only suspected.
+    """
+    convicted: dict[Place, Standing] = {}
+    for place, site in sites.items():
+        judgement = judged.get(place.site)
+        if found[place].status != "unknown" or judgement is None or not judgement.is_suspect:
+            continue
+        if floor is not None and floor.used and _known(floor, site):
+            standing = _by_noise(site, floor)
+        else:
+            standing = _by_growth(growth[place])
+        if standing.status == "introduced" and not judgement.is_open:
+            convicted[place] = found[place]._replace(suspected=standing)
+        elif standing.status == "introduced":
+            why = f"replay says nothing of it ({judgement.trouble})"
+            reason = f"{standing.reason}; {why}" if standing.reason else why
+            convicted[place] = standing._replace(reason=reason)
+    return convicted
+
+
+def _gathered(
+    sites: Mapping[Place, Site], found: Mapping[Place, Standing]
+) -> dict[Place, Standing]:
+    """Containers that growth convicts of what their parts made, each a little and none too much.
+
+    A model of many layers errs by more than its input and its own rounding explain without any
+    fault, most of all where every layer computes with integers.
+    """
+    guilty = [place for place, each in found.items() if each.status == "introduced"]
+    handed: Mapping[Place, Site] | None = None
+    acquitted: dict[Place, Standing] = {}
+    for place in sorted(guilty, key=lambda place: sum(1 for _ in ancestors(place.site)))[::-1]:
+        inside = any(
+            contains(place.site, each.site) and each.direction == place.direction
+            for each in guilty
+            if each not in acquitted
+        )
+        if inside or found[place].by != "growth" or place.direction != "forward":
+            continue
+        handed = own_code(sites) if handed is None else handed
+        own = handed[place].calls if place in handed else []
+        if all(hands_on_no_more(call, own, _STEP_UP) for call in sites[place].calls):
+            acquitted[place] = found[place]._replace(
+                status="clean", reason="its parts make this error together"
+            )
+    return acquitted
+
+
+def _within(
+    sites: Mapping[Place, Site], floor: Floor | None, judged: Mapping[str, Judgement]
+) -> dict[Place, Standing]:
+    """Containers whose own code hands on more error than it was given.
+
+    Only asked where a replay of that code looked at its output alone.
+    """
+    blind = {site for site, found in judged.items() if found.own_code_only}
+    if not blind:
+        return {}
+    handed = {place: site for place, site in own_code(sites).items() if place.site in blind}
+    reason = "what its own code hands to a part is off while nothing it was given is"
+    found: dict[Place, Standing] = {}
+    grown = growths(handed)
+    for place, site in handed.items():
+        if floor is not None and floor.used and _known(floor, site):
+            standing = _by_noise(site, floor)
+        else:
+            standing = _by_growth(grown[place])
+            if standing.ratio <= _SURE:
+                continue  # tensors between parts vary more than outputs do
+        if standing.status == "introduced":
+            found[place] = standing._replace(reason=reason)
+    return found
+
+
+def _by_replay(site: Site, judgement: Judgement) -> Standing:
+    call = site.worst
+    if judgement.trouble:
+        return Standing("unknown", "replay", math.nan, math.nan, call, judgement.trouble)
+    status: Status = "introduced" if judgement.introduced else "clean"
+    return Standing(status, "replay", judgement.excess, judgement.noise, call)
+
+
+def _weights(site: Site) -> Standing:
+    """Weights are rounded once and computed from nothing."""
+    call = site.worst
+    allowed = 1.01 * call.unit
+    over = max((float(row.metrics.get("max_rel_error", 0.0)) for row in call.outs), default=0.0)
+    ratio = call.error / allowed if allowed > 0.0 else (math.inf if call.error > 0.0 else 0.0)
+    if ratio > 1.0 and over > 2.0 * call.unit:
+        return Standing(
+            "introduced", "weights", ratio, call.unit / math.sqrt(3.0), call, "its weights differ"
+        )
+    return Standing("clean", "weights", ratio, call.unit / math.sqrt(3.0), call)
+
+
+def _known(floor: Floor, site: Site) -> bool:
+    return any(floor.errors.get(row.key) is not None for call in site.calls for row in call.outs)
+
+
+def _by_noise(site: Site, floor: Floor) -> Standing:
+    """The worst call decides; what went in is measured with the same rod."""
+    best: tuple[float, Standing] | None = None
+    for call in site.calls:
+        least = _ORDERS * rounding(call.unit, 0, call.length) if call.unit <= FINE else 0.0
+        outs = [(floor.excess(row, least), row) for row in call.outs]
+        known = [(value, row) for value, row in outs if value is not None]
+        if not known:
+            continue
+        ins = [value for row in call.ins if (value := floor.excess(row, least)) is not None]
+        out, row = max(known, key=lambda each: each[0])
+        before = max(ins, default=0.0 if not call.ins else math.nan)
+        noise = floor.errors[row.key]
+        status: Status = "clean"
+        reason, leaning = "", False
+        if out > 1.0 and before > 1.0:
+            status = "amplified" if out > _AMPLIFIED * before else "inherited"
+        elif out > 1.0:
+            status = "introduced" if out > _STEP_UP * before or math.isnan(before) else "inherited"
+        elif before > 1.0:
+            status = "masked"
+        lean, lean_in = _leans(call, floor)
+        if status == "clean" and lean > LEAN and lean > 2.0 * lean_in:
+            status, reason = "introduced", "its error leans to one side as no trusted run's does"
+            out, leaning = lean / LEAN, True
+        rank = _WEIGHT[status] * 1e9 + min(out, 1e8)
+        if best is None or rank > best[0]:
+            best = rank, Standing(status, "noise", out, noise, call, reason, "", leaning)
+    assert best is not None
+    return best[1]
+
+
+_WEIGHT: dict[Status, int] = {
+    "introduced": 5,
+    "amplified": 4,
+    "inherited": 3,
+    "masked": 2,
+    "clean": 1,
+    "unknown": 0,
+}
+
+
+def _leans(call: Call, floor: Floor) -> tuple[float, float]:
+    return (
+        max((floor.lean(row) for row in call.outs), default=0.0),
+        max((floor.lean(row) for row in call.ins), default=0.0),
+    )
+
+
+def _by_growth(growth: Growth) -> Standing:
+    status: Status = "introduced" if growth.excess > 1.0 else "clean"
+    return Standing(status, "growth", growth.excess, growth.expected, growth.call)
+
+
+def _first(found: Mapping[Place, Standing], sites: Mapping[Place, Site]) -> Place | None:
+    """The innermost site that introduces error, the earliest of them."""
+    guilty = [place for place, standing in found.items() if standing.status == "introduced"]
+    if not guilty:
+        return None
+    inner: list[Place] = []
+    for direction in DIRECTIONS:
+        names = innermost(place.site for place in guilty if place.direction == direction)
+        inner += [Place(direction, name) for name in names]
+    return min(inner, key=lambda place: sites[place].order)
+
+
+def _level(sites: Mapping[Place, Site], guilty: Place) -> float:
+    """Largest relative error of what was over before the guilty one: known to be without fault."""
+    begun = min(call.order for call in sites[guilty].calls)
+    errors = [
+        call.error
+        for site in over_before(sites, guilty)
+        for call in site.calls
+        if call.order < begun and math.isfinite(call.error)
+    ]
+    return max(errors, default=0.0)
+
+
+def _handed_on(standing: Standing, level: float, parts: int, around: bool) -> Standing:
+    """What a site that is not proven guilty does with error that comes in.
+
+    Args:
+        standing: What is known of it.
+        level: Error that was there before the first culprit.
+        parts: How many sites lie in it.
+        around: Whether the first culprit does.
+    """
+    call = standing.call
+
+    def beyond(error: float) -> bool:
+        return error > max(2.0 * level, 4.0 * rounding(call.unit, parts, call.length))
+
+    out, before = beyond(call.error), beyond(call.error_in)
+    if not math.isfinite(call.error) or call.one_sided:
+        out, before = True, before or call.one_sided_in > 0
+    status: Status = "clean"
+    if out and before:
+        grown = call.error / call.error_in if call.error_in > 0.0 else math.inf
+        burst = grown > _AMPLIFIED and math.isfinite(call.error) and not call.one_sided_in
+        status = "amplified" if burst else "inherited"
+    elif out:
+        # Replay acquits it; then its own code was given something off that is no tensor of its own.
+        status = "inherited" if standing.by == "replay" else "introduced"
+    elif before:
+        status = "masked"
+    if status == "introduced" and standing.status != "introduced" and not around:
+        status = "inherited"
+    return standing._replace(status=status)
+
+
+def _named_parts(found: dict[Place, Standing]) -> dict[Place, Standing]:
+    """Containers that err because of a part of them say which."""
+    for direction in DIRECTIONS:
+        guilty = [
+            place.site
+            for place, standing in found.items()
+            if place.direction == direction and standing.status == "introduced"
+        ]
+        for name in innermost(guilty):
+            for outer in ancestors(name):
+                place = Place(direction, outer)
+                standing = found.get(place)
+                if standing is not None and standing.status == "introduced" and not standing.inside:
+                    found[place] = standing._replace(inside=name)
+    return found

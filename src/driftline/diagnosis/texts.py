@@ -1,0 +1,281 @@
+"""The finding in three sentences, and what more evidence would help."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from driftline.comparison.table.table import Table
+from driftline.diagnosis.causes.case_builder import Naming
+from driftline.diagnosis.confirmation import Confirmation
+from driftline.diagnosis.evidence.files import Substitution
+from driftline.diagnosis.evidence.growth import jump_along_depth
+from driftline.diagnosis.evidence.noise import Floor
+from driftline.diagnosis.evidence.replay import Judgement
+from driftline.diagnosis.result import SiteFinding
+from driftline.diagnosis.sites import Place, Site
+from driftline.diagnosis.status import Standing
+
+if TYPE_CHECKING:
+    from driftline.diagnosis.causes.case_builder import Runs
+
+
+_WHERE = {
+    "forward": "output",
+    "backward": "gradient",
+    "optimizer": "gradient as the optimizer sees it",
+    "param": "weights",
+}
+
+
+def where(site: SiteFinding, by: str, statistic: str, limit: str, fused: str = "") -> str:
+    """The first sentence: who introduces error, by which evidence.
+
+    Args:
+        site: Where.
+        by: The evidence.
+        statistic: What was measured.
+        limit: What it is held against.
+        fused: Whose work it is together with the site's own, where one kernel or node does it all.
+    """
+    name = _name(site.site)
+    of = f" ({site.class_name})" if site.class_name else ""
+    of += f", inside the fusion of {fused}," if fused else ""
+    off = f"{site.ratio:.3g}" if math.isfinite(site.ratio) else "infinitely many"
+    if site.direction == "param":
+        return f"{name}{of} is the first that is off: its weights differ from the reference's."
+    what = _WHERE[site.direction]
+    if by == "replay":
+        return (
+            f"{name}{of} introduces error: on the very input it was given, its {statistic} is "
+            f"{off} times {limit}."
+        )
+    return (
+        f"{name}{of} is the first whose {what} is off beyond noise while what it was given is not: "
+        f"{off} times {limit}."
+    )
+
+
+def kind(cause: str, sentence: str) -> str:
+    """The second sentence: what kind of error it is."""
+    if cause == "unknown":
+        return f"What kind of error it is stays unknown: {sentence or 'nothing known fits'}."
+    return f"It looks like {_ARTICLE.get(cause, cause)}: {sentence}."
+
+
+_ARTICLE = {
+    "scale": "a wrong scale",
+    "offset": "a wrong offset or bias",
+    "permutation": "a permutation",
+    "transpose": "a transpose",
+    "shift": "a shift along the tokens",
+    "mask": "a wrong mask",
+    "zeroed": "a zeroed region",
+    "stale": "stale values",
+    "saturation": "saturation",
+    "low-precision": "lower precision than declared",
+    "activation": "a wrong activation",
+    "norm-precision": "a norm in low precision",
+    "dropout": "dropout left on",
+    "nondeterminism": "non-determinism",
+    "nan": "a birth of NaN",
+    "missing-reduction": "a missing reduction over ranks",
+}
+
+
+def share(explains: float | None, final: float, noise: float) -> str:
+    """The third sentence: how much of the final output's error goes back to it."""
+    if explains is None:
+        return "How much of the final output's error it explains cannot be said."
+    if not math.isfinite(final):
+        return "The final output is not finite: all of that goes back to it, by order of execution."
+    if explains < 0.05:
+        return (
+            f"The final output is off by {final:.2g}, which noise ({noise:.2g}) explains by itself."
+        )
+    return (
+        f"It explains about {explains:.0%} of the final output's error ({final:.2g} against "
+        f"{noise:.2g} of noise; an estimate, `driftline bisect` proves it)."
+    )
+
+
+def proven(proof: Substitution, site: str, culprits: Sequence[Place]) -> tuple[float | None, str]:
+    """Share and third sentence where substitution has measured it."""
+    runs = f"`driftline bisect`, {proof.executions} executions"
+    if proof.verdict == "same":
+        return 0.0, f"The final output has no error ({runs})."
+    if proof.verdict == "spread":
+        return None, f"No single block brings the final output back ({runs})."
+    falls = f"{proof.metric} of the end falls from {proof.before:.2g} to {proof.after:.2g}"
+    named = _name(proof.site)
+    if not proof.is_about(site):
+        also = any(place.site == proof.site for place in culprits)
+        what = f"{named}, which introduces error too" if also else named
+        return None, (
+            f"Substitution does not bear it out: {proof.explains:.0%} of the final output's error "
+            f"goes back to {what} ({runs})."
+        )
+    where = "it" if proof.site == site else named
+    share = None if math.isnan(proof.explains) else round(proof.explains, 4)
+    return share, (
+        f"It explains {proof.explains:.0%} of the final output's error: with {where} corrected, "
+        f"{falls} ({runs})."
+    )
+
+
+def undecided(site: str, trouble: str) -> tuple[str, ...]:
+    """Two sentences when only a site that does not agree with itself is off."""
+    return (
+        "No site can be called guilty, and none of the error be called noise.",
+        f"{_name(site)} is off beyond noise, but nothing can be concluded from it: {trouble}.",
+    )
+
+
+def clean(judged: int, unknown: int, worst: SiteFinding | None, by: str, final: float) -> list[str]:
+    """Three sentences when no site is guilty."""
+    first = f"No site of {judged} introduces error beyond noise"
+    first += f" ({unknown} more could not be judged)." if unknown else "."
+    second = ""
+    if worst is not None and math.isfinite(worst.ratio) and worst.ratio > 0.0:
+        second = (
+            f"The nearest to its limit is {_name(worst.site)} with {worst.ratio:.2g} of it, "
+            f"judged by {by}."
+        )
+    third = f"The final output is off by {final:.2g}." if math.isfinite(final) else ""
+    return [sentence for sentence in (first, second, third) if sentence]
+
+
+def _name(site: str) -> str:
+    return "the model itself" if site in ("(root)", "") else f"'{site}'"
+
+
+# What a finding rests on, laid out for the reader: the `evidence` of a diagnosis.
+
+
+def of_all(
+    sites: Mapping[Place, Site], found: Mapping[Place, Standing], floor: Floor | None
+) -> dict[str, Any]:
+    """What does not depend on who is guilty."""
+    evidence: dict[str, Any] = {
+        "judged_by": dict(Counter(standing.by for standing in found.values())),
+        "inputs_by": dict(
+            Counter(
+                call.known_by
+                for site in sites.values()
+                if site.place.direction != "param"
+                for call in site.calls
+            )
+        ),
+    }
+    if floor is not None:
+        evidence["noise_runs"] = {
+            "used": list(floor.used),
+            "excluded": [{"run": name, "reason": why} for name, why in floor.excluded],
+            "margin": floor.margin,
+        }
+    jump = jump_along_depth(sites)
+    if jump is not None:
+        evidence["jump"] = jump._asdict()
+    return evidence
+
+
+def of_culprit(
+    standing: Standing,
+    judged: Judgement | None,
+    again: Confirmation | None,
+    naming: Naming | None,
+) -> dict[str, Any]:
+    """What speaks against the first culprit."""
+    evidence: dict[str, Any] = {"by": standing.by}
+    if judged is not None and judged.found is not None:
+        evidence["replay"] = {
+            "statistic": judged.statistic,
+            "value": getattr(judged.found, judged.statistic, math.nan),
+            "trusted_low": judged.low,
+            "trusted_high": judged.high,
+            "times_its_limit": judged.excess,
+            "halves": list(judged.halves),
+            "unit_roundoff": judged.unit,
+            "rows": judged.found.rows,
+            "slot": judged.slot,
+        }
+    if standing.by == "growth":
+        evidence["growth"] = {
+            "error_in": standing.call.error_in,
+            "error": standing.call.error,
+            "expected": standing.noise,
+            "longest_sum": standing.call.length,
+            "unit_roundoff": standing.call.unit,
+            "inputs_by": standing.call.known_by,
+        }
+    if again is not None:
+        evidence["halves"] = list(again.halves)
+    if naming is not None:
+        evidence["cause"] = {
+            "sentence": naming.sentence,
+            "explained": naming.score,
+            "detail": naming.detail,
+            "others": [list(other) for other in naming.others],
+            "tensor": naming.picture,
+        }
+    return evidence
+
+
+# What more evidence would help, each with the command that gets it.
+
+
+_REPLAY = 'driftline replay CAND --exec "python reference.py" -o REPLAY, then --replay REPLAY'
+_BISECT = (
+    "driftline bisect --exec CANDIDATE --reference-run REF --format json > FILE, then --bisect FILE"
+)
+_NOISE = 'driftline noise --exec "python reference.py" -o NOISE, then --noise NOISE'
+
+
+def needs(
+    runs: Runs | None,
+    table: Table,
+    floor: Floor | None,
+    judged: Mapping[str, Judgement],
+    standing: Standing | None,
+    unproven: bool = True,
+    elsewhere: str = "",
+) -> tuple[str, ...]:
+    """One sentence each, most useful first; `elsewhere` is where noise runs should be made."""
+    said: list[str] = []
+    rows = [row for row in table.rows if row.compared]
+    has_inputs = any(row.key.port == "input" for row in rows)
+    if not judged:
+        if runs is not None and not has_inputs:
+            said.append(
+                "no inputs were captured, so nothing can be replayed and what goes into a site is "
+                "guessed from what was made before it: dump without --port, or with --port input"
+            )
+        said.append(f"replay tells what each module adds by itself: {_REPLAY}")
+    if floor is None and not judged:
+        said.append(f"noise runs tell what the number format alone does: {_NOISE}")
+    if floor is not None:
+        for name, why in floor.excluded:
+            said.append(f"another noise run for '{name}', which was left out: {why}")
+        if len(floor.used) == 1:
+            said.append(f"one noise run gives no interval; two or more do: {_NOISE}")
+    if elsewhere:
+        said.append(elsewhere)
+    unknown = [found for found in judged.values() if found.trouble]
+    if unknown:
+        said.append(
+            f"{len(unknown)} of {len(judged)} replayed sites say nothing, the first because "
+            f"{unknown[0].trouble}"
+        )
+    summaries = sum(row.basis in ("summary", "digest", "describe") for row in rows)
+    if summaries:
+        said.append(
+            f"{summaries} of {len(rows)} tensors were compared without their values: sizes and "
+            "statuses can be told, kinds of bugs cannot; dump with --keep full"
+        )
+    if runs is None:
+        said.append("a table has no tensors: give the two runs to have the kind of bug named")
+    if standing is not None and unproven:
+        said.append(f"substitution proves it: {_BISECT}")
+    return tuple(said)

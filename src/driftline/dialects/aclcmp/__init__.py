@@ -1,0 +1,1 @@
+"""The interface of the labelled comparison between an acceleration library and PyTorch."""

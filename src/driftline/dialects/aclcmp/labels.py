@@ -1,0 +1,203 @@
+"""The labels of seed 002: `set_label`, `gen_id` and `set_task_id`, called inside a model's code.
+
+    data_id = gen_id()
+    set_label("pta", data_id, data_val=hidden_states)
+    set_label("acl", data_id, tensor_path="0_Model/3_SelfAttentionRunner/after/outTensor0.bin")
+
+A label is one line and one tensor file (`labels_store`), whichever process sets it; comparing is
+`labels_report`'s part, done at the end: by `driftline labels`, or by each process as it exits.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from driftline import settings
+from driftline.dialects.aclcmp.store import STORE, LabelWriter, Value
+from driftline.dialects.errors import BadConfig
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.owned_file import print_to_stderr
+
+SOURCES = ("pta", "acl")
+
+
+def gen_id() -> str:
+    """A new id from the time of day, for two labels that belong together.
+
+    No other call gives the same one, in this process or in another.
+    """
+    return f"data_{time.time_ns()}_{os.getpid()}_{secrets.token_hex(4)}"
+
+
+def set_task_id() -> None:
+    """Begin a new round, such as a turn of a dialogue: later labels belong to it.
+
+    Sets `AIT_CMP_TASK_ID` to `{pid}_{round}`, rounds counted from 1. The Ascend library in this
+    process dumps into a folder of that name; processes started from now on inherit it.
+    """
+    settings.set_label_task(f"{os.getpid()}_{_HERE.next_round()}")
+
+
+def set_label(
+    data_src: str,
+    data_id: str,
+    data_val: Any = None,
+    tensor_path: str | os.PathLike[str] | None = None,
+) -> None:
+    """Label one tensor; `pta` and `acl` labels of one id are compared.
+
+    Args:
+        data_src: `pta` for the reference, `acl` for the candidate.
+        data_id: From `gen_id()`, or any text that both sides know. Used again, the nth `pta` label
+            belongs to the nth `acl` label.
+        data_val: A torch tensor on any device, or a numpy array; copied now.
+        tensor_path: For `acl` instead of a value: a file that the Ascend library dumps, relative to
+            its dump folder. It is looked for when labels are compared.
+
+    Raises:
+        BadConfig: The arguments cannot mean anything, such as a `pta` label without a value. A
+            ValueError, as the callers of the original expect.
+    """
+    if data_src not in SOURCES:
+        raise BadConfig(f"data_src is 'pta' or 'acl', not {data_src!r}")
+    if not isinstance(cast(object, data_id), str) or not data_id:
+        raise BadConfig(
+            f"data_id is a text that is not empty, not {data_id!r}", hint="use gen_id()"
+        )
+    if data_val is not None and tensor_path is not None:
+        raise BadConfig("a label has data_val or tensor_path, not both")
+    if data_src == "pta" and data_val is None:
+        raise BadConfig(
+            "a 'pta' label needs data_val: the reference is a value",
+            hint='set_label("pta", data_id, data_val=tensor)',
+        )
+    if data_val is None and tensor_path is None:
+        raise BadConfig("an 'acl' label needs data_val or tensor_path")
+    value = None if data_val is None else _value(data_val)
+    place = "" if tensor_path is None else os.fspath(tensor_path)
+    _HERE.keep(data_src, data_id, value, place)
+
+
+def _value(given: Any) -> Value:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(given, torch.Tensor):
+        return _of_torch(given, torch)
+    if isinstance(given, np.ndarray | np.generic):
+        return _of_numpy(np.asarray(cast("Any", given)))
+    raise BadConfig(f"data_val is a torch tensor or a numpy array, not {type(given).__name__}")
+
+
+def _of_torch(tensor: Any, torch: Any) -> Value:
+    with torch.no_grad():
+        plain = tensor.detach()
+        plain = plain.to_local() if hasattr(plain, "to_local") else plain
+        dtype = str(plain.dtype).removeprefix("torch.")
+        if dtype not in DTYPES or plain.is_quantized or plain.layout is not torch.strided:
+            raise BadConfig(f"a {plain.layout} tensor of {plain.dtype} cannot be compared")
+        if plain.is_meta:
+            raise BadConfig("a tensor on the meta device has no values")
+        shape = tuple(int(size) for size in plain.shape)
+        if DTYPES[dtype].bits == 4 and shape:
+            shape = (*shape[:-1], shape[-1] * 2)  # torch counts the bytes of packed pairs
+        flat = plain.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return Value(dtype, shape, flat.view(torch.uint8).numpy())
+
+
+def _of_numpy(array: np.ndarray[Any, np.dtype[Any]]) -> Value:
+    dtype = array.dtype.newbyteorder("=").name
+    if dtype not in DTYPES or DTYPES[dtype].bits != array.dtype.itemsize * 8:
+        raise BadConfig(f"an array of {array.dtype} cannot be compared")
+    flat = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False))
+    return Value(dtype, array.shape, flat.reshape(-1).view(np.uint8))
+
+
+class _Here:
+    """What this process has labelled. A forked child begins anew."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.rounds = 0
+        self.forget()
+
+    def forget(self) -> None:
+        self.writer: LabelWriter | None = None
+        self.tasks: dict[str, None] = {}
+        self.broken = False
+
+    def next_round(self) -> int:
+        with self.lock:
+            self.rounds += 1
+            return self.rounds
+
+    def keep(self, source: str, data_id: str, value: Value | None, place: str) -> None:
+        with self.lock:
+            if self.broken:
+                return
+            task = settings.label_task()
+            try:
+                if self.writer is None:
+                    self.writer = self._begin()
+                self.writer.add(task, source, data_id, value, place)
+            except OSError as trouble:
+                # The model's run is worth more than its labels: say it once, and stop.
+                self.broken = True
+                print_to_stderr(f"labels stop at '{data_id}': {trouble.strerror or trouble}")
+            else:
+                self.tasks[task] = None
+
+    def _begin(self) -> LabelWriter:
+        folder = Path(settings.label_store() or Path.cwd() / STORE)
+        writer = LabelWriter(folder)
+        if not settings.labels_awaited():
+            settings.hand_on_label_store(str(folder))
+            atexit.register(self.report)
+            _finalize_with_multiprocessing(self.report)
+        return writer
+
+    def report(self) -> None:
+        """At exit, when nobody else compares: the csv of every round this process had a part in."""
+        with self.lock:
+            writer, tasks = self.writer, list(self.tasks)
+            self.forget()
+        if writer is None or not tasks:
+            return
+        writer.close()
+        try:
+            from driftline.dialects.aclcmp.report import report_tasks
+
+            for outcome in report_tasks(writer.folder, writer.folder.parent, tasks, threads=1):
+                print_to_stderr(str(outcome))
+        except Exception as trouble:  # the program's own exit must not fail for this
+            print_to_stderr(f"the labels could not be compared: {trouble}")
+            print_to_stderr(f"they are kept; try: driftline labels --from {writer.folder}")
+
+
+def _finalize_with_multiprocessing(act: Any) -> None:
+    """Children of multiprocessing end without atexit; they run these finalizers instead."""
+    process, util = (
+        sys.modules.get("multiprocessing.process"),
+        sys.modules.get("multiprocessing.util"),
+    )
+    if process is not None and util is not None and process.parent_process() is not None:
+        util.Finalize(None, act, exitpriority=0)
+
+
+_HERE = _Here()
+
+
+def _after_fork() -> None:
+    _HERE.lock = threading.Lock()  # its holder, if there was one, is not in this process
+    _HERE.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)

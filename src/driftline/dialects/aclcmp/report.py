@@ -1,0 +1,321 @@
+"""Labels become pairs, pairs become `{task_id}_cmp_result.csv`, the 13 columns of seed 002.
+
+Labels of a round (task) with one id are set against each other, whichever process set them, in
+whichever order. A label that finds no partner, or a file that is not there, is a row with a reason.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+
+from driftline import settings
+from driftline.alignment.plan import Pair, Plan
+from driftline.captures.launch.child import require_command, run_child
+from driftline.comparison.measure.scheduler import measure
+from driftline.comparison.table.row import LOST, Row
+from driftline.comparison.table.table import Table
+from driftline.comparison.tolerance.defaults import elementwise
+from driftline.comparison.verdict.judge import judge
+from driftline.dialects.aclcmp.store import (
+    Label,
+    file_stem,
+    find_dumped,
+    read_dumped,
+    read_labels,
+    read_value,
+)
+from driftline.dialects.ait.compare_report import Cell, figures_leave_out, listed, write_whole
+from driftline.errors import BadInput, DriftlineError
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.run import Run, Storage, no_values
+
+COLUMNS = (
+    "data_id",
+    "pta_data_path",
+    "pta_dtype",
+    "pta_shape",
+    "acl_data_path",
+    "acl_dtype",
+    "acl_shape",
+    "cmp_flag",
+    "cosine_similarity",
+    "max_relative_error",
+    "mean_relative_error",
+    "relative_euclidean_distance",
+    "cmp_fail_reason",
+)
+_MEASURED = ("cosine", "max_rel_error", "mean_rel_error", "relative_l2")
+_LOCK = "lock"
+_NO_ACL = "no acl label belongs to it"
+_NO_PTA = "no pta label belongs to it"
+
+
+class Outcome(NamedTuple):
+    """One round that was compared.
+
+    Attributes:
+        task: Its id; empty when `set_task_id` was never called.
+        csv: What was written.
+        table: The judged comparison: `pta` is the reference.
+    """
+
+    task: str
+    csv: Path
+    table: Table
+
+    def __str__(self) -> str:
+        where = f"task {self.task}" if self.task else "labels"
+        return f"{where}: {self.table.finding or self.table.verdict}; {self.csv}"
+
+
+class Labelled(NamedTuple):
+    """A label with what can be read of its tensor.
+
+    Attributes:
+        path: Where the tensor lies, or would.
+        trouble: Why it cannot be read; empty when it can.
+        fetch: Its values, flat, of the storage type.
+    """
+
+    label: Label
+    path: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    trouble: str = ""
+    fetch: Callable[[], npt.NDArray[Any]] | None = None
+
+
+def report_tasks(
+    store: Path, folder: Path, tasks: Sequence[str] | None = None, *, threads: int | None = None
+) -> list[Outcome]:
+    """Compare the labels of a store and write one csv per round.
+
+    Processes that end at the same time take turns, and each reads the store in its turn, so the
+    last csv of a round has every label of it.
+
+    Args:
+        store: Folder of the labels.
+        folder: Where the csv files go.
+        tasks: Only these rounds; all of the store, in the order they began, when not given.
+        threads: Worker threads; one per usable core when not given.
+
+    Raises:
+        BadInput: A csv cannot be written.
+    """
+    outcomes: list[Outcome] = []
+    with _turn(store):
+        rounds: dict[str, list[Label]] = {}
+        for label in read_labels(store):
+            rounds.setdefault(label.task, []).append(label)
+        for task in rounds if tasks is None else tasks:
+            couples = paired(rounds.get(task, ()))
+            sides = [_opened(store, pta, acl) for pta, acl in couples]
+            table = _measured(sides, task, threads)
+            csv = folder / f"{file_stem(task) if task else ''}_cmp_result.csv"
+            try:
+                write_whole(csv, COLUMNS, _lines(table, sides))
+            except OSError as trouble:
+                raise BadInput(
+                    f"cannot write {csv}: {trouble.strerror or trouble}",
+                    hint=f"the labels are kept; try: driftline labels --from {store}",
+                ) from trouble
+            outcomes.append(Outcome(task, csv, table))
+    return outcomes
+
+
+@contextmanager
+def _turn(store: Path) -> Generator[None]:
+    """One process at a time; the system lets go of the lock of a process that dies."""
+    with (store / _LOCK).open("a") as lock:
+        with suppress(OSError):  # some network file systems have no locks: better a csv than none
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def paired(labels: Sequence[Label]) -> list[tuple[Label | None, Label | None]]:
+    """Couples of one round, (pta, acl), in the order of their first label.
+
+    Of one id, the nth `pta` belongs to the nth `acl` of the same process; what is left over finds
+    its partner in other processes, in the order of time.
+    """
+    groups: dict[str, dict[str, list[Label]]] = {}
+    for label in labels:
+        sides = groups.setdefault(label.data_id, {"pta": [], "acl": []})
+        sides[label.source].append(label)
+    couples: list[tuple[Label | None, Label | None]] = []
+    for sides in groups.values():
+        own: list[tuple[Label, Label]] = []
+        for process in dict.fromkeys(label.process for label in sides["pta"]):
+            mine = [[one for one in side if one.process == process] for side in sides.values()]
+            own += zip(*mine, strict=False)
+        taken = {label for couple in own for label in map(_name, couple)}
+        ptas, acls = ([one for one in side if _name(one) not in taken] for side in sides.values())
+        couples += own
+        both = min(len(ptas), len(acls))
+        couples += zip(ptas[:both], acls[:both], strict=True)
+        couples += [(pta, None) for pta in ptas[both:]]
+        couples += [(None, acl) for acl in acls[both:]]
+    return sorted(couples, key=lambda couple: min(one.time for one in couple if one is not None))
+
+
+def _name(label: Label) -> tuple[str, int]:
+    return label.process, label.number
+
+
+Sides = tuple[Labelled | None, Labelled | None]
+
+
+def _opened(store: Path, pta: Label | None, acl: Label | None) -> Sides:
+    ours = None if pta is None else _from_store(store, pta)
+    if acl is None or acl.file:
+        return ours, None if acl is None else _from_store(store, acl)
+    return ours, _from_dump(acl, ours)
+
+
+def _from_store(store: Path, label: Label) -> Labelled:
+    path = str(store / label.file)
+    try:
+        read_value(store, label)
+    except (DriftlineError, OSError, ValueError) as trouble:
+        return Labelled(label, path, label.dtype, label.shape, str(trouble))
+    return Labelled(label, path, label.dtype, label.shape, "", partial(read_value, store, label))
+
+
+def _from_dump(label: Label, partner: Labelled | None) -> Labelled:
+    try:
+        path = find_dumped(label)
+    except (DriftlineError, OSError) as trouble:
+        return Labelled(label, label.tensor_path, trouble=str(trouble))
+    expected = None if partner is None else (partner.dtype, partner.shape)
+    try:
+        found = read_dumped(path, expected)
+    except (DriftlineError, OSError, ValueError) as trouble:
+        return Labelled(label, str(path), trouble=str(trouble))
+    return Labelled(label, str(path), found.dtype, found.shape, found.trouble, found.fetch)
+
+
+def _measured(couples: Sequence[Sides], task: str, threads: int | None) -> Table:
+    ours = _LabelRun(f"pta labels of task {task}" if task else "pta labels")
+    theirs = _LabelRun(f"acl labels of task {task}" if task else "acl labels")
+    pairs: list[Pair] = []
+    missing: list[Record] = []
+    extra: list[Record] = []
+    reasons: dict[tuple[str, TensorKey], str] = {}
+    for order, (key, (pta, acl)) in enumerate(zip(_keys(couples), couples, strict=True)):
+        if pta is not None and acl is not None:
+            # The same numbers with and without an axis of one are still the same numbers.
+            shape = pta.shape if _squeezed(pta.shape) == _squeezed(acl.shape) else acl.shape
+            one, other = ours.add(key, order, pta, pta.shape), theirs.add(key, order, acl, shape)
+            why = "; ".join(
+                f"{side.label.source}: {side.trouble}" for side in (pta, acl) if side.trouble
+            )
+            # Judged as what it is: a tensor that should have been compared and could not be read.
+            pairs.append(Pair(one, other, "map", trouble=f"{LOST}: {why}" if why else ""))
+        elif pta is not None:
+            missing.append(ours.add(key, order, pta, pta.shape))
+            reasons["reference", key] = _NO_ACL
+        elif acl is not None:
+            extra.append(theirs.add(key, order, acl, acl.shape))
+            reasons["candidate", key] = _NO_PTA
+    plan = Plan(tuple(pairs), tuple(missing), tuple(extra), reasons=reasons)
+    return judge(measure(plan, ours, theirs, elementwise=elementwise, threads=threads))
+
+
+def _keys(couples: Sequence[Sides]) -> list[TensorKey]:
+    """An address per couple: the id is the site, its nth use the visit."""
+    seen: dict[str, int] = {}
+    keys: list[TensorKey] = []
+    for couple in couples:
+        data_id = next(side.label.data_id for side in couple if side is not None)
+        visit = seen[data_id] = seen.get(data_id, -1) + 1
+        keys.append(TensorKey.of(data_id, "output", visit=visit))
+    return keys
+
+
+def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
+
+
+def _lines(table: Table, couples: Sequence[Sides]) -> Iterator[list[Cell]]:
+    rows: Mapping[TensorKey, Row] = {row.key: row for row in table.rows}
+    for key, (pta, acl) in zip(_keys(couples), couples, strict=True):
+        row = rows[key]
+        line: list[Cell] = [key.site]
+        for side in (pta, acl):
+            if side is None:
+                line += ["", "", ""]
+            else:
+                known = bool(side.dtype)
+                line += [
+                    side.path,
+                    f"torch.{side.dtype}" if known else "",
+                    listed(side.shape) if known else "",
+                ]
+        line.append(str(row.compared))
+        for name in _MEASURED:
+            value = row.metrics.get(name)
+            line.append("" if value is None else float(value))
+        line.append(_reason(row, alone=pta is None or acl is None))
+        yield line
+
+
+def _reason(row: Row, *, alone: bool) -> str:
+    if alone:
+        return _NO_ACL if row.status == "missing" else _NO_PTA
+    if not row.compared:
+        return row.reason.removeprefix(f"{LOST}: ")
+    return figures_leave_out(row)
+
+
+class _LabelRun(Run):
+    """One side of a round as a run: what the engine reads."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._records: list[Record] = []
+        self._fetch: dict[TensorKey, Callable[[], Storage]] = {}
+
+    @property
+    def records(self) -> Sequence[Record]:
+        return self._records
+
+    def add(self, key: TensorKey, order: int, side: Labelled, shape: tuple[int, ...]) -> Record:
+        trouble = side.trouble
+        record = Record(key, order, side.dtype or "uint8", shape, lost=trouble)
+        self._records.append(record)
+        if side.fetch is not None and not trouble:
+            self._fetch[key] = side.fetch
+        return record
+
+    def raw(self, record: Record) -> Storage:
+        fetch = self._fetch.get(record.key)
+        return no_values(record) if fetch is None else fetch()
+
+
+# A program that labels tensors is run, its labels kept for the comparison afterwards.
+
+
+def run_labelled(argv: Sequence[str], store: Path) -> int:
+    """Run a program whose labels go into a folder; returns its exit status.
+
+    Args:
+        argv: The program, word by word.
+        store: Where the labels go; the program makes the folder with its first label.
+
+    Raises:
+        BadInput: There is no such program.
+    """
+    environment = {
+        **settings.environment(),
+        settings.LABELS: str(store),
+        settings.LABELS_AWAITED: "1",
+    }
+    require_command(argv, environment)
+    return run_child(argv, environment)

@@ -1,0 +1,334 @@
+"""Labels on disk: one JSON line and one tensor file each, appended, never rewritten.
+
+    {store}/labels-{pid}-{random}.jsonl                    one per process: nobody shares a file
+    {store}/{pta|acl}_tensor/{id}_{pid}-{random}_{n}.safetensors
+
+A line is written after its tensor, in one piece, so a process killed at any moment leaves whole
+labels. Refuses to know what is compared with what.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from driftline import settings
+from driftline.errors import BadFile, BadInput
+from driftline.formats.registry import open_file
+from driftline.formats.tensors import safetensors
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.local_files import open_inside, reason_of
+from driftline.runs.owned_file import OwnedFile
+
+STORE = "cmp_dump_data"
+_LINES = "labels-*.jsonl"
+_STRANGE = re.compile(r"[^\w.-]+")
+_LONGEST_LINE = 1 << 20
+
+
+class Value(NamedTuple):
+    """A tensor's bytes in C order, and what they mean."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: npt.NDArray[np.uint8]
+
+
+class Label(NamedTuple):
+    """One call of `set_label`.
+
+    Attributes:
+        task: The round it belongs to; empty when `set_task_id` was never called.
+        source: pta or acl.
+        data_id: As the caller gave it.
+        time: Nanoseconds of the day it was set.
+        process: The process that set it, `{pid}-{random}`.
+        number: The nth label of that process.
+        pid: Of that process; the Ascend library dumps under it.
+        dtype: Element type; empty for a label that only names a file.
+        shape: Of the value.
+        file: The value's file, inside the store; empty for a label that only names a file.
+        tensor_path: As the caller gave it.
+        roots: The dump folders that were set then, by the name of their variable.
+        folder: The current folder then.
+    """
+
+    task: str
+    source: str
+    data_id: str
+    time: int
+    process: str
+    number: int
+    pid: int
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    file: str = ""
+    tensor_path: str = ""
+    roots: Mapping[str, str] = {}
+    folder: str = ""
+
+
+class LabelWriter:
+    """The labels of one process. Not for several threads at once: the caller takes turns."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make the store if it is not there.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self.folder = folder
+        self.process = f"{os.getpid()}-{secrets.token_hex(4)}"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lines = OwnedFile(folder / f"labels-{self.process}.jsonl")
+        self._count = 0
+
+    def add(
+        self, task: str, source: str, data_id: str, value: Value | None, tensor_path: str
+    ) -> None:
+        """Write one label; its value first.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        number = self._count
+        self._count += 1
+        line: dict[str, Any] = {
+            "task": task,
+            "source": source,
+            "id": data_id,
+            "time": time.time_ns(),
+            "process": self.process,
+            "number": number,
+            "pid": os.getpid(),
+        }
+        if value is not None:
+            name = f"{file_stem(data_id)}_{self.process}_{number}.safetensors"
+            file = f"{source}_tensor/{name}"
+            _write_value(self.folder / file, value)
+            line |= {"dtype": value.dtype, "shape": list(value.shape), "file": file}
+        else:
+            line["tensor_path"] = tensor_path
+            line["roots"] = dict(settings.old_dump_roots())
+            line["folder"] = str(Path.cwd())
+        text = json.dumps(line).encode("ascii") + b"\n"
+        if self._lines.append(text) != len(text):
+            raise OSError(28, "No space left on device")
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def file_stem(text: str) -> str:
+    """Text as a part of a file name: no separators, no leading dot, not too long.
+
+    >>> file_stem("../x"), file_stem("layer 3/attn:0"), file_stem("...")
+    ('x', 'layer_3_attn_0', 'label')
+    """
+    return _STRANGE.sub("_", text).strip("._-")[:40] or "label"
+
+
+def _write_value(path: Path, value: Value) -> None:
+    """As a safetensors file; types that format does not know go as bytes, the line has the rest."""
+    dtype = DTYPES[value.dtype]
+    plain = dtype.safetensors != "U8" or value.dtype == "uint8"
+    entry: dict[str, Any] = {
+        "dtype": dtype.safetensors,
+        "shape": list(value.shape) if plain else [value.data.nbytes],
+        "data_offsets": [0, value.data.nbytes],
+    }
+    header = json.dumps({"tensor": entry}).encode("ascii")
+    header += b" " * (-len(header) % 8)
+    path.parent.mkdir(exist_ok=True)
+    with OwnedFile(path, "new") as out:
+        out.append_all(len(header).to_bytes(8, "little") + header)
+        out.append_all(value.data.data)
+
+
+def read_labels(folder: Path) -> list[Label]:
+    """Every whole label of a store, in the order they were set.
+
+    What is no label is passed over: the last line of a killed process may be cut.
+    """
+    labels = [label for path in sorted(folder.glob(_LINES)) for label in _lines_of(folder, path)]
+    return sorted(labels, key=lambda label: (label.time, label.process, label.number))
+
+
+def _lines_of(folder: Path, path: Path) -> Iterator[Label]:
+    try:
+        stream = os.fdopen(open_inside(folder.resolve(), path), "rb")
+    except OSError:
+        return
+    with stream:
+        while text := stream.readline(_LONGEST_LINE):
+            if text.endswith(b"\n"):
+                with suppress(ValueError, KeyError, TypeError, RecursionError):
+                    yield _label(json.loads(text))
+
+
+def _label(line: Any) -> Label:
+    if line["source"] not in ("pta", "acl"):
+        raise ValueError("neither pta nor acl")
+    if any(int(size) < 0 for size in line.get("shape", ())):
+        raise ValueError("a negative size")
+    return Label(
+        task=str(line["task"]),
+        source=line["source"],
+        data_id=str(line["id"]),
+        time=int(line["time"]),
+        process=str(line["process"]),
+        number=int(line["number"]),
+        pid=int(line["pid"]),
+        dtype=str(line.get("dtype", "")),
+        shape=tuple(int(size) for size in line.get("shape", ())),
+        file=str(line.get("file", "")),
+        tensor_path=str(line.get("tensor_path", "")),
+        roots={str(name): str(root) for name, root in dict(line.get("roots", {})).items()},
+        folder=str(line.get("folder", "")),
+    )
+
+
+def read_value(folder: Path, label: Label) -> npt.NDArray[Any]:
+    """The value of a label as a flat array of its storage type; a view of the mapped file.
+
+    Raises:
+        BadFile: The file is not there, leads out of the store, or is not what the label says.
+    """
+    path = folder / label.file
+    try:
+        os.close(open_inside(folder.resolve(), path))
+    except OSError as trouble:
+        raise BadFile(f"{path} cannot be read: {reason_of(trouble)}") from trouble
+    dtype = DTYPES.get(label.dtype)
+    members = safetensors.members(path)
+    if dtype is None or len(members) != 1:
+        raise BadFile(f"{path} is not the tensor that its label describes")
+    raw = members[0].fetch().view(np.uint8)
+    count = 1
+    for size in label.shape:
+        count *= size
+    if raw.nbytes != dtype.byte_count(count):
+        raise BadFile(f"{path} has {raw.nbytes} bytes, not those of {label.dtype} {label.shape}")
+    return cast("npt.NDArray[Any]", raw.view(dtype.storage))
+
+
+# The file behind a `tensor_path`: where the two oldest Ascend libraries put it, how it is read.
+
+
+class Dumped(NamedTuple):
+    """A tensor of somebody's file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    trouble: str
+    fetch: Any
+
+
+def find_dumped(label: Label) -> Path:
+    """The file that a label's `tensor_path` names.
+
+    Raises:
+        BadInput: It is in none of the folders; the sentence lists them.
+    """
+    given = Path(label.tensor_path)
+    if given.is_absolute():
+        if given.is_file():
+            return given
+        raise BadInput(f"{given} does not exist")
+    looked: list[str] = []
+    for folder in _folders(label):
+        path = folder / given
+        looked.append(str(path))
+        if _inside(folder, path):
+            return path
+    if logs := label.roots.get(settings.ACL_LOGS):
+        tokens = Path(logs, "tensors", f"thread_{label.pid}")
+        found = [each for each in _below_a_token(tokens, given) if _inside(tokens, each)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(each.relative_to(tokens).parts[0] for each in found[:8])
+            raise BadInput(
+                f"{len(found)} tokens have {given} (in {tokens}: {names}); "
+                f"begin tensor_path with one of them"
+            )
+        looked.append(str(tokens / "*" / given))
+    raise BadInput(f"{given} does not exist; looked for {', '.join(looked)}")
+
+
+def _folders(label: Label) -> Iterator[Path]:
+    if home := label.roots.get(settings.ACL_HOME):
+        yield Path(home, "tensors", str(label.pid), label.task)
+        yield Path(home, "tensors", str(label.pid))
+    if logs := label.roots.get(settings.ACL_LOGS):
+        yield Path(logs, "tensors", f"thread_{label.pid}", label.task)
+        yield Path(logs, "tensors", f"thread_{label.pid}")
+    yield Path(label.folder)
+
+
+def _below_a_token(folder: Path, given: PurePath) -> Iterator[Path]:
+    if folder.is_dir():
+        for token in sorted(folder.iterdir(), key=lambda each: (len(each.name), each.name)):
+            yield token / given
+
+
+def _inside(folder: Path, path: Path) -> bool:
+    try:
+        return path.is_file() and path.resolve(strict=True).is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):
+        return False
+
+
+def read_dumped(path: Path, expected: tuple[str, tuple[int, ...]] | None) -> Dumped:
+    """A file of one tensor, in any format driftline reads; else bytes of the partner's type.
+
+    Raises:
+        DriftlineError: It cannot be read, or its size fits nothing that is known.
+    """
+    try:
+        run = open_file(path)
+    except BadFile as refused:
+        # Only what nobody recognises may be bare bytes; a damaged file of a format stays refused.
+        with path.open("rb") as stream:
+            start = stream.read(9)
+        if expected is None or start == b"$Version=":
+            raise
+        return _raw(path, expected, refused)
+    if len(run) != 1:
+        raise BadFile(f"{path} holds {len(run)} tensors, not one")
+    record = run.records[0]
+    known = record.dtype in DTYPES
+    trouble = run.lost(record)
+    if not trouble and record.kept != "full":
+        trouble = f"{path} holds a description of the tensor and no values"
+    return Dumped(record.dtype if known else "", record.shape, trouble, partial(run.raw, record))
+
+
+def _raw(path: Path, expected: tuple[str, tuple[int, ...]], refused: BadFile) -> Dumped:
+    dtype, shape = expected
+    wanted = DTYPES[dtype].byte_count(math.prod(shape))
+    size = path.stat().st_size
+    if size != wanted:
+        raise BadFile(
+            f"{refused}, and as bare bytes it has {size}, not the {wanted} of the pta label's "
+            f"{dtype} {list(shape)}"
+        )
+    return Dumped(dtype, shape, "", partial(_bytes, path, DTYPES[dtype].storage))
+
+
+def _bytes(path: Path, storage: str) -> npt.NDArray[Any]:
+    if not path.stat().st_size:
+        return np.empty(0, storage)
+    return np.memmap(path, np.uint8, "r").view(np.ndarray).view(storage)

@@ -1,0 +1,298 @@
+"""The report of `ait llm compare`: a judged table as `ait_cmp_report_{timestamp}.csv`.
+
+22 columns in the original's order; figures are the table's own. What the original leaves out is a
+row with a reason here: tensors without a partner, other shapes, files that cannot be read. Where
+the figures differ from the original's, and why, is in docs/seed-differences.md.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from driftline.alignment.plan import Pair, Plan
+from driftline.alignment.recipe import Recipe
+from driftline.comparison.evidence.conversions import CONVERSION, conversions_of
+from driftline.comparison.table.row import Number, Row
+from driftline.comparison.table.table import Table
+from driftline.errors import BadInput, DriftlineError
+from driftline.numerics.dtypes import DTYPES, to_float64
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.run import Run, kept_elements
+
+COLUMNS = (
+    "token_id",
+    "data_id",
+    "golden_data_path",
+    "golden_dtype",
+    "golden_shape",
+    "golden_max_value",
+    "golden_min_value",
+    "golden_mean_value",
+    "my_data_path",
+    "my_dtype",
+    "my_shape",
+    "my_max_value",
+    "my_min_value",
+    "my_mean_value",
+    "cosine_similarity",
+    "max_relative_error",
+    "mean_relative_error",
+    "max_absolute_error",
+    "mean_absolute_error",
+    "kl_divergence",
+    "relative_euclidean_distance",
+    "cmp_fail_reason",
+)
+
+METRICS = ("kl",)
+"""What a table must have been asked to measure besides the standard metrics."""
+
+_MEASURED = (
+    "cosine",
+    "max_rel_error",
+    "mean_rel_error",
+    "max_abs_error",
+    "mean_abs_error",
+    "kl",
+    "relative_l2",
+)
+_CHUNK = 4 << 20
+Cell = str | int | float
+
+
+class Figures(NamedTuple):
+    """Extremes and mean of one tensor, NaN and Inf counted in as numpy and torch do."""
+
+    max: float
+    min: float
+    mean: float
+
+
+def write_report(table: Table, plan: Plan, reference: Run, candidate: Run, folder: Path) -> Path:
+    """Write the report into a folder, which is made if it is not there.
+
+    Args:
+        table: The comparison, measured with `METRICS`.
+        plan: What was set against what in it.
+        reference: The golden run, for the paths and figures of tensors that were not compared.
+        candidate: The run in question.
+        folder: Where to; the file appears complete or not at all.
+
+    Returns:
+        The report's path; a report of the same second is never overwritten.
+
+    Raises:
+        BadInput: The folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        goal = _free_name(folder)
+        try:
+            write_whole(goal, COLUMNS, report_rows(table, plan, reference, candidate))
+        except BaseException:
+            with suppress(OSError):
+                goal.unlink()
+            raise
+    except OSError as trouble:
+        raise BadInput(
+            f"cannot write the report into {folder}: {trouble.strerror or trouble}",
+            hint="-o takes a folder that can be written",
+        ) from trouble
+    return goal
+
+
+def write_whole(goal: Path, header: Sequence[str], rows: Iterable[Sequence[Cell]]) -> None:
+    """A csv that is there complete or not at all; a name ending a cell never ends the file."""
+    handle, scratch = tempfile.mkstemp(prefix=f".{goal.name}.", dir=goal.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace", newline="") as out:
+            writer = csv.writer(out, lineterminator="\n")
+            writer.writerow(header)
+            writer.writerows(rows)
+        Path(scratch).chmod(0o666 & ~_umask())  # mkstemp makes files for their owner alone
+        Path(scratch).replace(goal)
+    except BaseException:
+        with suppress(OSError):
+            Path(scratch).unlink()
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def _free_name(folder: Path) -> Path:
+    """Reserve `ait_cmp_report_{YYYYmmddHHMMSS}.csv`; a taken second gives way to the next."""
+    moment = datetime.now()
+    while True:
+        goal = folder / f"ait_cmp_report_{moment:%Y%m%d%H%M%S}.csv"
+        with suppress(FileExistsError):
+            os.close(os.open(goal, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+            return goal
+        moment += timedelta(seconds=1)
+
+
+def report_rows(table: Table, plan: Plan, reference: Run, candidate: Run) -> Iterator[list[Cell]]:
+    """The report's lines under `COLUMNS`, in the order of the table."""
+    ours, theirs = _Side(reference, "reference"), _Side(candidate, "candidate")
+    # One tensor may be in several pairs (parts of a fused one); the table keeps their order.
+    pairs: dict[TensorKey, deque[Pair]] = {}
+    for pair in plan.pairs:
+        pairs.setdefault(pair.reference.key, deque()).append(pair)
+    alone = {record.key: record for record in plan.missing}
+    extra = {record.key: record for record in plan.extra}
+    own: list[tuple[Run, dict[TensorKey, Pair]]] = []
+    if any(row.by == CONVERSION for row in table.rows):
+        own = [(run, conversions_of(run)) for run in (reference, candidate)]
+    for at, row in enumerate(table.rows):
+        if row.by == CONVERSION:
+            run, known = next(side for side in own if row.key in side[1])
+            here = _Side(run, "reference").cells(row, (known[row.key].reference,))
+            there = _Side(run, "candidate").cells(row, (known[row.key].candidate,))
+        elif row.status == "missing":
+            here, there = ours.cells(row, (alone[row.key],)), [""] * 6
+        elif row.status == "extra":
+            here, there = [""] * 6, theirs.cells(row, (extra[row.key],))
+        else:
+            pair = pairs[row.key].popleft()
+            here = ours.cells(row, _sources(pair.reference, pair.reference_recipe))
+            there = theirs.cells(row, _sources(pair.candidate, pair.candidate_recipe))
+        measured = [_cell(row.metrics.get(name)) for name in _MEASURED]
+        yield [row.step, at, *here, *there, *measured, _reason(row)]
+
+
+def _sources(record: Record, recipe: Recipe | None) -> tuple[Record, ...]:
+    """Every stored tensor that a side of a pair is made of, its own record first."""
+    if recipe is None:
+        return (record,)
+    stored: list[Record] = []
+    for source in recipe.sources:
+        stored += (source,) if isinstance(source, Record) else _sources(record, source)
+    return tuple(dict.fromkeys(stored)) or (record,)
+
+
+class _Side:
+    """One of the two runs, and what the report says of its tensors."""
+
+    def __init__(self, run: Run, name: Literal["reference", "candidate"]) -> None:
+        self.run = run
+        self.name = name
+        self.lone = len(run) == 1
+
+    def cells(self, row: Row, sources: Sequence[Record]) -> list[Cell]:
+        """Path, dtype, shape, max, min and mean; a tensor put together has several paths."""
+        record = sources[0]
+        ours = self.name == "reference"
+        dtype = (row.reference_dtype if ours else row.candidate_dtype) or record.dtype
+        shape = row.reference_shape if ours else row.candidate_shape
+        shape = record.shape if shape is None else shape
+        figures = self._figures(row, record, as_stored=len(sources) == 1 and shape == record.shape)
+        return [
+            ";".join(data_path(self.run, source, lone=self.lone) for source in sources),
+            f"torch.{dtype}",
+            listed(shape),
+            *(["", "", ""] if figures is None else map(_cell, figures)),
+        ]
+
+    def _figures(self, row: Row, record: Record, *, as_stored: bool) -> Figures | None:
+        metrics = row.metrics
+        measured = _measured_figures(metrics, self.name)
+        strange = metrics.get(f"{self.name}_nan", 0) or metrics.get(f"{self.name}_inf", 0)
+        if measured is not None and not (strange and as_stored):
+            return measured
+        if record.kept not in ("full", "sample") or self.run.lost(record):
+            known = record.summary
+            return None if known is None else Figures(known.max, known.min, known.mean)
+        try:
+            return figures_of(self.run, record)
+        except (DriftlineError, OSError, ValueError, KeyError):
+            return measured
+
+
+def _measured_figures(metrics: Mapping[str, Number], side: str) -> Figures | None:
+    found = [metrics.get(f"{side}_{what}") for what in ("max", "min", "mean")]
+    high, low, mean = found
+    if high is None or low is None or mean is None:
+        return None
+    return Figures(high, low, mean)
+
+
+def figures_of(run: Run, record: Record) -> Figures | None:
+    """Extremes and mean of a tensor as it is, block by block; none of an empty or complex one."""
+    dtype, count = DTYPES[record.dtype], kept_elements(record)
+    if not count or dtype.kind in ("complex", "bits"):
+        return None
+    raw = run.raw(record)
+    high, low, total = -math.inf, math.inf, 0.0
+    with np.errstate(all="ignore"):
+        for start in range(0, count, _CHUNK):
+            stop = min(start + _CHUNK, count)
+            part = raw[start // 2 : (stop + 1) // 2] if dtype.bits == 4 else raw[start:stop]
+            block = to_float64(part, dtype, stop - start).astype(np.float64, copy=False)
+            high, low = float(np.maximum(high, block.max())), float(np.minimum(low, block.min()))
+            total += float(block.sum())
+    return Figures(high, low, total / count)
+
+
+def data_path(run: Run, record: Record, *, lone: bool = False) -> str:
+    """Where a tensor lies: its file; where many share one, the tensor's address behind it."""
+    if source := run.source(record):
+        place = Path(run.name)
+        # A single file names itself, with what stands behind its name: `...,inputs,0`.
+        return str(place.with_name(source) if place.is_file() else place / source)
+    if run.manifest.get("format") and "path" in run.manifest:  # a file of tensors
+        return run.name if lone else f"{run.name}:{record.key.site}"
+    return f"{run.name}/{record.key}"
+
+
+def listed(shape: Sequence[int]) -> str:
+    """`[2, 4]`, as the original prints a shape."""
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def _cell(value: Number | None) -> Cell:
+    return "" if value is None else float(value)
+
+
+def _reason(row: Row) -> str:
+    """Why a row has no figures, or which elements its figures leave out."""
+    if not row.compared:
+        return row.reason or row.status
+    return figures_leave_out(row) or (
+        row.reason if row.basis in ("digest", "summary", "describe") else ""
+    )
+
+
+def figures_leave_out(row: Row) -> str:
+    """Which elements of a compared row its figures are not about; empty when they are of all."""
+    said: list[str] = []
+    if apart := int(row.metrics.get("one_sided", 0)):
+        at = row.metrics.get("one_sided_at")
+        where = "" if at is None else f", the first at index {int(at)}"
+        said.append(f"{_elements(apart)} NaN or Inf on one side only{where}")
+    strange = [
+        int(row.metrics.get(f"{side}_nan", 0)) + int(row.metrics.get(f"{side}_inf", 0))
+        for side in ("reference", "candidate")
+    ]
+    if any(strange) and not apart:
+        said.append(f"{_elements(max(strange))} NaN, Inf or a mask's lowest value on both sides")
+    if said:
+        said.append("the figures are over the other elements")
+    return "; ".join(said)
+
+
+def _elements(count: int) -> str:
+    return "1 element is" if count == 1 else f"{count} elements are"

@@ -1,0 +1,401 @@
+"""The seed's tree of tensors, as a sink: `dump --layout ait` and `DumpConfig` both write through
+it.
+
+    {dump_path}/ait_dump/torch_tensors/{device}_{pid}/model_tree.json
+    {dump_path}/ait_dump/torch_tensors/{device}_{pid}/{token}/{module path}/{file}.pth
+
+One `torch.save` of one plain CPU tensor per file, loadable with `weights_only=True`. Names of
+files, and where they go beyond the seed, are decided in `file_stem`; docs/seed-differences.md lists
+them. Values only: what was reduced to a summary or a digest has no file here.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from driftline.runs.owned_file import OwnedFile, print_to_stderr, write_file
+from driftline.runs.records import Phase, Port, Record, TensorKey, usual_moment, usual_phase
+from driftline.runs.sidecars.calls import Call, CallTensor
+from driftline.runs.sinks import JSON, Bytes
+
+TENSORS = Path("ait_dump") / "torch_tensors"
+EVENTS = "driftline_events.jsonl"
+_SMALL = 1 << 16
+SHEET = "driftline_"
+"""Before the names of our own files in the seed's tree."""
+ROOT = "root"
+RUN_ROOT = "(root)"
+"""What a run calls the model itself."""
+_UNSAFE = re.compile(r"[^0-9A-Za-z_.+@=-]")
+_LONGEST_NAME = 200  # a file system allows 255 bytes; suffix and extension come on top
+
+
+def module_folder(site: str) -> str:
+    """`root`, `root.layers.0.mlp`: the seed's name of a module path.
+
+    >>> module_folder("(root)"), module_folder("layers.0")
+    ('root', 'root.layers.0')
+    """
+    return _safe(ROOT if site in ("", RUN_ROOT) else f"{ROOT}.{site}")
+
+
+def file_stem(key: TensorKey, alias: str = "", *, alone: bool = False) -> str:
+    """Name of a tensor's file without `.pth`.
+
+    Args:
+        key: The tensor's address.
+        alias: Position of an argument that is known by name; the seed counts positions.
+        alone: The port is one bare tensor, not a tuple: the seed then writes no number for outputs.
+
+    >>> file_stem(TensorKey.of("a", "output"), alone=True)
+    'output'
+    >>> file_stem(TensorKey.of("a", "output", "1.0"))
+    'output_1_0'
+    >>> file_stem(TensorKey.of("a", "input", "hidden_states"), alias="0")
+    'input_0'
+    >>> file_stem(TensorKey.of("a", "input", "mask", visit=2))
+    'input_mask.visit2'
+    >>> file_stem(TensorKey.of("a", "input", "cache.1"))  # a name of ours: read back as it is
+    'input_cache.1'
+    """
+    slot = alias or key.slot
+    if slot[:1].isdigit():
+        slot = slot.replace(".", "_")
+    stem = key.port if alone and key.port == "output" else f"{key.port}_{slot}"
+    if key.visit:
+        stem += f".visit{key.visit}"
+    if key.phase != usual_phase(key.port):
+        stem += f".{key.phase}"
+    if key.moment != usual_moment(key.port):
+        stem += f".{key.moment}"
+    return _safe(stem)
+
+
+def _safe(name: str) -> str:
+    """One path component: no separators, no surprises, not too long."""
+    plain = _UNSAFE.sub("_", name)
+    if len(plain) > _LONGEST_NAME:
+        plain = plain[:_LONGEST_NAME]
+    return "_" if plain in ("", ".", "..") else plain
+
+
+def find_file(folder: Path, call: Call, port: str, tensor: CallTensor) -> str:
+    """Where the tree of a process keeps a tensor of a call, from the dump's folder on; empty if it
+    was not kept.
+    """
+    key = TensorKey(
+        call.site,
+        cast("Port", port),
+        tensor.slot,
+        call.step,
+        call.visit,
+        phase=cast("Phase", call.phase),
+        moment=usual_moment(port),
+    )
+    place = folder / str(call.step) / module_folder(call.site)
+    stems = [file_stem(key, tensor.alias)]
+    if port == "output" and tensor.slot == "0":
+        stems.insert(0, file_stem(key, alone=True))
+    for stem in stems:
+        if (place / f"{stem}.pth").is_file():
+            return str((place / f"{stem}.pth").relative_to(folder.parent.parent.parent))
+    return ""
+
+
+class AitTree:
+    """A sink that writes the seed's tree; see the module's first lines for its shape."""
+
+    def __init__(self, dump_path: str | Path, *, device: str = "", max_bytes: int = 0) -> None:
+        """
+        Args:
+            dump_path: Folder that will hold `ait_dump`.
+            device: `cpu`, `cuda0`; empty: taken from the first tensor or the active accelerator.
+            max_bytes: Stop writing tensors when that many bytes are written; 0 is no limit.
+        """
+        self._root = Path(dump_path) / TENSORS
+        self._device = device.replace(":", "")
+        self._max_bytes = max_bytes
+        self._folder: Path | None = None
+        self._pid = os.getpid()
+        self._bare: tuple[TensorKey, Path] | None = None
+        self._tree: Mapping[str, JSON] | None = None
+        self._lock = threading.RLock()
+        self._bytes = 0
+        self._tensors = 0
+        self._broken = False
+        self._capped = False
+        self._early_events: list[str] = []
+
+    @property
+    def bytes_written(self) -> int:
+        return self._bytes
+
+    @property
+    def tensors_written(self) -> int:
+        return self._tensors
+
+    @property
+    def folder(self) -> Path | None:
+        """This process's folder; None before the first tensor."""
+        return self._folder
+
+    def put(self, record: Record, data: Bytes | None) -> None:
+        if data is None or record.kept not in ("full", "sample"):
+            return
+        with self._lock:
+            if self._broken or self._capped:
+                return
+            self._ensure_folder(record.device)
+            if self._max_bytes and self._bytes + data.nbytes > self._max_bytes:
+                self._capped = True
+                self.event(
+                    "limit", f"stopped before {record.key}: {self._max_bytes} bytes are reached"
+                )
+                return
+            tensor = _tensor(record, data)
+            if tensor is None:
+                self.event("refused", f"{record.key}: torch cannot hold {record.dtype} in a file")
+                return
+            if self._save(tensor, self._path_of(record)):
+                self._bytes += data.nbytes
+                self._tensors += 1
+
+    def event(self, kind: str, message: str, **details: JSON) -> None:
+        line = json.dumps({"kind": kind, "message": message, **details}, ensure_ascii=False)
+        with self._lock:
+            if self._folder is None:
+                self._early_events.append(line)
+                return
+            self._append_events([line])
+
+    def describe(self, **facts: JSON) -> None:
+        """The seed's tree has no place for provenance."""
+
+    def topology(self, tree: Mapping[str, JSON]) -> None:
+        with self._lock:
+            self._tree = tree
+            if self._folder is not None:
+                self._write_tree()
+
+    def sheet(self, name: str, text: str, *, anew: bool = False) -> None:
+        """Adds text to a file of this process; where it goes in the seed's tree, the launcher
+        decides at the end.
+        """
+        with self._lock:
+            self._ensure_folder("cpu")
+            if self._folder is None or self._broken:
+                return
+            try:
+                place = self._folder / f"{SHEET}{name}"
+                with OwnedFile(place, "replace" if anew else "append") as file:
+                    file.append_all(text.encode("ascii", "backslashreplace"))
+            except OSError as problem:
+                self._give_up(problem)
+
+    def open(self) -> None:
+        """Make the folder even if no tensor comes: `--type model` asks for nothing else."""
+        with self._lock:
+            self._ensure_folder("cpu")
+
+    def step_done(self, step: int) -> None:
+        """Every tensor is in its file already."""
+
+    def flush(self) -> None:
+        """Every tensor is in its file already."""
+
+    def close(self) -> None:
+        """Every tensor is in its file already."""
+
+    def _path_of(self, record: Record) -> Path:
+        """The file of a record. The first output of a call is bare until a second one shows that it
+        is not.
+        """
+        assert self._folder is not None
+        key = record.key
+        folder = self._folder / str(key.step) / module_folder(key.site)
+        bare, self._bare = self._bare, None
+        if key.port == "output":
+            if key.slot == "0" and not record.alias:
+                path = folder / f"{file_stem(key, alone=True)}.pth"
+                self._bare = (key, path)
+                return path
+            if bare is not None and key._replace(slot="0") == bare[0]:
+                with contextlib.suppress(OSError):
+                    bare[1].replace(folder / f"{file_stem(bare[0])}.pth")
+        return folder / f"{file_stem(key, record.alias)}.pth"
+
+    def _ensure_folder(self, device: str) -> None:
+        if self._folder is not None and self._pid == os.getpid():
+            return
+        self._pid = os.getpid()  # a forked child writes a folder of its own
+        self._bare = None
+        name = _safe((self._device or _main_device(device)).replace(":", ""))
+        count = 0
+        while True:
+            # Two models of one process, or an old process of the same number, never share a folder.
+            suffix = f".{count}" if count else ""
+            folder = self._root / f"{name}_{os.getpid()}{suffix}"
+            try:
+                folder.mkdir(parents=True)
+                break
+            except FileExistsError:
+                count += 1
+            except OSError as problem:
+                self._give_up(problem)
+                break
+        self._folder = folder
+        self._append_events(self._early_events)
+        self._early_events = []
+        self._write_tree()
+
+    def _save(self, tensor: Any, path: Path) -> bool:
+        if self._broken:
+            return False
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with OwnedFile(path, "replace") as file:
+                stream = _Stream(file)
+                sys.modules["torch"].save(tensor, stream)
+                stream.flush()
+            if stream.problem is not None:
+                raise stream.problem
+            return True
+        except (OSError, RuntimeError) as problem:  # torch reports a full disk as RuntimeError
+            reason = _disk_problem(path) or problem
+            with contextlib.suppress(OSError):
+                path.unlink()  # which also makes room to say so
+            self._give_up(reason)
+            return False
+
+    def _give_up(self, problem: Exception) -> None:
+        """The user's program goes on; what is missing is said once."""
+        if not self._broken:
+            self._broken = True
+            reason = problem.strerror if isinstance(problem, OSError) else None
+            sentence = f"the ait tree is incomplete from here on: {reason or problem}"
+            print_to_stderr(sentence)
+            self.event("disk", sentence)
+
+    def _append_events(self, lines: list[str]) -> None:
+        if not lines or self._folder is None:
+            return
+        try:
+            with OwnedFile(self._folder / EVENTS) as file:
+                file.append_all("".join(line + "\n" for line in lines).encode())
+        except OSError as problem:
+            self._give_up(problem)
+
+    def _write_tree(self) -> None:
+        if self._tree is None or self._folder is None:
+            return
+        try:
+            text = json.dumps(model_tree(self._tree), ensure_ascii=False, indent=2)
+            write_file(self._folder / "model_tree.json", f"{text}\n".encode())
+        except OSError as problem:
+            self._give_up(problem)
+
+
+class _Stream:
+    """What torch writes a file through. It never raises: torch calls it from C, which has no way
+    to pass an exception on.
+
+    Attributes:
+        problem: Why nothing more was written; None as long as all is well.
+    """
+
+    def __init__(self, file: OwnedFile) -> None:
+        self._file = file
+        self._small = bytearray()
+        self.problem: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        # Torch writes some thirty pieces of a few bytes for each tensor.
+        if len(self._small) + len(data) > _SMALL:
+            self.flush()
+        if len(data) > _SMALL:
+            self._append(data)
+        else:
+            self._small += data
+        return len(data)
+
+    def flush(self) -> None:
+        small, self._small = self._small, bytearray()
+        self._append(small)
+
+    def _append(self, data: bytes | bytearray) -> None:
+        if self.problem is None:
+            try:
+                self._file.append_all(data)
+            except OSError as problem:
+                self.problem = problem
+
+
+def _disk_problem(path: Path) -> OSError | None:
+    """What the system says about a file that torch could not write: torch's own words do not."""
+    try:
+        with OwnedFile(path) as file:
+            file.append_all(b"\0" * (1 << 16))
+    except OSError as problem:
+        return problem
+    return None
+
+
+def model_tree(topology: Mapping[str, JSON]) -> dict[str, Any]:
+    """The seed's `model_tree.json` of a run's topology: name, type, children, in order of
+    registration.
+
+    Models after the first one of a process stand in an additional list, `more`.
+    """
+    roots = [_tree_node(root) for root in _nodes(topology.get("roots"))]
+    if not roots:
+        return {"name": ROOT, "type": "", "children": []}
+    first = roots[0]
+    return {**first, "more": roots[1:]} if len(roots) > 1 else first
+
+
+def _tree_node(node: Mapping[str, JSON]) -> dict[str, Any]:
+    return {
+        "name": module_folder(str(node["site"])),
+        "type": str(node["class"]),
+        "children": [_tree_node(child) for child in _nodes(node.get("children"))],
+    }
+
+
+def _nodes(value: JSON) -> Sequence[Mapping[str, JSON]]:
+    return cast("Sequence[Mapping[str, JSON]]", value or ())
+
+
+def _main_device(device: str) -> str:
+    """The accelerator names the folder: an int input may be on the CPU while the model is not."""
+    if device not in ("", "cpu"):
+        return device
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        return f"cuda{torch.cuda.current_device()}"
+    return "cpu"
+
+
+def _tensor(record: Record, data: Bytes) -> Any | None:
+    """A plain CPU tensor that owns exactly its bytes, or None for what torch has no dtype for."""
+    torch: Any = sys.modules["torch"]
+    dtype = getattr(torch, record.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        return None
+    shape = record.shape if record.kept == "full" else (-1,)
+    if data.nbytes == 0:
+        return torch.empty(record.shape, dtype=dtype)
+    owned = torch.frombuffer(bytearray(data.tobytes()), dtype=torch.uint8)
+    try:
+        return owned.view(dtype).reshape(shape)
+    except RuntimeError:  # packed formats: the shape counts elements, not bytes
+        return None

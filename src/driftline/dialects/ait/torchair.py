@@ -1,0 +1,123 @@
+"""Configurations with which torchair leaves dumps of its own: GE operators with their graph, or FX.
+
+    config = get_ge_dump_config(dump_path="dump")
+    torch.compile(model, backend=torchair.get_npu_backend(compiler_config=config))
+
+What they leave opens as a run: `driftline show dump`, `driftline compare FX GE`. Only names of
+settings are known here; torchair, which runs on its own hardware, is asked for the object. FX nodes
+can be recorded without it, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from driftline.dialects.errors import BadConfig
+from driftline.errors import BadInput
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
+
+MODES = ("input", "output", "all")
+
+
+def get_ge_dump_config(
+    dump_path: StrPath = "ait_ge_dump",
+    dump_mode: str = "all",
+    fusion_switch_file: StrPath | None = None,
+) -> Any:
+    """A CompilerConfig that dumps every operator that the graph engine runs.
+
+    Args:
+        dump_path: Folder; each call makes a new one in it, `dump_{YYYYmmdd_HHMMSS}`, which holds
+            the operators and the graph's text.
+        dump_mode: `input`, `output` or `all`.
+        fusion_switch_file: A JSON file that turns fusions off; none means that they stay on.
+
+    Raises:
+        ValueError: A mode that does not exist.
+        DriftlineError: torchair is not there, or the file or the folder is not.
+    """
+    if dump_mode not in MODES:
+        raise BadConfig(f"dump_mode is one of {', '.join(MODES)}, not {dump_mode!r}")
+    switch = None if fusion_switch_file is None else Path(fusion_switch_file)
+    if switch is not None and not switch.is_file():
+        raise BadInput(f"there is no fusion switch file '{switch}'")
+    config = _compiler_config()
+    folder = _new_folder(Path(dump_path))
+    config.debug.graph_dump.type = "txt"
+    config.debug.graph_dump.path = str(folder)
+    config.dump_config.enable_dump = True
+    config.dump_config.dump_mode = dump_mode
+    config.dump_config.dump_path = str(folder)
+    if switch is not None:
+        config.fusion_config.fusion_switch_file = str(switch)
+    return config
+
+
+def get_fx_dump_config() -> Any:
+    """What records every FX node of a compiled model.
+
+    With torchair: a CompilerConfig, with which its backend runs the FX graph and saves tensors
+    below the current folder. Without: a `RecordedGraphs`, whose `backend` does so anywhere, into
+    the run `driftline_fx_{YYYYmmdd_HHMMSS}` below the current folder (its `path`).
+
+        config = get_fx_dump_config()
+        model = torch.compile(model, backend=config.backend)
+
+    Raises:
+        DriftlineError: Neither torchair nor torch is there.
+    """
+    if importlib.util.find_spec("torchair") is not None:
+        config = _compiler_config()
+        config.debug.data_dump.type = "npy"
+        return config
+    if importlib.util.find_spec("torch") is None:
+        raise BadInput("torch cannot be imported", hint="pip install 'driftline[torch]'")
+    from driftline.captures.torch.compile.tap import RecordedGraphs
+
+    path = Path(f"driftline_fx_{datetime.now():%Y%m%d_%H%M%S}").absolute()
+    return RecordedGraphs(_unused(path))
+
+
+def _unused(path: Path) -> Path:
+    """The path, or one with a number where two are asked for within a second."""
+    count, found = 0, path
+    while found.exists():
+        count += 1
+        found = path.with_name(f"{path.name}_{count}")
+    return found
+
+
+def _compiler_config() -> Any:
+    try:
+        torchair: Any = importlib.import_module("torchair")
+    except ImportError as trouble:
+        raise BadInput(
+            f"torchair cannot be imported: {trouble}",
+            hint="pip install torch_npu brings it; without an NPU, "
+            "`driftline dump` captures the model",
+        ) from trouble
+    return torchair.CompilerConfig()
+
+
+def _new_folder(above: Path) -> Path:
+    """A folder of this second; torchair itself wants it to be there."""
+    moment = f"dump_{datetime.now():%Y%m%d_%H%M%S}"
+    name, count = moment, 0
+    try:
+        above.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                (above / name).mkdir()
+            except FileExistsError:
+                count += 1
+                name = f"{moment}_{count}"
+            else:
+                return above / name
+    except OSError as trouble:
+        raise BadInput(f"cannot make a folder in {above}: {trouble.strerror}") from trouble

@@ -1,0 +1,1 @@
+"""The interface of Paddle's training hooks and of their checker."""

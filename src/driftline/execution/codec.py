@@ -1,0 +1,150 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+"""Our own values as plain ones, for the wire: named tuples by their names, arrays by their bytes.
+
+What is decoded can only be one of the kinds that the reader names; nothing is imported or called
+by what arrives.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, cast
+
+_ATOMS = (type(None), bool, int, float, str, bytes)
+
+
+def encode(value: Any) -> Any:
+    """A value as plain ones.
+
+    Raises:
+        TypeError: It is of a kind that no worker is ever told.
+    """
+    if type(value) in _ATOMS:
+        return value
+    if isinstance(value, PurePath):
+        return ["path", str(value)]
+    if isinstance(value, tuple):
+        fields: Any = getattr(cast(Any, value), "_fields", None)
+        items = [encode(item) for item in cast("tuple[Any, ...]", value)]
+        return ["tuple", items] if fields is None else ["named", type(value).__name__, items]
+    if isinstance(value, list):
+        return ["list", [encode(item) for item in cast("list[Any]", value)]]
+    if isinstance(value, frozenset):
+        return ["set", sorted(encode(item) for item in cast("frozenset[Any]", value))]
+    if isinstance(value, Mapping):
+        pairs = cast("Mapping[Any, Any]", value).items()
+        return ["dict", [[encode(key), encode(item)] for key, item in pairs]]
+    kind = type(value).__module__.partition(".")[0]
+    if kind == "torch":
+        return ["tensor", encode(value.detach().cpu().numpy())]
+    if kind == "numpy":
+        import numpy as np
+
+        if isinstance(value, np.generic):
+            return value.item()
+        if value.dtype.kind in "biufc":
+            return ["array", value.dtype.str, list(value.shape), value.tobytes()]
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
+    raise TypeError(f"a worker cannot be told a {type(value).__name__}")
+
+
+def decode(shown: Any, kinds: Sequence[type] = ()) -> Any:
+    """The inverse of `encode`.
+
+    Args:
+        shown: Plain values.
+        kinds: Named tuples that may be among them.
+
+    Raises:
+        ValueError: Something else is.
+    """
+    known = {kind.__name__: kind for kind in kinds}
+
+    def read(shown: Any) -> Any:
+        if not isinstance(shown, list):
+            return shown
+        match cast("list[Any]", shown):
+            case ["path", text]:
+                return Path(text)
+            case ["tuple", items]:
+                return tuple(read(item) for item in items)
+            case ["list", items]:
+                return [read(item) for item in items]
+            case ["set", items]:
+                return frozenset(read(item) for item in items)
+            case ["dict", pairs]:
+                return {read(key): read(item) for key, item in pairs}
+            case ["named", name, items] if name in known:
+                return known[name](*(read(item) for item in items))
+            case ["tensor", array]:
+                import torch
+
+                return torch.from_numpy(read(array))
+            case ["array", dtype, shape, content]:
+                import numpy as np
+
+                return np.frombuffer(content, dtype).reshape(shape).copy()
+            case _:
+                raise ValueError(f"{str(cast(Any, shown))[:80]} is none of our values")
+
+    return read(shown)
+
+
+# What goes between processes: plain values as bytes, and frames of them on a pipe.
+
+
+_LENGTH = struct.Struct("<Q")
+_MOST = 1 << 40
+_MSGPACK, _JSON = b"m", b"j"
+
+
+def pack(value: Any) -> bytes:
+    """A plain value as bytes; floats arrive with all their bits."""
+    import msgspec
+
+    try:
+        return _MSGPACK + msgspec.msgpack.encode(value)
+    except UnicodeEncodeError:  # a file name that is no text: JSON can escape it
+        return _JSON + json.dumps(value).encode()
+
+
+def unpack(content: bytes) -> Any:
+    """The value that `pack` was given."""
+    import msgspec
+
+    view = memoryview(content)
+    if bytes(view[:1]) == _MSGPACK:
+        return msgspec.msgpack.decode(view[1:])
+    return json.loads(bytes(view[1:]))
+
+
+def send(stream: BinaryIO, value: Any) -> None:
+    """Write a value as one frame."""
+    content = pack(value)
+    stream.write(_LENGTH.pack(len(content)) + content)
+    stream.flush()
+
+
+def receive(stream: BinaryIO) -> Any:
+    """The next frame's value.
+
+    Raises:
+        EOFError: The other side is gone; also in the middle of a frame.
+    """
+    head = _exactly(stream, _LENGTH.size)
+    length = _LENGTH.unpack(head)[0]
+    if length > _MOST:
+        raise EOFError(f"a frame of {length} bytes is none of ours")
+    return unpack(_exactly(stream, length))
+
+
+def _exactly(stream: BinaryIO, count: int) -> bytes:
+    content = stream.read(count)
+    if len(content) < count:
+        raise EOFError("the other side has closed the pipe")
+    return content

@@ -1,0 +1,252 @@
+"""Worker processes of this machine: `python -m driftline.execution.processes`, fed through pipes.
+
+Frames of plain values come in on standard input and go out on what was standard output; what the
+work itself prints goes to standard error. It ends when its input does, in the middle of whatever it
+is doing: nobody is there any more to take the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from driftline import settings
+from driftline.errors import DriftlineError
+from driftline.execution import codec
+from driftline.execution.jobs import (
+    Finished,
+    Job,
+    Said,
+    Task,
+    WorkerFailed,
+    done,
+    failed,
+    open_workshop,
+    result_of,
+)
+
+
+def main() -> int:
+    """Serve one job."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asked; he ends us
+    incoming = os.fdopen(os.dup(0), "rb")
+    outgoing = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    with open(os.devnull, "rb") as nothing:  # noqa: PTH123
+        os.dup2(nothing.fileno(), 0)
+    sys.stdout = sys.stderr
+    tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(incoming, tasks), daemon=True).start()
+    name, about = tasks.get()
+    try:
+        workshop = open_workshop(name, about)
+    except Exception as trouble:
+        codec.send(outgoing, failed(trouble))
+        return 0
+    codec.send(outgoing, ["ready"])
+    while True:
+        work = tasks.get()
+        codec.send(
+            outgoing, done(workshop, work, lambda line: codec.send(outgoing, ["said", line]))
+        )
+
+
+def _listen(incoming: BinaryIO, tasks: queue.SimpleQueue[Any]) -> None:
+    """Take what comes as it comes: a full pipe would keep the other side from reading ours."""
+    try:
+        while True:
+            tasks.put(codec.receive(incoming))
+    except (EOFError, OSError, ValueError):
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    try:
+        code = main()
+    except (BrokenPipeError, KeyboardInterrupt):
+        code = 1
+    sys.exit(code)
+
+
+# Tasks on this machine: worker processes that are fed through pipes.
+
+
+_ATTEMPTS = 2
+"""A task whose worker ends twice has ended it."""
+
+
+class Processes:
+    """So many worker processes of this machine; they live as long as one `run`."""
+
+    elsewhere = False
+
+    def __init__(self, jobs: int) -> None:
+        self._jobs = jobs
+
+    @property
+    def workers(self) -> int:
+        return self._jobs
+
+    def run(
+        self, job: Job, tasks: Sequence[Task], finished: Finished, said: Said | None = None
+    ) -> None:
+        if tasks:
+            _Round(job, tasks, min(self._jobs, len(tasks))).run(finished, said)
+
+    def __repr__(self) -> str:
+        return f"Processes({self._jobs})"
+
+
+class _Round:
+    """One job. Each worker process has a thread here that feeds it and hands on what it answers."""
+
+    def __init__(self, job: Job, tasks: Sequence[Task], workers: int) -> None:
+        self.job = job
+        self.tasks = tasks
+        # Large ones first, but about equal ones in their order, which is that of their files.
+        order = sorted(range(len(tasks)), key=lambda at: -tasks[at].weight.bit_length())
+        self.waiting: deque[int] = deque(order)
+        self.attempts = [0] * len(tasks)
+        self.lock = threading.Lock()
+        self.ending = False
+        self.alive: set[subprocess.Popen[bytes]] = set()
+        self.news: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
+        self.threads = [
+            threading.Thread(target=self._serve, name=f"driftline-worker-{n}", daemon=True)
+            for n in range(workers)
+        ]
+
+    def run(self, finished: Finished, said: Said | None) -> None:
+        left = len(self.tasks)
+        for thread in self.threads:
+            thread.start()
+        try:
+            while left:
+                kind, at, what = self.news.get()
+                if kind == "failure":
+                    raise what
+                if kind == "said":
+                    if said is not None:
+                        said(at, what)
+                    continue
+                finished(at, what)
+                left -= 1
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        with self.lock:
+            self.ending = True
+            self.waiting.clear()
+            for process in self.alive:
+                process.kill()
+        for thread in self.threads:
+            thread.join()
+
+    def _serve(self) -> None:
+        try:
+            while self._one_process():
+                pass
+        except BaseException as trouble:
+            self.news.put(("failure", -1, trouble))
+
+    def _one_process(self) -> bool:
+        """Feed one process until no task is left; whether another must take its place."""
+        at = self._next()
+        if at is None:
+            return False
+        process = self._start()
+        if process is None:
+            return False
+        assert process.stdin is not None and process.stdout is not None
+        to, back = cast("Any", process.stdin), cast("Any", process.stdout)
+        try:
+            with contextlib.suppress(BrokenPipeError):  # its answer, or its end, says more
+                codec.send(to, [self.job.workshop, self.job.about])
+            hello = codec.receive(back)
+            if hello[0] != "ready":
+                result_of(hello, "its start")
+            while at is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    codec.send(to, self.tasks[at].content())
+                while (answer := codec.receive(back))[0] == "said":
+                    self.news.put(("said", at, answer[1]))
+                self.news.put(("done", at, result_of(answer, self.tasks[at].called)))
+                at = self._next()
+        except EOFError:
+            if not self.ending:
+                self._ended(process, cast(int, at))
+                return True
+        finally:
+            self._stop(process)
+        return False
+
+    def _next(self) -> int | None:
+        with self.lock:
+            return self.waiting.popleft() if self.waiting else None
+
+    def _ended(self, process: subprocess.Popen[bytes], at: int) -> None:
+        """A worker that ended by itself: its task is begun again, once."""
+        code = process.wait()
+        self.attempts[at] += 1
+        if self.attempts[at] >= _ATTEMPTS:
+            raise WorkerFailed(
+                f"a worker process ended {_how(code)} at {self.tasks[at].called}, "
+                f"{_ATTEMPTS} times",
+                hint="memory may be short: try fewer --jobs" if code == -9 else "",
+            )
+        with self.lock:
+            if not self.ending:
+                self.waiting.appendleft(at)
+
+    def _start(self) -> subprocess.Popen[bytes] | None:
+        home = str(Path(__file__).parents[2])
+        with self.lock:
+            if self.ending:
+                return None
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "driftline.execution.processes"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    cwd=self.job.folder or None,
+                    process_group=0,  # Ctrl-C on a terminal is for us alone; we end them
+                    env=settings.worker_environment(home, self.job.kernel),
+                )
+            except OSError as trouble:
+                raise DriftlineError(
+                    f"a worker process cannot be started: {trouble.strerror}",
+                    hint="try fewer --jobs",
+                ) from trouble
+            self.alive.add(process)
+        return process
+
+    def _stop(self, process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        process.wait()
+        with self.lock:
+            self.alive.discard(process)
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"with code {code}"
+    import signal
+
+    try:
+        return f"by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"by signal {-code}"

@@ -1,0 +1,369 @@
+"""Tasks on the machines of a Ray cluster (extra `driftline[ray]`).
+
+Every machine is asked first whether it can help: has it the same Driftline, does it see the data?
+Workers are actors. One that is lost, with its machine or without, loses no work: its tasks are done
+again elsewhere, and a task counts when its answer is here, once.
+"""
+
+# Ray's own annotations are partial.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from driftline import __version__
+from driftline.errors import DriftlineError
+from driftline.execution import codec, ray_connection, ray_worker
+from driftline.execution.jobs import Finished, Job, Said, Task, WorkerFailed, result_of
+from driftline.execution.ray_connection import told
+
+_RETRIES = 3
+"""A task that has ended so many workers has ended them."""
+_IN_A_ROW = 2
+"""A machine that loses so many workers and finishes nothing in between is no longer asked."""
+_AHEAD = 2
+"""Tasks that a worker is given at a time: one to do, one to begin with at once after it."""
+_SOON = 20.0
+"""Seconds after which those who have not answered are not waited for, if others can do it all."""
+_ANSWER = 60.0
+"""Seconds in which a machine must say whether it can help."""
+_BEAT = 2.0
+_LONG = 30.0
+"""Seconds without anything done after which it is said that cores may be busy."""
+
+
+def _aside(line: str) -> None:
+    print(f"driftline: {line}", file=sys.stderr, flush=True)
+
+
+class RayCluster:
+    """A Ray cluster.
+
+    Args:
+        address: `ray://HOST:PORT`; empty: the cluster this machine is in, or one of its own.
+        jobs: How many workers; not given: one for each core of the cluster.
+        tell: Told what happens to machines, a sentence at a time.
+    """
+
+    elsewhere = True
+
+    def __init__(
+        self, address: str = "", jobs: int | None = None, tell: Callable[[str], None] = _aside
+    ) -> None:
+        self.address = address
+        self.jobs = jobs
+        self.tell = tell
+        self._session: ray_connection.Session | None = None
+
+    @property
+    def workers(self) -> int:
+        session = self._connected()
+        cores = sum(_cores(node) for node in session.nodes())
+        return max(1, min(self.jobs or cores, max(cores, 1)))
+
+    def run(
+        self, job: Job, tasks: Sequence[Task], finished: Finished, said: Said | None = None
+    ) -> None:
+        session = self._connected()
+        self._session = None
+        with session.in_use():
+            if tasks:
+                _Round(session, job, tasks, self.jobs, self.tell).run(finished, said)
+
+    def _connected(self) -> ray_connection.Session:
+        if self._session is None:
+            self._session = ray_connection.connect(self.address, self.jobs)
+        return self._session
+
+    def __repr__(self) -> str:
+        return f"RayCluster({self.address!r}, {self.jobs})"
+
+
+def _cores(node: dict[str, Any], gpus: int = 0) -> int:
+    """How many workers a node has room for."""
+    has = node["Resources"]
+    return min(int(has.get("CPU", 0)), *([int(has.get("GPU", 0)) // gpus] if gpus else []), 1 << 20)
+
+
+class _Machine:
+    """A node of the cluster: what it is called, what it lacks, which places it has begun with."""
+
+    def __init__(
+        self, node: dict[str, Any], name: str, absent: Sequence[tuple[str, str]], cores: int
+    ) -> None:
+        self.id = str(node["NodeID"])
+        self.cores = cores
+        self.name = name
+        self.absent = dict(absent)
+        self.begun: set[str] = set()
+        self.losses = 0
+
+    def can(self, task: Task) -> bool:
+        return not any(place in self.absent for place in task.needs)
+
+
+class _Worker:
+    """An actor, and the tasks it was given, the one under way first."""
+
+    def __init__(self, actor: Any, machine: _Machine) -> None:
+        self.actor = actor
+        self.machine = machine
+        self.tasks: list[int] = []
+
+
+class _Round:
+    def __init__(
+        self,
+        session: ray_connection.Session,
+        job: Job,
+        tasks: Sequence[Task],
+        jobs: int | None,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.ray = session.ray
+        self.gpus = job.gpus
+        self.session = session
+        self.tasks = tasks
+        self.jobs = jobs
+        self.tell = tell
+        # Large ones first, but about equal ones in their order, which is that of their files.
+        order = sorted(range(len(tasks)), key=lambda at: -tasks[at].weight.bit_length())
+        self.waiting: dict[str, deque[int]] = {}
+        for at in order:
+            self.waiting.setdefault(tasks[at].near, deque()).append(at)
+        self.attempts = [0] * len(tasks)
+        self.workers: list[_Worker] = []
+        self.under_way: dict[Any, tuple[_Worker, int]] = {}
+        about = {**job._asdict(), "version": __version__}
+        self.job = session.ray.put(codec.pack(about))
+
+    def run(self, finished: Finished, said: Said | None) -> None:
+        left = len(self.tasks)
+        try:
+            self.machines = self._looked()
+            self._require_data()
+            self._hire()
+            late = time.monotonic() + _LONG
+            while left:
+                self._hand_out()
+                ready, _ = self.ray.wait(list(self.under_way), num_returns=1, timeout=_BEAT)
+                if left == len(self.tasks) and not ready and time.monotonic() > late:
+                    self.tell("waiting for a free core of the Ray cluster, or for its first answer")
+                    late = math.inf
+                for ref in ready:
+                    if ref in self.under_way:
+                        left -= self._taken(ref, finished, said)
+        except ConnectionError as trouble:
+            raise WorkerFailed(f"the connection to Ray is lost: {told(trouble)}") from trouble
+        finally:
+            for worker in self.workers:
+                self._dismiss(worker)
+
+    def _looked(self) -> list[_Machine]:
+        """Ask every machine whether it can help; those that cannot are left out, and said.
+
+        Raises:
+            DriftlineError: None can.
+        """
+        ray = self.ray
+        asked: dict[Any, dict[str, Any]] = {}
+        for node in self.session.nodes():
+            if _cores(node, self.gpus):
+                look = ray.remote(ray_worker.look).options(**self._on(str(node["NodeID"]), cores=0))
+                asked[look.remote(self.job)] = node
+        if not asked:
+            what = "a GPU" if self.gpus else "a core"
+            raise DriftlineError(f"no machine of the Ray cluster has {what} to compute with")
+        machines: list[_Machine] = []
+        troubles: list[str] = []
+        began = time.monotonic()
+        silent = list(asked)
+        while silent and (waited := time.monotonic() - began) < _ANSWER:
+            enough = all(any(each.can(task) for each in machines) for task in self.tasks)
+            if enough and waited > _SOON:
+                break  # one may be gone without anybody having noticed yet
+            answered, silent = ray.wait(silent, num_returns=len(silent), timeout=_BEAT)
+            for ref in answered:
+                self._heard(ref, asked[ref], machines, troubles)
+        for ref in silent:
+            where = asked[ref]["NodeManagerAddress"]
+            waited = time.monotonic() - began
+            troubles.append(f"node {where}: did not answer in {waited:.0f} s")
+        if not machines:
+            raise DriftlineError(
+                f"no machine of the Ray cluster can help: {'; '.join(troubles[:3])}",
+                hint="all machines need the same Driftline and must see the same paths",
+            )
+        self.troubles = troubles
+        return machines
+
+    def _heard(
+        self, ref: Any, node: dict[str, Any], machines: list[_Machine], troubles: list[str]
+    ) -> None:
+        """What one machine has answered."""
+        short = str(node["NodeID"])[:8]
+        try:
+            host, version, trouble, absent = codec.unpack(self.ray.get(ref))
+        except self.ray.exceptions.RayError as bug:
+            where = f"{node['NodeManagerAddress']} ({short})"
+            alive = any(each["NodeID"] == node["NodeID"] for each in self.session.nodes())
+            why = f"cannot load Driftline: {told(bug)}" if alive else "is gone"
+            troubles.append(f"node {where}: {why}")
+            return
+        name = f"{host} ({short})"
+        if version != __version__:
+            trouble = f"has Driftline {version}, and this is {__version__}"
+        if trouble:
+            troubles.append(f"node {name}: {trouble}")
+            return
+        machines.append(_Machine(node, name, absent, _cores(node, self.gpus)))
+        if absent:
+            troubles.append(f"node {name}: {absent[0][1]}")
+
+    def _require_data(self) -> None:
+        """Refuse work that no machine has the data for; say which machines have less."""
+        for task in self.tasks:
+            if not any(machine.can(task) for machine in self.machines):
+                raise DriftlineError(
+                    f"no machine of the Ray cluster has the data: {'; '.join(self.troubles[:3])}",
+                    hint="put the runs where all machines see them under the same path, or at an "
+                    "address such as s3://BUCKET/RUN",
+                )
+        for trouble in self.troubles:
+            self.tell(f"{trouble}; it is given no such work")
+
+    def _on(self, node_id: str, cores: int) -> dict[str, Any]:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        return {"num_cpus": cores, "scheduling_strategy": where}
+
+    def _hire(self) -> None:
+        """Start workers, a machine at a time in turn, as many as there are cores for them."""
+        useful = [
+            machine for machine in self.machines if any(machine.can(task) for task in self.tasks)
+        ]
+        room = {machine.id: machine.cores for machine in useful}
+        wanted = min(self.jobs or sum(room.values()), sum(room.values()), len(self.tasks))
+        while len(self.workers) < wanted:
+            for machine in useful:
+                if room[machine.id] and len(self.workers) < wanted:
+                    room[machine.id] -= 1
+                    self._start(machine)
+
+    def _start(self, machine: _Machine) -> None:
+        options = {**self._on(machine.id, cores=1), "max_restarts": 0, "max_task_retries": 0}
+        if self.gpus:
+            options["num_gpus"] = self.gpus
+        actor = self.ray.remote(ray_worker.Bench).options(**options).remote(self.job)
+        self.workers.append(_Worker(actor, machine))
+
+    def _dismiss(self, worker: _Worker) -> None:
+        with contextlib.suppress(Exception):  # it may be gone, or Ray itself
+            self.ray.kill(worker.actor)
+
+    def _hand_out(self) -> None:
+        for depth in range(1, _AHEAD + 1):  # everybody one, before anybody gets a second
+            for worker in self.workers:
+                if worker.machine not in self.machines:
+                    continue
+                if len(worker.tasks) < depth and (at := self._choose(worker.machine)) is not None:
+                    worker.tasks.append(at)
+                    ref = worker.actor.do.remote(codec.pack(self.tasks[at].content()))
+                    self.under_way[ref] = (worker, at)
+
+    def _choose(self, machine: _Machine) -> int | None:
+        """Take the next task for a machine: near what it has read, else near what nobody has."""
+        elsewhere = {
+            place for other in self.machines if other is not machine for place in other.begun
+        }
+        for near in sorted(
+            self.waiting,
+            key=lambda near: (
+                near not in machine.begun,
+                near in elsewhere,
+                -self.tasks[self.waiting[near][0]].weight.bit_length(),
+            ),
+        ):
+            tasks = self.waiting[near]
+            at = next((at for at in tasks if machine.can(self.tasks[at])), None)
+            if at is not None:
+                tasks.remove(at)
+                if not tasks:
+                    del self.waiting[near]
+                machine.begun.add(near)
+                return at
+        return None
+
+    def _taken(self, ref: Any, finished: Finished, said: Said | None) -> int:
+        """Take one answer; how many tasks that finishes."""
+        worker, at = self.under_way[ref]
+        exceptions = self.ray.exceptions
+        try:
+            lines, answer = codec.unpack(self.ray.get(ref))
+        except exceptions.RayTaskError as bug:  # not the task's own: `Bench.do` answers those
+            raise WorkerFailed(f"a worker on {worker.machine.name} failed: {told(bug)}") from bug
+        except exceptions.RayError as loss:
+            self._lost(worker, loss)
+            return 0
+        del self.under_way[ref]
+        worker.tasks.remove(at)
+        worker.machine.losses = 0
+        if said is not None:
+            for line in lines:
+                said(at, line)
+        finished(at, result_of(answer, self.tasks[at].called, worker.machine.name))
+        return 1
+
+    def _lost(self, worker: _Worker, loss: Exception) -> None:
+        """A worker is gone: its tasks wait again, and another takes its place."""
+        self._dismiss(worker)
+        self.workers.remove(worker)
+        for ref in [ref for ref, (whose, _) in self.under_way.items() if whose is worker]:
+            del self.under_way[ref]
+        for at in reversed(worker.tasks):
+            self.waiting.setdefault(self.tasks[at].near, deque()).appendleft(at)
+        first = worker.tasks[0]
+        self.attempts[first] += 1
+        if self.attempts[first] > _RETRIES:
+            raise WorkerFailed(
+                f"{self.attempts[first]} workers were lost at {self.tasks[first].called}, the last "
+                f"on {worker.machine.name}: {told(loss)}",
+                hint="memory may be short there: try fewer --jobs",
+            )
+        worker.machine.losses += 1
+        self._replace(worker.machine)
+
+    def _replace(self, machine: _Machine) -> None:
+        """Another worker for one that is lost: on its machine, unless that seems to be gone."""
+        alive = {str(node["NodeID"]) for node in self.session.nodes()}
+        others = [each for each in self.machines if each is not machine and each.id in alive]
+        if machine.id in alive and (machine.losses < _IN_A_ROW or not others):
+            self.tell(f"a worker on {machine.name} is lost; its work is done again")
+            self._start(machine)
+            return
+        self.tell(f"node {machine.name} is gone; its work is done elsewhere")
+        self.machines = others
+        for worker in [each for each in self.workers if each.machine is machine]:
+            self._dismiss(worker)  # what it was given fails, and comes back here
+        if not others:
+            raise WorkerFailed("no machine of the Ray cluster is left that could help")
+        self._require_data_of_waiting()
+        if not any(worker.machine in others for worker in self.workers):
+            self._start(others[0])
+
+    def _require_data_of_waiting(self) -> None:
+        for at in (at for tasks in self.waiting.values() for at in tasks):
+            if not any(machine.can(self.tasks[at]) for machine in self.machines):
+                why = next(iter(self.machines[0].absent.values()), "")
+                raise WorkerFailed(
+                    f"the machine that had the data of {self.tasks[at].called} is gone; node "
+                    f"{self.machines[0].name}: {why}"
+                )

@@ -1,1 +1,0 @@
-"""Where work is done: in other processes of this machine, or on the machines of a Ray cluster."""

@@ -1,0 +1,1 @@
+"""Dumps and side files of `ait llm`."""

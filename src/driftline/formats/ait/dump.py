@@ -1,0 +1,247 @@
+"""`ait llm` dumps of torch models: `ait_dump/torch_tensors/{device}_{pid}/{token}/{module}/`.
+
+The first folder may be `ait_dump*` or `msit_dump*`. A dump is opened at any level, from the folder
+that holds it down to one token. Files are `.pth` tensors or a `statistics.csv` per module;
+`model_tree.json` gives classes and the module tree. Dumps made by hand
+(`golden_tensor/{token}/{id}_tensor.pth`) are read too. ATB's own `tensors/` is another format's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from driftline.errors import BadFile
+from driftline.formats.ait import module_tree, statistics
+from driftline.formats.ait.module_tree import Place, places_of, topology_of
+from driftline.formats.dump_run import Leaf, TreeRun, refuse_several
+from driftline.formats.folder import Folder, natural
+from driftline.formats.tensor_files import describe, leaf
+from driftline.runs.local_files import folders_in, reason_of
+from driftline.runs.records import TensorKey
+
+NAME = "ait torch dump"
+TORCH = "torch_tensors"
+GOLDEN = "golden_tensor"
+TREE = "model_tree.json"
+METADATA = "metadata.json"
+STATISTICS = "statistics.csv"
+LARGEST_JSON = 1 << 28
+_ROOTS = ("ait_dump", "msit_dump")
+_BY_HAND = re.compile(r"\d+_\d+")
+
+
+class _Process(NamedTuple):
+    """One process of a dump: its folder, and the token if only one was opened."""
+
+    folder: Path
+    token: int | None = None
+
+
+def sniff(path: Path) -> bool:
+    return next(_processes(path), None) is not None or next(_by_hand(path), None) is not None
+
+
+def open(path: Path) -> TreeRun:
+    """The dump as a run.
+
+    Raises:
+        BadFile: There is not a single tensor in it.
+        BadRun: There are several dumps in it.
+    """
+    holding = [r for r in _roots(path) if r != path and sniff(r)]
+    refuse_several(path, (root.name for root in holding))
+    reader = _Reader(path)
+    numbers: dict[int, int] = {}
+    for process in sorted(_processes(path), key=lambda each: natural(str(each.folder))):
+        rank = module_tree.rank_of(process.folder.name)
+        reader.read(process, rank, numbers.setdefault(rank, 0))
+        numbers[rank] += 1
+    for folder in sorted(_by_hand(path), key=lambda each: natural(str(each))):
+        rank = int(folder.name.rpartition("_")[2]) if _BY_HAND.fullmatch(folder.name) else 0
+        reader.read_by_hand(folder, rank, numbers.setdefault(rank, 0))
+        numbers[rank] += 1
+    if not reader.leaves:
+        raise BadFile(f"{path} is laid out like a dump of `ait llm` and holds no tensor")
+    return TreeRun(
+        path,
+        NAME,
+        reader.leaves,
+        # Files have no order of their own; the module tree lists modules as they were registered.
+        order="registration" if reader.topologies else "none",
+        topologies=reader.topologies,
+        events=reader.events,
+        facts=reader.facts,
+    )
+
+
+def _processes(path: Path) -> Iterator[_Process]:
+    if path.name.isdigit() and _has_modules(path):
+        yield _Process(path.parent, int(path.name))
+    elif _has_tokens(path):
+        yield _Process(path)
+    else:
+        for root in _roots(path):
+            tensors = root if root.name == TORCH else root / TORCH
+            for name in folders_in(tensors):
+                if _has_tokens(tensors / name) or (tensors / name / TREE).is_file():
+                    yield _Process(tensors / name)
+
+
+def _by_hand(path: Path) -> Iterator[Path]:
+    if path.name == GOLDEN and (path / METADATA).is_file():
+        yield path.parent
+    elif (path / GOLDEN).is_dir():
+        yield path
+    else:
+        for root in _roots(path):
+            for name in folders_in(root):
+                if _BY_HAND.fullmatch(name) and (root / name / GOLDEN).is_dir():
+                    yield root / name
+
+
+def _roots(path: Path) -> Iterator[Path]:
+    if path.name == TORCH or (path / TORCH).is_dir() or path.name.startswith(_ROOTS):
+        yield path
+        return
+    for name in folders_in(path):
+        if name.startswith(_ROOTS):
+            yield path / name
+
+
+def _is_tensor(name: str) -> bool:
+    return name.endswith((".pth", ".pt"))
+
+
+def _has_tokens(path: Path) -> bool:
+    return any(name.isdigit() and _has_modules(path / name) for name in folders_in(path))
+
+
+def _has_modules(path: Path) -> bool:
+    names = folders_in(path)
+    return any(
+        name == module_tree.ROOT or name.startswith(f"{module_tree.ROOT}.") for name in names
+    )
+
+
+class _Reader:
+    """Collects the leaves of all processes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.leaves: list[Leaf] = []
+        self.topologies: dict[tuple[int, int], dict[str, Any]] = {}
+        self.events: list[dict[str, Any]] = []
+        self.facts: dict[str, Any] = {}
+        self._prefixes: dict[Path, str | None] = {}
+
+    def note(self, message: str, rank: int, process: int) -> None:
+        self.events.append({"kind": "dump", "message": message, "rank": rank, "process": process})
+
+    def read(self, process: _Process, rank: int, number: int) -> None:
+        folder = Folder(process.folder)
+        places: dict[str, Place] = {}
+        roots = self._tree(folder, rank, number)
+        if roots:
+            places = places_of(roots)
+            self.topologies[rank, number] = topology_of(roots)
+        found: list[tuple[tuple[Any, ...], Leaf]] = []
+        below = [str(process.token)] if process.token is not None else []
+        for token in below or sorted(folders_in(process.folder), key=natural):
+            if token.isdigit():
+                for name in folder.files(token, named=_is_tensor):
+                    found += self._file(folder, name, places, int(token), rank, number)
+        found.sort(key=lambda each: each[0])
+        self.leaves += [each for _, each in found]
+        for text in folder.not_entered:
+            self.note(text, rank, number)
+
+    def _tree(self, folder: Folder, rank: int, number: int) -> list[dict[str, Any]]:
+        if not (folder.path / TREE).is_file():
+            return []
+        try:
+            tree = json.loads(folder.read(TREE, LARGEST_JSON))
+            if not isinstance(tree, dict):
+                raise ValueError("not a JSON object")
+            node = cast("dict[str, Any]", tree)
+            return [node, *node.get("more", [])]
+        except (OSError, ValueError, RecursionError) as trouble:
+            self.note(f"{TREE} cannot be read: {reason_of(trouble)}", rank, number)
+            return []
+
+    def _file(
+        self,
+        folder: Folder,
+        name: str,
+        places: dict[str, Place],
+        step: int,
+        rank: int,
+        number: int,
+    ) -> Iterator[tuple[tuple[Any, ...], Leaf]]:
+        parts = name.split("/")
+        site = module_tree.site_of("/".join(parts[1:-1]))
+        place = places.get(site)
+        class_name = place.class_name if place else ""
+        source = self._source(folder, name)
+        if parts[-1] == STATISTICS:
+            lines, notes = statistics.read(folder, name)
+            for note in notes:
+                self.note(f"{source}: {note}", rank, number)
+            for line in lines:
+                key = TensorKey.of(site, line.port, line.slot, step=step, rank=rank)
+                record = line.record(key._replace(process=number), class_name)
+                yield _order(key, place), Leaf(record, source)
+        elif _is_tensor(parts[-1]):
+            key = module_tree.key_of(parts[-1].rpartition(".")[0], site, step, rank, number)
+            if key is None:
+                self.note(f"{source} has a name that says nothing", rank, number)
+                return
+            for member in describe(folder, name):
+                slot = f"{key.slot}.{member.name}" if member.name else key.slot
+                own = key.with_slot(slot)
+                yield _order(own, place), leaf(own, source, member, class_name=class_name)
+
+    def read_by_hand(self, path: Path, rank: int, number: int) -> None:
+        folder = Folder(path)
+        paired: dict[str, Any] = {}
+        try:
+            paired = json.loads(folder.read(f"{GOLDEN}/{METADATA}", LARGEST_JSON))
+        except (OSError, ValueError, RecursionError) as trouble:
+            self.note(f"{GOLDEN}/{METADATA} cannot be read: {reason_of(trouble)}", rank, number)
+        for name in folder.files(GOLDEN, named=_is_tensor):
+            parts = name.split("/")
+            if len(parts) != 3 or not parts[1].isdigit() or not name.endswith(".pth"):
+                continue
+            site = parts[2].removesuffix(".pth").removesuffix("_tensor")
+            key = TensorKey.of(site, "output", step=int(parts[1]), rank=rank)
+            for member in describe(folder, name):
+                own = key._replace(process=number, slot=member.name or "0")
+                self.leaves.append(leaf(own, self._source(folder, name), member))
+        if paired:
+            self.facts["golden_tensor"] = paired
+
+    def _source(self, folder: Folder, name: str) -> str:
+        """The file relative to what was opened."""
+        if folder.path not in self._prefixes:
+            inside = folder.path.is_relative_to(self.path)
+            prefix = str(folder.path.relative_to(self.path)) if inside else None
+            self._prefixes[folder.path] = "" if prefix == "." else prefix
+        prefix = self._prefixes[folder.path]
+        if prefix is None:  # one token was opened: its files lie below that
+            return name.partition("/")[2]
+        return f"{prefix}/{name}" if prefix else name
+
+
+def _order(key: TensorKey, place: Place | None) -> tuple[Any, ...]:
+    """As it was computed, as far as a tree tells: inputs going in, the rest coming out."""
+    if place is None:
+        return (key.step, 1, 0, natural(key.site), key.visit, key.port != "input", _slot(key))
+    when = place.entered if key.port in ("input", "param") else place.left
+    return (key.step, 0, when, [], key.visit, key.port != "input", _slot(key))
+
+
+def _slot(key: TensorKey) -> tuple[Any, ...]:
+    return (key.port, natural(key.slot))

@@ -1,0 +1,192 @@
+"""What lies beside the tensors in the seed's tree, written from a run's list of calls and sheets.
+
+    ait_dump/operation_io_tensors/{pid}/operation_tensors_{n}.csv
+    ait_dump/kernel_io_tensors/{pid}/kernel_tensors_{n}.csv
+    ait_dump/cpu_profiling/{pid}/operation_statistic_{n}.txt and .csv
+    ait_dump/model/{pid}/{model}.json, ait_dump/layer/{pid}/{layer}.json, and .onnx beside them
+
+Both `dump --layout ait` and `convert --to ait` write through it. Where a tensor's file is, the
+caller says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from driftline.errors import DriftlineError
+from driftline.formats.ascend.atb.tables import read_profile
+from driftline.registry import Address
+from driftline.runs.run import Run
+from driftline.runs.sidecars.calls import CALLS, GRAPHS, Call, CallTensor, read_calls
+from driftline.runs.sidecars.operator_sheets import (
+    FOLDERS,
+    OPERATIONS,
+    kind_of_sheet,
+    operation_sheet,
+)
+
+_UNSAFE = re.compile(r"[^0-9A-Za-z_.+@=#-]")
+_LONGEST = 200
+FIND_FILE = Address("driftline.dialects.ait.dump_tree:find_file")
+FileOf = Callable[[Call, str, CallTensor], str]
+
+
+class Wanted(NamedTuple):
+    """Which of the sheets are to be written.
+
+    Attributes:
+        operations: The operation csv.
+        model: The model's topology.
+        layers: That of its layers.
+        onnx: An ONNX file beside each topology.
+    """
+
+    operations: bool = True
+    model: bool = False
+    layers: bool = False
+    onnx: bool = False
+
+
+def drop_empty(folder: Path) -> None:
+    """Take away the folder of a process without tensors, and what is empty around it: beside
+    tensors of torch, sheets are not taken for those of an ATB dump, which they can be read as.
+    """
+    for place in (folder, folder.parent):
+        if place.is_dir() and not any(place.iterdir()):
+            place.rmdir()
+
+
+def operations_by_step(calls: Iterable[Call], file_of: FileOf) -> dict[str, str]:
+    """The operation csv of every step, by the name of its file."""
+    steps: dict[int, list[Call]] = {}
+    for call in calls:
+        steps.setdefault(call.step, []).append(call)
+    found: dict[str, str] = {}
+    for step, those in sorted(steps.items()):
+        files: dict[tuple[int, str, str], str] = {}
+        for call in those:
+            for one in call.inputs:  # a parameter that it read has a port of its own
+                file = file_of(call, "input", one) or file_of(call, "param", one)
+                files[call.number, "input", one.slot] = file
+            for one in call.outputs:
+                files[call.number, "output", one.slot] = file_of(call, "output", one)
+        found[OPERATIONS.format(step)] = operation_sheet(those, files)
+    return found
+
+
+def convert_sheets(run: Run, rank: int, process: int, folder: Path) -> int:
+    """Write the sheets of a run's process into the seed's tree; returns how many it has.
+
+    Args:
+        run: Whose sheets.
+        rank: Which process.
+        process: Which process.
+        folder: The process's folder in the tree: `ait_dump/torch_tensors/{device}_{pid}`.
+
+    Raises:
+        OSError: The disk refused.
+    """
+    names = run.sheets(rank, process)
+    if not names:
+        return 0
+    calls = list(read_calls(run.sheet(CALLS, rank, process)))
+    sheets = {
+        name: run.sheet(name, rank, process)
+        for name in names
+        if name not in (CALLS, GRAPHS) and kind_of_sheet(name) != "operation_tensors"
+    }
+    operations = any(kind_of_sheet(name) == "operation_tensors" for name in names)
+    find: Any = FIND_FILE.load()
+    write_sheets(
+        folder.parent.parent,
+        folder.name.partition("_")[2],
+        calls,
+        sheets,
+        Wanted(operations, model=bool(calls), layers=bool(calls), onnx=bool(calls)),
+        lambda call, port, tensor: find(folder, call, port, tensor),
+    )
+    drop_empty(folder)
+    return len(names)
+
+
+def write_sheets(
+    root: Path,
+    pid: str,
+    calls: Sequence[Call],
+    sheets: Mapping[str, str],
+    wanted: Wanted,
+    file_of: FileOf,
+) -> list[str]:
+    """Write the sheets of one process; returns sentences about what could not be written.
+
+    Args:
+        root: The `ait_dump` folder.
+        pid: Name of the process's folder in each.
+        calls: What ran.
+        sheets: Sheets that are there already, by name.
+        wanted: What to make of the calls.
+        file_of: Where the values of a call's tensor are; empty if they were not kept.
+
+    Raises:
+        OSError: The disk refused.
+    """
+    texts = dict(sheets)
+    if wanted.operations:
+        texts |= operations_by_step(calls, file_of)
+    for name, text in texts.items():
+        kind = kind_of_sheet(name)
+        # Times by site are a run's own; here they are the seed's text, and its later table.
+        if kind is None or (kind == "operation_statistic" and not name.endswith(".txt")):
+            continue
+        place = root / FOLDERS[kind] / pid / name
+        _write(place, text.encode("utf-8", "replace"))
+        if kind == "operation_statistic":
+            _write(place.with_suffix(".csv"), statistic_table(text).encode("utf-8", "replace"))
+    if wanted.model or wanted.layers:
+        return _write_topology(root, pid, calls, wanted)
+    return []
+
+
+def statistic_table(text: str) -> str:
+    """Times by operator as the table that later versions of the original write."""
+    table = read_profile(text, "")
+    lines = [",".join(("opname", *table.headings[1:]))]
+    lines += [",".join("" if cell is None else str(cell) for cell in row) for row in table.lines]
+    return "\n".join(lines) + "\n"
+
+
+def _write_topology(root: Path, pid: str, calls: Sequence[Call], wanted: Wanted) -> list[str]:
+    from driftline.graphs.model import seen_at
+    from driftline.graphs.sources.calls import calls_graph
+    from driftline.graphs.writers.atb import layer_graph, layer_json, layers_of, model_json
+    from driftline.graphs.writers.onnx import onnx_bytes
+
+    graph = calls_graph(calls)
+    if graph is None:
+        return ["no call was listed, so there is no topology"]
+    made = [(layer_graph(graph, layer), layer_json(layer), "layer") for layer in layers_of(graph)]
+    if wanted.model:
+        made.append((graph, model_json(graph), "model"))
+    trouble: list[str] = []
+    for part, text, folder in made:
+        place = root / folder / pid / f"{_safe(part.name)}.json"
+        _write(place, text.encode("utf-8", "replace"))
+        if wanted.onnx:
+            try:
+                _write(place.with_suffix(".onnx"), onnx_bytes(seen_at(part)))
+            except DriftlineError as problem:
+                trouble.append(f"{part.name} is not drawn: {problem}")
+    return trouble
+
+
+def _safe(name: str) -> str:
+    plain = _UNSAFE.sub("_", name)[:_LONGEST]
+    return "_" if plain in ("", ".", "..") else plain
+
+
+def _write(place: Path, content: bytes) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(content)

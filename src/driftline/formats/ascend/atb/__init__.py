@@ -1,0 +1,1 @@
+"""Dumps of ATB, the Ascend transformer boost library."""

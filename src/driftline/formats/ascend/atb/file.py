@@ -1,0 +1,404 @@
+"""The header of an ATB `.bin` file: text lines, each checked before it is believed.
+
+    $Version=1.0
+    $Object.Count=1
+    $Object.Length=24
+    format=2
+    dtype=0
+    dims=2,3
+    $Object.data=0,24
+    $End=1
+    <24 bytes, little endian, C order>
+
+A file may hold no data: only the description, only statistics, or the name of the file of the same
+dump in which the same tensor was saved. What cannot be believed is `Refused` with its own reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import mmap
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from driftline.errors import BadFile
+from driftline.formats.ascend.layouts import nz_shape, nz_to_nd
+from driftline.formats.ascend.types import (
+    ACL_TYPES,
+    NZ_FORMATS,
+    PLAIN_FORMATS,
+    ElementType,
+    format_name,
+    recode,
+)
+from driftline.formats.dump_run import Leaf, Member, TreeRun
+from driftline.numerics.dtypes import DTYPES, unpack_nibbles
+from driftline.numerics.fields import Summary
+from driftline.runs.local_files import reason_of
+from driftline.runs.records import Record, TensorKey
+
+START = b"$Version="
+END = b"$End=1\n"
+USUAL_HEADER = 512
+LARGEST_HEADER = 65_536
+STATISTICS = ("max", "min", "mean", "l2norm")
+_NUMBER = re.compile(r"-?\d{1,18}")
+_DIMS = re.compile(r"(?:\d{1,18}(?:,\d{1,18})*)?")
+_PLACE = re.compile(r"\d{1,18},\d{1,18}")
+_SYSTEM = ("$Version", "$Object.Count", "$Object.Length", "$Object.data")
+
+
+class Refused(ValueError):
+    """Why a file cannot be believed: the part of the sentence after its name."""
+
+
+class Header(NamedTuple):
+    """What a header says, checked against the length of its file.
+
+    Attributes:
+        kind: Element type.
+        layout: aclFormat code.
+        dims: Sizes as stored.
+        start: Where the data begin in the file.
+        length: How many bytes of data there are; 0 with `kept` other than full.
+        statistics: max, min, mean and l2norm as written, where they were.
+        points_to: The file that holds the data instead: `{operation id}_{file name}`.
+        has_data: The file holds the values.
+    """
+
+    kind: ElementType
+    layout: int
+    dims: tuple[int, ...]
+    start: int = 0
+    length: int = 0
+    statistics: tuple[tuple[str, str], ...] = ()
+    points_to: str = ""
+    has_data: bool = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In ordinary order; of tiles whose true size nobody wrote down, with their padding."""
+        if self.layout in NZ_FORMATS:
+            return nz_shape(self.dims) or self.dims
+        return self.dims
+
+    @property
+    def remark(self) -> str:
+        """What a reader of the values should know: a type or an order that is not the file's."""
+        kind = self.kind
+        if kind.recoded:
+            return f"{kind.name} is given as {kind.dtype}, which holds its values exactly"
+        tiles = self.layout in NZ_FORMATS and nz_shape(self.dims) is not None
+        if not tiles and self.layout not in PLAIN_FORMATS:
+            return f"{format_name(self.layout)} is given in the order of its storage"
+        return ""
+
+    @property
+    def trouble(self) -> str:
+        """Why values that are there cannot be given; empty if they can."""
+        if self.kind.dtype:
+            return ""
+        return f"elements of the type {self.kind.name} are no numbers that can be compared"
+
+
+def open_file(path: Path | str) -> int:
+    """Opens a file for reading; what would block, a pipe say, is opened too and found out later."""
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+
+
+def header_of(file: int) -> Header:
+    """The header of an open file, checked against its length.
+
+    Raises:
+        Refused: It cannot be believed.
+    """
+    about = os.fstat(file)
+    if not stat.S_ISREG(about.st_mode):
+        raise Refused("is not a regular file")
+    total = about.st_size
+    head = os.pread(file, USUAL_HEADER, 0)
+    end = head.find(END)
+    if end < 0 and len(head) < total:
+        head = os.pread(file, LARGEST_HEADER, 0)
+        end = head.find(END)
+    if end < 0 or head[end - 1 : end] != b"\n":
+        _refuse_without_end(head, total)
+    header = _parsed(head[:end])
+    start = end + len(END)
+    there = total - start
+    if there < header.start + header.length:
+        raise Refused(
+            f"is cut short: {header.length} bytes of data are promised, and {there} are there"
+        )
+    if there > header.start + header.length:
+        rest = os.pread(file, len(START), start + header.start + header.length)
+        raise Refused(
+            "was written twice: a second record follows the first, as a dump appends to a file "
+            "that is already there"
+            if rest == START
+            else f"has {there - header.length} bytes more than its header promises"
+        )
+    return header._replace(start=start + header.start)
+
+
+def _refuse_without_end(head: bytes, total: int) -> None:
+    if not total:
+        raise Refused("is empty")
+    if not head.startswith(START):
+        raise Refused("does not begin as an ATB tensor file does, with $Version")
+    raise Refused("has no $End line: its header is cut short or damaged")
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(text: bytes) -> Header:
+    """Lines → header; `start` is the offset inside the data. Dumps repeat headers thousandfold."""
+    if not text.startswith(START):
+        raise Refused("does not begin as an ATB tensor file does, with $Version")
+    found: dict[str, str] = {}
+    for line in text.decode("latin-1").split("\n")[:-1]:
+        name, sign, value = line.partition("=")
+        if not sign or "=" in value or not name:
+            raise Refused(f"has a header line that is no name=value: {line[:60]!r}")
+        if name in found:
+            raise Refused(f"says {name[:40]} twice in its header")
+        if name.startswith("$") and name not in _SYSTEM:
+            raise Refused(f"has a header line that is not known: {line[:60]!r}")
+        found[name] = value
+    if found["$Version"] != "1.0":
+        raise Refused(f"is of version {found['$Version'][:20]!r}; only 1.0 is known")
+    count = _whole(found, "$Object.Count")
+    length = _whole(found, "$Object.Length")
+    if count not in (0, 1):
+        raise Refused(f"claims {count} objects; a tensor file has one or none")
+    code, layout = _whole(found, "dtype"), _whole(found, "format")
+    if code not in ACL_TYPES:
+        raise Refused(f"has the unknown element type {code}")
+    dims = _dims(found)
+    offset = 0
+    if count:
+        place = found.get("$Object.data", "")
+        if not _PLACE.fullmatch(place):
+            raise Refused(f"does not say where its data are: $Object.data is {place[:40]!r}")
+        offset, size = (int(part) for part in place.split(","))
+        if offset + size != length or offset:
+            raise Refused(f"contradicts itself: {length} bytes of data in all, object at {place}")
+        needed = ACL_TYPES[code].byte_count(math.prod(dims))
+        if ACL_TYPES[code].bits and length != needed:
+            raise Refused(
+                f"contradicts itself: {needed} bytes by type and sizes, {length} by its length"
+            )
+    elif length or "$Object.data" in found:
+        raise Refused("contradicts itself: no object, but data of an object")
+    statistics = tuple((name, found[name][:60]) for name in STATISTICS if name in found)
+    return Header(
+        ACL_TYPES[code],
+        layout,
+        dims,
+        offset,
+        length,
+        statistics,
+        found.get("data", ""),
+        bool(count),
+    )
+
+
+def _whole(found: dict[str, str], name: str) -> int:
+    value = found.get(name)
+    if value is None:
+        raise Refused(f"does not say its {name}")
+    if not _NUMBER.fullmatch(value) or (name[0] == "$" and value[0] == "-"):
+        raise Refused(f"has no number for its {name}: {value[:40]!r}")
+    return int(value)
+
+
+def _dims(found: dict[str, str]) -> tuple[int, ...]:
+    text = found.get("dims")
+    if text is None:
+        raise Refused("does not say its dims")
+    if not _DIMS.fullmatch(text):
+        raise Refused(f"has sizes that are no numbers: dims={text[:40]!r}")
+    return tuple(int(size) for size in text.split(",")) if text else ()
+
+
+# ATB `.bin`: one tensor behind a checked header (`atb_header`), as a run or as a leaf of a
+# dump.
+
+
+AnyArray = np.ndarray[Any, np.dtype[Any]]
+
+NAME = "atb-bin"
+SUFFIXES = (".bin",)
+FILE_NAME = re.compile(r"(in|out)[tT]ensor(\d{1,6})(?:_(\w{1,200}))?\.bin")
+_WORTH_MAPPING = 16_384
+"""Reading fewer bytes than this is cheaper than mapping them."""
+
+
+def sniff(path: Path) -> bool:
+    """The first line, or the name of a tensor file of a dump."""
+    if FILE_NAME.fullmatch(path.name):
+        return True
+    with path.open("rb") as stream:
+        start = stream.read(len(START))
+    return start == START or (not start and path.suffix.lower() in SUFFIXES)
+
+
+def members(path: Path) -> list[Member]:
+    """The file's one tensor.
+
+    Raises:
+        BadFile: The header or the length of the file cannot be believed.
+    """
+    header = read_header(path)
+    record = leaf_of(TensorKey.of("tensor", "output"), header, path, path.name).record
+    trouble = record.lost or ("" if record.kept == "full" else _absence(header))
+    return [
+        Member(
+            "",
+            header.kind.dtype or "uint8",
+            header.shape,
+            functools.partial(fetch, path, header),
+            trouble,
+            record.kept,
+            record.summary,
+        )
+    ]
+
+
+def open(path: Path) -> TreeRun:
+    """The file as a run of one tensor.
+
+    Raises:
+        BadFile: The header or the length of the file cannot be believed.
+    """
+    header = read_header(path)
+    key = TensorKey.of("tensor", "output")
+    leaf = None
+    if header.points_to:
+        from driftline.formats.ascend.atb.dump import beside  # it reads whole dumps, with this file
+
+        leaf = beside(path, key)
+    if leaf is None:
+        leaf = leaf_of(key, header, path, path.name)
+    remark = header.remark
+    events = [{"kind": "note", "message": remark}] if remark else []
+    return TreeRun(path, NAME, [leaf], order="none", events=events)
+
+
+def leaf_of(
+    key: TensorKey,
+    header: Header,
+    path: Path | str,
+    source: str,
+    *,
+    alias: str = "",
+    class_name: str = "",
+) -> Leaf:
+    """A tensor of a dump, from the header of the file that holds its values or says it has none."""
+    kind = header.kind
+    trouble = header.trouble
+    kept: Any = "full"
+    summary = None
+    if not trouble and not header.has_data and 0 not in header.dims:
+        if header.points_to:
+            trouble = _absence(header)
+        else:
+            kept = "summary" if header.statistics else "describe"
+            summary = summary_of(header.statistics, math.prod(header.shape))
+    record = Record(
+        key,
+        0,
+        kind.dtype or kind.name,
+        header.shape,
+        alias=alias,
+        class_name=class_name,
+        kept=kept,
+        summary=summary,
+        lost=trouble,
+    )
+    if trouble or kept != "full" or not header.has_data:
+        return Leaf(record, source)
+    return Leaf(record, source, functools.partial(fetch, path, header))
+
+
+def summary_of(statistics: tuple[tuple[str, str], ...], count: int) -> Summary | None:
+    """The four numbers a dump may keep of a tensor; what it does not know is NaN."""
+    if not statistics:
+        return None
+    known = {name: _figure(text) for name, text in statistics}
+    unknown: Any = math.nan
+    high, low, mean, l2 = (known.get(name, math.nan) for name in STATISTICS)
+    return Summary(count, low, high, mean, math.nan, l2, unknown, unknown, unknown, unknown)
+
+
+def _figure(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:  # N/A, or a complex number in brackets
+        return math.nan
+
+
+def _absence(header: Header) -> str:
+    if header.points_to:
+        return f"its values are in {header.points_to} of the same dump; open the dump's folder"
+    return f"only its {'statistics were' if header.statistics else 'description was'} dumped"
+
+
+def read_header(path: Path) -> Header:
+    """The checked header of a file.
+
+    Raises:
+        BadFile: It cannot be believed.
+    """
+    try:
+        file = open_file(path)
+        try:
+            return header_of(file)
+        finally:
+            os.close(file)
+    except Refused as why:
+        raise BadFile(f"{path} {why}") from None
+    except OSError as trouble:
+        raise BadFile(f"{path} cannot be read: {reason_of(trouble)}") from None
+
+
+def fetch(path: Path | str, header: Header) -> AnyArray:
+    """The values as a flat array of the storage type; a view of the mapped file for plain orders.
+
+    Raises:
+        BadFile: The file is no longer what it was when its header was read.
+    """
+    kind = header.kind
+    elements = math.prod(header.dims)
+    raw = _bytes(path, header)
+    storage = DTYPES[kind.dtype].storage
+    values: AnyArray = recode(raw, kind, elements) if kind.recoded else raw.view(storage)
+    if header.layout not in NZ_FORMATS or nz_shape(header.dims) is None or not elements:
+        return values
+    if DTYPES[kind.dtype].bits == 4:
+        codes = nz_to_nd(unpack_nibbles(values.view(np.uint8), elements), header.dims).reshape(-1)
+        codes = np.append(codes, np.zeros(elements % 2, np.uint8))
+        return codes[0::2] | (codes[1::2] << 4)
+    return nz_to_nd(values, header.dims).reshape(-1)
+
+
+def _bytes(path: Path | str, header: Header) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    try:
+        file = open_file(path)
+    except OSError as trouble:
+        raise BadFile(f"{path} cannot be read: {reason_of(trouble)}") from None
+    try:
+        # A file that shrank would end the process when the mapping is touched. A pipe has no size.
+        if os.fstat(file).st_size != header.start + header.length:
+            raise BadFile(f"{path} has changed since it was opened")
+        if header.length < _WORTH_MAPPING:
+            return np.frombuffer(os.pread(file, header.length, header.start), np.uint8)
+        mapped = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+    finally:
+        os.close(file)
+    return np.frombuffer(mapped, np.uint8, header.length, header.start)

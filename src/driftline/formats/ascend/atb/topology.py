@@ -1,0 +1,210 @@
+"""Topology files and folder names of an ATB dump → one module tree with parameters and edges.
+
+Folders say which operations ran and what their sites are; `layer/*.json` and `model/*.json` add the
+operations that left no tensor, the parameters, and who feeds whom. Numbers in a model file follow
+the model's own count, which one extra operation shifts against the folders; the shift is found by
+types. Knows values, no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from driftline.formats.ascend.atb.folders import OperationFolder, kind_of, shown
+from driftline.runs.sinks import JSON
+
+ROOT = "(root)"
+_DEEPEST = 64
+_SHIFTS = (0, 1, -1, 2, -2, 3, -3, 4, -4)
+
+Object = Mapping[str, Any]
+Edge = tuple[str, str, str, str]
+"""Site and output slot of the maker, site and input slot of the taker."""
+
+
+class Node:
+    """An operation of the program."""
+
+    __slots__ = ("children", "ids", "inputs", "kind", "outputs", "param", "site")
+
+    def __init__(self, site: str, kind: str, ids: str) -> None:
+        self.site = site
+        self.kind = kind
+        self.ids = ids
+        self.param: Object | None = None
+        self.inputs: tuple[str, ...] = ()
+        self.outputs: tuple[str, ...] = ()
+        self.children: dict[str, Node] = {}
+
+    def to_json(self, name: str = "") -> dict[str, JSON]:
+        data: dict[str, JSON] = {"name": name} if name else {}
+        data |= {"site": self.site, "class": self.kind, "ids": self.ids}
+        if self.param is not None:
+            data["param"] = dict(self.param)
+        if self.inputs or self.outputs:
+            data["inputs"] = list(self.inputs)
+            data["outputs"] = list(self.outputs)
+        if self.children:
+            data["children"] = [
+                child.to_json(key) for key, child in sorted(self.children.items(), key=_by_id)
+            ]
+        return data
+
+
+class Topology:
+    """The operations of one process, from folders and from topology files."""
+
+    def __init__(self) -> None:
+        self._top = Node(ROOT, "", "")
+        self._models: dict[str, list[str]] = {}
+        self._edges: dict[Edge, None] = {}
+        self._sites: dict[str, Node] = {}
+
+    def add_folders(self, top: OperationFolder) -> None:
+        """The operations of one execution, as their folders are nested."""
+        self._add_folders(top, self._top)
+
+    def _add_folders(self, folder: OperationFolder, node: Node) -> None:
+        for child in folder.children.values():
+            self._add_folders(child, self._child(node, child.name, child.site))
+
+    def _child(self, above: Node, name: str, site: str) -> Node:
+        found = above.children.get(name)
+        if found is None:
+            number = name.partition("_")[0]
+            own = number if number.isdecimal() else ""
+            ids = f"{above.ids}_{own}" if above.ids else own
+            found = above.children[name] = self._sites[site] = Node(site, kind_of(name), ids)
+        return found
+
+    def add_layer(self, content: Object) -> None:
+        """A layer file: one outermost operation, numbered as its folder is."""
+        kind = _text(content.get("opType"))
+        number = _last_number(_text(content.get("opName")), kind)
+        if kind and number is not None:
+            self._add(self._top, content, f"{number}_{kind}", 0)
+            self._wire([content], [f"{number}_{kind}"], {})
+
+    def add_model(self, content: Object) -> None:
+        """A model file: the outermost operations in the model's own order."""
+        name = _text(content.get("modelName"))
+        nodes = [node for node in _objects(content.get("nodes")) if _text(node.get("opType"))]
+        numbered = [(_last_number(_text(n.get("opName")), _text(n["opType"])), n) for n in nodes]
+        known = [(number, node) for number, node in numbered if number is not None]
+
+        def fits(shift: int) -> int:
+            return sum(f"{c + shift}_{_text(n['opType'])}" in self._top.children for c, n in known)
+
+        shift = max(_SHIFTS, key=fits) if known else 0
+        names = [f"{number + shift}_{_text(node['opType'])}" for number, node in known]
+        for folder, (_, node) in zip(names, known, strict=True):
+            self._add(self._top, node, folder, 0)
+        self._wire([node for _, node in known], names, {})
+        self._models[name] = names
+
+    def _add(self, above: Node, content: Object, name: str, depth: int) -> None:
+        site = name if above is self._top else f"{above.site}.{name}"
+        node = self._child(above, name, site)
+        param = content.get("param")
+        if isinstance(param, dict) and node.param is None:
+            node.param = cast("Object", param)
+        node.inputs = tuple(_texts(content.get("inTensors")))
+        node.outputs = tuple(_texts(content.get("outTensors")))
+        if depth < _DEEPEST:
+            for index, inner in enumerate(_objects(content.get("nodes"))):
+                self._add(node, inner, _name_of(inner, index), depth + 1)
+
+    def _wire(self, nodes: Sequence[Object], names: Sequence[str], made: dict[str, Edge]) -> None:
+        """Edges between operations of one container, and between leaves wherever they are."""
+        for edge in _edges(nodes, names, "", made, 0):
+            self._edges[edge] = None
+
+    def node(self, site: str) -> Node | None:
+        return self._sites.get(site)
+
+    def nodes(self) -> Iterator[Node]:
+        yield from self._sites.values()
+
+    def to_json(self, order: Sequence[str]) -> dict[str, JSON]:
+        """In the form of `topology.json`, with `param`, tensor names and `edges` added."""
+        rest = dict(self._top.children)
+        roots: list[dict[str, JSON]] = []
+        for model, names in sorted(self._models.items(), key=_by_first):
+            alone = len(self._models) == 1
+            root = Node(ROOT if alone else model, model, "")
+            members = list(rest) if alone else names
+            root.children = {name: rest.pop(name) for name in members if name in rest}
+            roots.append(root.to_json())
+        if not self._models:
+            self._top.children = rest
+            roots.append(self._top.to_json())
+        else:
+            roots += [node.to_json() for _, node in sorted(rest.items(), key=_by_id)]
+        edges: list[JSON] = [list(edge) for edge in self._edges]
+        return {"schema": 1, "roots": cast("JSON", roots), "order": list(order), "edges": edges}
+
+
+def _edges(
+    nodes: Sequence[Object], names: Sequence[str], above: str, leaves: dict[str, Edge], depth: int
+) -> Iterator[Edge]:
+    siblings: dict[str, Edge] = {}
+    for name, node in zip(names, nodes, strict=True):
+        site = f"{above}.{name}" if above else name
+        inner = _objects(node.get("nodes"))
+        for slot, tensor in enumerate(_texts(node.get("inTensors"))):
+            makers = (siblings, leaves) if not inner else (siblings,)
+            for maker in makers:
+                if tensor in maker:
+                    yield (*maker[tensor][:2], site, str(slot))
+        if inner and depth < _DEEPEST:
+            inside = [_name_of(child, index) for index, child in enumerate(inner)]
+            yield from _edges(inner, inside, site, leaves, depth + 1)
+        for slot, tensor in enumerate(_texts(node.get("outTensors"))):
+            siblings[tensor] = (site, str(slot), "", "")
+            if not inner:
+                leaves[tensor] = siblings[tensor]
+
+
+def _name_of(node: Object, index: int) -> str:
+    kind = _text(node.get("opType")) or "operation"
+    number = _last_number(_text(node.get("opName")), kind)
+    return f"{index if number is None else number}_{kind}"
+
+
+def _last_number(name: str, kind: str) -> int | None:
+    """The last id in an operation's name: 3 of `RmsNormOperation_1_3`."""
+    last = name.rpartition("_")[2]
+    return (
+        int(last) if name.startswith(f"{kind}_") and last.isdecimal() and len(last) < 10 else None
+    )
+
+
+def _by_id(item: tuple[str, Node]) -> tuple[int, str]:
+    return (_first_number(item[0]), item[0])
+
+
+def _by_first(model: tuple[str, list[str]]) -> int:
+    """Operations are numbered in the order in which they were first set up."""
+    return _first_number(model[1][0] if model[1] else "")
+
+
+def _first_number(name: str) -> int:
+    number = name.partition("_")[0]
+    return int(number) if number.isdecimal() and len(number) < 10 else 1 << 30
+
+
+def _text(value: object) -> str:
+    return shown(value) if isinstance(value, str) else ""
+
+
+def _texts(value: object) -> list[str]:
+    if not isinstance(value, list):
+        return []
+    return [item for item in cast("list[object]", value) if isinstance(item, str)]
+
+
+def _objects(value: object) -> list[Object]:
+    if not isinstance(value, list):
+        return []
+    return [cast("Object", item) for item in cast("list[object]", value) if isinstance(item, dict)]

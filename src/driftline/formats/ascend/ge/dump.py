@@ -1,0 +1,440 @@
+"""What the names in a GE dump say: of an operator's file, and of the folders it lies in.
+
+    [worldsize{W}_global_rank{R}/]{YYYYmmddHHMMSS}/{device}/{graph}/{graph id}/{step}/
+        {type}.{name}.{task}[.{stream}].{stamp}[.{task type}.{context}.{thread}.{device}]
+
+Text in, values out: nothing is opened here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from driftline.formats.ascend.ge import operator_file
+from driftline.formats.ascend.ge.graph_text import (
+    LONGEST,
+    GraphNode,
+    GraphText,
+    announced,
+    as_json,
+    parse_graph,
+    topology,
+)
+from driftline.formats.ascend.protobuf import Malformed, NotText
+from driftline.formats.dump_run import Leaf, TreeRun, refuse_several
+from driftline.formats.folder import Folder, natural, some_names
+from driftline.runs.local_files import reason_of
+from driftline.runs.records import Record, TensorKey
+
+LEFT_ALONE = (".txt", ".npy", ".bin", ".csv", ".json", ".log", ".onnx", ".pbtxt", ".pb", ".md")
+
+WORLD = re.compile(r"worldsize(\d+)_global_rank(\d+)", re.ASCII)
+_SESSION = re.compile(r"\d{14}", re.ASCII)
+_STAMP = re.compile(r"\d{13,20}", re.ASCII)
+_FLAT = re.compile(r"[./\\\s]")
+
+
+class OpFile(NamedTuple):
+    """What a file's name says.
+
+    Attributes:
+        class_name: Type of the operator.
+        op_name: Its name, flattened as file names need it.
+        task: Number of the task.
+        stamp: When it was dumped, in microseconds.
+    """
+
+    class_name: str
+    op_name: str
+    task: int
+    stamp: int
+
+
+class Place(NamedTuple):
+    """What a file's folders say: the graph and its number are empty where they say nothing."""
+
+    rank: int = 0
+    session: str = ""
+    graph: str = ""
+    graph_id: str = ""
+    step: int = 0
+
+
+def parse_name(name: str) -> OpFile | None:
+    """`{type}.{name}.{task}[.{stream}].{stamp}[.{task type}.{context}.{thread}.{device}]`.
+
+    >>> parse_name("Add.Add_2.44.6.1706596912161941")
+    OpFile(class_name='Add', op_name='Add_2', task=44, stamp=1706596912161941)
+    """
+    parts = name.split(".")
+    for at in range(len(parts) - 1, 2, -1):
+        if _STAMP.fullmatch(parts[at]):
+            break
+    else:
+        return None
+    if len(parts) - 1 - at > 4 or not all(is_number(part) for part in parts[at + 1 :]):
+        return None
+    if not is_number(parts[at - 1]):
+        return None
+    with_stream = at >= 4 and is_number(parts[at - 2])
+    task = at - 2 if with_stream else at - 1
+    op_name = ".".join(parts[1:task])
+    return OpFile(parts[0], op_name, int(parts[task]), int(parts[at])) if parts[0] else None
+
+
+def is_operator(name: str) -> bool:
+    return not name.lower().endswith(LEFT_ALONE) and parse_name(name) is not None
+
+
+def is_number(part: str) -> bool:
+    return part.isascii() and part.isdigit() and len(part) < 19
+
+
+def flat(op_name: str) -> str:
+    """A name as file names have it: dots, slashes and blanks are underscores."""
+    return _FLAT.sub("_", op_name)
+
+
+def top_of(folders: list[str]) -> tuple[str, ...] | None:
+    """The folders above those of a dump's own layout; None where no session says where it begins.
+
+    >>> top_of(["a", "worldsize2_global_rank0", "20240130064151", "0", "graph_1", "1", "0"])
+    ('a',)
+    """
+    for at in range(len(folders) - 1, -1, -1):
+        if _SESSION.fullmatch(folders[at]):
+            ranked = at > 0 and WORLD.fullmatch(folders[at - 1])
+            return tuple(folders[: at - 1 if ranked else at])
+    return None
+
+
+def parse_place(folders: list[str]) -> Place:
+    """What folders say, outermost first; folders above the dump do no harm."""
+    session = next(
+        (at for at in range(len(folders) - 1, -1, -1) if _SESSION.fullmatch(folders[at])), None
+    )
+    if session is None:
+        # Entered below the session, and moved away from it: read what is there from the end.
+        step = int(folders[-1]) if folders and is_number(folders[-1]) else 0
+        named = len(folders) > 2 and is_number(folders[-2]) and is_number(folders[-1])
+        return Place(0, "", folders[-3], folders[-2], step) if named else Place(step=step)
+    above = WORLD.fullmatch(folders[session - 1]) if session else None
+    below = folders[session + 1 :]
+    device = int(below[0]) if below and is_number(below[0]) else 0
+    rank = int(above[2][:9]) if above else device
+    inner = below[1:]
+    step = int(inner[-1]) if inner and is_number(inner[-1]) and len(inner) != 1 else 0
+    graph = inner[0] if inner else ""
+    graph_id = inner[1] if len(inner) > 2 else ""
+    return Place(rank, folders[session], graph, graph_id, step)
+
+
+# A graph-engine (GE) dump: folders of operator files, and the graph texts that explain them.
+
+
+NAME = "ge-dump"
+SNIFFED = 4000
+"""So many names are looked at before a folder is said to be something else."""
+LEVELS = 6
+MAPPING = "mapping.csv"
+
+
+class _Found(NamedTuple):
+    place: Place
+    file: str
+    op: OpFile
+
+
+def sniff(path: Path) -> bool:
+    """Whether a folder holds operator files or graph texts, at any level of a dump."""
+    text = fx = False
+    for name in some_names(str(path), LEVELS + 3, SNIFFED):
+        text = text or announced(name) is not None
+        fx = fx or (name.endswith(".npy") and (".INPUT." in name or ".OUTPUT." in name))
+        if is_operator(name):
+            return True
+    return text and not fx  # a compiler may leave its text beside an FX dump too
+
+
+def open(path: Path) -> TreeRun:
+    """The dump as a run; no value is read. Files that cannot be believed are lost tensors."""
+    dump = _Dump(path)
+    chosen = dump.chosen()
+    ahead = dump.folder.ahead([found.file for found in chosen])
+    leaves = [leaf for found, _ in zip(chosen, ahead, strict=True) for leaf in dump.leaves(found)]
+    if dump.others:
+        message = f"{dump.others} files also hold buffers or workspaces, which are no tensors"
+        dump.note("info", message)
+    return TreeRun(
+        path,
+        NAME,
+        leaves,
+        topologies=dump.topologies(leaves),
+        # An overflow must not drown among notes on files.
+        events=sorted(dump.events, key=lambda event: event["kind"] != "overflow"),
+        facts={"graphs": sorted(set(dump.prefixes)), "graph_texts": dump.texts_read},
+    )
+
+
+class _Dump:
+    """One pass over the folder, and what was found on the way."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder = Folder(path)
+        self.events: list[dict[str, Any]] = []
+        self.others = 0
+        self.texts_read: list[str] = []
+        self._typed = list(self.folder.real.parts[-LEVELS:])
+        self._texts: list[GraphText] = []
+        self._files: dict[tuple[Place, str], list[_Found]] = defaultdict(list)
+        self._collect()
+        self._texts += self._texts_above()
+        self.processes = self._sessions()
+        self.prefixes = self._graph_names()
+
+    def note(self, kind: str, message: str) -> None:
+        self.events.append({"kind": kind, "message": message})
+
+    def _collect(self) -> None:
+        places: dict[str, Place] = {}
+        renamed: dict[str, Mapping[str, str]] = {}
+        strange: list[str] = []
+        tops: set[tuple[str, ...]] = set()
+        for file in self.folder.files(named=is_operator):
+            head, _, name = file.rpartition("/")
+            text = announced(file)
+            if text is not None:
+                self._texts.append(text)
+                continue
+            if name.lower().endswith(LEFT_ALONE):
+                continue
+            if head not in places:
+                inner = head.split("/") if head else []
+                if (top := top_of(inner)) is not None:
+                    tops.add(top)
+                places[head] = parse_place([*self._typed, *inner])
+                renamed[head] = self._renamed(head)
+            op = parse_name(renamed[head].get(name, name))
+            if op is None:
+                strange.append(file)
+            elif op.class_name.lower() == "opdebug":
+                self.note("overflow", f"{file}: the device recorded an overflow; it is no tensor")
+            else:
+                self._files[places[head], flat(op.op_name)].append(_Found(places[head], file, op))
+        refuse_several(self.folder.path, ("/".join(top) for top in tops))
+        for file in strange:
+            self._strange(file, places[file.rpartition("/")[0]])
+        for why in self.folder.not_entered:
+            self.note("warning", why)
+
+    def _strange(self, file: str, place: Place) -> None:
+        """A name that says nothing: the header may still know the operator."""
+        try:
+            header = operator_file.read_header(self.folder, file)
+        except (Malformed, OSError):
+            self.note("warning", f"{file}: left alone, its name and its content say nothing")
+            return
+        op = OpFile("", flat(header.op_name) or file, 0, header.dump_time)
+        self._files[place, flat(op.op_name)].append(_Found(place, file, op))
+
+    def _renamed(self, head: str) -> Mapping[str, str]:
+        """Names that were too long for the file system are numbers, and stand in a table."""
+        table = f"{head}/{MAPPING}" if head else MAPPING
+        try:
+            text = self.folder.read(table, 64 << 20).decode("utf-8", "replace")
+        except OSError:
+            return {}
+        pairs = (line.partition(",") for line in text.splitlines())
+        return {short.strip(): long.strip() for short, comma, long in pairs if comma}
+
+    def _texts_above(self) -> Iterator[GraphText]:
+        """Graph texts lie beside the first level: look there when a lower one was entered."""
+        if self._texts or not self._files:
+            return
+        place = self.folder.real
+        for _ in range(LEVELS):
+            name = place.name
+            if not (is_number(name) or WORLD.fullmatch(name) or is_number(place.parent.name)):
+                return
+            place = place.parent
+            try:
+                names = sorted(entry.name for entry in os.scandir(place) if entry.is_file())
+            except OSError:
+                return
+            found = [text for name in names if (text := announced(name)) is not None]
+            if found:
+                yield from (text._replace(file=str(place / text.file)) for text in found)
+                return
+
+    def _sessions(self) -> dict[tuple[int, str], int]:
+        """Sessions of one rank are processes of their own only where they dumped the same step."""
+        held: dict[tuple[int, str], set[tuple[str, str, int]]] = defaultdict(set)
+        for place, _ in self._files:
+            held[place.rank, place.session].add((place.graph, place.graph_id, place.step))
+        numbers: dict[tuple[int, str], int] = {}
+        taken: dict[int, list[set[tuple[str, str, int]]]] = defaultdict(list)
+        for (rank, session), steps in sorted(held.items()):
+            processes = taken[rank]
+            number = next((n for n, other in enumerate(processes) if not other & steps), None)
+            if number is None:
+                number = len(processes)
+                processes.append(set())
+            processes[number] |= steps
+            numbers[rank, session] = number
+        return numbers
+
+    def _graph_names(self) -> dict[tuple[str, str], str]:
+        """What stands before the sites of each graph; nothing when there is but one."""
+        graphs = sorted(
+            {(place.graph, place.graph_id) for place, _ in self._files},
+            key=lambda graph: [natural(part) for part in graph],
+        )
+        if len(graphs) == 1:
+            return {graphs[0]: ""}
+        names = [name for name, _ in graphs]
+        prefixes = {
+            (name, number): (name if names.count(name) == 1 else f"{name}_{number}") + "."
+            for name, number in graphs
+        }
+        if len(set(prefixes.values())) < len(graphs):  # one is called as another with its number
+            prefixes = {(name, number): f"{name}.{number}." for name, number in graphs}
+        return prefixes
+
+    def chosen(self) -> list[_Found]:
+        """One file per operator and step, in the order in which they were dumped."""
+        kept: list[_Found] = []
+        for found in self._files.values():
+            if len(found) > 1:
+                found.sort(key=lambda one: (-self._size(one.file), one.op.stamp, one.file))
+                losers = ", ".join(one.file.rpartition("/")[2] for one in found[1:4])
+                self.note(
+                    "warning",
+                    f"{found[0].file}: the larger of {len(found)} files of one operator and step; "
+                    f"left alone: {losers}" + (", ..." if len(found) > 4 else ""),
+                )
+            kept.append(found[0])
+        kept.sort(key=lambda one: (one.op.stamp, one.op.task, one.file))
+        return kept
+
+    def _size(self, file: str) -> int:
+        try:
+            return self.folder.start(file, 0)[1]
+        except OSError:
+            return -1
+
+    def leaves(self, found: _Found) -> Iterator[Leaf]:
+        place, file, op = found
+        prefix = self.prefixes[place.graph, place.graph_id]
+        process = self.processes[place.rank, place.session]
+        try:
+            header = operator_file.read_header(self.folder, file)
+            true = header.op_name if flat(header.op_name) == flat(op.op_name) else op.op_name
+            self.others += bool(header.others)
+            inside = operator_file.leaves_of(
+                self.folder,
+                file,
+                header,
+                prefix + true,
+                class_name=op.class_name,
+                step=place.step,
+                rank=place.rank,
+                process=process,
+                events=self.events,
+            )
+            yield from inside
+            if not header.tensors:
+                self.note("warning", f"{file}: holds no tensor")
+        except (Malformed, OSError) as trouble:
+            key = TensorKey.of(prefix + op.op_name, "output", step=place.step, rank=place.rank)
+            yield Leaf(
+                Record(
+                    key._replace(process=process),
+                    0,
+                    "",
+                    (),
+                    class_name=op.class_name,
+                    lost=reason_of(trouble),
+                ),
+                file,
+            )
+
+    def topologies(self, leaves: list[Leaf]) -> dict[tuple[int, int], dict[str, Any]]:
+        """Per rank and process: the graphs, whether there is a text for them or not."""
+        classes: dict[tuple[int, int], dict[str, str]] = defaultdict(dict)
+        for leaf in leaves:
+            key = leaf.record.key
+            classes[key.rank, key.process].setdefault(key.site, leaf.record.class_name)
+        graphs: dict[tuple[int, int], dict[tuple[str, str], str]] = defaultdict(dict)
+        for place, _ in self._files:
+            process = self.processes[place.rank, place.session]
+            graphs[place.rank, process][place.graph, place.graph_id] = place.session
+        parsed: dict[str, list[GraphNode]] = {}
+        found: dict[tuple[int, int], dict[str, Any]] = {}
+        for owner, named in sorted(graphs.items()):
+            described: list[dict[str, Any]] = []
+            ordered = sorted(named, key=lambda graph: [natural(part) for part in graph])
+            for at, graph in enumerate(ordered):
+                texts = self._texts_of(graph, at, len(ordered), owner[0], named[graph])
+                nodes = self._nodes(texts, parsed)
+                source = ", ".join(text.file for text in texts)
+                described.append(as_json(graph[0], self.prefixes[graph], source, "ge", nodes))
+            found[owner] = topology(described, classes[owner])
+        return found
+
+    def _texts_of(
+        self, graph: tuple[str, str], at: int, graphs: int, rank: int, session: str
+    ) -> list[GraphText]:
+        """The original text of a graph, then the optimised one: each the newest before the dump."""
+        mine = [text for text in self._texts if _rank_of(text) in (None, rank)] or self._texts
+        number = re.search(r"\d+", graph[0])
+        wanted = int(number[0][:18]) if number else None
+        chosen: list[GraphText] = []
+        for original in (True, False):
+            texts = [text for text in mine if text.original is original]
+            ids = sorted({text.graph_id for text in texts}, key=lambda n: -1 if n is None else n)
+            if wanted in ids:
+                fitting = [text for text in texts if text.graph_id == wanted]
+            elif len(ids) == graphs:
+                fitting = [text for text in texts if text.graph_id == ids[at]]
+            else:
+                continue
+            fitting.sort(key=lambda text: text.stamp)
+            before = [text for text in fitting if not session or text.stamp[:14] <= session]
+            chosen.append((before or fitting[:1])[-1])
+        return chosen
+
+    def _nodes(self, texts: list[GraphText], parsed: dict[str, list[GraphNode]]) -> list[GraphNode]:
+        """Operators of the original graph, and those that optimisation added."""
+        nodes: dict[str, GraphNode] = {}
+        for text in texts:
+            if text.file not in parsed:
+                parsed[text.file] = self._parsed(text)
+            for node in parsed[text.file]:
+                nodes.setdefault(node.name, node)
+        return list(nodes.values())
+
+    def _parsed(self, text: GraphText) -> list[GraphNode]:
+        place, name = self.folder, text.file
+        if Path(name).is_absolute():
+            place, name = Folder(Path(name).parent), Path(name).name
+        try:
+            nodes = parse_graph(place.read(name, LONGEST).decode("utf-8", "replace"))
+        except (NotText, OSError) as trouble:
+            self.note("warning", f"{text.file}: no graph text: {reason_of(trouble)}")
+            return []
+        self.texts_read.append(text.file)
+        return nodes
+
+
+def _rank_of(text: GraphText) -> int | None:
+    if text.rank is not None:
+        return text.rank
+    for part in reversed(text.file.split("/")[:-1]):
+        if found := WORLD.fullmatch(part):
+            return int(found[2][:9])
+    return None

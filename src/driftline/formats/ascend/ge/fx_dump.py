@@ -1,0 +1,198 @@
+"""An FX dump: what each node of a traced graph got and gave, one `.npy` file per tensor.
+
+    gm_{stamp}_dump/{step}/…                             steps counted from 1
+    data_dump/{step}/gm_{stamp}_dump/…                   steps counted from 1
+    worldsize{W}_global_rank{R}/{graph}/{step}/…         steps counted from 0
+        {node}-{target}.INPUT.{i}[.{j}].{stamp}.npy, ….OUTPUT.{i}.{stamp}.npy
+
+Steps count from 0 here, whatever the layout. A node is a site; where a dump holds several graphs,
+the graph's name goes in front. bfloat16 was widened to float32 by whoever wrote the dump.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from driftline.formats.ascend.ge.graph_text import as_json, topology
+from driftline.formats.dump_run import Leaf, TreeRun, refuse_several
+from driftline.formats.folder import Folder, natural, some_names
+from driftline.formats.tensor_files import describe, leaf
+from driftline.runs.records import TensorKey
+
+NAME = "fx-dump"
+SNIFFED = 4000
+LEVELS = 4
+
+_FILE = re.compile(
+    r"(?P<node>[^-]+)-(?P<target>.+)\.(?P<port>INPUT|OUTPUT)\.(?P<slot>\d{1,9}(?:\.\d{1,9}){0,3})"
+    r"\.(?P<stamp>\d{14,20})\.npy",
+    re.ASCII,
+)
+_GM = re.compile(r"gm_(\d+)_dump", re.ASCII)
+_WORLD = re.compile(r"worldsize(\d+)_global_rank(\d+)", re.ASCII)
+_DESCR = re.compile(rb"'descr': '([<>|=]?)([USO])\d*'")
+_LONGEST_WORD = 4096
+
+
+class Place(NamedTuple):
+    """What the folders say; `step` as they have it, `from_one` when they count from 1."""
+
+    rank: int = 0
+    graph: str = ""
+    step: int = 0
+    from_one: bool = False
+
+
+class _Found(NamedTuple):
+    place: Place
+    file: str
+    node: str
+    target: str
+    port: str
+    slot: str
+    stamp: str
+
+
+def parse_place(folders: list[str]) -> Place:
+    """What folders say, outermost first; folders above the dump do no harm."""
+    last = folders[-1] if folders else ""
+    before = folders[-2] if len(folders) > 1 else ""
+    if _GM.fullmatch(last):  # data_dump/{step}/gm_…
+        return Place(0, last, int(before) if _is_number(before) else 1, True)
+    if not _is_number(last):
+        return Place(graph=last if len(folders) > 1 and _WORLD.fullmatch(before) else "")
+    if _GM.fullmatch(before):  # gm_…/{step}
+        return Place(0, before, int(last), True)
+    world = next((w for w in map(_WORLD.fullmatch, reversed(folders[-3:-1])) if w), None)
+    named = bool(world) and not _WORLD.fullmatch(before)
+    return Place(int(world[2][:9]) if world else 0, before if named else "", int(last))
+
+
+def _top_of(folders: list[str]) -> str:
+    """The folders above those of a dump's own layout."""
+    for at, part in enumerate(folders):
+        if part == "data_dump" or _GM.fullmatch(part) or _WORLD.fullmatch(part):
+            steps = part != "data_dump" and at > 0 and _is_number(folders[at - 1])
+            return "/".join(folders[: at - 1 if steps else at])
+    return ""
+
+
+def _is_number(part: str) -> bool:
+    return part.isascii() and part.isdigit() and len(part) < 10
+
+
+def sniff(path: Path) -> bool:
+    """Whether a folder holds FX files, at any level of a dump."""
+    names = some_names(str(path), LEVELS + 3, SNIFFED)
+    return any(_FILE.fullmatch(name) for name in names)
+
+
+def open(path: Path) -> TreeRun:
+    """The dump as a run; headers are read, values are not."""
+    folder = Folder(path)
+    events: list[dict[str, Any]] = []
+    found = _collected(folder, events)
+    graphs = sorted({one.place.graph for one in found}, key=natural)
+    prefixes = {name: f"{name}." if len(graphs) > 1 and name else "" for name in graphs}
+    leaves: list[Leaf] = []
+    visits: dict[TensorKey, int] = defaultdict(int)
+    for one in sorted(found, key=_execution):
+        tensor = _leaf(folder, one, prefixes[one.place.graph], visits, events)
+        if tensor is not None:
+            leaves.append(tensor)
+    classes: dict[int, dict[str, str]] = defaultdict(dict)
+    for record in (tensor.record for tensor in leaves):
+        classes[record.key.rank].setdefault(record.key.site, record.class_name)
+    topologies = {
+        (rank, 0): topology(
+            [as_json(name, prefixes[name], "", "fx", ()) for name in graphs], classes[rank]
+        )
+        for rank in classes
+    }
+    facts = {"graphs": graphs, "note": "bfloat16 is widened to float32 in FX dumps"}
+    events.sort(key=lambda event: event["kind"] == "argument")  # what is wrong goes first
+    return TreeRun(path, NAME, leaves, topologies=topologies, events=events, facts=facts)
+
+
+def _collected(folder: Folder, events: list[dict[str, Any]]) -> list[_Found]:
+    typed = list(folder.real.parts[-LEVELS:])
+    places: dict[str, Place] = {}
+    found: list[_Found] = []
+    strange = 0
+    tops: set[str] = set()
+    for file in folder.files(named=_FILE.fullmatch):
+        head, _, name = file.rpartition("/")
+        match = _FILE.fullmatch(name)
+        if match is None:
+            if name.endswith(".npy"):
+                strange += 1
+                if strange <= 20:
+                    events.append(_warning(f"{file}: left alone, its name is not an FX dump's"))
+            continue
+        if head not in places:
+            inner = head.split("/") if head else []
+            places[head] = parse_place([*typed, *inner])
+            tops.add(_top_of(inner))
+        node, target, port, slot, stamp = match.groups()
+        found.append(_Found(places[head], file, node, target, port.lower(), slot, stamp))
+    refuse_several(folder.path, tops)
+    events += [_warning(why) for why in folder.not_entered]
+    if any(place.from_one and place.step == 0 for place in places.values()):
+        # Counted from 0 after all: taking one away would make two steps one.
+        events.append(_warning("the steps of this layout usually count from 1, here from 0"))
+        return [one._replace(place=one.place._replace(from_one=False)) for one in found]
+    return found
+
+
+def _execution(one: _Found) -> tuple[Any, ...]:
+    """Nodes of one stamp have no order of their own; their numbers are a fair guess."""
+    number = re.search(r"_(\d+)$", one.node)
+    return (
+        *(one.place.rank, one.stamp, int(number[1][:18]) if number else 0, one.node, one.place),
+        *(one.port, natural(one.slot)),
+    )
+
+
+def _leaf(
+    folder: Folder,
+    one: _Found,
+    prefix: str,
+    visits: dict[TensorKey, int],
+    events: list[dict[str, Any]],
+) -> Leaf | None:
+    step = one.place.step - (1 if one.place.from_one else 0)
+    port = "input" if one.port == "input" else "output"
+    key = TensorKey.of(prefix + one.node, port, one.slot, step=step, rank=one.place.rank)
+    visit = visits[key]
+    visits[key] += 1
+    key = key._replace(visit=visit)
+    member = describe(folder, one.file)[0]
+    if member.trouble and (word := _word(folder, one.file)) is not None:
+        what = f"the argument {word!r}" if word else "a Python object, which is not read"
+        events.append({"kind": "argument", "message": f"{one.file}: {key} is {what}"})
+        return None
+    return leaf(key, one.file, member, class_name=one.target)
+
+
+def _word(folder: Folder, file: str) -> str | None:
+    """The text in a file of text, "" for one of objects, None for one of anything else."""
+    try:
+        start, _ = folder.start(file, _LONGEST_WORD)
+    except OSError:
+        return None
+    end = 10 + int.from_bytes(start[8:10], "little")
+    found = _DESCR.search(start, 0, end)
+    if found is None:
+        return None
+    order, kind = found.groups()
+    if kind == b"O":
+        return ""
+    coding = "latin-1" if kind == b"S" else "utf-32-be" if order == b">" else "utf-32-le"
+    return start[end:].decode(coding, "replace").rstrip("\0")
+
+
+def _warning(message: str) -> dict[str, Any]:
+    return {"kind": "warning", "message": message}

@@ -1,0 +1,181 @@
+"""The graph text beside a GE dump (`dynamo_original_graph_*.txt`): operators, edges, FX names.
+
+It is protobuf text of a `GraphDef`; of all that stands in it only what alignment needs is kept. A
+text that cannot be read is said in a sentence; the dump can be read without it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from driftline.formats.ascend.protobuf import NotText, unquoted, walk
+
+LONGEST = 256 << 20
+FX_NAME = "_fx_tensor_name"
+
+_FILE = re.compile(r"dynamo_(original|optimi[sz]ed)_.*\.txt", re.ASCII)
+_ID = re.compile(r"graph_(\d+)", re.ASCII)
+_RANK = re.compile(r"_rank_(\d+)", re.ASCII)
+_STAMP = re.compile(r"(\d{14,20})\.txt$", re.ASCII)
+
+
+class GraphNode(NamedTuple):
+    """One operator of a graph.
+
+    Attributes:
+        name: Its name.
+        class_name: Its type.
+        inputs: Producer and output number of each data input, in order; control edges left out.
+        fx: For each output the FX tensor it stands for (`add_2-aten.add.Tensor.OUTPUT.0`), or "".
+    """
+
+    name: str
+    class_name: str
+    inputs: tuple[tuple[str, int], ...] = ()
+    fx: tuple[str, ...] = ()
+
+
+class GraphText(NamedTuple):
+    """A file name that announces a graph.
+
+    Attributes:
+        file: The file, relative to the dump.
+        original: As the program has it; otherwise after optimisation.
+        graph_id: Its number; None when the name has none.
+        rank: Its rank; None when the name has none.
+        stamp: When it was written, as digits.
+    """
+
+    file: str
+    original: bool
+    graph_id: int | None
+    rank: int | None
+    stamp: str
+
+
+def announced(file: str) -> GraphText | None:
+    """What a file's name says, if it is that of a graph text."""
+    name = file.rpartition("/")[2]
+    found = _FILE.fullmatch(name)
+    if found is None:
+        return None
+    number, rank, stamp = _ID.search(name), _RANK.search(name), _STAMP.search(name)
+    return GraphText(
+        file,
+        found[1] == "original",
+        int(number[1][:18]) if number else None,
+        int(rank[1][:18]) if rank else None,
+        stamp[1] if stamp else "",
+    )
+
+
+def parse_graph(text: str) -> list[GraphNode]:
+    """The operators of a graph, in order.
+
+    Raises:
+        NotText: It is no protobuf text, or one without operators.
+    """
+    nodes: list[GraphNode] = []
+    path: list[str] = []
+    name = class_name = key = value = ""
+    inputs: list[tuple[str, int]] = []
+    fx: list[str] = []
+    for kind, field, token in walk(text):
+        if kind == "open":
+            path.append(field)
+            if path == ["op"]:
+                name = class_name = ""
+                inputs, fx = [], []
+            elif path == ["op", "output_desc"]:
+                fx.append("")
+            elif path == ["op", "output_desc", "attr"]:
+                key = value = ""
+        elif kind == "close":
+            if path == ["op"]:
+                nodes.append(GraphNode(name, class_name, tuple(inputs), tuple(fx)))
+            elif path == ["op", "output_desc", "attr"] and key == FX_NAME:
+                fx[-1] = value
+            path.pop()
+        elif path == ["op"]:
+            if field == "name":
+                name = unquoted(token)
+            elif field == "type":
+                class_name = unquoted(token)
+            elif field == "input" and (edge := _edge(unquoted(token))) is not None:
+                inputs.append(edge)
+        elif path[:3] == ["op", "output_desc", "attr"]:
+            if len(path) == 3 and field == "key":
+                key = unquoted(token)
+            elif path[3:] == ["value"] and field == "s":
+                value = unquoted(token)
+    if not nodes:
+        raise NotText("it holds no operator")
+    return nodes
+
+
+def _edge(written: str) -> tuple[str, int] | None:
+    """`Add_2:0` as producer and output number; None for a control edge (`Add_2:-1`)."""
+    source, colon, number = written.rpartition(":")
+    if not colon:
+        return (written, 0) if written and not written.startswith("^") else None
+    if not number.isascii() or not number.isdigit():
+        return None
+    return source, int(number[:9])
+
+
+def as_json(
+    name: str, prefix: str, source: str, kind: str, nodes: Sequence[GraphNode]
+) -> dict[str, Any]:
+    """A graph as it stands in a topology, under `graphs`."""
+    return {
+        "kind": kind,
+        "name": name,
+        "prefix": prefix,
+        "source": source,
+        "nodes": [
+            {"name": n.name, "class": n.class_name, "inputs": list(map(list, n.inputs)), "fx": n.fx}
+            for n in nodes
+        ],
+    }
+
+
+def topology(graphs: Sequence[Mapping[str, Any]], classes: Mapping[str, str]) -> dict[str, Any]:
+    """Graphs in the form of `topology.json`: a root per graph, its operators, their edges.
+
+    Args:
+        graphs: As `as_json` makes them.
+        classes: Class by site of everything that was dumped, in execution order.
+    """
+    roots: list[dict[str, Any]] = []
+    edges: list[dict[str, Any]] = []
+    listed: set[str] = set()
+    for graph in graphs:
+        prefix = cast("str", graph["prefix"])
+        children: list[dict[str, Any]] = []
+        for node in graph["nodes"]:
+            site = prefix + node["name"]
+            listed.add(site)
+            children.append(_child(node["name"], site, node["class"]))
+            edges += [
+                {"from": prefix + source, "output": output, "to": site, "input": position}
+                for position, (source, output) in enumerate(node["inputs"])
+            ]
+        for site, class_name in classes.items():
+            if site.startswith(prefix) and site not in listed:
+                listed.add(site)
+                children.append(_child(site[len(prefix) :], site, class_name))
+        root = {"site": prefix.rstrip(".") or graph["name"] or "graph", "class": "Graph"}
+        roots.append({**root, "ids": None, "children": children})
+    return {
+        "schema": 1,
+        "roots": roots,
+        "order": list(classes),
+        "edges": edges,
+        "graphs": list(graphs),
+    }
+
+
+def _child(name: str, site: str, class_name: str) -> dict[str, Any]:
+    return {"name": name, "site": site, "class": class_name, "ids": None}

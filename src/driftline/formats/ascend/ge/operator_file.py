@@ -1,0 +1,447 @@
+"""The header of a GE dump file: a protobuf `DumpData` message that describes an operator's tensors.
+
+Knows the message's fields; how the bytes it describes are read is `ge_file`'s part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from driftline.errors import BadFile
+from driftline.formats.ascend.layouts import PLAIN, Rearrangement, rearrangement
+from driftline.formats.ascend.protobuf import (
+    BYTES,
+    VARINT,
+    Malformed,
+    expect,
+    fields,
+    numbers,
+    text,
+)
+from driftline.formats.ascend.types import ElementType, format_name, recode, type_named
+from driftline.formats.dump_run import Leaf, TreeRun
+from driftline.formats.folder import Folder, pread
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.local_files import reason_of
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.run import Storage
+
+MOST_TENSORS = 4096
+MOST_DIMENSIONS = 64
+_SHORT = 256
+
+
+class GeTensor(NamedTuple):
+    """One input or output, as the header describes it.
+
+    Attributes:
+        port: Which side.
+        position: On that side, from 0.
+        data_type: A key of `GE_TYPES`, or something unknown.
+        format: Code of the storage layout.
+        shape: As stored; None when the header has none.
+        original: The shape before the layout was changed; None when the header has none.
+        size: Bytes in the file, padding included.
+        offset: Where they begin.
+    """
+
+    port: Literal["input", "output"]
+    position: int
+    data_type: int
+    format: int
+    shape: tuple[int, ...] | None
+    original: tuple[int, ...] | None
+    size: int
+    offset: int
+
+
+class GeFile(NamedTuple):
+    """A header.
+
+    Attributes:
+        version: `2.0` for files with their data behind the header.
+        dump_time: In microseconds since 1970, as a rule.
+        op_name: The operator's true name.
+        tensors: Inputs, then outputs.
+        others: How many buffers and workspaces lie behind them; they are no tensors.
+        total: Bytes that the header accounts for, itself included.
+        size: Bytes that the file has.
+    """
+
+    version: str
+    dump_time: int
+    op_name: str
+    tensors: tuple[GeTensor, ...]
+    others: int
+    total: int
+    size: int = 0
+
+
+def parse(data: bytes, at: int, end: int, *, behind: bool) -> GeFile:
+    """Read a `DumpData` message.
+
+    Args:
+        data: Holds the message.
+        at: Where it begins.
+        end: Where it ends.
+        behind: The tensors' bytes lie behind the message; otherwise inside it.
+
+    Raises:
+        Malformed: It is none.
+    """
+    version = op_name = ""
+    dump_time = others = spare = 0
+    inputs: list[tuple[int, int]] = []
+    outputs: list[tuple[int, int]] = []
+    for number, wire, start, stop in fields(data, at, end):
+        if number in (1, 6):
+            expect(number, wire, BYTES)
+            said = text(data, start, stop)
+            version, op_name = (said, op_name) if number == 1 else (version, said)
+        elif number == 2:
+            expect(number, wire, VARINT)
+            dump_time = start
+        elif number in (3, 4):
+            expect(number, wire, BYTES)
+            if len(inputs) + len(outputs) >= MOST_TENSORS:
+                raise Malformed(f"more than {MOST_TENSORS} tensors")
+            (outputs if number == 3 else inputs).append((start, stop))
+        elif number in (5, 8):
+            expect(number, wire, BYTES)
+            others += 1
+            spare += _size_of_other(data, start, stop)
+    tensors: list[GeTensor] = []
+    offset = end
+    for number, (start, stop) in enumerate((*inputs, *outputs)):
+        port, position = (
+            ("input", number) if number < len(inputs) else ("output", number - len(inputs))
+        )
+        known = _known(data[start:stop], port) if behind and stop - start <= _SHORT else None
+        if known is None:
+            tensor = _tensor(data, start, stop, port, position, offset if behind else None)
+        else:
+            tensor = GeTensor(port, position, *known[2:7], offset)
+        offset += tensor.size
+        tensors.append(tensor)
+    total = offset + spare if behind else end
+    return GeFile(version, dump_time, op_name, tuple(tensors), others, total)
+
+
+_OUTPUT_FIELDS = {1: "data_type", 2: "format", 3: "shape", 5: "data", 6: "size", 7: "original"}
+_INPUT_FIELDS = {1: "data_type", 2: "format", 3: "shape", 4: "data", 5: "size", 6: "original"}
+
+
+@functools.lru_cache(4096)
+def _known(message: bytes, port: Literal["input", "output"]) -> GeTensor | None:
+    """What a short description says; None to let its own place say what is wrong with it.
+
+    The operators of a dump have a few descriptions between them.
+    """
+    try:
+        return _tensor(message, 0, len(message), port, 0, 0)
+    except Malformed:
+        return None
+
+
+def _tensor(
+    data: bytes,
+    at: int,
+    end: int,
+    port: Literal["input", "output"],
+    position: int,
+    behind: int | None,
+) -> GeTensor:
+    """One tensor; `behind` says where its bytes begin unless they are inside the message."""
+    names = _OUTPUT_FIELDS if port == "output" else _INPUT_FIELDS
+    data_type = layout = size = offset = inside = 0
+    shape: tuple[int, ...] | None = None
+    original: tuple[int, ...] | None = None
+    for number, wire, start, stop in fields(data, at, end):
+        name = names.get(number)
+        if name is None:
+            continue
+        expect(number, wire, BYTES if name in ("shape", "data", "original") else VARINT)
+        if name == "data_type":
+            data_type = start
+        elif name == "format":
+            layout = start
+        elif name == "size":
+            size = start
+        elif name == "data":
+            offset, inside = start, stop - start
+        elif name == "shape":
+            shape = _shape(data, start, stop)
+        else:
+            original = _shape(data, start, stop)
+    if behind is not None:
+        inside, offset = size, behind
+    length = inside or size
+    return GeTensor(port, position, data_type, layout, shape, original, length, offset)
+
+
+def _shape(data: bytes, at: int, end: int) -> tuple[int, ...]:
+    sizes: list[int] = []
+    for field in fields(data, at, end):
+        if field[0] == 1:
+            numbers(data, field, sizes, MOST_DIMENSIONS)
+    return tuple(sizes)
+
+
+def _size_of_other(data: bytes, at: int, end: int) -> int:
+    size = 0
+    for number, wire, start, _ in fields(data, at, end):
+        if number == 3:
+            expect(number, wire, VARINT)
+            size = start
+    return size
+
+
+# One file of a graph-engine (GE) dump: an operator's inputs and outputs behind a protobuf
+# header.
+
+
+NAME = "ge"
+LONGEST_HEADER = 16 << 20
+LONGEST_BARE = 1 << 30
+"""Old files keep the data inside the message, which has to be read to find them."""
+FIRST_READ = 4096
+MODERN = "2.0"
+
+_NAMES = (
+    "int8 float float16 int8 uint8 int16 uint16 int32 int64 uint32 uint64 bool double string - - "
+    "complex64 complex128 int8 int16 int32 uint8 uint16 int64 - - - bf16 int4 uint1 - - complex32 "
+    "hifloat8 float8_e5m2 float8_e4m3fn float8_e8m0 float6_e3m2 float6_e2m3 float4_e2m1 float4_e1m2"
+)
+GE_TYPES: dict[int, ElementType] = {
+    code: kind for code, name in enumerate(_NAMES.split()) if (kind := type_named(name)) is not None
+}
+"""The graph engine's own numbering of types; undefined is read as int8, a resource as int64."""
+
+
+class Reading(NamedTuple):
+    """How one tensor is to be read.
+
+    Attributes:
+        dtype: Our element type.
+        shape: What comes out.
+        kind: The element type on disk.
+        stored: How many elements lie in the file.
+        layout: How they become the tensor; None when they lie in its order.
+        trouble: Why it cannot be read; empty when it can.
+        note: What a reader of its figures should know.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    kind: ElementType
+    stored: int = 0
+    layout: Rearrangement | None = None
+    trouble: str = ""
+    note: str = ""
+
+
+def sniff(path: Path) -> bool:
+    """Whether a file begins like a GE dump; files of other formats are asked for first."""
+    try:
+        folder = Folder(path.parent)
+        begin, size = folder.start(path.name, FIRST_READ)
+        # Both forms have the version first in the message; nothing else begins so.
+        at = 8 if begin[8:10] == b"\n\x03" else 0
+        if begin[at : at + 2] != b"\n\x03" or b"." not in begin[at + 2 : at + 5]:
+            return False
+        if at and int.from_bytes(begin[:8], "little") > max(size, LONGEST_HEADER):
+            return False
+        return bool(at) or bool(read_header(folder, path.name).tensors)
+    except (Malformed, OSError):
+        return False
+
+
+def open(path: Path) -> TreeRun:
+    """The tensors of one file.
+
+    Raises:
+        BadFile: It cannot be believed.
+    """
+    folder = Folder(path.parent)
+    try:
+        file = read_header(folder, path.name)
+    except (Malformed, OSError) as trouble:
+        raise BadFile(f"{path} is no GE dump: {reason_of(trouble)}") from None
+    site = file.op_name or path.name
+    events: list[dict[str, str]] = []
+    leaves = list(leaves_of(folder, path.name, file, site, events=events))
+    return TreeRun(path, NAME, leaves, events=events, facts={"op_name": file.op_name})
+
+
+def read_header(folder: Folder, name: str) -> GeFile:
+    """Read what a file says of itself.
+
+    Raises:
+        Malformed: It is no GE dump, or contradicts itself.
+        OSError: It cannot be read.
+    """
+    begin, size = folder.at_hand(name)
+    length = int.from_bytes(begin[:8], "little")
+    if len(begin) > 8 and 0 < length <= len(begin) - 8:
+        # Where this does not go well, the long way says why.
+        with contextlib.suppress(Malformed):
+            return _checked(parse(begin, 8, 8 + length, behind=True), size)
+    file, size = folder.open(name)
+    try:
+        begin = os.read(file, FIRST_READ)
+        if len(begin) < 8:
+            raise Malformed(f"it has {size} bytes, fewer than any header")
+        (length,) = struct.unpack_from("<Q", begin)
+        modern: Malformed
+        if 0 < length <= min(size - 8, LONGEST_HEADER):
+            header = begin if length + 8 <= len(begin) else pread(file, length + 8, 0)
+            try:
+                return _checked(parse(header, 8, 8 + length, behind=True), size)
+            except Malformed as trouble:
+                modern = trouble
+        elif length > LONGEST_HEADER and length <= size - 8:
+            modern = Malformed(f"its header claims {length} bytes, more than anybody writes")
+        else:
+            modern = Malformed(
+                f"its header claims {length} bytes and {max(size - 8, 0)} follow"
+                if length
+                else "its header is empty"
+            )
+        if begin[0] == 0x0A and size <= LONGEST_BARE:
+            bare = _bare(file, size)
+            if bare is not None:
+                return bare
+        raise modern
+    finally:
+        os.close(file)
+
+
+def _bare(file: int, size: int) -> GeFile | None:
+    """An old file: the whole of it is the message."""
+    try:
+        found = parse(pread(file, size, 0), 0, size, behind=False)
+    except Malformed:
+        return None
+    return found._replace(size=size) if found.version != MODERN and found.tensors else None
+
+
+def _checked(found: GeFile, size: int) -> GeFile:
+    """Bytes beyond what the header accounts for would make every offset doubtful."""
+    if found.total < size:
+        raise Malformed(f"{size - found.total} bytes follow the data that its header speaks of")
+    return found._replace(size=size)
+
+
+def reading(tensor: GeTensor, file_size: int) -> Reading:
+    """How to read a tensor, or why it cannot be read."""
+    how = _read_as(*tensor[2:7])
+    if not how.trouble and tensor.offset + how.kind.byte_count(how.stored) > file_size:
+        return _refused("the file is cut short before its end", how.kind, how.shape)
+    return how
+
+
+@functools.lru_cache(4096)
+def _read_as(
+    data_type: int,
+    layout: int,
+    shape: tuple[int, ...] | None,
+    original: tuple[int, ...] | None,
+    size: int,
+) -> Reading:
+    """What a description means; the operators of a dump share a few."""
+    kind = GE_TYPES.get(data_type)
+    if kind is None:
+        return _refused(f"its element type has the number {data_type}, which is not known")
+    if not kind.dtype:
+        return _refused(f"it holds elements of type {kind.name}, which are no numbers")
+    stored = shape
+    if stored is None:
+        stored = (size * 8 // kind.bits,) if size else ()
+    if any(extent >= 1 << 63 for extent in stored):  # a negative number, written unsigned
+        return _refused("its shape was not known when it was dumped")
+    if any(extent > 1 << 48 for extent in stored):
+        return _refused(f"its shape claims {max(stored)} elements along one axis")
+    elements = math.prod(stored)
+    needed = kind.byte_count(elements)
+    if needed > size:
+        if not size:
+            return _refused("no values of it were dumped", kind, stored)
+        sizes = "x".join(map(str, stored)) or "scalar"
+        return _refused(f"its shape {sizes} of {kind.name} needs {needed} bytes and it has {size}")
+    return _laid_out(format_name(layout), original or None, kind, stored, elements)
+
+
+def _laid_out(
+    layout: str,
+    original: tuple[int, ...] | None,
+    kind: ElementType,
+    stored: tuple[int, ...],
+    elements: int,
+) -> Reading:
+    note = ""
+    moved = rearrangement(layout, stored, original)
+    packed = kind.recoded == "" and kind.bits < 8
+    if moved is not None and packed and not moved.keeps_order:
+        moved, note = None, f"{kind.name} in {layout} is left as it is stored"
+    elif moved is None and layout not in PLAIN and original not in (None, stored) and elements:
+        note = (
+            f"{layout} of {stored} is left as it is stored: nobody says how it becomes {original}"
+        )
+    return Reading(kind.dtype, moved.shape if moved else stored, kind, elements, moved, note=note)
+
+
+def _refused(
+    why: str, kind: ElementType | None = None, shape: tuple[int, ...] | None = None
+) -> Reading:
+    """A tensor whose type or shape is not believed has neither."""
+    if kind is None or shape is None:
+        return Reading("", (), GE_TYPES[0], trouble=why)
+    return Reading(kind.dtype, shape, kind, trouble=why)
+
+
+def leaves_of(
+    folder: Folder,
+    name: str,
+    file: GeFile,
+    site: str,
+    *,
+    class_name: str = "",
+    step: int = 0,
+    rank: int = 0,
+    process: int = 0,
+    events: list[dict[str, str]] | None = None,
+) -> Iterator[Leaf]:
+    """The tensors of a file as leaves of a run."""
+    for tensor in file.tensors:
+        how = reading(tensor, file.size)
+        key = TensorKey.of(site, tensor.port, str(tensor.position), step=step, rank=rank)
+        if process:
+            key = key._replace(process=process)
+        record = Record(key, 0, how.dtype, how.shape, class_name=class_name, lost=how.trouble)
+        if how.note and events is not None:
+            events.append({"kind": "warning", "message": f"{name}: {key}: {how.note}"})
+        fetch = None if how.trouble else functools.partial(_fetch, folder, name, tensor, how)
+        yield Leaf(record, f"{name},{tensor.port}s,{tensor.position}", fetch)
+
+
+def _fetch(folder: Folder, name: str, tensor: GeTensor, how: Reading) -> Storage:
+    storage = np.dtype(DTYPES[how.dtype].storage)
+    if not how.stored:
+        return np.empty(0, storage)
+    try:
+        raw = folder.values(name, tensor.offset, how.kind.byte_count(how.stored))
+    except OSError as trouble:
+        raise BadFile(f"{folder.path / name}: {reason_of(trouble)}") from trouble
+    values = recode(raw, how.kind, how.stored) if how.kind.recoded else raw.view(storage)
+    if how.layout is None or how.layout.keeps_order:
+        return values
+    return how.layout.apply(values)

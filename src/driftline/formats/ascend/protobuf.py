@@ -1,0 +1,254 @@
+"""Protobuf bytes, field by field: enough to read a message whose layout is known.
+
+No descriptors, no runtime, nothing allocated but what is asked for. A message that cannot be
+believed is a `Malformed` with its reason; what the fields mean is not known here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+LONGEST_VARINT = 10
+MOST_FIELDS = 65_536
+"""Of one message; nothing that is read here has a thousandth of it."""
+
+
+class Malformed(ValueError):
+    """Bytes that are no such message, with the reason."""
+
+
+def varint(data: bytes, at: int, end: int) -> tuple[int, int]:
+    """A number and the position behind it.
+
+    Raises:
+        Malformed: It does not end, or is longer than any number may be.
+    """
+    value = shift = 0
+    for position in range(at, min(end, at + LONGEST_VARINT)):
+        byte = data[position]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & 0xFFFF_FFFF_FFFF_FFFF, position + 1
+        shift += 7
+    if end - at >= LONGEST_VARINT:
+        raise Malformed(f"the number at byte {at} is longer than 64 bits")
+    raise Malformed(f"the number at byte {at} does not end before its message does")
+
+
+def fields(data: bytes, at: int, end: int) -> list[tuple[int, int, int, int]]:
+    """Every field of the message in `data[at:end]`: number, wire type, and its value.
+
+    Returns:
+        `(number, VARINT, value, 0)` for numbers, `(number, BYTES, start, stop)` for text, bytes,
+        messages and packed lists, `(number, wire, start, stop)` for the fixed widths.
+
+    Raises:
+        Malformed: The message ends in the middle of something, or says something impossible.
+    """
+    found: list[tuple[int, int, int, int]] = []
+    while at < end:
+        if len(found) > MOST_FIELDS:
+            raise Malformed(f"more than {MOST_FIELDS} fields in one message")
+        begin = at
+        tag = data[at]
+        at += 1
+        if tag >= 0x80:
+            tag, at = varint(data, begin, end)
+        number, wire = tag >> 3, tag & 7
+        if number == 0:
+            raise Malformed(f"byte {begin} opens a field of number 0")
+        if wire in (VARINT, BYTES):
+            # Most numbers are one byte long: this loop is half of opening a large dump.
+            if at < end and data[at] < 0x80:
+                value = data[at]
+                at += 1
+            else:
+                value, at = varint(data, at, end)
+            if wire == VARINT:
+                found.append((number, VARINT, value, 0))
+                continue
+        elif wire in (FIXED64, FIXED32):
+            value = 8 if wire == FIXED64 else 4
+        else:
+            raise Malformed(f"field {number} at byte {begin} has wire type {wire}")
+        if value > end - at:
+            raise Malformed(
+                f"field {number} at byte {begin} is {value} bytes long and {end - at} are left"
+            )
+        found.append((number, wire, at, at + value))
+        at += value
+    return found
+
+
+def expect(number: int, wire: int, wanted: Literal[0, 2]) -> None:
+    """Refuse a known field of another kind.
+
+    Raises:
+        Malformed: The wire type is not the wanted one.
+    """
+    if wire != wanted:
+        raise Malformed(f"field {number} has wire type {wire} instead of {wanted}")
+
+
+def numbers(data: bytes, field: tuple[int, int, int, int], into: list[int], at_most: int) -> None:
+    """Add the value or values of a repeated number, packed or not.
+
+    Raises:
+        Malformed: It is no list of numbers, or longer than anybody would write.
+    """
+    number, wire, start, stop = field
+    if wire == VARINT:
+        into.append(start)
+    else:
+        expect(number, wire, BYTES)
+        while start < stop and len(into) <= at_most:
+            value, start = varint(data, start, stop)
+            into.append(value)
+    if len(into) > at_most:
+        raise Malformed(f"field {number} repeats more than {at_most} times")
+
+
+def text(data: bytes, start: int, stop: int, longest: int = 65_536) -> str:
+    """A string; strange bytes are replaced.
+
+    Raises:
+        Malformed: It is longer than anybody would write.
+    """
+    if stop - start > longest:
+        raise Malformed(f"a text of {stop - start} bytes, more than the {longest} anybody writes")
+    return bytes(data[start:stop]).decode("utf-8", "replace")
+
+
+# Protobuf text, token by token: `name: "x"  attr { key: "a" value { s: "b: {c}" } }`.
+
+
+DEEPEST = 100
+Event = tuple[Literal["open", "close", "value"], str, str]
+"""("open", field, ""), ("close", "", "") or ("value", field, the token as it is written)."""
+
+_TOKEN = re.compile(
+    r"""\s*(?:
+      (?P<word>[A-Za-z0-9_.+\-/%$]+|\[[A-Za-z_][\w./]*\](?=\s*[:{<]))
+    | (?P<mark>[:{}<>\[\],;])
+    | (?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
+    | \#[^\n]*
+    | (?P<stray>\S)
+    )""",
+    re.VERBOSE | re.ASCII,
+)
+_ESCAPE = re.compile(
+    rb"\\(?:x([0-9A-Fa-f]{1,2})|([0-7]{1,3})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.DOTALL
+)
+_LETTERS = dict(zip(b"nrtabfv", (b"\n", b"\r", b"\t", b"\a", b"\b", b"\f", b"\v"), strict=True))
+_CLOSES = {"{": "}", "<": ">", "[": "]"}
+
+
+class NotText(ValueError):
+    """Something that is no protobuf text, with its line."""
+
+
+def walk(text: str) -> Iterator[Event]:
+    """Every field of a text in the order in which it stands.
+
+    Raises:
+        NotText: It is none, or nested deeper than anybody would write.
+    """
+    closers: list[str] = []
+    lists: list[str] = []  # the field that each open list belongs to
+    field = pending = ""  # strings side by side are one
+    awaiting: Literal["field", "colon", "value", "more"] = "field"
+    for kind, token, at in _tokens(text):
+        if awaiting == "more":
+            if kind == "string":
+                pending += " " + token
+                continue
+            yield "value", field, pending
+            awaiting = "field"
+        in_list = bool(closers) and closers[-1] == "]"
+        if awaiting == "field" and token in (",", ";"):
+            continue
+        if awaiting == "field" and closers and token == closers[-1]:
+            closers.pop()
+            if in_list:
+                lists.pop()
+            else:
+                yield "close", "", ""
+            continue
+        if awaiting == "field" and in_list:
+            field, awaiting = lists[-1], "value"
+        if awaiting == "field":
+            if kind != "word":
+                raise _wrong(text, at, f"{token[:40]} where a field's name should be")
+            field, awaiting = token, "colon"
+        elif awaiting == "colon" and token == ":":
+            awaiting = "value"
+        elif token in _CLOSES and (token != "[" or (awaiting == "value" and not in_list)):
+            closers.append(_CLOSES[token])
+            if len(closers) > DEEPEST:
+                raise _wrong(text, at, f"nested deeper than {DEEPEST} levels")
+            if token == "[":
+                lists.append(field)
+            else:
+                yield "open", field, ""
+            awaiting = "field"
+        elif awaiting == "value" and kind == "string":
+            pending, awaiting = token, "more"
+        elif awaiting == "value" and kind == "word":
+            yield "value", field, token
+            awaiting = "field"
+        else:
+            raise _wrong(text, at, f"{token[:40]} after '{field[:40]}' where a value should be")
+    if awaiting == "more":
+        yield "value", field, pending
+    elif awaiting != "field":
+        raise _wrong(text, len(text), f"the text ends after '{field[:40]}'")
+    if closers:
+        raise _wrong(text, len(text), f"{len(closers)} messages are never closed")
+
+
+def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
+    for found in _TOKEN.finditer(text):
+        kind = found.lastgroup
+        if kind is None:  # a comment
+            continue
+        if kind == "stray":
+            stray = found[kind]
+            what = "a string that does not end" if stray in "\"'" else f"a stray {stray!r}"
+            raise _wrong(text, found.start(kind), what)
+        yield kind, found[kind], found.start(kind)
+
+
+def _wrong(text: str, at: int, what: str) -> NotText:
+    return NotText(f"line {text.count(chr(10), 0, at) + 1}: {what}")
+
+
+def unquoted(token: str) -> str:
+    """The text a value stands for: strings without quotes and escapes, words as they are.
+
+    >>> unquoted(r'"a: {b}\\n" "\\303\\244"')
+    'a: {b}\\nä'
+    """
+    if token[:1] not in "\"'":
+        return token
+    parts: list[bytes] = []
+    for kind, part, _ in _tokens(token):
+        if kind == "string":
+            body = part[1:-1].encode("utf-8", "surrogatepass")
+            parts.append(_ESCAPE.sub(_unescaped, body) if b"\\" in body else body)
+    return b"".join(parts).decode("utf-8", "replace")
+
+
+def _unescaped(found: re.Match[bytes]) -> bytes:
+    hexadecimal, octal, short, long, letter = found.groups()
+    if hexadecimal is not None:
+        return bytes((int(hexadecimal, 16),))
+    if octal is not None:
+        return bytes((int(octal, 8) & 0xFF,))
+    if short is not None or long is not None:
+        code = int(short or long, 16)
+        legal = code <= 0x10FFFF and not 0xD800 <= code < 0xE000
+        return (chr(code) if legal else "�").encode()
+    return _LETTERS.get(letter[0], letter)

@@ -1,0 +1,1 @@
+"""Conversion of a run into another layout."""

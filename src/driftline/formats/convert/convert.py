@@ -1,0 +1,433 @@
+"""One conversion under way: every tensor of a run into a run, into files, or into a seed's tree.
+
+One tensor at a time, so that a dump larger than memory goes through. Knows nothing of addresses,
+of what may be replaced, or of what is left behind when it fails: that is its door's business.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+import numpy as np
+
+from driftline.errors import AlreadyThere, BadInput, DriftlineError, Unreachable
+from driftline.formats.ait.side_files import convert_sheets
+from driftline.formats.ascend.atb.export import NAME as ATB
+from driftline.formats.ascend.atb.export import AtbTree
+from driftline.formats.convert import targets
+from driftline.formats.convert.atomic_folder import finished_at
+from driftline.formats.convert.targets import FilePerTensor, TensorList, write_safetensors
+from driftline.formats.registry import open_run
+from driftline.numerics.dtypes import DTYPES
+from driftline.registry import Address, require
+from driftline.runs.local_files import reason_of
+from driftline.runs.provenance import check_room, create_run
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.run import Run, Storage
+from driftline.runs.stores.addresses import UrlPath, url_of
+from driftline.runs.writer import RunWriter
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
+
+
+Target = Literal["run", "npy", "pt", "safetensors", "ait"]
+Progress = Callable[[int, int], None]
+
+AIT_TREE = Address("driftline.dialects.ait.dump_tree:AitTree")
+_RELEASE_AFTER = 256 << 20
+# Beside the facts of the run as a whole; `only_ranks` says that the other ranks are not missed.
+_PROCESS_KEYS = (
+    *("framework", "devices", "seed", "seeds", "default_dtype", "threads", "deterministic"),
+    "only_ranks",
+)
+
+
+class Conversion:
+    """One conversion under way: what was written, and what was left out for which reason."""
+
+    def __init__(self, run: Run, place: Path, to: Target, progress: Progress | None) -> None:
+        self.run = run
+        self.place = place
+        self.to = to
+        self.progress = progress
+        self.skipped: Counter[str] = Counter()
+        self.left_out: list[tuple[TensorKey, str]] = []
+        self.written = 0
+        self.sheets = 0
+        self.size = 0
+        self._done = 0
+        self._mapped = 0
+
+    def into_run(self) -> None:
+        facts = {
+            (int(about.get("rank", 0)), int(about.get("process", 0))): about
+            for about in self.run.processes()
+        }
+        for rank, process, records in self._parts():
+            writer = RunWriter(
+                self.place,
+                rank=rank,
+                world_size=world_of(self.run),
+                command=command_of(self.run),
+                seal_at_exit=False,
+            )
+            about = facts.get((rank, process), {})
+            writer.describe(
+                converted_from={"format": self._format(), "path": self.run.name},
+                **(
+                    self.run.facts.of_process(rank, process)
+                    | {name: about[name] for name in _PROCESS_KEYS if name in about}
+                ),
+            )
+            if (tree := self.run.topology(rank, process)) is not None:
+                writer.topology(tree)
+            for event in self._events(rank, process):
+                details = event.get("details")
+                writer.event(
+                    str(event.get("kind", "dump")),
+                    str(event.get("message", "")),
+                    **_words(cast("Any", details)),
+                )
+            for name in self.run.sheets(rank, process):
+                writer.sheet(name, self.run.sheet(name, rank, process))
+                self.sheets += 1
+            try:
+                for record in records:
+                    self._put(writer, record)
+            finally:
+                writer.close()
+            if writer.failure:
+                raise OSError(0, writer.failure)
+
+    def _put(self, writer: RunWriter, record: Record) -> None:
+        if record.dtype not in DTYPES:
+            reason = record.lost or f"the element type {record.dtype} is not known"
+            writer.event("lost", f"{record.key}: {reason}")
+            self._skip(record, reason)
+            return
+        plain = record._replace(blob=None)
+        if record.kept in ("full", "sample"):
+            raw = self._values(record)
+            if isinstance(raw, str):
+                writer.put(plain._replace(lost=raw), None)
+                self._skip(record, raw)
+                return
+            writer.put(plain, cast("Any", np.ascontiguousarray(raw)).view(np.uint8))
+            self.size += raw.nbytes
+        else:
+            writer.put(plain, None)
+        self.written += 1
+        self._step()
+
+    def into_files(self, to: Target) -> None:
+        about = self.run.facts.to_json()
+        listed = TensorList(
+            self.place,
+            f"{self._format()}: {self.run.name}",
+            {**about, "processes": [each.to_json() for each in self.run.facts.processes]},
+        )
+        try:
+            for rank, process, records in self._parts():
+                if to == "safetensors":
+                    readable = [record for record in records if self._has_values(record)]
+                    self.size += write_safetensors(self.place, readable, self._sure, listed)
+                    self.written += len(readable)
+                else:
+                    files = FilePerTensor(self.place, f".{to}", listed)
+                    for record in records:
+                        self._file(files, record)
+                if (tree := self.run.topology(rank, process)) is not None:
+                    listed.topology(rank, process, tree)
+                for event in self._events(rank, process):
+                    listed.event(event)
+        finally:
+            listed.close()
+
+    def _file(self, files: FilePerTensor, record: Record) -> None:
+        if self._has_values(record):
+            raw = self._values(record)
+            if isinstance(raw, str):
+                self._skip(record, raw)
+                return
+            self.size += files.put(record, raw)
+            self.written += 1
+            self._step()
+
+    def into_atb(self) -> None:
+        """The tree that an ATB dump has; our other sink writes that of torch modules."""
+        for rank, process, records in self._parts():
+            tree = AtbTree(self.place, rank, process, os.getpid())
+            for record in records:
+                if not self._has_values(record):
+                    continue
+                raw = self._values(record)
+                reason = raw if isinstance(raw, str) else tree.put(record, raw)
+                if reason or isinstance(raw, str):
+                    self._skip(record, reason)
+                    continue
+                self.size += raw.nbytes
+                self.written += 1
+                self._step()
+
+    def into_ait(self) -> None:
+        if self.run.facts.first_format == ATB:
+            self.into_atb()
+            return
+        require("torch", install="driftline[torch]")
+        tree_of = AIT_TREE.load()
+        for rank, process, records in self._parts():
+            kind = next((r.device for r in self.run.records if r.device), "cpu").partition(":")[0]
+            device = kind if kind == "cpu" and not rank else f"{kind}{rank}"
+            tree = tree_of(self.place, device=device)
+            if (modules := self.run.topology(rank, process)) is not None:
+                tree.topology(modules)
+            for record in records:
+                if not self._has_values(record):
+                    continue
+                raw = self._values(record)
+                if isinstance(raw, str):
+                    self._skip(record, raw)
+                    continue
+                before = tree.tensors_written
+                tree.put(record, cast("Any", np.ascontiguousarray(raw)).view(np.uint8))
+                if tree.tensors_written == before:
+                    self._skip(
+                        record, f"torch cannot hold {record.dtype} in a file, or the disk is full"
+                    )
+                    continue
+                self.size += raw.nbytes
+                self.written += 1
+                self._step()
+            if self.run.sheets(rank, process):
+                tree.open()
+                self.sheets += convert_sheets(self.run, rank, process, tree.folder)
+            tree.close()
+
+    # ---- what all of them need
+
+    def _parts(self) -> Iterator[tuple[int, int, Sequence[Record]]]:
+        listed: set[tuple[int, int]] = set()
+        for (rank, process), some in itertools.groupby(
+            self.run.records, key=lambda record: (record.key.rank, record.key.process)
+        ):
+            listed.add((rank, process))
+            yield rank, process, list(some)
+        for about in self.run.processes():
+            one = (int(about.get("rank", 0)), int(about.get("process", 0)))
+            if one not in listed and self.run.sheets(*one):
+                yield *one, []
+
+    def _events(self, rank: int, process: int) -> Iterator[Mapping[str, Any]]:
+        for event in self.run.events():
+            if (event.get("rank", 0), event.get("process", 0)) == (rank, process):
+                yield event
+
+    def _has_values(self, record: Record) -> bool:
+        """Whether a file can be made of it; if not, it is counted with the reason."""
+        reason = self.run.lost(record)
+        if not reason and record.dtype not in DTYPES:
+            reason = f"the element type {record.dtype} is not known"
+        if not reason and record.kept not in ("full", "sample"):
+            reason = f"only its {record.kept} was kept"
+        if reason:
+            self._skip(record, reason)
+        return not reason
+
+    def _values(self, record: Record) -> Storage | str:
+        """The values, or why there are none."""
+        if reason := self.run.lost(record):
+            return reason
+        try:
+            raw = self.run.raw(record)
+        except (DriftlineError, OSError) as trouble:
+            return reason_of(trouble)
+        self._mapped += raw.nbytes
+        if self._mapped > _RELEASE_AFTER:
+            self.run.release()
+            self._mapped = 0
+        return raw
+
+    def _sure(self, record: Record) -> Storage:
+        raw = self._values(record)
+        if isinstance(raw, str):
+            raise BadInput(f"{record.key} cannot be read: {raw}")
+        self._step()
+        return raw
+
+    def _skip(self, record: Record, reason: str) -> None:
+        self.skipped[reason] += 1
+        self.left_out.append((record.key, reason))
+        self._step()
+
+    def _step(self) -> None:
+        self._done += 1
+        if self.progress is not None:
+            self.progress(self._done, len(self.run))
+
+    def _format(self) -> str:
+        return str(self.run.manifest.get("format", "run"))
+
+
+def _words(details: Any) -> dict[str, Any]:
+    if not isinstance(details, Mapping):
+        return {}
+    known = cast("Mapping[str, Any]", details)
+    return {name: value for name, value in known.items() if name not in ("kind", "message")}
+
+
+def command_of(run: Run) -> list[str]:
+    """What made the run, as far as it says; a dump of somebody else's does not."""
+    command = run.manifest.get("command")
+    if isinstance(command, (list, tuple)) and command:
+        return [str(word) for word in cast("list[Any]", command)]
+    return ["driftline", "convert", run.name]
+
+
+def world_of(run: Run) -> int:
+    """How many ranks its job had, as far as it says; at least those that have tensors in it."""
+    return max(run.facts.world, len({record.key.rank for record in run.records}), 1)
+
+
+# Anything that opens as a run → a run of ours, or files that other programs read.
+
+
+class Converted(NamedTuple):
+    """What a conversion did.
+
+    Attributes:
+        path: Where the result is.
+        tensors: How many were written.
+        size: Bytes of values.
+        skipped: Reason → how many tensors have no values in the result for it.
+        left_out: Those tensors: key and reason. Into a run they go along as lost ones.
+    """
+
+    path: Path
+    tensors: int
+    size: int
+    skipped: Mapping[str, int]
+    left_out: tuple[tuple[TensorKey, str], ...] = ()
+
+
+def convert(
+    source: Run | StrPath,
+    output: StrPath,
+    *,
+    to: Target = "run",
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Converted:
+    """Write a run, or a dump or tensor file of another program, in another format.
+
+    Args:
+        source: What `open_run` opens.
+        output: Folder of the result.
+        to: `run` for ours; `npy`, `pt` and `safetensors` for files of these with a list of keys
+            beside them; `ait` for the tree of `ait llm dump`, that of ATB if it came from there.
+        force: Replace an earlier result of the same kind.
+        progress: Called with (tensors done, tensors in all).
+
+    Raises:
+        AlreadyThere: The output exists and may not be replaced.
+        DriftlineError: The source cannot be read, or the output not be written.
+    """
+    if ":/" in os.fspath(output) and (url := url_of(output)) is not None:
+        return _sent(source, url, output, to=to, force=force, progress=progress)
+    run = source if isinstance(source, Run) else open_run(source)
+    place = Path(output)
+    if not isinstance(source, Run) and _same(Path(source), place):
+        raise BadInput(f"{place} cannot be converted into itself", hint="give another output")
+    sheets = to in ("run", "ait") and any(
+        run.sheets(int(one.get("rank", 0)), int(one.get("process", 0))) for one in run.processes()
+    )
+    if not len(run) and not sheets:
+        raise BadInput(f"{run.name} holds no tensors")
+    values = sheets or any(record.kept in ("full", "sample") for record in run.records)
+    if to != "run" and not values:
+        raise BadInput(
+            f"nothing of {run.name} can be written as {to}: only {run.records[0].kept} was kept",
+            hint="--to run keeps what there is",
+        )
+    final = place / "ait_dump" if to == "ait" else place
+    if to == "run":
+        check_room(place, force=force)
+    else:
+        _check_room(final, force, of_ours=to == "ait" or targets.is_there(place))
+    try:
+        with finished_at(final, "ait_dump" if to == "ait" else "") as beside:
+            work = Conversion(run, beside, to, progress)
+            if to == "run":
+                create_run(beside, command=command_of(run), world_size=world_of(run))
+                work.into_run()
+            elif to == "ait":
+                work.into_ait()
+            else:
+                work.into_files(to)
+            if not work.written and not work.sheets:
+                why = next(iter(work.skipped), "it has no values")
+                raise BadInput(f"nothing of {run.name} can be written as {to}: {why}")
+    except OSError as trouble:
+        raise BadInput(
+            f"{place} cannot be written: {reason_of(trouble)}", hint="nothing was left there"
+        ) from trouble
+    return Converted(place, work.written, work.size, dict(work.skipped), tuple(work.left_out))
+
+
+def _sent(
+    source: Run | StrPath,
+    url: str,
+    output: StrPath,
+    *,
+    to: Target,
+    force: bool,
+    progress: Progress | None,
+) -> Converted:
+    """The same to an address: made here, then sent there."""
+    import tempfile
+
+    from driftline.runs.stores.api import push, refuse_overwriting
+
+    if to != "run":
+        raise BadInput(
+            f"--to {to} writes files of this machine, and the output is an address",
+            hint="give a folder; a run may go to an address",
+        )
+    refuse_overwriting(url, force=force)
+    with tempfile.TemporaryDirectory(prefix="driftline-") as folder:
+        done = convert(source, Path(folder) / "run", to=to, progress=progress)
+        sent = push(done.path, url, force=force)
+        if sent.reason:
+            raise Unreachable(f"not all of it is at {sent.url}: {sent.reason}")
+    return done._replace(path=UrlPath(os.fspath(output)))
+
+
+def _same(source: Path, output: Path) -> bool:
+    return output.exists() and source.exists() and output.resolve() == source.resolve()
+
+
+def _check_room(place: Path, force: bool, *, of_ours: bool) -> None:
+    """See that what is there may be replaced: only if asked, and only if it is of this kind.
+
+    Raises:
+        AlreadyThere: Something is there and may not be replaced.
+    """
+    if place.exists() and not place.is_dir():
+        raise AlreadyThere(f"'{place}' exists and is a file", hint="choose another output folder")
+    if not place.is_dir() or not any(place.iterdir()):
+        return
+    if not force:
+        raise AlreadyThere(
+            f"output folder '{place}' exists and is not empty",
+            hint="choose another one, or --force to replace what is in it",
+        )
+    if not of_ours:
+        raise AlreadyThere(
+            f"'{place}' holds other things than converted tensors, so it is not replaced",
+            hint="choose another output folder",
+        )

@@ -1,0 +1,357 @@
+"""One tensor of somebody's file: its name, its type, its shape, and how to get at its values."""
+
+from __future__ import annotations
+
+import functools
+import math
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from driftline.errors import BadFile, BadInput, BadRun
+from driftline.formats import read_ahead
+from driftline.numerics.dtypes import DTYPES
+from driftline.numerics.fields import Summary
+from driftline.runs.facts import Order
+from driftline.runs.records import Blob, Kept, Record, TensorKey
+from driftline.runs.run import Loss, Memory, ReadAhead, Run, Storage, no_values
+from driftline.runs.sinks import JSON
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from driftline.numerics.fields import Summary
+
+
+class Member(NamedTuple):
+    """One tensor of a foreign file, not read yet.
+
+    Attributes:
+        name: As the file has it; empty for the only tensor of a file that has no names.
+        dtype: A name of `numerics.dtypes.DTYPES`.
+        shape: Logical shape.
+        fetch: The values as a flat array of the dtype's storage type, C order; a view of the mapped
+            file where that is possible.
+        trouble: Why the values cannot be had although the file is sound; empty when they can.
+        kept: What the file was meant to hold; with less than the values, `trouble` says so too.
+        summary: The statistics that it holds instead of them.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    fetch: Callable[[], np.ndarray[Any, np.dtype[Any]]]
+    trouble: str = ""
+    kept: Kept = "full"
+    summary: Summary | None = None
+
+
+# A tensor file as a run: each of its tensors is the output of a site.
+
+
+LONE = "tensor"
+"""Site of the only tensor of a file, so that any two such files pair, whatever they call it."""
+
+
+class FileRun(Run):
+    """A tensor file as a run: each tensor is the output of a site of its name, uncopied."""
+
+    _order = "none"
+
+    def __init__(self, path: Path, format_name: str, members: Sequence[Member]) -> None:
+        self.name = str(path)
+        self._format = format_name
+        self._members = {_key(member, len(members)): member for member in members}
+        if len(self._members) != len(members):
+            raise BadFile(f"{path} holds two tensors of one name")
+        self._records = [
+            _record(path, key, member, order)
+            for order, (key, member) in enumerate(self._members.items())
+        ]
+
+    @property
+    def records(self) -> Sequence[Record]:
+        return self._records
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        return {"format": self._format, "path": self.name}
+
+    @property
+    def losses(self) -> Sequence[Loss]:
+        return [
+            Loss(record.key.site, record.lost, record.key)
+            for record in self._records
+            if record.lost
+        ]
+
+    def raw(self, record: Record) -> Storage:
+        if record.lost:
+            raise BadInput(f"{record.key.site} of {self.name} has no values: {record.lost}")
+        values = self._members[record.key].fetch()
+        values.flags.writeable = False
+        return values
+
+
+def _key(member: Member, how_many: int) -> TensorKey:
+    return TensorKey.of(LONE if how_many == 1 else member.name or LONE, "output")
+
+
+def _record(path: Path, key: TensorKey, member: Member, order: int) -> Record:
+    known = DTYPES.get(member.dtype)
+    length = known.byte_count(math.prod(member.shape)) if known else 0
+    return Record(
+        key,
+        order,
+        member.dtype,
+        member.shape,
+        blob=None if member.trouble else Blob(path.name, 0, length),
+        lost=member.trouble,
+    )
+
+
+# A folder of somebody else's dump as a run: keys read from its names, values read when asked
+# for.
+
+
+class Leaf(NamedTuple):
+    """One tensor of a dump.
+
+    Attributes:
+        record: What is known of it; `order` is given by the run, `lost` says why its values cannot
+            be had (an unreadable file is a leaf with a reason, never a leaf left out).
+        source: The file it lies in, relative to the dump.
+        fetch: Its values as `Run.raw` gives them, a view of the mapped file where possible; None
+            when only a summary or a description was kept. It may have a method `memory`, which
+            gives what `Run.memory` gives.
+        offset: Tells tensors of one file apart; by itself it means nothing.
+    """
+
+    record: Record
+    source: str = ""
+    fetch: Callable[[], Storage] | None = None
+    offset: int = 0
+
+
+class DumpTable(NamedTuple):
+    """A table that lies beside the tensors of a dump: times of operations, say.
+
+    Attributes:
+        title: What it is, and which file it comes from.
+        headings: Names of the columns.
+        lines: Its cells; None where nothing is known.
+    """
+
+    title: str
+    headings: tuple[str, ...]
+    lines: Sequence[tuple[str | float | int | None, ...]]
+
+
+class TreeRun(Run):
+    """A dump of many files."""
+
+    def __init__(
+        self,
+        path: Path,
+        format_name: str,
+        leaves: Sequence[Leaf],
+        *,
+        order: Order = "execution",
+        topologies: Mapping[tuple[int, int], Mapping[str, JSON]] | None = None,
+        events: Sequence[Mapping[str, Any]] = (),
+        facts: Mapping[str, Any] | None = None,
+        processes: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Take over the leaves.
+
+        Args:
+            path: Folder (or file) that was opened.
+            format_name: The format's NAME.
+            leaves: In execution order within each rank and process.
+            order: What that order means.
+            topologies: Module tree by (rank, process), in the form of `topology.json`.
+            events: Warnings about the dump itself: files that were not understood, say.
+            facts: Joins the manifest.
+            processes: What each process left about itself, where the dump keeps that.
+
+        Raises:
+            BadFile: Two leaves have one key.
+        """
+        self.name = str(path)
+        self._order = order
+        self._format = format_name
+        self._topologies = dict(topologies or {})
+        self._events = list(events)
+        self._facts = dict(facts or {})
+        self._processes = list(processes)
+        self._leaves: dict[TensorKey, Leaf] = {}
+        records: list[Record] = []
+        ranked = leaves
+        if len({leaf.record.key[5:7] for leaf in leaves}) > 1:  # rank and process
+            ranked = sorted(leaves, key=lambda leaf: leaf.record.key[5:7])
+        known = self._leaves
+        for position, leaf in enumerate(ranked):
+            record = leaf.record.placed(position, _place(leaf))
+            earlier = known.setdefault(record.key, leaf)
+            if earlier is not leaf:
+                raise BadFile(
+                    f"{path} holds {record.key} twice: {earlier.source} and {leaf.source}"
+                )
+            records.append(record)
+        self._records = records
+
+    @property
+    def records(self) -> Sequence[Record]:
+        return self._records
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        return {"format": self._format, "path": self.name, **self._facts}
+
+    @property
+    def losses(self) -> Sequence[Loss]:
+        return [
+            Loss(self.source(record), record.lost, record.key)
+            for record in self._records
+            if record.lost
+        ]
+
+    def source(self, record: Record) -> str:
+        """The file a record was read from, relative to the dump."""
+        return self._leaves[record.key].source
+
+    def raw(self, record: Record) -> Storage:
+        fetch = self._leaves[record.key].fetch
+        if record.lost or fetch is None:
+            return no_values(record)
+        values = fetch()
+        values.flags.writeable = False
+        return values
+
+    def memory(self, record: Record) -> Memory | None:
+        where = getattr(self._leaves[record.key].fetch, "memory", None)
+        return None if where is None or record.lost else where()
+
+    def read_ahead(self) -> ReadAhead | None:
+        if not read_ahead.available():
+            return None
+        return _Ahead(self._leaves)
+
+    def events(self) -> Iterator[Mapping[str, Any]]:
+        return iter(self._events)
+
+    def processes(self) -> list[Mapping[str, Any]]:
+        return list(self._processes)
+
+    def tables(self) -> Sequence[DumpTable]:
+        """Tables that the dump holds beside its tensors."""
+        return ()
+
+    def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
+        return self._topologies.get((rank, process))
+
+
+class _Ahead:
+    """Values of small files, read in the background into memory that is used again."""
+
+    def __init__(self, leaves: Mapping[TensorKey, Leaf]) -> None:
+        self._leaves = leaves
+        self._now, self._next = read_ahead.Read(), read_ahead.Read()
+        self._asked: list[int | None] = []
+        self._lengths: array[int] = array("q")
+
+    def begin(self, records: Sequence[Record]) -> None:
+        self._asked = []
+        folder, names = "", list[str]()
+        starts, self._lengths = array("q"), array("q")
+        begins = 0
+        leaves = self._leaves
+        for record in records:
+            ahead = getattr(leaves[record.key].fetch, "ahead", None)
+            found = None if ahead is None or record.lost else ahead()
+            if found is None or (names and found[0] != folder):
+                self._asked.append(None)
+                continue
+            folder, name, start, length = found
+            self._asked.append(begins)
+            names.append(name)
+            starts.append(start)
+            self._lengths.append(length)
+            begins += length
+        self._next.begin(read_ahead.Ranges(folder, names, starts, self._lengths))
+
+    def take(self) -> list[Memory | None]:
+        self._next.wait()
+        self._now, self._next = self._next, self._now
+        read, lengths = self._now, self._lengths
+        taken: list[Memory | None] = []
+        at = 0
+        address, room, got = read.address, read.room, read.got
+        for begins in self._asked:
+            if begins is None:
+                taken.append(None)
+                continue
+            length = lengths[at]
+            whole = got[at] == length
+            taken.append(Memory(address + begins, length, room) if whole else None)
+            at += 1
+        return taken
+
+    def close(self) -> None:
+        self._now.wait()
+        self._next.wait()
+
+
+def _place(leaf: Leaf) -> Blob | None:
+    record = leaf.record
+    if record.lost or leaf.fetch is None:
+        return None
+    return Blob(leaf.source, leaf.offset, _byte_count(record.dtype, record.shape))
+
+
+@functools.lru_cache(1024)
+def _byte_count(dtype: str, shape: tuple[int, ...]) -> int:
+    return DTYPES[dtype].byte_count(math.prod(shape))
+
+
+# A folder that holds several dumps of one kind: one has to be chosen, they are never mixed.
+
+
+_SHOWN = 8
+
+
+def refuse_several(path: Path, dumps: Iterable[str]) -> None:
+    """Says nothing where there is one dump, or none.
+
+    Args:
+        path: What was opened.
+        dumps: The folders of its dumps, relative to it.
+
+    Raises:
+        BadRun: There is more than one.
+    """
+    names = sorted(dumps)
+    if len(names) > 1:
+        shown = ", ".join(name or "." for name in names[:_SHOWN])
+        raise BadRun(
+            f"{path} holds {len(names)} dumps: {shown}" + (" …" if len(names) > _SHOWN else ""),
+            hint=f"give one of them: {path / next(filter(None, names))}",
+        )
+
+
+# A summary of which only a few numbers are known, as statistics-only dumps leave it.
+
+
+def partial_summary(
+    count: int,
+    *,
+    low: float = math.nan,
+    high: float = math.nan,
+    mean: float = math.nan,
+    std: float = math.nan,
+    l2: float = math.nan,
+) -> Summary:
+    """What is not known is NaN, counts of zeros and non-finite elements too; there is no sketch."""
+    unknown = cast("int", math.nan)
+    return Summary(count, low, high, mean, std, l2, unknown, unknown, unknown, unknown)

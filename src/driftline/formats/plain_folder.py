@@ -1,0 +1,109 @@
+"""A folder of tensor files that no tool's layout explains: a site is a file's path.
+
+`layers/0/mlp.npy` is the output `0` of the site `layers/0/mlp`; a file of several tensors is a
+site per tensor, `weights/layers.0`. Where `driftline convert --to` left its list of keys beside the
+files, that list says what each one is instead. The order of the files means nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from driftline.errors import BadFile
+from driftline.formats.convert import targets
+from driftline.formats.dump_run import Leaf, TreeRun
+from driftline.formats.folder import Folder
+from driftline.formats.tensor_files import describe, leaf
+from driftline.runs.layout import INDEX, MANIFEST
+from driftline.runs.records import TensorKey
+
+NAME = "files"
+SUFFIXES = (".npy", ".npz", ".pt", ".pth", ".safetensors", ".bin")
+MOST_FILES = 1_000_000
+_LOOKED_AT = 10_000
+_CHILDREN = 16
+_OF_A_RUN = (MANIFEST, INDEX, "table.json")
+
+
+def sniff(path: Path) -> bool:
+    """A tensor file somewhere below; folders are asked breadth first, so this is quick."""
+    waiting = [str(path)]
+    looked = 0
+    while waiting and looked < _LOOKED_AT:
+        folder = waiting.pop(0)
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    looked += 1
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    elif entry.name in _OF_A_RUN:
+                        return False
+                    elif entry.name.lower().endswith(SUFFIXES):
+                        return True
+        except OSError:
+            continue
+    return False
+
+
+def open(path: Path) -> TreeRun:
+    """The folder as a run.
+
+    Raises:
+        BadFile: Two tensors have one name, or there is no tensor.
+    """
+    folder = Folder(path)
+    if targets.is_there(path):
+        return targets.open_exported(folder, NAME)
+    names: list[str] = []
+    for seen, name in enumerate(folder.files(named=_is_tensor_file)):
+        if seen >= MOST_FILES:
+            raise BadFile(
+                f"{path} holds more than {MOST_FILES} files", hint="give the dump's own folder"
+            )
+        if name.endswith(".npy") or _is_tensor_file(name):
+            names.append(name)
+    leaves: list[Leaf] = []
+    for name, site in zip(folder.ahead(names), _sites(names), strict=True):
+        members = describe(folder, name)
+        if len(members) == 1:
+            leaves.append(leaf(TensorKey(site, "output", "0"), name, members[0]))
+            continue
+        leaves += [
+            leaf(TensorKey(f"{site}/{member.name}", "output", "0"), name, member)
+            for member in members
+        ]
+    if not leaves:
+        raise BadFile(f"{path} holds no tensor file")
+    events = [{"kind": "skipped", "message": text} for text in folder.not_entered]
+    events += [{"kind": "dump", "message": text} for text in _dumps_inside(path)]
+    return TreeRun(path, NAME, leaves, order="none", events=events)
+
+
+def _dumps_inside(path: Path) -> Iterator[str]:
+    """A sentence for each folder that is a dump by itself: opened so, its names say more."""
+    from driftline.formats.registry import TREES
+
+    with os.scandir(path) as entries:
+        folders = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    for name in folders[:_CHILDREN]:
+        for key, address in TREES.items():
+            if key != "files" and address.load().sniff(path / name):
+                yield f"{name} is a dump by itself ({address.load().NAME}); open it by its own path"
+                break
+
+
+def _is_tensor_file(name: str) -> bool:
+    return name.lower().endswith(SUFFIXES)
+
+
+def _sites(names: list[str]) -> list[str]:
+    """The site of each file: its name without the suffix, unless another has the same one."""
+    stems = [name.rpartition(".")[0] for name in names]
+    if len(set(stems)) == len(stems):
+        return stems
+    alike = Counter(stems)
+    return [stem if alike[stem] == 1 else name for stem, name in zip(stems, names, strict=True)]

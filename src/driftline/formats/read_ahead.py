@@ -1,0 +1,127 @@
+"""Small files read ahead: the next ones come in while Python is busy with those that are there.
+
+Half of what a small file costs is system calls. A thread that Python does not know makes them: one
+that had to take the interpreter's lock would only run while nobody else does. The library is a
+plain shared object beside this file; where it was not built, files are read one by one. Says
+nothing of errors: what could not be read so is read in the ordinary way, which has words for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from driftline.numerics.kernel import opened
+
+_ABI = 1
+FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
+"""A link is not followed, and a pipe does not block."""
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    path = Path(__file__).with_name("_read_ahead.so")
+    if (library := opened(path, "driftline_reading_abi", _ABI)) is None:
+        return None
+    pointer = ctypes.c_void_p
+    begin, finish = library.driftline_begin_files, library.driftline_finish_files
+    begin.argtypes = [
+        *(ctypes.c_int, pointer, ctypes.c_int64, ctypes.c_int),
+        *(pointer, pointer, pointer, pointer, pointer),
+    ]
+    begin.restype = pointer
+    finish.argtypes = [pointer]
+    finish.restype = None
+    return library
+
+
+def available() -> bool:
+    """Whether files can be read ahead here."""
+    return _library() is not None
+
+
+class Ranges(NamedTuple):
+    """What to read of the files of one folder.
+
+    Attributes:
+        folder: The folder.
+        names: Files in there, relative; the caller knows that they do not lead out of it.
+        starts: Where to begin in each.
+        lengths: How many bytes of each.
+    """
+
+    folder: str
+    names: Sequence[str]
+    starts: array[int]
+    lengths: array[int]
+
+
+class Read:
+    """Memory for ranges, filled again and again in the background.
+
+    Attributes:
+        room: The bytes of all ranges, one after the other.
+        address: Where they lie.
+        sizes: Length of each file; -1 where it could not be opened.
+        got: How many bytes of each range there were; -1 where it could not be opened.
+    """
+
+    def __init__(self) -> None:
+        self.room = bytearray()
+        self.address = 0
+        self.sizes: array[int] = array("q")
+        self.got: array[int] = array("q")
+        self._ranges: Ranges | None = None
+        self._names = b""
+        self._folder = -1
+        self._task: int | None = None
+
+    def begin(self, ranges: Ranges) -> None:
+        """Begin to read; `wait` before the next time. What was read before is written over."""
+        self.wait()
+        count = len(ranges.names)
+        length = sum(ranges.lengths)
+        if length > len(self.room):
+            self.room = bytearray(length)
+            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.room))
+        self.sizes = array("q", [-1]) * count
+        self.got = array("q", [-1]) * count
+        self._ranges = ranges  # C reads and writes all of these until `wait`
+        self._names = os.fsencode("\0".join(ranges.names)) + b"\0"
+        library = _library()
+        if library is None or not count:
+            return
+        try:
+            self._folder = os.open(ranges.folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+        except OSError:
+            return
+        self._task = library.driftline_begin_files(
+            self._folder,
+            self._names,
+            count,
+            FLAGS,
+            ranges.starts.buffer_info()[0],
+            ranges.lengths.buffer_info()[0],
+            self.address,
+            self.sizes.buffer_info()[0],
+            self.got.buffer_info()[0],
+        )
+
+    def wait(self) -> None:
+        """Until what was begun is there."""
+        if self._task is not None:
+            library = _library()
+            assert library is not None
+            library.driftline_finish_files(self._task)
+            self._task = None
+        if self._folder >= 0:
+            os.close(self._folder)
+            self._folder = -1
+
+    def __del__(self) -> None:
+        self.wait()  # the memory must not go while somebody writes into it

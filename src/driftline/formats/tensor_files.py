@@ -1,0 +1,241 @@
+"""The tensors of one file that is a part of a dump: described now, read when asked for.
+
+A dump has tens of thousands of files: nothing is kept open or mapped between two reads, and the
+usual layouts of `.npy` and `.pt` are described from their first and last bytes, without numpy or
+torch. Knows files and how they are read; what a file's name means is each dump format's business.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from driftline.errors import BadFile, DriftlineError
+from driftline.formats.dump_run import Leaf, Member
+from driftline.formats.folder import Folder, pread
+from driftline.formats.tensors import npy, torch_zip
+from driftline.numerics.dtypes import DTYPES
+from driftline.numerics.kernel import address_of
+from driftline.runs.local_files import reason_of
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.run import Memory
+
+TORCH = (".pt", ".pth", ".ckpt", ".out")
+_START = 256
+"""Bytes that hold an npy header as numpy writes it."""
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def describe(folder: Folder, name: str) -> list[Member]:
+    """The tensors of one file of a dump, unread.
+
+    A file that cannot be read, or is refused, is one member without a name whose `trouble` says so.
+    """
+    try:
+        if name.endswith(".npy"):
+            return [_npy(folder, name)]
+        suffix = "." + name.rpartition(".")[2].lower()
+        if suffix in TORCH:
+            return _torch(folder, name)
+        return _by_its_format(folder, name)
+    except DriftlineError as refused:
+        return [unreadable(_without_path(str(refused), folder, name))]
+    except OSError as trouble:
+        return [unreadable(reason_of(trouble))]
+
+
+def unreadable(reason: str) -> Member:
+    """A tensor of which nothing is known but why it cannot be read."""
+    return Member("", "", (), _nothing, reason)
+
+
+def leaf(key: TensorKey, source: str, member: Member, *, class_name: str = "") -> Leaf:
+    """A tensor of a file as a leaf of a dump."""
+    if member.kept != "full":
+        record = Record(key, 0, member.dtype, member.shape, class_name=class_name)
+        return Leaf(record._replace(kept=member.kept, summary=member.summary), source)
+    record = Record(key, 0, member.dtype, member.shape, "", class_name)
+    if member.trouble:
+        return Leaf(record._replace(lost=member.trouble), source)
+    return Leaf(record, source, member.fetch)
+
+
+def _nothing() -> Array:
+    return np.empty(0, np.uint8)
+
+
+def _without_path(sentence: str, folder: Folder, name: str) -> str:
+    """The reason without the file's name, which stands beside it wherever it is shown."""
+    whole = str(folder.path / name)
+    return sentence.removeprefix(whole).lstrip(": ") if sentence.startswith(whole) else sentence
+
+
+def _npy(folder: Folder, name: str) -> Member:
+    start, size = folder.start(name, _START)
+    header = npy.usual_header(start)
+    if header is None:
+        start, size = folder.start(name, npy.HEADER_BYTES)
+        header = npy.read_header(io.BytesIO(start), str(folder.path / name))
+    if header.byte_count > size - header.offset:
+        claim = f"claims {header.byte_count} bytes of data and has {size - header.offset}"
+        return Member("", header.name, header.shape, _nothing, claim)
+    if header.plain:
+        plain = _Plain(folder, name, header.offset, header.byte_count, header.stored.str)
+        return Member("", header.name, header.shape, plain)
+    return Member(
+        "", header.name, header.shape, functools.partial(_npy_values, folder, name, header)
+    )
+
+
+def _npy_values(folder: Folder, name: str, header: npy.Header) -> Array:
+    if header.byte_count == 0:
+        return np.empty(0, DTYPES[header.name].storage)
+    return header.flat(_values(folder, name, header.offset, header.byte_count))
+
+
+class _Plain:
+    """Values that lie in a file as they are wanted: an array of them, or where they are."""
+
+    __slots__ = ("folder", "length", "name", "start", "storage")
+
+    def __init__(self, folder: Folder, name: str, start: int, length: int, storage: str) -> None:
+        self.folder = folder
+        self.name = name
+        self.start = start
+        self.length = length
+        self.storage = storage
+
+    def __call__(self) -> Array:
+        if self.length == 0:
+            return np.empty(0, self.storage)
+        return _values(self.folder, self.name, self.start, self.length).view(self.storage)
+
+    def ahead(self) -> tuple[str, str, int, int] | None:
+        """Folder, name and range of what may be read before it is asked for; None if it may not."""
+        folder, name, length = self.folder, self.name, self.length
+        if length and folder.may_be_read_ahead(name, length):
+            return folder.text, name, self.start, length
+        return None
+
+    def memory(self) -> Memory | None:
+        """The same without an array: making one takes as long as reading 16 kB."""
+        try:
+            read = self.folder.small(self.name, self.start, self.length) if self.length else None
+        except OSError as trouble:
+            path = self.folder.path / self.name
+            raise BadFile(f"{path} cannot be read: {reason_of(trouble)}") from trouble
+        if read is None:
+            return None
+        content, start = read
+        return Memory(address_of(content) + start, self.length, content)
+
+
+def _values(folder: Folder, name: str, start: int, length: int) -> Array:
+    try:
+        return folder.values(name, start, length)
+    except (OSError, ValueError) as trouble:
+        raise BadFile(f"{folder.path / name} cannot be read: {reason_of(trouble)}") from trouble
+
+
+def _torch(folder: Folder, name: str) -> list[Member]:
+    whole, size = folder.at_hand(name)
+    if whole and len(whole) == size:
+        found = torch_zip.read_tensors(size, lambda length, at: whole[at : at + length])
+    else:
+        found = _torch_tensors(folder, name)
+    if found is None or any(_odd(stored) for stored in found):
+        from driftline.formats.tensors import torch_file
+
+        return _through(torch_file.members, _checked(folder, name))
+    return [
+        Member(
+            stored.name,
+            stored.dtype,
+            stored.shape,
+            _torch_values(folder, name, stored),
+        )
+        for stored in found
+    ]
+
+
+def _torch_tensors(folder: Folder, name: str) -> list[torch_zip.Stored] | None:
+    file, size = folder.open(name)
+    try:
+        if size <= 1 << 15:
+            whole = pread(file, size, 0)
+            return torch_zip.read_tensors(size, lambda length, at: whole[at : at + length])
+        return torch_zip.read_tensors(size, functools.partial(pread, file))
+    finally:
+        os.close(file)
+
+
+def _odd(stored: torch_zip.Stored) -> bool:
+    """Whether torch has to be asked: views with gaps, unknown types, bytes that do not add up."""
+    known = DTYPES.get(stored.dtype)
+    if known is None or not stored.dense or known.bits < 8:
+        return True
+    item = known.bits // 8
+    return (stored.offset + math.prod(stored.shape)) * item > stored.length
+
+
+def _torch_values(folder: Folder, name: str, stored: torch_zip.Stored) -> _Plain:
+    known = DTYPES[stored.dtype]
+    length = known.byte_count(math.prod(stored.shape))
+    start = stored.start + stored.offset * known.bits // 8
+    return _Plain(folder, name, start, length, known.storage)
+
+
+def _by_its_format(folder: Folder, name: str) -> list[Member]:
+    from driftline.formats.registry import BUILTIN
+
+    path = _checked(folder, name)
+    for address in BUILTIN.values():
+        format_ = address.load()
+        if hasattr(format_, "members") and format_.sniff(path):
+            return _through(format_.members, path)
+    raise BadFile(f"{path} is no tensor file that driftline can read")
+
+
+def _checked(folder: Folder, name: str) -> Path:
+    """The path of a file that may be opened by its name."""
+    file, _ = folder.open(name)
+    os.close(file)
+    return folder.path / name
+
+
+def _through(members: Callable[[Path], list[Member]], path: Path) -> list[Member]:
+    """The members of a format's reader, without what they keep open."""
+    return [
+        member._replace(fetch=functools.partial(_once_more, members, path, at, member))
+        for at, member in enumerate(members(path))
+    ]
+
+
+@functools.lru_cache(8)
+def _lately(
+    members: Callable[[Path], list[Member]], path: Path, changed: int, size: int
+) -> list[Member]:
+    """The members of the files read last; a file that changed is read again."""
+    del changed, size
+    return members(path)
+
+
+def _once_more(
+    members: Callable[[Path], list[Member]], path: Path, at: int, known: Member
+) -> Array:
+    try:
+        about = path.stat()
+        found = _lately(members, path, about.st_mtime_ns, about.st_size)
+    except OSError as trouble:
+        raise BadFile(f"{path} cannot be read: {reason_of(trouble)}") from trouble
+    if len(found) <= at or (found[at].dtype, found[at].shape) != (known.dtype, known.shape):
+        raise BadFile(f"{path} changed while it was read")
+    return found[at].fetch()

@@ -1,0 +1,1 @@
+"""Files that hold one or several tensors: npy, npz, safetensors and torch's own."""

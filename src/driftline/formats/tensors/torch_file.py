@@ -1,0 +1,176 @@
+"""`.pt`/`.pth`: tensors that torch saved, loaded with `weights_only=True`; code is refused.
+
+torch is imported when such a file is opened, not before. Nested dicts, lists and tuples are
+flattened to names joined by dots; what is no tensor is passed over.
+"""
+
+# torch's own annotations are partial.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+from __future__ import annotations
+
+import functools
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from driftline.errors import BadFile
+from driftline.formats.dump_run import Member
+from driftline.numerics.dtypes import DTYPES
+from driftline.registry import require
+
+if TYPE_CHECKING:
+    import torch
+
+NAME = "torch"
+SUFFIXES = (".pt", ".pth", ".ckpt")
+INSTALL = "driftline[torch]"
+DEEPEST = 64
+MOST_CONTAINERS = 200_000
+LARGEST_EXPANSION = 1 << 30
+"""A few stored bytes may claim any size as an expanded view; beyond this none is written out."""
+_LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
+"""What torch wrote before it wrote zips: its magic number, pickled with protocol 2."""
+
+
+def sniff(path: Path) -> bool:
+    """By its name, a zip with torch's `data.pkl`, or the magic number of the older layout."""
+    if path.suffix.lower() in SUFFIXES:
+        return True
+    with path.open("rb") as stream:
+        if stream.read(len(_LEGACY_MAGIC)) == _LEGACY_MAGIC:
+            return True
+    if not zipfile.is_zipfile(path):
+        return False
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith("/data.pkl") for name in archive.namelist())
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+        return False
+
+
+def members(path: Path) -> list[Member]:
+    """The tensors of the file, in the order it holds them.
+
+    Raises:
+        NotInstalled: torch is not there.
+        BadFile: The file is damaged, or asks for code to be run.
+    """
+    torch_module = require("torch", install=INSTALL)
+    loaded = _load(path, torch_module)
+    return [
+        _member(part, plain)
+        for name, tensor in _tensors(path, loaded, torch_module)
+        for part, plain in _parts(name, tensor, torch_module)
+    ]
+
+
+def _parts(
+    name: str, tensor: torch.Tensor, torch_module: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A quantised tensor as what it holds: its codes, and beside them scale and zero point."""
+    scheme = str(tensor.qscheme()) if tensor.is_quantized else ""
+    if not scheme.endswith("affine") or str(tensor.dtype) not in _CODES:
+        yield name, tensor
+        return
+    site = name or "tensor"
+    if "per_channel" in scheme:
+        scale, zero = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    else:
+        scale = torch_module.tensor(tensor.q_scale(), dtype=torch_module.float64)
+        zero = torch_module.tensor(tensor.q_zero_point())
+    yield site, tensor.int_repr()
+    yield f"{site}.scale", scale
+    yield f"{site}.zero_point", zero
+
+
+_CODES = ("torch.qint8", "torch.quint8", "torch.qint32")
+
+
+def _load(path: Path, torch_module: Any) -> Any:
+    load = functools.partial(torch_module.load, path, map_location="cpu", weights_only=True)
+    try:
+        with warnings.catch_warnings():
+            # What torch thinks of a file's pickle protocol is nothing the user can act on.
+            warnings.simplefilter("ignore")
+            # Only the zip layout can be mapped; a damaged zip is no zip and fails in the plain way.
+            return load(mmap=True) if zipfile.is_zipfile(path) else load()
+    except Exception as trouble:  # the unpickler passes on whatever a damaged stream makes it raise
+        if "weights_only" in str(trouble) or "Unsupported global" in str(trouble):
+            raise BadFile(
+                f"{path} holds more than tensors ({_culprit(str(trouble))}); "
+                "loading it could run code, so it was not loaded",
+                hint="save a tensor, or a dict of tensors, with torch.save",
+            ) from trouble
+        said = str(trouble).splitlines()[0][:160] if str(trouble) else ""
+        raise BadFile(
+            f"{path} cannot be loaded: {type(trouble).__name__} {said}".strip()
+        ) from trouble
+
+
+def _culprit(said: str) -> str:
+    """The name torch refused, as far as its message gives it away."""
+    for marker in ("GLOBAL ", "Unsupported global: "):
+        if marker in said:
+            words = said.split(marker, 1)[1].split()
+            if words:
+                return words[0].rstrip(".,:")[:80]
+    return "Python objects"
+
+
+def _tensors(path: Path, loaded: Any, torch_module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    left = MOST_CONTAINERS
+
+    def walk(value: Any, name: str, above: tuple[int, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal left
+        if isinstance(value, torch_module.Tensor):
+            yield name, cast("torch.Tensor", value)
+            return
+        children: list[tuple[Any, Any]] = []
+        if isinstance(value, Mapping):
+            children = list(cast(Mapping[Any, Any], value).items())
+        elif isinstance(value, (list, tuple)):
+            children = list(enumerate(cast(list[Any], value)))
+        else:
+            return
+        left -= 1
+        if left < 0:  # lists that hold each other twice: a few bytes, and a walk without an end
+            raise BadFile(f"{path} holds more than {MOST_CONTAINERS} nested containers")
+        # A pickle can hold a list that contains itself.
+        if id(value) in above or len(above) > DEEPEST:
+            return
+        for key, child in children:
+            yield from walk(child, f"{name}.{key}" if name else str(key), (*above, id(value)))
+
+    yield from walk(loaded, "", ())
+
+
+def _member(name: str, tensor: torch.Tensor) -> Member:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    layout = str(tensor.layout).removeprefix("torch.")
+    trouble = ""
+    if dtype not in DTYPES or tensor.is_quantized:
+        trouble = f"its element type is {dtype}, which cannot be compared"
+    elif layout != "strided":
+        trouble = f"it is stored as {layout}, not dense"
+    elif tensor.is_meta:
+        trouble = "it is on the meta device and has no values"
+    elif tensor.nbytes > max(LARGEST_EXPANSION, tensor.untyped_storage().nbytes()):
+        trouble = f"it is a view that expands {tensor.untyped_storage().nbytes()} bytes to "
+        trouble += f"{tensor.nbytes}"
+    shape = tuple(int(size) for size in tensor.shape)
+    if not trouble and DTYPES[dtype].bits == 4 and shape:
+        shape = (*shape[:-1], shape[-1] * 2)  # torch counts the bytes of packed pairs
+    return Member(name, dtype, shape, functools.partial(_fetch, tensor, dtype), trouble)
+
+
+def _fetch(tensor: torch.Tensor, dtype: str) -> np.ndarray[Any, np.dtype[Any]]:
+    import torch
+
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    raw = cast(Any, plain.view(torch.uint8).numpy())
+    return raw.view(DTYPES[dtype].storage)

@@ -1,0 +1,1 @@
+"""Dumps of other tools: msprobe, Paddle's hook, decoder scripts, transformers' debugger."""

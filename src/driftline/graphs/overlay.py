@@ -1,0 +1,54 @@
+"""What a comparison says of the nodes of a graph. Knows no comparison: whoever has one fills it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from driftline.graphs.model import SeenNode
+
+ORDER = ("fail", "incomparable", "missing", "extra", "pass")
+"""Statuses, worst first."""
+_NOTHING: Mapping[str, float] = {}
+
+
+class Finding(NamedTuple):
+    """What a comparison says of one site.
+
+    Attributes:
+        status: pass, fail, incomparable, missing or extra.
+        value: How far it is off, in the metric of the overlay; NaN if there is no number.
+        text: In words.
+        figures: Numbers that nodes carry, by name: the metric, its limit, value over limit.
+    """
+
+    status: str
+    value: float
+    text: str = ""
+    figures: Mapping[str, float] = _NOTHING
+
+    @property
+    def badness(self) -> tuple[int, float]:
+        """Sorts the worst first: by status, then by value."""
+        at = ORDER.index(self.status) if self.status in ORDER else len(ORDER)
+        return at, math.inf if math.isnan(self.value) else -self.value
+
+
+def finding_of(node: SeenNode, findings: Mapping[str, Finding]) -> Finding | None:
+    """A node's own finding; of an operator without one its module's, of a closed node the worst
+    inside.
+    """
+    if not findings or not node.site:
+        return None
+    module, sign, _ = node.site.rpartition("/")
+    found = findings.get(f"{node.site}#{node.visit}") or findings.get(node.site)
+    found = found or (findings.get(module) if sign else None)
+    if found is not None:
+        return found
+    inside = [
+        one
+        for site, one in findings.items()
+        if node.holds and site.startswith((f"{node.site}.", f"{node.site}/"))
+    ]
+    return min(inside, key=lambda one: one.badness, default=None)

@@ -1,0 +1,1 @@
+"""Sources of graphs: recorded calls, runs, exported models, compilers' texts."""

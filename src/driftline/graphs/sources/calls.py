@@ -1,0 +1,119 @@
+"""The calls of a program as a graph: modules hold operators, and memory says who feeds whom.
+
+One step's forward pass: what a backward pass runs is not nested in modules and left out, and so is
+what follows it outside of modules: an optimizer's arithmetic. Knows the lines of `calls.jsonl`, not
+where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from driftline.graphs.model import DEEPEST, Graph, GraphNode, TensorInfo
+from driftline.runs.sidecars.calls import Call, CallTensor
+
+
+def calls_graph(calls: Sequence[Call], step: int | None = None) -> Graph | None:
+    """The graph of one step; None where no call of a forward pass is listed.
+
+    Args:
+        calls: Of one process.
+        step: Which; the first one that has calls if not given.
+    """
+    forward = [call for call in calls if call.phase == "forward"]
+    if not forward:
+        return None
+    steps = sorted({call.step for call in forward})
+    chosen = steps[0] if step is None else step
+    mine = sorted((call for call in forward if call.step == chosen), key=lambda call: call.number)
+    backward = [call.number for call in calls if call.step == chosen and call.phase != "forward"]
+    if backward and any(call.kind == "module" for call in mine):
+        turn = min(backward)
+        mine = [c for c in mine if c.number < turn or c.inside is not None or c.kind == "module"]
+    if not mine:
+        return None
+    building = _Building(mine)
+    tops = [call for call in mine if building.parent(call) is None]
+    modules = [call for call in tops if call.kind == "module"]
+    nodes = tuple(building.node(call) for call in tops)
+    name, kind, inputs, outputs = "program", "Program", (), ()
+    if len(modules) == 1:
+        # A program around one model: the model's own parts are the first level.
+        (root,) = modules
+        at = tops.index(root)
+        if nodes[at].children:
+            nodes = (*nodes[:at], *nodes[at].children, *nodes[at + 1 :])
+        name = kind = root.class_name
+        inputs = tuple(dict.fromkeys(building.name_of(one) for one in root.inputs))
+        after = tops[at + 1 :]
+        read = {building.name_of(one) for call in after for one in call.inputs}
+        last = [name for call in after for name in building.made(call) if name not in read]
+        outputs = tuple(dict.fromkeys((*building.made(root), *last)))
+    notes = ["the operators of backward passes and optimizers are not in the graph"]
+    notes = notes if backward else []
+    if len(steps) > 1:
+        notes.append(f"this is step {chosen} of {len(steps)}")
+    return Graph(name, kind, nodes, inputs, outputs, building.tensors, "aten", tuple(notes))
+
+
+class _Building:
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.tensors: dict[str, TensorInfo] = {}
+        self._calls = {call.number: call for call in calls}
+        self._children: dict[int, list[Call]] = {}
+        self._above: dict[int, int] = {}
+        depth: dict[int, int] = {}
+        for call in calls:
+            above = call.inside
+            # What a killed program did not list, and what is deeper than a graph can be, goes
+            # further out.
+            if above is None or above not in depth or depth[above] >= DEEPEST - 2:
+                above = self._above.get(above) if above in depth else None
+            depth[call.number] = depth[above] + 1 if above is not None else 0
+            if above is not None:
+                self._above[call.number] = above
+                self._children.setdefault(above, []).append(call)
+
+    def parent(self, call: Call) -> int | None:
+        """The module call around a call."""
+        return self._above.get(call.number)
+
+    def node(self, call: Call) -> GraphNode:
+        # A module runs nothing that is listed when it only makes views: it is a node itself.
+        children = tuple(self.node(child) for child in self._children.get(call.number, ()))
+        inputs = tuple(dict.fromkeys(self.name_of(one) for one in call.inputs))
+        return GraphNode(
+            _name(call),
+            call.class_name,
+            inputs,
+            tuple(dict.fromkeys(self.made(call))),
+            call.param,
+            children,
+            call.site,
+            call.visit,
+        )
+
+    def made(self, call: Call) -> list[str]:
+        if call.kind == "module":
+            return [self.name_of(one) for one in call.outputs]
+        return [self._known(f"{_name(call)}_output_{one.slot}", one) for one in call.outputs]
+
+    def name_of(self, tensor: CallTensor) -> str:
+        source = tensor.source
+        if source is None:
+            return self._known("(outside)", tensor)
+        if isinstance(source, str):
+            return self._known(source, tensor)
+        maker = self._calls.get(source[0])
+        if maker is None:  # of an earlier step, or not listed
+            return self._known(f"call_{source[0]}_output_{source[1]}", tensor)
+        name = f"{_name(maker)}_output_{source[1]}"
+        return name if name in self.tensors else self._known(name, tensor)
+
+    def _known(self, name: str, tensor: CallTensor) -> str:
+        self.tensors.setdefault(name, TensorInfo(tensor.dtype, tensor.shape))
+        return name
+
+
+def _name(call: Call) -> str:
+    return f"{call.name}#{call.visit}" if call.kind == "module" and call.visit else call.name

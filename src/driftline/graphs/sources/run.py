@@ -1,0 +1,284 @@
+"""A run without a list of calls as a graph: its sites are nodes, equal bytes are edges.
+
+Where the run's topology has edges (dumps of ATB, GE and FX have), those are taken instead. A module
+that returns what one inside it made names the same tensor; what no site gave comes from outside.
+Reads records, and values only where a record has no digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from driftline.errors import BadFile, DriftlineError
+from driftline.graphs.model import DEEPEST, MOST_NODES, Graph, GraphNode, TensorInfo
+from driftline.runs.records import Record
+from driftline.runs.run import Run
+
+_LARGEST_READ = 64 << 20
+"""Values that are read to find out whether two tensors are the same: no larger ones."""
+
+
+class _Call:
+    """A site that ran once."""
+
+    __slots__ = ("children", "inputs", "key", "kind", "last", "outputs", "site")
+
+    def __init__(self, site: str, kind: str, key: tuple[str, int]) -> None:
+        self.site = site
+        self.kind = kind
+        self.key = key
+        self.last = -1
+        self.inputs: list[str] = []
+        self.outputs: list[str] = []
+        self.children: list[_Call] = []
+
+    def made(self) -> set[str]:
+        return {n for child in self.children for n in (*child.outputs, *child.made())}
+
+
+def run_graph(run: Run, rank: int = 0, process: int = 0, step: int | None = None) -> Graph | None:
+    """The graph of one process and step; None where nothing of it is known."""
+    tree = run.topology(rank, process)
+    mine = [
+        record
+        for record in run.records
+        if (record.key.rank, record.key.process) == (rank, process)
+        and record.key.phase == "forward"
+        and record.key.port in ("input", "output")
+    ]
+    steps = sorted({record.key.step for record in mine})
+    chosen = steps[0] if step is None and steps else step
+    records = [record for record in mine if record.key.step == chosen]
+    if tree is not None and tree.get("edges"):
+        return _by_edges(run.name, tree, records, str(run.manifest.get("format", "")))
+    if records:
+        return _by_bytes(run, records)
+    return None
+
+
+# --- by equal bytes
+
+
+def _by_bytes(run: Run, records: Sequence[Record]) -> Graph:
+    calls: dict[tuple[str, int], _Call] = {}
+    for record in records:
+        key = (record.key.site, record.key.visit)
+        call = calls.get(key)
+        if call is None:
+            call = calls[key] = _Call(record.key.site, record.class_name, key)
+        call.last = max(call.last, record.order)
+    tops = _nested(list(calls.values()))
+    names: dict[tuple[str, str], str] = {}
+    tensors: dict[str, TensorInfo] = {}
+    taken: set[str] = set()
+
+    def note(name: str, record: Record) -> str:
+        taken.add(name)
+        tensors.setdefault(name, TensorInfo(record.dtype, record.shape))
+        return name
+
+    for record in records:
+        call = calls[record.key.site, record.key.visit]
+        same = (_digest(run, record), record.dtype)
+        own = f"{_shown(call)}_{record.key.port}_{record.key.slot}"
+        known = names.get(same) if same[0] else None
+        if record.key.port == "input":
+            if record.key.moment == "after":
+                continue
+            name = known or note(own, record)
+            call.inputs.append(name)
+        else:
+            name = known if known is not None and known in call.made() else note(own, record)
+            call.outputs.append(name)
+        if same[0]:
+            names[same] = name
+    nodes = tuple(_node(call) for call in tops)
+    name, kind = "program", "Program"
+    outputs: tuple[str, ...] = ()
+    if len(nodes) == 1:
+        name = kind = nodes[0].kind or nodes[0].name
+        outputs = nodes[0].outputs
+        nodes = nodes[0].children or nodes
+    return Graph(name, kind, nodes, (), outputs, tensors, "torch")
+
+
+def _nested(calls: Sequence[_Call]) -> list[_Call]:
+    """Calls inside the one around them: that of a module further out which ended next."""
+    by_site: dict[str, list[_Call]] = {}
+    for call in calls:
+        by_site.setdefault(call.site, []).append(call)
+    for those in by_site.values():
+        those.sort(key=lambda call: call.last)
+    tops: list[_Call] = []
+    for call in calls:
+        around = None
+        for site in _around(call.site):
+            around = next((c for c in by_site.get(site, ()) if c.last >= call.last), None)
+            if around is not None and around is not call:
+                break
+        (around.children if around is not None and around is not call else tops).append(call)
+    return tops
+
+
+def _around(site: str) -> Iterable[str]:
+    """Sites that a site may lie in, the innermost first.
+
+    >>> list(_around("a.b/aten.mm"))
+    ['a.b', 'a', '(root)']
+    """
+    if site.count(".") + site.count("/") > DEEPEST - 2:
+        return  # deeper than a graph can be
+    while True:
+        before, sign, _ = site.rpartition("/" if "/" in site else ".")
+        if not sign:
+            break
+        yield before
+        site = before
+    if site != "(root)":
+        yield "(root)"
+
+
+def _node(call: _Call) -> GraphNode:
+    return GraphNode(
+        _shown(call),
+        call.kind or call.site,
+        tuple(dict.fromkeys(call.inputs)),
+        tuple(dict.fromkeys(call.outputs)),
+        {},
+        tuple(_node(child) for child in call.children),
+        call.site,
+        call.key[1],
+    )
+
+
+def _shown(call: _Call) -> str:
+    return f"{call.site}#{call.key[1]}" if call.key[1] else call.site
+
+
+def _digest(run: Run, record: Record) -> str:
+    if record.digest or record.kept != "full" or run.lost(record):
+        return record.digest
+    try:
+        raw = run.raw(record)
+    except (DriftlineError, OSError):
+        return ""
+    if raw.nbytes > _LARGEST_READ:
+        return ""
+    from driftline.numerics.kernel import digest
+
+    return digest(cast("Any", raw).view("uint8"))
+
+
+# --- by the edges of a dump
+
+
+def _by_edges(
+    name: str, tree: Mapping[str, Any], records: Sequence[Record], format_name: str
+) -> Graph:
+    infos = {
+        (record.key.site, record.key.port, record.key.slot): TensorInfo(record.dtype, record.shape)
+        for record in records
+    }
+    outputs: dict[str, dict[str, None]] = {}
+    feeding: dict[str, dict[str, str]] = {}
+    for edge in tree["edges"]:
+        source, out, to, slot = _edge(edge)
+        outputs.setdefault(source, {})[out] = None
+        feeding.setdefault(to, {})[slot] = f"{source}:{out}"
+    for site, port, slot in infos:
+        if port == "output":
+            outputs.setdefault(site, {})[slot] = None
+    tensors: dict[str, TensorInfo] = {}
+    count = 0
+
+    def node(data: Mapping[str, Any], depth: int) -> GraphNode:
+        nonlocal count
+        count += 1
+        if depth > DEEPEST or count > MOST_NODES:
+            raise BadFile(f"the topology of {name} is too deep or too large for a graph")
+        site = str(data.get("site", ""))
+        named = bool(data.get("inputs") or data.get("outputs"))
+        ins = [str(one) for one in data.get("inputs") or ()]
+        outs = [str(one) for one in data.get("outputs") or ()]
+        if not named:
+            slots = feeding.get(site, {})
+            ins = [slots[slot] for slot in sorted(slots, key=_slot)]
+            outs = [f"{site}:{slot}" for slot in sorted(outputs.get(site, {}), key=_slot)]
+        for port, names in (("input", ins), ("output", outs)):
+            for at, tensor in enumerate(names):
+                slot = str(at) if named or port == "input" else tensor.rpartition(":")[2]
+                if (site, port, slot) in infos:
+                    tensors.setdefault(tensor, infos[site, port, slot])
+        param = data.get("param")
+        return GraphNode(
+            site or str(data.get("class", "node")),
+            str(data.get("class") or "Operation"),
+            tuple(ins),
+            tuple(outs),
+            cast("Mapping[str, Any]", param) if isinstance(param, dict) else {},
+            tuple(node(child, depth + 1) for child in data.get("children") or ()),
+            site,
+        )
+
+    roots = [node(root, 0) for root in _with_operators(tree, feeding)]
+    nodes = tuple(child for root in roots for child in (root.children or (root,)))
+    title = roots[0].kind if len(roots) == 1 and roots[0].kind != "Operation" else ""
+    domain = "atb" if format_name.startswith("atb") else "graph"
+    return Graph(title or "program", title or "Program", nodes, (), (), tensors, domain)
+
+
+def _with_operators(
+    tree: Mapping[str, Any], feeding: Mapping[str, Mapping[str, str]]
+) -> list[Mapping[str, Any]]:
+    """The roots of a tree, with the nodes of an exported graph in the modules they stand in."""
+    roots = [dict(root) for root in tree.get("roots") or ()]
+    exported = tree.get("exported")
+    if not isinstance(exported, Mapping) or not roots:
+        return cast("list[Mapping[str, Any]]", roots)
+    holders: dict[str, list[Any]] = {}
+    below: list[dict[str, Any]] = list(roots)
+    while below:
+        holder = below.pop()
+        children = [dict(child) for child in holder.get("children") or ()]
+        holder["children"] = children
+        holders.setdefault(str(holder.get("site", "")), children)
+        below += children
+    order: dict[int, int] = {}
+    outermost = cast("list[Any]", roots[0]["children"])
+    listed = cast("list[dict[str, Any]]", cast("Mapping[str, Any]", exported).get("nodes") or [])
+    for number, node in enumerate(listed):
+        site = str(node.get("site", ""))
+        made = [f"{output}:0" for output in node.get("outputs") or (site,)]
+        own = {"site": site, "class": node.get("class"), "outputs": made}
+        own["inputs"] = list(feeding.get(site, {}).values())
+        holders.get(site.rpartition("/")[0], outermost).append(own)
+        order[id(own)] = number
+
+    def first(data: Mapping[str, Any]) -> int:
+        """When a part begins; parts in this order feed those after them."""
+        known = order.get(id(data))
+        if known is None:
+            children = cast("list[Any]", data.get("children") or [])
+            children.sort(key=first)
+            known = order[id(data)] = min(map(first, children), default=-1)
+        return known
+
+    for root in roots:
+        first(root)
+    return cast("list[Mapping[str, Any]]", roots)
+
+
+def _edge(edge: Any) -> tuple[str, str, str, str]:
+    """ATB's edges are lists, those of graphs are objects."""
+    if isinstance(edge, Mapping):
+        known = cast("Mapping[str, Any]", edge)
+        words = (known.get("from"), known.get("output"), known.get("to"), known.get("input"))
+    else:
+        words = tuple(cast("Sequence[Any]", edge))[:4]
+    source, out, to, slot = (str(word) for word in words)
+    return source, out, to, slot
+
+
+def _slot(slot: str) -> tuple[int, str]:
+    return (int(slot), slot) if slot.isdecimal() and len(slot) < 10 else (1 << 30, slot)

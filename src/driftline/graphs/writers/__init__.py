@@ -1,0 +1,1 @@
+"""Writers of graphs: ONNX, Model Explorer, ATB's JSON."""

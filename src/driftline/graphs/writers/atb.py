@@ -1,0 +1,195 @@
+"""ATB's topology files, `layer/*.json` and `model/*.json`, as graphs; hostile ones as sentences.
+
+Shapes and types of tensors come from the operation csv, if the file lies in a dump that has one.
+The text is given; which file it came from is known for messages only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, cast
+
+from driftline.errors import BadFile
+from driftline.graphs.model import DEEPEST, MOST_NODES, Graph, GraphNode, TensorInfo
+
+LARGEST = 64 << 20
+_MOST_TENSORS = 4096
+_LONGEST_NAME = 4096
+Shapes = Mapping[str, tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]]
+"""By the name of an operation: what its inputs and outputs are."""
+
+
+def atb_graph(text: str, where: str, shapes: Shapes | None = None) -> Graph:
+    """The graph of a topology file.
+
+    Args:
+        text: Its content.
+        where: Its name, for messages.
+        shapes: What an operation csv says.
+
+    Raises:
+        BadFile: It is no such file, or not to be believed.
+    """
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise BadFile(f"{where} is nested more than {DEEPEST} levels deep") from None
+    except ValueError as trouble:
+        raise BadFile(f"{where} is no JSON: {str(trouble)[:200]}") from None
+    if not isinstance(content, dict):
+        raise BadFile(f"{where} is no topology: it holds no JSON object")
+    top = cast("Mapping[str, Any]", content)
+    name = _text(top.get("modelName")) or _text(top.get("opName"))
+    if not name or not ("nodes" in top or "inTensors" in top):
+        raise BadFile(
+            f"{where} is no topology of the ATB library",
+            hint="such a file has modelName or opName, inTensors, outTensors and nodes; "
+            "`dump --type model layer` writes them",
+        )
+    reading = _Reading(where, shapes or {})
+    whole = reading.node(top, 0)
+    weights = reading.names(top.get("weightTensors"))
+    nodes = whole.children or (whole,)
+    return Graph(
+        name,
+        _text(top.get("opType")) or name,
+        nodes,
+        (*whole.inputs, *weights),
+        whole.outputs,
+        reading.tensors,
+        "atb",
+    )
+
+
+class _Reading:
+    def __init__(self, where: str, shapes: Shapes) -> None:
+        self.tensors: dict[str, TensorInfo] = {}
+        self._where = where
+        self._shapes = shapes
+        self._count = 0
+
+    def node(self, content: Mapping[str, Any], depth: int) -> GraphNode:
+        if depth > DEEPEST:
+            raise BadFile(f"{self._where} is nested more than {DEEPEST} levels deep")
+        self._count += 1
+        if self._count > MOST_NODES:
+            raise BadFile(f"{self._where} has more than {MOST_NODES} nodes")
+        name, kind = _text(content.get("opName")), _text(content.get("opType"))
+        inputs, outputs = (self.names(content.get(k)) for k in ("inTensors", "outTensors"))
+        known = self._shapes.get(name)
+        if known is not None:
+            for names, infos in zip((inputs, outputs), known, strict=True):
+                # Another number of tensors is another operation of the same name.
+                if len(names) == len(infos):
+                    for tensor, info in zip(names, infos, strict=True):
+                        self.tensors.setdefault(tensor, info)
+        param = content.get("param")
+        return GraphNode(
+            name or kind,
+            kind or name,
+            inputs,
+            outputs,
+            cast("Mapping[str, Any]", param) if isinstance(param, dict) else {},
+            tuple(self.node(child, depth + 1) for child in self._nodes(content.get("nodes"))),
+        )
+
+    def names(self, value: object) -> tuple[str, ...]:
+        if value is None:
+            return ()
+        if not isinstance(value, list):
+            raise BadFile(f"{self._where} is damaged: a list of tensors is no list")
+        given = cast("list[object]", value)
+        if len(given) > _MOST_TENSORS * 16:
+            raise BadFile(f"{self._where} lists {len(given)} tensors in one place")
+        if not all(isinstance(name, str) for name in given):
+            raise BadFile(f"{self._where} is damaged: the name of a tensor is no text")
+        return tuple(str(name)[:_LONGEST_NAME] for name in given)
+
+    def _nodes(self, value: object) -> list[Mapping[str, Any]]:
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(
+            isinstance(node, dict) for node in cast("list[object]", value)
+        ):
+            raise BadFile(f"{self._where} is damaged: nodes is no list of objects")
+        return cast("list[Mapping[str, Any]]", value)
+
+
+def _text(value: object) -> str:
+    return value[:_LONGEST_NAME] if isinstance(value, str) else ""
+
+
+def layers_of(graph: Graph) -> list[GraphNode]:
+    """The layers of a model: members of a list, the outermost; without a list, its modules; without
+    modules inside, the model.
+
+    A member of a list has a number for a name: `model.layers.3`.
+    """
+    found: list[GraphNode] = []
+
+    def look(nodes: tuple[GraphNode, ...], depth: int) -> None:
+        for node in nodes:
+            if not node.children:
+                continue
+            if node.site.rpartition(".")[2].isdecimal():
+                found.append(node)
+            elif depth < DEEPEST:
+                look(node.children, depth + 1)
+
+    look(graph.nodes, 0)
+    whole = GraphNode(graph.name, graph.kind, graph.inputs, graph.outputs, {}, graph.nodes)
+    return found or [node for node in graph.nodes if node.children] or [whole]
+
+
+def layer_graph(graph: Graph, layer: GraphNode) -> Graph:
+    """One layer as a graph of its own."""
+    return graph._replace(
+        name=layer.name,
+        kind=layer.kind,
+        nodes=layer.children or (layer,),
+        inputs=layer.inputs,
+        outputs=layer.outputs,
+        notes=(),
+    )
+
+
+def model_json(graph: Graph) -> str:
+    """A graph in the form of ATB's `model/{pid}/{name}.json`."""
+    weights = [name for name in _read_by(graph) if name not in graph.inputs]
+    content = {
+        "modelName": graph.name,
+        "inTensors": list(graph.inputs),
+        "outTensors": list(graph.outputs),
+        "weightTensors": weights,
+        "nodes": [_as_json(node) for node in graph.nodes],
+    }
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def layer_json(layer: GraphNode) -> str:
+    """A layer in the form of ATB's `layer/{pid}/{name}.json`."""
+    return json.dumps(_as_json(layer), ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def _as_json(node: GraphNode) -> dict[str, Any]:
+    data: dict[str, Any] = {"opName": node.name, "opType": node.kind, "param": dict(node.param)}
+    for key, names in (("inTensors", node.inputs), ("outTensors", node.outputs)):
+        if names:
+            data[key] = list(names)
+    if node.children:
+        data["nodes"] = [_as_json(child) for child in node.children]
+    return data
+
+
+def _read_by(graph: Graph) -> list[str]:
+    """Tensors that no node makes."""
+    read: dict[str, None] = {}
+    made: set[str] = set()
+    waiting = list(graph.nodes)
+    while waiting:
+        node = waiting.pop(0)
+        read.update(dict.fromkeys(node.inputs))
+        made.update(node.outputs)
+        waiting += node.children
+    return [name for name in read if name not in made]

@@ -1,0 +1,155 @@
+"""A graph for Google's Model Explorer: one JSON file, and one of numbers to colour the nodes by.
+
+The graph file is a collection of one graph; the other maps nodes to how far they are off. Both are
+opened there as they are. Knows no comparison: whoever has one gives a number for each site.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from driftline.graphs.model import SeenGraph, SeenNode, TensorInfo
+from driftline.graphs.overlay import Finding, finding_of
+from driftline.graphs.writers.onnx import flat_parameters, in_words
+
+_INPUTS = "inputs"
+_LONGEST = 400
+_COLOURS = {"fail": "#d93025", "incomparable": "#f9ab00", "pass": "#34a853"}
+
+
+def model_explorer(graph: SeenGraph, findings: Mapping[str, Finding] | None = None) -> str:
+    """The graph as JSON text.
+
+    Args:
+        graph: What to show.
+        findings: By site; a node that holds others takes the worst of them where its own is not
+            there.
+    """
+    makers = {name: (node.name, str(i)) for node in graph.nodes for i, name in _numbered(node)}
+    nodes = [
+        {
+            "id": name,
+            "label": name,
+            "namespace": _INPUTS,
+            "attrs": [],
+            "incomingEdges": [],
+            "outputsMetadata": [_metadata("0", name, graph.tensors.get(name))],
+        }
+        for name in graph.inputs
+    ]
+    taken = {str(node["id"]) for node in nodes}
+    ids = {node.name: _free(node.name, taken) for node in graph.nodes}
+    for node in graph.nodes:
+        found = finding_of(node, findings or {})
+        shown: dict[str, Any] = {
+            "id": ids[node.name],
+            "label": node.kind,
+            "namespace": "/".join(part.replace("/", "_") for part in node.path),
+            "attrs": [_pair(key, value) for key, value in flat_parameters(node.param)],
+            "incomingEdges": [
+                {
+                    "sourceNodeId": ids[makers[name][0]] if name in makers else name,
+                    "sourceNodeOutputId": makers[name][1] if name in makers else "0",
+                    "targetNodeInputId": str(at),
+                }
+                for at, name in enumerate(node.inputs)
+            ],
+            "inputsMetadata": [
+                {"id": str(at), "attrs": [_pair("__tensor_tag", name)]}
+                for at, name in enumerate(node.inputs)
+            ],
+            "outputsMetadata": [
+                _metadata(str(at), name, graph.tensors.get(name)) for at, name in _numbered(node)
+            ],
+        }
+        if node.site:
+            shown["attrs"].append(_pair("site", node.site))
+        if node.holds:
+            shown["attrs"].append(_pair("operators inside", node.holds))
+        if found is not None:
+            shown["attrs"].append(_pair("status", found.status))
+            shown["attrs"] += [_pair(key, _number(value)) for key, value in found.figures.items()]
+            shown["attrs"].append(_pair("comparison", f"{found.status}: {found.text}"))
+            if found.status in _COLOURS:
+                shown["style"] = {"backgroundColor": _COLOURS[found.status]}
+        nodes.append(shown)
+    content = {"label": graph.name, "graphs": [{"id": graph.name, "nodes": nodes}]}
+    return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def node_data(graph: SeenGraph, findings: Mapping[str, Finding], name: str = "") -> str:
+    """Numbers for the nodes, as Model Explorer's own file of node data.
+
+    Infinity is the largest number there is: a file with words in it would not be one of numbers.
+
+    Args:
+        graph: What is shown.
+        findings: By site, as in the graph.
+        name: What the numbers are called.
+    """
+    results: dict[str, Any] = {}
+    for own, found in _found(graph, findings):
+        if not math.isnan(found.value):
+            value = max(-sys.float_info.max, min(sys.float_info.max, found.value))
+            results[own] = {"value": value, **_coloured(found)}
+    return _data(graph, {"name": name, "results": results} if name else {"results": results})
+
+
+def status_data(graph: SeenGraph, findings: Mapping[str, Finding]) -> str:
+    """Statuses for the nodes: words, which groups of nodes count."""
+    results = {
+        own: {"value": found.status, **_coloured(found)} for own, found in _found(graph, findings)
+    }
+    content = {"name": "status", "results": results, "showExpandedSummaryOnGroupNode": True}
+    return _data(graph, content)
+
+
+def _found(graph: SeenGraph, findings: Mapping[str, Finding]) -> Iterator[tuple[str, Finding]]:
+    taken = set(graph.inputs)
+    for node in graph.nodes:
+        own = _free(node.name, taken)
+        found = finding_of(node, findings)
+        if found is not None:
+            yield own, found
+
+
+def _coloured(found: Finding) -> dict[str, str]:
+    colour = _COLOURS.get(found.status)
+    return {} if colour is None else {"bgColor": colour}
+
+
+def _data(graph: SeenGraph, content: dict[str, Any]) -> str:
+    return json.dumps({graph.name: content}, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _numbered(node: SeenNode) -> list[tuple[int, str]]:
+    return list(enumerate(node.outputs))
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """A node and an input may be called the same."""
+    own = name
+    while own in taken:
+        own += "_"
+    taken.add(own)
+    return own
+
+
+def _metadata(number: str, name: str, info: TensorInfo | None) -> dict[str, Any]:
+    attrs = [_pair("tensor_name", name)]
+    if info is not None and info.dtype:
+        sizes = "" if info.shape is None else "x".join(map(str, info.shape))
+        attrs.append(_pair("tensor_shape", f"{info.dtype}[{sizes}]"))
+    return {"id": number, "attrs": attrs}
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _pair(key: str, value: object) -> dict[str, str]:
+    return {"key": key, "value": in_words(value)[:_LONGEST]}

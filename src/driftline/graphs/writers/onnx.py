@@ -1,0 +1,235 @@
+"""A graph as an ONNX file, for viewers: nodes, edges, shapes, parameters; no weights.
+
+The few messages of the format are written field by field, so that no package is needed. Operators
+keep their own names, in a domain of their own: the file can be looked at, not executed. The name of
+a torch operator loses its dots in a node's type; the node's own name has them.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from driftline.graphs.model import SeenGraph, SeenNode, TensorInfo
+from driftline.graphs.overlay import Finding, finding_of
+from driftline.numerics.dtypes import DTYPES
+
+PRODUCER = "driftline"
+_IR_VERSION = 8
+_IR_VERSIONS = {17: 9, 18: 9, 19: 9, 20: 9, 21: 10, 22: 10, 23: 11, 24: 12}
+"""Element types that came later, and the version of the format that brought them."""
+_OPSET = 17
+_VARINT, _BYTES, _FIXED32 = 0, 2, 5
+_LONGEST_TEXT = 1 << 16
+_LONGEST_LIST = 1 << 16
+_INT64 = range(-(1 << 63), 1 << 63)
+_FLOAT, _INT, _STRING, _FLOATS, _INTS, _STRINGS = 1, 2, 3, 6, 7, 8
+
+ELEMENT_TYPES = {"string": 8} | {d.name: d.onnx for d in DTYPES.values() if d.onnx}
+"""Our names of types to ONNX's numbers; what is not here is of an undefined type there."""
+
+
+def onnx_bytes(
+    graph: SeenGraph,
+    version: str = "",
+    findings: Mapping[str, Finding] | None = None,
+    about: Mapping[str, str] | None = None,
+) -> bytes:
+    """The content of an `.onnx` file.
+
+    Args:
+        graph: What to show.
+        version: Of the producer.
+        findings: What a comparison says, by site: attributes of the nodes.
+        about: Properties of the file as a whole.
+    """
+    types = {ELEMENT_TYPES.get(info.dtype, 0) for info in graph.tensors.values()}
+    return b"".join(
+        (
+            _number(1, max((_IR_VERSIONS.get(one, 0) for one in types), default=0) or _IR_VERSION),
+            _text(2, PRODUCER),
+            _text(3, version) if version else b"",
+            _bytes(7, _graph(graph, findings or {})),
+            _bytes(8, _text(1, "") + _number(2, _OPSET)),
+            _bytes(8, _text(1, graph.domain) + _number(2, 1)),
+            *(_bytes(14, _text(1, key) + _text(2, text)) for key, text in (about or {}).items()),
+        )
+    )
+
+
+def _graph(graph: SeenGraph, findings: Mapping[str, Finding]) -> bytes:
+    inside = [
+        name
+        for node in graph.nodes
+        for name in node.outputs
+        if name in graph.tensors and name not in graph.outputs
+    ]
+    names = {name for node in graph.nodes for name in (*node.inputs, *node.outputs)}
+    return b"".join(
+        (
+            *(
+                _bytes(
+                    1,
+                    _node(_with_edge(node, names), graph.domain, finding_of(node, findings)),
+                )
+                for node in graph.nodes
+            ),
+            _text(2, graph.name or "graph"),
+            *(_bytes(11, _value(name, graph.tensors.get(name))) for name in graph.inputs),
+            *(_bytes(12, _value(name, graph.tensors.get(name))) for name in graph.outputs),
+            *(_bytes(13, _value(name, graph.tensors.get(name))) for name in inside),
+        )
+    )
+
+
+def _with_edge(node: SeenNode, names: set[str]) -> SeenNode:
+    """The format refuses a node that neither reads nor writes: it is given something to write."""
+    if node.inputs or node.outputs:
+        return node
+    name = f"{node.name}_done"
+    while name in names:
+        name += "_"
+    names.add(name)
+    return node._replace(outputs=(name,))
+
+
+def _node(node: SeenNode, domain: str, found: Finding | None) -> bytes:
+    about = [f"{found.status}: {found.text}"] if found is not None else []
+    about += [f"in {'/'.join(node.path)}"] if node.path else []
+    about += [f"site {node.site}"] if node.site else []
+    about += [f"holds {node.holds} operators"] if node.holds else []
+    return b"".join(
+        (
+            *(_text(1, name) for name in node.inputs),
+            *(_text(2, name) for name in node.outputs),
+            _text(3, node.name),
+            _text(4, short_kind(node.kind)),
+            *(_bytes(5, attribute) for attribute in _attributes({**_said(found), **node.param})),
+            _text(6, "; ".join(about)) if about else b"",
+            _text(7, domain),
+        )
+    )
+
+
+def short_kind(kind: str) -> str:
+    """A node's type without dots: Netron writes on a node what stands behind the last one.
+
+    >>> [short_kind(kind) for kind in ("aten.mm.default", "aten.add.Tensor", "my.op.default")]
+    ['mm', 'add_Tensor', 'my_op']
+    """
+    parts = kind.split(".")
+    if len(parts) == 3 and parts[2] == "default":
+        del parts[2]
+    if len(parts) > 1 and parts[0] == "aten":
+        del parts[0]
+    return "_".join(part for part in parts if part) or kind
+
+
+def _said(found: Finding | None) -> dict[str, Any]:
+    """What a comparison says of a node, as attributes of it; the first ones a viewer lists."""
+    if found is None:
+        return {}
+    figures = {f"{PRODUCER}_{name}": float(value) for name, value in found.figures.items()}
+    return {f"{PRODUCER}_status": found.status, **figures}
+
+
+def _value(name: str, info: TensorInfo | None) -> bytes:
+    info = info or TensorInfo()
+    tensor = _number(1, ELEMENT_TYPES.get(info.dtype, 0))
+    # The format refuses a tensor without a shape: one that is not known has one unknown extent.
+    sizes = [_text(2, "unknown")] if info.shape is None else [_number(1, n) for n in info.shape]
+    tensor += _bytes(2, b"".join(_bytes(1, size) for size in sizes))
+    return _text(1, name) + _bytes(2, _bytes(1, tensor))
+
+
+def _attributes(param: Mapping[str, Any]) -> Iterable[bytes]:
+    seen: set[str] = set()
+    for name, value in flat_parameters(param):
+        own, number = name, 1
+        while own in seen:
+            number += 1
+            own = f"{name}__{number}"
+        seen.add(own)
+        yield _text(1, own) + _attribute(value)
+
+
+def flat_parameters(param: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Parameters without nesting: `normParam.epsilon`; what is None is left out.
+
+    >>> list(flat_parameters({"a": 1, "b": {"c": [2.5]}, "d": None}))
+    [('a', 1), ('b.c', [2.5])]
+    """
+    for key, value in param.items():
+        name = f"{prefix}{key}" or "_"
+        if isinstance(value, Mapping):
+            if prefix.count(".") < 16:
+                yield from flat_parameters(cast("Mapping[str, Any]", value), f"{name}.")
+        elif value is not None:
+            yield name, value
+
+
+def in_words(value: object) -> str:
+    """A parameter as text: JSON, unless it is text already."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (RecursionError, ValueError, TypeError):
+        return f"<{type(value).__name__}>"
+
+
+def _attribute(value: Any) -> bytes:
+    """The value of an attribute, and its type."""
+    if isinstance(value, bool):
+        return _number(3, int(value)) + _number(20, _INT)
+    if isinstance(value, int) and value in _INT64:
+        return _number(3, value) + _number(20, _INT)
+    if isinstance(value, float):
+        return _float(2, value) + _number(20, _FLOAT)
+    if isinstance(value, list):
+        many = _list_attribute(cast("list[Any]", value)[:_LONGEST_LIST])
+        if many is not None:
+            return many
+    return _text(4, in_words(cast("object", value))) + _number(20, _STRING)
+
+
+def _list_attribute(values: Sequence[Any]) -> bytes | None:
+    if all(isinstance(one, int) and one in _INT64 for one in values):
+        return b"".join(_number(8, int(one)) for one in values) + _number(20, _INTS)
+    if all(isinstance(one, (int, float)) for one in values):
+        return b"".join(_float(7, float(one)) for one in values) + _number(20, _FLOATS)
+    if all(isinstance(one, str) for one in values):
+        return b"".join(_text(9, one) for one in values) + _number(20, _STRINGS)
+    return None
+
+
+def _varint(value: int) -> bytes:
+    value &= 0xFFFF_FFFF_FFFF_FFFF
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _number(field: int, value: int) -> bytes:
+    return _varint(field << 3 | _VARINT) + _varint(value)
+
+
+def _bytes(field: int, value: bytes) -> bytes:
+    return _varint(field << 3 | _BYTES) + _varint(len(value)) + value
+
+
+def _text(field: int, text: str) -> bytes:
+    return _bytes(field, text[:_LONGEST_TEXT].encode("utf-8", "replace"))
+
+
+def _float(field: int, value: float) -> bytes:
+    try:
+        packed = struct.pack("<f", value)
+    except OverflowError:  # beyond what the format's 32 bits hold
+        packed = struct.pack("<f", float("inf") if value > 0 else float("-inf"))
+    return _varint(field << 3 | _FIXED32) + packed

@@ -1,0 +1,1 @@
+"""The same figures on a GPU: Triton kernels and their launcher."""

@@ -1,0 +1,1 @@
+"""Triton kernels: summaries of a tensor and moments of a pair."""

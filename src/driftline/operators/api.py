@@ -1,0 +1,130 @@
+"""`check(path)`: every operator of a dump or a run, checked; what `driftline opcheck` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from driftline.errors import DriftlineError
+from driftline.execution.jobs import Executor, chosen
+from driftline.operators.result import Coverage, Metric, OutputRow, coverage
+from driftline.operators.source import Ask, Checked, Source, open_source
+
+SCRIPTS = 20
+"""Reproducers of one call: each holds its tensors, and the first failures are what matters."""
+
+
+class OperatorCheck(NamedTuple):
+    """What was found.
+
+    Attributes:
+        rows: One per output, or per operator that could not be checked.
+        coverage: How many operators were checked, how many not, and why.
+        remarks: What else is worth knowing.
+        name: What was checked, as the caller gave it.
+        kind: Kind of source.
+        metrics: Figures that were asked for besides.
+        scripts: Reproducers that were written.
+        troubles: Why others were not.
+    """
+
+    rows: tuple[OutputRow, ...]
+    coverage: Coverage
+    remarks: tuple[str, ...]
+    name: str = ""
+    kind: str = ""
+    metrics: tuple[Metric, ...] = ()
+    scripts: tuple[Path, ...] = ()
+    troubles: tuple[str, ...] = ()
+
+    @property
+    def failing(self) -> list[OutputRow]:
+        """The outputs that are not right, in order."""
+        return [row for row in self.rows if row.status == "fail"]
+
+
+def check(
+    path: str | Path,
+    *,
+    csv: str | Path | None = None,
+    ids: Sequence[str] = (),
+    names: Sequence[str] = (),
+    metrics: Sequence[Metric] = (),
+    rerun: bool = False,
+    device: str = "",
+    imports: Sequence[str] = (),
+    repro: str | Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    jobs: int | None = None,
+    executor: str | Executor | None = None,
+) -> OperatorCheck:
+    """Check the operators of an ATB dump, or of a run captured at operator level.
+
+    Args:
+        path: The dump, a folder inside it, or the run.
+        csv: Operation csv of an ATB dump that says what to check.
+        ids: Only these operations, and what is inside them.
+        names: Only types with one of these in their name, in any case; with `ids`, both must match.
+        metrics: Figures besides the verdict: abs, cos_sim, kl.
+        rerun: Execute each operator again instead of taking what was dumped.
+        device: Where to.
+        imports: Modules to import first, which define custom torch operators that the run calls.
+        repro: Folder for stand-alone scripts that show operators that are not right, twenty of them
+            at most.
+        progress: Called with (operators done, operators in all).
+        jobs: Worker processes that share the operators; the result is the same.
+        executor: `ray` or `ray://HOST:PORT`: workers are those of a Ray cluster.
+
+    Raises:
+        DriftlineError: There is nothing that can be checked.
+    """
+    table = None if csv is None else Path(csv)
+    ask = Ask(tuple(ids), tuple(names), tuple(metrics), rerun, device, table, tuple(imports))
+    source = open_source(Path(path), ask)
+    calls: list[tuple[OutputRow, ...]] = []
+    scripts: list[Path] = []
+    troubles: list[str] = []
+    left_out = 0
+    found: Iterable[Checked] = source
+    if (who := chosen(jobs, executor)) is not None:
+        from driftline.operators.workers import check_all
+
+        found, progress = check_all(source, Path(path), ask, who, progress), None
+    for checked in found:
+        calls.append(checked.rows)
+        if repro is not None and any(row.status == "fail" for row in checked.rows):
+            if len(scripts) < SCRIPTS:
+                _reproduce(source, checked, Path(repro), scripts, troubles)
+            else:
+                left_out += 1
+        if progress is not None:
+            progress(len(calls), len(source))
+    if left_out:
+        troubles.append(f"{left_out} more operators; choose them with -ids or -opname")
+    return OperatorCheck(
+        tuple(row for call in calls for row in call),
+        coverage(calls, source.filtered),
+        tuple(source.remarks),
+        str(path),
+        source.kind,
+        ask.metrics,
+        tuple(scripts),
+        tuple(troubles),
+    )
+
+
+def _reproduce(
+    source: Source, checked: Checked, folder: Path, scripts: list[Path], troubles: list[str]
+) -> None:
+    from driftline.operators.repro import write
+
+    where = f"{checked.call.site} ({checked.call.op_type})"
+    try:
+        found = source.reproduction(checked)
+        if found is None:
+            troubles.append(f"{where} has no definition that could be written down")
+        else:
+            scripts.append(write(found, folder))
+    except DriftlineError as trouble:
+        troubles.append(f"{where}: {trouble}")

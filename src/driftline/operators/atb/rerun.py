@@ -1,0 +1,164 @@
+"""`-rerun` of an ATB dump: its operators executed again by the library itself.
+
+Where an Ascend machine has the library's checker (`libopchecker.so`), it registers one torch class
+for all operators; the inputs of the dump go through it three times. Attention and operators that
+join ranks take more than their inputs: of those the dump's own outputs are checked, and said to be.
+What an operator should give is not known here.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from driftline import settings
+from driftline.errors import BadInput
+from driftline.numerics.dtypes import DTYPES
+from driftline.operators.atb.matching import rows_of
+from driftline.operators.atb.tensors import IN_PLACE, Dumped, Given
+from driftline.operators.definitions.registry import plain_name, tensor_of
+from driftline.operators.result import Figures, Metric, OperatorCall, OutputRow
+from driftline.registry import require
+
+LIBRARY = "libopchecker.so"
+_RANKS = ("AllGather", "AllReduce", "Broadcast", "LinearParallel")
+_ATTENTION = ("PagedAttention", "SelfAttention")
+_HINT = "leave -rerun out: what the dump holds is checked, without a device"
+
+
+class AtbRerun:
+    """The library's own operators on one device.
+
+    Args:
+        device: As the user gave it: a number of an NPU, or what torch calls a device.
+
+    Raises:
+        BadInput: The library or the device is not there; says what it takes.
+    """
+
+    def __init__(self, device: str) -> None:
+        place = settings.opcheck_library()
+        if not place:
+            raise BadInput(
+                f"-rerun executes operators of the ATB library on its device, with {LIBRARY}; "
+                f"{settings.OPCHECK_LIBRARY} does not say where that is",
+                hint=_HINT,
+            )
+        path = Path(place) / LIBRARY if Path(place).is_dir() else Path(place)
+        if not path.is_file():
+            raise BadInput(f"{settings.OPCHECK_LIBRARY}: there is no {path}", hint=_HINT)
+        require("torch", install="torch")
+        import torch
+
+        from driftline.operators.aten.golden import sentence
+
+        name = f"npu:{device or 0}" if not device or device.isdigit() else device
+        if name.startswith("npu"):
+            with contextlib.suppress(ImportError):
+                importlib.import_module("torch_npu")
+        try:
+            torch.zeros(1, device=name).add_(1)
+        except Exception as trouble:
+            raise BadInput(
+                f"there is no device {name} here: {sentence(trouble)}", hint=_HINT
+            ) from None
+        try:
+            torch.classes.load_library(str(path))
+            self._kind: Any = torch.classes.OperationTorch.OperationTorch
+        except Exception as trouble:
+            raise BadInput(f"{path} cannot be used: {sentence(trouble)}", hint=_HINT) from None
+        self.device = name
+
+    def rows(
+        self,
+        call: OperatorCall,
+        inputs: Given,
+        outputs: Sequence[Dumped],
+        rows: Sequence[OutputRow],
+        metrics: Collection[Metric],
+    ) -> list[OutputRow]:
+        """The rows of a call, with what the library gives for the same inputs.
+
+        Args:
+            call: The operator.
+            inputs: What it read.
+            outputs: What the dump holds of its results.
+            rows: What was found about those.
+            metrics: Figures to compute besides.
+        """
+        why = self._not_again(call, inputs)
+        if why:
+            return [
+                row._replace(figures=_also(row.figures, f"not executed again: {why}"))
+                for row in rows
+            ]
+        from driftline.operators.aten.calls import raw_of
+        from driftline.operators.aten.calls import tensor_of as torch_tensor_of
+        from driftline.operators.aten.rerun import told_apart
+
+        again = self._executions(call, inputs)
+        held = {output.slot: output for output in outputs}
+        found: list[OutputRow] = []
+        for row in rows:
+            output = held.get(row.slot)
+            if output is None or row.status == "not checked":
+                found.append(row)
+                continue
+
+            def judged(other: Any, output: Dumped = output) -> Figures:
+                kind = output.tensor.dtype
+                if str(other.dtype).removeprefix("torch.") != kind:
+                    return Figures("fail", f"executed again it gives {other.dtype}")
+                raw = raw_of(other).view(DTYPES[kind].storage)
+                values = tensor_of(raw, kind, tuple(other.shape))
+                mine = output._replace(tensor=values, raw=raw, shape=tuple(other.shape))
+                made = rows_of(call, inputs, [mine], metrics)
+                return next(one.figures for one in made if one.slot == output.slot)
+
+            actual = torch_tensor_of(output.raw, output.tensor.dtype, output.shape)
+            figures = told_apart(row.figures, again, row.slot, actual, judged, self.device)
+            found.append(row._replace(figures=figures))
+        return found
+
+    def _not_again(self, call: OperatorCall, inputs: Given) -> str:
+        name = plain_name(call.op_type)
+        if name in _RANKS:
+            return "it joins ranks"
+        if name in _ATTENTION:
+            return "attention takes more of the library than its inputs"
+        if any(one.tiled for one in inputs.tensors):
+            return "an input is stored in tiles"
+        return ""
+
+    def _executions(self, call: OperatorCall, inputs: Given) -> Any:
+        from driftline.operators.aten.calls import tensor_of as torch_tensor_of
+        from driftline.operators.aten.golden import sentence
+        from driftline.operators.aten.rerun import EXECUTIONS, Again
+
+        results: list[dict[str, Any]] = []
+        try:
+            for _ in range(EXECUTIONS):
+                given = [
+                    torch_tensor_of(one.raw, one.tensor.dtype, one.shape).to(self.device)
+                    for one in inputs.tensors
+                ]
+                operation = self._kind(call.op_type)
+                operation.set_param(json.dumps(dict(call.param)))
+                made = operation.execute(given)
+                places = IN_PLACE.get(plain_name(call.op_type), ())
+                if places and not made:  # what it has written into
+                    made = [given[int(place)] for place in places if int(place) < len(given)]
+                results.append({str(at): one.cpu() for at, one in enumerate(made)})
+        except Exception as trouble:
+            return Again([], sentence(trouble))
+        return Again(results)
+
+
+def _also(figures: Figures, words: str) -> Figures:
+    return figures._replace(reason="; ".join(filter(None, (figures.reason, words))))

@@ -1,0 +1,246 @@
+"""Operators of an ATB dump: which there are, what goes into each, and what came out.
+
+Inputs are taken as they were before the execution where the dump has that, outputs as they were
+after it. What cannot be checked is a row with its reason. Definitions are `families`'.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from driftline.errors import BadFile, BadInput, DriftlineError
+from driftline.formats.ascend.atb import dump
+from driftline.formats.ascend.atb.folders import OperationFolder
+from driftline.operators.atb.matching import rows_of
+from driftline.operators.atb.tensors import ListedOperator, Missing, Place, Tensors, listed
+from driftline.operators.definitions.registry import definition_of, plain_name
+from driftline.operators.result import OperatorCall, OutputRow, unchecked
+from driftline.operators.source import Ask, Checked, Reproduction
+
+_RANKS = ("AllGather", "AllReduce", "Broadcast", "LinearParallel")
+_NOT_AGAIN = ("IndexAdd",)
+"""Operators that change an input in place, so that a second execution gives something else."""
+
+
+class _Found(NamedTuple):
+    """An operator to be checked: its folder, and what a csv says of it."""
+
+    call: OperatorCall
+    folder: OperationFolder | None
+    line: ListedOperator | None = None
+    trouble: str = ""
+
+
+class AtbSource:
+    """The operators of an ATB dump, by an operation csv or by walking its folders."""
+
+    kind = "ATB dump"
+
+    def __init__(self, path: Path, ask: Ask) -> None:
+        self._again = None
+        if ask.rerun:
+            from driftline.operators.atb.rerun import AtbRerun
+
+            self._again = AtbRerun(ask.device)
+        self.path = path
+        self.ask = ask
+        self.run = dump.open(path)
+        self.filtered = 0
+        self.remarks: Sequence[str] = ()
+        remarks: list[str] = []
+        if self._again is not None:
+            remarks.append(f"executed again by the ATB library on {self._again.device}")
+        elif ask.device:
+            remarks.append("-device has no effect without -rerun: nothing is executed on it")
+        self._tensors = Tensors(self.run)
+        self._inner: Counter[str] = Counter()
+        self._graphs: Counter[str] = Counter()
+        found = list(self._walked() if ask.csv is None else self._listed(ask.csv))
+        self._found = [each for each in found if self._wanted(each)]
+        self.remarks = (*remarks, *self._remark(found))
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __iter__(self) -> Iterator[Checked]:
+        return map(self.at, range(len(self._found)))
+
+    def call(self, number: int) -> OperatorCall:
+        """One of the operators, by its place."""
+        return self._found[number].call
+
+    def at(self, number: int) -> Checked:
+        """The same, checked."""
+        each = self._found[number]
+        rows = tuple(self._rows(each))
+        self.run.release()
+        return Checked(each.call, rows)
+
+    def _wanted(self, each: _Found) -> bool:
+        wanted = self.ask.wants(each.call.op_type, each.call.ids)
+        self.filtered += not wanted
+        return wanted
+
+    def _remark(self, found: Sequence[_Found]) -> list[str]:
+        remarks: list[str] = []
+        if self._graphs:
+            kinds = ", ".join(sorted(self._graphs))
+            count = sum(self._graphs.values())
+            are = "1 graph is" if count == 1 else f"{count} graphs are"
+            remarks.append(f"{are} checked by the operators inside ({kinds})")
+        if self._inner:
+            count = sum(self._inner.values())
+            are = "1 kernel is" if count == 1 else f"{count} kernels are"
+            remarks.append(f"{are} checked as part of the operator around")
+        if not found:
+            raise BadInput(
+                f"{self.path} holds no operator's tensors",
+                hint="dump them with --type tensor; inputs and outputs are both needed",
+            )
+        if not self._found:
+            raise BadInput(
+                f"-ids and -opname leave none of {len(found)} operators of {self.path}",
+                hint="types: " + ", ".join(sorted({e.call.op_type for e in found})[:8]),
+            )
+        return remarks
+
+    def _walked(self) -> Iterator[_Found]:
+        for rank, process, step, folder in self.run.executed():
+            if not folder.files:
+                continue
+            parent = self._tensors.parent(rank, process, step, folder)
+            if parent is not None and not self._tensors.is_graph(parent):
+                self._inner[folder.kind] += 1
+            elif self._tensors.is_graph(folder) and definition_of(type_of(folder.kind)) is None:
+                self._graphs[folder.kind] += 1
+            else:
+                yield self._operator(rank, process, step, folder)
+
+    def _operator(
+        self,
+        rank: int,
+        process: int,
+        step: int,
+        folder: OperationFolder,
+        line: ListedOperator | None = None,
+    ) -> _Found:
+        call = OperatorCall(
+            folder.site,
+            type_of(folder.kind),
+            folder.ids,
+            step,
+            rank,
+            process,
+            path=self._tensors.path_of(rank, process, step, folder),
+        )
+        try:
+            param = self.run.own_param(folder)
+        except BadFile as trouble:
+            if line is None or line.param is None:
+                return _Found(call, folder, line, f"its parameters are damaged: {trouble}")
+            param = None
+        if param is None:
+            param = line.param if line is not None else None
+            param = self.run.listed_param(folder.site, rank, process) if param is None else param
+        return _Found(call._replace(param=dict(param or {})), folder, line)
+
+    def _listed(self, csv: Path) -> Iterator[_Found]:
+        lines = listed(csv)
+        places = self._tensors.by_ids()
+        own = csv.resolve().parent.name.rpartition("_")[2]  # it lies in a folder of its process
+        pids = self.run.pids()
+        if own in pids.values():
+            places = {at: place for at, place in places.items() if pids[at[0], at[1]] == own}
+        known = {(line.execution, line.ids) for line in lines}
+        executions = {step for _, _, step, _ in places}
+        here = [line for line in lines if line.execution in executions] or lines
+        one = len(executions) == 1
+        matched = 0
+        by_id: dict[str, list[tuple[Place, OperationFolder]]] = {}
+        for place, folder in places.items():
+            by_id.setdefault(place[3], []).append((place, folder))
+        for line in here:
+            hits = [hit for hit in by_id.get(line.ids, ()) if one or hit[0][2] == line.execution]
+            hits = [hit for hit in hits if hit[1].kind == line.kind] or hits
+            if not hits:
+                call = OperatorCall(line.name, type_of(line.kind), line.ids, line.execution)
+                yield _Found(call, None, line, "the csv lists it, the dump does not have it")
+            for (rank, process, step, _), folder in hits:
+                found = self._operator(rank, process, step, folder, line)
+                trouble = found.trouble or self._tensors.contradiction(
+                    rank, process, step, folder, line
+                )
+                matched += not trouble.startswith("the csv")
+                yield found._replace(trouble=trouble)
+        if not matched:
+            raise BadInput(
+                f"none of the {len(known)} operators in {csv} is in {self.path}: "
+                "it is the csv of another dump",
+                hint="its folder and number belong to -i: operation_io_tensors/PID/"
+                "operation_tensors_0.csv goes with tensors/DEVICE_PID/0",
+            )
+
+    def _rows(self, each: _Found) -> list[OutputRow]:
+        call, folder = each.call, each.folder
+        if each.trouble or folder is None:
+            return [unchecked(call, each.trouble)]
+        if definition_of(call.op_type) is None:
+            return [unchecked(call, f"there is no golden implementation of {call.op_type}")]
+        if each.line is not None and each.line.damaged and not call.param:
+            return [unchecked(call, "its parameters in the csv are damaged")]
+        try:
+            inputs = self._inputs(each)
+            outputs = self._tensors.outputs(call, folder)
+        except Missing as why:
+            return [unchecked(call, str(why))]
+        except DriftlineError as trouble:
+            return [unchecked(call, f"a tensor cannot be read: {trouble}")]
+        rows = rows_of(call, inputs, outputs, self.ask.metrics)
+        if self._again is not None:
+            rows = self._again.rows(call, inputs, outputs, rows, self.ask.metrics)
+        return rows
+
+    def _inputs(self, each: _Found) -> Any:
+        call, folder = each.call, each.folder
+        assert folder is not None
+        if plain_name(call.op_type) in _RANKS:
+            return self._tensors.inputs_of_ranks(call)
+        inputs = self._tensors.inputs(call, folder, each.line)
+        if plain_name(call.op_type) in _NOT_AGAIN and inputs.moment == "after":
+            raise Missing(
+                "its input was changed in place and dumped after the execution only; "
+                "dump with -time 2 or 3"
+            )
+        return inputs
+
+    def reproduction(self, checked: Checked) -> Reproduction | None:
+        """The inputs, the dumped outputs and the definition of a failing operator."""
+        from driftline.operators.repro import reproduction_of
+
+        found = next(each for each in self._found if each.call is checked.call)
+        if found.folder is None:
+            return None
+        inputs = self._inputs(found)
+        outputs = self._tensors.outputs(found.call, found.folder)
+        failing = [row.slot for row in checked.rows if row.status == "fail"]
+        return reproduction_of(found.call, inputs, outputs, failing)
+
+
+def type_of(kind: str) -> str:
+    """The operator's type in a folder's name, which may have a name of the model before it.
+
+    >>> type_of("LinearOperation"), type_of("qkv_LinearOperation"), type_of("Decoder_layer")
+    ('LinearOperation', 'LinearOperation', 'Decoder_layer')
+    """
+    last = kind.rpartition("_")[2]
+    return last if definition_of(kind) is None and definition_of(last) is not None else kind
+
+
+def described(param: Mapping[str, Any]) -> str:
+    """Parameters as the seed's csv has them."""
+    import json
+
+    return json.dumps(param, separators=(",", ":"), ensure_ascii=False, default=str)

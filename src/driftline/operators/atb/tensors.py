@@ -1,0 +1,323 @@
+"""The operation csv that a user names with -c: which operators it lists, what it says of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from driftline.errors import BadFile, BadInput
+from driftline.formats.ascend.atb.dump import AtbRun
+from driftline.formats.ascend.atb.folders import OperationFolder
+from driftline.formats.ascend.atb.tables import Described, read_operations
+from driftline.formats.ascend.types import NZ_FORMATS
+from driftline.numerics.dtypes import DTYPES
+from driftline.operators.definitions.call import Tensor
+from driftline.operators.definitions.registry import definition_of, plain_name, tensor_of
+from driftline.operators.result import OperatorCall
+from driftline.runs.local_files import reason_of
+from driftline.runs.records import Record, TensorKey
+
+_LARGEST = 256 << 20
+_NUMBER = re.compile(r"_(\d{1,9})\.csv$")
+
+
+class ListedOperator(NamedTuple):
+    """One line of an operation csv.
+
+    Attributes:
+        execution: Number of the execution, from the file's name.
+        name: As the line has it.
+        kind: The type alone.
+        ids: Operation id.
+        param: Its parameters; None where the line has none that can be read.
+        damaged: They are there, and no JSON.
+        inputs: Types and shapes of what goes in.
+        outputs: Of what comes out.
+    """
+
+    execution: int
+    name: str
+    kind: str
+    ids: str
+    param: Mapping[str, Any] | None
+    damaged: bool
+    inputs: tuple[Described, ...]
+    outputs: tuple[Described, ...]
+
+
+def listed(path: Path) -> list[ListedOperator]:
+    """The operators of an operation csv.
+
+    Raises:
+        BadInput: It lists none, or kernels.
+        BadFile: It cannot be read.
+    """
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(_LARGEST + 1)
+    except OSError as trouble:
+        raise BadFile(f"{path} cannot be read: {reason_of(trouble)}") from None
+    if len(raw) > _LARGEST:
+        raise BadFile(f"{path} is larger than {_LARGEST >> 20} MiB")
+    number = _NUMBER.search(path.name)
+    lines = read_operations(raw.decode("utf-8", "replace"), int(number[1]) if number else 0)
+    found = [
+        ListedOperator(
+            line.execution,
+            line.name,
+            line.kind,
+            line.ids,
+            None if line.damaged else line.param,
+            line.damaged,
+            line.inputs,
+            line.outputs,
+        )
+        for line in lines
+        if line.name != line.kind and line.outputs
+    ]
+    if not found and lines:
+        raise BadInput(
+            f"{path} lists kernels, not operators",
+            hint="give -c the file in operation_io_tensors, not that in kernel_io_tensors",
+        )
+    if not found:
+        raise BadInput(
+            f"{path} is no operation csv: no line of it has the 21 columns of one",
+            hint="it is written by dump --type op, as operation_tensors_0.csv",
+        )
+    return found
+
+
+# Inputs and outputs of the operators of an ATB dump, as definitions want them.
+
+
+AnyArray = np.ndarray[Any, np.dtype[Any]]
+
+IN_PLACE = {"KvCache": ("2",), "ReshapeAndCache": ("2", "3"), "SetValue": ("0", "1")}
+"""Inputs that hold the result afterwards, for operators that have no output of their own."""
+
+Place = tuple[int, int, int, str]
+"""Rank, process, execution, operation id."""
+
+
+class Missing(Exception):
+    """A tensor that is needed and not there, in words."""
+
+
+class Dumped(NamedTuple):
+    """A tensor of a dump.
+
+    Attributes:
+        slot: Its number.
+        tensor: Its values.
+        raw: Its values as stored, flat.
+        shape: Its shape in ordinary order.
+        tiled: It was stored in tiles, so it may be padded.
+        path: Its file; of outputs only.
+    """
+
+    slot: str
+    tensor: Tensor
+    raw: AnyArray
+    shape: tuple[int, ...]
+    tiled: bool
+    path: str
+
+
+class Given(NamedTuple):
+    """The inputs of a call, and when they were taken."""
+
+    tensors: tuple[Dumped, ...]
+    moment: str
+
+
+class Tensors:
+    """Finds the tensors of operators in a dump."""
+
+    def __init__(self, run: AtbRun) -> None:
+        self._run = run
+        self._folders: dict[tuple[int, int, int, str], OperationFolder] = {}
+        for rank, process, step, folder in run.executed():
+            self._folders[rank, process, step, folder.site] = folder
+        self._records: dict[tuple[int, int, int, str], list[Record]] = {}
+        for record in run.records:
+            key = record.key
+            self._records.setdefault((key.rank, key.process, key.step, key.site), []).append(record)
+        self._graphs: dict[int, bool] = {}
+
+    def by_ids(self) -> dict[Place, OperationFolder]:
+        """Every operation by its id."""
+        return {
+            (rank, process, step, folder.ids): folder
+            for (rank, process, step, _), folder in self._folders.items()
+            if folder.files
+        }
+
+    def parent(
+        self, rank: int, process: int, step: int, folder: OperationFolder
+    ) -> OperationFolder | None:
+        above = folder.site.rpartition(".")[0]
+        return self._folders.get((rank, process, step, above)) if above else None
+
+    def is_graph(self, folder: OperationFolder) -> bool:
+        """Whether a folder holds operators, and not only the kernels of one."""
+        known = self._graphs.get(id(folder))
+        if known is None:
+            known = any(
+                child.kind.endswith("Operation")
+                or definition_of(child.kind.rpartition("_")[2]) is not None
+                or self.is_graph(child)
+                for child in folder.children.values()
+            )
+            self._graphs[id(folder)] = known
+        return known
+
+    def path_of(self, rank: int, process: int, step: int, folder: OperationFolder) -> str:
+        """The folder of the outputs, below what was opened."""
+        for record in self._records.get((rank, process, step, folder.site), ()):
+            if record.key.port == "output":
+                return self._run.source(record).rpartition("/")[0]
+        return ""
+
+    def _of(self, call: OperatorCall, port: str, moment: str) -> dict[str, Record]:
+        found = self._records.get((call.rank, call.process, call.step, call.site), ())
+        return {
+            record.key.slot: record
+            for record in found
+            if record.key.port == port and record.key.moment == moment and not record.key.visit
+        }
+
+    def inputs(
+        self, call: OperatorCall, folder: OperationFolder, line: ListedOperator | None = None
+    ) -> Given:
+        """All inputs, before the execution where that was dumped.
+
+        Raises:
+            Missing: One is not there.
+            DriftlineError: One cannot be read.
+        """
+        moment = "before"
+        found = self._of(call, "input", moment)
+        if not found:
+            moment = "after"
+            found = self._of(call, "input", moment)
+        count = max((int(slot) + 1 for slot in found), default=0)
+        if line is not None:
+            count = max(count, len(line.inputs))
+        tensors: list[Dumped] = []
+        for number in range(count):
+            record = found.get(str(number))
+            if record is not None:
+                tensors.append(self._read(record, folder, f"input {number}"))
+                continue
+            said = line.inputs[number] if line and number < len(line.inputs) else None
+            if said is None or 0 not in said.shape or said.dtype not in DTYPES:
+                raise Missing(f"input {number} is not in the dump")
+            raw = np.empty(0, DTYPES[said.dtype].storage)
+            empty = tensor_of(raw, said.dtype, said.shape)
+            tensors.append(Dumped(str(number), empty, raw, said.shape, False, ""))
+        return Given(tuple(tensors), moment)
+
+    def inputs_of_ranks(self, call: OperatorCall) -> Given:
+        """The inputs of the same operator on every rank, rank by rank.
+
+        Raises:
+            Missing: A rank is not in the dump.
+            DriftlineError: An input cannot be read.
+        """
+        ranks = sorted(
+            (place, folder)
+            for place, folder in self._folders.items()
+            if place[2] == call.step and place[3] == call.site and folder.files
+        )
+        wanted = call.param.get("rankSize", 0)
+        if isinstance(wanted, int) and wanted and len(ranks) != wanted:
+            raise Missing(f"it joins {wanted} ranks, and {len(ranks)} of them are in the dump")
+        tensors: list[Dumped] = []
+        moment = "before"
+        for (rank, process, _, _), folder in ranks:
+            own = self.inputs(call._replace(rank=rank, process=process), folder)
+            tensors += own.tensors
+            moment = own.moment
+        return Given(tuple(tensors), moment)
+
+    def outputs(self, call: OperatorCall, folder: OperationFolder) -> tuple[Dumped, ...]:
+        """All outputs after the execution; of an operator in place, the inputs it changed.
+
+        Raises:
+            Missing: There are none.
+            DriftlineError: One cannot be read.
+        """
+        found = self._of(call, "output", "after")
+        if not found:
+            changed = self._of(call, "input", "after")
+            slots = IN_PLACE.get(plain_name(call.op_type), ())
+            if plain_name(call.op_type) == "ReshapeAndCache" and "3" not in changed:
+                slots = ("1",)
+            found = {str(at): changed[slot] for at, slot in enumerate(slots) if slot in changed}
+        if not found:
+            early = self._of(call, "output", "before")
+            why = ", only what their memory held before the execution" if early else ""
+            raise Missing(f"its outputs are not in the dump{why}")
+        slots = sorted(found, key=int)
+        return tuple(
+            self._read(found[slot], folder, f"output {slot}")._replace(
+                slot=slot, path=self._run.source(found[slot])
+            )
+            for slot in slots
+        )
+
+    def _read(self, record: Record, folder: OperationFolder, what: str) -> Dumped:
+        if lost := self._run.lost(record):
+            raise Missing(f"{what} cannot be read: {lost}")
+        if record.kept != "full":
+            kept = _KEPT.get(record.kept, "the description was")
+            raise Missing(f"of {what} only {kept} dumped")
+        raw = np.asarray(self._run.raw(record))
+        tensor = tensor_of(raw, record.dtype, record.shape)
+        tiled = any(
+            file.header is not None and file.header.layout in NZ_FORMATS
+            for file in _files(folder, record.key)
+        )
+        return Dumped(record.key.slot, tensor, raw, record.shape, tiled, "")
+
+    def contradiction(
+        self, rank: int, process: int, step: int, folder: OperationFolder, line: ListedOperator
+    ) -> str:
+        """What a csv says of an operator that its folder denies; empty if they agree."""
+        if folder.kind != line.kind:
+            return (
+                f"the csv calls operation {line.ids} {line.kind}, the dump {folder.kind}: "
+                "it is the csv of another dump"
+            )
+        records = self._records.get((rank, process, step, folder.site), ())
+        for port, described in (("input", line.inputs), ("output", line.outputs)):
+            for record in records:
+                number = int(record.key.slot)
+                if record.key.port != port or number >= len(described) or record.lost:
+                    continue
+                said = described[number]
+                plain = said.layout in ("nd", "nchw", "") and not any(
+                    file.header is not None and file.header.layout in NZ_FORMATS
+                    for file in _files(folder, record.key)
+                )
+                if plain and (said.shape != record.shape or said.dtype != record.dtype):
+                    return (
+                        f"the csv says {port} {number} is {said.dtype} {list(said.shape)}, in the "
+                        f"dump it is {record.dtype} {list(record.shape)}: "
+                        "it is the csv of another dump"
+                    )
+        return ""
+
+
+_KEPT = {"summary": "statistics were", "describe": "the description was"}
+
+
+def _files(folder: OperationFolder, key: TensorKey) -> Iterator[Any]:
+    for file in folder.files:
+        if (file.port, file.slot, file.moment) == (key.port, key.slot, key.moment):
+            yield file

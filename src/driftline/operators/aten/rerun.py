@@ -1,0 +1,121 @@
+"""A call executed again in its own types: inaccuracy is told from results that change.
+
+The same inputs, several times, on the device that was asked for. What the result should be is
+`golden`'s, what counts as equal `judging`'s.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from driftline.errors import BadInput
+from driftline.operators.aten.calls import raw_of
+from driftline.operators.aten.golden import Prepared, as_array, sentence
+from driftline.operators.result import Figures
+
+EXECUTIONS = 3
+
+
+def device_of(text: str) -> str:
+    """Where -rerun executes.
+
+    Raises:
+        BadInput: There is no such device.
+    """
+    name = f"cuda:{text}" if text.isdigit() else text or "cpu"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).add_(1)
+    except Exception as trouble:
+        raise BadInput(
+            f"there is no device {name} here: {sentence(trouble)}",
+            hint="-device cpu is always there",
+        ) from None
+    if device.type == "meta":
+        raise BadInput("nothing can be executed on the device meta", hint="-device cpu")
+    return str(device)
+
+
+class Again(NamedTuple):
+    """What a call gave when it was executed again, several times; or why it could not be."""
+
+    results: list[dict[str, torch.Tensor]]
+    trouble: str = ""
+
+
+def executions(call: Prepared, device: str) -> Again:
+    """Execute a call again in its own types, each time from the same inputs."""
+    try:
+        return Again([call.again("own", device) for _ in range(EXECUTIONS)])
+    except Exception as why:
+        return Again([], sentence(why))
+
+
+def told_apart(
+    figures: Figures,
+    again: Again,
+    slot: str,
+    actual: torch.Tensor,
+    judged: Callable[[torch.Tensor], Figures],
+    device: str,
+) -> Figures:
+    """Whether what was found is inaccuracy, or a result that changes from one time to the next.
+
+    Args:
+        figures: What was found about the program's output.
+        again: The executions.
+        slot: Which output.
+        actual: The program's.
+        judged: Holds another result to the golden values.
+        device: Where it was executed.
+    """
+    if again.trouble:
+        return Figures("not checked", f"it cannot be executed again on {device}: {again.trouble}")
+    results = [one[slot] for one in again.results if slot in one]
+    if len(results) != EXECUTIONS:
+        return Figures("not checked", "executed again, it gives no such output")
+    found = judged(results[0])
+    changes = not all(_same(results[0], other) for other in results[1:])
+    same = _same(results[0], actual)
+    if changes:
+        spread = max(_apart(results[0], other) for other in results[1:])
+        words = f"not deterministic: from one time to the next on {device}, up to {spread:g} apart"
+    elif same:
+        words = f"deterministic: the same again on {device}"
+    else:
+        spread = _apart(results[0], actual)
+        words = f"executed again on {device} it is another result, by up to {spread:g}"
+    if figures.status == "fail" and found.status == "fail":
+        kind = "and inaccurate" if changes else "inaccurate"
+        return found._replace(reason=f"{words}; {kind}: {found.reason}")
+    if figures.status == "fail":
+        kind = "" if changes else ", and right: the operator does not give what the run holds"
+        return figures._replace(reason=f"{words}{kind}; in the run: {figures.reason}")
+    if found.status == "fail":
+        return found._replace(reason=f"{words}; right in the run, here: {found.reason}")
+    if changes or not same:
+        return found._replace(reason=f"{words}; both are right")
+    return found
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(np.array_equal(raw_of(a), raw_of(b)))
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    if a.shape != b.shape:
+        return float("inf")
+    one, other = as_array(a, a.dtype), as_array(b, a.dtype)
+    kind = complex if np.iscomplexobj(one) else float
+    with np.errstate(all="ignore"):
+        off = np.abs(one.astype(kind) - other.astype(kind))
+    return float(np.nan_to_num(off, nan=0.0).max(initial=0.0))

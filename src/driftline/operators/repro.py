@@ -1,0 +1,259 @@
+"""A failing operator as a stand-alone script: its definition, its inputs, what it gave; numpy only.
+
+The script carries the files of `families` that the definition needs, so it shows the error where
+Driftline is not installed, and says in code what was expected.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from driftline.comparison.tolerance.defaults import allowed
+from driftline.errors import BadFile
+from driftline.numerics.dtypes import DTYPES
+from driftline.operators.atb.matching import fitted, formats_of
+from driftline.operators.atb.tensors import Dumped, Given
+from driftline.operators.definitions.call import Unfit
+from driftline.operators.definitions.registry import definition_of, results
+from driftline.operators.result import OperatorCall
+from driftline.operators.source import Reproduction
+from driftline.runs.local_files import reason_of
+
+AnyArray = np.ndarray[Any, np.dtype[Any]]
+
+TENSORS = "tensors.npz"
+SCRIPT = "repro.py"
+_FAMILIES = "driftline.operators.definitions"
+_PLAIN = ("float64", "float32", "float16", "complex64", "complex128", "bool")
+_UNSAFE = re.compile(r"[^\w.-]+", re.ASCII)
+
+_HEAD = '''"""{title}
+
+Written by `driftline opcheck --repro`. Needs numpy and {tensors}, which lies beside it:
+
+    python {script}
+
+Computes what the operator should have given, from its inputs, in float64, and compares that with
+what it gave. Exit code 1: the error is there. 0: it is not.
+"""
+
+from __future__ import annotations
+'''
+
+_TAIL = """
+
+# ---- The call, and the comparison ----------------------------------------------------------------
+
+OPERATOR = {operator!r}
+PARAM = json.loads({param!r})
+INPUTS = {inputs!r}
+OUTPUTS = {outputs!r}
+# For each output: bound of an element, is it relative, its floor, percent that must be within, and
+# whether rounding in a sum counts (unit roundoff; 0 if not).
+BOUNDS = {bounds!r}
+TILED = {tiled!r}
+
+
+def decoded(values, dtype):
+    if dtype == "bfloat16":
+        return (values.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return values.astype(np.float64) if is_float(dtype) else values
+
+
+def fitted(values, shape):
+    # Without the tiles and the padding in which a device may have stored it.
+    if values.shape == shape:
+        return values
+    if TILED and values.ndim == 4 and len(shape) != 4:
+        values = values.transpose(0, 2, 1, 3)
+        values = values.reshape(*values.shape[:2], -1)
+    if [n for n in values.shape if n != 1] == [n for n in shape if n != 1]:
+        return values.reshape(shape)
+    if TILED and values.ndim == len(shape):
+        return values[tuple(slice(0, size) for size in shape)]
+    return values
+
+
+def compared(golden, actual, result, bound):
+    error, relative, floor, required, roundoff = bound
+    with np.errstate(all="ignore"):
+        alike = (golden == actual) | (np.isnan(golden) & np.isnan(actual))
+        off = np.where(alike, 0.0, np.abs(actual.astype(float) - golden.astype(float)))
+        off = np.where(np.isnan(off), np.inf, off)
+        size = np.where(np.isfinite(golden), np.abs(golden.astype(float)), 0.0)
+    limit = error * np.maximum(size, floor) if relative else np.full(off.shape, error)
+    if roundoff and result.terms > 1:
+        scale = scale_of(result)
+        scale = size if scale is None else fitted(scale, off.shape)
+        limit = limit + np.sqrt(result.terms) * roundoff * np.abs(scale)
+    inside = 100.0 * np.count_nonzero(off <= limit) / max(1, off.size)
+    return inside, off, inside >= required and not np.isinf(off).any()
+
+
+def main():
+    with np.load(Path(__file__).with_name({tensors!r})) as held:
+        tensors = [Tensor(decoded(held[name], dtype), dtype) for name, dtype in INPUTS]
+        given = [(name, dtype, decoded(held[name], dtype)) for name, dtype in OUTPUTS]
+    dtypes = [""] * (1 + max(int(name.removeprefix("output")) for name, _, _ in given))
+    for name, dtype, _ in given:
+        dtypes[int(name.removeprefix("output"))] = dtype
+    with np.errstate(all="ignore"):
+        found = {function}(Call(PARAM, tensors, dtypes))
+    fine = True
+    for name, dtype, actual in given:
+        if name not in BOUNDS:
+            continue
+        result = found[int(name.removeprefix("output"))]
+        golden = fitted(rounded(result.values, dtype), actual.shape)
+        if golden.shape != actual.shape:
+            print(f"{{OPERATOR}} {{name}}: shape {{actual.shape}}, expected {{golden.shape}}")
+            fine = False
+            continue
+        inside, off, good = compared(golden, actual, result, BOUNDS[name])
+        fine = fine and good
+        verdict = "right" if good else "WRONG"
+        print(f"{{OPERATOR}} {{name}} ({{dtype}} {{actual.shape}}): {{verdict}}")
+        required = BOUNDS[name][3]
+        print(f"  {{inside:.4g}} % of the elements are within the bound, {{required:g}} % must be")
+        print(f"  largest error {{off.max(initial=0.0):g}}")
+        for place in np.argsort(-off, axis=None, kind="stable")[:5]:
+            at = tuple(int(n) for n in np.unravel_index(place, off.shape))
+            if off[at] == 0:
+                break
+            print(f"  at {{at}}: gave {{actual[at].item()}}, should be {{golden[at].item()}}")
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
+def reproduction_of(
+    call: OperatorCall, inputs: Given, outputs: Sequence[Dumped], failing: Sequence[str]
+) -> Reproduction | None:
+    """The script and its tensors; None where a shape kept the output from being computed.
+
+    Raises:
+        Unfit: The inputs no longer fit; they did when the row was made.
+    """
+    definition = definition_of(call.op_type)
+    if definition is None:
+        return None
+    formats = formats_of(outputs)
+    try:
+        found = results(call.op_type, call.param, [each.tensor for each in inputs.tensors], formats)
+    except Unfit:
+        return None
+    bounds: dict[str, tuple[float, bool, float, float, float]] = {}
+    for output in outputs:
+        if output.slot in failing and int(output.slot) < len(found):
+            result = fitted(found[int(output.slot)], output.shape, tiled=output.tiled)
+            bound = allowed(output.tensor.dtype, exact=result.exact)
+            roundoff = DTYPES[bound.dtype].unit_roundoff if bound.growth(2) else 0.0
+            numbers = (bound.error, bound.relative, bound.floor, bound.share, roundoff)
+            bounds[f"output{output.slot}"] = numbers
+    given = {f"input{number}": each for number, each in enumerate(inputs.tensors)}
+    produced = {f"output{each.slot}": each for each in outputs}
+    # A folder's name comes from a stranger, and goes into a program: letters and digits only.
+    place = _UNSAFE.sub("_", call.site)[:200]
+    title = f"{call.op_type} at {place} (operation {call.ids}): its output is not right."
+    head = _HEAD.format(title=title, tensors=TENSORS, script=SCRIPT)
+    tail = _TAIL.format(
+        operator=call.op_type,
+        param=json.dumps(dict(call.param), default=str),
+        inputs=[(name, each.tensor.dtype) for name, each in given.items()],
+        outputs=[(name, each.tensor.dtype) for name, each in produced.items()],
+        bounds=bounds,
+        tiled=any(each.tiled for each in (*inputs.tensors, *outputs)),
+        tensors=TENSORS,
+        function=definition.__name__,
+    )
+    return Reproduction(
+        call,
+        {name: stored(each) for name, each in given.items()},
+        {name: stored(each) for name, each in produced.items()},
+        {name: each.tensor.dtype for name, each in (given | produced).items()},
+        head + "\n" + source_of(definition.__module__) + tail,
+    )
+
+
+def stored(each: Dumped) -> AnyArray:
+    """A tensor as the script reads it: bfloat16 as its bits, rarer formats as their values."""
+    dtype = each.tensor.dtype
+    if dtype == "bfloat16":
+        return each.raw.view(np.uint16).reshape(each.shape)
+    if dtype in _PLAIN or DTYPES[dtype].kind in ("int", "uint"):
+        return each.tensor.values.astype(dtype if DTYPES[dtype].bits != 4 else np.int8)
+    return each.tensor.values
+
+
+def source_of(module: str) -> str:
+    """The text of a family and of those it needs, as one program without its own imports."""
+    texts: dict[str, str] = {}
+    _collect(module, texts)
+    imports = ["import json", "import sys", "from pathlib import Path"]
+    bodies: list[str] = []
+    for text in texts.values():
+        tree = ast.parse(text)
+        lines = text.split("\n")
+        for node in reversed(tree.body):
+            is_docstring = node is tree.body[0] and isinstance(node, ast.Expr)
+            if not isinstance(node, (ast.Import, ast.ImportFrom)) and not is_docstring:
+                continue
+            assert node.end_lineno is not None
+            line = " ".join(lines[node.lineno - 1 : node.end_lineno])
+            if isinstance(node, ast.Import) or (
+                isinstance(node, ast.ImportFrom)
+                and node.module not in ("__future__",)
+                and not (node.module or "").startswith("driftline")
+            ):
+                imports.append(re.sub(r"\s+", " ", line))
+            del lines[node.lineno - 1 : node.end_lineno]
+        bodies.append(re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)).strip("\n"))
+    return "\n".join(sorted(set(imports))) + "\n\n\n" + "\n\n\n".join(bodies) + "\n"
+
+
+def _collect(module: str, texts: dict[str, str]) -> None:
+    """A family behind those it imports."""
+    import importlib
+
+    text = inspect.getsource(importlib.import_module(module))
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_FAMILIES + "."):
+            assert node.module is not None
+            if node.module not in texts:
+                _collect(node.module, texts)
+    texts[module] = text
+
+
+def write(found: Reproduction, folder: Path) -> Path:
+    """Put a reproduction into a folder of its own below the given one; returns the script.
+
+    Raises:
+        BadFile: It cannot be written.
+    """
+    call = found.call
+    name = f"{call.op_type}_{call.ids}" if call.ids else f"{call.op_type}_{call.site}"
+    name = _UNSAFE.sub("_", f"{name}_step{call.step}_rank{call.rank}")[:120]
+    place = folder / name
+    for number in range(1, 1000):
+        if not place.exists():
+            break
+        place = folder / f"{name}.{number}"
+    try:
+        place.mkdir(parents=True)
+        held: dict[str, Any] = {**found.inputs, **found.outputs}
+        np.savez(place / TENSORS, **held)
+        (place / SCRIPT).write_text(found.script, "utf-8")
+    except OSError as trouble:
+        raise BadFile(f"{place} cannot be written: {reason_of(trouble)}") from None
+    return place / SCRIPT

@@ -1,0 +1,134 @@
+"""Where operators to be checked come from: an ATB dump, or a run captured at operator level.
+
+The command knows no more than this file: a source yields one `Checked` per operator call that the
+user's filters leave. `operators/atb/source.py` and `operators/aten/source.py` are the two sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from driftline.operators.result import Metric, OperatorCall, OutputRow
+
+AnyArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+
+class Ask(NamedTuple):
+    """What the user wants checked.
+
+    Attributes:
+        ids: Operation ids; one matches itself and everything inside it. Empty: all.
+        names: Parts of operator types, in any case. Empty: all. Both filters must match.
+        metrics: Figures besides the verdict.
+        rerun: Execute the operator again instead of taking what was dumped.
+        device: Where to execute it again: "cpu", "cuda:0", or a number.
+        csv: Operation csv that says what to check; None walks the dump.
+        imports: Modules that define custom torch operators.
+    """
+
+    ids: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    metrics: tuple[Metric, ...] = ()
+    rerun: bool = False
+    device: str = ""
+    csv: Path | None = None
+    imports: tuple[str, ...] = ()
+
+    def wants(self, op_type: str, ids: str) -> bool:
+        """Whether an operator is to be checked."""
+        kind = op_type.lower()
+        by_name = not self.names or any(name.lower() in kind for name in self.names)
+        by_id = not self.ids or any(ids == each or ids.startswith(f"{each}_") for each in self.ids)
+        return by_name and by_id
+
+
+class Reproduction(NamedTuple):
+    """What a stand-alone script needs to show a failure.
+
+    Attributes:
+        call: The operator.
+        inputs: Input arrays as stored (bfloat16 as uint16), by name.
+        outputs: What was produced, as stored, by name.
+        dtypes: The element type of each of them.
+        script: Text of the script; it reads `tensors.npz` beside it.
+    """
+
+    call: OperatorCall
+    inputs: Mapping[str, AnyArray]
+    outputs: Mapping[str, AnyArray]
+    dtypes: Mapping[str, str]
+    script: str
+
+
+class Checked(NamedTuple):
+    """One operator call that was looked at.
+
+    Attributes:
+        call: The operator.
+        rows: One per output; one without a slot when the call as a whole could not be checked.
+    """
+
+    call: OperatorCall
+    rows: tuple[OutputRow, ...]
+
+
+class Source(Protocol):
+    """Operators to be checked.
+
+    Attributes:
+        kind: `ATB dump` or `aten calls`; printed.
+        filtered: Operator calls that the filters left out.
+        remarks: Sentences to print beside the result.
+    """
+
+    kind: str
+    filtered: int
+    remarks: Sequence[str]
+
+    def __len__(self) -> int:
+        """How many calls will be looked at."""
+        ...
+
+    def __iter__(self) -> Iterator[Checked]: ...
+
+    def call(self, number: int) -> OperatorCall:
+        """One of the calls, by its place."""
+        ...
+
+    def at(self, number: int) -> Checked:
+        """The same, looked at."""
+        ...
+
+    def reproduction(self, checked: Checked) -> Reproduction | None:
+        """What shows a failing call without Driftline; None where that cannot be written."""
+        ...
+
+
+def open_source(path: Path, ask: Ask) -> Source:
+    """The source behind a path.
+
+    Raises:
+        DriftlineError: There is nothing that can be checked.
+    """
+    from driftline.errors import BadInput
+    from driftline.formats.ascend.atb.folders import locate
+
+    if path.is_dir() and locate(path) is not None:
+        from driftline.operators.atb.source import AtbSource
+
+        return AtbSource(path, ask)
+    if ask.csv is not None:
+        raise BadInput(
+            f"{path} is no ATB dump, so an operation csv has nothing to say about it",
+            hint="leave -c out for a run of driftline dump",
+        )
+    from driftline.formats.registry import open_run
+
+    run = open_run(path)
+    from driftline.operators.aten.source import AtenSource
+
+    return AtenSource(run, ask)

@@ -1,0 +1,426 @@
+"""What was found, as a list of checks that passed or did not: what machines of CI understand.
+
+Between an artefact (a table, a diagnosis, checked operators, a validation) and the painters of
+`github.py` and `junit.py`, which know none of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO, TypeAlias
+from xml.sax.saxutils import escape, quoteattr
+
+from driftline.comparison.table.row import Row
+from driftline.comparison.table.table import Table, is_kept
+from driftline.reporting import markdown
+from driftline.reporting.formatting import counted, number, shorten
+from driftline.reporting.terminal import printable
+from driftline.reporting.view import Block, Facts, Grid, Heading, Line, Sentence, Tree, View
+
+if TYPE_CHECKING:
+    from driftline.comparison.table.row_spool import KeptRows
+    from driftline.decoding.validation import Verdict
+    from driftline.diagnosis.result import Diagnosis
+    from driftline.reporting.views.operators import Report
+
+
+WORST = 20
+_DETAILS = 20
+Outcome: TypeAlias = Literal["pass", "fail", "skipped"]
+
+
+class Case(NamedTuple):
+    """One thing that was looked at.
+
+    Attributes:
+        name: What it is called.
+        group: What it is part of.
+        outcome: pass, fail, or skipped for what could not be judged.
+        message: Why not, in a sentence.
+        details: More about that, a line each.
+    """
+
+    name: str
+    group: str
+    outcome: Outcome
+    message: str = ""
+    details: tuple[str, ...] = ()
+
+
+class Checks(NamedTuple):
+    """Everything that was looked at.
+
+    Attributes:
+        command: Which command did.
+        passed: Whether the command ends with exit code 0.
+        finding: The result as a sentence.
+        first: The first bad place; empty where there is none to name.
+        tally: How many were looked at and how many are bad, as a sentence.
+        cases: One by one.
+        summary: The same for people, with the worst of it.
+    """
+
+    command: str
+    passed: bool
+    finding: str
+    first: str
+    tally: str
+    cases: Iterable[Case]
+    summary: View
+
+
+def of_table(table: Table, command: str = "compare") -> Checks:
+    """A comparison: a case for each site, of each step and rank."""
+    cases = SiteCases(table.rows)
+    failing = sum(row.status == "fail" for row in table.rows)
+    compared = table.coverage.compared
+    count = f"{failing} of {counted(compared, 'compared tensor')} fail; coverage: {table.coverage}"
+    first = table.first_site or (table.first.site if table.first is not None else "")
+    return Checks(
+        command,
+        table.verdict == "pass",
+        table.finding or table.verdict,
+        first,
+        count,
+        cases if is_kept(table.rows) else tuple(cases),
+        _table_summary(table, command, count),
+    )
+
+
+_Place = tuple[int, int, int, str]
+
+
+class SiteCases(Iterable[Case]):
+    """A case for each site, of each step and rank; made as often as they are walked over.
+
+    Of a long table in which step comes after step, those of one step are held at a time.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = rows
+        if is_kept(rows):
+            self._several = len(rows.processes) > 1 or rows.several_steps
+        else:
+            self._several = len({_place(row)[:3] for row in rows}) > 1
+
+    def __iter__(self) -> Iterator[Case]:
+        rows = self._rows
+        if not is_kept(rows) or not rows.in_turn:
+            return self._of(rows, {})
+        return self._step_by_step(rows)
+
+    def _step_by_step(self, rows: KeptRows) -> Iterator[Case]:
+        extra: dict[_Place, list[Row]] = {}
+        if rows.coverage.extra:
+            for row in rows:
+                if row.status == "extra":
+                    extra.setdefault(_place(row), []).append(row)
+        others = (row for row in rows if row.status != "extra")
+        for _, some in itertools.groupby(others, key=lambda row: _place(row)[:3]):
+            yield from self._of(some, extra)
+        yield from self._of([row for left in extra.values() for row in left], {})
+
+    def _of(self, rows: Iterable[Row], more: dict[_Place, list[Row]]) -> Iterator[Case]:
+        """The cases of some rows, and of more rows of the same places, which are taken out."""
+        places: dict[_Place, list[Row]] = {}
+        for row in rows:
+            places.setdefault(_place(row), []).append(row)
+        for place, own in places.items():
+            rank, process, step, site = place
+            name = site or "(model)"
+            if self._several:
+                name += f" [step {step}, rank {rank}" + (f".p{process}]" if process else "]")
+            yield _site_case(name, site.rpartition(".")[0], [*own, *more.pop(place, ())])
+
+
+def _place(row: Row) -> _Place:
+    return row.key.rank, row.key.process, row.key.step, row.key.site
+
+
+def of_diagnosis(found: Diagnosis) -> Checks:
+    """A diagnosis: a case for each site, which fails where it introduces error."""
+    from driftline.reporting.views import diagnosis
+
+    outcomes: dict[str, Outcome] = {"introduced": "fail", "unknown": "skipped"}
+    cases = [
+        Case(
+            (each.site or "(root)") + ("" if each.direction == "forward" else f" {each.direction}"),
+            each.site.rpartition(".")[0],
+            outcomes.get(each.status, "pass"),
+            (each.reason or each.cause or each.status) if each.status in outcomes else "",
+            (f"status {each.status}, error {number(each.error)}, cause {each.cause or 'unknown'}",)
+            if each.status == "introduced"
+            else (),
+        )
+        for each in found.sites
+    ]
+    guilty = sum(case.outcome == "fail" for case in cases)
+    count = f"{guilty} of {counted(len(cases), 'site')} introduce error; coverage: {found.coverage}"
+    finding = str(found) or found.verdict
+    return Checks(
+        "diagnose",
+        found.exit_code == 0,
+        finding,
+        found.first_site,
+        count,
+        tuple(cases),
+        _headed("diagnose", diagnosis.view(found, most=WORST)),
+    )
+
+
+def of_operators(report: Report) -> Checks:
+    """Checked operators: a case for each output."""
+    from driftline.reporting.views import operators
+
+    outcomes: dict[str, Outcome] = {"pass": "pass", "fail": "fail"}
+    cases = [
+        Case(
+            f"{row.call.site} {row.slot}".strip()
+            + (f" [step {row.call.step}, rank {row.call.rank}]"),
+            row.call.op_type,
+            outcomes.get(row.status, "skipped"),
+            row.figures.reason or ("" if row.status == "pass" else row.status),
+        )
+        for row in report.rows
+    ]
+    cover = report.coverage
+    count = (
+        f"{cover.failed} of {counted(cover.passed + cover.failed, 'checked operator')} are not "
+        f"right; {cover.unchecked} could not be checked"
+    )
+    first = next((row.call.site for row in report.rows if row.status == "fail"), "")
+    passed = bool(cover.passed) and not cover.failed
+    return Checks(
+        "opcheck",
+        passed,
+        operators.verdict(report),
+        first,
+        count,
+        tuple(cases),
+        _headed("opcheck", operators.view(report)),
+    )
+
+
+def of_verdicts(verdicts: Sequence[Verdict], lines: Callable[[Verdict], Iterable[str]]) -> Checks:
+    """Validations of decoders: a case for each model and shape.
+
+    Args:
+        verdicts: What was found.
+        lines: What there is to say of one.
+    """
+    cases = [
+        Case(
+            each.ask.id,
+            each.ask.model,
+            "pass" if each.passed else "fail",
+            "" if each.passed else each.complaint or "tokens differ",
+            () if each.passed else tuple(lines(each)),
+        )
+        for each in verdicts
+    ]
+    bad = [case for case in cases if case.outcome == "fail"]
+    count = f"{len(bad)} of {counted(len(cases), 'model and shape', 'models and shapes')} fail"
+    finding = f"{bad[0].name}: {bad[0].message}" if bad else "every model and shape passes"
+    grid = Grid(
+        "",
+        (Heading("status"), Heading("model and shape"), Heading("finding")),
+        tuple(
+            Line((case.outcome, case.name, case.message), "bad" if case.message else "plain")
+            for case in sorted(cases, key=lambda case: case.outcome != "fail")[:WORST]
+        ),
+        max(0, len(cases) - WORST),
+    )
+    head = Sentence(f"{'FAIL' if bad else 'PASS'}: {finding}", "bad" if bad else "good")
+    view = _headed("validate", View((head, Sentence(count), grid)))
+    first = bad[0].name if bad else ""
+    return Checks("validate", not bad, finding, first, count, tuple(cases), view)
+
+
+def _site_case(name: str, group: str, rows: Sequence[Row]) -> Case:
+    failing = [row for row in rows if row.status == "fail"]
+    if failing:
+        failing.sort(key=lambda row: -math.inf if math.isnan(row.severity) else -row.severity)
+        said = tuple(_said(row) for row in failing[:_DETAILS])
+        return Case(name, group, "fail", said[0], said)
+    if any(row.status == "pass" for row in rows):
+        return Case(name, group, "pass")
+    reason = rows[0].reason or rows[0].status
+    return Case(name, group, "skipped", f"{rows[0].status}: {reason}")
+
+
+def _said(row: Row) -> str:
+    where = f"{row.port} {row.slot}"
+    value = row.metrics.get(row.decided_by)
+    if value is None:
+        return f"{where}: {row.reason or row.status}"
+    limit = "" if row.limit is None else f", allowed {number(row.limit)}"
+    whose = f" ({row.limit_from})" if row.limit_from else ""
+    return f"{where}: {row.decided_by} {number(value)}{limit}{whose}"
+
+
+def _table_summary(table: Table, command: str, count: str) -> View:
+    from driftline.reporting.views import comparison
+    from driftline.reporting.views.comparison import along_depth, where
+
+    blocks: list[Block] = [comparison.headline(table), Sentence(count)]
+    if table.first is not None and table.reference.ordered:
+        blocks.append(Tree("", (where(table),)))
+    blocks += along_depth(table)
+    if table.coverage.compared:
+        blocks.append(comparison.grid(table, most=WORST))
+    about = [("reference", table.reference.path), ("candidate", table.candidate.path)]
+    blocks.append(Facts(tuple((name, path) for name, path in about if path)))
+    return _headed(command, View(tuple(blocks)))
+
+
+def _headed(command: str, view: View) -> View:
+    return View((Sentence(f"driftline {command}", "strong"), *view.blocks))
+
+
+# Checks for a run of GitHub Actions: two annotations, and a summary of the step.
+
+
+_LONGEST = 200
+"""Of a name: nobody reads more, and a summary holds a megabyte."""
+_LONGEST_TEXT = 2000
+
+
+def write_github(checks: Checks, stream: TextIO, summary: str = "") -> None:
+    """Write the annotations to a stream, and append the summary to a file.
+
+    Args:
+        checks: What was found.
+        stream: Whatever the runner reads.
+        summary: The file that the step's summary is made of; empty where there is none.
+    """
+    for line in commands(checks):
+        stream.write(f"{line}\n")
+    if not summary:
+        return
+    try:
+        with Path(summary).open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(markdown.paint(_bounded(checks.summary)) + "\n")
+    except OSError as trouble:
+        why = trouble.strerror or type(trouble).__name__
+        print(f"driftline: the summary cannot be written to {summary}: {why}", file=sys.stderr)
+
+
+def commands(checks: Checks) -> list[str]:
+    """An error for the first bad place, where there is one, and a notice with the count."""
+    title = f"driftline {checks.command}"
+    lines: list[str] = []
+    if not checks.passed:
+        where = f"{title}: {checks.first}" if checks.first else title
+        lines.append(_command("error", where, checks.finding))
+    lines.append(_command("notice", title, checks.tally))
+    return lines
+
+
+def _command(kind: str, title: str, text: str) -> str:
+    shown = shorten(printable(title), _LONGEST)
+    said = shorten(printable(text), _LONGEST_TEXT)
+    return f"::{kind} title={_property(shown)}::{_data(said)}"
+
+
+def _data(text: str) -> str:
+    r"""What the runner must not take for the end of a command.
+
+    >>> _data("50 %\r\n::error::x")
+    '50 %25%0D%0A::error::x'
+    """
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    """What it must not take for the end of a property either.
+
+    >>> _property("a: b, c")
+    'a%3A b%2C c'
+    """
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def _bounded(view: View) -> View:
+    """The view with names that stay readable."""
+
+    def short(value: object) -> object:
+        return shorten(value, _LONGEST) if isinstance(value, str) else value
+
+    blocks = [
+        block._replace(
+            lines=tuple(
+                line._replace(values=tuple(short(value) for value in line.values))
+                for line in block.lines
+            )
+        )
+        if isinstance(block, Grid)
+        else block._replace(text=shorten(block.text, _LONGEST_TEXT))
+        if isinstance(block, Sentence)
+        else block
+        for block in view.blocks
+    ]
+    return View(tuple(blocks))
+
+
+# Checks as the XML that test runners write and CI servers read.
+
+
+def write_junit(checks: Checks, stream: TextIO) -> None:
+    """The whole document, ended by a newline."""
+    verdict = Case(
+        "verdict",
+        f"driftline {checks.command}",
+        "pass" if checks.passed else "fail",
+        "" if checks.passed else checks.finding,
+        () if checks.passed else (checks.finding, checks.tally),
+    )
+    found = Counter(case.outcome for case in checks.cases) + Counter([verdict.outcome])
+    counts = _attributes(
+        tests=found.total(),
+        failures=found["fail"],
+        errors=0,
+        skipped=found["skipped"],
+        time=0,
+    )
+    suite = _attribute(f"driftline {checks.command}")
+    stream.write('<?xml version="1.0" encoding="UTF-8"?>\n')
+    stream.write(f'<testsuites name="driftline" {counts}>\n')
+    stream.write(f"<testsuite name={suite} {counts}>\n")
+    for case in itertools.chain([verdict], checks.cases):
+        for line in _case(case):
+            stream.write(f"{line}\n")
+    stream.write(f"<system-out>{_text(checks.finding)}\n{_text(checks.tally)}</system-out>\n")
+    stream.write("</testsuite>\n</testsuites>\n")
+
+
+def _case(case: Case) -> Iterator[str]:
+    group = case.group or "(model)"
+    head = f'<testcase classname={_attribute(group)} name={_attribute(case.name)} time="0"'
+    if case.outcome == "pass":
+        yield f"{head}/>"
+        return
+    yield f"{head}>"
+    if case.outcome == "skipped":
+        yield f"<skipped message={_attribute(case.message)}/>"
+    else:
+        body = "\n".join(_text(line) for line in case.details)
+        yield f'<failure type="drift" message={_attribute(case.message)}>{body}</failure>'
+    yield "</testcase>"
+
+
+def _attributes(**values: int) -> str:
+    return " ".join(f'{name}="{value}"' for name, value in values.items())
+
+
+def _attribute(text: str) -> str:
+    """Quoted; what XML has no place for (control characters, halves of pairs) as its escape."""
+    return quoteattr(printable(text))
+
+
+def _text(text: str) -> str:
+    return escape(printable(text))

@@ -1,0 +1,1 @@
+"""The HTML report: its data and the page around it."""

@@ -1,0 +1,90 @@
+"""Who feeds whom, for the detail of a site: its producers and its consumers.
+
+Asked of the reference's own graph: edges that a dump holds, else equal bytes within the run. Sites
+only; tensors between them have no names here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from driftline.errors import DriftlineError
+from driftline.graphs.model import GraphNode
+from driftline.graphs.sources.run import run_graph
+from driftline.runs.run import Run
+
+_MOST_READERS = 24
+"""Readers of one tensor: a mask that every layer is given says nothing about the flow."""
+_MOST_EDGES = 200_000
+_MOST_READ = 128 << 20
+"""Elements of tensors without a digest: to find out which are equal they must all be read."""
+
+
+def flow_of(run: Run, rank: int = 0, process: int = 0, step: int | None = None) -> Any:
+    """Edges between sites of one step; None where nothing is known."""
+    try:
+        if _unread(run) > _MOST_READ and not (run.topology(rank, process) or {}).get("edges"):
+            return None
+        graph = run_graph(run, rank, process, step)
+        topology = run.topology(rank, process)
+    except (DriftlineError, OSError, RecursionError):
+        return None  # a page without arrows is better than none
+    if graph is None:
+        return None
+    makers: dict[str, list[str]] = {}
+    readers: dict[str, list[str]] = {}
+    for node in _walk(graph.nodes):
+        for name in node.outputs:
+            makers.setdefault(name, []).append(node.site)
+        for name in node.inputs:
+            readers.setdefault(name, []).append(node.site)
+    edges: dict[tuple[str, str], None] = {}
+    for name, makes in makers.items():
+        reads = readers.get(name, [])
+        if len(reads) > _MOST_READERS:
+            continue
+        for maker in makes:
+            for reader in reads:
+                if not _nested(maker, reader):
+                    edges[maker, reader] = None
+        if len(edges) > _MOST_EDGES:
+            break
+    if not edges:
+        return None
+    sites = list(dict.fromkeys(site for edge in edges for site in edge))
+    place = {site: at for at, site in enumerate(sites)}
+    return {
+        "source": "edges" if topology is not None and topology.get("edges") else "bytes",
+        "sites": sites,
+        "from": np.asarray([place[maker] for maker, _ in edges], np.uint32),
+        "to": np.asarray([place[reader] for _, reader in edges], np.uint32),
+    }
+
+
+def _unread(run: Run) -> int:
+    return sum(
+        math.prod(record.shape)
+        for record in run.records
+        if not record.digest and record.kept == "full"
+    )
+
+
+def _walk(nodes: tuple[GraphNode, ...]) -> Iterator[GraphNode]:
+    waiting = list(reversed(nodes))
+    while waiting:
+        node = waiting.pop()
+        if node.site:
+            yield node
+        waiting += reversed(node.children)
+
+
+def _nested(one: str, other: str) -> bool:
+    """Whether one lies in the other, or they are the same: a module does not feed its own parts."""
+    if one == other or "(root)" in (one, other):
+        return True
+    longer, shorter = (one, other) if len(one) > len(other) else (other, one)
+    return longer.startswith(shorter) and longer[len(shorter)] in "./"

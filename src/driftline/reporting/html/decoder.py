@@ -1,0 +1,341 @@
+"""What validation of a text model left in a folder, as the decoder parts of a page.
+
+Reads the artefacts of `driftline validate`, `metrics` and `layer-metrics`; where several are of one
+model and shape they are put together. Judges tokens only by limits that somebody has given.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from driftline.comparison.table.files import is_table, open_table
+from driftline.comparison.table.table import Side, Table
+from driftline.comparison.tolerance.thresholds import Thresholds, load_thresholds
+from driftline.decoding.failing import METRICS, Rate
+from driftline.decoding.metric_files import MetricFile, find_metric_files
+from driftline.decoding.out_files import parse
+from driftline.errors import BadFile, BadInput, DriftlineError
+from driftline.reporting.html.tokens import (
+    Tokens,
+    first_failing,
+    of_files,
+    of_steps,
+    read_tokens,
+    shape_key,
+)
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
+
+_VALIDATION = ".validation.json"
+_TABLE = ".tokens.parquet"
+_LAYERS = ".layers"
+_LARGEST = 64 << 20
+_ALLOWED = 0.01
+"""Share of failing tokens from which on `driftline validate` fails, where nothing else is said."""
+
+Text = Callable[[int], str]
+
+
+def layers_of(table: Table) -> list[dict[str, Any]]:
+    """The map of a comparison of several steps; none of another."""
+    found = of_steps(table)
+    if found is None:
+        return []
+    part = _part("", {}, "", "")
+    part |= {"layers": found, "verdict": "unjudged", "sentence": ""}
+    return [part]
+
+
+def decoder_folder(
+    folder: Path, thresholds: Thresholds | StrPath | None = None, *, tokenizer: str = ""
+) -> tuple[Table, list[dict[str, Any]]]:
+    """The parts of a folder, and the comparison of layers that belongs to them.
+
+    Args:
+        folder: What the commands wrote into.
+        thresholds: Limits of tokens; those that lie in the folder if none are given.
+        tokenizer: Folder or id of the tokenizer, for the text of tokens.
+
+    Raises:
+        BadInput: The folder holds nothing of that kind.
+    """
+    groups = _groups(folder)
+    if not groups and (folder / "run.json").is_file():
+        raise BadInput(
+            f"{folder} is one run, and a report needs two",
+            hint=f"driftline report {folder} CAND, or REF {folder}",
+        )
+    if not groups:
+        raise BadInput(
+            f"{folder} is no comparison, and holds no scores of a decoder",
+            hint="driftline report REF CAND, or the folder that `driftline compare -o`, `metrics` "
+            "or `validate -o` wrote",
+        )
+    text = _texts(tokenizer)
+    limits = _limits(folder, thresholds)
+    parts = [_of_group(group, limits, text) for group in groups.values()]
+    tables = [
+        open_table(path) for group in groups.values() for path in group["tables"] if is_table(path)
+    ]
+    order = ("fail", "incomparable", "unjudged", "pass")
+    tables.sort(key=lambda table: order.index(table.verdict))
+    if tables:
+        return tables[0], parts
+    return _without_layers(parts), parts
+
+
+def _without_layers(parts: Sequence[Mapping[str, Any]]) -> Table:
+    first = parts[0]
+    about = {side: dict(first["about"]) | {"target": first[side]} for side in _SIDES}
+    return Table(
+        (),
+        reference=Side(f"{first['model']} ({first['reference']})", about["reference"]),
+        candidate=Side(f"{first['model']} ({first['candidate']})", about["candidate"]),
+    )
+
+
+_SIDES = ("reference", "candidate")
+
+
+def _groups(folder: Path) -> dict[str, dict[str, Any]]:
+    """Files by model and shape, in the order of their names."""
+    if not folder.is_dir():
+        raise BadInput(
+            f"{folder} is {'a file that is no table' if folder.exists() else 'not there'}",
+            hint="driftline report TABLE, or driftline report REF CAND",
+        )
+    groups: dict[str, dict[str, Any]] = {}
+
+    def group(path: Path) -> dict[str, Any]:
+        new: dict[str, Any] = {"tables": [], "files": [], "prefix": path.name}
+        return groups.setdefault(shape_key(path), new)
+
+    for path in sorted(folder.iterdir()):
+        if parse(path.name) is None:
+            continue
+        if path.name.endswith(_VALIDATION):
+            group(path)["validation"] = path
+        elif path.name.endswith(_TABLE):
+            group(path)["tokens"] = path
+        elif path.name.endswith(_LAYERS) and path.is_dir():
+            group(path)["tables"].append(path)
+    for file in find_metric_files(folder, below=False).files:
+        if file.layer:
+            key = shape_key(file.path.with_name(file.path.name.removesuffix(file.named.rest)))
+            if key in groups:
+                groups[key]["files"].append(file)
+    return groups
+
+
+def _limits(folder: Path, given: Thresholds | StrPath | None) -> Thresholds | None:
+    if isinstance(given, Thresholds):
+        return given
+    if given is not None:
+        return load_thresholds(given)
+    found = sorted(folder.glob("*-thresholds.json"))
+    return load_thresholds(found[0]) if len(found) == 1 else None
+
+
+def _texts(tokenizer: str) -> Text | None:
+    if not tokenizer:
+        return None
+    from driftline.decoding.models import load_tokenizer
+
+    loaded: Any = load_tokenizer(tokenizer)
+    return lambda token: str(loaded.decode([token]))
+
+
+def _part(model: str, shape: Mapping[str, Any], reference: str, candidate: str) -> dict[str, Any]:
+    return {
+        "model": model,
+        "shape": dict(shape),
+        "reference": reference,
+        "candidate": candidate,
+        "verdict": "unjudged",
+        "sentence": "",
+        "checks": [],
+        "tokens": None,
+        "prompts": [],
+        "first": None,
+        "layers": None,
+        "about": {},
+    }
+
+
+def _of_group(
+    group: Mapping[str, Any], limits: Thresholds | None, text: Text | None
+) -> dict[str, Any]:
+    said = _read(group["validation"]) if "validation" in group else {}
+    tokens_path = cast("Path | None", group.get("tokens"))
+    any_path = tokens_path or group.get("validation") or group["tables"][0]
+    named = parse(any_path.name)
+    assert named is not None
+    beside = _beside(any_path, named.rest)
+    settings = cast("dict[str, Any]", said.get("settings") or beside.get("settings") or {})
+    part = _part(
+        str(settings.get("model") or named.model),
+        {
+            "batch_size": named.batch_size,
+            "seq_length": named.length,
+            "max_new_tokens": named.new_tokens,
+            "dtype": named.dtype,
+        },
+        str(settings.get("reference", "")),
+        str(settings.get("candidate", "")),
+    )
+    part["about"] = {name: beside[name] for name in ("command", "versions") if name in beside}
+    tokens = None if tokens_path is None else read_tokens(tokens_path)
+    if said:
+        try:
+            _judged_before(part, said)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as trouble:
+            raise BadFile(
+                f"{group['validation']} is damaged: {type(trouble).__name__}: {trouble}"
+            ) from None
+    elif tokens is not None:
+        _judge(part, tokens, limits, named.model)
+        bad = {check["name"]: float(check["limit"]) for check in part["checks"]}
+        start = any_path.with_name(any_path.name.removesuffix(named.rest))
+        part["first"] = first_failing(start, tokens, bad, text)
+    if tokens is not None:
+        part["tokens"] = tokens.columns(_texts_of(said, text))
+    part["layers"] = _layers(group)
+    part["sentence"] = _sentence(part, said, tokens)
+    return part
+
+
+def _texts_of(said: Mapping[str, Any], text: Text | None) -> Text | None:
+    known = cast("Mapping[str, str]", said.get("texts") or {})
+    if text is None and not known:
+        return None
+    return lambda token: known.get(str(token)) or (text(token) if text is not None else "")
+
+
+def _judged_before(part: dict[str, Any], said: Mapping[str, Any]) -> None:
+    """What `driftline validate` found."""
+    source = str(cast("Mapping[str, Any]", said.get("limits") or {}).get("source", ""))
+    part["verdict"] = str(said.get("verdict", "unjudged"))
+    part["checks"] = [
+        {
+            "name": METRICS[str(rate["name"])][1],
+            "called": METRICS[str(rate["name"])][0],
+            "limit": rate["limit"],
+            "from": source,
+            "failing": rate["failing"],
+            "kept": rate["kept"],
+            "rate": rate["rate"],
+            "low": rate["interval"][0],
+            "high": rate["interval"][1],
+            "allowed": rate["allowed"],
+            "passed": rate["passed"],
+        }
+        for rate in cast("list[dict[str, Any]]", said.get("rates") or [])
+    ]
+    part["prompts"] = [
+        {**prompt, "failing": {METRICS[name][1]: n for name, n in prompt["failing"].items()}}
+        for prompt in cast("list[dict[str, Any]]", said.get("prompts") or [])
+    ]
+    first = cast("dict[str, Any] | None", said.get("first"))
+    if first is not None:
+        values = {METRICS[name][1]: value for name, value in first["values"].items()}
+        part["first"] = {**first, "values": values}
+
+
+def _judge(part: dict[str, Any], tokens: Tokens, limits: Thresholds | None, model: str) -> None:
+    """Scores of `driftline metrics`, held to limits that somebody has given."""
+    bad: dict[str, Any] = {}
+    for check, (called, column) in METRICS.items():
+        entry = None if limits is None else limits.find(column)
+        if limits is None or entry is None or not limits.belongs_to(model):
+            continue
+        limit = float(entry.value)
+        fails = ~(tokens.scores[column] < limit)
+        bad[column] = fails
+        rate = Rate(check, int(fails.sum()), len(fails), limit, _ALLOWED)
+        low, high = rate.interval
+        part["checks"].append(
+            {
+                "name": column,
+                "called": called,
+                "limit": limit,
+                "from": limits.path or "the thresholds",
+                "failing": rate.failing,
+                "kept": rate.kept,
+                "rate": rate.rate,
+                "low": low,
+                "high": high,
+                "allowed": _ALLOWED,
+                "passed": rate.passed,
+            }
+        )
+    if part["checks"]:
+        passed = all(check["passed"] for check in part["checks"])
+        part["verdict"] = "pass" if passed else "fail"
+    part["prompts"] = tokens.prompts(bad)
+
+
+def _layers(group: Mapping[str, Any]) -> dict[str, Any] | None:
+    for path in group["tables"]:
+        if is_table(path):
+            try:
+                found = of_steps(open_table(path))
+            except DriftlineError:
+                continue
+            if found is not None:
+                return found | {"unit": "token"}  # a text model's own files: a step is a token
+    return of_files(cast("list[MetricFile]", group["files"]))
+
+
+def _sentence(part: Mapping[str, Any], said: Mapping[str, Any], tokens: Tokens | None) -> str:
+    checks = cast("list[dict[str, Any]]", part["checks"])
+    broken = [check for check in checks if not check["passed"]]
+    if broken:
+        words = [
+            f"{check['called']} fails at {check['failing']:,} of {check['kept']:,} tokens "
+            f"({100 * check['rate']:.3g} %, allowed below {100 * check['allowed']:.3g} %)"
+            for check in broken
+        ]
+        bad = sum(any(prompt["failing"].values()) for prompt in part["prompts"])
+        count = len(part["prompts"])
+        have = "has" if bad == 1 else "have"
+        return f"{'; '.join(words)}; {bad} of {count} prompts {have} failing tokens"
+    if checks:
+        worst = max(checks, key=lambda check: check["rate"] / check["allowed"])
+        return (
+            f"{worst['kept']:,} tokens are near enough: {worst['called']} fails at "
+            f"{worst['failing']:,} of them ({100 * worst['rate']:.3g} %, allowed below "
+            f"{100 * worst['allowed']:.3g} %)"
+        )
+    if said.get("tokens_equal"):
+        return "Every token that the two generate is the same"
+    if tokens is not None:
+        return f"{len(tokens):,} tokens were scored; no limits were given to judge them by"
+    return "layers were compared, token by token"
+
+
+def _beside(path: Path, rest: str) -> dict[str, Any]:
+    start = path.name.removesuffix(rest)
+    for suffix in (".provenance.json", ".layers.json"):
+        if found := _read(path.with_name(start + suffix)):
+            return found
+    return {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object, or nothing: what hangs on it is a sentence and an order."""
+    try:
+        if path.stat().st_size > _LARGEST:
+            return {}
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return cast("dict[str, Any]", content) if isinstance(content, dict) else {}
+
+
+def _refuse(word: str) -> float:
+    return math.nan if word == "NaN" else math.inf

@@ -1,0 +1,612 @@
+"""Rows of a table as columns of a page: text by code, figures as arrays (docs/report-format.md).
+
+Knows the three forms of a column and which fields of a row a reader of a page needs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from driftline import __version__
+from driftline.comparison.table.files import metric_names
+from driftline.comparison.table.row import Row
+from driftline.comparison.table.table import Side, Table
+from driftline.reporting.html.depth import DRAWN, depth_lines
+from driftline.reporting.html.page import Array, singles
+from driftline.runs.run import Run
+
+if TYPE_CHECKING:
+    from driftline.diagnosis.result import Diagnosis
+
+
+Column = dict[str, Any]
+
+_TEXT: dict[str, Callable[[Row], str]] = {
+    "site": lambda row: row.key.site,
+    "port": lambda row: row.key.port,
+    "slot": lambda row: row.key.slot,
+    "phase": lambda row: row.key.phase,
+    "moment": lambda row: row.key.moment,
+    "status": lambda row: row.status,
+    "reason": lambda row: row.reason,
+    "candidate_site": lambda row: row.candidate_site,
+    "candidate_port": lambda row: row.candidate_port,
+    "candidate_slot": lambda row: row.candidate_slot,
+    "by": lambda row: row.by,
+    "reference_recipe": lambda row: row.reference_recipe,
+    "candidate_recipe": lambda row: row.candidate_recipe,
+    "class": lambda row: row.class_name,
+    "candidate_class": lambda row: row.candidate_class,
+    "reference_dtype": lambda row: row.reference_dtype,
+    "candidate_dtype": lambda row: row.candidate_dtype,
+    "reference_shape": lambda row: _dims(row.reference_shape),
+    "candidate_shape": lambda row: _dims(row.candidate_shape),
+    "line": lambda row: row.line,
+    "fused": lambda row: row.fused,
+    "culprit": lambda row: row.culprit,
+    "basis": lambda row: row.basis,
+    "estimated": lambda row: " ".join(row.estimated),
+    "decided_by": lambda row: row.decided_by,
+    "limit_from": lambda row: row.limit_from,
+}
+_NUMBERS: dict[str, Callable[[Row], float | int | None]] = {
+    "step": lambda row: row.key.step,
+    "rank": lambda row: row.key.rank,
+    "visit": lambda row: row.key.visit,
+    "process": lambda row: row.key.process,
+    "order": lambda row: row.order,
+    "candidate_step": lambda row: row.candidate_step,
+    "candidate_visit": lambda row: row.candidate_visit,
+    "candidate_rank": lambda row: row.candidate_rank,
+    "confidence": lambda row: row.confidence,
+    "limit": lambda row: row.limit,
+    "severity": lambda row: row.severity,
+}
+
+
+def row_columns(table: Table) -> dict[str, Any]:
+    """All rows of a table: their number, their fields and their metrics, by column."""
+    rows = table.rows
+    columns = {name: words([get(row) for row in rows]) for name, get in _TEXT.items()}
+    columns |= {name: numbers([get(row) for row in rows]) for name, get in _NUMBERS.items()}
+    metrics = {
+        name: numbers([row.metrics.get(name) for row in rows]) for name in metric_names(table)
+    }
+    return {"count": len(rows), "columns": columns, "metrics": metrics}
+
+
+def words(values: Sequence[str]) -> Column:
+    """A column of text.
+
+    >>> words(["a", "a"])
+    {'same': 'a', 'n': 2}
+    """
+    codes: dict[str, int] = {}
+    places = [codes.setdefault(value, len(codes)) for value in values]
+    if len(codes) <= 1:
+        return {"same": next(iter(codes), None), "n": len(values)}
+    return {"words": list(codes), "codes": np.asarray(places, np.uint32).astype(_code(len(codes)))}
+
+
+def numbers(values: Sequence[float | int | None]) -> Column:
+    """A column of figures, some of which may be absent; NaN is a figure.
+
+    >>> numbers([None, None])
+    {'same': None, 'n': 2}
+    """
+    first = values[0] if values else None
+    # `is`, because NaN is not equal to itself, and 1 is equal to True.
+    if all(value is first or value == first for value in values):
+        return {"same": first, "n": len(values)}
+    if None not in values:
+        return {"numbers": _narrow(cast("Sequence[float | int]", values)), "absent": None}
+    absent = np.fromiter((value is None for value in values), np.bool_, len(values))
+    filled = [0 if value is None else value for value in values]
+    return {"numbers": _narrow(filled), "absent": absent.astype(np.uint8)}
+
+
+def figures(values: Mapping[str, Array]) -> dict[str, Column]:
+    """Columns of arrays that are there already; NaN stands for what is absent."""
+    shown: dict[str, Column] = {}
+    for name, array in values.items():
+        known = array.dtype.kind != "f" or not bool(np.isnan(array).all())
+        if not known:
+            shown[name] = {"same": None, "n": int(array.size)}
+            continue
+        stored = singles(array) if array.dtype.kind == "f" else array
+        shown[name] = {"numbers": stored, "absent": None}
+    return shown
+
+
+def _narrow(values: Sequence[float | int]) -> Array:
+    if all(isinstance(value, int) for value in values):
+        low, high = min(values), max(values)
+        if low >= -(1 << 31) and high < 1 << 31:
+            return np.asarray(values, np.int32)
+        return np.asarray([float(value) for value in values], np.float64)
+    return singles(np.asarray(values, np.float64))
+
+
+def _code(count: int) -> type[np.unsignedinteger[Any]]:
+    return np.uint8 if count <= 1 << 8 else np.uint16 if count <= 1 << 16 else np.uint32
+
+
+def _dims(shape: tuple[int, ...] | None) -> str:
+    if shape is None:
+        return ""
+    return "x".join(map(str, shape)) or "scalar"
+
+
+# The sites of a table as a tree: what a reader unfolds to come to a layer.
+
+
+ROOT = "(root)"
+_DEEPEST = 48
+"""Levels of a name; what lies deeper keeps the rest of its name in one piece."""
+
+
+def path_of(site: str) -> list[str]:
+    """A site's name, level by level.
+
+    >>> path_of("layers.0.mlp/aten.mm"), path_of("bert/layer_0/MatMul"), path_of("(root)")
+    (['layers', '0', 'mlp', 'aten.mm'], ['bert', 'layer_0', 'MatMul'], [])
+    """
+    if site == ROOT:
+        return []
+    head, *operators = site.split("/")
+    parts = [*(head.split(".") if not head.startswith("(") else [head]), *operators]
+    if len(parts) <= _DEEPEST:
+        return parts
+    return [*parts[: _DEEPEST - 1], ".".join(parts[_DEEPEST - 1 :])]
+
+
+def outline(
+    sites: Iterable[tuple[str, str]], roots: Iterable[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """The tree of these sites, parents first.
+
+    Args:
+        sites: Site and class, in order of execution; a site may come again.
+        roots: The module tree of the run, as its topology has it: classes of what holds no tensor.
+    """
+    known = dict(_classes(roots))
+    names: list[str] = [ROOT]
+    owners: list[str | None] = [None]
+    parents: list[int] = [-1]
+    classes: list[str] = [known.get(ROOT, "")]
+    places: dict[tuple[int, str], int] = {}
+    for site, class_name in sites:
+        at = 0
+        so_far = ""
+        for part in path_of(site):
+            so_far = f"{so_far}.{part}" if so_far else part
+            found = places.get((at, part))
+            if found is None:
+                found = places[at, part] = len(names)
+                names.append(part)
+                owners.append(None)
+                parents.append(at)
+                classes.append(known.get(so_far, ""))
+            at = found
+        owners[at] = site
+        classes[at] = class_name or classes[at]
+    order = _parents_first(parents)
+    place = {old: new for new, old in enumerate(order)}
+    return {
+        "count": len(names),
+        "name": [names[old] for old in order],
+        "site": [owners[old] for old in order],
+        "parent": np.asarray(
+            [place[parents[old]] if parents[old] >= 0 else -1 for old in order], np.int32
+        ),
+        "class": [classes[old] for old in order],
+    }
+
+
+def _parents_first(parents: list[int]) -> list[int]:
+    """Depth first, children in the order in which they ran."""
+    children: dict[int, list[int]] = {}
+    for at, parent in enumerate(parents):
+        children.setdefault(parent, []).append(at)
+    order: list[int] = []
+    waiting = [0]
+    while waiting:
+        at = waiting.pop()
+        order.append(at)
+        waiting += reversed(children.get(at, []))
+    return order
+
+
+def _classes(roots: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
+    below: list[Any] = list(roots)
+    while below:
+        node = below.pop()
+        if not isinstance(node, Mapping):
+            continue
+        about = cast("Mapping[str, Any]", node)
+        yield str(about.get("site", "")), str(about.get("class", ""))
+        children = about.get("children")
+        below += cast("list[Any]", children) if isinstance(children, list) else []
+
+
+# What two runs say of themselves, and in what they differ: versions, number formats, devices.
+
+
+_CALLED = {
+    "target": "target",
+    "dtypes": "number formats",
+    "default_dtype": "default number format",
+    "devices": "devices",
+    "framework": "framework",
+    "seed": "seed",
+    "deterministic": "deterministic algorithms",
+    "threads": "threads",
+    "world_size": "processes in the job",
+    "machine": "processor",
+    "platform": "system",
+    "python": "Python",
+    "driftline": "captured by driftline",
+    "git": "commit",
+    "command": "command",
+    "argv": "command",
+    "created": "made at",
+    "format": "kind of dump",
+}
+"""Facts that are shown, in this order."""
+_NUMBER_KEYS = frozenset(
+    {
+        *("dtypes", "default_dtype", "devices", "framework", "seed", "deterministic", "threads"),
+        *("world_size", "machine", "git", "target"),
+    }
+)
+"""Facts that can change numbers; so can versions of libraries and environment variables."""
+_ALWAYS_OTHER = frozenset({"created"})
+_MOST_CLASSES = 12
+_A_HABIT = 3
+"""From so many sites on another name of a class is a way of naming."""
+
+
+def sides(table: Table, reference: Run | None = None, candidate: Run | None = None) -> Any:
+    """Both sides of a table: their facts, what differs between them, what does not."""
+    ours = _facts(table.reference, reference)
+    theirs = _facts(table.candidate, candidate)
+    differences = _tensors(table)
+    same: list[list[str]] = []
+    for what in dict.fromkeys((*ours, *theirs)):
+        here, there = ours.get(what), theirs.get(what)
+        kind = _kind(what)
+        shown = _CALLED.get(what, what)
+        if here == there:
+            same.append([shown, here or ""])
+        elif what not in _ALWAYS_OTHER:
+            differences.append(
+                {
+                    "what": shown,
+                    "reference": here or "not said",
+                    "candidate": there or "not said",
+                    # What one side does not say is no difference that could be acted upon.
+                    "weight": kind if here and there else "other",
+                }
+            )
+    differences.sort(key=lambda each: each["weight"] != "numbers")
+    short = _short(table.reference.path) != _short(table.candidate.path)
+    return {
+        "reference": _side(table.reference, ours, short=short),
+        "candidate": _side(table.candidate, theirs, short=short),
+        "differences": differences,
+        "same": same,
+    }
+
+
+def _short(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def _side(side: Side, facts: Mapping[str, str], *, short: bool) -> dict[str, Any]:
+    return {
+        "name": (_short(side.path) if short else side.path) or "in memory",
+        "path": side.path,
+        "facts": [[_CALLED.get(what, what), value] for what, value in facts.items()],
+        "losses": list(side.losses),
+    }
+
+
+def _kind(what: str) -> str:
+    plain = what in _NUMBER_KEYS or what not in _CALLED
+    return "numbers" if plain else "other"
+
+
+def _tensors(table: Table) -> list[dict[str, str]]:
+    """What the tensors themselves show: number formats of pairs, modules of another class."""
+    compared = [row for row in table.rows if row.compared]
+    formats = Counter(
+        (row.reference_dtype, row.candidate_dtype)
+        for row in compared
+        if row.reference_dtype != row.candidate_dtype
+    )
+    found = [
+        {
+            "what": f"stored tensors ({count} of {len(compared)})",
+            "reference": here,
+            "candidate": there,
+            "weight": "numbers",
+        }
+        for (here, there), count in formats.most_common(4)
+    ]
+    kinds: dict[tuple[str, str], dict[str, None]] = {}
+    for row in table.rows:
+        if row.candidate_class and row.candidate_class != row.class_name:
+            kinds.setdefault((row.class_name, row.candidate_class), {})[row.site] = None
+    for (here, there), sites in sorted(kinds.items(), key=lambda each: len(each[1]))[
+        :_MOST_CLASSES
+    ]:
+        first = next(iter(sites))
+        few = len(sites) < _A_HABIT
+        what = f"class of {first}"
+        if len(sites) > 1:
+            what += f" and {len(sites) - 1} more"
+        # What holds for many sites is how another framework calls them; a single one is a clue.
+        found.append(
+            {
+                "what": what,
+                "reference": here,
+                "candidate": there,
+                "weight": "numbers" if few else "other",
+            }
+        )
+    return found
+
+
+def _facts(side: Side, run: Run | None) -> dict[str, str]:
+    """Fact → its value in words, in the order of a reader's interest."""
+    said: dict[str, Any] = dict(side.about)
+    if run is not None:
+        processes = run.processes()
+        said |= {**run.manifest, **(processes[0] if processes else {})}
+    facts: dict[str, str] = {}
+    for what in _CALLED:
+        if what in said and (value := _worded(what, said[what])):
+            facts[what] = value
+        if what == "framework":
+            facts |= _several(said.get("versions"))
+        if what == "machine":
+            facts |= _several(said.get("environment"))
+    if "argv" in facts and "command" in facts:
+        del facts["argv"]
+    return facts
+
+
+def _several(found: Any) -> dict[str, str]:
+    if not isinstance(found, Mapping):
+        return {}
+    items = cast("Mapping[object, object]", found).items()
+    return {str(name): str(value) for name, value in items if value not in (None, "")}
+
+
+def _worded(what: str, value: Any) -> str:
+    if value is None or value == "":
+        return ""
+    if what == "git" and isinstance(value, Mapping):
+        told = cast("Mapping[str, Any]", value)
+        commit = str(told.get("commit") or "")[:12]
+        return f"{commit}{' with changes' if told.get('dirty') else ''}" if commit else ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        joint = " " if what in ("command", "argv") else ", "
+        return joint.join(str(each) for each in cast("Iterable[object]", value))
+    return str(value)
+
+
+# A judged table, and whatever else is known, as the document of a page (docs/report-format.md).
+
+
+SCHEMA = "driftline.page/1"
+_NO_PICTURES: Mapping[int, Mapping[str, Any]] = {}
+_BY = {
+    "replay": "a replay of the reference's modules",
+    "noise": "trusted runs",
+    "growth": "how the error grows in similar layers",
+    "weights": "the weights themselves",
+}
+
+
+def page_data(
+    table: Table,
+    *,
+    reference: Run | None = None,
+    candidate: Run | None = None,
+    diagnosis: Diagnosis | None = None,
+    noise: Sequence[Table] = (),
+    flow: Mapping[str, Any] | None = None,
+    pictures: Mapping[int, Mapping[str, Any]] = _NO_PICTURES,
+    decoder: Sequence[Mapping[str, Any]] = (),
+    notes: Sequence[str] = (),
+    title: str = "",
+) -> dict[str, Any]:
+    """The document of a page.
+
+    Args:
+        table: A judged comparison.
+        reference: The run behind it, if it is there: says more of itself than the table does.
+        candidate: The same of the other side.
+        diagnosis: Where and why, if it was asked.
+        noise: Comparisons of trusted runs with the same reference: what is normal.
+        flow: Who feeds whom, as `flow_of` gives it.
+        pictures: Row number → pictures of that pair.
+        decoder: What validation of a text model gave.
+        notes: What else the reader must know.
+        title: Of the page; made from the sides when empty.
+    """
+    both = sides(table, reference, candidate)
+    names = f"{both['reference']['name']} against {both['candidate']['name']}"
+    if decoder and decoder[0]["model"]:
+        first = decoder[0]
+        model = str(first["model"]).rstrip("/").rpartition("/")[2]
+        names = f"{model}, {first['reference']} against {first['candidate']}"
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "made": {
+            "by": f"driftline {__version__}",
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        },
+        "title": title or names,
+        "verdict": _verdict(table, diagnosis, notes, decoder),
+        "sides": both,
+        "metrics": [
+            {
+                "name": column.name,
+                "direction": column.direction,
+                "meaning": column.meaning,
+                "unit": column.unit,
+            }
+            for column in table.columns
+        ],
+        "rows": row_columns(table),
+        "tree": outline(
+            ((row.site, row.class_name) for row in table.rows),
+            _roots(reference, table),
+        ),
+        "depth": depth_lines(table, diagnosis=diagnosis, noise=noise),
+        "flow": flow,
+        "pictures": {str(at): {"row": at, **picture} for at, picture in sorted(pictures.items())},
+        "decoder": [
+            {name: value for name, value in part.items() if name != "about"} for part in decoder
+        ],
+        "diagnosis": None if diagnosis is None else diagnosis.as_json(),
+    }
+    return _readable(document)
+
+
+_REORDERING = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def _readable(value: Any) -> Any:
+    """The same with marks that turn text around written out: a name must not pose as another."""
+    if isinstance(value, str):
+        if _REORDERING.search(value) is None:
+            return value
+        return _REORDERING.sub(lambda mark: f"\\u{ord(mark[0]):04x}", value)
+    if isinstance(value, dict):
+        items = cast("dict[Any, Any]", value).items()
+        return {_readable(key): _readable(item) for key, item in items}
+    if isinstance(value, list):
+        return [_readable(item) for item in cast("list[Any]", value)]
+    return value
+
+
+def _verdict(
+    table: Table,
+    diagnosis: Diagnosis | None,
+    notes: Sequence[str],
+    decoder: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    first = None
+    if table.first is not None:
+        first = next((at for at, row in enumerate(table.rows) if row is table.first), None)
+        if first is None:
+            first = table.rows.index(table.first)
+    status, sentence = table.verdict, table.finding
+    judged = [part for part in decoder if part["checks"] or part["verdict"] != "unjudged"]
+    if judged or (decoder and not table.rows):
+        status, sentence = _of_decoder(judged or decoder)
+    site = table.first_site or None
+    class_name = ""
+    if site is not None:
+        named = (row for row in table.rows if row.site == site and row.class_name)
+        row = next(named, None)
+        if row is not None:
+            other = row.candidate_class
+            class_name = f"{row.class_name} → {other}" if other else row.class_name
+    said = table.limits.get("said")
+    losses = [
+        f"{name} run: {loss}"
+        for name, side in (("reference", table.reference), ("candidate", table.candidate))
+        for loss in side.losses
+    ]
+    return {
+        "status": status,
+        "sentence": sentence,
+        "headline": _headline(judged),
+        "site": site,
+        "row": first,
+        "class": class_name,
+        "ordered": table.reference.ordered,
+        "kind": str(table.limits.get("kind", "runs")),
+        "cause": _cause(diagnosis, site),
+        "coverage": table.coverage.as_json(),
+        "failing": len(table.failing),
+        "limits": said if isinstance(said, str) else "",
+        "notes": [*table.notes, *losses, *notes],
+        "tiles": _tiles(table),
+    }
+
+
+def _tiles(table: Table) -> list[list[str]]:
+    """How far apart the models are in the end, where the comparison reaches that far."""
+    outputs = [row for row in table.rows if row.port == "output" and row.compared and row.metrics]
+    if not outputs or not table.reference.ordered:
+        return []
+    whole = [row for row in outputs if row.site in ("(root)", "")]
+    last = (whole or outputs)[-1]
+    metric = last.decided_by or "relative_l2"
+    value = last.metrics.get(metric)
+    if value is None or metric not in DRAWN:
+        return []
+    name = "Output of the model" if whole else f"Last output, {last.site}"
+    allowed = "" if last.limit is None else f"{last.limit:g} allowed"
+    shown = f"{float(value):.3g}"
+    if last.limit is not None and shown == f"{last.limit:.3g}":  # 0.04998 keeps 0.05
+        shown = f"{float(value):.5g}"
+    return [[name, f"{metric} {shown}", allowed]]
+
+
+def _headline(judged: Sequence[Mapping[str, Any]]) -> str:
+    """What a decoder's validation says in a few words; empty for another page."""
+    if not judged:
+        return ""
+    worst = min(judged, key=lambda part: ("fail", "unjudged", "pass").index(str(part["verdict"])))
+    checks = cast("list[dict[str, Any]]", worst["checks"])
+    failing = max((int(check["failing"]) for check in checks), default=0)
+    if worst["verdict"] == "fail":
+        return f"{failing:,} of {int(checks[0]['kept']):,} generated tokens differ too much"
+    return "The two say the same" if not checks else "The two say the same, or nearly"
+
+
+def _cause(diagnosis: Diagnosis | None, site: str | None) -> dict[str, Any] | None:
+    """What kind of error it is; said only where something is known."""
+    if diagnosis is None or not diagnosis.introduced:
+        return None
+    by = str(diagnosis.evidence.get("by", ""))
+    return {
+        "kind": diagnosis.cause,
+        "sentence": diagnosis.sentences[1] if len(diagnosis.sentences) > 1 else "",
+        "where": diagnosis.sentences[0] if diagnosis.sentences else "",
+        "share": diagnosis.sentences[2] if len(diagnosis.sentences) > 2 else "",
+        "site": diagnosis.first_site,
+        "agrees": site is None or diagnosis.first_site == site,
+        "confidence": diagnosis.confidence,
+        "by": _BY.get(by, by),
+    }
+
+
+def _of_decoder(parts: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """The verdict of a page that has no table of tensors: the first part that fails speaks."""
+    order = ("fail", "unjudged", "pass")
+    worst = min(parts, key=lambda part: order.index(str(part["verdict"])))
+    return str(worst["verdict"]), str(worst["sentence"])
+
+
+def _roots(run: Run | None, table: Table) -> list[Mapping[str, Any]]:
+    if run is None or not table.rows:
+        return []
+    key = table.rows[0].key
+    topology = run.topology(key.rank, key.process)
+    found = topology.get("roots") if topology is not None else None
+    return cast("list[Mapping[str, Any]]", found) if isinstance(found, list) else []

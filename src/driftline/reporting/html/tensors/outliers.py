@@ -1,0 +1,241 @@
+"""Which tokens, heads, channels or rows carry the error: the slices that stand out of an axis.
+
+An index of an axis stands out when the relative error of its slice is several times that of the
+slice in the middle, or when it holds values that are not finite on one side only: the rule by which
+diagnosis says which tokens a mask tells apart, with the tensor itself as the measure of noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from driftline.numerics.dtypes import coarser
+from driftline.reporting.html.tensors.pair import BUDGET, F64, Flags, OpenedPair
+
+_MOST = 10
+_TIMES = 3.0
+_LEAST_SHARE = 0.2
+"""Slices with less of the squared error than this are not worth a sentence."""
+_BINS = 1 << 20
+"""Longer axes are looked at in so many parts."""
+_FLOOR = 0.01
+"""A slice of next to nothing is measured against so much of the mean slice."""
+_FULL = 0.9
+"""A block of channels stands out as a whole when so many of it do."""
+_WIDTHS = (256, 128, 96, 80, 64, 48, 40, 32, 24, 16, 8)
+
+
+class Suspect(NamedTuple):
+    """The worst slices of one axis.
+
+    Attributes:
+        axis: What the axis is.
+        extent: How many slices it has.
+        places: The worst ones, worst first.
+        share: Of the whole squared error, for each of them.
+        value: Relative L2 error of each slice.
+        standing_out: How many stand out; 0 where the error is spread over the axis.
+        sentence: The same in words.
+    """
+
+    axis: str
+    extent: int
+    places: tuple[int, ...]
+    share: tuple[float, ...]
+    value: tuple[float, ...]
+    standing_out: int
+    sentence: str
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "axis": self.axis,
+            "extent": self.extent,
+            "index": np.asarray(self.places, np.uint32),
+            "share": np.asarray(self.share, np.float64),
+            "value": np.asarray(self.value, np.float64),
+            "sentence": self.sentence,
+        }
+
+
+class _Axis:
+    """Energies of the slices of one axis, or of bins of them."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name = name
+        self.size = size
+        self.bin = -(-size // _BINS)
+        bins = -(-size // self.bin)
+        self.error, self.reference, self.apart = np.zeros(bins), np.zeros(bins), np.zeros(bins)
+
+    def add(self, places: npt.NDArray[np.intp], error: F64, reference: F64, apart: F64) -> None:
+        bins = places // self.bin
+        for into, what in (
+            (self.error, error),
+            (self.reference, reference),
+            (self.apart, apart),
+        ):
+            into += np.bincount(bins, weights=what, minlength=len(into))
+
+
+def suspects(pair: OpenedPair, *, budget: int = BUDGET) -> list[Suspect]:
+    """What stands out on each axis of a pair, the most telling axis first.
+
+    Rows that are made of several axes (batch x token) are an axis of their own. In an attention
+    blocks of channels that are as wide as a head may be are called heads.
+    """
+    if not pair.elements:
+        return []
+    axes = [_Axis(name, size) for name, size in zip(pair.axes[:-1], pair.shape[:-1], strict=True)]
+    rows = _Axis("row", pair.rows)
+    channels = _Axis(pair.axes[-1], pair.columns)
+    for piece in pair.pieces(pair.whole, bands=256, cells=256, budget=budget):
+        window = piece.window
+        with np.errstate(over="ignore"):
+            energy = window.error * window.error
+            size = np.where(window.both, window.reference, 0.0) ** 2
+        sums = [each.sum(axis=1) for each in (energy, size, window.apart.astype(np.float64))]
+        places = np.unravel_index(piece.rows, pair.shape[:-1]) if axes else ()
+        for axis, at in zip(axes, places, strict=True):
+            axis.add(at, *sums)
+        rows.add(piece.rows, *sums)
+        downwards = [each.sum(axis=0) for each in (energy, size, window.apart.astype(np.float64))]
+        channels.add(piece.columns, *downwards)
+    long = [axis for axis in axes if axis.size > 1]
+    looked_at = [*long, *([rows] if len(long) > 1 else []), channels]
+    unit = coarser(pair.reference.dtype, pair.candidate.dtype).unit_roundoff
+    found = [one for axis in looked_at if axis.size > 1 for one in _of(axis, pair, unit)]
+    return sorted(found, key=lambda one: (one.standing_out == 0, -_told(one)))
+
+
+def _told(one: Suspect) -> float:
+    """How much of the error few slices explain: the fewer of the more, the better."""
+    part = max(one.standing_out, 1) / one.extent
+    return sum(one.share) - part
+
+
+def _of(axis: _Axis, pair: OpenedPair, unit: float) -> list[Suspect]:
+    total = float(axis.error.sum())
+    if not (total > 0.0 or axis.apart.any()):
+        return []
+    floor = _FLOOR * float(axis.reference.sum()) / len(axis.reference)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        relative = np.sqrt(axis.error / np.maximum(axis.reference, floor))
+        own = np.sqrt(axis.error / axis.reference)
+    relative = np.where(np.isnan(relative), 0.0, relative)
+    own = np.where(axis.error == 0.0, 0.0, own)
+    level = max(float(np.median(relative)), unit / 4.0)
+    broken = axis.apart > 0.0
+    out = broken | (relative > _TIMES * level)
+    share = axis.error / total if 0.0 < total < math.inf else np.zeros_like(axis.error)
+    many = int(out.sum())
+    tells = 0 < many <= len(out) // 2 and (
+        bool(broken.any()) or float(share[out].sum()) >= _LEAST_SHARE
+    )
+    order = np.lexsort((-relative, ~broken)) if tells else np.argsort(-share, kind="stable")
+    worst = [int(at) for at in order[:_MOST] if out[at] or not tells]
+    one = Suspect(
+        axis.name,
+        axis.size,
+        tuple(at * axis.bin for at in worst),
+        tuple(float(share[at]) for at in worst),
+        tuple(math.inf if broken[at] else float(own[at]) for at in worst),
+        many if tells else 0,
+        _sentence(axis, pair, out, share, broken) if tells else _spread(axis, share, worst),
+    )
+    if not tells or axis.name != "channel" or axis.bin > 1 or not pair.attends:
+        return [one]
+    return [*_heads(axis, out, share, broken), one]
+
+
+def _sentence(axis: _Axis, pair: OpenedPair, out: Flags, share: F64, broken: Flags) -> str:
+    places = np.flatnonzero(out) * axis.bin
+    many = len(places)
+    if axis.name == "row":
+        words = "; ".join(pair.row_name(int(at)) for at in places[:3])
+        who = f"{many} of {axis.size} rows ({words}{'; …' if many > 3 else ''})"
+    else:
+        plural = axis.name if many == 1 or axis.name.startswith("axis") else f"{axis.name}s"
+        who = f"{plural} {ranges(places.tolist())}"
+        who += f" of {axis.size}" if many == 1 else f" ({many} of {axis.size})"
+    verb = "holds" if many == 1 else "hold"
+    if broken.any():
+        values = "values that are not finite on one side only"
+        if broken[out].all():
+            return f"{who} {verb} {values}"
+        return f"{who} {verb} {values}, or stand out"
+    return f"{who} {verb} {_percent(float(share[out].sum()))} of the squared error"
+
+
+def _spread(axis: _Axis, share: F64, worst: Sequence[int]) -> str:
+    word = axis.name if axis.name.startswith("axis") else f"{axis.name}s"
+    top = float(share[worst[0]]) if worst else 0.0
+    return f"the error is spread over the {word}; the worst holds {_percent(top)}"
+
+
+def _heads(axis: _Axis, out: Flags, share: F64, broken: Flags) -> list[Suspect]:
+    """Channels that stand out and fill whole blocks as wide as a head may be."""
+    for width in _WIDTHS:
+        if axis.size % width or axis.size // width < 2:
+            continue
+        filled = out.reshape(-1, width).mean(axis=1)
+        full = filled >= _FULL
+        if not full.any() or full.sum() * 2 > len(full) or (filled[~full] > 1.0 - _FULL).any():
+            continue
+        places = np.flatnonzero(full)
+        shares = share.reshape(-1, width).sum(axis=1)
+        energies = [each.reshape(-1, width).sum(axis=1) for each in (axis.error, axis.reference)]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            own = np.sqrt(energies[0] / energies[1])
+        own[broken.reshape(-1, width).any(axis=1)] = math.inf
+        worst = sorted(places.tolist(), key=lambda at: -float(shares[at]))[:_MOST]
+        many = len(places)
+        who = f"{'head' if many == 1 else 'heads'} {ranges(places.tolist())}"
+        what = f"{who} of {len(full)}, if heads are {width} channels wide"
+        verb = "holds" if many == 1 else "hold"
+        sentence = f"{what}, {verb} {_percent(float(shares[full].sum()))} of the squared error"
+        if broken.any():
+            sentence = f"{what}, {verb} values that are not finite on one side only"
+        return [
+            Suspect(
+                "head",
+                len(full),
+                tuple(worst),
+                tuple(float(shares[at]) for at in worst),
+                tuple(float(own[at]) for at in worst),
+                many,
+                sentence,
+            )
+        ]
+    return []
+
+
+def ranges(places: Sequence[int], most: int = 6) -> str:
+    """Numbers in few words.
+
+    >>> ranges([1, 2, 3, 7, 9, 10])
+    '1–3, 7, 9, 10'
+    """
+    words: list[str] = []
+    at = 0
+    while at < len(places):
+        end = at
+        while end + 1 < len(places) and places[end + 1] == places[end] + 1:
+            end += 1
+        if end - at >= 2:
+            words.append(f"{places[at]}–{places[end]}")
+        else:
+            words += [str(place) for place in places[at : end + 1]]
+        at = end + 1
+    shown = ", ".join(words[:most])
+    return f"{shown}, …" if len(words) > most else shown
+
+
+def _percent(share: float) -> str:
+    if share >= 0.9995:
+        return "all"
+    return f"{100.0 * share:.0f} %" if share >= 0.095 else f"{100.0 * share:.1g} %"

@@ -1,0 +1,286 @@
+"""Scores of generated tokens, and the first one that fails with both sides' likeliest.
+
+Reads `.tokens.parquet`, and of the saved logits no more than one prompt.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from driftline.comparison.table.row import Row
+from driftline.comparison.table.table import Table
+from driftline.decoding.metric_files import MetricFile, by_layer, read_values
+from driftline.decoding.out_files import CANDIDATE, REFERENCE, out_name, read_prompt
+from driftline.decoding.score_table import PLACES, SCORES
+from driftline.decoding.told import told_beside
+from driftline.decoding.top_logits import INDICES, NORM, VALUES
+from driftline.errors import BadFile, DriftlineError
+from driftline.registry import require
+from driftline.reporting.html.document import figures, words
+from driftline.reporting.html.page import Array, singles
+
+_LIKELIEST = 5
+_LABELS = (CANDIDATE, "aiu")
+
+Text = Callable[[int], str]
+
+
+class Tokens(NamedTuple):
+    """Every kept token of one model and shape.
+
+    Attributes:
+        places: seed, prompt, position and token, as integers.
+        names: The prompts' names.
+        scores: The scores, as float64; what is absent is NaN.
+    """
+
+    places: Mapping[str, Array]
+    names: Sequence[str]
+    scores: Mapping[str, Array]
+
+    def __len__(self) -> int:
+        return len(self.places["seed"])
+
+    def columns(self, text: Text | None) -> dict[str, Any]:
+        """As docs/report-format.md has them."""
+        shown = figures({**self.places, **self.scores})
+        shown["prompt_name"] = words(list(self.names))
+        if text is not None:
+            known = {int(token): text(int(token)) for token in np.unique(self.places["token"])}
+            shown["text"] = words([known[int(token)] for token in self.places["token"]])
+        return {"count": len(self), "columns": shown}
+
+    def prompts(self, bad: Mapping[str, Array]) -> list[dict[str, Any]]:
+        """Failing tokens of every prompt, by metric."""
+        found: dict[tuple[int, int], dict[str, Any]] = {}
+        for at in range(len(self)):
+            seed, prompt = int(self.places["seed"][at]), int(self.places["prompt"][at])
+            one = found.setdefault(
+                (seed, prompt),
+                {
+                    "seed": seed,
+                    "prompt": prompt,
+                    "name": self.names[at],
+                    "kept": 0,
+                    "failing": dict.fromkeys(bad, 0),
+                },
+            )
+            one["kept"] += 1
+            for name, fails in bad.items():
+                one["failing"][name] += int(fails[at])
+        return list(found.values())
+
+
+def read_tokens(path: Path) -> Tokens:
+    """The table of tokens.
+
+    Raises:
+        BadFile: It is none.
+    """
+    parquet = require("pyarrow.parquet")
+    try:
+        table: Any = parquet.read_table(path)
+        places = {
+            name: np.asarray(table[name].to_numpy(zero_copy_only=False), np.int64)
+            for name in PLACES
+            if name != "prompt_name"
+        }
+        names = [str(name or "") for name in table["prompt_name"].to_pylist()]
+        scores = {
+            name: np.asarray(table[name].to_numpy(zero_copy_only=False), np.float64)
+            for name in SCORES
+        }
+    except (OSError, ValueError, KeyError, TypeError) as trouble:
+        raise BadFile(f"{path} is no table of token scores: {trouble}") from None
+    return Tokens(places, names, scores)
+
+
+def first_failing(
+    start: Path, tokens: Tokens, limits: Mapping[str, float], text: Text | None
+) -> dict[str, Any] | None:
+    """The first token at or above a limit, and what both sides would have said there."""
+    fails = np.zeros(len(tokens), np.bool_)
+    for name, limit in limits.items():
+        fails |= ~(tokens.scores[name] < limit)
+    if not fails.any():
+        return None
+    at = int(np.flatnonzero(fails)[0])
+    seed, prompt, position, token = (
+        int(tokens.places[name][at]) for name in ("seed", "prompt", "position", "token")
+    )
+    read: Text = text or _nothing
+    sides: list[list[dict[str, Any]]] = []
+    before = ""
+    for labels in ((REFERENCE,), _LABELS):
+        found, context = _likeliest(start, labels, seed, prompt, position, read)
+        sides.append(found)
+        before = before or context
+    return {
+        "seed": seed,
+        "prompt": prompt,
+        "name": tokens.names[at],
+        "position": position,
+        "token": token,
+        "text": read(token),
+        "before": before,
+        "values": {name: float(tokens.scores[name][at]) for name in limits},
+        "reference": sides[0],
+        "candidate": sides[1],
+    }
+
+
+def _likeliest(
+    start: Path, labels: Sequence[Any], seed: int, prompt: int, position: int, read: Text
+) -> tuple[list[dict[str, Any]], str]:
+    """Of one side; nothing where its logits were not saved, or cannot be read here."""
+    for label in labels:
+        folder = start.with_name(out_name(start.name, label, seed))
+        if not folder.is_dir():
+            continue
+        try:
+            saved = read_prompt(folder, prompt)
+        except (DriftlineError, ImportError):
+            continue
+        if saved.logits:
+            row = np.asarray(cast("Any", saved.logits[0])[position].double().numpy())
+            ids = np.argsort(-row, kind="stable")[:_LIKELIEST]
+            logs = row[ids] - _log_sum(row)
+        elif saved.top:
+            top = cast("Mapping[str, Any]", saved.top[0])
+            ids = np.asarray(top[INDICES][position].numpy())[:_LIKELIEST]
+            values = np.asarray(top[VALUES][position].double().numpy())[:_LIKELIEST]
+            logs = values - float(top[NORM][position])
+        else:
+            continue
+        length = len(saved.tokens[0]) - len((saved.logits or [saved.top[0][NORM]])[0])
+        ahead = cast("Any", saved.tokens[0])[max(0, length + position - 32) : length + position]
+        context = "".join(read(int(each)) for each in ahead)
+        chosen = [
+            {"token": int(each), "text": read(int(each)), "probability": float(np.exp(log))}
+            for each, log in zip(ids, logs, strict=True)
+        ]
+        return chosen, context
+    return [], ""
+
+
+def _nothing(token: int) -> str:
+    del token
+    return ""
+
+
+def _log_sum(row: Array) -> float:
+    top = float(row.max())
+    return top + float(np.log(np.exp(row - top).sum()))
+
+
+# Tokens against layers: how far each layer's output is off at each token.
+
+
+FEWEST_STEPS = 3
+"""Steps from which on a comparison is worth a map."""
+_METRIC = "relative_l2"
+_MOST_TOKENS = 768
+_MOST_LAYERS = 1024
+_STATUS = {"pass": 1, "unjudged": 1, "fail": 2}
+
+
+def of_steps(table: Table) -> dict[str, Any] | None:
+    """The map of a comparison of several steps: tokens, batches, or iterations of training.
+
+    Which of them a run does not say, so they are called steps. None where there are too few.
+    """
+    rows = [row for row in table.rows if _drawn(row)]
+    steps = sorted({row.step for row in rows})
+    if len(steps) < FEWEST_STEPS:
+        return None
+    sites = list(dict.fromkeys(row.site for row in rows))[:_MOST_LAYERS]
+    place = {site: at for at, site in enumerate(sites)}
+    column = {step: at for at, step in enumerate(steps)}
+    values = np.full((len(sites), len(steps)), np.nan)
+    status = np.zeros((len(sites), len(steps)), np.uint8)
+    limit = np.full(len(sites), np.nan)
+    for row in rows:
+        if row.site not in place:
+            continue
+        y, x = place[row.site], column[row.step]
+        value = float(row.metrics.get(_METRIC, np.nan))
+        values[y, x] = value if np.isnan(values[y, x]) else max(values[y, x], value)
+        status[y, x] = max(int(status[y, x]), _STATUS.get(row.status, 0))
+        if row.decided_by == _METRIC and row.limit is not None:
+            limit[y] = row.limit
+    return {"unit": "step", **_map(sites, np.asarray(steps), values, status, limit, _METRIC)}
+
+
+def of_files(files: Sequence[MetricFile]) -> dict[str, Any] | None:
+    """The map of the layer files of one shape: a number per token row, layer by layer."""
+    own = [file for file in files if file.layer and file.metric == "abs_diff"]
+    read: dict[str, Array] = {}
+    for layer, those in by_layer(own, told_beside(own).layers).items():
+        try:
+            read[layer] = read_values(those[0].path, "abs_diff")
+        except DriftlineError:
+            continue
+        if len(read) >= _MOST_LAYERS:
+            break
+    # Layers give a number per token; heads and caches give more, and have no place here.
+    sizes = Counter(len(values) for values in read.values())
+    if not sizes:
+        return None
+    common = sizes.most_common(1)[0][0]
+    layers = [layer for layer, values in read.items() if len(values) == common]
+    if common < FEWEST_STEPS:
+        return None
+    values = np.stack([read[layer] for layer in layers])
+    status = np.where(np.isnan(values), 2, 0).astype(np.uint8)
+    limit = np.full(len(layers), np.nan)
+    found = _map(layers, np.arange(common), values, status, limit, "abs_diff")
+    return {"unit": "token", **found}
+
+
+def _drawn(row: Row) -> bool:
+    return row.port == "output" and row.compared and _METRIC in row.metrics and row.slot in _FIRST
+
+
+_FIRST = ("0", "last_hidden_state", "logits")
+
+
+def _map(
+    sites: list[str], steps: Array, values: Array, status: Array, limit: Array, metric: str
+) -> dict[str, Any]:
+    width = values.shape[1]
+    if width > _MOST_TOKENS:
+        edges = np.arange(_MOST_TOKENS) * width // _MOST_TOKENS
+        # A NaN is the worst there is, and must not be lost among neighbours.
+        worst = np.where(np.isnan(values), np.inf, values)
+        values = np.maximum.reduceat(worst, edges, axis=1)
+        status = np.maximum.reduceat(status, edges, axis=1)
+        steps = steps[edges]
+    return {
+        "sites": sites,
+        "steps": steps.astype(np.int32),
+        "metric": metric,
+        "values": singles(values.reshape(-1).astype(np.float64)),
+        "limit": limit.astype(np.float64),
+        "status": status.reshape(-1).astype(np.uint8),
+    }
+
+
+def shape_key(folder: Path) -> str:
+    """What files of one shape have in common, whatever the number format is called.
+
+    >>> shape_key(Path("a_max-new-tokens-8_batch-size-1_seq-length-64_dtype-float16.layers"))
+    'a 8 1 64 fp16'
+    """
+    from driftline.decoding.out_files import parse
+
+    named = parse(folder.name)
+    if named is None:
+        return folder.name
+    formats = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+    dtype = formats.get(named.dtype, named.dtype)
+    return f"{named.model} {named.new_tokens} {named.batch_size} {named.length} {dtype}"

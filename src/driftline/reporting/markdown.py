@@ -1,0 +1,84 @@
+"""Views as Markdown, for a pull request or an issue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from driftline.reporting.formatting import number
+from driftline.reporting.terminal import curve, printable
+from driftline.reporting.view import Block, Branch, Curve, Facts, Grid, Sentence, Value, View
+
+_CURVE = 80
+
+
+def paint(view: View) -> str:
+    """The view as GitHub-flavoured Markdown that ends with a newline."""
+    lines: list[str] = []
+    for at, block in enumerate(view.blocks):
+        if at:
+            lines.append("")
+        lines += _block(block)
+    return "\n".join(lines) + "\n"
+
+
+def _block(block: Block) -> Iterator[str]:
+    if isinstance(block, Sentence):
+        text = _escaped(block.text)
+        yield f"**{text}**" if block.tone in ("strong", "bad", "good") else text
+    elif isinstance(block, Facts):
+        for name, value in block.pairs:
+            yield f"- {_escaped(name)}: {_escaped(value)}"
+    elif isinstance(block, Grid):
+        yield from _grid(block)
+    elif isinstance(block, Curve):
+        yield _escaped(block.title)
+        yield ""
+        yield "```text"
+        yield from curve(block, _CURVE)
+        yield "```"
+    else:
+        if block.title:
+            yield f"### {_escaped(block.title)}"
+            yield ""
+        for branch in block.roots:
+            yield from _branch(branch, 0)
+
+
+def _branch(branch: Branch, depth: int) -> Iterator[str]:
+    label = "`" + printable(branch.label).replace("`", "'") + "`"
+    if branch.tone in ("bad", "strong"):
+        label = f"**{label}**"
+    said = [*branch.cells, *([branch.remark] if branch.remark else [])]
+    yield "  " * depth + " ".join([f"- {label}", *(_escaped(each) for each in said if each)])
+    for child in branch.below:
+        yield from _branch(child, depth + 1)
+
+
+def _grid(grid: Grid) -> Iterator[str]:
+    if grid.title:
+        yield f"### {_escaped(grid.title)}"
+        yield ""
+    yield "| " + " | ".join(_escaped(heading.title) for heading in grid.headings) + " |"
+    yield "|" + "|".join(" --- " for _ in grid.headings) + "|"
+    for line in grid.lines:
+        yield "| " + " | ".join(_cell(value) for value in line.values) + " |"
+    if grid.left_out:
+        yield ""
+        yield f"... and {grid.left_out} more"
+
+
+def _cell(value: Value) -> str:
+    return _escaped(value) if isinstance(value, str) else number(value)
+
+
+def _escaped(text: str) -> str:
+    """Nothing a name contains may become markup: a site can be called `a|b` or `<script>`.
+
+    >>> _escaped("a|b_<i>")
+    'a\\\\|b\\\\_&lt;i&gt;'
+    """
+    text = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    for mark in "\\`*_[]|~#":
+        text = text.replace(mark, "\\" + mark)
+    # No link, no mention, no formula.
+    return text.replace("://", "&#58;//").replace("@", "&#64;").replace("$", "&#36;")

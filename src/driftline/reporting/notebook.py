@@ -1,0 +1,186 @@
+"""Views as HTML for a cell of a notebook: small, of one piece, readable on light and dark.
+
+No style sheet and no script: notebooks take both away from what they do not trust. Colours that
+carry meaning are half transparent or of middle lightness; all others are the page's own. Everything
+that comes from a run is escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from typing import TYPE_CHECKING
+
+from driftline.reporting.formatting import heat, number, shape, shorten
+from driftline.reporting.terminal import curve, printable
+from driftline.reporting.view import (
+    Block,
+    Branch,
+    Curve,
+    Facts,
+    Grid,
+    Heading,
+    Line,
+    Sentence,
+    Tone,
+    Tree,
+    Value,
+    View,
+)
+
+if TYPE_CHECKING:
+    from driftline.alignment.plan import Pair, Plan
+    from driftline.comparison.table.table import Table
+    from driftline.diagnosis.result import Diagnosis
+    from driftline.runs.records import Record
+    from driftline.runs.run import Run
+
+_LONGEST = 120
+_ROWS = 40
+_PAIRS = 10
+_MONO = "font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12px;line-height:1.4"
+_STYLES: dict[Tone, str] = {
+    "plain": "",
+    "good": "color:#1a9850",
+    "bad": "color:#e5484d",
+    "doubtful": "color:#c07a00",
+    "quiet": "opacity:0.65",
+    "strong": "font-weight:bold",
+}
+_EDGE = "border-bottom:1px solid rgba(128,128,128,0.35)"
+
+
+def table_html(table: Table) -> str:
+    """A comparison: the finding, where it sits, the worst rows."""
+    from driftline.reporting.views import comparison
+
+    return paint(comparison.view(table))
+
+
+def diagnosis_html(found: Diagnosis) -> str:
+    """A diagnosis: what was found, and the sites that matter."""
+    from driftline.reporting.views import diagnosis
+
+    return paint(diagnosis.view(found))
+
+
+def run_html(run: Run) -> str:
+    """A run: where it comes from and what is in it."""
+    from driftline.reporting.views import run as report
+
+    return paint(report.view(run))
+
+
+def plan_html(plan: Plan) -> str:
+    """A plan: how many pairs, by which rule, and the first of each."""
+    return paint(plan_view(plan))
+
+
+def plan_view(plan: Plan) -> View:
+    """What a person wants to know of a plan."""
+    blocks: list[Block] = [Sentence(str(plan), "strong")]
+    blocks += [Sentence(note, "doubtful") for note in plan.notes]
+    # What was concluded comes first: what is called the same needs no look.
+    pairs = sorted(plan.pairs, key=lambda pair: pair.by in ("name", "alias"))
+    if pairs:
+        headings = ("reference", "candidate", "by", "confidence", "dtype", "shape")
+        blocks.append(
+            Grid(
+                "Pairs",
+                tuple(Heading(title) for title in headings),
+                tuple(Line(_pair(pair)) for pair in pairs[:_PAIRS]),
+                len(pairs) - min(len(pairs), _PAIRS),
+            )
+        )
+    lone = (("Only in the reference", plan.missing), ("Only in the candidate", plan.extra))
+    for title, records in lone:
+        if records:
+            lines = tuple(Line(_record(each), "doubtful") for each in records[:_PAIRS])
+            headings = (Heading("tensor"), Heading("dtype"), Heading("shape"))
+            blocks.append(Grid(title, headings, lines, len(records) - len(lines)))
+    return View(tuple(blocks))
+
+
+def _pair(pair: Pair) -> tuple[Value, ...]:
+    ours, theirs = pair.reference, pair.candidate
+    dtype = ours.dtype if ours.dtype == theirs.dtype else f"{ours.dtype} | {theirs.dtype}"
+    sizes = shape(ours.shape)
+    if ours.shape != theirs.shape:
+        sizes += f" | {shape(theirs.shape)}"
+    return (str(ours.key), str(theirs.key), pair.by, pair.confidence, dtype, sizes)
+
+
+def _record(record: Record) -> tuple[Value, ...]:
+    return (str(record.key), record.dtype, shape(record.shape))
+
+
+def paint(view: View) -> str:
+    """The view as one element."""
+    inner = "".join(part for block in view.blocks for part in _block(block))
+    return f'<div class="driftline" style="max-width:100%;overflow-x:auto">{inner}</div>'
+
+
+def _block(block: Block) -> Iterator[str]:
+    if isinstance(block, Sentence):
+        yield f'<div style="margin:2px 0;{_STYLES[block.tone]}">{_text(block.text)}</div>'
+    elif isinstance(block, Facts):
+        yield f'<table style="border-collapse:collapse;margin:4px 0;{_MONO}">'
+        for name, value in block.pairs:
+            yield (
+                f'<tr style="background:none"><td style="text-align:left;opacity:0.65;'
+                f'padding:1px 12px 1px 0">{_text(name)}</td>'
+                f'<td style="text-align:left;padding:1px 0">{_text(value)}</td></tr>'
+            )
+        yield "</table>"
+    elif isinstance(block, Grid):
+        yield from _grid(block)
+    elif isinstance(block, Curve):
+        yield f'<div style="opacity:0.65;margin-top:4px">{_text(block.title)}</div>'
+        bars = "\n".join(escape(line) for line in curve(block, 90))
+        yield f'<pre style="margin:0;background:none;{_MONO};line-height:1.1">{bars}</pre>'
+    else:
+        yield from _tree(block)
+
+
+def _tree(tree: Tree) -> Iterator[str]:
+    if tree.title:
+        yield f'<div style="font-weight:bold;margin-top:6px">{_text(tree.title)}</div>'
+    for branch in tree.roots:
+        yield from _branch(branch, 0)
+
+
+def _branch(branch: Branch, depth: int) -> Iterator[str]:
+    mark = "" if branch.heat is None else f"{heat(branch.heat)} "
+    said = " ".join(_text(each) for each in (*branch.cells, branch.remark) if each)
+    yield (
+        f'<div style="padding-left:{18 * depth}px;{_MONO};{_STYLES[branch.tone]}">'
+        f"{mark}{_text(branch.label)}{' ' if said else ''}{said}</div>"
+    )
+    for child in branch.below:
+        yield from _branch(child, depth + 1)
+
+
+def _grid(grid: Grid) -> Iterator[str]:
+    if grid.title:
+        yield f'<div style="font-weight:bold;margin-top:6px">{_text(grid.title)}</div>'
+    yield f'<table style="border-collapse:collapse;margin:2px 0;{_MONO}"><thead>'
+    yield f'<tr style="background:none;{_EDGE}">'
+    for heading in grid.headings:
+        yield f'<th style="text-align:left;padding:2px 10px 2px 0">{_text(heading.title)}</th>'
+    yield "</tr></thead><tbody>"
+    for line in grid.lines[:_ROWS]:
+        yield f'<tr style="background:none;{_STYLES[line.tone]}">'
+        for value in line.values:
+            side = "left" if isinstance(value, str) else "right"
+            cell = _text(value) if isinstance(value, str) else number(value)
+            yield f'<td style="text-align:{side};padding:1px 10px 1px 0">{cell}</td>'
+        yield "</tr>"
+    yield "</tbody></table>"
+    left_out = grid.left_out + max(0, len(grid.lines) - _ROWS)
+    if left_out:
+        yield f'<div style="opacity:0.65">... and {left_out} more</div>'
+
+
+def _text(text: str) -> str:
+    """A name of a run is text, whatever it looks like."""
+    return escape(shorten(printable(text), _LONGEST * 4))

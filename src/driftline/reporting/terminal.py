@@ -1,0 +1,287 @@
+"""Views as text for a terminal: fits the width, colours only where somebody can see them.
+
+Written by hand rather than with rich: comparing a gigabyte takes 0.15 s, importing rich nearly as
+long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TextIO
+
+from driftline import settings
+from driftline.reporting.formatting import group_of, heat, number, shorten, spark
+from driftline.reporting.view import Block, Branch, Curve, Facts, Grid, Sentence, Tone, Value, View
+
+_CODES: dict[Tone, str] = {
+    "plain": "",
+    "good": "\x1b[32m",
+    "bad": "\x1b[31m",
+    "doubtful": "\x1b[33m",
+    "quiet": "\x1b[2m",
+    "strong": "\x1b[1m",
+}
+_RESET = "\x1b[0m"
+_GAP = 2
+_LEAST_STRETCH = 16
+_LEAST_LEGIBLE = 8
+_TELLING = 24
+_CURVE = 100
+_FACT_LINES = 3
+"""A fact takes no more; a command line of a kilobyte is cut in its middle."""
+_LABELS = 40
+"""Labels of a tree line up as long as none is longer."""
+NOT_A_TERMINAL = 160
+"""Width for a pipe or a file, where nobody wraps."""
+_ASCII = str.maketrans("▁▂▃▄▅▆▇█│└├─…→◀▲", ".:-=+*%#|`|-~><^")
+"""One for one, so that columns stay where they are."""
+
+
+def width_of(stream: TextIO) -> int:
+    columns = settings.columns()
+    if columns <= 0 and sys.__stdout__ is not None:  # as `shutil` does it, which loads more
+        with contextlib.suppress(OSError, ValueError):
+            columns = os.get_terminal_size(sys.__stdout__.fileno()).columns
+    return columns if columns > 0 else 100 if stream.isatty() else NOT_A_TERMINAL
+
+
+def wants_colour(stream: TextIO) -> bool:
+    return stream.isatty() and not settings.colours_refused()
+
+
+def show(view: View, stream: TextIO | None = None) -> None:
+    """Write a view to a stream (stdout), as that stream can take it."""
+    out = stream or sys.stdout
+    out.write(written_for(out, paint(view, width=width_of(out), colour=wants_colour(out))))
+
+
+def written_for(stream: TextIO, text: str) -> str:
+    """The text with our own signs in ASCII where the stream cannot write them."""
+    try:
+        "▁└…".encode(stream.encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError, AttributeError):
+        return text.translate(_ASCII)
+    return text
+
+
+def paint(view: View, *, width: int = 100, colour: bool = False) -> str:
+    """The view as text that ends with a newline."""
+    parts: list[str] = []
+    previous = None
+    for block in view.blocks:
+        if previous is not None and not (
+            isinstance(block, Sentence) and isinstance(previous, Sentence)
+        ):
+            parts.append("")
+        parts += _block(block, width, colour)
+        previous = block
+    return "".join(line.rstrip() + "\n" for line in parts)
+
+
+def _wrapped(text: str, width: int, *, break_long_words: bool = True) -> list[str]:
+    if 0 < len(text) <= width and text.isprintable() and not text[0].isspace():
+        return [text.rstrip()]  # most texts; nothing needs to be loaded for them
+    import textwrap
+
+    return textwrap.wrap(text, width, break_long_words=break_long_words)
+
+
+def _block(block: Block, width: int, colour: bool) -> Iterator[str]:
+    if isinstance(block, Sentence):
+        for line in _wrapped(printable(block.text), width, break_long_words=False) or [""]:
+            yield _toned(line, block.tone, colour)
+    elif isinstance(block, Facts):
+        longest = max((len(name) for name, _ in block.pairs), default=0)
+        for name, value in block.pairs:
+            room = max(20, width - longest - 2)
+            said = _wrapped(shorten(printable(value), _FACT_LINES * room), room) or [""]
+            yield f"{_toned(name.ljust(longest), 'quiet', colour)}  {said[0]}"
+            for line in said[1:]:
+                yield f"{' ' * longest}  {line}"
+    elif isinstance(block, Grid):
+        yield from _grid(block, width, colour)
+    elif isinstance(block, Curve):
+        for line in _wrapped(block.title, width):
+            yield _toned(line, "quiet", colour)
+        yield from curve(block, width)
+    else:
+        if block.title:
+            yield _toned(block.title, "strong", colour)
+        sizes = _sizes(block.roots)
+        for branch in block.roots:
+            yield from _branch(branch, "", "", width, colour, sizes)
+
+
+def _toned(text: str, tone: Tone, colour: bool) -> str:
+    code = _CODES[tone]
+    return f"{code}{text}{_RESET}" if colour and code else text
+
+
+def curve(block: Curve, width: int) -> Iterator[str]:
+    """The bars of a curve, and under them where it is pointed at."""
+    wide = max(10, min(width, _CURVE))
+    yield spark(block.values, wide, errors=True)
+    if block.at is not None:
+        at = group_of(block.at, len(block.values), wide)
+        label = printable(block.label)
+        if at + 2 + columns(label) <= width:
+            yield " " * at + f"▲ {label}"
+        elif at > columns(label):
+            yield " " * (at - columns(label) - 1) + f"{label} ▲"
+        else:
+            yield " " * at + "▲"
+
+
+def _sizes(branches: Sequence[Branch]) -> list[int]:
+    """How wide label and cells of neighbours are, so that they line up."""
+    sizes = [columns(printable(branch.label)) for branch in branches]
+    found = [max((size for size in sizes if size <= _LABELS), default=0)]
+    for at in range(max((len(branch.cells) for branch in branches), default=0)):
+        cells = [branch.cells[at] for branch in branches if at < len(branch.cells)]
+        found.append(max(columns(printable(cell)) for cell in cells))
+    return found
+
+
+def _branch(
+    branch: Branch, lead: str, below: str, width: int, colour: bool, sizes: Sequence[int]
+) -> Iterator[str]:
+    mark = ""
+    if branch.heat is not None:
+        mark = _toned(heat(branch.heat), _tone_of(branch.heat), colour) + " "
+    parts = [printable(part) for part in (branch.label, *branch.cells)]
+    remark = [printable(branch.remark)] if branch.remark else []
+    padded = [_left(part, size) for part, size in zip(parts, sizes, strict=False)]
+    text = "  ".join([*padded, *remark]).rstrip()
+    room = max(20, width - len(lead) - (2 if mark else 0))
+    while columns(text) > room and len(parts) > 1:  # not lined up, then without what is known
+        text = "  ".join(part for part in (*parts, *remark) if part)
+        del parts[1]
+    yield lead + mark + _toned(cut(text, room), branch.tone, colour)
+    inner = _sizes(branch.below)
+    for at, child in enumerate(branch.below):
+        last = at == len(branch.below) - 1
+        yield from _branch(
+            child,
+            below + ("└─ " if last else "├─ "),
+            below + ("   " if last else "│  "),
+            width,
+            colour,
+            inner,
+        )
+
+
+def _tone_of(severity: float) -> Tone:
+    if not severity <= 1:  # NaN is no pass
+        return "bad"
+    return "doubtful" if severity > 0.5 else "good"
+
+
+def columns(text: str) -> int:
+    """How many columns a text takes; Chinese and Japanese signs take two."""
+    if text.isascii() or text.translate(_ASCII).isascii():
+        return len(text)
+    from unicodedata import combining, east_asian_width
+
+    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def _left(text: str, width: int) -> str:
+    return text + " " * (width - columns(text))
+
+
+def _right(text: str, width: int) -> str:
+    return " " * (width - columns(text)) + text
+
+
+def _grid(grid: Grid, width: int, colour: bool) -> Iterator[str]:
+    if grid.title:
+        for line in _wrapped(printable(grid.title), width):
+            yield _toned(line, "strong", colour)
+    texts = [[_text(value) for value in line.values] for line in grid.lines]
+    titles = [heading.title for heading in grid.headings]
+    widths = [
+        max([len(title), *(columns(row[at]) for row in texts)]) for at, title in enumerate(titles)
+    ]
+    shown = _fitting(grid, widths, width)
+    numeric = [_is_numeric(grid, at) for at in range(len(grid.headings))]
+
+    def joined(cells: list[str]) -> str:
+        placed: list[str] = []
+        for at in shown:
+            cell = cut(cells[at], widths[at])
+            placed.append((_right if numeric[at] else _left)(cell, widths[at]))
+        return cut((" " * _GAP).join(placed).rstrip(), max(width, _LEAST_STRETCH))
+
+    yield _toned(joined(titles), "quiet", colour)
+    for line, row in zip(grid.lines, texts, strict=True):
+        yield _toned(joined(row), line.tone, colour)
+    if grid.left_out:
+        rest = f"... and {grid.left_out} more" + (
+            f" ({grid.how_to_see})" if grid.how_to_see else ""
+        )
+        yield _toned(rest, "quiet", colour)
+
+
+def _fitting(grid: Grid, widths: list[int], width: int) -> list[int]:
+    """Which columns to show; narrows `widths` of the stretching ones in place."""
+    shown = list(range(len(grid.headings)))
+
+    def total() -> int:
+        return sum(widths[at] for at in shown) + _GAP * (len(shown) - 1)
+
+    stretching = [at for at in shown if grid.headings[at].stretch]
+
+    def spare(least: int) -> int:
+        return sum(max(0, widths[at] - least) for at in stretching if at in shown)
+
+    for at in reversed(range(len(grid.headings))):
+        # Shortening long names a little is better than losing a column of numbers.
+        if total() - spare(2 * _LEAST_STRETCH) > width and not grid.headings[at].essential:
+            shown.remove(at)
+    for at in reversed(range(len(grid.headings))):
+        # Hardly any width: what is left must still say where, and how much. A name that is cut to
+        # less than this no longer says which layer it is.
+        few = at in shown and not grid.headings[at].kept and any(h.kept for h in grid.headings)
+        if few and total() - spare(_TELLING) > width:
+            shown.remove(at)
+    for least in (2 * _LEAST_STRETCH, _LEAST_STRETCH, _LEAST_LEGIBLE):
+        for at in sorted(stretching, key=lambda at: -widths[at]):
+            if at in shown and total() > width:
+                narrow = max(least, widths[at] - (total() - width), len(grid.headings[at].title))
+                widths[at] = min(widths[at], narrow)
+    return shown
+
+
+def cut(text: str, width: int) -> str:
+    """`shorten`, by the columns that a text takes."""
+    if columns(text) <= width:
+        return text
+    short = shorten(text, width)
+    while columns(short) > width and len(short) > 1:
+        short = shorten(text, len(short) - 1)
+    return short
+
+
+def _is_numeric(grid: Grid, at: int) -> bool:
+    values = [line.values[at] for line in grid.lines if line.values[at] is not None]
+    return bool(values) and all(isinstance(value, (int, float)) for value in values)
+
+
+def _text(value: Value) -> str:
+    if isinstance(value, str):
+        return printable(value)
+    return number(value)
+
+
+def printable(text: str) -> str:
+    """A name from somebody's file must not steer the terminal: control characters are escaped.
+
+    >>> printable("a\\x1b[2J")
+    'a\\\\x1b[2J'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

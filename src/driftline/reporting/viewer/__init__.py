@@ -1,0 +1,1 @@
+"""The local viewer: a server on the loopback interface that opens tensors on demand."""

@@ -1,0 +1,207 @@
+"""The door to the viewer: `driftline.view(reference, candidate)` serves a page until stopped."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from driftline.alignment.align import AlignOptions
+from driftline.comparison.measure.scheduler import Progress
+from driftline.comparison.table.files import TABLE_FILE, is_table, open_table
+from driftline.comparison.table.table import Table
+from driftline.diagnosis.evidence.files import Evidence, Replay
+from driftline.errors import BadInput
+from driftline.reporting.html.report import Page, Source, page_of
+from driftline.reporting.viewer.server import Server, check_port, listening
+from driftline.reporting.viewer.session import Desk, Memory
+from driftline.runs.layout import MANIFEST
+from driftline.runs.run import Run
+from driftline.runs.stores.addresses import url_of
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
+
+    from driftline.comparison.tolerance.thresholds import Thresholds
+
+
+class Viewer:
+    """A page that is being served, from a thread of its own; made by `serve`.
+
+    Attributes:
+        url: Where it is, the token included.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.url = server.url
+        self._thread = threading.Thread(target=server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop it."""
+        self.server.shutdown()
+        self._thread.join()
+        self.server.server_close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<viewer at {self.url}>"
+
+    def _repr_html_(self) -> str:
+        return f'<a href="{self.url}" target="_blank" rel="noopener">{self.url}</a>'
+
+
+def view(
+    subject: Source,
+    candidate: Run | StrPath | None = None,
+    *,
+    port: int | None = None,
+    browser: bool = False,
+    thresholds: Thresholds | StrPath | None = None,
+    replay: Replay | StrPath | None = None,
+    noise: Sequence[Evidence] = (),
+    options: AlignOptions | None = None,
+    diagnosis: bool = True,
+    title: str = "",
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Serve a comparison as a page on this machine, its tensors included, until it is interrupted.
+
+    The address is printed; whoever knows it can read the two runs, and nobody else can.
+
+    Args:
+        subject: The reference; or a comparison, alone, whose runs still lie where they were.
+        candidate: What is in question.
+        port: The first one to try; the next free one is taken.
+        browser: Open the page in the browser of this machine.
+        thresholds: As for `driftline.report`, so for the rest.
+        replay: What `driftline replay` wrote.
+        noise: What `driftline noise` wrote, or trusted runs.
+        options: How the runs belong together.
+        diagnosis: Whether to say where and why.
+        title: Of the page.
+        threads: Worker threads of the comparison.
+        progress: Called with (pairs done, pairs in all), the first time.
+
+    Raises:
+        DriftlineError: The runs cannot be opened or compared.
+    """
+    server = _server(
+        subject,
+        candidate,
+        port=port,
+        progress=progress,
+        about={
+            "thresholds": thresholds,
+            "replay": replay,
+            "noise": noise,
+            "options": options,
+            "diagnosis": diagnosis,
+            "title": title,
+            "threads": threads,
+        },
+    )
+    ended = getattr(progress, "close", None)
+    if ended is not None:  # its line must be gone before the address is printed
+        ended()
+    on_end = _stop_when_asked()
+    try:
+        print(server.url, flush=True)
+        print("driftline: the page is there until Ctrl-C stops it", file=sys.stderr, flush=True)
+        if browser:
+            import webbrowser
+
+            if not webbrowser.open(server.url):
+                print("driftline: there is no browser to open it with", file=sys.stderr)
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print("driftline: stopped", file=sys.stderr)
+    finally:
+        server.server_close()
+        on_end()
+
+
+def serve(
+    subject: Source,
+    candidate: Run | StrPath | None = None,
+    *,
+    port: int | None = None,
+    **about: Any,
+) -> Viewer:
+    """The same in the background, for a notebook; arguments as `view` takes them."""
+    return Viewer(_server(subject, candidate, port=port, progress=None, about=about))
+
+
+def _server(
+    subject: Source,
+    candidate: Run | StrPath | None,
+    *,
+    port: int | None,
+    progress: Progress | None,
+    about: dict[str, Any],
+) -> Server:
+    if candidate is None and _is_lone_run(subject):
+        raise BadInput(
+            f"there is only one run: {subject}",
+            hint="driftline view REF CAND; `driftline show` looks at one run",
+        )
+    check_port(port)  # before the work is done
+    memory = None
+    if candidate is not None:
+        memory = Memory(about.get("thresholds"), about.get("threads"), progress)
+
+    def make() -> Page:
+        return page_of(subject, candidate, pictures=0, comparing=memory, **about)
+
+    return listening(Desk(make, _watched(subject, candidate)), port)
+
+
+def _watched(subject: Source, candidate: Run | StrPath | None) -> list[Path]:
+    """Files and folders that may change under the page."""
+    paths: list[Path] = []
+    for each in (subject, candidate):
+        if each is not None and not isinstance(each, (Run, Table)):
+            paths.append(Path(each))
+    for path in tuple(paths):
+        if path.name == TABLE_FILE or is_table(path):
+            table = open_table(path)
+            paths += [Path(side.path) for side in (table.reference, table.candidate) if side.path]
+    return paths
+
+
+def _is_lone_run(subject: Source) -> bool:
+    """Whether it is a run of ours; of other folders the page itself says what is wrong."""
+    if isinstance(subject, Run):
+        return True
+    if not isinstance(subject, Table) and url_of(subject) is not None:
+        return not is_table(subject)
+    return not isinstance(subject, Table) and (Path(subject) / MANIFEST).is_file()
+
+
+def _stop_when_asked() -> Any:
+    """Let a polite end (SIGTERM) be one, too; gives what puts things back."""
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+
+    def stop(number: int, frame: Any) -> None:
+        del number, frame
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    return lambda: signal.signal(signal.SIGTERM, before)

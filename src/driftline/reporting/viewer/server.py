@@ -1,0 +1,325 @@
+"""A server for one reader on this machine: who may ask, what for, and how it is answered.
+
+Listens on 127.0.0.1 only. Every address begins with a token that nobody can guess; other names of
+the host, other origins and other methods are refused before anything is done. No part of an
+address ever becomes a path: there is a table of questions, and nothing else is answered.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import json
+import secrets
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from html import escape
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs
+
+from driftline import settings
+from driftline.errors import BadInput, DriftlineError
+from driftline.reporting.html.page import pack, remote_page
+from driftline.reporting.html.tensors.pair import Region
+from driftline.reporting.html.tensors.statistics import Scale
+from driftline.reporting.viewer.session import Desk, Grown
+
+HOST = "127.0.0.1"
+PORT = 8412
+_PORTS = 100
+"""Ports that are tried one after the other before the system is asked for any."""
+_READERS = 32
+"""Connections at a time; a browser takes six."""
+_AT_WORK = 4
+"""Answers that are made at a time."""
+_PATIENCE = 30.0
+"""Seconds a connection may keep silent."""
+_HEADERS = {
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+_BINARY = "application/octet-stream"
+_JSON = "application/json; charset=utf-8"
+_HTML = "text/html; charset=utf-8"
+
+Asked = Mapping[str, str]
+Answer = Callable[[Desk, Asked], Any]
+
+
+def _number(asked: Asked, name: str, default: int | None = None) -> int:
+    text = asked.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isascii() or not text.isdigit() or len(text) > 15:
+        raise BadInput(f"'{name}' must be a whole number")
+    return int(text)
+
+
+def _region(asked: Asked) -> Region | None:
+    if "top" not in asked:
+        return None
+    return Region(*(_number(asked, name) for name in ("top", "bottom", "left", "right")))
+
+
+def _row(asked: Asked) -> tuple[int, int]:
+    return _number(asked, "row"), _number(asked, "page")
+
+
+def _scale(asked: Asked) -> Scale:
+    scale = asked.get("scale", "auto")
+    if scale == "auto" or scale == "even" or scale == "symlog":
+        return scale
+    raise BadInput("'scale' is auto, even or symlog")
+
+
+def _values(desk: Desk, asked: Asked) -> Any:
+    region = _region(asked)
+    if region is None:
+        raise BadInput("'top', 'bottom', 'left' and 'right' say which values")
+    return desk.values(*_row(asked), region)
+
+
+QUESTIONS: dict[str, Answer] = {
+    "api/sheet": lambda desk, asked: desk.sheet(*_row(asked)),
+    "api/pictures": lambda desk, asked: desk.pictures(*_row(asked)),
+    "api/map": lambda desk, asked: desk.map(
+        *_row(asked),
+        _region(asked),
+        max(1, _number(asked, "height", 64)),
+        max(1, _number(asked, "width", 64)),
+    ),
+    "api/region": lambda desk, asked: desk.region(
+        *_row(asked), _region(asked), max(1, _number(asked, "bins", 64)), _scale(asked)
+    ),
+    "api/values": _values,
+    "api/worst": lambda desk, asked: desk.worst(*_row(asked)),
+}
+"""Everything that can be asked, but the page itself and its data."""
+
+
+class Server(ThreadingHTTPServer):
+    """Answers questions about a desk; made by `listening`.
+
+    Attributes:
+        token: The first part of every address that is answered.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = _READERS
+
+    def __init__(self, desk: Desk, port: int) -> None:
+        self.desk = desk
+        self.token = secrets.token_urlsafe(24)
+        self.readers = threading.BoundedSemaphore(_READERS)
+        self.at_work = threading.BoundedSemaphore(_AT_WORK)
+        super().__init__((HOST, port), _Handler)
+
+    @property
+    def port(self) -> int:
+        return int(self.server_address[1])
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}/{self.token}/"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the reader's browser may call us."""
+        return (f"{HOST}:{self.port}", f"localhost:{self.port}")
+
+    def server_bind(self) -> None:
+        # The base class asks a name server who we are, which may take seconds.
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = HOST, self.port
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self.readers.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.readers.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader that went away is nobody's trouble; what is ours was answered already."""
+
+
+def check_port(port: int | None) -> int:
+    """The port that is tried first.
+
+    Raises:
+        BadInput: It is none.
+    """
+    first = PORT if port is None else port
+    if not 0 <= first <= 65535:
+        raise BadInput(f"{first} is no port", hint="give a number from 1024 to 65535, or 0")
+    return first
+
+
+def listening(desk: Desk, port: int | None = None) -> Server:
+    """A server at a port, or at the next one that is free; it answers once it is told to.
+
+    Args:
+        desk: What is looked at.
+        port: The first one to try; `PORT` when not given, any free one for 0.
+
+    Raises:
+        BadInput: The port is none.
+    """
+    first = check_port(port)
+    tried = range(first, min(first + _PORTS, 65536)) if first else range(0)
+    for each in tried:
+        try:
+            return Server(desk, each)
+        except OSError as trouble:
+            if trouble.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+    return Server(desk, 0)
+
+
+def _lone_sentence(sentence: str, hint: str) -> bytes:
+    """A page that says why there is none; the reader reloads it when that is mended."""
+    said = escape(sentence) + (f"<br><small>{escape(hint)}</small>" if hint else "")
+    page = (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Driftline</title>'
+        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+        f"<h1>There is no page to show</h1><p>{said}</p><p>Reload to try again.</p></html>"
+    )
+    return page.encode("utf-8", "replace")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride] - only ours makes it
+    protocol_version = "HTTP/1.1"
+    timeout = _PATIENCE
+    server_version = "driftline"
+    sys_version = ""
+
+    def setup(self) -> None:
+        super().setup()
+        # Small answers must not wait for the next packet.
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
+
+    def do_GET(self) -> None:
+        address, _, query = self.path.partition("?")
+        refusal = self._refusal(address)
+        if refusal is not None:
+            self._say(*refusal)
+            return
+        _, _, place = address[1:].partition("/")
+        try:
+            self._answer(place, query)
+        except DriftlineError as trouble:
+            status = HTTPStatus.CONFLICT if isinstance(trouble, Grown) else 422
+            if place:
+                self._say(status, str(trouble), trouble.hint)
+            else:
+                self._send(status, _HTML, _lone_sentence(str(trouble), trouble.hint))
+        except (ConnectionError, TimeoutError):
+            raise  # the reader went away
+        except (OSError, MemoryError) as trouble:
+            self._say(500, f"it could not be read: {trouble or type(trouble).__name__}")
+        except Exception as bug:
+            # One question that we cannot answer must not be a silent one, nor end the others.
+            if settings.debug():
+                traceback.print_exception(bug)
+            what = f"{type(bug).__name__}: {bug}".splitlines()[0][:200]
+            self._say(500, f"this is a bug in driftline, not in your data: {what}")
+
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        """Nothing can be changed here; other pages that ask whether they may are told so, too."""
+        self.close_connection = True  # whatever follows is not read
+        self._say(HTTPStatus.METHOD_NOT_ALLOWED, "there are only questions here, with GET")
+
+    do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_POST
+
+    def _refusal(self, address: str) -> tuple[int, str] | None:
+        """Why a question is not looked at; None if it is."""
+        names = self.server.names
+        hosts = self.headers.get_all("Host") or []
+        if len(hosts) != 1 or hosts[0].strip().lower() not in names:
+            return HTTPStatus.FORBIDDEN, "this is not the host that was asked for"
+        allowed = [f"http://{name}" for name in names]
+        if any(origin not in allowed for origin in self.headers.get_all("Origin") or []):
+            return HTTPStatus.FORBIDDEN, "another page has no business here"
+        if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
+            self.close_connection = True
+            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a question has no body"
+        token, slash, place = address[1:].partition("/") if address[:1] == "/" else ("", "", "")
+        # Compared in constant time: how long it takes says nothing of how much of it is right.
+        given = token.encode("utf-8", "replace")
+        if not hmac.compare_digest(given, self.server.token.encode()) or not slash:
+            return HTTPStatus.FORBIDDEN, "the address lacks the token that was printed with it"
+        came = self.headers.get("Sec-Fetch-Site", "none")
+        navigates = self.headers.get("Sec-Fetch-Dest") == "document" and not place
+        if came not in ("none", "same-origin") and not navigates:
+            return HTTPStatus.FORBIDDEN, "another page has no business here"
+        return None
+
+    def _answer(self, place: str, query: str) -> None:
+        desk = self.server.desk
+        if place == "":
+            self._send(
+                200, _HTML, remote_page(desk.refreshed().document).encode("utf-8", "replace")
+            )
+            return
+        if place == "api/page":
+            self._send(200, _BINARY, desk.content())
+            return
+        question = QUESTIONS.get(place)
+        if question is None:
+            self._say(HTTPStatus.NOT_FOUND, "there is nothing of that name here")
+            return
+        try:
+            words = parse_qs(query, max_num_fields=16)
+        except ValueError:
+            raise BadInput("that is too much for one question") from None
+        asked = {name: texts[-1] for name, texts in words.items()}
+        with self.server.at_work:
+            content = pack(question(desk, asked))
+        self._send(200, _BINARY, content)
+
+    def _say(self, status: int, sentence: str, hint: str = "") -> None:
+        """A refusal; for people where they see it, for the front end where it asked."""
+        said: dict[str, str] = {"error": sentence, **({"hint": hint} if hint else {})}
+        self._send(status, _JSON, json.dumps(said).encode())
+
+    def _send(self, status: int, kind: str, content: bytes) -> None:
+        self.send_response(status)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the base class refuses: other methods, lines that are too long, no HTTP at all."""
+        del message, explain
+        self.close_connection = True
+        if not hasattr(self, "command"):
+            self.command = ""
+        self._say(code, HTTPStatus(code).phrase.lower())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the address holds the token, and logs are kept."""

@@ -1,0 +1,1 @@
+"""Views: what a result shows, as sentences, facts and tables, whatever the output format."""

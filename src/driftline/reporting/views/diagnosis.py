@@ -1,0 +1,120 @@
+"""A diagnosis becomes a view: three sentences, then the sites that matter."""
+
+from __future__ import annotations
+
+import math
+
+from driftline.diagnosis.result import STATUSES, Diagnosis, SiteFinding
+from driftline.reporting.view import Block, Facts, Grid, Heading, Line, Sentence, Tone, Value, View
+
+SHOWN = 12
+_TONES: dict[str, Tone] = {
+    "introduced": "bad",
+    "amplified": "doubtful",
+    "inherited": "quiet",
+    "masked": "quiet",
+    "clean": "plain",
+    "unknown": "doubtful",
+}
+_VERDICTS: dict[str, Tone] = {"pass": "good", "fail": "bad", "incomparable": "doubtful"}
+
+
+def view(found: Diagnosis, *, everything: bool = False, most: int = SHOWN) -> View:
+    """What a person wants to know of it; every site with `everything`, else `most` that matter."""
+    blocks: list[Block] = [
+        Sentence(f"{found.verdict}: {_headline(found)}", _VERDICTS[found.verdict])
+    ]
+    blocks += [Sentence(sentence) for sentence in found.sentences]
+    blocks.append(Facts(tuple(_facts(found))))
+    if found.sites:
+        blocks.append(_grid(found, everything, most))
+    blocks += [Sentence(f"would help: {need}", "quiet") for need in found.needs]
+    return View(tuple(blocks))
+
+
+def _headline(found: Diagnosis) -> str:
+    if found.first_site:
+        more = len(found.culprits) - 1
+        also = f" (and {more} more)" if more else ""
+        return f"the drift starts at {_site(found.first_site)}{also}, cause: {found.cause}"
+    if found.verdict == "pass":
+        return "no site errs beyond noise"
+    if found.evidence.get("suspects"):
+        return f"{_site(found.evidence['suspects'][0])} is off, and does not agree with itself"
+    return "nothing could be judged"
+
+
+def _facts(found: Diagnosis) -> list[tuple[str, str]]:
+    counts = dict.fromkeys(STATUSES, 0)
+    for site in found.sites:
+        counts[site.status] += 1
+    shown = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    facts = [("sites", shown or "none"), ("coverage", str(found.coverage))]
+    facts.append(("confidence", f"{found.confidence:.2f}"))
+    if found.false_alarm_rate is not None:
+        facts.append(("false alarms", f"about {found.false_alarm_rate:.2g} per clean site"))
+    else:
+        one = "noise_runs" in found.evidence
+        facts.append(
+            ("false alarms", "no rate can be stated from " + ("this" if one else "two runs alone"))
+        )
+    runs = found.evidence.get("noise_runs")
+    if runs:
+        facts.append(("noise runs", ", ".join(runs["used"]) or "none that could be used"))
+    facts += [("note", note) for note in found.evidence.get("notes", ())]
+    jump = found.evidence.get("jump")
+    if jump:
+        facts.append(
+            (
+                "along the depth",
+                f"the error jumps from {jump['before']:.2g} to {jump['after']:.2g} at "
+                f"'{jump['site']}'",
+            )
+        )
+    return facts
+
+
+def _grid(found: Diagnosis, everything: bool, most: int) -> Grid:
+    if everything:
+        shown = list(found.sites)
+        title = "Every site, in order of execution"
+    else:
+        guilty = [site for site in found.sites if site.status == "introduced"]
+        rest = [site for site in found.sites if site.status not in ("introduced", "clean")]
+        rest.sort(key=lambda site: site.status == "unknown")  # may be most, where few were replayed
+        clean = [site for site in found.sites if site.status == "clean"]
+        clean.sort(key=lambda site: -site.ratio if math.isfinite(site.ratio) else 0.0)
+        shown = (guilty + rest)[:most] if guilty or rest else clean[:5]
+        shown.sort(key=lambda site: site.order)
+        title = "Sites" if guilty or rest else "Sites nearest to their limits"
+    headings = (
+        Heading("site", stretch=True, kept=True),
+        Heading("status", kept=True),
+        Heading("error"),
+        Heading("error in", essential=False),
+        Heading("noise"),
+        Heading("of limit"),
+        Heading("lean", essential=False),
+        Heading("z", essential=False),
+        Heading("cause", kept=True),
+        Heading("class", essential=False),
+    )
+    lines = tuple(Line(_cells(site), _TONES[site.status]) for site in shown)
+    return Grid(title, headings, lines, len(found.sites) - len(shown), "--all shows every site")
+
+
+def _cells(site: SiteFinding) -> tuple[Value, ...]:
+    name = _site(site.site) + (f" {site.direction}" if site.direction != "forward" else "")
+    cause = site.cause or (f"in {site.inside}" if site.inside else site.reason)
+    return (
+        *(name, site.status, _number(site.error), _number(site.error_in), _number(site.noise)),
+        *(_number(site.ratio), _number(site.projection), _number(site.z), cause, site.class_name),
+    )
+
+
+def _number(value: float) -> Value:
+    return None if math.isnan(value) else value
+
+
+def _site(name: str) -> str:
+    return name or "(root)"

@@ -1,0 +1,179 @@
+"""The graph of a model as a file for a viewer, with what a comparison says of its nodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from driftline.comparison.table.files import open_table
+from driftline.comparison.table.row import Row
+from driftline.comparison.table.table import Table
+from driftline.errors import BadInput, did_you_mean
+from driftline.graphs.model import require_level, seen_at
+from driftline.graphs.open import output_for, read_graph, write_whole
+from driftline.graphs.overlay import Finding
+from driftline.reporting.formatting import number
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
+
+SUFFIX = {"onnx": ".onnx", "model-explorer": ".graph.json"}
+SEVERITY = "value_over_limit"
+NODE_DATA = (".node_data.json", ".status.node_data.json")
+"""Files beside a graph for Model Explorer: numbers, and statuses."""
+
+
+class Drawn(NamedTuple):
+    """What was written.
+
+    Attributes:
+        place: The file of the graph.
+        beside: The files of the comparison's numbers and statuses, where there are any.
+        nodes: How many nodes.
+        edges: How many edges between them.
+        notes: Sentences about what is not in it.
+    """
+
+    place: Path
+    beside: tuple[Path, ...]
+    nodes: int
+    edges: int
+    notes: tuple[str, ...] = ()
+
+
+def write_graph(
+    path: StrPath,
+    *,
+    to: Literal["onnx", "model-explorer"] = "onnx",
+    level: int | None = None,
+    output: StrPath | None = None,
+    table: Table | StrPath | None = None,
+    metric: str = "",
+    step: int | None = None,
+    rank: int = 0,
+    force: bool = False,
+) -> Drawn:
+    """Write the structure of a model as a file for a graph viewer.
+
+    Args:
+        path: A run, a dump of another program, or a topology file of ATB (`*.json`).
+        to: onnx for Netron and others; model-explorer for Google's Model Explorer.
+        level: How deep: 1 shows the outermost nodes, 0 the whole as one; the innermost ones if not
+            given.
+        output: The file. Default: beside the source, with its name.
+        table: A comparison, whose status and numbers stand on the nodes.
+        metric: Which number of it; that which decided, and how far beyond its limit it is, if not
+            given.
+        step: Of a run: which step; its first one if not given.
+        rank: Of a run: which rank.
+        force: Replace files that are there.
+
+    Raises:
+        DriftlineError: The source cannot be believed, or an output exists.
+    """
+    require_level(level)
+    if metric and table is None:
+        raise BadInput("--metric names a number of a comparison", hint="give one with --table DIR")
+    place = output_for(Path(path), output, SUFFIX[to], force=force)
+    beside: tuple[Path, ...] = ()
+    if table is not None and to == "model-explorer":
+        stem = place.name.removesuffix(".json")
+        beside = tuple(place.with_name(f"{stem}{end}") for end in NODE_DATA)
+        for each in beside:
+            output_for(Path(path), each, "", force=force)
+    compared = open_table(table) if table is not None and not isinstance(table, Table) else table
+    findings = findings_of(compared, metric, step, rank) if compared is not None else None
+    graph = read_graph(path, step=step, rank=rank)
+    seen = seen_at(graph, level)
+    if to == "onnx":
+        from driftline import __version__
+        from driftline.graphs.writers.onnx import onnx_bytes
+
+        about = {} if compared is None else _about(compared, metric)
+        write_whole(place, onnx_bytes(seen, __version__, findings, about))
+    else:
+        from driftline.graphs.writers.model_explorer import model_explorer, node_data, status_data
+
+        write_whole(place, model_explorer(seen, findings).encode("utf-8", "replace"))
+        if findings is not None:
+            numbers = node_data(seen, findings, metric or SEVERITY)
+            for each, text in zip(beside, (numbers, status_data(seen, findings)), strict=True):
+                write_whole(each, text.encode("utf-8", "replace"))
+    depth = graph.depth()
+    made = {name for node in seen.nodes for name in node.outputs}
+    edges = sum(name in made for node in seen.nodes for name in node.inputs)
+    notes = list(graph.notes)
+    if level is not None and level > depth:
+        notes.append(f"the graph is {depth} level{'s' if depth != 1 else ''} deep; all are shown")
+    if findings is not None:
+        sites = {node.site for node in seen.nodes}
+        notes += _unplaced(findings, sites | {site.rpartition("/")[0] for site in sites})
+    if not edges and len(seen.nodes) > 1:
+        notes.append("no node takes what another one gives, as far as the source says")
+    return Drawn(place, beside, len(seen.nodes), edges, tuple(notes))
+
+
+def findings_of(
+    table: Table, metric: str = "", step: int | None = None, rank: int = 0
+) -> Mapping[str, Finding]:
+    """The worst row of each site, and as `site#visit` of each of its calls.
+
+    Of the step and rank that are drawn, where the comparison has something of them.
+
+    Raises:
+        BadInput: The comparison has no such metric.
+    """
+    known = [column.name for column in table.columns]
+    if metric and metric not in known:
+        raise BadInput(f"the comparison has no metric '{metric}'", hint=did_you_mean(metric, known))
+    worst: dict[str, Finding] = {}
+    rows = table.rows
+    first = min((row.key.step for row in rows), default=0) if step is None else step
+    drawn = [row for row in rows if row.key.step == first and row.key.rank == rank]
+    for row in drawn or rows:
+        found = _finding(row, metric)
+        for name in (row.site, f"{row.site}#{row.key.visit}"):
+            before = worst.get(name)
+            if before is None or found.badness < before.badness:
+                worst[name] = found
+    return worst
+
+
+def _finding(row: Row, metric: str) -> Finding:
+    name = metric or row.decided_by
+    figures: dict[str, float] = {}
+    if name in row.metrics:
+        figures[name] = float(row.metrics[name])
+    if row.limit is not None and name == row.decided_by:
+        figures["limit"] = float(row.limit)
+    if row.compared:
+        figures[SEVERITY] = float(row.severity)
+    value = figures.get(metric, math.nan) if metric else float(row.severity)
+    return Finding(row.status, value, _words(row, name, metric), figures)
+
+
+def _words(row: Row, name: str, metric: str) -> str:
+    if name and name in row.metrics:
+        limit = f", limit {number(row.limit)}" if row.limit is not None and not metric else ""
+        return f"{row.port} {row.key.slot}: {name} {number(row.metrics[name])}{limit}"
+    return row.reason or f"{row.port} {row.key.slot}"
+
+
+def _about(table: Table, metric: str) -> dict[str, str]:
+    """What the file says of the comparison as a whole."""
+    return {
+        "driftline.verdict": table.verdict,
+        "driftline.finding": table.finding,
+        "driftline.metric": metric or "what decided each tensor",
+        "driftline.reference": table.reference.path,
+        "driftline.candidate": table.candidate.path,
+    }
+
+
+def _unplaced(findings: Mapping[str, Finding], sites: set[str]) -> list[str]:
+    lost = [site for site in findings if site not in sites]
+    if findings and len(lost) == len(findings):
+        return [f"no site of the comparison is a node of the graph, {lost[0]} for one"]
+    return []

@@ -1,0 +1,431 @@
+"""The modules of a run: one line each, of equal layers only the first opened.
+
+Knows trees and how many tensors each module has; nothing of the tensors themselves.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from driftline.errors import BadInput, DriftlineError, did_you_mean
+from driftline.formats.dump_run import DumpTable
+from driftline.graphs.module_tree import ModuleNode, ModuleTree
+from driftline.numerics.dtypes import DTYPES
+from driftline.numerics.fields import Summary
+from driftline.reporting.formatting import counted, ranges, shape, size
+from driftline.reporting.view import Block, Facts, Grid, Heading, Line, Sentence, Sheet, Value, View
+from driftline.reporting.views.run_tables import tables_of
+from driftline.runs.records import Record
+from driftline.runs.run import Run
+
+SHOWN_MODULES = 80
+
+
+def _tree(run: Run, rank: int, process: int) -> ModuleTree | None:
+    kept = run.topology(rank, process)
+    if kept is None:
+        return None
+    try:
+        return ModuleTree.from_json(cast(Mapping[str, Any], kept))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        return None  # damaged: the sites of the tensors are known without it
+
+
+def modules_of(run: Run, records: Sequence[Record]) -> Iterator[tuple[str | None, str, str, int]]:
+    """Ids, site, class and number of tensors of every module, or of every site without a tree."""
+    counts = Counter(record.key.site for record in records)
+    classes = {record.key.site: record.class_name for record in records}
+    listed: set[str] = set()
+    for rank, process in sorted({(r.key.rank, r.key.process) for r in records}) or [(0, 0)]:
+        tree = _tree(run, rank, process)
+        for node in tree.walk() if tree else ():
+            if node.site not in listed:
+                listed.add(node.site)
+                yield node.ids, node.site, node.class_name, counts[node.site]
+    for site in run.sites():
+        if site in counts and site not in listed:
+            yield None, site, classes[site], counts[site]
+
+
+def module_grid(run: Run, records: Sequence[Record], *, everything: bool) -> Grid:
+    """The modules of a run with their ids and tensors; sites where no tree was kept."""
+    counts = Counter(record.key.site for record in records)
+    lines: list[Line] = []
+    listed: set[str] = set()
+    for rank, process in sorted({(r.key.rank, r.key.process) for r in records}) or [(0, 0)]:
+        tree = _tree(run, rank, process)
+        for root in tree.roots if tree else ():
+            if root.site not in listed:
+                lines += _node_lines(root, root.site or "(root)", 0, counts, everything)
+                listed.update(node.site for node in root.walk())
+    classes = {record.key.site: record.class_name for record in records}
+    lines += [
+        Line((None, site or "(root)", classes[site], counts[site]))
+        for site in dict.fromkeys(run.sites())
+        if site not in listed and site in counts
+    ]
+    has_ids = any(line.values[0] is not None for line in lines)
+    headings = (
+        Heading("ids"),
+        Heading("module", stretch=True),
+        Heading("class"),
+        Heading("tensors"),
+    )
+    shown = lines if everything else lines[:SHOWN_MODULES]
+    if not has_ids:
+        headings = headings[1:]
+        shown = [Line(line.values[1:], line.tone) for line in shown]
+    title = "Modules (ids are what `dump -ids` takes)" if has_ids else "Sites"
+    return Grid(title, headings, tuple(shown), len(lines) - len(shown), "--all shows every one")
+
+
+def _node_lines(
+    node: ModuleNode, label: str, depth: int, counts: Mapping[str, int], everything: bool
+) -> Iterator[Line]:
+    """A module and what is below it; of equal numbered layers only the first is opened."""
+    ids = node.ids if node.ids is None or node.ids else "-"
+    remark = "  (shared)" if node.shared else ""
+    tone = "plain" if counts.get(node.site) else "quiet"
+    yield Line(
+        (ids, "  " * depth + label + remark, node.class_name, counts.get(node.site, 0)), tone
+    )
+    children = list(node.children)
+    at = 0
+    while at < len(children):
+        name, child = children[at]
+        yield from _node_lines(child, name, depth + 1, counts, everything)
+        alike = at + 1
+        kind = _numbered(name)
+        if kind is not None and not everything:
+            pattern = _pattern(child)
+            while (
+                alike < len(children)
+                and _numbered(children[alike][0]) == kind
+                and _pattern(children[alike][1]) == pattern
+            ):
+                alike += 1
+        if alike > at + 1:
+            last_name, last = children[alike - 1]
+            first_name, first = children[at + 1]
+            inside = sum(
+                counts.get(n.site, 0) for _, c in children[at + 1 : alike] for n in c.walk()
+            )
+            one = first_name == last_name
+            span = first_name if one else f"{first_name} … {last_name}"
+            ids_span = first.ids if one else f"{first.ids} … {last.ids}"
+            yield Line(
+                (ids_span, "  " * (depth + 1) + f"{span}  (like {name})", child.class_name, inside),
+                "quiet",
+            )
+        at = alike
+
+
+def _numbered(name: str) -> str | None:
+    """The rest of a numbered name: '' of `3`, `Layer` of `3_Layer`; None without a number."""
+    number, _, rest = name.partition("_")
+    return rest if number.isdigit() else None
+
+
+def _pattern(node: ModuleNode) -> tuple[Any, ...]:
+    return (node.class_name, tuple((name, _pattern(child)) for name, child in node.children))
+
+
+# A file of named tensors → the grid that lists them: such a file has no modules to show.
+
+
+_SHOWN = 80
+
+
+def is_file(records: Sequence[Record]) -> bool:
+    """Whether these are named tensors and nothing else: one each, of no class."""
+    return len({record.key.site for record in records}) == len(records) > 0 and not any(
+        record.class_name or record.key.port != "output" for record in records
+    )
+
+
+def file_grid(records: Sequence[Record], everything: bool) -> Grid:
+    """Name, type and shape of every tensor."""
+    lines = tuple(
+        Line((record.key.site, record.dtype, shape(record.shape), record.kept))
+        for record in (records if everything else records[:_SHOWN])
+    )
+    headings = (
+        Heading("tensor", stretch=True),
+        Heading("dtype"),
+        Heading("shape"),
+        Heading("kept"),
+    )
+    left = len(records) - len(lines)
+    return Grid("Tensors (--tensors: statistics)", headings, lines, left, "--all shows every one")
+
+
+# A run, or somebody's tensor file, → a view: where it comes from, its modules, its tensors.
+
+
+SCHEMA = "driftline.show/1"
+SHOWN_TENSORS = 40
+SHOWN_LOSSES = 8
+_STATISTICS = ("min", "max", "mean", "std", "l2", "zeros", "nan", "pos_inf", "neg_inf")
+
+
+def select(run: Run, globs: Sequence[str]) -> list[Record]:
+    """The records whose site matches one of the globs; all of them when there is none.
+
+    Raises:
+        BadInput: A glob matches nothing.
+    """
+    if not globs:
+        return list(run.records)
+    known = run.sites()
+    wanted: set[str] = set()
+    for glob in globs:
+        hits = fnmatch.filter(known, glob)
+        if not hits:
+            raise BadInput(
+                f"no site of {run.name} matches '{glob}'", hint=did_you_mean(glob, known)
+            )
+        wanted.update(hits)
+    return [record for record in run.records if record.key.site in wanted]
+
+
+def view(
+    run: Run, *, globs: Sequence[str] = (), tensors: bool = False, everything: bool = False
+) -> View:
+    """What a person reads after `driftline show RUN`.
+
+    Args:
+        run: What to look at.
+        globs: Only these sites.
+        tensors: List tensors with statistics rather than modules.
+        everything: Nothing is left out for length.
+    """
+    records = select(run, globs)
+    blocks: list[Block] = [
+        Sentence(f"{run.name}: {counted(len(run), 'tensor')}", "strong"),
+        Facts(tuple(_facts(run, records))),
+    ]
+    if tensors or globs:
+        blocks.append(_tensor_grid(run, records, everything))
+    elif is_file(records):
+        blocks.append(file_grid(records, everything))
+    else:
+        blocks.append(module_grid(run, records, everything=everything))
+        blocks += [_table_grid(table, everything) for table in tables_of(run)]
+    losses = run.losses
+    for loss in losses if everything else losses[:SHOWN_LOSSES]:
+        blocks.append(Sentence(f"missing: {loss}", "doubtful"))
+    if len(losses) > SHOWN_LOSSES and not everything:
+        blocks.append(Sentence(f"... and {len(losses) - SHOWN_LOSSES} more (--all)", "quiet"))
+    blocks += [Sentence(text, "doubtful") for text in _warnings(run)]
+    return View(tuple(blocks))
+
+
+def document(run: Run, *, globs: Sequence[str] = (), tensors: bool = False) -> dict[str, Any]:
+    """The same for programs: everything, as JSON values."""
+    records = select(run, globs)
+    shown: dict[str, Any] = {
+        "schema": SCHEMA,
+        "kind": "run",
+        "path": run.name,
+        "manifest": dict(run.manifest),
+        "processes": [dict(facts) for facts in run.processes()],
+        "tensors": len(run),
+        "ranks": sorted({record.key.rank for record in records}),
+        "steps": sorted({record.key.step for record in records}),
+        "modules": [
+            {"ids": ids, "site": site, "class": class_name, "tensors": count}
+            for ids, site, class_name, count in modules_of(run, records)
+        ],
+        "losses": [str(loss) for loss in run.losses],
+    }
+    if tables := tables_of(run):
+        shown["tables"] = [
+            {
+                "title": table.title,
+                "lines": [dict(zip(table.headings, line, strict=True)) for line in table.lines],
+            }
+            for table in tables
+        ]
+    if tensors or globs:
+        lines = sheet(run, globs=globs, statistics=tensors)
+        shown["listing"] = [dict(zip(lines.headings, line, strict=True)) for line in lines.lines]
+    return shown
+
+
+def sheet(run: Run, *, globs: Sequence[str] = (), statistics: bool = False) -> Sheet:
+    """Every tensor, one line each; statistics that were not kept are computed if asked for."""
+    headings = (
+        *("rank", "process", "step", "site", "visit", "port", "slot", "phase", "moment", "order"),
+        *("class", "dtype", "shape", "device", "kept", "digest"),
+        *_STATISTICS,
+    )
+    lines: list[tuple[Value, ...]] = []
+    for record in select(run, globs):
+        key = record.key
+        summary = _summary(run, record) if statistics else record.summary
+        lines.append(
+            (
+                *(key.rank, key.process, key.step, key.site, key.visit, key.port, key.slot),
+                *(key.phase, key.moment, record.order, record.class_name, record.dtype),
+                *(shape(record.shape), record.device, record.kept, record.digest),
+                *_figures(summary),
+            )
+        )
+    return Sheet(headings, lines)
+
+
+_PROVENANCE = ("created", "framework", "python", "platform")
+
+
+def _where_ranks_stand(run: Run) -> Iterator[tuple[str, str]]:
+    """The mesh and the stages of a pipeline, where the processes of a job said them."""
+    if any(facts.get("meshes") for facts in run.processes()):
+        from driftline.alignment.placements.mesh import mesh_of
+
+        yield "mesh", str(mesh_of(run))
+    if any(facts.get("stages") for facts in run.processes()):
+        shown = [
+            f"{', '.join(str(stage) for stage, _ in stages)} on rank {rank}"
+            for rank, stages in sorted(run.facts.stages.items())
+        ]
+        yield "stages", "; ".join(shown if len(shown) <= 8 else [*shown[:7], "...", shown[-1]])
+
+
+def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
+    # What the launched process said of itself goes before what its launcher said.
+    processes = run.processes()
+    manifest = {**run.manifest, **(processes[0] if processes else {})}
+    command = run.manifest.get("command")
+    if isinstance(command, (list, tuple)):
+        yield "command", shlex.join(str(word) for word in cast(list[Any], command))
+    for name in ("format", "generation", "task", "level", *_PROVENANCE):
+        if manifest.get(name):
+            yield name, str(manifest[name])
+    git = manifest.get("git")
+    if isinstance(git, Mapping) and git:
+        state = cast(Mapping[str, Any], git)
+        yield "git", f"{state.get('commit')}" + (" with changes" if state.get("dirty") else "")
+    for name in ("versions", "devices", "seed", "default_dtype", "threads"):
+        known = manifest.get(name)
+        if isinstance(known, Mapping) and known:
+            pairs = cast(Mapping[str, Any], known).items()
+            known = ", ".join(f"{key} {value}" for key, value in pairs if value is not None)
+        elif isinstance(known, list):
+            known = ", ".join(str(item) for item in cast(list[Any], known))
+        if known is not None and known != "":
+            yield name.replace("_", " "), str(cast(object, known))
+    ranks = {(record.key.rank, record.key.process) for record in records}
+    yield "ranks", ", ".join(f"{r}.p{p}" if p else str(r) for r, p in sorted(ranks)) or "none"
+    if len(ranks) > 1:
+        yield from _where_ranks_stand(run)
+    yield "steps", ranges(record.key.step for record in records)
+    for name, counts in (
+        ("ports", Counter(record.key.port for record in records)),
+        ("dtypes", Counter(record.dtype or "unknown" for record in records)),
+        ("kept", Counter("lost" if run.lost(record) else record.kept for record in records)),
+    ):
+        yield name, ", ".join(f"{count} {word}" for word, count in counts.most_common()) or "none"
+    beside = manifest.get("beside")
+    if isinstance(beside, Mapping) and beside:
+        found = cast(Mapping[str, Any], beside).items()
+        yield "beside them", ", ".join(f"{what} ×{n}" if n != 1 else what for what, n in found)
+    # Of a run's shards bytes that several tensors share lie there once; a file is what it is.
+    blobs = {
+        (record.key.rank, record.key.process, record.blob.shard, record.blob.offset, record.digest)
+        if record.digest
+        else record.key: record.blob.length
+        for record in records
+        if record.blob is not None
+    }
+    if blobs:
+        yield "bytes", size(sum(blobs.values()))
+
+
+def _table_grid(table: DumpTable, everything: bool) -> Grid:
+    shown = table.lines if everything else table.lines[:SHOWN_TENSORS]
+    return Grid(
+        table.title,
+        tuple(
+            Heading(title, essential=at < 4, stretch=at == 0)
+            for at, title in enumerate(table.headings)
+        ),
+        tuple(Line(tuple(line)) for line in shown),
+        len(table.lines) - len(shown),
+        "--all shows every one",
+    )
+
+
+def _tensor_grid(run: Run, records: Sequence[Record], everything: bool) -> Grid:
+    shown = records if everything else records[:SHOWN_TENSORS]
+    headings = (
+        Heading("tensor", stretch=True),
+        Heading("dtype"),
+        Heading("shape"),
+        Heading("min"),
+        Heading("max"),
+        Heading("mean"),
+        Heading("std"),
+        Heading("l2", essential=False),
+        Heading("nan", essential=False),
+        Heading("inf", essential=False),
+        Heading("kept", essential=False),
+    )
+    lines: list[Line] = []
+    for record in shown:
+        found = _summary(run, record)
+        low, high, mean, std, l2, _, nan, pos_inf, neg_inf = _figures(found)
+        infinite = None if pos_inf is None else cast(int, pos_inf) + cast(int, neg_inf)
+        statistics: tuple[Value, ...] = (low, high, mean, std, l2, nan, infinite)
+        tone = "bad" if found is not None and (found.nan > 0 or found.pos_inf > 0) else "plain"
+        lines.append(
+            Line(
+                (str(record.key), record.dtype, shape(record.shape), *statistics, record.kept), tone
+            )
+        )
+    left = len(records) - len(shown)
+    return Grid("Tensors", headings, tuple(lines), left, "--all shows every one")
+
+
+def _figures(summary: Summary | None) -> tuple[Value, ...]:
+    """The values of `_STATISTICS`; None for what a dump did not keep, as NaN reads as a finding."""
+    if summary is None:
+        return (None,) * len(_STATISTICS)
+    values = [getattr(summary, name) for name in _STATISTICS]
+    if math.isnan(summary.nan):
+        return tuple(None if math.isnan(value) else value for value in values)
+    return tuple(values)
+
+
+def _summary(run: Run, record: Record) -> Summary | None:
+    """What was kept, or what the values say now; None when there is neither."""
+    if record.summary is not None:
+        return record.summary
+    if record.kept != "full" or record.dtype not in DTYPES or run.lost(record):
+        return None
+    from driftline.numerics import kernel
+
+    try:
+        values = run.raw(record)
+        found = kernel.summarize(values, DTYPES[record.dtype], count=math.prod(record.shape))
+    except DriftlineError:
+        return None
+    return found._replace(sketch=())
+
+
+def _warnings(run: Run) -> list[str]:
+    """What the program's own run noted, the same words once."""
+    quiet = ("step", "label", "estimate")
+    said = Counter(
+        f"{event.get('kind')}: {event.get('message')}"
+        for event in run.events()
+        if event.get("kind") not in quiet
+    )
+    lines = [f"{text} ({count} times)" if count > 1 else text for text, count in said.items()]
+    if len(lines) > SHOWN_LOSSES:
+        lines = [*lines[:SHOWN_LOSSES], f"... and {len(lines) - SHOWN_LOSSES} more notes"]
+    return lines

@@ -1,0 +1,146 @@
+"""Documents as JSON; non-finite numbers are the words "nan", "inf" and "-inf"."""
+
+from __future__ import annotations
+
+import csv
+import json
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias, cast
+
+from driftline.comparison.table.row import number_to_json
+from driftline.comparison.table.table import Table
+from driftline.reporting.view import Sheet
+
+if TYPE_CHECKING:
+    from driftline.diagnosis.result import Diagnosis
+    from driftline.reporting.ci import Checks
+
+
+def write_json(document: Any, stream: TextIO, *, indent: int | None = 2) -> None:
+    """The document, ended by a newline."""
+    stream.write(json.dumps(safe(document), indent=indent, ensure_ascii=False, allow_nan=False))
+    stream.write("\n")
+
+
+def safe(value: Any) -> Any:
+    """The same values with non-finite numbers in words and tuples as lists.
+
+    >>> safe({"a": (1, float("nan"))})
+    {'a': [1, 'nan']}
+    """
+    if isinstance(value, dict):
+        return {str(k): safe(v) for k, v in cast(dict[Any, Any], value).items()}
+    if isinstance(value, (list, tuple)):
+        return [safe(v) for v in cast(list[Any], value)]
+    if isinstance(value, float):
+        return number_to_json(value)
+    return value
+
+
+# Sheets as CSV: every row, every digit; nan and inf are words, absence is an empty cell.
+
+
+def write_csv(sheet: Sheet, stream: TextIO) -> None:
+    """One line per row under a header."""
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(sheet.headings)
+    for line in sheet.lines:
+        writer.writerow(["" if value is None else value for value in line])
+
+
+# A comparison table in one of the formats a user can ask for; the place that knows them all.
+
+
+Format: TypeAlias = Literal["table", "json", "csv", "markdown", "github", "junit"]
+
+
+def checks(found: Checks, format: Literal["github", "junit"], stream: TextIO) -> None:
+    """Write checks for CI; with github also the summary of the step, where there is one."""
+    if format == "junit":
+        from driftline.reporting import ci
+
+        ci.write_junit(found, stream)
+    else:
+        from driftline import settings
+        from driftline.reporting import ci
+
+        ci.write_github(found, stream, settings.step_summary())
+
+
+def table(
+    found: Table,
+    format: Format,
+    stream: TextIO,
+    *,
+    everything: bool = False,
+    command: str = "compare",
+) -> None:
+    """Write a table to a stream.
+
+    Args:
+        found: The table.
+        format: table for people; json and csv for programs, always whole; markdown for a review;
+            github and junit for CI.
+        stream: Where to.
+        everything: For people too, every row.
+        command: Which command made it, as CI shall call it.
+    """
+    if format in ("github", "junit"):
+        from driftline.reporting.ci import of_table
+
+        checks(of_table(found, command), format, stream)
+        return
+    if format == "json":
+        import json
+
+        # Compact lines: one row each reads and diffs well, and 100 000 rows stay bearable.
+        head = json.dumps(found.head_as_json(), ensure_ascii=False, allow_nan=False, indent=1)
+        stream.write(head.removesuffix("\n}") + ',\n "rows": [')
+        for at, row in enumerate(found.rows):
+            stream.write(",\n  " if at else "\n  ")
+            stream.write(json.dumps(row.as_json(), ensure_ascii=False, allow_nan=False))
+        stream.write("\n ]\n}\n" if len(found.rows) else "]\n}\n")
+    elif format == "csv":
+        from driftline.comparison.table.files import write_csv
+
+        write_csv(found, stream)
+    elif format == "markdown":
+        from driftline.reporting import markdown
+        from driftline.reporting.views import comparison
+
+        stream.write(markdown.paint(comparison.view(found, everything=everything)))
+    else:
+        from driftline.reporting import terminal
+        from driftline.reporting.views import comparison
+
+        terminal.show(comparison.view(found, everything=everything), stream)
+
+
+def diagnosis(
+    found: Diagnosis,
+    format: Literal["table", "json", "markdown", "github", "junit"],
+    stream: TextIO,
+    *,
+    everything: bool = False,
+) -> None:
+    """Write a diagnosis to a stream; see `table`."""
+    if format in ("github", "junit"):
+        from driftline.reporting.ci import of_diagnosis
+
+        checks(of_diagnosis(found), format, stream)
+        return
+    if format == "json":
+        import json
+
+        json.dump(found.as_json(), stream, ensure_ascii=False, allow_nan=False, indent=1)
+        stream.write("\n")
+        return
+    from driftline.reporting.views import diagnosis as report
+
+    if format == "markdown":
+        from driftline.reporting import markdown
+
+        stream.write(markdown.paint(report.view(found, everything=everything)))
+    else:
+        from driftline.reporting import terminal
+
+        terminal.show(report.view(found, everything=everything), stream)

@@ -1,0 +1,244 @@
+"""What a run says of itself as a whole: which framework and tool made it, and what its order means.
+
+Read once from the manifest and from what every process left, and the same for every view of a run.
+A converted run writes them again, under the keys they are read from. Knows no tensor's values, and
+of a process that left nothing it says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+if TYPE_CHECKING:
+    from driftline.runs.records import Record
+    from driftline.runs.run import Run
+    from driftline.runs.sinks import JSON
+
+Order = Literal["execution", "registration", "none"]
+"""What the order of the records means: tensors as they were computed, modules as the program
+registered them (norms last, say), or nothing, as in a file of named tensors."""
+StepUnit = Literal["", "micro-batch"]
+"""What one step counts, where the tool that wrote the run counts something of its own."""
+
+TILED_FORMATS = frozenset({"atb", "atb-bin", "ge", "ge-dump"})
+"""Formats whose matrices may be padded to whole tiles. Elsewhere more tokens are more tokens."""
+
+RUN_KEYS = ("framework", "order", "step_unit", "numbered_names", "formats")
+"""Keys of a manifest, or of what a process left, that are about the run as a whole."""
+
+# What tools call a framework, where that is not the framework's own name: the debugger of
+# transformers names its library, msprobe the project.
+_FRAMEWORKS = {"transformers": "torch", "pytorch": "torch"}
+_ORDERS = ("execution", "registration", "none")
+_STEP_UNITS = ("micro-batch",)
+_MOST_RANKS = 1 << 20
+_MOST_STAGES = 1 << 16
+
+
+class ProcessFacts(NamedTuple):
+    """What one process said about its place in a job.
+
+    Attributes:
+        rank: Its rank.
+        process: Which process of that rank it is.
+        world: How many ranks its job had; 0 where it does not say.
+        meshes: Device meshes, as the process described them.
+        groups: Process groups it was part of, each a list of ranks.
+        stages: Stages of a pipeline that it ran, as it described them.
+    """
+
+    rank: int
+    process: int
+    world: int = 0
+    meshes: tuple[JSON, ...] = ()
+    groups: tuple[JSON, ...] = ()
+    stages: tuple[JSON, ...] = ()
+
+    def to_json(self) -> dict[str, JSON]:
+        """All of it, under the keys of `process.json`."""
+        world: dict[str, JSON] = {"world_size": self.world} if self.world else {}
+        return {"rank": self.rank, "process": self.process, **world, **self.of_job()}
+
+    def of_job(self) -> dict[str, JSON]:
+        """Its meshes, groups and stages; who copies a process numbers it, and counts the ranks."""
+        lists = {"meshes": self.meshes, "groups": self.groups, "stages": self.stages}
+        return {name: list(values) for name, values in lists.items() if values}
+
+
+class RunFacts(NamedTuple):
+    """What is true of a run as a whole.
+
+    Attributes:
+        framework: `torch`, `paddle`, `onnxruntime`...; empty where nothing says it.
+        formats: The format the run is stored in, then those it was converted from, newest first.
+        order: What the order of its records means.
+        step_unit: What one step counts; empty for the usual, a step of the program.
+        numbered_names: Whether layers are numbered as their program built them, so that the same
+            layer may have another name in another program.
+        operator_sites: Whether sites are numbered operators of a library, whose weights are their
+            inputs (`0_WordEmbedding`, unlike the `0` of a Sequential).
+        processes: What each process said about its place in the job.
+    """
+
+    framework: str = ""
+    formats: tuple[str, ...] = ()
+    order: Order = "execution"
+    step_unit: StepUnit = ""
+    numbered_names: bool = False
+    operator_sites: bool = False
+    processes: tuple[ProcessFacts, ...] = ()
+
+    @property
+    def tiled(self) -> bool:
+        """Whether its matrices may be padded to whole tiles."""
+        return not TILED_FORMATS.isdisjoint(self.formats)
+
+    @property
+    def first_format(self) -> str:
+        """The format of the tool that wrote it, before any conversion; empty where nobody says."""
+        return self.formats[-1] if self.formats else ""
+
+    @property
+    def world(self) -> int:
+        """How many ranks the job had, also where some left nothing; 0 where nobody says."""
+        return max((process.world for process in self.processes), default=0)
+
+    @property
+    def stages(self) -> dict[int, list[tuple[int, str | None]]]:
+        """Rank → the pipeline stages its processes named, with the sites of their models."""
+        by_rank: dict[int, list[tuple[int, str | None]]] = {}
+        for process in self.processes:
+            for stage in map(_table, process.stages):
+                number, site = stage.get("stage"), stage.get("site")
+                if type(number) is int and 0 <= number < _MOST_STAGES:
+                    named = site if isinstance(site, str) else None
+                    by_rank.setdefault(process.rank, []).append((number, named))
+        return by_rank
+
+    @classmethod
+    def from_json(
+        cls,
+        manifest: Mapping[str, Any],
+        processes: Sequence[Mapping[str, Any]] = (),
+        *,
+        order: Order = "execution",
+        sites: Iterable[str] = (),
+    ) -> RunFacts:
+        """Read the facts; what cannot be believed is as if it were not said.
+
+        Args:
+            manifest: That of the run.
+            processes: What each process left about itself, with its rank and process.
+            order: What the order of its records means, unless the run says it.
+            sites: Site of the first record of each process.
+        """
+        declared = (manifest, *processes)
+        return cls(
+            _framework(manifest, processes),
+            _formats(manifest, processes),
+            cast("Order", _declared("order", declared, _ORDERS) or order),
+            cast("StepUnit", _declared("step_unit", declared, _STEP_UNITS)),
+            any(said.get("numbered_names") is True for said in declared),
+            any(_is_operator(site) for site in sites),
+            tuple(read_process(said) for said in processes),
+        )
+
+    def to_json(self) -> dict[str, JSON]:
+        """The facts that do not differ between processes, under the keys they are read from."""
+        shown: dict[str, JSON] = {
+            "framework": self.framework,
+            "order": "" if self.order == "execution" else self.order,
+            "step_unit": self.step_unit,
+            "numbered_names": self.numbered_names,
+            "formats": list(self.formats),
+        }
+        return {name: value for name, value in shown.items() if value}
+
+    def of_process(self, rank: int, process: int) -> dict[str, JSON]:
+        """What `process.json` of a copy of the run says: the facts, and the process's place."""
+        places = {(each.rank, each.process): each for each in self.processes}
+        place = places.get((rank, process))
+        return self.to_json() | ({} if place is None else place.of_job())
+
+
+def read_facts(run: Run, order: Order) -> RunFacts:
+    """The facts of a run that is no view of another.
+
+    Args:
+        run: Any run.
+        order: What the order of its records means, unless the run says it.
+    """
+    sites = [record.key.site for record in first_records(run)]
+    return RunFacts.from_json(run.manifest, run.processes(), order=order, sites=sites)
+
+
+def first_records(run: Run) -> list[Record]:
+    """The first record of each process that has any."""
+    from driftline.runs.index import KeptRecords
+
+    if isinstance(run.records, KeptRecords):  # a long run is not built to look at its first lines
+        return run.records.firsts()
+    firsts: dict[tuple[int, int], Record] = {}
+    for record in run.records:
+        firsts.setdefault((record.key.rank, record.key.process), record)
+    return list(firsts.values())
+
+
+def _framework(manifest: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) -> str:
+    for said in (manifest, *processes):
+        if name := str(said.get("framework") or "").lower():
+            return "paddle" if name.startswith("paddle") else _FRAMEWORKS.get(name, name)
+    return "paddle" if "paddle" in str(manifest.get("format", "")).lower() else ""
+
+
+def _formats(
+    manifest: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]
+) -> tuple[str, ...]:
+    chain = [str(manifest.get("format", ""))]
+    for said in (manifest, *processes):
+        if earlier := _list(said.get("formats")):
+            chain += [str(name) for name in earlier]
+            break
+        # Runs that 0.1.0 converted name only the format before the last conversion.
+        if before := said.get("converted_from"):
+            # `FORMAT: path` in a list of files, a table in a run.
+            of_files = before.partition(":")[0] if isinstance(before, str) else ""
+            chain.append(of_files or str(_table(before).get("format", "")))
+            break
+    return tuple(
+        name for at, name in enumerate(chain) if name and (at == 0 or chain[at - 1] != name)
+    )
+
+
+def read_process(said: Mapping[str, Any]) -> ProcessFacts:
+    """What a process said about its place; what cannot be believed is as if it were not said."""
+    world = said.get("world_size")
+    return ProcessFacts(
+        _count(said.get("rank")),
+        _count(said.get("process")),
+        world if type(world) is int and 0 <= world < _MOST_RANKS else 0,
+        *(tuple(_list(said.get(name))) for name in ("meshes", "groups", "stages")),
+    )
+
+
+def _is_operator(site: str) -> bool:
+    number, line, _ = site.partition("_")
+    return bool(line) and number.isdigit()
+
+
+def _declared(key: str, declared: Iterable[Mapping[str, Any]], choices: Sequence[str]) -> str:
+    """The first of these values that is said under a key; empty where none is."""
+    return next((said[key] for said in declared if said.get(key) in choices), "")
+
+
+def _table(value: Any) -> Mapping[str, Any]:
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def _count(value: Any) -> int:
+    return value if type(value) is int and value >= 0 else 0

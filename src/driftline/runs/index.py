@@ -1,0 +1,304 @@
+"""The lines of an index, as many as there are: a few thousand in memory, more where they lie.
+
+A line takes a kilobyte as an object and four hundred bytes in its file. So of a long index only the
+place of every 64th line is kept, and lines are read and decoded again when they are asked for: a
+microsecond each. No file is held open: a run may have a thousand of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import itertools
+import os
+import sys
+from collections.abc import Callable, Generator, Iterator, MutableSequence, Sequence
+from typing import TYPE_CHECKING, BinaryIO, overload
+
+from driftline.errors import BadRun
+from driftline.runs.index_lines import Line, decoder, record_of
+from driftline.runs.owned_file import FileTaken, UnnamedFile
+from driftline.runs.records import Record
+
+if TYPE_CHECKING:
+    from driftline.runs.local_files import Listed
+
+
+_one = sys.intern
+
+FEW = 4_096
+"""So many lines of a run stay as they are."""
+_STRETCH = 64
+"""Lines whose places follow from that of the first of them."""
+
+
+_Read = Callable[[int, int], bytes]
+"""So many bytes of an index, from a place on."""
+
+
+class Room:
+    """How many lines more may stay in memory, over all indexes of a run."""
+
+    def __init__(self, left: int = FEW) -> None:
+        self.left = left
+        self.shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self.spool: UnnamedFile | None = None
+
+    def spooled(self, content: bytes) -> tuple[UnnamedFile, int]:
+        """Bytes that came from elsewhere, in a file without a name, and where they begin there."""
+        if self.spool is None:
+            self.spool = UnnamedFile("driftline-")
+        return self.spool, self.spool.append(content)
+
+
+class KeptLines:
+    """Checked lines of one index; in the order of execution once `finish` was called.
+
+    Args:
+        room: What all indexes of the run share.
+        reopen: Opens the file again, for lines that did not stay in memory.
+    """
+
+    def __init__(self, room: Room, reopen: Callable[[], BinaryIO]) -> None:
+        self.last_step: int | None = None
+        self._room = room
+        self._reopen = reopen
+        self._few: list[Line] | None = []
+        self._count = 0
+        self._order = -1
+        self._in_order = True
+        # Stretches of neighbours: number of their first line, and where in the file it begins.
+        self._firsts: MutableSequence[int] = []
+        self._starts: MutableSequence[int] = []
+        self._end = -1
+        self._places: Sequence[int] | None = None
+        self._lost: dict[int, str] = {}
+        self._spool: tuple[UnnamedFile, int] | None = None
+        self._size = 0
+        self._known: tuple[int, list[bytes]] = (-1, [])
+
+    def append(self, line: Line, start: int, length: int, *, ended: bool = True) -> None:
+        """A line that was checked, where in the file its text lies, and whether a line end does."""
+        if line.order <= self._order:
+            self._in_order = False
+        self._order = line.order
+        if self.last_step is None or line.step > self.last_step:
+            self.last_step = line.step
+        if line.lost:
+            self._lost[self._count] = line.lost
+        if start != self._end or self._count - self._firsts[-1] >= _STRETCH:
+            self._firsts.append(self._count)
+            self._starts.append(start)
+        self._end = start + length if ended else -1  # what comes next is no neighbour of it
+        self._size = start + length
+        self._count += 1
+        if self._few is not None:
+            self._few.append(line)
+            self._room.left -= 1
+            if self._room.left < 0:
+                from array import array
+
+                self._few = None
+                self._firsts, self._starts = array("Q", self._firsts), array("Q", self._starts)
+
+    def take(self, lines: list[Line]) -> bool:
+        """All lines, checked; whether there is room for them. `finish` is not needed then."""
+        if self._count or len(lines) > self._room.left:
+            return False
+        self._room.left -= len(lines)
+        self._count = len(lines)
+        orders = [line.order for line in lines]
+        self._few = lines if orders == sorted(orders) else sorted(lines, key=lambda one: one.order)
+        self.last_step = max((line.step for line in lines), default=None)
+        return True
+
+    def finish(self, file: BinaryIO) -> None:
+        """Sort. The file is not needed afterwards.
+
+        Raises:
+            OSError: It cannot be read again.
+        """
+        if self._few is None and not _can_be_reopened(file):
+            file.seek(0)
+            self._spool = self._room.spooled(file.read())
+        if not self._in_order:
+            orders = [line.order for line in self]
+            places = sorted(range(self._count), key=orders.__getitem__)
+            if self._few is not None:
+                self._few = [self._few[at] for at in places]
+            else:
+                from array import array
+
+                self._places = array("Q", places)
+        if self._few is not None:
+            self._firsts = self._starts = []
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, at: int) -> Line:
+        if self._few is not None:
+            return self._few[at]
+        import bisect  # with `array` half a millisecond, which a short index does not need
+
+        place = at if self._places is None else self._places[at]
+        which = bisect.bisect_right(self._firsts, place) - 1
+        known = self._known
+        if known[0] != which:
+            with self._opened() as read:
+                known = self._known = which, self._stretch(read, which)
+        return self._decoded(place, known[1][place - self._firsts[which]])
+
+    def __iter__(self) -> Iterator[Line]:
+        if self._few is not None:
+            return iter(self._few)
+        return self._each() if self._places is None else map(self.__getitem__, range(self._count))
+
+    def _each(self) -> Iterator[Line]:
+        place = 0
+        with self._opened() as read:
+            for which in range(len(self._firsts)):
+                for text in self._stretch(read, which):
+                    yield self._decoded(place, text)
+                    place += 1
+
+    @contextlib.contextmanager
+    def _opened(self) -> Generator[_Read]:
+        if self._spool is not None:
+            spool, begin = self._spool
+            try:
+                yield lambda start, length: spool.read(begin + start, length)
+            except FileTaken as trouble:
+                raise BadRun(f"an index cannot be read again: {trouble.strerror}") from None
+            return
+        try:
+            file = self._reopen()
+        except OSError as trouble:
+            raise BadRun(
+                f"an index went away while it was read: {trouble.strerror}",
+                hint="is something deleting the run?",
+            ) from None
+        with file:
+            yield lambda start, length: os.pread(file.fileno(), length, start)
+
+    def _stretch(self, read: _Read, which: int) -> list[bytes]:
+        """The texts of neighbouring lines."""
+        start = self._starts[which]
+        last = which + 1 == len(self._firsts)
+        end = self._size if last else self._starts[which + 1]
+        count = (self._count if last else self._firsts[which + 1]) - self._firsts[which]
+        return read(start, end - start).split(b"\n", count)[:count]
+
+    def _decoded(self, place: int, text: bytes) -> Line:
+        try:
+            line = _decode(text)
+        except ValueError:
+            raise BadRun("an index was changed while it was read") from None
+        # Each text comes as a new object, and most of them are the same few.
+        line.site, line.port, line.slot = _one(line.site), _one(line.port), _one(line.slot)
+        line.dtype, line.class_, line.shard = _one(line.dtype), _one(line.class_), _one(line.shard)
+        line.device, line.alias = _one(line.device), _one(line.alias)
+        shape = tuple(line.shape)
+        line.shape = self._room.shapes.setdefault(shape, shape)
+        if self._lost and place in self._lost:
+            line.lost = self._lost[place]
+        return line
+
+
+def _decode(text: bytes) -> Line:
+    return decoder()(text)
+
+
+def _can_be_reopened(file: BinaryIO) -> bool:
+    """Whether it is a file of this machine, and not bytes that came from elsewhere."""
+    try:
+        file.fileno()
+    except (io.UnsupportedOperation, OSError):
+        return False
+    return True
+
+
+# The records of a run, made of its lines when they are asked for.
+
+
+_KEPT_RECORDS = 10_000
+
+
+class KeptRecords(Sequence[Record]):
+    """The records of a run, built from its lines when asked for.
+
+    A hundred thousand cost nothing until then. They are kept when all are asked for a second time,
+    a few thousand at once: whoever pairs them walks over them often, and holds most of them anyway.
+    """
+
+    def __init__(self, parts: Sequence[Listed]) -> None:
+        self.parts = parts
+        self._ends = list(itertools.accumulate(len(part.lines) for part in parts))
+        self.hold = True  # whether records that are asked for again and again may be kept
+        self._built: list[Record] = []
+        self._walked = False
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        if self._built:
+            return self._built[index]
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        at = index + len(self) if index < 0 else index
+        if not 0 <= at < len(self):
+            raise IndexError("the run has no such record")
+        import bisect  # few ask for one by its number
+
+        which = bisect.bisect_right(self._ends, at)
+        part = self.parts[which]
+        line = part.lines[at - (self._ends[which - 1] if which else 0)]
+        return record_of(line, part.rank, part.process)
+
+    def __iter__(self) -> Iterator[Record]:
+        again = self._walked and self.hold
+        if not self._built and (len(self) <= _KEPT_RECORDS or again):
+            self._built = list(self._each())
+        self._walked = True
+        return iter(self._built) if self._built else self._each()
+
+    def _each(self) -> Iterator[Record]:
+        for part in self.parts:
+            rank, process = part.rank, part.process
+            for line in part.lines:
+                yield record_of(line, rank, process)
+
+    def firsts(self) -> list[Record]:
+        """The first record of each process that has any."""
+        return [
+            record_of(part.lines[0], part.rank, part.process)
+            for part in self.parts
+            if len(part.lines)
+        ]
+
+    def sites(self) -> Iterator[str]:
+        for part in self.parts:
+            for line in part.lines:
+                yield line.site
+
+
+# Making many small values without looking for cycles among them.
+
+
+@contextlib.contextmanager
+def uncollected() -> Generator[None]:
+    """A stretch without cyclic collection; for our own code only, a user's may make cycles."""
+    if not gc.isenabled():  # somebody else's choice, or a stretch within another
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,396 @@
+"""One index line: a record as JSON, and back. Nothing a line claims is believed unchecked.
+
+Fields that have their usual value are left out. Rank and process are not in a line: the folder says
+them. The writing half needs only the standard library; the reading half uses msgspec for long
+indexes where it is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import struct
+from collections.abc import Callable
+from json.encoder import encode_basestring_ascii as json_string
+from typing import Any, cast
+
+from driftline.numerics.dtypes import DTYPES
+from driftline.numerics.fields import SKETCH_BUCKETS, Summary
+from driftline.runs.layout import is_shard_name
+from driftline.runs.records import Blob, Record, TensorKey, usual
+
+_SKETCH = struct.Struct(f"<{SKETCH_BUCKETS}d")
+_LARGEST = 2**62
+_KEPT = ("full", "sample", "summary", "digest", "describe")
+_NUMBERS = ("min", "max", "mean", "std", "l2")
+_BYTES = ',"shard":"'
+"""From here on a line says where its bytes are. Inside of a name the quotes would be escaped."""
+_COUNTS = ("count", "zeros", "nan", "pos_inf", "neg_inf")
+
+
+class BadLine(ValueError):
+    """An index line that cannot be believed; the message says why."""
+
+
+@functools.lru_cache(maxsize=4096)
+def shape_text(shape: tuple[int, ...]) -> str:
+    """A shape inside JSON's brackets; a model has few of them."""
+    return ",".join(str(int(size)) for size in shape)
+
+
+def encode_line(record: Record, order: int, digest: str, blob: Blob | None, lost: str) -> str:
+    """The JSON of one record, without a line end.
+
+    Written by hand because 20 000 of them take a second else.
+    """
+    (key, _, dtype, shape, alias, class_name, device, kept, _, _, stride, summary, placement, _) = (
+        record
+    )
+    site, port, slot, step, visit, _, _, phase, moment = key
+    line = (
+        f'{{"order":{order},"site":{json_string(site)},"port":{json_string(port)},'
+        f'"slot":{json_string(slot)},"step":{step},"visit":{visit},'
+        f'"dtype":"{dtype}","shape":[{shape_text(shape)}],"kept":"{kept}"'
+    )
+    usual_phase, usual_moment = usual(port)
+    if phase != usual_phase:
+        line += f',"phase":{json_string(phase)}'
+    if moment != usual_moment:
+        line += f',"moment":{json_string(moment)}'
+    if alias:
+        line += f',"alias":{json_string(alias)}'
+    if class_name:
+        line += f',"class":{json_string(class_name)}'
+    if device:
+        line += f',"device":{json_string(device)}'
+    if placement:
+        line += f',"placement":{json_string(placement)}'
+    if digest:
+        line += f',"digest":"{digest}"'
+    if stride != 1:
+        line += f',"sample_stride":{stride}'
+    if summary is not None:
+        line += f',"summary":{encode_summary(summary)}'
+    if blob is not None:
+        shard, offset, length = blob
+        line += f'{_BYTES}{shard}","offset":{offset},"length":{length}'
+    if lost:
+        line += f',"lost":{json_string(lost)}'
+    return line + "}"
+
+
+def bytes_end(line: str) -> tuple[str, int] | None:
+    """The shard a line of ours names, and where in it the bytes end; None if it names none."""
+    _, found, place = line.rpartition(_BYTES)
+    if not found:
+        return None
+    said = json.loads("{" + found[1:] + place)
+    return said["shard"], said["offset"] + said["length"]
+
+
+def without_bytes(line: str, lost: str) -> str:
+    """A line of ours that does not say where its bytes are, but why they are missing."""
+    return f'{line.rpartition(_BYTES)[0]},"lost":{json_string(lost)}}}'
+
+
+def line_ends(record: Record) -> tuple[str, str]:
+    """What is the same in all lines of one place: up to the step, and from behind the visit on.
+
+    The second ends where the digest comes; the record is that of step 0 and visit 0, without one.
+    """
+    step_and_visit = ',"step":0,"visit":0'
+    before, behind = encode_line(record, 0, "", None, "").split(step_and_visit, 1)
+    return before.removeprefix('{"order":0') + ',"step":', behind.removesuffix("}")
+
+
+def number(value: float) -> str:
+    """A JSON number, or a string for what JSON has no number for.
+
+    >>> number(0.5), number(float("-inf"))
+    ('0.5', '"-inf"')
+    """
+    text = repr(float(value))
+    return f'"{text}"' if text[-1] in "nf" else text
+
+
+def encode_summary(summary: Summary) -> str:
+    count, low, high, mean, std, l2, zeros, nan, pos_inf, neg_inf, sketch = summary
+    if nan != nan:  # other programs' statistics count nothing
+        zeros = nan = pos_inf = neg_inf = '"nan"'
+    text = (
+        f'{{"count":{count},"zeros":{zeros},"nan":{nan},"pos_inf":{pos_inf},"neg_inf":{neg_inf},'
+        f'"min":{number(low)},"max":{number(high)},"mean":{number(mean)},'
+        f'"std":{number(std)},"l2":{number(l2)}'
+    )
+    if sketch:
+        import binascii  # half a millisecond, which an index without summaries does not need
+
+        packed = binascii.b2a_base64(_SKETCH.pack(*sketch), newline=False).decode("ascii")
+        text += f',"sketch":"{packed}"'
+    return text + "}"
+
+
+def _number_of(value: object) -> float:
+    if type(value) is str and value in ("nan", "inf", "-inf"):
+        return float(value)
+    if type(value) is float or type(value) is int:
+        try:
+            return float(value)
+        except OverflowError:
+            pass
+    raise BadLine(f"a summary says {str(value)[:40]!r} where a number should be")
+
+
+def decode_summary(value: object) -> Summary:
+    """The summary in a line.
+
+    Raises:
+        BadLine: It is not one. A sketch that is only garbled is left out instead.
+    """
+    if not isinstance(value, dict):
+        raise BadLine("the summary is not an object")
+    fields = cast("dict[str, object]", value)
+    count, zeros, nan, pos_inf, neg_inf = (_count_of(fields.get(name), name) for name in _COUNTS)
+    low, high, mean, std, l2 = (_number_of(fields.get(name)) for name in _NUMBERS)
+    sketch: tuple[float, ...] = ()
+    packed = fields.get("sketch")
+    if isinstance(packed, str):
+        import binascii
+
+        with contextlib.suppress(ValueError, struct.error):
+            sketch = _SKETCH.unpack(binascii.a2b_base64(packed, strict_mode=True))
+    return Summary(count, low, high, mean, std, l2, zeros, nan, pos_inf, neg_inf, sketch=sketch)
+
+
+def _check_summary(value: object) -> None:
+    """Whether `decode_summary` will succeed; a third of its cost, as the sketch is passed over."""
+    if not isinstance(value, dict):
+        raise BadLine("the summary is not an object")
+    fields = cast("dict[str, object]", value)
+    for name in _COUNTS:
+        _count_of(fields.get(name), name)
+    for name in _NUMBERS:
+        _number_of(fields.get(name))
+
+
+def _count_of(value: object, name: str) -> Any:
+    """A count; NaN where nobody counted."""
+    if value == "nan" and name != "count":
+        return math.nan
+    return _whole(value, name)
+
+
+def _whole(value: object, name: str) -> int:
+    if type(value) is not int or not 0 <= value < _LARGEST:
+        raise BadLine(f"{name} is {str(value)[:40]}, not a count")
+    return value
+
+
+class Line:
+    """One decoded line, as it was written; `check_line` comes before `record_of`.
+
+    msgspec fills a class with the same fields, several times faster (see `decoder`).
+    """
+
+    order: Any
+    site: Any
+    port: Any
+    slot: Any
+    dtype: Any
+    shape: Any
+    step: Any
+    visit: Any
+    kept: Any
+    phase: Any
+    moment: Any
+    alias: Any
+    class_: Any
+    device: Any
+    placement: Any
+    digest: Any
+    sample_stride: Any
+    summary: Any
+    shard: Any
+    offset: Any
+    length: Any
+    lost: Any
+
+
+# No defaults of the class itself: Python finds an attribute sooner where the class has none.
+_USUAL: dict[str, Any] = {
+    **dict.fromkeys(Line.__annotations__, ""),
+    **dict.fromkeys(("order", "site", "port", "slot", "dtype", "shape", "summary")),
+    **dict.fromkeys(("step", "visit", "offset", "length"), 0),
+    "kept": "full",
+    "sample_stride": 1,
+}
+_FIELDS = {("class" if name == "class_" else name): name for name in Line.__annotations__}
+
+
+_KNOWN = frozenset(_FIELDS)
+_scan = cast("Callable[[str, int], tuple[Any, int]]", getattr(json.JSONDecoder(), "scan_once"))  # noqa: B009
+
+
+def _decode_with_json(text: bytes) -> Line:
+    words = text.decode("utf-8")
+    try:
+        value, end = _scan(words, 0)  # half the time of `json.loads`
+    except StopIteration:
+        value, end = json.loads(words), len(words)
+    if not isinstance(value, dict) or (end != len(words) and words[end:].strip(_BLANK)):
+        raise BadLine("not an object")
+    return _line_of(cast("dict[str, Any]", value))
+
+
+def _line_of(fields: dict[str, Any]) -> Line:
+    if not _KNOWN.issuperset(fields):
+        fields = {name: fields[name] for name in fields if name in _KNOWN}
+    line = Line()
+    if "class" in fields:
+        fields["class_"] = fields.pop("class")
+    line.__dict__ = {**_USUAL, **fields}
+    return line
+
+
+def decode_together(text: bytes) -> list[Line] | None:
+    """All lines of a short index in one go, which takes two thirds of the time; None if one is bad.
+
+    Who wants to know which decodes them one by one.
+    """
+    count = text.count(b"\n")
+    if not text.endswith(b"}\n") or text.count(b"}\n{") != count - 1:
+        return None
+    listed = b"[" + text[:-1].replace(b"\n", b",") + b"]"
+    try:
+        values, _ = _scan(listed.decode("utf-8"), 0)
+    except (ValueError, StopIteration, RecursionError):
+        return None
+    return list(map(_line_of, values)) if len(values) == count else None
+
+
+_BLANK = " \t\r\n"
+SHORT = 1 << 20
+"""Bytes of indexes that the standard library has read before msgspec is loaded, for 6 ms."""
+_begun = 0
+
+
+def decoder(size: int = SHORT) -> Callable[[bytes], Line]:
+    """The quickest function for so many bytes more of lines; ValueError on what is none."""
+    global _begun
+    _begun += size
+    return _decode_with_json if _begun < SHORT else _fast_decoder()
+
+
+@functools.cache
+def _fast_decoder() -> Callable[[bytes], Line]:
+    try:
+        import msgspec
+    except ImportError:
+        return _decode_with_json
+    fields: list[Any] = [(name, Any, usual) for name, usual in _USUAL.items()]
+    structure = msgspec.defstruct("FastLine", fields, rename={"class_": "class"}, gc=False)
+    return cast("Callable[[bytes], Line]", msgspec.json.Decoder(structure).decode)
+
+
+_names_a_shard = functools.lru_cache(maxsize=64)(is_shard_name)
+
+
+def check_line(line: Line) -> int:
+    """Refuses a line whose claims cannot be true, before anything is allocated for it.
+
+    Returns:
+        How many bytes the values of the tensor take, as far as they are kept.
+    """
+    if (
+        type(line.site) is not str
+        or type(line.port) is not str
+        or type(line.slot) is not str
+        or type(line.phase) is not str
+        or type(line.moment) is not str
+        or type(line.alias) is not str
+        or type(line.class_) is not str
+        or type(line.device) is not str
+        or type(line.placement) is not str
+        or type(line.digest) is not str
+        or type(line.lost) is not str
+    ):
+        raise BadLine("a name is not a string")
+    if not line.port:
+        raise BadLine("no port is said")
+    order, step, visit = line.order, line.step, line.visit
+    if not (
+        type(order) is type(step) is type(visit) is int
+        and 0 <= order < _LARGEST
+        and 0 <= step < _LARGEST
+        and 0 <= visit < _LARGEST
+    ):
+        for name in ("order", "step", "visit"):
+            _whole(getattr(line, name), name)
+    if type(line.dtype) is not str or line.dtype not in DTYPES:
+        raise BadLine(f"dtype {str(line.dtype)[:40]!r} is not known")
+    if line.kept not in _KEPT:
+        raise BadLine(f"kept is {str(line.kept)[:40]!r}")
+    shape: object = line.shape
+    if not isinstance(shape, list):
+        raise BadLine("the shape is not a list")
+    elements = 1
+    for extent in cast("list[object]", shape):
+        if type(extent) is not int or not 0 <= extent < _LARGEST:
+            raise BadLine(f"the shape has {str(extent)[:40]} in it")
+        elements *= extent
+    if elements >= _LARGEST:
+        raise BadLine(f"the shape claims {elements:.3g} elements")
+    stride = line.sample_stride
+    if stride != 1:
+        if _whole(stride, "sample_stride") < 1:
+            raise BadLine("sample_stride is 0")
+        elements = -(-elements // stride)
+    if line.summary is not None:
+        _check_summary(line.summary)
+    expected = DTYPES[line.dtype].byte_count(elements)
+    if line.shard != "":
+        if type(line.shard) is not str or not _names_a_shard(line.shard):
+            raise BadLine(f"shard {str(line.shard)[:60]!r} is not the name of a shard")
+        offset, length = line.offset, line.length
+        if type(offset) is not int or not 0 <= offset < _LARGEST:
+            _whole(offset, "offset")
+        if type(length) is not int or length != expected:
+            _whole(length, "length")
+            raise BadLine(f"{length} bytes are listed for a tensor of {expected}")
+    return expected
+
+
+def record_of(line: Line, rank: int, process: int) -> Record:
+    """The record of a checked line."""
+    port = line.port
+    key = TensorKey(
+        line.site,
+        port,
+        line.slot,
+        line.step,
+        line.visit,
+        rank,
+        process,
+        line.phase or usual(port)[0],
+        line.moment or usual(port)[1],
+    )
+    shard = line.shard
+    # By position: keywords take twice as long, and an index has up to a million lines.
+    return Record(
+        key,
+        line.order,
+        line.dtype,
+        tuple(line.shape),
+        line.alias,
+        line.class_,
+        line.device,
+        line.kept,
+        line.digest,
+        Blob(shard, line.offset, line.length) if shard else None,
+        line.sample_stride,
+        None if line.summary is None else decode_summary(line.summary),
+        line.placement,
+        line.lost,
+    )

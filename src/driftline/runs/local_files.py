@@ -1,0 +1,369 @@
+"""Files inside a run's folder, opened as a stranger's: no links out of it, no pipes, no giants."""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import stat
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
+
+from driftline.errors import BadFile, Unreachable
+from driftline.numerics.kernel import address_of, let_go
+from driftline.runs.index import KeptLines
+from driftline.runs.layout import INDEX, is_shard_name
+from driftline.runs.records import Record
+from driftline.runs.run import Memory, ReadAhead
+
+if TYPE_CHECKING:
+    from driftline.runs.run import ReadAhead
+
+
+def reason_of(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)[:200] or type(error).__name__
+
+
+def is_inside(root: Path, path: Path) -> bool:
+    try:
+        return path.resolve(strict=True).is_relative_to(root) and path.is_dir()
+    except (OSError, RuntimeError):
+        return False
+
+
+def folders_in(path: Path) -> list[str]:
+    """Names of the folders in a folder; links are none, and what cannot be listed has none."""
+    try:
+        with os.scandir(path) as entries:
+            return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+
+
+def open_inside(root: Path, path: Path) -> int:
+    """Opens a regular file that lies, links followed, inside the run.
+
+    Raises:
+        OSError: It does not, or cannot be opened.
+    """
+    try:
+        real = path.resolve(strict=True)
+    except RuntimeError:  # a loop of links
+        raise OSError(0, "a link that leads nowhere") from None
+    if not real.is_relative_to(root):
+        raise OSError(0, "leads out of the run's folder; not followed")
+    # A named pipe would block here for ever without O_NONBLOCK.
+    file = os.open(real, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(0, "is not a regular file")
+    return file
+
+
+def read_inside(root: Path, path: Path, limit: int | None) -> bytes:
+    with os.fdopen(open_inside(root, path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if limit is not None and size > limit:
+            raise OSError(0, f"has {size} bytes, more than anybody would write there")
+        return file.read()
+
+
+def read_object(root: Path, path: Path, limit: int) -> Mapping[str, Any]:
+    value = json.loads(read_inside(root, path, limit))
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return cast("Mapping[str, Any]", value)
+
+
+# The files of bytes that one process left, mapped when they are first asked for.
+
+
+MOST_MAPPED = 128
+"""Files of a run that are mapped at a time: each is an open file, of which a process often may have
+1024, and a run has one for each of its ranks at least."""
+
+
+class Mapped:
+    """Which shards of a run are mapped, in all its folders; of too many the oldest is let go."""
+
+    def __init__(self) -> None:
+        self._names: deque[tuple[Shards, str]] = deque()
+
+    def add(self, shards: Shards, name: str) -> None:
+        self._names.append((shards, name))
+        while len(self._names) > MOST_MAPPED:
+            oldest, its = self._names.popleft()
+            oldest.forget(its)
+
+
+class Shards:
+    """The shards in one folder of a run.
+
+    Args:
+        root: The run, which no name leads out of.
+        name: Its folder in there.
+        mapped: What all folders of the run share.
+    """
+
+    def __init__(self, root: Path, name: str, mapped: Mapped) -> None:
+        self.root = root
+        self.name = name
+        self._mapped = mapped
+        self._maps: dict[str, mmap.mmap | bytes] = {}
+        self._places: dict[str, tuple[memoryview, int]] = {}
+
+    def size(self, shard: str) -> int | str:
+        """How many bytes a shard has, or why that cannot be said.
+
+        Raises:
+            Unreachable: No more files can be opened, which says nothing about this one.
+        """
+        try:
+            file = open_inside(self.root, self.root / self.name / shard)
+        except FileNotFoundError:
+            known = _sent_to(self.root, f"{self.name}/{shard}")
+            return f"{shard} is missing" if known is None else known[1]
+        except OSError as error:
+            _require_files(error)
+            return f"{shard} {reason_of(error)}"
+        try:
+            return os.fstat(file).st_size
+        finally:
+            os.close(file)
+
+    def content(self, record: Record) -> tuple[mmap.mmap | bytes, int]:
+        """The mapped shard that holds a record's bytes, and where in it they begin."""
+        assert record.blob is not None
+        content = self._map(record.blob.shard)
+        check_inside(record, len(content))
+        return content, record.blob.offset
+
+    def memory(self, record: Record) -> Memory:
+        """Where a record's bytes lie."""
+        blob = record.blob
+        assert blob is not None
+        found = self._places.get(blob.shard)
+        if found is None:
+            view = memoryview(self._map(blob.shard))  # as long as it lives, the shard stays mapped
+            found = self._places[blob.shard] = (view, address_of(view))
+        view, address = found
+        check_inside(record, len(view))
+        return Memory(address + blob.offset, blob.length, view)
+
+    def window(self, record: Record, start: int, stop: int) -> Memory:
+        """All of it: what is mapped costs nothing until it is looked at."""
+        del start, stop
+        return self.memory(record)
+
+    def release(self) -> None:
+        """Let go of the maps: each ends with the last array or address of it, in any thread."""
+        for view, address in list(self._places.values()):
+            let_go(address, len(view))
+        self._places.clear()
+        self._maps.clear()
+
+    def forget(self, shard: str) -> None:
+        """As `release`, of one of them."""
+        self._places.pop(shard, None)
+        self._maps.pop(shard, None)
+
+    def _map(self, shard: str) -> mmap.mmap | bytes:
+        found = self._maps.get(shard)
+        if found is None:
+            if not is_shard_name(shard):
+                raise BadFile(f"'{shard[:60]}' is not the name of a shard")
+            try:
+                file = open_inside(self.root, self.root / self.name / shard)
+            except OSError as error:
+                _require_files(error)
+                known = _sent_to(self.root, f"{self.name}/{shard}")
+                if known is not None:
+                    raise BadFile(f"{self.name}/{shard} was sent to {known[0]}") from None
+                raise BadFile(f"{self.name}/{shard} cannot be read: {reason_of(error)}") from None
+            try:
+                found = (
+                    mmap.mmap(file, 0, access=mmap.ACCESS_READ) if os.fstat(file).st_size else b""
+                )
+            except OSError as error:
+                _require_files(error)
+                raise
+            finally:
+                os.close(file)
+            self._maps[shard] = found
+            self._mapped.add(self, shard)
+        return found
+
+
+def _require_files(error: OSError) -> None:
+    """A process that may not open another file can say nothing about any tensor.
+
+    Raises:
+        Unreachable: It may not.
+    """
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        raise Unreachable(
+            f"no more files can be opened: {error.strerror}",
+            hint="ulimit -n 1024 lets this shell's programs have as many as is usual",
+        ) from None
+
+
+def check_inside(record: Record, size: int) -> None:
+    """Refuses a record whose bytes would lie beyond the end of their shard.
+
+    Raises:
+        BadFile: They would.
+    """
+    blob = record.blob
+    assert blob is not None
+    if blob.offset < 0 or blob.length < 0 or blob.offset + blob.length > size:
+        raise BadFile(f"{record.key} has no values: {blob.shard} ends before its last byte")
+
+
+def _sent_to(root: Path, name: str) -> tuple[str, int] | None:
+    from driftline.runs.stores.upload import sent_to  # only where something is missing
+
+    return sent_to(root, name)
+
+
+# The files of a run in a folder of this machine.
+
+
+def object_in(files: Files, name: str, limit: int) -> Mapping[str, Any]:
+    """A file that is one JSON object.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is none.
+    """
+    value = json.loads(files.read(name, limit))
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return cast("Mapping[str, Any]", value)
+
+
+class FolderFiles:
+    """Files in a folder of this machine."""
+
+    fetched = False
+
+    def __init__(self, root: Path) -> None:
+        """root: The run's folder, links followed."""
+        self.root = root
+        self._mapped = Mapped()
+
+    def open(self, name: str) -> BinaryIO:
+        return os.fdopen(open_inside(self.root, self.root / name), "rb")
+
+    def read(self, name: str, limit: int) -> bytes:
+        return read_inside(self.root, self.root / name, limit)
+
+    def names(self, folder: str) -> list[str]:
+        try:
+            place = self.root / folder
+            return sorted(path.name for path in place.iterdir() if not path.is_symlink())
+        except OSError:
+            return []
+
+    def shards(self, folder: str) -> Shards:
+        return Shards(self.root, folder, self._mapped)
+
+    def is_written(self, folder: str) -> bool | None:
+        from driftline.runs.provenance import is_held  # only of runs that were not closed
+
+        return is_held(self.root / folder / INDEX)
+
+    def read_ahead(self, parts: Mapping[tuple[int, int], str]) -> ReadAhead | None:
+        """Mapped files gain nothing by it."""
+        del parts
+        return None
+
+
+# What a reader asks of the place where a run's files lie. For types only: never loaded.
+
+
+class ShardFiles(Protocol):
+    """The shards in one folder of a run."""
+
+    def size(self, shard: str) -> int | str:
+        """How many bytes a shard has, or why that cannot be said."""
+        ...
+
+    def content(self, record: Record) -> tuple[Any, int]:
+        """A buffer that holds a record's bytes, and where in it they begin.
+
+        Raises:
+            DriftlineError: They cannot be read.
+        """
+        ...
+
+    def memory(self, record: Record) -> Memory:
+        """Where a record's bytes lie.
+
+        Raises:
+            DriftlineError: They cannot be read.
+        """
+        ...
+
+    def window(self, record: Record, start: int, stop: int) -> Memory:
+        """The same of some of its bytes, as if the others lay around them.
+
+        Raises:
+            DriftlineError: They cannot be read.
+        """
+        ...
+
+    def release(self) -> None:
+        """Let go of what is held in memory."""
+        ...
+
+
+class Files(Protocol):
+    """The files of one run."""
+
+    fetched: bool
+    """Whether bytes come from another machine, so that a part of a tensor costs less than all."""
+
+    def open(self, name: str) -> BinaryIO:
+        """A file to be read from its start.
+
+        Raises:
+            OSError: It is not there, or leads out of the run.
+        """
+        ...
+
+    def read(self, name: str, limit: int) -> bytes:
+        """All of a file.
+
+        Raises:
+            OSError: As `open`, or it has more bytes than the limit.
+        """
+        ...
+
+    def names(self, folder: str) -> list[str]:
+        """The plain files in a folder; none where it cannot be listed."""
+        ...
+
+    def shards(self, folder: str) -> ShardFiles:
+        """The shards in a folder."""
+        ...
+
+    def is_written(self, folder: str) -> bool | None:
+        """Whether a living process writes there now; None where that cannot be told."""
+        ...
+
+    def read_ahead(self, parts: Mapping[tuple[int, int], str]) -> ReadAhead | None:
+        """What reads many small tensors in the background; folders by rank and process."""
+        ...
+
+
+class Listed(Protocol):
+    """What one process listed."""
+
+    rank: int
+    process: int
+    lines: KeptLines

@@ -1,0 +1,132 @@
+"""The small files of one process's part of a run: its folder, facts, tree, events, index.
+
+Everything here is written at once and survives a full disk as well as it can; the large files, the
+shards, are written elsewhere, and what is worth saying is decided by the writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from driftline.runs.jobs import membership
+from driftline.runs.layout import (
+    EVENTS,
+    INDEX,
+    PROCESS,
+    RESERVE,
+    RESERVE_BYTES,
+    TOPOLOGY,
+    folder_name,
+)
+from driftline.runs.owned_file import OwnedFile, write_file
+from driftline.runs.provenance import dump_json, ensure_manifest, process_facts
+from driftline.runs.sinks import JSON
+
+_ROOM = 4096
+
+
+class Part:
+    """The folder `rankN` or `rankN.pM`, made by this process and written by no other."""
+
+    def __init__(
+        self, path: Path, rank: int, world_size: int, command: Sequence[str] | None
+    ) -> None:
+        """Makes the folder, and the run around it unless somebody else has.
+
+        Raises:
+            OSError: It cannot be made or written.
+        """
+        ensure_manifest(path, command, world_size=world_size)
+        process = 0
+        while True:
+            folder = path / folder_name(rank, process)
+            try:
+                folder.mkdir()
+                break
+            except FileExistsError:
+                process += 1
+        self.folder = folder
+        self.process = process
+        self._events: OwnedFile | None = None
+        # Locked as long as this process lives: readers see that it is still writing.
+        self._index = OwnedFile(folder / INDEX, locked=True)
+        self._facts = {**process_facts(rank, process, world_size), **membership(path)}
+        self._make_reserve()
+
+    def append_index(self, text: memoryview) -> tuple[memoryview, OSError | None]:
+        """Appends lines; returns what the disk refused, and why."""
+        try:
+            while text:
+                text = text[self._index.append(text) :]
+        except OSError as error:
+            return text, error
+        return text, None
+
+    def append_event(self, line: bytes) -> None:
+        with contextlib.suppress(OSError):  # an event about a full disk may not fit on it either
+            if self._events is None:
+                self._events = OwnedFile(self.folder / EVENTS)
+            self._events.append(line)
+
+    def append_sheet(self, name: str, text: bytes, *, anew: bool) -> None:
+        """Adds to the end of one of the other files of this folder, or replaces what is in it.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        with OwnedFile(self.folder / name, "replace" if anew else "append") as file:
+            file.append_all(text)
+
+    def write_facts(self, facts: Mapping[str, JSON]) -> None:
+        """Replaces process.json.
+
+        Raises:
+            OSError: The disk is full, and the new text is longer than the old.
+        """
+        text = dump_json({**self._facts, **facts})
+        # Blanks at first, so that the last word can be written in place on a disk full by then.
+        room = 0 if facts.get("sealed") else len(text) + _ROOM
+        _replace(self.folder / PROCESS, text.ljust(room))
+
+    def write_topology(self, tree: Mapping[str, JSON]) -> None:
+        """Replaces topology.json.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        _replace(self.folder / TOPOLOGY, dump_json(tree))
+
+    def give_up_reserve(self) -> None:
+        with contextlib.suppress(OSError):
+            (self.folder / RESERVE).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Closes the files; events may still be appended afterwards."""
+        self._index.close()
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+    def _make_reserve(self) -> None:
+        with contextlib.suppress(OSError), OwnedFile(self.folder / RESERVE) as file:
+            file.reserve(RESERVE_BYTES)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Replaces a small file at once; on a full disk, in place if it fits."""
+    draft = path.with_name(f".{path.name}.new")
+    try:
+        write_file(draft, content)
+        draft.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        if not path.exists() or path.stat().st_size < len(content):
+            raise
+        with OwnedFile(path) as file:
+            done = 0
+            while done < len(content):
+                done += file.write_at(content[done:], done)
+            file.truncate(done)

@@ -1,0 +1,506 @@
+"""Who is writing: a lock of the system on a file that is written, which ends with its process.
+
+No file of its own, so nothing is left behind: a killed process's lock is gone with it, whatever it
+could not clean up. Clocks and process numbers are not looked at. File systems without such locks
+(some network ones) tell nothing, and then nobody is held up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+from driftline import settings
+from driftline.errors import AlreadyThere, BadInput
+from driftline.runs.layout import FORMAT, INDEX, MANIFEST, ORPHAN_EVENTS, SCHEMA, parse_folder
+from driftline.runs.owned_file import OwnedFile, write_file
+from driftline.runs.redaction import redact_argv, redact_message, redact_value
+from driftline.runs.sinks import JSON
+
+try:
+    import fcntl
+except ImportError:  # not on every system
+    fcntl = None
+
+
+def hold(file: int) -> bool:
+    """Take the lock of an open file for as long as it stays open; False if somebody has it."""
+    if fcntl is None:
+        return True
+    for wait in (0.01, 0.05, 0.0):  # who only asks whether it is held has it for a moment
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(wait)
+        except OSError:  # no locks here
+            return True
+        else:
+            return True
+    return False
+
+
+def hold_path(path: Path) -> int | None:
+    """Open a file and take its lock; None if somebody has it. Closing what is returned ends it.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    if hold(file):
+        return file
+    os.close(file)
+    return None
+
+
+def is_held(path: Path) -> bool | None:
+    """Whether a living process holds a file's lock; None where that cannot be told."""
+    if fcntl is None:
+        return None
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    else:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
+        return False
+    finally:
+        os.close(file)
+
+
+# Which commit a program ran from, read from `.git` by hand; git is only asked if files changed.
+
+
+_COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
+_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """A commit, and whether tracked files differ from it (None: could not be found out)."""
+
+    commit: str
+    dirty: bool | None
+
+
+def _first_line(path: Path) -> str:
+    with path.open("rb") as file:
+        return file.read(4096).split(b"\n")[0].decode("utf-8", "replace").strip()
+
+
+def _git_folder(place: Path) -> tuple[Path, Path] | None:
+    """The work tree around a place and its git folder."""
+    for tree in (place, *place.parents):
+        found = tree / ".git"
+        if found.is_dir():
+            return tree, found
+        if found.is_file():  # a linked work tree or a submodule
+            said = _first_line(found)
+            if said.startswith("gitdir:"):
+                return tree, (tree / said.removeprefix("gitdir:").strip()).resolve()
+    return None
+
+
+def _commit_of(git: Path) -> str:
+    head = _first_line(git / "HEAD")
+    if not head.startswith("ref:"):
+        return head if _COMMIT.fullmatch(head) else ""
+    name = head.removeprefix("ref:").strip()
+    common = git
+    if (git / "commondir").is_file():
+        common = (git / _first_line(git / "commondir")).resolve()
+    for folder in (git, common):
+        if (folder / name).is_file():
+            line = _first_line(folder / name)
+            return line if _COMMIT.fullmatch(line) else ""
+    packed = common / "packed-refs"
+    if packed.is_file():
+        with packed.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                commit, _, ref = line.strip().partition(" ")
+                if ref == name and _COMMIT.fullmatch(commit):
+                    return commit
+    return ""
+
+
+def _is_dirty(tree: Path) -> bool | None:
+    git = shutil.which("git")
+    if git is None:
+        return None
+    quiet = ["-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "--no-optional-locks"]
+    try:
+        done = subprocess.run(
+            [git, *quiet, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules"],
+            cwd=tree,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return bool(done.stdout.strip()) if done.returncode == 0 else None
+
+
+def revision_of(place: Path) -> Revision | None:
+    """The commit checked out around a folder, or None where there is no repository."""
+    try:
+        found = _git_folder(place.absolute())
+        if found is None:
+            return None
+        commit = _commit_of(found[1])
+        return Revision(commit, _is_dirty(found[0])) if commit else None
+    except OSError:
+        return None
+
+
+# Where a run comes from: one `run.json`, by whoever comes first, one `process.json` per
+# process.
+
+
+_ALLOWED = frozenset(
+    {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+        "SLURM_LOCALID",
+        "PADDLE_TRAINER_ID",
+        "PADDLE_TRAINERS_NUM",
+        "PYTHONHASHSEED",
+        "TOKENIZERS_PARALLELISM",
+        "TRANSFORMERS_OFFLINE",
+        "HF_HUB_OFFLINE",
+        "NVIDIA_VISIBLE_DEVICES",
+        "NVIDIA_TF32_OVERRIDE",
+        "ATEN_CPU_CAPABILITY",
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_LAUNCH_BLOCKING",
+        "CUDA_DEVICE_ORDER",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "DRIFTLINE_KERNEL",
+    }
+)
+_ALLOWED_PREFIXES = (
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "OPENBLAS_",
+    "ONEDNN_",
+    "DNNL_",
+    "TORCH",
+    "PYTORCH_",
+    "NCCL_",
+    "GLOO_",
+    "HCCL_",
+    "ASCEND_",
+    "CUBLAS_",
+    "CUDNN_",
+    "TRITON_",
+    "HIP_",
+    "ROCR_",
+    "HSA_",
+    "XLA_",
+    "FLAGS_",
+)
+_LIBRARIES = (
+    "torch",
+    "numpy",
+    "transformers",
+    "torch_npu",
+    "torchvision",
+    "paddle",
+    "onnxruntime",
+    "vllm",
+)
+_LONGEST_VALUE = 500
+
+
+def allowed_environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment variables that change numbers or placement, secrets hidden; nothing else."""
+    everything = settings.environment() if variables is None else variables
+    return {
+        name: redact_value(name, everything[name])[:_LONGEST_VALUE]
+        for name in sorted(everything)
+        if name in _ALLOWED or name.startswith(_ALLOWED_PREFIXES)
+    }
+
+
+def driftline_version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("driftline")
+    except metadata.PackageNotFoundError:  # run from its sources, in somebody else's environment
+        return str(getattr(sys.modules.get("driftline"), "__version__", "unknown"))
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries the program has imported by now."""
+    found: dict[str, str] = {}
+    for name in _LIBRARIES:
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if version is not None:
+            found[name] = str(version)
+    return found
+
+
+def plain_json(value: object, depth: int = 0) -> JSON:
+    """A value as JSON can hold it: non-finite numbers and strangers become strings."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if depth > 200:
+        return "..."
+    if isinstance(value, Mapping):
+        items = cast("Mapping[object, object]", value).items()
+        return {str(k): plain_json(v, depth + 1) for k, v in items}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain_json(v, depth + 1) for v in cast("Sequence[object]", value)]
+    return str(value)
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _working_folder() -> Path | None:
+    try:
+        return Path.cwd()
+    except OSError:  # it was deleted under us
+        return None
+
+
+def _without_home(path: Path) -> str:
+    try:
+        return "~/" + path.relative_to(Path.home()).as_posix()
+    except (ValueError, RuntimeError):
+        return str(path)
+
+
+def provenance(command: Sequence[str] | None = None, *, world_size: int = 1) -> dict[str, JSON]:
+    """The content of a new `run.json`.
+
+    Args:
+        command: What the user asked to run; this process's own command line if not given.
+        world_size: How many ranks the job has, as far as known.
+    """
+    place = _working_folder()
+    revision = revision_of(place) if place else None
+    return {
+        "format": FORMAT,
+        "schema": SCHEMA,
+        "id": uuid.uuid4().hex,
+        "created": now(),
+        "driftline": driftline_version(),
+        "command": cast("JSON", redact_argv(command if command is not None else own_command())),
+        "cwd": _without_home(place) if place else "",
+        "git": {"commit": revision.commit, "dirty": revision.dirty} if revision else None,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "versions": cast("JSON", library_versions()),
+        "world_size": world_size,
+        "environment": cast("JSON", allowed_environment()),
+        **({"job": job} if (job := settings.job_id()) else {}),
+    }
+
+
+def own_command() -> list[str]:
+    """This process's command line as it was started, with the interpreter and its options."""
+    original = getattr(sys, "orig_argv", None)
+    return list(original or sys.argv)
+
+
+def process_facts(rank: int, process: int, world_size: int) -> dict[str, JSON]:
+    """The opening content of a `process.json`."""
+    return {
+        "schema": SCHEMA,
+        "rank": rank,
+        "process": process,
+        "world_size": world_size,
+        "pid": os.getpid(),
+        "started": now(),
+        "sealed": False,
+        "command": cast("JSON", redact_argv(own_command())),
+        "python": platform.python_version(),
+        "versions": cast("JSON", library_versions()),
+        "environment": cast("JSON", allowed_environment()),
+    }
+
+
+def dump_json(value: Mapping[str, JSON]) -> bytes:
+    return (json.dumps(plain_json(value), indent=1, allow_nan=False) + "\n").encode("ascii")
+
+
+def write_new(path: Path, content: bytes) -> bool:
+    """Creates a file with its whole content at once; False when somebody else's was first."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    try:
+        write_file(draft, content)
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without hard links
+            try:
+                with OwnedFile(path, "new") as file:
+                    file.append_all(content)
+            except FileExistsError:
+                return False
+        return True
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+
+
+def ensure_manifest(
+    path: Path, command: Sequence[str] | None = None, *, world_size: int = 1
+) -> None:
+    """Makes the run's folder and its `run.json` unless they are there.
+
+    Raises:
+        OSError: The folder cannot be made or written.
+    """
+    if (path / MANIFEST).exists():
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    write_new(path / MANIFEST, dump_json(provenance(command, world_size=world_size)))
+
+
+def create_run(
+    path: str | os.PathLike[str],
+    *,
+    command: Sequence[str] | None = None,
+    force: bool = False,
+    world_size: int = 1,
+) -> Path:
+    """Starts a new run: a folder with a manifest, for any number of processes to write into.
+
+    Args:
+        force: Replace a run that is there already. A folder that is not a run is never deleted.
+
+    Raises:
+        AlreadyThere: Something is there and may not be replaced, or somebody is writing it.
+        BadInput: The folder cannot be made or written.
+    """
+    place = Path(path)
+    refuse_addresses(path)
+    try:
+        if check_room(place, force=force):
+            refuse_living(place)
+            for child in list(place.iterdir()):
+                shutil.rmtree(
+                    child
+                ) if child.is_dir() and not child.is_symlink() else child.unlink()
+        place.mkdir(parents=True, exist_ok=True)
+        manifest = dump_json(provenance(command, world_size=world_size))
+        if not write_new(place / MANIFEST, manifest):
+            raise AlreadyThere(
+                f"another program has begun a run in '{place}' at the same moment",
+                hint="choose another output folder",
+            )
+    except OSError as error:
+        raise BadInput(
+            f"cannot write a run to '{place}': {error.strerror or error}",
+            hint="choose an output folder that can be written",
+        ) from None
+    return place
+
+
+def refuse_addresses(path: str | os.PathLike[str]) -> None:
+    """Capture writes to folders of this machine.
+
+    Raises:
+        BadInput: It is an address elsewhere.
+    """
+    if "://" in os.fspath(path):
+        raise BadInput(
+            "a run is written to a folder of this machine first",
+            hint="`driftline dump -o URL` sends it while the program runs, `driftline push FOLDER "
+            "URL` afterwards",
+        )
+
+
+def refuse_living(place: Path) -> None:
+    """A run that a living process writes is not replaced; what a dead one left is.
+
+    Raises:
+        AlreadyThere: One does.
+    """
+    files = [place / MANIFEST, *(child / INDEX for child in place.iterdir())]
+    for file in files:
+        if is_held(file):
+            raise AlreadyThere(
+                f"'{place}' is being written by a program that is still running",
+                hint="choose another output folder, or wait until it has ended",
+            )
+
+
+def check_room(place: Path, *, force: bool) -> bool:
+    """Whether a run is there that may be replaced; False where there is nothing.
+
+    Raises:
+        AlreadyThere: Something is there and may not be replaced.
+    """
+    if place.exists() and not place.is_dir():
+        raise AlreadyThere(f"'{place}' exists and is a file", hint="choose another output folder")
+    if not place.is_dir() or not any(place.iterdir()):
+        return False
+    if not force:
+        raise AlreadyThere(
+            f"output folder '{place}' exists and is not empty",
+            hint="choose another one, or --force to replace the run in it",
+        )
+    if not _is_only_a_run(place):
+        raise AlreadyThere(
+            f"'{place}' holds other things than a run, so it is not replaced",
+            hint="choose another output folder",
+        )
+    return True
+
+
+def _is_only_a_run(place: Path) -> bool:
+    names = [child.name for child in place.iterdir()]
+    files = (MANIFEST, ORPHAN_EVENTS)
+    return MANIFEST in names and all(
+        name in files or name.startswith(f".{MANIFEST}.") or parse_folder(name) is not None
+        for name in names
+    )
+
+
+def event_line(kind: str, message: str, order: int, details: Mapping[str, Any]) -> bytes:
+    """One line of `events.jsonl`."""
+    line: dict[str, JSON] = {
+        "time": round(time.time(), 3),
+        "kind": kind,
+        "message": redact_message(message),
+        "order": order,
+    }
+    if details:
+        line["details"] = plain_json(details)
+    return (json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n").encode("ascii")

@@ -1,0 +1,158 @@
+"""The address of one tensor inside one run, and how a person reads it."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Self
+
+from driftline.numerics.fields import Summary
+
+Port = Literal[
+    "input", "output", "grad_input", "grad_output", "param", "param_grad", "optimizer_grad"
+]
+Phase = Literal["forward", "backward", "recompute"]
+Moment = Literal["before", "after"]
+
+PORTS: tuple[Port, ...] = (
+    "input",
+    "output",
+    "grad_input",
+    "grad_output",
+    "param",
+    "param_grad",  # what one backward pass contributed, before it is accumulated
+    "optimizer_grad",  # what the optimizer sees: accumulated, reduced, clipped
+)
+
+_USUAL: dict[str, tuple[Phase, Moment]] = {
+    "input": ("forward", "before"),
+    "param": ("forward", "before"),
+    "grad_input": ("backward", "after"),
+    "grad_output": ("backward", "after"),
+    "param_grad": ("backward", "after"),
+}
+_ELSE: tuple[Phase, Moment] = ("forward", "after")
+
+
+def usual(port: str) -> tuple[Phase, Moment]:
+    """When a port is captured unless something special happens."""
+    return _USUAL.get(port, _ELSE)
+
+
+def usual_phase(port: str) -> Phase:
+    return usual(port)[0]
+
+
+def usual_moment(port: str) -> Moment:
+    return usual(port)[1]
+
+
+class TensorKey(NamedTuple):
+    """The address of one tensor inside one run. Execution order is the record's, not the key's.
+
+    Attributes:
+        site: Place in the model: module path, graph node or op call.
+        port: Which side of the site.
+        slot: Which tensor of that port: an argument's name, a position, a path through nested
+            containers.
+        step: Training step or generated token.
+        visit: The nth call of the site within the step.
+        rank: Rank of the process in its distributed job.
+        process: Tells processes of one rank apart (a launcher script may start several).
+        phase: forward, backward, or recompute for gradient checkpointing's second forward.
+        moment: Taken before or after the call.
+    """
+
+    site: str
+    port: Port
+    slot: str
+    step: int = 0
+    visit: int = 0
+    rank: int = 0
+    process: int = 0
+    phase: Phase = "forward"
+    moment: Moment = "after"
+
+    @classmethod
+    def of(
+        cls, site: str, port: Port, slot: str = "0", *, step: int = 0, visit: int = 0, rank: int = 0
+    ) -> Self:
+        """A key with the usual phase and moment of its port."""
+        return cls(site, port, slot, step, visit, rank, 0, *usual(port))
+
+    def __str__(self) -> str:
+        """`rank0/step0/model.layers.0.mlp#1/output/0`; what is usual is left out.
+
+        >>> str(TensorKey.of("mlp", "input", "x", visit=2))
+        'rank0/step0/mlp#2/input/x'
+        """
+        rank = f"rank{self.rank}" + (f".p{self.process}" if self.process else "")
+        return f"{rank}/{self.within_rank}"
+
+    @property
+    def within_rank(self) -> str:
+        """The same without the rank and the process."""
+        site, port, slot, step, visit, _, _, phase, moment = self
+        nth = f"#{visit}" if visit else ""
+        text = f"step{step}/{site}{nth}/{port}/{slot}"
+        phase_then, moment_then = usual(port)
+        if phase != phase_then:
+            text += f"@{phase}"
+        if moment != moment_then:
+            text += f"@{moment}"
+        return text
+
+    def with_slot(self, slot: str) -> Self:
+        return self._replace(slot=slot)
+
+
+# One line of a run's index: what was captured, and where its bytes are.
+
+
+Kept = Literal["full", "sample", "summary", "digest", "describe"]
+
+
+class Blob(NamedTuple):
+    """Where bytes lie: `length` bytes of a shard, from `offset`, counted from its first byte."""
+
+    shard: str
+    offset: int
+    length: int
+
+
+class Record(NamedTuple):
+    """What is known of one captured tensor.
+
+    Attributes:
+        key: Its address.
+        order: Position in the execution order of its process; the only thing to sort by.
+        dtype: A name of `numerics.dtypes.DTYPES`.
+        shape: Logical shape (for packed 4-bit formats, of elements, not bytes).
+        alias: Another name of the slot: the position of an argument that is known by name.
+        class_name: Class of the module, or name of the operator, at the site.
+        device: Where the tensor lived, as torch prints it.
+        kept: How much of it was kept.
+        digest: `algorithm:hex` of its bytes in C order.
+        blob: Where its bytes are, for `full` and `sample`.
+        sample_stride: For `sample`: every nth element of the flattened tensor was kept.
+        summary: For `summary`, and wherever it was computed anyway.
+        placement: How a sharded tensor lies over its ranks, in words; empty for a plain one.
+        lost: Why its bytes are missing although they were to be kept: disk full, size limit.
+    """
+
+    key: TensorKey
+    order: int
+    dtype: str
+    shape: tuple[int, ...]
+    alias: str = ""
+    class_name: str = ""
+    device: str = ""
+    kept: Kept = "full"
+    digest: str = ""
+    blob: Blob | None = None
+    sample_stride: int = 1
+    summary: Summary | None = None
+    placement: str = ""
+    lost: str = ""
+
+    def placed(self, order: int, blob: Blob | None) -> Record:
+        """The same at a place in a run; `_replace` would take three times as long."""
+        return self._make((self[0], order, *self[2:9], blob, *self[10:]))

@@ -1,0 +1,1 @@
+"""Side files of a run: recorded operator calls and operator tables."""

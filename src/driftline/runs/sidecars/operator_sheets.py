@@ -1,0 +1,189 @@
+"""The sheets that may lie beside the tensors of a process: operators, kernels, times.
+
+Names and text only, in the grammar of ATB's own dumps, so that whatever reads those reads these:
+`|` between cells, `;` between the tensors of a cell, `,` between extents. Knows no folders.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from driftline.runs.sidecars.calls import CALLS, GRAPHS, Call, CallTensor
+
+OPERATIONS = "operation_tensors_{}.csv"
+KERNELS = "kernel_tensors_{}.csv"
+STATISTIC = "operation_statistic_{}.txt"
+TIMES = "operation_statistic_{}.csv"
+ONNX = "model.onnx"
+FOLDERS = {
+    "operation_tensors": "operation_io_tensors",
+    "kernel_tensors": "kernel_io_tensors",
+    "operation_statistic": "cpu_profiling",
+}
+"""Where the seed keeps each kind, below its own folder; then comes the process's number."""
+_NAME = re.compile(r"(operation_tensors|kernel_tensors|operation_statistic)_(\d{1,9})\.(csv|txt)")
+HEADER = (
+    "CaseNum|CaseName|OpName|OpParam|InNum|InDType|InFormat|InShape|OutNum|OutDType|OutFormat|"
+    "OutShape|DataGenType|DataGenRange|InTensorFile|OutTensorFile|TestType|TestLevel|FromModel|"
+    "SocVersion|ExpectedError"
+)
+TIME_COLUMNS = "site,operator,calls,total_us,self_us,device_us"
+_DTYPES = {"float32": "float", "float64": "double", "bfloat16": "bf16"}
+"""Types that ATB calls otherwise than torch."""
+_SEPARATORS = re.compile(r"[|;\r\n]")
+_OTHER = re.compile(r"[^0-9A-Za-z_]+")
+
+
+def kind_of_sheet(name: str) -> str | None:
+    """Which sheet a file is: `kernel_tensors` of `kernel_tensors_0.csv`; None for other files."""
+    found = _NAME.fullmatch(name)
+    return found[1] if found else None
+
+
+def sheets_among(names: Sequence[str]) -> list[str]:
+    """Names of the sheets among the files of a process, lists of calls and graphs first."""
+    listed = [name for name in names if name in (CALLS, GRAPHS)]
+    return listed + [name for name in names if kind_of_sheet(name) is not None]
+
+
+class Described(NamedTuple):
+    """A tensor in a cell."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str = ""
+
+
+def operation_row(
+    number: int,
+    name: str,
+    param: Mapping[str, Any],
+    inputs: Sequence[Described],
+    outputs: Sequence[Described],
+) -> str:
+    """One line of an operation or kernel csv.
+
+    Args:
+        number: Counts the lines, from 1.
+        name: The operator with its ids, or the kernel.
+        param: What becomes its OpParam.
+        inputs: What goes in; a file is empty where its values were not kept.
+        outputs: What comes out.
+    """
+    name = _SEPARATORS.sub("_", name)
+    return "|".join(
+        (
+            *(str(number), f"{name}{number}", name),
+            json.dumps(dict(param), separators=(",", ":"), ensure_ascii=True),
+            *_cells(inputs),
+            *_cells(outputs),
+            *(";".join("customize" for _ in inputs) or "customize", " "),
+            ";".join(_SEPARATORS.sub("_", one.file) for one in inputs),
+            ";".join(_SEPARATORS.sub("_", one.file) for one in outputs),
+            *(" ", " ", " ", " ", "NO_ERROR"),
+        )
+    )
+
+
+def _cells(tensors: Sequence[Described]) -> tuple[str, str, str, str]:
+    return (
+        str(len(tensors)),
+        ";".join(_DTYPES.get(one.dtype, one.dtype) for one in tensors),
+        ";".join("nd" for _ in tensors),
+        ";".join(",".join(map(str, one.shape)) for one in tensors),
+    )
+
+
+def operation_sheet(calls: Iterable[Call], file_of: Mapping[tuple[int, str, str], str]) -> str:
+    """The operation csv of one execution.
+
+    Args:
+        calls: Of one step, in any order.
+        file_of: By call, port and slot: where the values are; what was not kept has none.
+    """
+    lines = [HEADER]
+    ordered = sorted(calls, key=lambda call: call.number)
+    for number, call in enumerate(ordered, 1):
+
+        def described(port: str, tensors: Sequence[CallTensor], call: Call = call) -> Any:
+            return [
+                Described(one.dtype, one.shape, file_of.get((call.number, port, one.slot), ""))
+                for one in tensors
+            ]
+
+        param = {"site": call.site, "visit": call.visit, "phase": call.phase, **call.param}
+        lines.append(
+            operation_row(
+                number,
+                call.name,
+                param if call.kind == "operator" else {**param, "kind": "module"},
+                described("input", call.inputs),
+                described("output", call.outputs),
+            )
+        )
+    return "\n".join(lines) + "\n"
+
+
+class Timed(NamedTuple):
+    """What one operator took in one place, all calls together; times in µs."""
+
+    site: str
+    operator: str
+    calls: int
+    total: float
+    own: float
+    device: float
+
+
+def added(some: Iterable[Timed], more: Iterable[Timed]) -> tuple[Timed, ...]:
+    """Two lists of times as one: what is of the same operator in the same place is summed."""
+    found: dict[tuple[str, str], Timed] = {}
+    for one in (*some, *more):
+        known = found.get(one[:2])
+        if known is not None:
+            own, device = known.own + one.own, known.device + one.device
+            one = Timed(*one[:2], known.calls + one.calls, known.total + one.total, own, device)
+        found[one[:2]] = one
+    return tuple(found.values())
+
+
+def statistic_text(timed: Sequence[Timed]) -> str:
+    """Times by operator, in blocks, as `operation_statistic_{n}.txt` has them."""
+    rows: dict[str, list[Timed]] = {}
+    for one in timed:
+        rows.setdefault(statistic_name(one.operator), []).append(one)
+    blocks: list[str] = []
+    for name, those in rows.items():
+        total, own, device = (sum(getattr(t, n) for t in those) for n in ("total", "own", "device"))
+        executed = device or own
+        blocks.append(
+            f"{name}:\n[execute] totalTime:{total:.3f}, kernelExecuteTime:{executed:.3f}, "
+            f"selfTime:{own:.3f}, callCount:{sum(t.calls for t in those)}\n\n"
+        )
+    return "".join(blocks)
+
+
+def statistic_name(operator: str) -> str:
+    """Letters, digits and `_`, which is all that such a text has for names.
+
+    >>> statistic_name("aten::addmm")
+    'aten_addmm'
+    """
+    return _OTHER.sub("_", operator) or "_"
+
+
+def times_table(timed: Sequence[Timed]) -> str:
+    """The same by site and operator, as a csv."""
+    lines = [TIME_COLUMNS]
+    for one in timed:
+        site, operator = (
+            f'"{text}"' if "," in text or '"' in text else text
+            for text in (one.site.replace('"', "'"), one.operator)
+        )
+        lines.append(
+            f"{site},{operator},{one.calls},{one.total:.3f},{one.own:.3f},{one.device:.3f}"
+        )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,329 @@
+"""What a capture adapter writes to. The disk, memory, or a test's list may stand behind it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+
+from driftline.runs.owned_file import print_to_stderr
+from driftline.runs.records import Record
+from driftline.units import say_size
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+JSON: TypeAlias = "str | int | float | bool | Sequence[JSON] | Mapping[str, JSON] | None"
+Bytes: TypeAlias = "npt.NDArray[np.uint8]"
+
+
+@runtime_checkable
+class Sheets(Protocol):
+    """A sink that also keeps text beside the tensors: lists of calls, of kernels, of times."""
+
+    def sheet(self, name: str, text: str, *, anew: bool = False) -> None:
+        """Adds text to the end of a file of this process; `anew` replaces what is in it."""
+        ...
+
+
+class Group(Protocol):
+    """Several records without bytes, in their order, that need not exist one by one."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def dtypes(self) -> set[str]: ...
+
+    def records(self) -> Iterator[Record]:
+        """The records, one by one."""
+        ...
+
+    def lines(self, order: int) -> bytes:
+        """Their index lines, the first with this order; may be called from any thread."""
+        ...
+
+
+@runtime_checkable
+class TakesGroups(Protocol):
+    """A sink that writes the lines of a group itself, when it comes to it."""
+
+    def put_group(self, group: Group) -> None:
+        """Takes the records of a group; their ranks and processes are the sink's."""
+        ...
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Takes records and bytes; may be called from any thread of the process."""
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of tensors taken over, repeats not counted."""
+        ...
+
+    @property
+    def tensors_written(self) -> int:
+        """Records taken over."""
+        ...
+
+    def put(self, record: Record, data: Bytes | None) -> None:
+        """Takes one record and, for `full` and `sample`, its bytes.
+
+        `order` is assigned here, `blob` too, and `digest` if the record has none and there are
+        bytes. `rank` and `process` of the key become the sink's own.
+
+        Args:
+            record: What was captured.
+            data: The flat C-order bytes, in live memory; digested, and copied where new, before
+                this returns, so that an in-place operation may follow at once. For `sample`, the
+                bytes of the sampled elements. For `digest`, what is to be digested and not kept.
+        """
+        ...
+
+    def event(self, kind: str, message: str, **details: JSON) -> None:
+        """A warning, finding or label, in words."""
+        ...
+
+    def describe(self, **facts: JSON) -> None:
+        """Adds provenance known only later: device names, seeds, framework versions."""
+        ...
+
+    def topology(self, tree: Mapping[str, JSON]) -> None:
+        """The module tree of this process; a later call replaces it."""
+        ...
+
+    def step_done(self, step: int) -> None:
+        """The program went past the end of a step."""
+        ...
+
+    def flush(self) -> None:
+        """Returns when everything put so far would outlive a kill of the process."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will come; may be called twice."""
+        ...
+
+
+# Sinks that stand before another one: what a launched process writes is decided once, when it
+# has its first tensor.
+
+
+MOST_WAITING = 1000
+
+
+class Forwarding:
+    """A sink that passes everything on."""
+
+    def __init__(self, inner: Sink) -> None:
+        self.inner = inner
+
+    @property
+    def bytes_written(self) -> int:
+        return self.inner.bytes_written
+
+    @property
+    def tensors_written(self) -> int:
+        return self.inner.tensors_written
+
+    def put(self, record: Record, data: Bytes | None) -> None:
+        self.inner.put(record, data)
+
+    def event(self, kind: str, message: str, **details: JSON) -> None:
+        self.inner.event(kind, message, **details)
+
+    def describe(self, **facts: JSON) -> None:
+        self.inner.describe(**facts)
+
+    def topology(self, tree: Mapping[str, JSON]) -> None:
+        self.inner.topology(tree)
+
+    def sheet(self, name: str, text: str, *, anew: bool = False) -> None:
+        if isinstance(self.inner, Sheets):
+            self.inner.sheet(name, text, anew=anew)
+
+    def step_done(self, step: int) -> None:
+        self.inner.step_done(step)
+
+    def flush(self) -> None:
+        self.inner.flush()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class Late:
+    """Makes the real sink at the first tensor, when the rank is known; before it, nothing.
+
+    A forked child starts anew with a sink of its own.
+
+    Attributes:
+        tree_is_enough: Make the sink for a module tree too, and let no tensor through.
+    """
+
+    def __init__(self, make: Callable[[], Sink], *, tree_is_enough: bool = False) -> None:
+        self._make = make
+        self.tree_is_enough = tree_is_enough
+        self.forget()
+
+    def forget(self) -> None:
+        """What a forked child does with its parent's sink."""
+        self._lock = threading.RLock()
+        self._inner: Sink | None = None
+        self._tree: Mapping[str, JSON] | None = None
+        self._facts: dict[str, JSON] = {}
+        self._events: list[tuple[str, str, dict[str, JSON]]] = []
+
+    @property
+    def waiting_events(self) -> list[tuple[str, str]]:
+        """Kind and message of what was noted and is nowhere on disk, because no tensor came."""
+        return [(kind, message) for kind, message, _ in self._events]
+
+    @property
+    def bytes_written(self) -> int:
+        return self._inner.bytes_written if self._inner is not None else 0
+
+    @property
+    def tensors_written(self) -> int:
+        return self._inner.tensors_written if self._inner is not None else 0
+
+    def put(self, record: Record, data: Bytes | None) -> None:
+        if not self.tree_is_enough:
+            inner = self._inner if self._inner is not None else self._made()
+            inner.put(record, data)
+
+    def event(self, kind: str, message: str, **details: JSON) -> None:
+        with self._lock:
+            if self._inner is None:
+                if len(self._events) < MOST_WAITING:
+                    self._events.append((kind, message, details))
+                return
+        self._inner.event(kind, message, **details)
+
+    def describe(self, **facts: JSON) -> None:
+        if self._inner is None:
+            self._facts.update(facts)
+        else:
+            self._inner.describe(**facts)
+
+    def topology(self, tree: Mapping[str, JSON]) -> None:
+        self._tree = tree
+        if self._inner is not None:
+            self._inner.topology(tree)
+        elif self.tree_is_enough:
+            self._made()
+
+    def sheet(self, name: str, text: str, *, anew: bool = False) -> None:
+        inner = self._inner if self._inner is not None else self._made()
+        if isinstance(inner, Sheets):
+            inner.sheet(name, text, anew=anew)
+
+    def step_done(self, step: int) -> None:
+        if self._inner is not None:
+            self._inner.step_done(step)
+
+    def flush(self) -> None:
+        if self._inner is not None:
+            self._inner.flush()
+
+    def close(self) -> None:
+        if self._inner is not None:
+            self._inner.close()
+
+    def _made(self) -> Sink:
+        with self._lock:
+            if self._inner is None:
+                inner = self._make()
+                if self._facts:
+                    inner.describe(**self._facts)
+                if self._tree is not None:
+                    inner.topology(self._tree)
+                for kind, message, details in self._events:
+                    inner.event(kind, message, **details)
+                self._events.clear()
+                self._inner = inner
+            return self._inner
+
+
+class Nowhere:
+    """For a process whose rank is not wanted."""
+
+    bytes_written = 0
+    tensors_written = 0
+
+    def put(self, record: Record, data: Bytes | None) -> None:
+        return
+
+    def event(self, kind: str, message: str, **details: JSON) -> None:
+        return
+
+    def describe(self, **facts: JSON) -> None:
+        return
+
+    def topology(self, tree: Mapping[str, JSON]) -> None:
+        return
+
+    def step_done(self, step: int) -> None:
+        return
+
+    def flush(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class Limited(Forwarding):
+    """With `--max-bytes`: says after the first step where this leads, and ends with the step that
+    hit the limit.
+
+    The inner sink enforces the limit on values and lists what does not fit; without an end that
+    list alone would outgrow any limit.
+    """
+
+    def __init__(
+        self, inner: Sink, *, limit: int, say: Callable[[str], None] | None = None
+    ) -> None:
+        super().__init__(inner)
+        self._limit = limit
+        self._say = say or print_to_stderr
+        self._last_step: int | None = None
+        self._told = False
+
+    def put(self, record: Record, data: Bytes | None) -> None:
+        size = 0 if data is None else data.nbytes
+        if self._last_step is None:
+            beyond = bool(size) and self.inner.bytes_written + size > self._limit
+            self.inner.put(record, data)
+            # Bytes that are there already, as parameters are after a step, take no room.
+            if beyond and getattr(self.inner, "over_limit", True):
+                self._last_step = record.key.step
+            return
+        if record.key.step > self._last_step:
+            if not self._told:
+                self._told = True
+                self.inner.event(
+                    "limit", f"nothing of the steps after step {self._last_step} is captured"
+                )
+            return
+        self.inner.put(record, data)
+
+    def event(self, kind: str, message: str, **details: JSON) -> None:
+        self.inner.event(kind, message, **details)
+        if kind == "estimate":
+            self._say(self._estimate(details.get("steps"), details.get("once")))
+
+    def _estimate(self, steps: JSON, once: JSON) -> str:
+        taken = max(1, self.inner.bytes_written)
+        weights = once if isinstance(once, int) else 0
+        each = max(1, taken - weights)
+        if self._last_step is not None:
+            return f"the first step does not fit into the limit of {say_size(self._limit)}"
+        text = f"the first step takes {say_size(taken)} of the limit of {say_size(self._limit)}"
+        if isinstance(steps, int) and steps > 1:
+            total = weights + each * steps
+            text += f"; all {steps} selected steps would take about {say_size(total)}"
+        fitting = max(1, (self._limit - weights) // each)
+        return text + f"; the limit holds about {fitting} step{'s' if fitting > 1 else ''}"

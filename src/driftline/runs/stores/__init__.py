@@ -1,0 +1,1 @@
+"""Stores: runs at URLs, read by blocks and uploaded while they are written."""

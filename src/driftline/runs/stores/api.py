@@ -1,0 +1,146 @@
+"""What others ask of this room: open a run, read and write a table, push a folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from driftline.errors import AlreadyThere, BadFile, BadInput, BadRun
+from driftline.runs.layout import INDEX, MANIFEST, parse_folder
+from driftline.runs.provenance import hold_path, is_held
+from driftline.runs.stores.addresses import shown, url_of
+from driftline.runs.stores.remote_run import open_remote
+from driftline.runs.stores.store import Store
+from driftline.runs.stores.upload import PATIENCE, Sending, Sent, read_note
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
+
+__all__ = ["Sent", "exists", "open_remote", "push", "read_file", "uploaded"]
+
+
+def exists(url: str, name: str = "") -> bool:
+    """Whether there is a file of that name at an address, or anything at all.
+
+    Raises:
+        DriftlineError: It cannot be reached.
+    """
+    store = Store(url)
+    return store.size(name) is not None if name else bool(store.sizes())
+
+
+def read_file(url: str, name: str, limit: int) -> bytes:
+    """A file at an address.
+
+    Raises:
+        BadFile: It is not there, or larger than the limit.
+        DriftlineError: It cannot be reached.
+    """
+    store = Store(url)
+    try:
+        return store.read_all(name, limit)
+    except OSError as error:
+        raise BadFile(f"{store.name} holds no {name}: {error.strerror or error}") from None
+
+
+def refuse_overwriting(url: StrPath, *, force: bool) -> None:
+    """Before hours of work: may something be written at an address?
+
+    Raises:
+        AlreadyThere: Something is there, and `force` was not given.
+        DriftlineError: It cannot be reached.
+    """
+    goal = url_of(url)
+    if goal is not None and (store := Store(goal)).sizes() and not force:
+        raise AlreadyThere(f"{store.name} is not empty", hint="give another -o, or --force")
+
+
+@contextmanager
+def uploaded(url: str, files: tuple[str, ...], *, force: bool) -> Generator[Path]:
+    """A folder here whose files go to an address when the block ends well, in this order.
+
+    Args:
+        url: Where to.
+        files: All that may be there already, and be replaced; the last one says that all is there.
+        force: Replace them.
+
+    Raises:
+        AlreadyThere: Something is there and may not be replaced.
+        DriftlineError: It cannot be reached or written.
+    """
+    import tempfile
+
+    refuse_overwriting(url, force=force)
+    store = Store(url)
+    with tempfile.TemporaryDirectory(prefix="driftline-") as name:
+        folder = Path(name)
+        yield folder
+        for file in files:
+            if (folder / file).is_file():
+                store.send(folder / file, file)
+
+
+def push(folder: StrPath, url: StrPath, *, force: bool = False, patience: float = PATIENCE) -> Sent:
+    """Send a run or a table to an address, or go on sending one.
+
+    Args:
+        folder: A run, a comparison, or what a broken-off `driftline dump -o URL` left.
+        url: Where to. An address that stands in a file is not asked, so it is always given.
+        force: Replace the run or table that is there.
+        patience: Seconds without anything moving after which it is given up.
+
+    Raises:
+        AlreadyThere: Something is there, or somebody is writing there.
+        DriftlineError: The folder is neither, or the address cannot be reached.
+    """
+    place = Path(folder)
+    if url_of(folder) is not None:
+        raise BadInput("push sends a folder of this machine", hint="driftline push FOLDER URL")
+    note = read_note(place)
+    goal = url_of(url)
+    if goal is None:
+        raise BadInput(f"'{url}' is no address", hint="driftline push FOLDER s3://BUCKET/FOLDER")
+    if (place / "table.json").is_file() and not (place / MANIFEST).exists():
+        return _push_table(place, goal, force=force)
+    if not (place / MANIFEST).is_file():
+        raise BadRun(
+            f"'{place}' is neither a run nor a comparison",
+            hint="give the folder that `driftline dump` or `compare -o` made",
+        )
+    lock = hold_path(place / MANIFEST)
+    try:
+        if lock is None or being_written(place):
+            raise AlreadyThere(
+                f"'{place}' is still being written or sent", hint="wait until that is over"
+            )
+        if note is not None and str(note.get("url", "")) != goal:
+            raise BadInput(
+                f"part of '{place}' was sent to {shown(str(note.get('url')))[:200]}",
+                hint="go on with that address",
+            )
+        return Sending(place, goal, force=force).finish(patience)
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def being_written(place: Path) -> bool:
+    """Whether a living process writes a part of a run."""
+    return any(
+        is_held(child / INDEX) is True for child in place.iterdir() if parse_folder(child.name)
+    )
+
+
+def _push_table(place: Path, url: str, *, force: bool) -> Sent:
+    import shutil
+
+    files = ("rows.csv", "rows.parquet", "table.json")
+    sizes = [(place / name).stat().st_size for name in files if (place / name).is_file()]
+    with uploaded(url, files, force=force) as folder:
+        for name in files:
+            if (place / name).is_file():
+                shutil.copyfile(place / name, folder / name)
+    return Sent(Store(url).name, len(sizes), sum(sizes))

@@ -1,0 +1,326 @@
+"""A run that lies elsewhere, opened as one that lies here: the index is fetched, then ranges.
+
+What is trusted is what is trusted of a folder: nothing. Names of shards are matched before they
+become part of an address, sizes are checked against what the store says, and no address that stands
+inside a run is ever asked.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
+
+from driftline.errors import BadFile, BadRun, DriftlineError
+from driftline.numerics.kernel import address_of
+from driftline.runs.layout import MANIFEST, is_shard_name, parse_folder
+from driftline.runs.local_files import check_inside, object_in, reason_of
+from driftline.runs.reader import DiskRun, check_schema
+from driftline.runs.records import Record
+from driftline.runs.run import Loss, Memory
+from driftline.runs.stores.block_cache import Blocks, aligned
+from driftline.runs.stores.store import Store
+from driftline.runs.stores.upload import CLAIM
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+_SMALL_FILE = 64 << 20
+_CHUNK = 4 << 20
+_AT_ONCE = 8
+_GAP = 128 << 10
+_LONGEST_SPAN = 8 << 20
+_BEING_SENT = (
+    "is still being sent, or its sending was broken off: this is what had arrived when it was read"
+)
+
+
+def open_remote(url: str) -> DiskRun:
+    """Open a run at an address. Costs a few small requests; the index is fetched at first use.
+
+    Raises:
+        BadRun: There is nothing, or no run of ours.
+        DriftlineError: The address cannot be reached.
+    """
+    store = Store(url)
+    names = store.sizes()
+    folders = [name for name, size in names.items() if size is None and parse_folder(name)]
+    if MANIFEST not in names and not folders:
+        raise _no_run(store, names)
+    files = RemoteFiles(store)
+    losses: list[Loss] = []
+    manifest: Mapping[str, Any] = {}
+    try:
+        manifest = object_in(files, MANIFEST, _SMALL_FILE)
+    except (OSError, ValueError, RecursionError) as error:
+        if not folders:
+            raise BadRun(f"{store.name} is no run: {MANIFEST} {reason_of(error)}") from None
+        losses.append(Loss(MANIFEST, f"cannot be read: {reason_of(error)}"))
+    else:
+        check_schema(store.name, manifest)
+    if CLAIM in names:
+        losses.append(Loss(store.name, _BEING_SENT))
+        files.sent = False
+    return DiskRun(store.name, files, manifest, folders, losses)
+
+
+def _no_run(store: Store, names: Mapping[str, int | None]) -> BadRun:
+    if "table.json" in names:
+        return BadRun(
+            f"{store.name} is a comparison table, not a run",
+            hint=f"look at it with: driftline show {store.name}",
+        )
+    if names:
+        return BadRun(
+            f"{store.name} is no run of driftline",
+            hint="dumps of other programs are read from this machine: copy it here, or where it "
+            "lies: driftline convert DUMP -o RUN, driftline push RUN URL",
+        )
+    if (size := store.size("")) is not None:
+        return BadRun(
+            f"{store.name} is a file of {size} bytes, and only runs and tables are read from "
+            "elsewhere",
+            hint="copy it to this machine first",
+        )
+    return BadRun(f"there is nothing at {store.name}")
+
+
+class RemoteFiles:
+    """The files of a run in a store."""
+
+    fetched = True
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.sent = True
+        self.blocks = Blocks(store)
+        self._sizes: dict[str, dict[str, int | None]] = {}
+
+    def open(self, name: str) -> BinaryIO:
+        folder, _, own = name.rpartition("/")
+        size = self.sizes(folder).get(own)
+        if size is None:
+            raise FileNotFoundError(2, "is not there")
+        if size <= _CHUNK:
+            return io.BytesIO(self.store.read(name, 0, size))
+        # A long index is looked at again and again: from a nameless file of this machine.
+        copy = tempfile.TemporaryFile()  # noqa: SIM115 - whoever asked closes it
+        with io.BufferedReader(_Stream(self.store, name, size), _CHUNK) as stream:
+            shutil.copyfileobj(stream, copy, _CHUNK)
+        copy.seek(0)
+        return cast("BinaryIO", copy)
+
+    def read(self, name: str, limit: int) -> bytes:
+        folder, _, own = name.rpartition("/")
+        size = self.sizes(folder).get(own)
+        if size is None:
+            raise FileNotFoundError(2, "is not there")
+        if size > limit:
+            raise OSError(0, f"has {size} bytes, more than anybody would write there")
+        return self.store.read(name, 0, size)
+
+    def names(self, folder: str) -> list[str]:
+        return sorted(name for name, size in self.sizes(folder).items() if size is not None)
+
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        """What lies in a folder, asked once."""
+        found = self._sizes.get(folder)
+        if found is None:
+            found = self._sizes[folder] = self.store.sizes(folder)
+        return found
+
+    def shards(self, folder: str) -> RemoteShards:
+        return RemoteShards(self, folder)
+
+    def is_written(self, folder: str) -> bool | None:
+        """Which process writes cannot be seen from here, but whether all was sent can."""
+        del folder
+        return not self.sent
+
+    def read_ahead(self, parts: Mapping[tuple[int, int], str]) -> FetchAhead:
+        return FetchAhead(self, parts)
+
+
+class _Stream(io.RawIOBase):
+    """A file elsewhere, read from its start to its end; the next piece comes while one is used."""
+
+    def __init__(self, store: Store, name: str, size: int) -> None:
+        super().__init__()
+        self._store = store
+        self._name = name
+        self._size = size
+        self._at = 0
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="driftline-fetch")
+        self._next = self._begin(0)
+
+    def _begin(self, start: int) -> Future[bytes] | None:
+        if start >= self._size:
+            return None
+        stop = min(start + _CHUNK, self._size)
+        return self._pool.submit(self._store.read, self._name, start, stop)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        view = memoryview(buffer).cast("B")
+        if self._next is None or not view:
+            return 0
+        content = self._next.result()
+        taken = min(len(view), len(content))
+        view[:taken] = content[:taken]
+        self._at += taken
+        if taken < len(content):
+            rest: Future[bytes] = Future()
+            rest.set_result(content[taken:])
+            self._next = rest
+        else:
+            self._next = self._begin(self._at)
+        return taken
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        super().close()
+
+
+class RemoteShards:
+    """The shards in one folder of a run elsewhere."""
+
+    def __init__(self, files: RemoteFiles, folder: str) -> None:
+        self._files = files
+        self._folder = folder
+
+    def size(self, shard: str) -> int | str:
+        size = self._files.sizes(self._folder).get(shard)
+        return size if size is not None else f"{shard} is missing"
+
+    def content(self, record: Record) -> tuple[bytearray, int]:
+        blob = record.blob
+        assert blob is not None
+        return self._fetch(record, blob.offset, blob.offset + blob.length)
+
+    def memory(self, record: Record) -> Memory:
+        content, at = self.content(record)
+        assert record.blob is not None
+        return Memory(address_of(memoryview(content)) + at, record.blob.length, content)
+
+    def window(self, record: Record, start: int, stop: int) -> Memory:
+        blob = record.blob
+        assert blob is not None
+        stop = min(stop, blob.length)
+        content, at = self._fetch(record, blob.offset + start, blob.offset + stop)
+        # As if all of it lay there: whoever asks for a window stays inside.
+        address = address_of(memoryview(content)) + at - start
+        return Memory(address, blob.length, content)
+
+    def release(self) -> None:
+        self._files.blocks.release()
+
+    def _fetch(self, record: Record, start: int, stop: int) -> tuple[bytearray, int]:
+        blob = record.blob
+        assert blob is not None
+        if not is_shard_name(blob.shard):
+            raise BadFile(f"'{blob.shard[:60]}' is not the name of a shard")
+        size = self.size(blob.shard)
+        if isinstance(size, str):
+            raise BadFile(f"{record.key} has no values: {size}")
+        check_inside(record, size)
+        if stop <= start:
+            return bytearray(1), 0
+        name = f"{self._folder}/{blob.shard}"
+        try:
+            return self._files.blocks.fetch(name, start, stop, size)
+        except OSError as error:
+            raise BadFile(f"{name} cannot be read: {reason_of(error)}") from None
+
+
+class _Span(NamedTuple):
+    """Bytes that lie beside each other and are fetched together."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class FetchAhead:
+    """Fetches the values of small tensors while others are measured; for one thread."""
+
+    def __init__(self, files: RemoteFiles, parts: Mapping[tuple[int, int], str]) -> None:
+        self._files = files
+        self._parts = parts
+        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="driftline-fetch")
+        self._records: Sequence[Record] = ()
+        self._coming: dict[_Span, Future[bytes]] = {}
+        self._where: list[_Span | None] = []
+        self._lock = threading.Lock()
+
+    def begin(self, records: Sequence[Record]) -> None:
+        self._records = records
+        self._where = [None] * len(records)
+        asked: list[tuple[str, int, int, int]] = []
+        for at, record in enumerate(records):
+            name = self._name_of(record)
+            if name and record.blob is not None:
+                blob = record.blob
+                asked.append((name, blob.offset, blob.offset + blob.length, at))
+        asked.sort()
+        spans: list[_Span] = []
+        members: list[list[int]] = []
+        for name, start, stop, at in asked:
+            last = spans[-1] if spans else None
+            if (
+                last is not None
+                and last.name == name
+                and start - last.stop <= _GAP
+                and stop - last.start <= _LONGEST_SPAN
+            ):
+                spans[-1] = last._replace(stop=max(stop, last.stop))
+                members[-1].append(at)
+            else:
+                spans.append(_Span(name, start, stop))
+                members.append([at])
+        self._coming = {}
+        for span, those in zip(spans, members, strict=True):
+            if span not in self._coming:
+                self._coming[span] = self._pool.submit(self._files.store.read, *span)
+            for at in those:
+                self._where[at] = span
+
+    def take(self) -> list[Memory | None]:
+        found: list[Memory | None] = []
+        fetched: dict[_Span, tuple[bytearray, int] | None] = {}
+        for record, span in zip(self._records, self._where, strict=True):
+            if span is None or record.blob is None:
+                found.append(None)
+                continue
+            if span not in fetched:
+                try:
+                    content, at = aligned(self._coming[span].result(), span.start)
+                    fetched[span] = content, address_of(memoryview(content)) + at
+                except (DriftlineError, OSError):
+                    fetched[span] = None  # whoever asks for it by itself hears why
+            got = fetched[span]
+            if got is None:
+                found.append(None)
+                continue
+            content, address = got
+            offset = record.blob.offset - span.start
+            found.append(Memory(address + offset, record.blob.length, content))
+        return found
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _name_of(self, record: Record) -> str:
+        """The file of a record whose bytes are all there; empty for any other."""
+        blob = record.blob
+        folder = self._parts.get((record.key.rank, record.key.process), "")
+        if blob is None or record.lost or not folder or not is_shard_name(blob.shard):
+            return ""
+        size = self._files.sizes(folder).get(blob.shard)
+        inside = size is not None and 0 <= blob.offset <= blob.offset + blob.length <= size
+        return f"{folder}/{blob.shard}" if inside and blob.length else ""

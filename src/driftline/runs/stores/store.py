@@ -1,0 +1,374 @@
+"""One folder elsewhere, behind fsspec: names, sizes, ranges, and files put there.
+
+Every call is tried again when the way there fails, and says in a sentence what is wrong when it
+goes on failing. fsspec is imported here and nowhere else, when an address is first used. What the
+files mean is not known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import random
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from driftline.errors import BadInput, BadRun, DriftlineError, NotInstalled, Unreachable
+from driftline.runs.stores.addresses import shown
+
+T = TypeVar("T")
+
+TRIES = 6
+_FIRST_WAIT = 0.2
+_LONGEST_WAIT = 5.0
+_CREDENTIALS = re.compile(
+    r"credential|InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|InvalidToken|Unauthorized"
+    r"|\b401\b|DefaultCredentialsError",
+    re.IGNORECASE,
+)
+_DENIED = re.compile(r"\bForbidden\b|\bAccessDenied\b")
+_NO_REPOSITORY = re.compile(r"RepositoryNotFound|repository not found", re.IGNORECASE)
+_NO_BUCKET = re.compile(
+    r"NoSuchBucket|bucket does not exist|bucket.{0,40}not found|RepositoryNotFound", re.IGNORECASE
+)
+_PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "hf": "huggingface_hub",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+}
+_EXTRAS = {"s3fs": "driftline[s3]"}
+_SECRETS_OF = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile of ~/.aws",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login",
+    "hf": "HF_TOKEN, or hf auth login",
+}
+
+
+class Gone(FileNotFoundError):
+    """A file that is not there, told apart from a store that is not."""
+
+
+class Store:
+    """A folder at an address.
+
+    Attributes:
+        url: The address.
+        name: The same as messages may show it.
+    """
+
+    def __init__(self, url: str, *, tries: int = TRIES) -> None:
+        """Nothing is asked of the other side yet.
+
+        Raises:
+            DriftlineError: The kind of address is not known, or its package is not installed.
+        """
+        self.url = url
+        self.name = shown(url)
+        self.scheme = url.partition(":")[0].lower()
+        # gcsfs has patience of its own, half a minute of it, which cannot be taken from it.
+        self._tries = 1 if self.scheme in ("gs", "gcs") else tries
+        self._fs, root = _file_system(url, self.scheme, self.name)
+        self._root = str(root).rstrip("/")
+
+    def path(self, name: str) -> str:
+        """Where a file of the folder lies, in the words of its file system.
+
+        Names come from us, or were matched first; one that could lead elsewhere is refused.
+        """
+        parts = name.split("/")
+        if name and ("" in parts or "." in parts or ".." in parts or "\\" in name):
+            raise BadInput(f"'{name[:60]}' is no name of a file in {self.name}")
+        return f"{self._root}/{name}" if name else self._root
+
+    def sizes(self, folder: str = "") -> dict[str, int | None]:
+        """What lies in a folder, by name: bytes of a file, None of a folder. Empty if nothing is.
+
+        Raises:
+            DriftlineError: It cannot be reached.
+        """
+        place = self.path(folder)
+        try:
+            found = self._trying(lambda: self._fs.ls(place, detail=True))
+        except Gone:
+            return {}
+        sizes: dict[str, int | None] = {}
+        for entry in found:
+            own = str(entry.get("name", "")).rstrip("/")
+            name = own.rpartition("/")[2]
+            if not name or own.strip("/") == place.strip("/"):
+                continue  # some stores list the folder itself
+            is_folder = entry.get("type") == "directory"
+            sizes[name] = None if is_folder else int(entry.get("size") or 0)
+        return sizes
+
+    def size(self, name: str) -> int | None:
+        """How many bytes a file has; None where there is none.
+
+        Raises:
+            DriftlineError: It cannot be reached.
+        """
+        place = self.path(name)
+        try:
+            about = self._trying(lambda: self._fs.info(place))
+        except Gone:
+            return None
+        return None if about.get("type") == "directory" else int(about.get("size") or 0)
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Some bytes of a file.
+
+        Raises:
+            Gone: There is no such file, or it ends before them.
+            DriftlineError: It cannot be reached.
+        """
+        if stop <= start:
+            return b""
+        place = self.path(name)
+
+        def fetch() -> bytes:
+            content = bytes(self._fs.cat_file(place, start=start, end=stop))
+            if len(content) < stop - start:
+                size = self._fs.info(place).get("size")
+                if size is not None and int(size) < stop:
+                    raise Gone(2, f"{name} ends before its last byte")
+                raise ConnectionError(f"{len(content)} of {stop - start} bytes came")
+            return content[: stop - start]
+
+        return self._trying(fetch)
+
+    def read_all(self, name: str, limit: int) -> bytes:
+        """All of a small file.
+
+        Raises:
+            OSError: There is none, or it has more bytes than the limit.
+            DriftlineError: It cannot be reached.
+        """
+        size = self.size(name)
+        if size is None:
+            raise Gone(2, f"there is no {name}")
+        if size > limit:
+            raise OSError(0, f"has {size} bytes, more than anybody would write there")
+        return self.read(name, 0, size)
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a file, whole.
+
+        Raises:
+            DriftlineError: It cannot be reached or written.
+        """
+        place = self.path(name)
+        self._parent_of(place)
+        self._writing(lambda: self._fs.pipe_file(place, content))
+
+    def put_new(self, name: str, content: bytes) -> bool:
+        """Write a file that is not there yet; False where there is one.
+
+        The store decides who is first where it can (S3, Google Cloud); where it cannot, a file is
+        looked for, written and read back, and two writers at the same moment may both be told yes.
+
+        Raises:
+            DriftlineError: It cannot be reached or written.
+        """
+        place = self.path(name)
+        self._parent_of(place)
+        if self.size(name) is not None:
+            return False
+
+        def write() -> bool:
+            try:
+                self._fs.pipe_file(place, content, mode="create")
+            except FileExistsError:
+                return False
+            except Exception as trouble:
+                if "PreconditionFailed" in str(trouble) or "412" in str(trouble):
+                    return False
+                if not isinstance(trouble, (TypeError, NotImplementedError)) and (
+                    "NotImplemented" not in str(trouble)
+                ):
+                    raise
+                self._fs.pipe_file(place, content)  # a store that knows no such condition
+            return True
+
+        written = self._writing(write)
+        if written:
+            return True
+        # A lost answer is asked again, and then it is our own file that stands in the way.
+        try:
+            return self.read_all(name, len(content) + (1 << 20)) == content
+        except OSError:
+            return False
+
+    def send(self, source: Path, name: str) -> int:
+        """Copy a file of this machine there; returns its bytes. What arrived is counted.
+
+        Raises:
+            DriftlineError: It cannot be reached or written.
+            OSError: The file cannot be read here.
+        """
+        place = self.path(name)
+        self._parent_of(place)
+        size = source.stat().st_size
+
+        def copy() -> None:
+            self._fs.put_file(str(source), place)
+            arrived = self._fs.info(place).get("size")
+            if arrived is not None and int(arrived) != size:
+                raise ConnectionError(f"{arrived} of {size} bytes arrived")
+
+        self._writing(copy)
+        return size
+
+    def remove(self, name: str) -> None:
+        """Delete a file, or a folder with all that is in it; nothing there is fine.
+
+        Raises:
+            DriftlineError: It cannot be reached.
+        """
+        place = self.path(name)
+        with contextlib.suppress(Gone):
+            self._trying(lambda: self._fs.rm(place, recursive=True))
+
+    def _parent_of(self, place: str) -> None:
+        """Some file systems have real folders; buckets are never made."""
+        if self.scheme in ("s3", "s3a", "gs", "gcs", "hf"):
+            return
+        with contextlib.suppress(Exception):
+            self._fs.makedirs(place.rpartition("/")[0], exist_ok=True)
+
+    def _writing(self, act: Callable[[], T]) -> T:
+        """As `_trying`: what a file is put into must be there."""
+        try:
+            return self._trying(act)
+        except Gone as trouble:
+            raise self._no_bucket() from trouble
+
+    def _no_bucket(self) -> BadRun:
+        return BadRun(
+            f"{self.name}: there is no '{self._root.partition('/')[0] or self.name}'",
+            hint="buckets are not made by driftline: make it, or check its name",
+        )
+
+    def _trying(self, act: Callable[[], T]) -> T:
+        wait = _FIRST_WAIT
+        for left in range(self._tries - 1, -1, -1):
+            try:
+                return act()
+            except (Gone, DriftlineError):
+                raise
+            except Exception as trouble:
+                self._raise_if_final(trouble)
+                if not left:
+                    raise Unreachable(
+                        f"{self.name} cannot be reached: {_in_words(trouble)}",
+                        hint=f"{_tried(self._tries)}is the address right, and the network up?",
+                    ) from trouble
+            time.sleep(wait * (0.5 + random.random()))  # so that ranks do not come back at once
+            wait = min(2 * wait, _LONGEST_WAIT)
+        raise AssertionError("never here")
+
+    def _raise_if_final(self, trouble: Exception) -> None:
+        """Raise in a sentence what trying again will not change."""
+        words = f"{type(trouble).__name__}: {trouble}"
+        code = _status_of(trouble)
+        gone = isinstance(trouble, FileNotFoundError)  # of a file: the hub's number is 404, too
+        if self.scheme == "hf" and (
+            _NO_REPOSITORY.search(words) or (code in (401, 404) and not gone)
+        ):
+            # The hub says the same of what is not there and of what one may not see.
+            raise BadRun(
+                f"{self.name}: there is no such repository, or only for those with a token",
+                hint="`hf repo create` makes one; for a private one set HF_TOKEN, or hf auth login",
+            ) from trouble
+        if _NO_BUCKET.search(words):
+            raise self._no_bucket() from trouble
+        if code == 401 or _CREDENTIALS.search(words):
+            known = _SECRETS_OF.get(self.scheme.replace("s3a", "s3").replace("gcs", "gs"))
+            raise BadRun(
+                f"{self.name}: no credentials that are accepted there were found",
+                hint=f"set {known}" if known else "see how fsspec is told them for this store",
+            ) from trouble
+        if code == 403 or isinstance(trouble, PermissionError) or _DENIED.search(words):
+            raise BadRun(
+                f"{self.name}: access was denied",
+                hint="may these credentials read, list and write there?",
+            ) from trouble
+        if code == 404 or gone:
+            raise Gone(2, "is not there") from trouble
+        if isinstance(trouble, (TypeError, AttributeError, NotImplementedError)):
+            raise BadInput(
+                f"{self.name}: this kind of store cannot do what is needed ({_in_words(trouble)})",
+            ) from trouble
+
+
+def _tried(times: int) -> str:
+    return f"it was tried {times} times; " if times > 1 else ""
+
+
+def _status_of(trouble: BaseException) -> int | None:
+    """The number of an answer of HTTP, wherever in a chain of causes a library keeps it."""
+    link: BaseException | None = trouble
+    while link is not None:
+        answer = getattr(link, "response", None)
+        for code in (getattr(answer, "status_code", None), getattr(link, "code", None)):
+            if isinstance(code, int) and 400 <= code < 500:
+                return code
+        link = link.__cause__
+    return None
+
+
+def _in_words(trouble: BaseException) -> str:
+    """The end of a chain of causes is what a person can do something about."""
+    while trouble.__cause__ is not None:
+        trouble = trouble.__cause__
+    text = str(trouble).strip().split("\n")[0][:200]
+    return shown(text) or type(trouble).__name__
+
+
+def _file_system(url: str, scheme: str, name: str) -> tuple[Any, str]:
+    try:
+        core = importlib.import_module("fsspec.core")
+        conf = importlib.import_module("fsspec.config").conf
+    except ImportError:
+        package = _PACKAGES.get(scheme, "")
+        raise NotInstalled(
+            f"{name}: addresses need the package fsspec",
+            hint=f"pip install '{_EXTRAS.get(package, 'driftline[remote]')}'",
+        ) from None
+    options: dict[str, Any] = {"use_listings_cache": False}  # what is there changes under us
+    if scheme in ("s3", "s3a") and "config_kwargs" not in conf.get("s3", {}):
+        # We try again ourselves, and tell about it; three layers of it would take minutes.
+        options["config_kwargs"] = {"retries": {"total_max_attempts": 1}}
+    try:
+        system, root = core.url_to_fs(url, **options)
+    except ImportError as absent:
+        package = _PACKAGES.get(scheme, "")
+        found = re.search(r"[Ii]nstall (?:the )?[\"'`]?([\w.-]+)", str(absent))
+        package = package or (found[1] if found else scheme)
+        raise NotInstalled(
+            f"{name}: addresses of {scheme}:// need the package {package}",
+            hint=f"pip install '{_EXTRAS.get(package, package)}'",
+        ) from None
+    except ValueError as unknown:
+        if "protocol" not in str(unknown).lower():
+            raise BadInput(f"{name} is no address: {_in_words(unknown)}") from None
+        raise BadInput(
+            f"{name}: no store is called {scheme}://",
+            hint="such as s3://BUCKET/FOLDER, gs://, hf:// or memory://",
+        ) from None
+    except Exception as trouble:
+        raise BadInput(f"{name} cannot be opened: {_in_words(trouble)}") from None
+    if scheme in ("s3", "s3a"):
+        system.retries = 1
+    if scheme in ("gs", "gcs"):
+        # It logs the traceback of whatever fails; what that means is said in a sentence.
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL + 1)
+    return system, root

@@ -1,0 +1,1 @@
+"""Expected outputs of models, kept in files and checked by pytest."""

@@ -1,0 +1,579 @@
+"""Expectations on disk: one line of numbers or weight keys, and a fingerprint beside it.
+
+Content and names are the documented ones, so that files of other tools are read: comma-separated
+floats, or comma-separated sorted keys, on one line without an end. The fingerprint
+(`{name}.json`) says where it was made and how far a later output may be from it; a file without one
+is read too. Does not know how outputs are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import os
+import platform
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+
+import driftline
+from driftline.errors import BadFile, BadInput, DriftlineError
+from driftline.testing.expectations.signature import (
+    F64,
+    Allowed,
+    Distance,
+    Mask,
+    Seen,
+    by_relative_l2,
+    distance,
+    judged_positions,
+    measured,
+    quiet,
+    see,
+    weight_shapes,
+)
+
+FINGERPRINT = ".json"
+LONGEST_NAME = 255
+LARGEST_FILE = 256 << 20
+_HUB_FOLDER = re.compile(r"models--(.+)")
+_UNFIT = re.compile(r"[^\w.\-\[\]=,+@]+")
+
+
+class Kept(NamedTuple):
+    """One expectation as it was found.
+
+    Attributes:
+        path: The file.
+        content: Its line, split at the commas.
+        fingerprint: What lies beside it; empty if nothing does.
+    """
+
+    path: Path
+    content: tuple[str, ...]
+    fingerprint: Mapping[str, Any]
+
+    def numbers(self) -> F64:
+        """The content as numbers.
+
+        Raises:
+            BadFile: One of them is none.
+        """
+        try:
+            found = np.array([float(word) for word in self.content], np.float64)
+        except ValueError:
+            bad = next(word for word in self.content if not _is_number(word))
+            raise BadFile(
+                f"{self.path} is no signature: '{bad.strip()[:40]}' is no number",
+                hint="capture it anew with --driftline-update=all",
+            ) from None
+        if not np.isfinite(found).all():
+            raise BadFile(
+                f"{self.path} holds {int((~np.isfinite(found)).sum())} numbers that are not finite"
+            )
+        return found
+
+    def allowed(self) -> Allowed | None:
+        """How far an output may be from it, by its fingerprint; None if that does not say."""
+        said: Any = self.fingerprint.get("allowed")
+        if not isinstance(said, dict):
+            return None
+        words = cast("dict[str, Any]", said)
+        figures = [words.get(name) for name in ("largest", "rms", "moved")]
+        if not all(isinstance(f, (int, float)) and 0 <= f < math.inf for f in figures):
+            raise BadFile(f"{self.path}{FINGERPRINT} does not say how much is allowed")
+        largest, rms, moved = (float(cast(float, figure)) for figure in figures)
+        return Allowed(largest, rms, moved, str(words.get("why", "")))
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def model_label(model: str) -> str:
+    """What a model is called in the names of its expectations: `org--name`.
+
+    Of a path, the last two folders: a machine's own folders do not belong into a file that others
+    will read. A folder of the hub's cache goes by the id it is for.
+
+    >>> model_label("mistralai/Mistral-7B-Instruct-v0.3")
+    'mistralai--Mistral-7B-Instruct-v0.3'
+    >>> model_label("/tmp/models/ibm-granite/granite-3.3-8b-instruct/")
+    'ibm-granite--granite-3.3-8b-instruct'
+    """
+    parts = [part for part in model.strip().split("/") if part not in ("", ".", "..", "~")]
+    for part in parts:
+        hub = _HUB_FOLDER.fullmatch(part)
+        if hub:
+            return plain_name(hub[1])
+    return plain_name("--".join(parts[-2:]))
+
+
+def documented_label(model: str) -> str:
+    """What older files call a model: the last part of its id or path."""
+    return plain_name(model.strip().rstrip("/").rpartition("/")[2])
+
+
+def plain_name(text: str) -> str:
+    """A text as part of a file name: whatever a shell or a file system minds becomes a dash."""
+    return _UNFIT.sub("-", text).strip(".") or "model"
+
+
+def find(folder: Path, names: Sequence[str]) -> Kept | None:
+    """The first of these expectations that is there.
+
+    Raises:
+        BadFile: It is there and cannot be read.
+    """
+    for name in names:
+        path = folder / name
+        _short_enough(path)
+        try:
+            if path.stat().st_size > LARGEST_FILE:
+                raise BadFile(f"{path} is too large for an expectation")
+            text = path.read_text("utf-8")
+        except FileNotFoundError:
+            continue
+        except (OSError, UnicodeDecodeError) as trouble:
+            said = trouble.strerror if isinstance(trouble, OSError) else "it is not text"
+            raise BadFile(f"the expectation {path} cannot be read: {said}") from None
+        line = text.strip("\n")
+        return Kept(path, tuple(line.split(",")) if line else (), _fingerprint(path))
+    return None
+
+
+def _fingerprint(path: Path) -> Mapping[str, Any]:
+    beside = path.with_name(path.name + FINGERPRINT)
+    try:
+        if beside.stat().st_size > LARGEST_FILE:
+            raise BadFile(f"{beside} is too large for a fingerprint")
+        found: Any = json.loads(beside.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as trouble:
+        said = trouble.strerror if isinstance(trouble, OSError) else "it is not valid JSON"
+        raise BadFile(f"the fingerprint {beside} cannot be read: {said}") from None
+    if not isinstance(found, dict):
+        raise BadFile(f"the fingerprint {beside} is no JSON object")
+    return cast("Mapping[str, Any]", found)
+
+
+def write(
+    folder: Path, name: str, content: Iterable[float | str], fingerprint: Mapping[str, Any]
+) -> Path:
+    """Keep an expectation. Both files appear whole or not at all.
+
+    Raises:
+        DriftlineError: The folder cannot be written to.
+    """
+    path = folder / name
+    beside = path.with_name(path.name + FINGERPRINT)
+    _short_enough(path)
+    line = ",".join(word if isinstance(word, str) else repr(float(word)) for word in content)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # The line last: without it there is no expectation, whatever lies beside.
+        _put(beside, _json(fingerprint))
+        _put(path, line)
+    except OSError as trouble:
+        raise DriftlineError(
+            f"the expectation {path} cannot be written: {trouble.strerror or trouble}",
+            hint="--driftline-expectations-dir, or driftline_expectations_dir in the ini file, "
+            "names the folder",
+        ) from None
+    return path
+
+
+def _json(fingerprint: Mapping[str, Any]) -> str:
+    """One line per fact: it is read by people, and its changes are looked at in reviews."""
+    lines = (f"  {json.dumps(k)}: {json.dumps(v, allow_nan=False)}" for k, v in fingerprint.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _put(path: Path, text: str) -> None:
+    handle, scratch = tempfile.mkstemp(prefix=".driftline-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(scratch).chmod(0o666 & ~umask)  # as any file of the user's, not private as scratch
+        Path(scratch).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(scratch).unlink()
+        raise
+
+
+def _short_enough(path: Path) -> None:
+    size = len((path.name + FINGERPRINT).encode())
+    if size > LONGEST_NAME:
+        raise BadInput(
+            f"an expectation cannot be called '{path.name[:40]}…': that is {size} bytes, and "
+            f"file names end at {LONGEST_NAME}",
+            hint="give it a name of its own: expect(model, inputs, name='short')",
+        )
+
+
+# Expectations: what a model gave once, and whether it still does.
+
+
+Update = Literal["none", "new", "failed", "all"]
+State = Literal["same", "written", "rewritten", "missing", "different"]
+SEED = 42
+SHOWN = 8
+SAME_EXPERIMENT = ("dtype", "seed", "micro_layers")
+"""Facts that make it another experiment when they differ, however near the numbers are."""
+COMPARED = ("model", "library", "device", "compile", "torch", "transformers", "fms", "python")
+"""Facts whose change is worth a line in a mismatch."""
+
+
+class Result(NamedTuple):
+    """What became of one expectation.
+
+    Attributes:
+        state: Same, written, rewritten, missing or different.
+        path: The file that was read or written, or that is missing.
+        message: Why it is missing or different, over several lines; else empty.
+    """
+
+    state: State
+    path: Path
+    message: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.state in ("same", "written", "rewritten")
+
+
+class Explicit(NamedTuple):
+    """Limits somebody gives: a position may be off by `atol + rtol * (largest expected number)`."""
+
+    rtol: float
+    atol: float
+
+    def allowed(self, expected: F64, seen: Seen) -> Allowed:
+        del seen
+        limit = self.atol + self.rtol * (float(expected.max()) if expected.size else 0.0)
+        why = f"atol {self.atol:g} + rtol {self.rtol:g} of the largest number, as the test says"
+        return Allowed(limit, limit, math.inf, why)
+
+
+class Calibrated(NamedTuple):
+    """A limit on the relative L2 distance of all values, from a thresholds file."""
+
+    relative_l2: float
+    source: str
+
+    def allowed(self, expected: F64, seen: Seen) -> Allowed:
+        del expected
+        why = f"a relative L2 of {self.relative_l2:g}, by {self.source}"
+        return by_relative_l2(seen, self.relative_l2, why)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What an expectation is about.
+
+    Attributes:
+        title: What messages call it.
+        run: Calls the model once and gives its output.
+        module: The model, if it is a torch module.
+        judged: True at positions that mean something; see `signature.see`.
+        facts: More of the fingerprint: model, library, device, …
+        seed: Set before every call.
+        explicit: Limits that take the place of measured ones.
+    """
+
+    title: str
+    run: Callable[[], Any]
+    module: Any = None
+    judged: Mask | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    seed: int = SEED
+    explicit: Explicit | Calibrated | None = None
+
+    def see(self) -> Seen:
+        with quiet(self.module, self.seed):
+            return see(self.run(), judged=self.judged)
+
+    def calibrated(self, seen: Seen) -> Allowed:
+        return measured(self.module, seen, self.see, judged=self.judged)
+
+
+@dataclass(frozen=True, slots=True)
+class Expectations:
+    """The expectations of one folder, under one policy.
+
+    Attributes:
+        folder: Where they lie.
+        update: `none` checks; `new` also writes what is missing; `failed` also what differs; `all`
+            writes everything.
+        command: The command that makes a missing expectation, for messages.
+    """
+
+    folder: Path
+    update: Update = "none"
+    command: str = "pytest --driftline-update=new"
+
+    def output(self, subject: Subject, names: Sequence[str]) -> Result:
+        """Check or keep the signature of the subject's output.
+
+        Args:
+            subject: What is called.
+            names: File names to look for; the first is the one to write.
+
+        Raises:
+            BadInput: The output is not finite where it was to be kept.
+        """
+        kept = None if self.update == "all" else find(self.folder, names)
+        if kept is None and self.update == "none":
+            return self._missing(subject.title, "Signature", names)
+        seen = subject.see()
+        problems = [] if kept is None else _signature_problems(kept, seen, subject)
+        if kept is not None and (not problems or self.update != "failed"):
+            return self._checked(kept, problems, subject, seen.dtype)
+        if seen.not_finite:
+            raise BadInput(
+                f"the output of {subject.title} holds {seen.not_finite} values that are NaN or "
+                "infinite; that is nothing to expect, and nothing was written"
+            )
+        facts = self._fingerprint(subject, seen.dtype)
+        facts["shapes"] = [list(shape) for shape in seen.shapes]
+        if subject.explicit is None:
+            facts["allowed"] = subject.calibrated(seen)._asdict()
+        facts |= {"rms": seen.rms, "sketch": list(seen.sketch)}
+        return self._written(names[0], map(float, seen.signature), facts, kept)
+
+    def weight_keys(self, subject: Subject, names: Sequence[str]) -> Result:
+        """Check or keep the sorted keys of the subject's state dict; see `output`."""
+        kept = None if self.update == "all" else find(self.folder, names)
+        if kept is None and self.update == "none":
+            return self._missing(subject.title, "Weights Key", names)
+        shapes = weight_shapes(subject.module)
+        problems = [] if kept is None else _key_problems(kept, shapes, subject)
+        if kept is not None and (not problems or self.update != "failed"):
+            return self._checked(kept, problems, subject, "")
+        comma = next((key for key in shapes if "," in key), None)
+        if comma is not None:
+            raise BadInput(f"the weight key '{comma}' has a comma in it and cannot be kept")
+        facts = {
+            **self._fingerprint(subject, ""),
+            "shapes": {k: list(s) for k, s in shapes.items()},
+        }
+        return self._written(names[0], shapes, facts, kept)
+
+    def _missing(self, title: str, what: str, names: Sequence[str]) -> Result:
+        path = self.folder / names[0]
+        older = f" (nor {', '.join(names[1:])})" if len(names) > 1 else ""
+        message = (
+            f"{what} file failed to load, please re-run the tests with --capture_expectation\n"
+            f"  nothing has been captured for {title} yet: there is no {path}{older}\n"
+            f"  this makes it: {self.command}"
+        )
+        return Result("missing", path, message)
+
+    def _checked(self, kept: Kept, problems: list[str], subject: Subject, dtype: str) -> Result:
+        if not problems:
+            return Result("same", kept.path)
+        lines = [problems[0], *(f"  {line}" for line in problems[1:])]
+        lines += [f"  {line}" for line in _changed_facts(kept, subject.facts, dtype)]
+        lines.append(f"  expected: {kept.path}")
+        lines.append("  if the change is wanted, --driftline-update=failed takes it over")
+        return Result("different", kept.path, "\n".join(lines))
+
+    def _written(
+        self, name: str, content: Iterable[float | str], facts: dict[str, Any], kept: Kept | None
+    ) -> Result:
+        there = kept is not None or (self.folder / name).exists()
+        path = write(self.folder, name, content, facts)
+        return Result("rewritten" if there else "written", path)
+
+    def _fingerprint(self, subject: Subject, dtype: str) -> dict[str, Any]:
+        now = datetime.datetime.now(datetime.UTC)
+        return {
+            "made_by": f"driftline {driftline.__version__}",
+            "made_at": f"{now:%Y-%m-%dT%H:%MZ}",
+            **environment(),
+            **({"dtype": dtype} if dtype else {}),
+            "seed": subject.seed,
+            **subject.facts,
+        }
+
+
+def environment() -> dict[str, str]:
+    """The versions that decide what a model computes, as far as they are loaded."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "fms"):
+        module = sys.modules.get(name)
+        version = getattr(module, "__version__", None)
+        if version is None and module is not None and name == "fms":
+            from importlib.metadata import PackageNotFoundError
+            from importlib.metadata import version as version_of
+
+            try:
+                version = version_of("ibm-fms")
+            except PackageNotFoundError:
+                continue
+        if version is not None:
+            found[name] = str(version)
+    return found
+
+
+def device_name(device: Any) -> str:
+    """A device as a fingerprint says it: with the name of the card, where there is one."""
+    import torch
+
+    if device is None:
+        return "cpu"
+    if device.type == "cuda":
+        return f"{device} {torch.cuda.get_device_name(device)}"
+    return str(device)
+
+
+def _signature_problems(kept: Kept, seen: Seen, subject: Subject) -> list[str]:
+    expected = kept.numbers()
+    title = f"the output of {subject.title} is not what was captured"
+    now = {**subject.facts, "dtype": seen.dtype, "seed": subject.seed}
+    other = _another_experiment(kept, now)
+    if expected.size != seen.signature.size:
+        shapes = " and ".join(str(list(shape)) for shape in seen.shapes)
+        return [
+            f"{title}: {expected.size} positions were, {seen.signature.size} are now",
+            f"the output now has the shape {shapes}",
+            *other,
+        ]
+    if seen.not_finite:
+        return [f"{title}: {seen.not_finite} values are NaN or infinite", *other]
+    judged = judged_positions(expected.size, subject.judged)
+    sketch = _sketch_of(kept)
+    found = distance(expected, seen.signature, judged, sketches=(sketch, seen.sketch))
+    if found.largest == 0.0 and not found.moved > 0.0:
+        return [f"{title}: {other[0]}", *other[1:]] if other else []
+    if subject.explicit is not None:
+        allowed = subject.explicit.allowed(expected, seen)
+    else:
+        allowed = kept.allowed() or subject.calibrated(seen)
+    lines = _findings(found, allowed, expected, seen, judged)
+    if not lines and not other:
+        return []
+    if not lines:
+        return [f"{title}: {other[0]}", *other[1:]]
+    return [title, *lines, f"allowed: {allowed.why}", *other]
+
+
+def _findings(
+    found: Distance, allowed: Allowed, expected: Any, seen: Seen, judged: Mask
+) -> list[str]:
+    lines: list[str] = []
+    outside = np.flatnonzero(~(found.off <= allowed.largest))
+    if outside.size:
+        worst = int(np.argmax(found.off))
+        lines.append(
+            f"{outside.size} of {int(judged.sum())} positions are off by more than "
+            f"{allowed.largest:.3g}; the worst is position {worst}: "
+            + _at(worst, found, expected, seen)
+            + f", {found.largest / allowed.largest:.1f} times what is allowed"
+        )
+        first = int(outside[0])
+        if first != worst:
+            lines.append(f"the first is position {first}: {_at(first, found, expected, seen)}")
+    if not found.rms <= allowed.rms:
+        lines.append(f"over all positions the rms is {found.rms:.3g}, allowed is {allowed.rms:.3g}")
+    if found.moved > allowed.moved:
+        words = f"all values together are about {found.moved:.2g} (relative L2) from the captured"
+        if not lines:
+            words += " ones though their ranges agree: a permutation, or a shift of all"
+        else:
+            words += " ones"
+        lines.append(f"{words}; allowed is {allowed.moved:.2g}")
+    return lines
+
+
+def _at(position: int, found: Distance, expected: Any, seen: Seen) -> str:
+    return (
+        f"captured {expected[position]:.6g}, now {seen.signature[position]:.6g} "
+        f"(off by {found.off[position]:.3g})"
+    )
+
+
+def _sketch_of(kept: Kept) -> tuple[float, ...]:
+    said: Any = kept.fingerprint.get("sketch")
+    if isinstance(said, list) and all(isinstance(v, (int, float)) for v in said):  # pyright: ignore[reportUnknownVariableType]
+        return tuple(float(v) for v in said)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+    return ()
+
+
+def _key_problems(kept: Kept, shapes: Mapping[str, tuple[int, ...]], subject: Subject) -> list[str]:
+    expected = [key.strip() for key in kept.content]
+    appeared = [key for key in shapes if key not in set(expected)]
+    vanished = [key for key in expected if key not in shapes]
+    title = f"the weight keys of {subject.title} are not the captured ones"
+    if appeared or vanished:
+        same = len(shapes) - len(appeared)
+        lines = [
+            f"{title}: {len(appeared)} appeared, {len(vanished)} vanished, {same} are the same"
+        ]
+        lines += _listed("appeared", appeared) + _listed("vanished", vanished)
+        if not same:
+            lines.append(
+                "no key is shared: was it captured with another library? "
+                "(--driftline-library transformers or fms)"
+            )
+        return lines
+    known: Any = kept.fingerprint.get("shapes")
+    if not isinstance(known, dict):
+        return []
+    changed = [
+        f"{key} was {known[key]}, is {list(shape)}"  # pyright: ignore[reportUnknownArgumentType]
+        for key, shape in shapes.items()
+        if isinstance(known.get(key), list) and known[key] != list(shape)  # pyright: ignore[reportUnknownMemberType]
+    ]
+    if not changed:
+        return []
+    return [
+        f"the weights of {subject.title} have the captured keys, but {len(changed)} "
+        f"{'has another shape' if len(changed) == 1 else 'have other shapes'}",
+        *_listed("shape", changed),
+    ]
+
+
+def _listed(word: str, names: Sequence[str]) -> list[str]:
+    lines = [f"{word}: {name}" for name in names[:SHOWN]]
+    if len(names) > SHOWN:
+        lines.append(f"{word}: and {len(names) - SHOWN} more")
+    return lines
+
+
+def _another_experiment(kept: Kept, now: Mapping[str, Any]) -> list[str]:
+    return [
+        f"it was captured with {name} {kept.fingerprint[name]}, this is {name} {now[name]}"
+        for name in SAME_EXPERIMENT
+        if name in kept.fingerprint and name in now and kept.fingerprint[name] != now[name]
+    ]
+
+
+def _changed_facts(kept: Kept, facts: Mapping[str, Any], dtype: str) -> list[str]:
+    if not kept.fingerprint:
+        return ["nothing is known of where it was captured: it has no fingerprint"]
+    now: dict[str, Any] = {**environment(), **facts, **({"dtype": dtype} if dtype else {})}
+    before = kept.fingerprint
+    changed = [
+        f"{name} {before[name]} then, {now[name]} now"
+        for name in COMPARED
+        if name in before and name in now and before[name] != now[name]
+    ]
+    when = f"captured {before.get('made_at', 'at a time it does not say')}"
+    return [when + (": " + "; ".join(changed) if changed else ", in the same environment")]

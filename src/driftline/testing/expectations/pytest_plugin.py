@@ -1,0 +1,151 @@
+"""The pytest plugin `driftline`: options, the `expect` fixture, and a summary of what was written.
+
+Every pytest run on a machine that has Driftline installed imports this file, so it imports nothing
+but pytest itself; whatever computes is loaded when a test asks for it (`expecting`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from pathlib import Path
+
+    from driftline.testing.expectations.pytest_session import Expecter
+
+CAPTURE = "--capture_expectation"
+FOLDER = "tests/resources/expectations"
+WRITTEN = "driftline_expectation"
+"""Property of a report that names a written file: reports also come home from other processes."""
+
+INI_FILES = ("pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
+
+SAVED = pytest.StashKey[str]()
+"""Of a test that has captured something: the words it fails with when it is through."""
+
+_TEXT = {
+    "expectations_dir": f"folder of the expectations (default {FOLDER})",
+    "decoder_models": "models of TestAIUDecoderModels: ids or folders, one per line",
+    "tuple_output_models": "models of TestAIUModelsTupleOutput: ids or folders, one per line",
+    "target": "where models run, like device=cuda,dtype=fp16,compile=inductor",
+    "library": "who loads models: transformers (default) or fms",
+    "thresholds": "file of `driftline calibrate`: its relative_l2 replaces measured limits",
+    "micro_layers": "keep only so many layers, and draw their weights",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("driftline", "driftline: expectations of models")
+    group.addoption(
+        "--driftline-update",
+        choices=("none", "new", "failed", "all"),
+        default="none",
+        help="write expectations that are missing (new), those that differ too (failed), or all",
+    )
+    group.addoption("--driftline-expectations-dir", metavar="DIR", help=_TEXT["expectations_dir"])
+    for name, suite in (("decoder", "DecoderModels"), ("tuple-output", "ModelsTupleOutput")):
+        group.addoption(
+            f"--driftline-{name}-models",
+            action="append",
+            metavar="MODEL",
+            help=f"id or folder for TestAIU{suite}; several with commas, or repeat the option",
+        )
+    group.addoption("--driftline-target", metavar="TARGET", help=_TEXT["target"])
+    group.addoption("--driftline-library", metavar="NAME", help=_TEXT["library"])
+    group.addoption("--driftline-thresholds", metavar="FILE", help=_TEXT["thresholds"])
+    group.addoption("--driftline-micro-layers", metavar="N", help=_TEXT["micro_layers"])
+    for name, text in _TEXT.items():
+        listed = name.endswith("_models")
+        parser.addini(f"driftline_{name}", text, type="linelist" if listed else "string")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_load_initial_conftests(parser: pytest.Parser) -> Generator[None, object, object]:
+    result = yield
+    # A suite that has this option already adds it in its conftest.py. Two of one name would stop
+    # that suite with an error, so ours comes after theirs, and only where there is none.
+    try:
+        parser.addoption(
+            CAPTURE,
+            action="store_true",
+            default=False,
+            help="write every expectation, and fail so that nobody takes it for a check",
+        )
+    except ValueError:
+        return result
+    return result
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    _refuse_a_model_as_root(config)
+    config.addinivalue_line(
+        "markers",
+        "driftline(name=, seed=, rtol=, atol=): how `expect` captures and compares in this test",
+    )
+
+
+def _refuse_a_model_as_root(config: pytest.Config) -> None:
+    """pytest takes any path that follows a blank for a folder of tests, and looks there for its
+    ini file; the user's own would silently not be read."""
+    from itertools import pairwise
+
+    here = config.invocation_params.dir
+    around = (here, *here.parents)
+    unread = config.inipath is None and any((p / n).exists() for p in around for n in INI_FILES)
+    if config.rootpath in around and not unread:
+        return
+    words = [str(word) for word in config.invocation_params.args]
+    for option, value in pairwise(words):
+        if option.startswith("--driftline-") and "=" not in option and (here / value).exists():
+            raise pytest.UsageError(
+                f"pytest takes {value} for a folder of tests; join it to its option with a sign: "
+                f"{option}={value}"
+            )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    result = yield
+    # Not at the first thing it captures: a test may expect several.
+    message = item.stash.get(SAVED, "")
+    if message:
+        pytest.fail(message, pytrace=False)
+    return result
+
+
+@pytest.fixture
+def driftline_expectations_dir(request: pytest.FixtureRequest) -> Path:
+    """The folder where the expectations of this run lie."""
+    from driftline.testing.expectations.pytest_session import expectations_of
+
+    return expectations_of(request.config).folder
+
+
+@pytest.fixture
+def expect(request: pytest.FixtureRequest) -> Expecter:
+    """`expect(model, inputs)`: the model gives what it gave when that was captured.
+
+    `--driftline-update=new` writes what is missing: the signature of the output and the weight
+    keys. Without it they are checked. `expect(output)` takes tensors computed already.
+    Keyword arguments, or the marker `driftline`: `name`, `seed`, `rtol`, `atol`.
+    """
+    from driftline.testing.expectations.pytest_session import Expecter
+
+    return Expecter(request)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    written: dict[str, str] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()):
+                if name == WRITTEN:
+                    state, _, path = str(value).partition(":")
+                    written[path] = state
+    if written:
+        terminalreporter.section("driftline expectations")
+        for path, state in sorted(written.items()):
+            terminalreporter.write_line(f"{state}: {path}")

@@ -1,0 +1,113 @@
+"""The planter of mistakes: each is one small change that is still Python, and has a name."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SAMPLE = '''"""A module — with a dash of three bytes."""
+LIMIT = 3
+
+
+def f(x, y=True):
+    """Says nothing."""
+    if x < LIMIT and not y:
+        return x[:LIMIT] + 1
+    for each in x:
+        if each is None:
+            continue
+        x.total += max(each, -y)
+    while x:
+        x.pop()
+    return f"{x + 1}"
+'''
+
+
+@pytest.fixture(scope="module")
+def tool() -> Any:
+    spec = importlib.util.spec_from_file_location("mutants", ROOT / "tools" / "mutants.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["mutants"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def planted(tool: Any) -> list[Any]:
+    planter = tool.Planter("sample.py", SAMPLE.encode())
+    planter.visit(ast.parse(SAMPLE))
+    return planter.found
+
+
+def test_each_kind_of_mistake_is_planted_where_it_can_be(tool: Any) -> None:
+    changes = {
+        (mutant.line, mutant.kind, mutant.applied(SAMPLE.encode()).decode().splitlines()[line])
+        for mutant in planted(tool)
+        for line in [mutant.line - 1]
+    }
+    expected = {
+        (2, "constant", "LIMIT = 4"),
+        (5, "constant", "def f(x, y=False):"),
+        (7, "comparison", "    if (x <= LIMIT) and not y:"),
+        (7, "and/or", "    if (x < LIMIT or not y):"),
+        (7, "not dropped", "    if x < LIMIT and (y):"),
+        (7, "condition", "    if True:"),
+        (7, "condition", "    if False:"),
+        (8, "return", "        return None"),
+        (8, "off by one", "        return x[:(LIMIT) + 1] + 1"),
+        (8, "arithmetic", "        return (x[:LIMIT] - 1)"),
+        (10, "comparison", "        if (each is not None):"),
+        (11, "statement", "            break"),
+        (12, "statement", "        pass"),
+        (12, "opposite call", "        x.total += min(each, -y)"),
+        (12, "sign dropped", "        x.total += max(each, (y))"),
+        (13, "condition", "    while False:"),
+        (14, "statement", "        pass"),
+        (15, "return", "    return None"),
+    }
+    assert expected <= changes
+    lines = {line for line, _, _ in changes}
+    assert not lines & {1, 6}  # docstrings
+    assert (15, "constant") not in {change[:2] for change in changes}  # inside an f-string
+    assert (13, "condition", "    while True:") not in changes
+
+
+def test_mistakes_have_names_of_their_own_and_stay_python(tool: Any) -> None:
+    for name in ("alignment/reconcile/tokens.py", "runs/stores/store.py"):
+        path = f"src/driftline/{name}"
+        source = (ROOT / path).read_bytes()
+        found = tool.mutants_of(ROOT / path)
+        assert len(found) > 200
+        assert len({mutant.key for mutant in found}) == len(found)
+        for mutant in found[::7]:
+            changed = mutant.applied(source)
+            assert changed != source
+            ast.parse(changed)
+            assert mutant.diff(source)
+
+
+def test_the_table_of_tests_names_what_is_there(tool: Any) -> None:
+    for package, paths in tool.TESTS.items():
+        assert (ROOT / tool.SOURCE / package).is_dir()
+        assert all((ROOT / path).exists() for path in paths)
+
+
+def test_tests_are_those_that_enter_the_function_the_quickest_first(tool: Any) -> None:
+    enters = {"src/a.py::f": ["t::quick", "t::slow"], "src/a.py::g.h": ["t::other"]}
+    seconds = {"t::quick": 0.1, "t::slow": 9.0, "t::other": 1.0}
+    asked = tool.Map(seconds, enters)
+
+    def tests(function: str) -> list[str]:
+        return asked.tests_of(tool.Mutant("src/a.py", 1, function, "", 0, 0, "", ""))
+
+    assert tests("f") == ["t::quick", "t::slow"]
+    assert tests("g") == ["t::other"]
+    assert tests("") == ["t::quick", "t::other", "t::slow"]
+    assert tests("nowhere") == []
+    assert tool._plain_name("A.f.<locals>.g.<locals>.<lambda>") == "A.f.g"

@@ -1,0 +1,696 @@
+"""Plants small mistakes, one at a time, into a copy of the tree and asks whether tests notice.
+
+    python tools/mutants.py --package alignment --sample 40 --seed 1
+
+A mistake (a mutant) is a comparison turned round, a constant off by one, `and` for `or`, a
+condition that always holds, a statement left out. Tests that fail, or that no longer end, have
+noticed it; a mutant that all tests pass with is a survivor, and shows a hole in them, or that the
+line says nothing (it is then listed as equivalent, with the reason, in `equivalent_mutants.txt`).
+
+Which tests are asked: `TESTS` names the folders of each package; they are run once, and every
+function of `src` that a test enters is noted. A mutant is shown to the tests that enter its
+function, the quickest first. What tests do in processes of their own is not seen by this.
+
+Nothing here is part of the installed package, and the tree itself is never changed: the copy lies
+in `mutants-output`, with its own bytecode and the compiled libraries of the environment this runs
+in. Results are kept there and asked first, so that a run that was ended goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import compileall
+import contextlib
+import difflib
+import hashlib
+import importlib.util
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = "src/driftline"
+EQUIVALENT = Path(__file__).with_name("equivalent_mutants.txt")
+
+TESTS: dict[str, tuple[str, ...]] = {
+    "captures": ("tests/adapters", "tests/experiments", "tests/executors/test_fanning.py"),
+    "alignment": ("tests/alignment",),
+    "comparison": ("tests/comparison", "tests/gating", "tests/tolerance", "tests/executors"),
+    "diagnosis": ("tests/diagnosis", "tests/experiments"),
+    "execution": ("tests/executors",),
+    "formats": ("tests/formats",),
+    "graphs": ("tests/topology",),
+    "numerics": ("tests/numerics",),
+    "operators": ("tests/operators",),
+    "runs": ("tests/runs", "tests/remote"),
+}
+"""The one place that says which tests belong to a package of `src/driftline`."""
+
+PRELOADED = ("numpy", "torch", "transformers", "hypothesis", "pyarrow", "safetensors", "fsspec")
+"""Imported once, before the processes that run tests are forked; never the package itself."""
+MOST_TESTS = 150
+MOST_SECONDS = 60.0
+"""What the tests of one mutant may take together, by how long they took without it."""
+PATIENCE = 30.0
+"""Seconds beyond three times that after which a mutant counts as one that never ends."""
+MAP_SECONDS = 1500
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake.
+
+    Attributes:
+        path: The file, relative to the root.
+        line: Where it begins.
+        function: The function it is in, by its qualified name; empty at the top of a module.
+        kind: What was done.
+        start: First byte of what is replaced.
+        stop: First byte behind it.
+        text: What stands there instead.
+        key: What it is known by while lines move: file, function, kind, both texts, and a number.
+    """
+
+    path: str
+    line: int
+    function: str
+    kind: str
+    start: int
+    stop: int
+    text: str
+    key: str
+
+    def applied(self, source: bytes) -> bytes:
+        return source[: self.start] + self.text.encode() + source[self.stop :]
+
+    def diff(self, source: bytes) -> str:
+        """The lines it changes, as a diff without context."""
+        before = source.decode().splitlines()
+        after = self.applied(source).decode().splitlines()
+        lines = list(difflib.unified_diff(before, after, lineterm="", n=0))[3:]
+        return "\n".join(f"    {line}" for line in lines)
+
+
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
+}
+OPPOSITE_CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
+_TEXTS = (ast.JoinedStr, ast.List, ast.Tuple, ast.ListComp)
+
+
+class Planter(ast.NodeVisitor):
+    """Collects the mutants of one file."""
+
+    def __init__(self, path: str, source: bytes) -> None:
+        self.path = path
+        self.source = source
+        self.found: list[Mutant] = []
+        self._scope: list[str] = []
+        self._counts: Counter[str] = Counter()
+        self._line_starts = [0]
+        for line in source.splitlines(keepends=True):
+            self._line_starts.append(self._line_starts[-1] + len(line))
+
+    def plant(self, node: ast.expr | ast.stmt, kind: str, text: str) -> None:
+        start = self._line_starts[node.lineno - 1] + node.col_offset
+        stop = self._line_starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
+        before = self.source[start:stop].decode()
+        if before == text:
+            return
+        function = ".".join(self._scope)
+        name = " ".join(f"{self.path}::{function} {kind}: {before} -> {text}".split())
+        number = self._counts[name]
+        self._counts[name] += 1
+        key = name if not number else f"{name} #{number + 1}"
+        self.found.append(Mutant(self.path, node.lineno, function, kind, start, stop, text, key))
+
+    # --- what is walked, and what is left out
+
+    def _scoped(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
+        self._scope.append(node.name)
+        if not isinstance(node, ast.ClassDef):
+            for default in (*node.args.defaults, *node.args.kw_defaults):
+                if default is not None:
+                    self.visit(default)
+        for statement in node.body:
+            self.visit(statement)
+        self._scope.pop()
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._scoped(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        self._scoped(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._scoped(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        """Positions inside are not those of the file before Python 3.12."""
+
+    def visit_Assert(self, node: ast.Assert) -> None:
+        """Says what is so, for readers and type checkers."""
+
+    # --- kinds of mistakes
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        for at, operator in enumerate(node.ops):
+            other = COMPARISONS[type(operator)]()
+            ops = [other if place == at else each for place, each in enumerate(node.ops)]
+            changed = ast.Compare(node.left, ops, node.comparators)
+            self.plant(node, "comparison", f"({ast.unparse(changed)})")
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        self.plant(node, "and/or", f"({ast.unparse(ast.BoolOp(other, node.values))})")
+        self.generic_visit(node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
+        if isinstance(node.op, ast.Not):
+            self.plant(node, "not dropped", f"({ast.unparse(node.operand)})")
+        elif isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant):
+            self.plant(node, "sign dropped", f"({ast.unparse(node.operand)})")
+        self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        sides = (node.left, node.right)
+        joins = any(isinstance(side, _TEXTS) or _is_text(side) for side in sides)
+        other = ARITHMETIC.get(type(node.op))
+        if other is not None and not joins:
+            changed = ast.BinOp(node.left, other(), node.right)
+            self.plant(node, "arithmetic", f"({ast.unparse(changed)})")
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        value = node.value
+        if isinstance(value, bool):
+            self.plant(node, "constant", str(not value))
+        elif isinstance(value, int):
+            self.plant(node, "constant", str(value + 1))
+            if value > 0:
+                self.plant(node, "constant", str(value - 1))
+        elif isinstance(value, float):
+            self.plant(node, "constant", repr(value * 2 if value else 1.0))
+
+    def visit_Slice(self, node: ast.Slice) -> None:
+        for bound in (node.lower, node.upper):
+            if bound is not None and not isinstance(bound, (ast.Constant, ast.UnaryOp)):
+                self.plant(bound, "off by one", f"({ast.unparse(bound)}) + 1")
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Name) and node.func.id in OPPOSITE_CALLS:
+            self.plant(node.func, "opposite call", OPPOSITE_CALLS[node.func.id])
+        self.generic_visit(node)
+
+    def _condition(self, test: ast.expr, *, both: bool = True) -> None:
+        if not isinstance(test, ast.Constant):
+            self.plant(test, "condition", "False")
+            if both:
+                self.plant(test, "condition", "True")
+
+    def visit_If(self, node: ast.If) -> None:
+        if ast.unparse(node.test) == "TYPE_CHECKING":
+            for statement in node.orelse:
+                self.visit(statement)
+            return
+        self._condition(node.test)
+        self.generic_visit(node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        self._condition(node.test)
+        self.generic_visit(node)
+
+    def visit_While(self, node: ast.While) -> None:
+        self._condition(node.test, both=False)
+        self.generic_visit(node)
+
+    def visit_comprehension(self, node: ast.comprehension) -> None:
+        for test in node.ifs:
+            self.plant(test, "condition", "True")
+        self.generic_visit(node)
+
+    def visit_Return(self, node: ast.Return) -> None:
+        if node.value is not None and not isinstance(node.value, ast.Constant):
+            self.plant(node.value, "return", "None")
+        self.generic_visit(node)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if isinstance(node.value, ast.Constant):
+            return  # a docstring
+        if not isinstance(node.value, (ast.Yield, ast.YieldFrom)):
+            self.plant(node, "statement", "pass")
+        self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        # To leave out the first assignment of a name only raises NameError.
+        if any(isinstance(target, (ast.Attribute, ast.Subscript)) for target in node.targets):
+            self.plant(node, "statement", "pass")
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self.plant(node, "statement", "pass")
+        self.generic_visit(node)
+
+    def visit_Raise(self, node: ast.Raise) -> None:
+        self.plant(node, "statement", "pass")
+        # What an error says is words; whether it is raised is what tests can ask.
+
+    def visit_Continue(self, node: ast.Continue) -> None:
+        self.plant(node, "statement", "break")
+
+    def visit_Break(self, node: ast.Break) -> None:
+        self.plant(node, "statement", "continue")
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def mutants_of(path: Path) -> list[Mutant]:
+    """All mutants of a file that are Python, in the order of its lines."""
+    source = path.read_bytes()
+    planter = Planter(path.relative_to(ROOT).as_posix(), source)
+    planter.visit(ast.parse(source))
+    return sorted(planter.found, key=lambda mutant: (mutant.start, mutant.stop, mutant.text))
+
+
+# --- the copy
+
+
+class Copy:
+    """The tree as it is, elsewhere: tracked and new files, and the compiled libraries."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT,
+            capture_output=True,
+            check=True,
+        )
+        names = [name for name in listed.stdout.decode().split("\0") if name]
+        for name in names:
+            self._take(ROOT / name, place / name)
+        for library in (_installed_package()).rglob("*.so"):
+            self._take(library, place / SOURCE / library.relative_to(_installed_package()))
+        self._forget(names)
+        # Times of files are kept, so bytecode made here stays good while one of them is changed.
+        compileall.compile_dir(str(place / "src"), quiet=2)
+
+    @staticmethod
+    def _take(source: Path, goal: Path) -> None:
+        if not source.is_file():
+            return
+        if goal.exists() and goal.stat().st_mtime_ns == source.stat().st_mtime_ns:
+            return
+        goal.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, goal)
+
+    def _forget(self, names: Iterable[str]) -> None:
+        kept = set(names)
+        for path in (self.place / "src", self.place / "tests"):
+            for each in path.rglob("*.py"):
+                if each.relative_to(self.place).as_posix() not in kept:
+                    each.unlink()
+
+    def plant(self, mutant: Mutant) -> None:
+        path = self.place / mutant.path
+        changed = mutant.applied((ROOT / mutant.path).read_bytes())
+        path.write_bytes(changed)
+        later = (ROOT / mutant.path).stat().st_mtime + 60  # than its bytecode
+        os.utime(path, (later, later))
+
+    def restore(self, mutant: Mutant) -> None:
+        shutil.copy2(ROOT / mutant.path, self.place / mutant.path)
+
+
+def _installed_package() -> Path:
+    spec = importlib.util.find_spec("driftline")
+    if spec is None or spec.origin is None:
+        raise SystemExit("driftline is not installed in this environment: make install")
+    return Path(spec.origin).parent
+
+
+# --- tests, in processes of their own
+
+
+class Notes:
+    """A plugin of pytest that notes which functions of a tree each test enters, and how long."""
+
+    def __init__(self, source: Path) -> None:
+        self._source = f"{source}{os.sep}"
+        self._cut = len(str(source.parents[1])) + 1
+        self._entered: set[Any] = set()
+        self.tests: dict[str, dict[str, Any]] = {}
+        self.setups: dict[str, set[str]] = defaultdict(set)
+
+    def _trace(self, frame: FrameType, event: str, argument: object) -> None:
+        if frame.f_code not in self._entered:
+            self._entered.add(frame.f_code)
+
+    def _names(self) -> list[str]:
+        return sorted(
+            f"{code.co_filename[self._cut :]}::{_plain_name(code.co_qualname)}"
+            for code in self._entered
+            if code.co_filename.startswith(self._source)
+        )
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+        about = self.tests.setdefault(report.nodeid, {"seconds": 0.0, "enters": [], "good": True})
+        about["seconds"] += report.duration
+        about["good"] = about["good"] and report.passed
+        if report.when == "call":
+            about["enters"] = self._names()
+        else:  # a fixture that several tests share is made for the first of them
+            self.setups[report.nodeid.partition("::")[0]].update(self._names())
+        self._entered = set()
+        sys.settrace(self._trace)
+        threading.settrace(self._trace)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "tests": self.tests,
+            "setups": {name: sorted(names) for name, names in self.setups.items()},
+        }
+
+
+def _plain_name(name: str) -> str:
+    """`A.f.<locals>.g` and `f.<locals>.<lambda>` as the scopes of their sources: `A.f.g`, `f`."""
+    parts = [part for part in name.split(".") if part != "<locals>"]
+    return ".".join(part for part in parts if not part.startswith("<"))
+
+
+def forked(copy: Copy, words: list[str], log: Path, limit: float, noted: Path | None) -> int | None:
+    """Run pytest on the copy in a fork of this process; its exit status, None past the limit."""
+    pid = os.fork()
+    if pid:
+        return _awaited(pid, limit)
+    status = 70
+    try:
+        os.setpgid(0, 0)
+        stream = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
+        for number in (1, 2):
+            os.dup2(stream, number)
+        os.chdir(copy.place)
+        sources = [str(copy.place / "src"), str(copy.place / "compat" / "src")]
+        sys.path[:0] = sources
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([*sources, *([before] if before else [])])
+        import pytest
+
+        plugins = [] if noted is None else [Notes(copy.place / SOURCE)]
+        status = int(pytest.main(words, plugins=plugins))
+        sys.settrace(None)
+        if noted is not None:
+            noted.write_text(json.dumps(plugins[0].as_json()))
+    except BaseException as trouble:
+        print(f"{type(trouble).__name__}: {trouble}", flush=True)
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def _awaited(pid: int, limit: float) -> int | None:
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            _end_group(pid)  # what a test left running
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    _end_group(pid)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+def _end_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+_NOT_FOUND = 4
+USUAL = ["-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow"]
+
+
+@dataclass
+class Map:
+    """Which tests enter a function, the quickest first."""
+
+    seconds: dict[str, float]
+    entered_by: dict[str, list[str]]
+
+    @classmethod
+    def of(cls, copy: Copy, paths: Iterable[str], *, again: bool) -> Map:
+        """Read from the work folder, or made by running those tests once."""
+        seconds: dict[str, float] = {}
+        entered: dict[str, set[str]] = defaultdict(set)
+        for path in _test_files(paths):
+            content = (ROOT / path).read_bytes()
+            kept = copy.place.parent / "maps" / f"{path.replace('/', '.')}.json"
+            digest = hashlib.sha256(content).hexdigest()
+            noted = json.loads(kept.read_text()) if kept.is_file() and not again else {}
+            if noted.get("of") != digest:
+                noted = {**cls._made(copy, path, kept), "of": digest}
+                kept.write_text(json.dumps(noted))
+            good = {name: about for name, about in noted["tests"].items() if about["good"]}
+            for name, about in good.items():
+                seconds[name] = about["seconds"]
+                for function in (*about["enters"], *noted["setups"].get(path, ())):
+                    entered[function].add(name)
+        by_time = {
+            function: sorted(names, key=lambda name: (seconds[name], name))
+            for function, names in entered.items()
+        }
+        return cls(seconds, by_time)
+
+    @staticmethod
+    def _made(copy: Copy, path: str, kept: Path) -> dict[str, Any]:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.unlink(missing_ok=True)
+        print(f"noting what {path} enters", file=sys.stderr, flush=True)
+        words = [word for word in USUAL if word != "-x"]
+        forked(copy, [path, *words], kept.with_suffix(".log"), MAP_SECONDS, kept)
+        if not kept.is_file():
+            print(f"  {path} did not end; its tests are not asked", file=sys.stderr)
+            return {"tests": {}, "setups": {}}
+        return json.loads(kept.read_text())
+
+    def tests_of(self, mutant: Mutant) -> list[str]:
+        """Those that enter its function, or any of its file for a line outside of functions."""
+        names = list(self.entered_by.get(f"{mutant.path}::{mutant.function}", ()))
+        if not names:
+            inside = f"{mutant.path}::{mutant.function}"
+            every = {
+                name
+                for function, tests in self.entered_by.items()
+                if function.startswith(inside)
+                for name in tests
+            }
+            names = sorted(every, key=lambda name: (self.seconds[name], name))
+        chosen: list[str] = []
+        total = 0.0
+        for name in names[:MOST_TESTS]:
+            total += self.seconds[name]
+            if chosen and total > MOST_SECONDS:
+                break
+            chosen.append(name)
+        return chosen
+
+
+def _test_files(paths: Iterable[str]) -> Iterator[str]:
+    for path in paths:
+        if path.endswith(".py"):
+            yield path
+            continue
+        for found in sorted((ROOT / path).rglob("test_*.py")):
+            if "cuda" not in found.name:
+                yield found.relative_to(ROOT).as_posix()
+
+
+# --- the run
+
+
+class Results:
+    """What became of mutants, one line of JSON each; those known already are not tried again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.known: dict[str, dict[str, Any]] = {}
+        if path.is_file():
+            for line in path.read_text().splitlines():
+                entry = json.loads(line)
+                self.known[entry["key"]] = entry
+
+    def keep(self, entry: dict[str, Any]) -> None:
+        self.known[entry["key"]] = entry
+        with self._path.open("a") as stream:
+            stream.write(json.dumps(entry) + "\n")
+
+
+def equivalent() -> dict[str, str]:
+    """Mutants that change nothing anybody could see, with the reason, by their keys."""
+    found: dict[str, str] = {}
+    if EQUIVALENT.is_file():
+        for line in EQUIVALENT.read_text().splitlines():
+            key, mark, reason = line.partition("  # ")
+            if mark and not line.startswith("#"):
+                found[key.strip()] = reason.strip()
+    return found
+
+
+def tried(copy: Copy, mutant: Mutant, tests: list[str], seconds: float, log: Path) -> str:
+    """`noticed`, `never ended` or `survived`."""
+    if not tests:
+        return "not entered"
+    copy.plant(mutant)
+    try:
+        limit = PATIENCE + 3 * seconds
+        status = forked(copy, [*tests, *USUAL, "--timeout", str(limit)], log, limit + 10, None)
+    finally:
+        copy.restore(mutant)
+    if status is None:
+        return "never ended"
+    if status == _NOT_FOUND:  # a file that cannot be imported any more, or a test of another name
+        status = int(forked(copy, [*tests, *USUAL], log, limit + 10, None) == 0)
+        if not status:
+            raise SystemExit(f"tests are not as they were noted: --again; see {log}")
+    return "survived" if status == 0 else "noticed"
+
+
+def chosen_mutants(options: argparse.Namespace, package: str) -> list[Mutant]:
+    folder = ROOT / SOURCE / package
+    found: list[Mutant] = []
+    for path in sorted(folder.rglob("*.py")):
+        name = path.relative_to(folder).as_posix()
+        if not options.file or any(part in name for part in options.file):
+            found += mutants_of(path)
+    if options.sample and options.sample < len(found):
+        draw = random.Random(f"{options.seed} {package}")
+        found = draw.sample(found, options.sample)
+        found.sort(key=lambda mutant: (mutant.path, mutant.start, mutant.text))
+    return found
+
+
+def summary(package: str, entries: list[dict[str, Any]], known: dict[str, str]) -> str:
+    same = [entry for entry in entries if entry["key"] in known]
+    rest = [entry for entry in entries if entry["key"] not in known]
+    noticed = sum(entry["outcome"] in ("noticed", "never ended") for entry in rest)
+    share = f"{noticed / len(rest):.0%}" if rest else "-"
+    return (
+        f"{package}: {noticed} of {len(rest)} noticed ({share}); "
+        f"{len(same)} more change nothing that could be seen"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    work = (ROOT / options.work).resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    chosen = {package: chosen_mutants(options, package) for package in options.package}
+    if options.list:
+        for mutant in (each for found in chosen.values() for each in found):
+            print(f"{mutant.path}:{mutant.line} {mutant.kind}")
+            print(mutant.diff((ROOT / mutant.path).read_bytes()))
+        return 0
+    os.environ.update(PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1", PYTHONHASHSEED="0")
+    sys.dont_write_bytecode = True
+    copy = Copy(work / "tree")
+    for name in PRELOADED:
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
+    results = Results(work / "results.jsonl")
+    same = equivalent()
+    lines: list[str] = []
+    for package, mutants in chosen.items():
+        asked = Map.of(copy, options.tests or TESTS[package], again=options.again)
+        entries: list[dict[str, Any]] = []
+        for number, mutant in enumerate(mutants, 1):
+            entry = results.known.get(mutant.key)
+            tests = asked.tests_of(mutant)
+            if entry is None or options.again or (options.survivors and _lives(entry)):
+                begun = time.monotonic()
+                seconds = sum(asked.seconds[name] for name in tests)
+                outcome = (
+                    "equivalent"
+                    if mutant.key in same
+                    else tried(copy, mutant, tests, seconds, work / "last.log")
+                )
+                entry = {
+                    "key": mutant.key,
+                    "outcome": outcome,
+                    "tests": len(tests),
+                    "seconds": round(time.monotonic() - begun, 1),
+                }
+                results.keep(entry)
+            entries.append(entry)
+            if _lives(entry) and mutant.key not in same:
+                print(f"{mutant.path}:{mutant.line} {mutant.kind}: {entry['outcome']}")
+                print(mutant.diff((ROOT / mutant.path).read_bytes()), flush=True)
+            print(f"{package} {number}/{len(mutants)}", end="\r", file=sys.stderr, flush=True)
+        lines.append(summary(package, entries, same))
+    print("\n".join(lines))
+    return 0
+
+
+def _lives(entry: dict[str, Any]) -> bool:
+    return entry["outcome"] in ("survived", "not entered")
+
+
+def main() -> int:
+    words = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    words.add_argument("--package", nargs="+", default=sorted(TESTS), choices=sorted(TESTS))
+    words.add_argument("--file", nargs="+", default=[], help="only files with this in their path")
+    words.add_argument("--sample", type=int, default=0, help="so many of each package, by chance")
+    words.add_argument("--seed", type=int, default=0, help="which ones")
+    words.add_argument("--tests", nargs="+", default=[], help="instead of those of the package")
+    words.add_argument("--work", default="mutants-output", help="folder of the copy and results")
+    words.add_argument("--survivors", action="store_true", help="try those that lived again")
+    words.add_argument("--again", action="store_true", help="forget what is known")
+    words.add_argument("--list", action="store_true", help="print the mutants and try none")
+    return run(words.parse_args())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
