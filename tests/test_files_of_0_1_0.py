@@ -203,7 +203,8 @@ def test_a_table_is_read_with_its_rows(
     )
     for row, again in zip(table.rows, made.rows, strict=True):
         assert (row.key, row.status, row.limit) == (again.key, again.status, again.limit)
-        assert row.metrics["relative_l2"] == pytest.approx(again.metrics["relative_l2"], rel=1e-9)
+        # 0.1.0 summed in float32 lanes: its figures carry an error of about 1e-8.
+        assert row.metrics["relative_l2"] == pytest.approx(again.metrics["relative_l2"], rel=1e-6)
 
 
 def test_the_rows_of_a_table_agree_in_csv_and_parquet(place: Path, tmp_path: Path) -> None:

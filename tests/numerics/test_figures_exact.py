@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from driftline.comparison.metrics.derivation import needs_definition
 from numerics_tensors import assert_same_moments, encode, misaligned
 
 from driftline.comparison.metrics.catalogue import STANDARD
+from driftline.comparison.metrics.from_moments import needs_definition
 from driftline.numerics import definitions, kernel
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.fields import PairMoments, merge_moments
