@@ -10,7 +10,7 @@ import driftline
 from driftline.comparison.row import Row
 from driftline.comparison.table import Table
 from driftline.errors import BadInput
-from driftline.gating.door import align
+from driftline.gating.door import align, compare
 from driftline.gating.judge import exit_code, judge
 from driftline.runs.key import TensorKey
 from driftline.testing.runs import run_of
@@ -211,6 +211,19 @@ def test_a_limit_on_what_was_not_measured_is_incomparable_not_passed():
     assert table.rows[0].status == "incomparable"
     assert table.verdict == "incomparable"
     assert exit_code(table) == 2
+
+
+def test_who_asks_is_shown_the_plan_before_anything_is_measured():
+    events = []
+    x = noise(4)
+    table = compare(
+        run_of({"a": x, "b": x}),
+        run_of({"a": x}),
+        planned=lambda plan: events.append((len(plan.pairs), len(plan.missing))),
+        progress=lambda done, total: events.append("measured"),
+    )
+    assert events == [(1, 1), "measured"]
+    assert table.coverage.missing == 1
 
 
 @pytest.mark.parametrize("kept", ["relative_l2", "cosine", "max_ulp"])
