@@ -260,6 +260,13 @@ def test_rstd_is_the_second_output_where_it_is_asked_for() -> None:
     assert rstd.dtype == np.float32
 
 
+def test_what_was_only_selected_must_be_the_same_to_the_last_bit() -> None:
+    tensor = Tensor(draw(3, 8), "float32")
+    (relu,) = results("Activation", {"activationType": 1}, [tensor])
+    (swish,) = results("Activation", {"activationType": 4}, [tensor])
+    assert relu.exact and not swish.exact
+
+
 def test_rows_are_quantised_by_their_own_scale() -> None:
     x = np.array([[1.0, -2.0, 4.0], [0.0, 0.0, 0.0]], np.float16)
     steps, scale = golden("ElewiseOperation", {"elewiseType": 19}, [x])
