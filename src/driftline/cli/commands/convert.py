@@ -6,20 +6,22 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from driftline.cli import script
-from driftline.cli.parsing import Option
+from cyclopts import Parameter
 
-_SHOWN = 20
-"""So many tensors that were left out are named; then reasons are counted."""
+from driftline.cli import python_script as script
+from driftline.cli.options import URLS, place
+from driftline.cli.progress import progress_bar
+from driftline.errors import EXIT_DIFFERENT, EXIT_FINE, BadInput
+
+# So many tensors that were left out are named; then reasons are counted.
+MOST_SHOWN = 20
 
 
 def convert(
-    path: Annotated[Path, Option(urls=True)],
+    path: Annotated[Path, URLS, place("PATH")],
     /,
     *,
-    output: Annotated[
-        Path | None, Option(names=("--output", "-o"), metavar="DIR", urls=True)
-    ] = None,
+    output: Annotated[Path | None, URLS, Parameter(name=("--output", "-o"), metavar="DIR")] = None,
     to: Literal["run", "npy", "pt", "safetensors", "ait"] = "run",
     force: bool = False,
 ) -> int:
@@ -40,32 +42,26 @@ def convert(
             each with a list of the keys beside them; ait is the tree of `ait llm dump`.
         force: Replace an earlier result.
     """
-    from driftline.cli.progress import on_terminal
-    from driftline.errors import BadInput
     from driftline.formats.convert import convert as conversion
     from driftline.reporting.formatting import counted, size
 
     if output is None:
         raise BadInput("`driftline convert` needs -o DIR", hint="see driftline convert --help")
-    progress = on_terminal("tensors")
-    try:
+    with progress_bar("tensors") as progress:
         done = script.step(
             "done", conversion.convert, path, output, to=to, force=force, progress=progress
         )
-    finally:
-        if progress is not None:
-            progress.close()
     script.end(done)
     print(f"{done.path}: {counted(done.tensors, 'tensor')}, {size(done.size)}, as {to}")
     if not done.left_out:
-        return 0
-    what = "left out"
+        return EXIT_FINE
+    fate = "left out"
     if to == "run":
-        what = f"{'has' if len(done.left_out) == 1 else 'have'} no values in it"
-    print(f"driftline: {counted(len(done.left_out), 'tensor')} {what}:", file=sys.stderr)
-    for key, reason in done.left_out[:_SHOWN]:
+        fate = f"{'has' if len(done.left_out) == 1 else 'have'} no values in it"
+    print(f"driftline: {counted(len(done.left_out), 'tensor')} {fate}:", file=sys.stderr)
+    for key, reason in done.left_out[:MOST_SHOWN]:
         print(f"  {key}  {reason}", file=sys.stderr)
-    if len(done.left_out) > _SHOWN:
+    if len(done.left_out) > MOST_SHOWN:
         for reason, count in done.skipped.items():
             print(f"  in all {counted(count, 'tensor')}: {reason}", file=sys.stderr)
-    return 1
+    return EXIT_DIFFERENT

@@ -7,18 +7,20 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from driftline.cli import script
-from driftline.cli.parsing import Option
+from cyclopts import Parameter
+
+from driftline.cli import python_script as script
+from driftline.cli.options import URLS, place
 from driftline.errors import EXIT_COULD_NOT, EXIT_FINE
 
 
 def push(
-    folder: Path,
-    url: Annotated[Path, Option(metavar="URL", urls=True)],
+    folder: Annotated[Path, place("FOLDER")],
+    url: Annotated[Path, URLS, place("URL")],
     /,
     *,
     force: bool = False,
-    patience: Annotated[float, Option(metavar="SECONDS")] = 60.0,
+    patience: Annotated[float, Parameter(metavar="SECONDS")] = 60.0,
 ) -> int:
     """Send a run or a comparison to an address, or go on sending what a dump left.
 
@@ -44,9 +46,10 @@ def push(
     files = "1 file" if sent.files == 1 else f"{sent.files} files"
     if not sent.reason:
         print(f"driftline: {files}, {say_size(sent.size)}, sent to {sent.url}", file=sys.stderr)
-        if gone := said_of_memory(sent.url):
-            print(f"  {gone}", file=sys.stderr)
+        if warning := said_of_memory(sent.url):
+            print(f"  {warning}", file=sys.stderr)
         return EXIT_FINE
+    # What has arrived is not sent again, so the same command goes on.
     again = f"driftline push {shlex.quote(str(folder))} {shlex.quote(str(url))}"
     print(f"driftline: not all of it is at {sent.url}: {sent.reason}", file=sys.stderr)
     print(f"  {sent.left} files wait in {sent.folder}", file=sys.stderr)
