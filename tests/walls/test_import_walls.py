@@ -33,6 +33,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """A room may import itself and every room of a line above its own, never one beside or below it."""
 
 BESIDE = {
+    (
+        "decoding",
+        "gating",
+    ): "the pytest suites hold decoders to expectations, and judge layers",
     ("diagnosis", "gating"): "what an error is a share of, where its own norm says nothing",
     ("registry", "errors"): "an absent part is said in a sentence",
     ("adapters", "topology"): "what capture writes down of a model is a module tree",
@@ -103,10 +107,11 @@ THIRD_PARTY: dict[str, Allowance] = {
     "decoding": allow(
         top="numpy", inside="torch transformers accelerate fms pyarrow torch_npu torch_sendnn"
     ),
+    "decoding/pytest_suites": allow(top="numpy pytest", inside="torch"),
     "experiments": allow(top="numpy", inside="torch"),
     "experiments/live": allow(top="numpy torch"),
     "dialects": allow(top="numpy", inside="torch torchair"),
-    "suites": allow(top="numpy pytest", inside="torch"),
+    "suites": allow(),
     "reports": allow(),
     "pages": allow(top="numpy", inside="pyarrow"),
     "viewer": allow(top="numpy"),
@@ -203,6 +208,8 @@ def allowance_of(path: Path) -> tuple[str, Allowance]:
         room = "adapters/paddle"
     if path.is_relative_to(PACKAGE / "adapters" / "torch" / "device"):
         room = "adapters/torch/device"
+    if path.is_relative_to(PACKAGE / "decoding" / "pytest_suites"):
+        room = "decoding/pytest_suites"
     if path.is_relative_to(PACKAGE / "experiments" / "live"):
         room = "experiments/live"
     if path.is_relative_to(PACKAGE / "operators" / "aten"):

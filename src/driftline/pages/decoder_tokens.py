@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from driftline.decoding.out_files import CANDIDATE, REFERENCE, out_name, read_prompt
-from driftline.decoding.score_table import PLACES, SCORES
-from driftline.decoding.top_logits import INDICES, NORM, VALUES
+from driftline.decoding.files.names import CANDIDATE, REFERENCE, out_name
+from driftline.decoding.files.outputs import INDICES, NORM, VALUES, read_prompt
+from driftline.decoding.files.token_table import PLACES, SCORES
 from driftline.errors import BadFile, DriftlineError
 from driftline.pages.columns import figures, words
 from driftline.pages.packing import Array

@@ -15,8 +15,7 @@ import numpy as np
 
 from driftline.comparison.row import Row
 from driftline.comparison.table import Table
-from driftline.decoding.metric_files import MetricFile, by_layer, read_values
-from driftline.decoding.told import told_beside
+from driftline.decoding.files.metric_files import MetricFile, by_layer, read_provenance, read_values
 from driftline.errors import DriftlineError
 from driftline.pages.packing import Array, singles
 
@@ -59,7 +58,7 @@ def of_files(files: Sequence[MetricFile]) -> dict[str, Any] | None:
     """The map of the layer files of one shape: a number per token row, layer by layer."""
     own = [file for file in files if file.layer and file.metric == "abs_diff"]
     read: dict[str, Array] = {}
-    for layer, those in by_layer(own, told_beside(own).layers).items():
+    for layer, those in by_layer(own, read_provenance(own).layers).items():
         try:
             read[layer] = read_values(those[0].path, "abs_diff")
         except DriftlineError:
@@ -115,9 +114,9 @@ def shape_key(folder: Path) -> str:
     >>> shape_key(Path("a_max-new-tokens-8_batch-size-1_seq-length-64_dtype-float16.layers"))
     'a 8 1 64 fp16'
     """
-    from driftline.decoding.out_files import parse
+    from driftline.decoding.files.names import parse_name
 
-    named = parse(folder.name)
+    named = parse_name(folder.name)
     if named is None:
         return folder.name
     formats = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}

@@ -18,7 +18,7 @@ from driftline.reports.wording import counted, number
 
 if TYPE_CHECKING:
     from driftline.comparison.kept_rows import KeptRows
-    from driftline.decoding.validation import Verdict
+    from driftline.decoding.validate import Verdict
     from driftline.diagnosis.finding import Diagnosis
     from driftline.reports.operators import Report
 
@@ -208,8 +208,8 @@ def of_verdicts(verdicts: Sequence[Verdict], lines: Callable[[Verdict], Iterable
     """
     cases = [
         Case(
-            each.ask.id,
-            each.ask.model,
+            each.options.id,
+            each.options.model,
             "pass" if each.passed else "fail",
             "" if each.passed else each.complaint or "tokens differ",
             () if each.passed else tuple(lines(each)),
