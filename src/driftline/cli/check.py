@@ -64,7 +64,7 @@ def check(
     from driftline.comparison.table.table import Table
     from driftline.comparison.tolerance.tolerance import limits_from
     from driftline.comparison.verdict.judge import exit_code
-    from driftline.decoding.judgeable import judgeable
+    from driftline.decoding.files.layer_files import table_to_judge
 
     known = None
     if thresholds is not None:
@@ -74,10 +74,10 @@ def check(
     if is_table(table) and table.suffix != ".layers":
         found = script.part(open_table, table)
     else:
-        found = script.part(judgeable, table, known)
+        found = script.part(table_to_judge, table, known)
     limits = None
     if max or min:  # what may be limited is what was measured
-        columns = judgeable(table).columns if script.asked() else found.columns
+        columns = table_to_judge(table).columns if script.asked() else found.columns
         limits = limits_from(None, columns, at_most=max or (), at_least=min or ())
     judged = script.step(
         "table",

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from driftline.cli import script
 from driftline.cli.parsing import Option
 from driftline.cli.progress import Progress, on_terminal
-from driftline.errors import EXIT_DIFFERENT, EXIT_FINE, BadInput
+from driftline.errors import EXIT_DIFFERENT, EXIT_FINE
 
 if TYPE_CHECKING:
-    from driftline.decoding.layers_ask import LayersAsk
-    from driftline.decoding.layers_run import LayersOutcome
+    from driftline.decoding.layers import LayersResult
+    from driftline.decoding.options import LayerOptions
 
 _MODEL = "Model"
 _PROMPTS = "Prompts and shapes"
@@ -99,95 +99,68 @@ def layer_metrics(
         quiet: Print nothing but errors.
         force: Compute again what is there.
     """
-    if mode is None:
-        raise BadInput(
-            "`driftline layer-metrics` needs --mode", hint="--mode generate, or model-forward"
-        )
-    from driftline import settings
-    from driftline.decoding.layers_ask import LayersAsk, check
-    from driftline.decoding.targets import default_targets, dtype_name, parse_target
+    from driftline.decoding.option_reader import layer_options
 
-    folder = output_path or _path(settings.layer_variable("output_path"))
-    if folder is None:
-        raise BadInput(
-            "`driftline layer-metrics` needs --output_path",
-            hint="OUTPUT_PATH in the environment is taken as well",
-        )
-    models = _words(model_paths or ("" if variant else settings.layer_variable("model_paths")))
-    if not models and not variant:
-        raise BadInput(
-            "no model is named", hint="give --model_paths, or MODEL_PATHS in the environment"
-        )
-    if variant and len(models) > 1:
-        raise BadInput(f"--variant names one model, and {len(models)} are given", hint=_HELP)
-    prompts = sharegpt_path or Path(
-        settings.layer_variable("sharegpt_path") or settings.home_prompts()
+    shapes = layer_options(
+        {
+            "mode": mode,
+            "model_paths": model_paths,
+            "variant": variant,
+            "tokenizer": tokenizer,
+            "architecture": architecture,
+            "library": library,
+            "fused_weights": fused_weights,
+            "sharegpt_path": sharegpt_path,
+            "batch_sizes": batch_sizes,
+            "seq_lengths": seq_lengths,
+            "max_new_tokens": max_new_tokens,
+            "order": order,
+            "reference": reference,
+            "candidate": candidate,
+            "default_dtype": default_dtype,
+            "compile_unit": compile_unit,
+            "output_path": output_path,
+            "elements": elements,
+            "force": force,
+        }
     )
-    dtype = dtype_name(default_dtype)
-    left = parse_target(reference)
-    right = parse_target(candidate, dtype=dtype) if candidate else default_targets(dtype)[1]
-    asks = [
-        LayersAsk(
-            model_path=model,
-            prompts=prompts,
-            output_path=folder,
-            mode=mode,
-            tokenizer=tokenizer,
-            batch_size=batch,
-            length=length,
-            new_tokens=new,
-            reference=left,
-            candidate=right,
-            variant=variant,
-            architecture=architecture,
-            library=library or "",
-            unfuse_weights=not fused_weights,
-            order=order,
-            elements=elements,
-            compiled=compile_unit,
-            force=force,
-        )
-        for model in models or [""]
-        for length in _numbers("seq_lengths", seq_lengths, "64")
-        for batch in _numbers("batch_sizes", batch_sizes, "1")
-        for new in _numbers("max_new_tokens", max_new_tokens, "128")
-    ]
-    for ask in asks:
-        check(ask)
-    return _run(asks, quiet=quiet)
+    for options in shapes:
+        options.check()
+    return _run(shapes, quiet=quiet)
 
 
-def _run(asks: list[LayersAsk], *, quiet: bool) -> int:
+def _run(shapes: list[LayerOptions], *, quiet: bool) -> int:
     from driftline.comparison.verdict.judge import judge
-    from driftline.decoding.layers_run import LayerModels, run_layers
+    from driftline.decoding.layers import run_layers
+    from driftline.decoding.pipeline import Session
 
-    models = script.step("models", LayerModels)
+    session = script.step("session", Session)
     code = EXIT_FINE
-    outcomes: list[LayersOutcome] = []
-    for ask in asks:
+    results: list[LayersResult] = []
+    for options in shapes:
         progress = None if quiet else _Bar()
         try:
-            outcome = script.step(
-                "outcome",
+            result = script.step(
+                "result",
                 run_layers,
-                ask,
-                models=models,
+                options,
+                session=session,
                 judge=judge,
-                say=_nothing if quiet else _say,
+                report=_nothing if quiet else _say,
                 progress=progress,
             )
         finally:
             if progress is not None:
                 progress.close()
-        outcomes.append(outcome)
+        results.append(result)
         if script.asked():
             continue
-        if not quiet and not outcome.skipped:
-            sys.stdout.write(_summary(outcome))
+        if not quiet and not result.skipped:
+            sys.stdout.write(_summary(result))
             sys.stdout.flush()
-        if outcome.nonfinite or any(layer.nan for layer in outcome.layers):
+        if result.nonfinite or any(layer.nan for layer in result.layers):
             code = EXIT_DIFFERENT
-    script.end(*outcomes)
+    script.end(*results)
     return code
 
 
@@ -218,48 +191,25 @@ def _nothing(line: str) -> None:
     del line
 
 
-def _words(text: str) -> list[str]:
-    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-
-
-def _path(text: str) -> Path | None:
-    return Path(text) if text else None
-
-
-def _numbers(option: str, text: str, default: str) -> list[int]:
-    from driftline import settings
-
-    said = text or settings.layer_variable(option) or default
-    numbers: list[int] = []
-    for word in _words(said):
-        if not word.isdecimal():
-            named = f"--{option}" if text else settings.LAYER_VARIABLES[option]
-            raise BadInput(f"{named} takes whole numbers, not '{word}'", hint=_HELP)
-        numbers.append(int(word))
-    if not numbers:
-        raise BadInput(f"--{option} names no number", hint=_HELP)
-    return numbers
-
-
-def _summary(outcome: LayersOutcome) -> str:
+def _summary(result: LayersResult) -> str:
     from driftline.reporting.formatting import counted, number
     from driftline.reporting.terminal import printable
 
-    ask = outcome.ask
-    layers = outcome.layers
-    steps = counted(ask.new_tokens, "iteration") if ask.mode == "generate" else "one call"
+    options = result.options
+    layers = result.layers
+    steps = counted(options.new_tokens, "iteration") if options.mode == "generate" else "one call"
     worst = max(layers, key=lambda layer: layer.abs_diff)
     turned = min(layers, key=lambda layer: layer.cos_sim)
     lines = [
-        f"{ask.prefix}: {counted(len(layers), 'layer')}, "
-        f"{counted(sum(layer.rows for layer in layers), 'row')} of {steps} ({ask.mode})",
-        f"  reference {ask.reference}; candidate {ask.candidate}",
+        f"{options.prefix}: {counted(len(layers), 'layer')}, "
+        f"{counted(sum(layer.rows for layer in layers), 'row')} of {steps} ({options.mode})",
+        f"  reference {options.reference}; candidate {options.candidate}",
         f"  largest average abs_diff {number(worst.abs_diff)} at {worst.layer}",
         f"  smallest cos_sim {turned.cos_sim:.8g} at {turned.layer}",
     ]
-    if outcome.table is not None and outcome.table.finding:
-        lines.append(f"  {outcome.table.finding}")
-    bad = outcome.nonfinite
+    if result.table is not None and result.table.finding:
+        lines.append(f"  {result.table.finding}")
+    bad = result.nonfinite
     if bad:
         rows = sum(layer.nonfinite for layer in bad)
         lines.append(
@@ -272,11 +222,11 @@ def _summary(outcome: LayersOutcome) -> str:
             f"  NaN on both sides, in no figure: {counted(sum(a.nan for a in alike), 'element')} "
             f"of {counted(len(alike), 'layer')}, first {alike[0].layer}"
         )
-    lines += [f"  {note}" for note in outcome.notes]
+    lines += [f"  {note}" for note in result.notes]
     lines += [
-        f"  in {ask.output_path}: {counted(len(outcome.files), 'csv file')}, "
+        f"  in {options.output_path}: {counted(len(result.files), 'csv file')}, "
         "….layers (table), ….layers.json",
-        f"  next: driftline thresholds --models {ask.model} --metrics abs_diff cos_sim "
-        f"--file_base {ask.output_path} --layer_io",
+        f"  next: driftline thresholds --models {options.model} --metrics abs_diff cos_sim "
+        f"--file_base {options.output_path} --layer_io",
     ]
     return "".join(f"{printable(line)}\n" for line in lines)

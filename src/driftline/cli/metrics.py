@@ -5,16 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from driftline.cli import script
 from driftline.cli.parsing import Option
-from driftline.errors import BadInput
 
 if TYPE_CHECKING:
-    from driftline.decoding.metrics_ask import MetricsAsk
-    from driftline.decoding.metrics_outcome import Outcome
-    from driftline.decoding.targets import Target
+    from driftline.decoding.metrics import MetricsResult
+    from driftline.decoding.options import MetricsOptions
 
 _MODEL = "Model"
 _PROMPTS = "Prompts and shapes"
@@ -111,102 +109,76 @@ def metrics(
         executor: Share them out on a Ray cluster: the one this machine is in, or one elsewhere.
             All machines must see the model, the prompts and --output_dir.
     """
-    from driftline import settings
-    from driftline.decoding.metrics_ask import MetricsAsk
-    from driftline.decoding.targets import default_targets, dtype_name, parse_target
+    from driftline.decoding.option_reader import metrics_options
 
-    if output_dir is None:
-        raise BadInput("`driftline metrics` needs --output_dir", hint=_HELP)
-    lengths = _numbers("min_pad_length", min_pad_length, "")
-    if not lengths:
-        raise BadInput(
-            "`driftline metrics` needs --min_pad_length, the sequence length",
-            hint="64 and 2048 are usual; SEQ_LENS in the environment is taken as well",
-        )
-    dtypes = [
-        dtype_name(word)
-        for word in _words(default_dtype or settings.metrics_variable("default_dtype"))
-    ] or ["fp16"]
-    asks: list[MetricsAsk] = []
-    prompts = sharegpt_path or _path(settings.metrics_variable("sharegpt_path"))
-    for dtype in dtypes:
-        if candidate:
-            right = parse_target(candidate, dtype=dtype)
-        else:
-            _, right = default_targets(dtype)
-        left = parse_target(reference)
-        asks += [
-            MetricsAsk(
-                model_path=model_path
-                or ("" if variant else settings.metrics_variable("model_path")),
-                tokenizer=tokenizer,
-                prompts=prompts,
-                output_dir=output_dir,
-                batch_size=batch,
-                length=length,
-                new_tokens=new,
-                tokens_per_sequence=num_test_tokens_per_sequence,
-                reference=_dynamic(left, compile_dynamic),
-                candidate=_dynamic(right, compile_dynamic),
-                variant=variant,
-                architecture=architecture,
-                library=library or "",
-                unfuse_weights=unfuse_weights,
-                extra=_kwargs(extra_get_model_kwargs or []),
-                topk=topk_per_token,
-                keep=logits,
-                order=order,
-                skip_computation=skip_computation,
-                distributed=distributed,
-                force=force,
-            )
-            for new in _numbers("max_new_tokens", max_new_tokens, "100")
-            for length in lengths
-            for batch in _numbers("batch_size", batch_size, "1")
-        ]
+    shapes = metrics_options(
+        {
+            "model_path": model_path,
+            "variant": variant,
+            "tokenizer": tokenizer,
+            "architecture": architecture,
+            "library": library,
+            "unfuse_weights": unfuse_weights,
+            "extra_get_model_kwargs": extra_get_model_kwargs,
+            "sharegpt_path": sharegpt_path,
+            "batch_size": batch_size,
+            "min_pad_length": min_pad_length,
+            "max_new_tokens": max_new_tokens,
+            "num_test_tokens_per_sequence": num_test_tokens_per_sequence,
+            "order": order,
+            "reference": reference,
+            "candidate": candidate,
+            "default_dtype": default_dtype,
+            "compile_dynamic": compile_dynamic,
+            "distributed": distributed,
+            "output_dir": output_dir,
+            "topk_per_token": topk_per_token,
+            "logits": logits,
+            "skip_computation": skip_computation,
+            "force": force,
+        }
+    )
+    for options in shapes:
+        options.check()
     if jobs is not None or executor is not None:
-        return _run_shared(asks, jobs, executor)
-    return _run(asks)
+        return _run_shared(shapes, jobs, executor)
+    return _run(shapes)
 
 
-_HELP = "see driftline metrics --help"
+def _run(shapes: list[MetricsOptions]) -> int:
+    from driftline.decoding.distributed import join_job
+    from driftline.decoding.metrics import run_metrics
+    from driftline.decoding.pipeline import Session
 
-
-def _run(asks: list[MetricsAsk]) -> int:
-    from driftline.decoding.metrics_ask import check
-    from driftline.decoding.metrics_run import Models, run_metrics
-
-    for ask in asks:
-        check(ask)
-    models = script.step("models", Models, asks[0])
-    outcomes: list[Outcome] = []
-    for ask in asks:
-        watch = None if script.asked() else _watch(models.job.writes)
-        outcome = script.step("outcome", run_metrics, ask, say=_say, models=models, watch=watch)
-        outcomes.append(outcome)
-        if not script.asked() and models.job.writes and not outcome.skipped:
-            sys.stdout.write(_summary(outcome, ask))
-    script.end(*outcomes)
-    models.job.leave()
+    session = script.step("session", Session)
+    job = join_job(shapes[0].distributed)
+    results: list[MetricsResult] = []
+    for options in shapes:
+        progress = None if script.asked() else _watch(job.writes)
+        result = script.step(
+            "result", run_metrics, options, report=_say, session=session, progress=progress
+        )
+        results.append(result)
+        if not script.asked() and job.writes and not result.skipped:
+            sys.stdout.write(_summary(result, options))
+    script.end(*results)
+    job.leave()
     return 0
 
 
-def _run_shared(asks: list[MetricsAsk], jobs: int | None, executor: str | None) -> int:
-    from driftline.decoding.fanning import run_shapes
-    from driftline.decoding.metrics_ask import check
+def _run_shared(shapes: list[MetricsOptions], jobs: int | None, executor: str | None) -> int:
+    from driftline.decoding.metrics import run_shapes
 
-    def ready(ask: MetricsAsk, outcome: Outcome) -> None:
-        if not outcome.skipped:
-            sys.stdout.write(_summary(outcome, ask))
+    def ready(options: MetricsOptions, result: MetricsResult) -> None:
+        if not result.skipped:
+            sys.stdout.write(_summary(result, options))
             sys.stdout.flush()
 
-    for ask in asks:
-        check(ask)
-    told = None if script.asked() else ready
-    outcomes = script.step(
-        "outcomes", run_shapes, asks, jobs=jobs, executor=executor, say=_say, ready=told
+    listener = None if script.asked() else ready
+    results = script.step(
+        "results", run_shapes, shapes, jobs=jobs, executor=executor, report=_say, ready=listener
     )
-    script.end(outcomes)
+    script.end(results)
     return 0
 
 
@@ -233,70 +205,30 @@ def _watch(speaks: bool) -> Callable[[int, int], None] | None:
     return watch
 
 
-def _dynamic(target: Target, wanted: bool) -> Target:
-    return target._replace(dynamic=bool(target.compile) and (wanted or target.dynamic))
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _path(text: str) -> Path | None:
-    return Path(text) if text else None
-
-
-def _numbers(option: str, text: str, default: str) -> list[int]:
-    from driftline import settings
-
-    said = text or settings.metrics_variable(option) or default
-    numbers: list[int] = []
-    for word in _words(said):
-        if not word.isdigit():
-            named = f"--{option}" if text else settings.METRICS_VARIABLES[option]
-            raise BadInput(f"{named} takes whole numbers, not '{word}'", hint=_HELP)
-        numbers.append(int(word))
-    return list(dict.fromkeys(numbers))
-
-
-def _kwargs(words: list[str]) -> dict[str, Any]:
-    import ast
-
-    found: dict[str, Any] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not name.isidentifier():
-            raise BadInput(f"--extra_get_model_kwargs takes name=value, not '{word}'", hint=_HELP)
-        try:
-            found[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            found[name] = value
-    return found
-
-
-def _summary(outcome: Outcome, ask: MetricsAsk) -> str:
-    from driftline.decoding.metrics_outcome import figures
+def _summary(result: MetricsResult, options: MetricsOptions) -> str:
+    from driftline.decoding.metrics import summary_figures
     from driftline.reporting.formatting import counted, number
 
-    rounds = counted(outcome.rounds, "round")
+    rounds = counted(result.rounds, "round")
     lines = [
-        f"{outcome.prefix}: {counted(outcome.tokens, 'token')} of {rounds}",
+        f"{result.prefix}: {counted(result.tokens, 'token')} of {rounds}",
         "  of the logits that were saved"
-        if ask.skip_computation
-        else f"  reference {ask.reference}; candidate {ask.candidate}",
+        if options.skip_computation
+        else f"  reference {options.reference}; candidate {options.candidate}",
         f"  {'metric':<16}{'mean':>12}{'99 %':>12}{'largest':>12}",
     ]
-    for name, *numbers in figures(outcome):
+    for name, *numbers in summary_figures(result):
         lines.append(f"  {name:<16}" + "".join(f"{number(figure):>12}" for figure in numbers))
-    agreed = int(outcome.columns["top1_agree"].sum())
-    lines.append(f"  the largest logit agrees at {agreed} of {outcome.tokens} tokens")
-    if outcome.first_other is not None:
-        seed, prompt, position = outcome.first_other
+    agreed = int(result.columns["top1_agree"].sum())
+    lines.append(f"  the largest logit agrees at {agreed} of {result.tokens} tokens")
+    if result.first_other is not None:
+        seed, prompt, position = result.first_other
         lines[-1] += f"; first not: round {seed}, prompt {prompt}, token {position}"
-    if not outcome.companions:
+    if not result.companions:
         lines.append("  whole-vocabulary scores are left out: only the largest logits are saved")
     lines += [
-        f"  in {outcome.folder}: four csv files, .tokens.parquet, both sides' .out folders",
-        f"  next: driftline thresholds --models {ask.model} --metrics diff_mean ce "
-        f"--file_base {outcome.folder}",
+        f"  in {result.folder}: four csv files, .tokens.parquet, both sides' .out folders",
+        f"  next: driftline thresholds --models {options.model} --metrics diff_mean ce "
+        f"--file_base {result.folder}",
     ]
     return "\n".join(lines) + "\n"

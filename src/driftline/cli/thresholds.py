@@ -52,27 +52,32 @@ def thresholds(
         missing = "--models" if not models else "--metrics" if not metrics else "--file_base"
         raise BadInput(f"`driftline thresholds` needs {missing}", hint="see --help")
     from driftline.comparison.tolerance.statistics import parse_statistic
-    from driftline.decoding.metric_files import find_metric_files, metric_name
-    from driftline.decoding.out_files import fits, flat
-    from driftline.decoding.threshold_run import Made, Say, make_thresholds, write_beside
+    from driftline.decoding.files.metric_files import find_metric_files, metric_name
+    from driftline.decoding.files.names import flat_name, require_short
+    from driftline.decoding.thresholds import (
+        Lines,
+        MadeThresholds,
+        make_thresholds,
+        write_thresholds,
+    )
 
     chosen = None if statistic is None else parse_statistic(statistic)
     for word in metrics:
         metric_name(word, layers=layer_io)
     wanted = list(dict.fromkeys(model.rstrip("/") or model for model in models))
     for model in wanted:
-        fits(f"{flat(model)}-thresholds.json")
+        require_short(f"{flat_name(model)}-thresholds.json")
     found = script.step("files", find_metric_files, file_base)
     if not script.asked() and found.hashed and found.files:
         _said(found.passed_over)
     complaints: list[str] = []
     lines = _Lines()
-    say = Say(lines.print, complaints.append)
+    say = Lines(lines.print, complaints.append)
     unusable: list[str] = []
     unmade: list[DriftlineError] = []
-    all_made: list[Made] = []
+    all_made: list[MadeThresholds] = []
     for model in wanted:
-        goal = (output_path or file_base) / f"{flat(model)}-thresholds.json"
+        goal = (output_path or file_base) / f"{flat_name(model)}-thresholds.json"
         try:
             made = script.step(
                 "made",
@@ -96,14 +101,14 @@ def thresholds(
             _complain(complaints)
         all_made.append(made)
         if script.asked():
-            script.act(write_beside, made, goal)
+            script.act(write_thresholds, made, goal)
             continue
         entries = made.thresholds.entries
         unusable += [
             f"{entry.metric} of {entry.site or model}" for entry in entries if not entry.usable
         ]
         if any(entry.usable for entry in entries):
-            _said(write_beside(made, goal))
+            _said(write_thresholds(made, goal))
         for trouble in made.refused:
             _said(str(trouble))
         unmade += made.refused

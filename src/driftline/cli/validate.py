@@ -11,8 +11,9 @@ from driftline.cli.parsing import Option
 from driftline.errors import EXIT_DIFFERENT, EXIT_FINE, BadInput
 
 if TYPE_CHECKING:
-    from driftline.decoding.validate_ask import ValidateAsk
-    from driftline.decoding.validation import Subjects, Verdict
+    from driftline.decoding.options import ValidateOptions
+    from driftline.decoding.pipeline import Session
+    from driftline.decoding.validate import Verdict
 
 _MODEL = "Model"
 _SHAPES = "Prompts and shapes"
@@ -138,108 +139,101 @@ def validate(
             All machines must see the models and the prompts.
     """
     from driftline import settings
-    from driftline.decoding.validate_ask import asks_from
+    from driftline.decoding.option_reader import validate_options, validate_words
 
-    flags = {
-        "COMMON_MODEL_PATHS": model_paths,
-        "TOKENIZER": tokenizer,
-        "LIBRARY": library,
-        "FROM_MODEL_CONFIGURATION": from_model_configuration,
-        "FROM_MODEL_CONFIGURATION_FREQUENCY": from_model_configuration_frequency,
-        "MICRO_LAYERS": micro_layers,
-        "MICRO_WEIGHTS": micro_weights,
-        "MICRO_MODELS_HOME": micro_models_home,
-        "SHAREGPT_PATH": sharegpt_path,
-        "COMMON_BATCH_SIZES": batch_sizes,
-        "COMMON_SEQ_LENGTHS": seq_lengths,
-        "COMMON_MAX_NEW_TOKENS": max_new_tokens,
-        "CUMULATIVE_TEST_TOKENS_PER_SEQUENCE": cumulative_test_tokens_per_sequence,
-        "REFERENCE": reference,
-        "CANDIDATE": candidate,
-        "ATTN_TYPE": attn_type,
-        "DISTRIBUTED": distributed,
-        "METRICS_THRESHOLD": metrics_threshold,
-        "THRESHOLDS": thresholds,
-        "THRESHOLD_TABLE": threshold_table,
-        "FAILURE_THRESHOLD": failure_threshold,
-        "SKIP_ASSERTIONS": skip_assertions,
-        "FORCE_VALIDATION_LEVEL_1": force_validation_level_1,
-        "VALIDATION_INFO_DIR": validation_info_dir,
-        "SAVE_VALIDATION_INFO_OUTPUTS": save_validation_info_outputs,
-        "TIMING": timing,
-    }
-    said = {name: "1" if value is True else str(value) for name, value in flags.items() if value}
-
-    def read(name: str) -> str:
-        if name == "USE_MICRO_MODELS" and (micro_layers or micro_weights or micro_models_home):
-            return "1"
-        found = said.get(name) or settings.shapes_variable(name)
-        # The documented variable is on by default; a command line that says nothing is not.
-        return found or ("0" if name == "USE_MICRO_MODELS" else "")
-
-    asks = asks_from(read, say=_say if settings.job_place().rank == 0 else _nothing)
-    if not asks:
+    read = validate_words(
+        {
+            "model_paths": model_paths,
+            "tokenizer": tokenizer,
+            "library": library,
+            "from_model_configuration": from_model_configuration,
+            "from_model_configuration_frequency": from_model_configuration_frequency,
+            "micro_layers": micro_layers,
+            "micro_weights": micro_weights,
+            "micro_models_home": micro_models_home,
+            "sharegpt_path": sharegpt_path,
+            "batch_sizes": batch_sizes,
+            "seq_lengths": seq_lengths,
+            "max_new_tokens": max_new_tokens,
+            "cumulative_test_tokens_per_sequence": cumulative_test_tokens_per_sequence,
+            "reference": reference,
+            "candidate": candidate,
+            "attn_type": attn_type,
+            "distributed": distributed,
+            "metrics_threshold": metrics_threshold,
+            "thresholds": thresholds,
+            "threshold_table": threshold_table,
+            "failure_threshold": failure_threshold,
+            "skip_assertions": skip_assertions,
+            "force_validation_level_1": force_validation_level_1,
+            "validation_info_dir": validation_info_dir,
+            "save_validation_info_outputs": save_validation_info_outputs,
+            "timing": timing,
+        }
+    )
+    shapes = validate_options(read, report=_say if settings.job_place().rank == 0 else _nothing)
+    if not shapes:
         raise BadInput(
             "no model is named",
             hint="give --model_paths, or set FMS_TEST_SHAPES_COMMON_MODEL_PATHS",
         )
     wanted = explain or read("EXPLAIN") == "1"
-    return _run(asks, (jobs, executor), explain=wanted, format=format, output=output)
+    return _run(shapes, (jobs, executor), explain=wanted, format=format, output=output)
 
 
 def _run(
-    asks: list[ValidateAsk],
+    shapes: list[ValidateOptions],
     who: tuple[int | None, str | None],
     *,
     explain: bool,
     format: Format,
     output: Path | None,
 ) -> int:
-    from driftline.decoding.job import join_job
-    from driftline.decoding.telling import SPLIT_UP, lines_of
-    from driftline.decoding.validation import Subjects
-    from driftline.decoding.validation import validate as check
+    from driftline.decoding.distributed import join_job
+    from driftline.decoding.pipeline import Session
+    from driftline.decoding.validate import SPLIT_NOTE, lines_of
+    from driftline.decoding.validate import validate as check
 
     shared = who != (None, None)
     if script.asked():
-        _write_down(asks, who, output)
-    subjects = Subjects()
+        _write_down(shapes, who, output)
+    session = Session()
     failed: list[str] = []
     verdicts: list[Verdict] = []
-    job = join_job(asks[0].distributed)
+    job = join_job(shapes[0].distributed)
     speak = _say if format == "table" else _aside
     say = speak if job.writes else _nothing
 
-    def tell(ask: ValidateAsk, verdict: Verdict) -> None:
+    def tell(options: ValidateOptions, verdict: Verdict) -> None:
         verdicts.append(verdict)
-        for line in lines_of(verdict, subjects.tokenizer(ask)):
+        for line in lines_of(verdict, session.tokenizer(options)):
             say(line)
         if output is not None and job.writes:
-            from driftline.decoding.validation_files import write_validation
+            from driftline.decoding.files.validation_files import write_validation
 
-            write_validation(verdict, output, subjects.tokenizer(ask))
+            write_validation(verdict, output, session.tokenizer(options))
         if verdict.passed:
-            say(f"PASSED {ask.id} in {verdict.seconds:.1f} s")
+            say(f"PASSED {options.id} in {verdict.seconds:.1f} s")
             return
-        say(f"FAILED {ask.id} - {verdict.complaint}")
-        failed.append(ask.id)
-        if explain and ask.split(job.size):
-            say(SPLIT_UP)
+        say(f"FAILED {options.id} - {verdict.complaint}")
+        failed.append(options.id)
+        if explain and options.splits(job.size):
+            say(SPLIT_NOTE)
         elif explain and job.writes:
             stream = sys.stdout if format == "table" else sys.stderr
-            _explain(ask, verdict, subjects, stream, output)
+            _explain(options, verdict, session, stream, output)
 
     if shared:
-        from driftline.decoding.fanning import validate_shapes
+        from driftline.decoding.validate import validate_shapes
 
-        validate_shapes(asks, jobs=who[0], executor=who[1], say=speak, ready=tell)
+        validate_shapes(shapes, jobs=who[0], executor=who[1], report=speak, ready=tell)
     else:
-        for ask in asks:
-            tell(ask, check(ask, say=speak, subjects=subjects))
+        for options in shapes:
+            tell(options, check(options, report=speak, session=session))
     if output is not None and job.writes:
         say(f"written to {output}; driftline report {output} -o report.html shows it")
-    if len(asks) > 1:
-        say(f"{len(asks) - len(failed)} of {len(asks)} passed")
+    if len(shapes) > 1:
+        say(f"{len(shapes) - len(failed)} of {len(shapes)} passed")
     if job.writes and format != "table":
         _print(verdicts, format)
     job.leave()
@@ -249,31 +243,31 @@ def _run(
 
 
 def _write_down(
-    asks: list[ValidateAsk], who: tuple[int | None, str | None], output: Path | None
+    shapes: list[ValidateOptions], who: tuple[int | None, str | None], output: Path | None
 ) -> None:
     """The same calls, for `--python`."""
-    from driftline.decoding.fanning import validate_shapes, write_verdicts
-    from driftline.decoding.validation import Subjects, validate
+    from driftline.decoding.pipeline import Session
+    from driftline.decoding.validate import validate, validate_shapes, write_verdicts
 
     if who != (None, None):
-        found = script.step("verdicts", validate_shapes, asks, jobs=who[0], executor=who[1])
+        found = script.step("verdicts", validate_shapes, shapes, jobs=who[0], executor=who[1])
         if output is not None:
             script.act(write_verdicts, found, output)
         script.end(found)
-    subjects = script.step("subjects", Subjects)
+    session = script.step("session", Session)
     verdicts: list[Verdict] = []
-    for ask in asks:
-        verdicts.append(script.step("verdict", validate, ask, subjects=subjects))
+    for options in shapes:
+        verdicts.append(script.step("verdict", validate, options, session=session))
         if output is not None:
-            from driftline.decoding.validation_files import write_validation
+            from driftline.decoding.files.validation_files import write_validation
 
-            tokenizer = script.part(Subjects.tokenizer, subjects, ask)
+            tokenizer = script.part(Session.tokenizer, session, options)
             script.act(write_validation, verdicts[-1], output, tokenizer)
     script.end(*verdicts)
 
 
 def _print(verdicts: list[Verdict], format: Literal["markdown", "github", "junit"]) -> None:
-    from driftline.decoding.telling import lines_of
+    from driftline.decoding.validate import lines_of
     from driftline.reporting import markdown, writers
     from driftline.reporting.ci import of_verdicts
 
@@ -285,25 +279,26 @@ def _print(verdicts: list[Verdict], format: Literal["markdown", "github", "junit
 
 
 def _explain(
-    ask: ValidateAsk,
+    options: ValidateOptions,
     verdict: Verdict,
-    subjects: Subjects,
+    session: Session,
     stream: TextIO,
     output: Path | None,
 ) -> None:
     from driftline.comparison.verdict.judge import judge
-    from driftline.decoding.explaining import explain
+    from driftline.decoding.explain import explain
     from driftline.reporting import writers
 
     if verdict.first is not None:
         print("layers, on the text before the first failing token:", file=stream, flush=True)
         if output is None:
-            writers.table(judge(explain(ask, verdict.first, subjects)), "table", stream)
+            writers.table(judge(explain(options, verdict.first, session)), "table", stream)
             return
-        from driftline.decoding.validation_files import LAYERS, write_layers
+        from driftline.decoding.explain import write_layers
+        from driftline.decoding.files.names import LAYER_TABLE
 
-        table = judge(write_layers(ask, verdict.first, subjects, output))
-        table.write(output / f"{ask.prefix}{LAYERS}", force=True)
+        table = judge(write_layers(options, verdict.first, session, output))
+        table.write(output / f"{options.prefix}{LAYER_TABLE}", force=True)
         writers.table(table, "table", stream)
 
 
