@@ -79,7 +79,8 @@ def test_each_kind_of_mistake_is_planted_where_it_can_be(tool: Any) -> None:
 
 
 def test_mistakes_have_names_of_their_own_and_stay_python(tool: Any) -> None:
-    for path in ("src/driftline/alignment/tokens.py", "src/driftline/remote/store.py"):
+    for name in ("alignment/reconcile/tokens.py", "runs/stores/store.py"):
+        path = f"src/driftline/{name}"
         source = (ROOT / path).read_bytes()
         found = tool.mutants_of(ROOT / path)
         assert len(found) > 200

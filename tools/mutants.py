@@ -46,18 +46,16 @@ SOURCE = "src/driftline"
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.txt")
 
 TESTS: dict[str, tuple[str, ...]] = {
-    "adapters": ("tests/adapters", "tests/experiments", "tests/executors/test_fanning.py"),
+    "captures": ("tests/adapters", "tests/experiments", "tests/executors/test_fanning.py"),
     "alignment": ("tests/alignment",),
-    "comparison": ("tests/comparison", "tests/executors"),
-    "diagnosis": ("tests/diagnosis",),
-    "executors": ("tests/executors",),
+    "comparison": ("tests/comparison", "tests/gating", "tests/tolerance", "tests/executors"),
+    "diagnosis": ("tests/diagnosis", "tests/experiments"),
+    "execution": ("tests/executors",),
     "formats": ("tests/formats",),
-    "gating": ("tests/gating", "tests/tolerance"),
+    "graphs": ("tests/topology",),
     "numerics": ("tests/numerics",),
     "operators": ("tests/operators",),
-    "remote": ("tests/remote",),
-    "runs": ("tests/runs",),
-    "tolerance": ("tests/tolerance", "tests/gating"),
+    "runs": ("tests/runs", "tests/remote"),
 }
 """The one place that says which tests belong to a package of `src/driftline`."""
 

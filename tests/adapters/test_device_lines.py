@@ -69,7 +69,7 @@ def test_lines_made_in_c_say_what_those_of_python_say(drawn: list[Any], kept: An
     made = group([row(one) for one in drawn], constant(kept), first=1)
     fast = made.lines(41).splitlines()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(summaries.native, "lines", lambda *_: None)
+        patch.setattr(summaries.launcher, "lines", lambda *_: None)
         slow = made.lines(41).splitlines()
     # As values: of two shortest texts of a number each may take another one.
     assert [json.loads(line) for line in fast] == [json.loads(line) for line in slow]

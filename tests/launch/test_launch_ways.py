@@ -204,7 +204,8 @@ def test_looking_for_torch_does_not_import_it(dump, workshop):
     assert first == "True False False"
     assert (
         second
-        == "['driftline', 'driftline.captures.launch', 'driftline.captures.launch.bootstrap']"
+        == "['driftline', 'driftline.captures', 'driftline.captures.launch', "
+        "'driftline.captures.launch.bootstrap']"
     )
     assert "1 Python process ran, none imported torch or paddle" in dumped.err
 

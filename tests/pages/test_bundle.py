@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 WEB = Path(__file__).parents[2] / "web"
-BUNDLE = Path(__file__).parents[2] / "src" / "driftline" / "pages" / "bundle"
+BUNDLE = Path(__file__).parents[2] / "src" / "driftline" / "reporting" / "html" / "bundle"
 LOUD = "NO NODE: the front end that is checked in was not built again and compared"
 
 

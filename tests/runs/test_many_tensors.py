@@ -178,8 +178,12 @@ def test_files_that_cannot_be_opened_are_no_finding(tmp_path):
 def test_a_shard_that_cannot_be_looked_at_for_want_of_files_is_not_lost(tmp_path, monkeypatch):
     run = open_run(write(tmp_path / "run", ranks=1))
 
-    def refuse(*_: object) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
+    open_inside = local_files.open_inside
+
+    def refuse(folder: object, path: object, *rest: object) -> int:
+        if str(path).endswith(".safetensors"):  # the index itself can still be opened
+            raise OSError(errno.EMFILE, "Too many open files")
+        return open_inside(folder, path, *rest)
 
     monkeypatch.setattr(local_files, "open_inside", refuse)
     with pytest.raises(Unreachable, match="no more files can be opened"):

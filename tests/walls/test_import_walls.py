@@ -42,6 +42,7 @@ SAME_LINE = {
 UPWARD_ON_USE = {
     ("captures", "dialects"): "a capture in another tool's layout is loaded when it is asked for",
     ("captures", "diagnosis"): "experiments on a launched program are found by their address",
+    ("comparison", "diagnosis"): "compare_models replays the reference's modules when asked to",
     ("runs", "reporting"): "a notebook asks a run for its picture",
     ("alignment", "reporting"): "a notebook asks a plan for its picture",
     ("comparison", "reporting"): "a notebook asks a comparison for its picture",

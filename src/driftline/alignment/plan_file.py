@@ -284,7 +284,7 @@ def saved_plan(path: Path, reference: Run, candidate: Run, *, compiled: bool) ->
         from driftline.alignment.sites.compiled_graphs import graphs_of
 
         plan = with_lines(plan, graphs_of(reference), graphs_of(candidate))
-    from driftline.graphs.sources.exported import exported_graph
+    from driftline.alignment.sites.exported_graph import exported_graph
 
     graphs = exported_graph(reference), exported_graph(candidate)
     if graphs != (None, None):

@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from driftline.alignment.plan import Pair, Plan
+from driftline.alignment.sites.exported_graph import ROOT, ExportedGraph, Place, Tensor
 from driftline.alignment.sites.kinds import kind_of
-from driftline.graphs.sources.exported import ROOT, ExportedGraph, Place, Tensor
 from driftline.runs.records import Record
 
 _Call = tuple[int, int, int, str, int, str]

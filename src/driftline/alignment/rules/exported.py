@@ -26,9 +26,7 @@ from driftline.alignment.rules.module_borders import (
     take_turned,
     without_places,
 )
-from driftline.alignment.sites.kinds import kind_of, same_kind
-from driftline.alignment.sites.site_graph import Call, calls_of, frames_of, main_tensor
-from driftline.graphs.sources.exported import (
+from driftline.alignment.sites.exported_graph import (
     ROOT,
     ExportedGraph,
     Fusion,
@@ -37,6 +35,8 @@ from driftline.graphs.sources.exported import (
     names_fit,
     without_number,
 )
+from driftline.alignment.sites.kinds import kind_of, same_kind
+from driftline.alignment.sites.site_graph import Call, calls_of, frames_of, main_tensor
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.sites.compiled_graphs import Graphs, graphs_of, is_view
-from driftline.graphs.sources.exported import ExportedGraph
+from driftline.alignment.sites.exported_graph import ExportedGraph
 from driftline.graphs.sources.graph_files import Graph, GraphNode
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run

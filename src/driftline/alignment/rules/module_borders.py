@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from driftline.alignment.plan import Pair, Plan, Rule
 from driftline.alignment.recipe import Recipe, Step, start
 from driftline.alignment.sites.compiled_graphs import FARTHEST, RESHAPES, Found, Graphs, Match
-from driftline.graphs.sources.exported import ROOT, ExportedGraph
+from driftline.alignment.sites.exported_graph import ROOT, ExportedGraph
 from driftline.graphs.sources.graph_files import Graph, GraphNode
 from driftline.runs.records import Record
 
