@@ -46,7 +46,7 @@ def check(
     from driftline.comparison.table.files import is_table, open_table
     from driftline.comparison.table.table import Table
     from driftline.comparison.verdict.judge import exit_code
-    from driftline.decoding.judgeable import judgeable
+    from driftline.decoding.files.layer_files import table_to_judge
 
     thresholds = None
     if limits.thresholds is not None:
@@ -57,10 +57,10 @@ def check(
     if is_table(table) and table.suffix != ".layers":
         measured = script.part(open_table, table)
     else:
-        measured = script.part(judgeable, table, thresholds)
+        measured = script.part(table_to_judge, table, thresholds)
     value_limits = None
     if limits.words:  # only what was measured can be limited
-        columns = judgeable(table).columns if script.is_script() else measured.columns
+        columns = table_to_judge(table).columns if script.is_script() else measured.columns
         value_limits = limits.limits(columns)
     judged = script.step(
         "table",

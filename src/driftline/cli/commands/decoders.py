@@ -7,14 +7,12 @@ stand in for.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from driftline import settings
 from driftline.cli import python_script as script
 from driftline.cli.options import (
     MODEL,
@@ -28,14 +26,12 @@ from driftline.cli.options import (
     spelt,
 )
 from driftline.cli.progress import progress_bar
-from driftline.errors import EXIT_DIFFERENT, EXIT_FINE, BadInput
+from driftline.errors import EXIT_DIFFERENT, EXIT_FINE
 
 if TYPE_CHECKING:
-    from driftline.decoding.layers_ask import LayersAsk
-    from driftline.decoding.layers_run import LayersOutcome
-    from driftline.decoding.metrics_ask import MetricsAsk
-    from driftline.decoding.metrics_outcome import Outcome
-    from driftline.decoding.targets import Target
+    from driftline.decoding.layers import LayersResult
+    from driftline.decoding.metrics import MetricsResult
+    from driftline.decoding.options import LayerOptions, MetricsOptions
 
 
 @Parameter(name="*", group=MODEL)
@@ -143,193 +139,97 @@ def metrics(
     given. With --jobs or --executor, shapes are shared out; each process loads the models for
     itself.
     """
-    from driftline.decoding.metrics_ask import MetricsAsk, check
-    from driftline.decoding.targets import default_targets, dtype_name, parse_target
+    from driftline.decoding.option_reader import metrics_options
 
-    if output.output_dir is None:
-        raise BadInput("`driftline metrics` needs --output_dir", hint=_see_help("metrics"))
-    # Asked for first: it is the one shape without a sensible default.
-    lengths = _metrics_numbers("min_pad_length", shapes.min_pad_length, "")
-    if not lengths:
-        raise BadInput(
-            "`driftline metrics` needs --min_pad_length, the sequence length",
-            hint="64 and 2048 are usual; SEQ_LENS in the environment is taken as well",
-        )
-    dtypes = [
-        dtype_name(word)
-        for word in _words(targets.default_dtype or settings.metrics_variable("default_dtype"))
-    ] or ["fp16"]
-    asks: list[MetricsAsk] = []
-    prompts = decoder.sharegpt_path or _path(settings.metrics_variable("sharegpt_path"))
-    for dtype in dtypes:
-        if decoder.candidate:
-            candidate = parse_target(decoder.candidate, dtype=dtype)
-        else:
-            _, candidate = default_targets(dtype)
-        reference = parse_target(decoder.reference)
-        asks += [
-            MetricsAsk(
-                model_path=model.model_path
-                or ("" if loading.variant else settings.metrics_variable("model_path")),
-                tokenizer=decoder.tokenizer,
-                prompts=prompts,
-                output_dir=output.output_dir,
-                batch_size=batch_size,
-                length=length,
-                new_tokens=new_tokens,
-                tokens_per_sequence=shapes.num_test_tokens_per_sequence,
-                reference=_dynamic(reference, targets.compile_dynamic),
-                candidate=_dynamic(candidate, targets.compile_dynamic),
-                variant=loading.variant,
-                architecture=loading.architecture,
-                library=decoder.library or "",
-                unfuse_weights=model.unfuse_weights,
-                extra=_loader_arguments(model.extra_get_model_kwargs or []),
-                topk=output.topk_per_token,
-                keep=output.logits,
-                order=loading.order,
-                skip_computation=output.skip_computation,
-                distributed=targets.distributed,
-                force=output.force,
-            )
-            for new_tokens in _metrics_numbers("max_new_tokens", shapes.max_new_tokens, "100")
-            for length in lengths
-            for batch_size in _metrics_numbers("batch_size", shapes.batch_size, "1")
-        ]
-    for ask in asks:
-        check(ask)
-    return _share_metrics(asks, workers) if workers.shared else _run_metrics(asks)
+    tasks = metrics_options(_flags(model, decoder, loading, shapes, targets, output))
+    for options in tasks:
+        options.check()
+    return _share_metrics(tasks, workers) if workers.shared else _run_metrics(tasks)
 
 
-def _run_metrics(asks: list[MetricsAsk]) -> int:
-    from driftline.decoding.metrics_run import Models, run_metrics
+def _run_metrics(tasks: list[MetricsOptions]) -> int:
+    from driftline.decoding.distributed import join_job
+    from driftline.decoding.metrics import run_metrics
+    from driftline.decoding.pipeline import Session
 
-    models = script.step("models", Models, asks[0])
-    outcomes: list[Outcome] = []
-    for ask in asks:
+    session = script.step("session", Session)
+    job = join_job(tasks[0].distributed)
+    results: list[MetricsResult] = []
+    for options in tasks:
         # Of the ranks of a job only one writes, and only one shows a bar.
-        quiet = script.is_script() or not models.job.writes
+        quiet = script.is_script() or not job.writes
         with progress_bar("tokens", quiet=quiet) as bar:
-            outcome = script.step(
-                "outcome", run_metrics, ask, say=_print_message, models=models, watch=bar
+            result = script.step(
+                "result",
+                run_metrics,
+                options,
+                report=_print_message,
+                session=session,
+                progress=bar,
             )
-        outcomes.append(outcome)
-        if not script.is_script() and models.job.writes and not outcome.skipped:
-            sys.stdout.write(_metrics_summary(outcome, ask))
-    script.end(*outcomes)
-    models.job.leave()
+        results.append(result)
+        if not script.is_script() and job.writes and not result.skipped:
+            sys.stdout.write(_metrics_summary(result, options))
+    script.end(*results)
+    job.leave()
     return EXIT_FINE
 
 
-def _share_metrics(asks: list[MetricsAsk], workers: WorkerOptions) -> int:
-    from driftline.decoding.fanning import run_shapes
+def _share_metrics(tasks: list[MetricsOptions], workers: WorkerOptions) -> int:
+    from driftline.decoding.metrics import run_shapes
 
-    def print_outcome(ask: MetricsAsk, outcome: Outcome) -> None:
-        if not outcome.skipped:
-            sys.stdout.write(_metrics_summary(outcome, ask))
+    def print_result(options: MetricsOptions, result: MetricsResult) -> None:
+        if not result.skipped:
+            sys.stdout.write(_metrics_summary(result, options))
             sys.stdout.flush()
 
-    outcomes = script.step(
-        "outcomes",
+    results = script.step(
+        "results",
         run_shapes,
-        asks,
+        tasks,
         jobs=workers.jobs,
         executor=workers.executor,
-        say=_print_message,
-        ready=None if script.is_script() else print_outcome,
+        report=_print_message,
+        ready=None if script.is_script() else print_result,
     )
-    script.end(outcomes)
+    script.end(results)
     return EXIT_FINE
+
+
+def _flags(*groups: object) -> dict[str, Any]:
+    """All options of a command by name, as `decoding.option_reader` takes them."""
+    return {name: value for group in groups for name, value in vars(group).items()}
 
 
 def _print_message(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _dynamic(target: Target, wanted: bool) -> Target:
-    return target._replace(dynamic=bool(target.compile) and (wanted or target.dynamic))
-
-
-def _see_help(command: str) -> str:
-    return f"see driftline {command} --help"
-
-
-def _words(text: str) -> list[str]:
-    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-
-
-def _path(text: str) -> Path | None:
-    return Path(text) if text else None
-
-
-def _metrics_numbers(option: str, text: str, default: str) -> list[int]:
-    """Numbers of an option of `metrics`, else of its environment variable, else the default."""
-    text_or_default = text or settings.metrics_variable(option) or default
-    name = f"--{option}" if text else settings.METRICS_VARIABLES[option]
-    return _numbers(name, text_or_default, "metrics")
-
-
-def _layer_numbers(option: str, text: str, default: str) -> list[int]:
-    """The same for `layer-metrics`, whose variables are other ones."""
-    text_or_default = text or settings.layer_variable(option) or default
-    name = f"--{option}" if text else settings.LAYER_VARIABLES[option]
-    numbers = _numbers(name, text_or_default, "layer-metrics")
-    if not numbers:
-        raise BadInput(f"--{option} names no number", hint=_see_help("layer-metrics"))
-    return numbers
-
-
-def _numbers(name: str, text: str, command: str) -> list[int]:
-    words = _words(text)
-    for word in words:
-        if not word.isdecimal():
-            raise BadInput(f"{name} takes whole numbers, not '{word}'", hint=_see_help(command))
-    return list(dict.fromkeys(int(word) for word in words))
-
-
-def _loader_arguments(words: list[str]) -> Mapping[str, Any]:
-    import ast
-
-    arguments: dict[str, Any] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not name.isidentifier():
-            raise BadInput(
-                f"--extra_get_model_kwargs takes name=value, not '{word}'",
-                hint=_see_help("metrics"),
-            )
-        try:
-            arguments[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):  # a plain text, as most are
-            arguments[name] = value
-    return arguments
-
-
-def _metrics_summary(outcome: Outcome, ask: MetricsAsk) -> str:
-    from driftline.decoding.metrics_outcome import figures
+def _metrics_summary(result: MetricsResult, options: MetricsOptions) -> str:
+    from driftline.decoding.metrics import summary_figures
     from driftline.reporting.formatting import counted, number
 
-    rounds = counted(outcome.rounds, "round")
+    rounds = counted(result.rounds, "round")
     lines = [
-        f"{outcome.prefix}: {counted(outcome.tokens, 'token')} of {rounds}",
+        f"{result.prefix}: {counted(result.tokens, 'token')} of {rounds}",
         "  of the logits that were saved"
-        if ask.skip_computation
-        else f"  reference {ask.reference}; candidate {ask.candidate}",
+        if options.skip_computation
+        else f"  reference {options.reference}; candidate {options.candidate}",
         f"  {'metric':<16}{'mean':>12}{'99 %':>12}{'largest':>12}",
     ]
-    for name, *numbers in figures(outcome):
+    for name, *numbers in summary_figures(result):
         lines.append(f"  {name:<16}" + "".join(f"{number(figure):>12}" for figure in numbers))
-    agreed = int(outcome.columns["top1_agree"].sum())
-    lines.append(f"  the largest logit agrees at {agreed} of {outcome.tokens} tokens")
-    if outcome.first_other is not None:
-        seed, prompt, position = outcome.first_other
+    agreed = int(result.columns["top1_agree"].sum())
+    lines.append(f"  the largest logit agrees at {agreed} of {result.tokens} tokens")
+    if result.first_other is not None:
+        seed, prompt, position = result.first_other
         lines[-1] += f"; first not: round {seed}, prompt {prompt}, token {position}"
-    if not outcome.companions:
+    if not result.companions:
         lines.append("  whole-vocabulary scores are left out: only the largest logits are saved")
     lines += [
-        f"  in {outcome.folder}: four csv files, .tokens.parquet, both sides' .out folders",
-        f"  next: driftline thresholds --models {ask.model} --metrics diff_mean ce "
-        f"--file_base {outcome.folder}",
+        f"  in {result.folder}: four csv files, .tokens.parquet, both sides' .out folders",
+        f"  next: driftline thresholds --models {options.model} --metrics diff_mean ce "
+        f"--file_base {result.folder}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -430,100 +330,43 @@ def layer_metrics(
     Args:
         mode: generate: token by token, with a cache; model-forward: one call on the prompts.
     """
-    if mode is None:
-        raise BadInput(
-            "`driftline layer-metrics` needs --mode", hint="--mode generate, or model-forward"
-        )
-    from driftline.decoding.layers_ask import LayersAsk, check
-    from driftline.decoding.targets import default_targets, dtype_name, parse_target
+    from driftline.decoding.option_reader import layer_options
 
-    folder = output.output_path or _path(settings.layer_variable("output_path"))
-    if folder is None:
-        raise BadInput(
-            "`driftline layer-metrics` needs --output_path",
-            hint="OUTPUT_PATH in the environment is taken as well",
-        )
-    variant = loading.variant
-    models = _words(
-        model.model_paths or ("" if variant else settings.layer_variable("model_paths"))
-    )
-    if not models and not variant:
-        raise BadInput(
-            "no model is named", hint="give --model_paths, or MODEL_PATHS in the environment"
-        )
-    if variant and len(models) > 1:
-        raise BadInput(
-            f"--variant names one model, and {len(models)} are given",
-            hint=_see_help("layer-metrics"),
-        )
-    prompts = decoder.sharegpt_path or Path(
-        settings.layer_variable("sharegpt_path") or settings.home_prompts()
-    )
-    dtype = dtype_name(targets.default_dtype)
-    reference = parse_target(decoder.reference)
-    if decoder.candidate:
-        candidate = parse_target(decoder.candidate, dtype=dtype)
-    else:
-        _, candidate = default_targets(dtype)
-    asks = [
-        LayersAsk(
-            model_path=model_path,
-            prompts=prompts,
-            output_path=folder,
-            mode=mode,
-            tokenizer=decoder.tokenizer,
-            batch_size=batch_size,
-            length=length,
-            new_tokens=new_tokens,
-            reference=reference,
-            candidate=candidate,
-            variant=variant,
-            architecture=loading.architecture,
-            library=decoder.library or "",
-            unfuse_weights=not model.fused_weights,
-            order=loading.order,
-            elements=output.elements,
-            compiled=targets.compile_unit,
-            force=output.force,
-        )
-        # A variant alone names the model; the loader knows what to do without a path.
-        for model_path in models or [""]
-        for length in _layer_numbers("seq_lengths", shapes.seq_lengths, "64")
-        for batch_size in _layer_numbers("batch_sizes", shapes.batch_sizes, "1")
-        for new_tokens in _layer_numbers("max_new_tokens", shapes.max_new_tokens, "128")
-    ]
-    for ask in asks:
-        check(ask)
-    return _run_layers(asks, quiet=output.quiet)
+    groups = (model, decoder, loading, shapes, targets, output)
+    tasks = layer_options({"mode": mode, **_flags(*groups)})
+    for options in tasks:
+        options.check()
+    return _run_layers(tasks, quiet=output.quiet)
 
 
-def _run_layers(asks: list[LayersAsk], *, quiet: bool) -> int:
+def _run_layers(tasks: list[LayerOptions], *, quiet: bool) -> int:
     from driftline.comparison.verdict.judge import judge
-    from driftline.decoding.layers_run import LayerModels, run_layers
+    from driftline.decoding.layers import run_layers
+    from driftline.decoding.pipeline import Session
 
-    models = script.step("models", LayerModels)
+    session = script.step("session", Session)
     code = EXIT_FINE
-    outcomes: list[LayersOutcome] = []
-    for ask in asks:
+    results: list[LayersResult] = []
+    for options in tasks:
         with progress_bar("module calls", quiet=quiet) as progress:
-            outcome = script.step(
-                "outcome",
+            result = script.step(
+                "result",
                 run_layers,
-                ask,
-                models=models,
+                options,
+                session=session,
                 judge=judge,
-                say=_print_nothing if quiet else _print_line,
+                report=_print_nothing if quiet else _print_line,
                 progress=progress,
             )
-        outcomes.append(outcome)
+        results.append(result)
         if script.is_script():
             continue
-        if not quiet and not outcome.skipped:
-            sys.stdout.write(_layers_summary(outcome))
+        if not quiet and not result.skipped:
+            sys.stdout.write(_layers_summary(result))
             sys.stdout.flush()
-        if outcome.nonfinite or any(layer.nan for layer in outcome.layers):
+        if result.nonfinite or any(layer.nan for layer in result.layers):
             code = EXIT_DIFFERENT
-    script.end(*outcomes)
+    script.end(*results)
     return code
 
 
@@ -535,25 +378,25 @@ def _print_nothing(line: str) -> None:
     del line
 
 
-def _layers_summary(outcome: LayersOutcome) -> str:
+def _layers_summary(result: LayersResult) -> str:
     from driftline.reporting.formatting import counted, number
     from driftline.reporting.terminal import printable
 
-    ask = outcome.ask
-    layers = outcome.layers
-    steps = counted(ask.new_tokens, "iteration") if ask.mode == "generate" else "one call"
+    options = result.options
+    layers = result.layers
+    steps = counted(options.new_tokens, "iteration") if options.mode == "generate" else "one call"
     farthest = max(layers, key=lambda layer: layer.abs_diff)
     most_turned = min(layers, key=lambda layer: layer.cos_sim)
     lines = [
-        f"{ask.prefix}: {counted(len(layers), 'layer')}, "
-        f"{counted(sum(layer.rows for layer in layers), 'row')} of {steps} ({ask.mode})",
-        f"  reference {ask.reference}; candidate {ask.candidate}",
+        f"{options.prefix}: {counted(len(layers), 'layer')}, "
+        f"{counted(sum(layer.rows for layer in layers), 'row')} of {steps} ({options.mode})",
+        f"  reference {options.reference}; candidate {options.candidate}",
         f"  largest average abs_diff {number(farthest.abs_diff)} at {farthest.layer}",
         f"  smallest cos_sim {most_turned.cos_sim:.8g} at {most_turned.layer}",
     ]
-    if outcome.table is not None and outcome.table.finding:
-        lines.append(f"  {outcome.table.finding}")
-    nonfinite = outcome.nonfinite
+    if result.table is not None and result.table.finding:
+        lines.append(f"  {result.table.finding}")
+    nonfinite = result.nonfinite
     if nonfinite:
         rows = sum(layer.nonfinite for layer in nonfinite)
         lines.append(
@@ -567,11 +410,11 @@ def _layers_summary(outcome: LayersOutcome) -> str:
             f"  NaN on both sides, in no figure: {counted(elements, 'element')} "
             f"of {counted(len(both_nan), 'layer')}, first {both_nan[0].layer}"
         )
-    lines += [f"  {note}" for note in outcome.notes]
+    lines += [f"  {note}" for note in result.notes]
     lines += [
-        f"  in {ask.output_path}: {counted(len(outcome.files), 'csv file')}, "
+        f"  in {options.output_path}: {counted(len(result.files), 'csv file')}, "
         "….layers (table), ….layers.json",
-        f"  next: driftline thresholds --models {ask.model} --metrics abs_diff cos_sim "
-        f"--file_base {ask.output_path} --layer_io",
+        f"  next: driftline thresholds --models {options.model} --metrics abs_diff cos_sim "
+        f"--file_base {options.output_path} --layer_io",
     ]
     return "".join(f"{printable(line)}\n" for line in lines)

@@ -1,6 +1,6 @@
 """`driftline replay`, `noise`, `repeat` and `bisect`: a program is run again, a little differently.
 
-The experiments themselves are in `driftline.diagnosis.experiments`; they are imported when one runs.
+The experiments are in `driftline.diagnosis.experiments`, imported when one runs.
 """
 
 from __future__ import annotations

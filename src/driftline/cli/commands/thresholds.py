@@ -13,7 +13,7 @@ from driftline.cli.options import SEVERAL, spelt
 from driftline.errors import EXIT_FINE, BadInput, DriftlineError
 
 if TYPE_CHECKING:
-    from driftline.decoding.threshold_run import Made
+    from driftline.decoding.thresholds import MadeThresholds
 
 # Complaints about metric files that are printed for each model, which has hundreds of layers.
 MOST_COMPLAINTS = 8
@@ -53,8 +53,8 @@ def thresholds(
         missing = "--models" if not models else "--metrics" if not metrics else "--file_base"
         raise BadInput(f"`driftline thresholds` needs {missing}", hint="see --help")
     from driftline.comparison.tolerance.statistics import parse_statistic
-    from driftline.decoding.metric_files import find_metric_files, metric_name
-    from driftline.decoding.out_files import fits, flat
+    from driftline.decoding.files.metric_files import find_metric_files, metric_name
+    from driftline.decoding.files.names import flat_name, require_short
 
     chosen = None if statistic is None else parse_statistic(statistic)
     # All words are checked before the first file is read, which may take minutes.
@@ -62,14 +62,14 @@ def thresholds(
         metric_name(word, layers=layer_io)
     model_names = list(dict.fromkeys(model.rstrip("/") or model for model in models))
     for model in model_names:
-        fits(f"{flat(model)}-thresholds.json")
+        require_short(f"{flat_name(model)}-thresholds.json")
     files = script.step("files", find_metric_files, file_base)
     if not script.is_script() and files.hashed and files.files:
         _print_warning(files.passed_over)
     keywords = {"folder": file_base, "layers": layer_io, "statistic": chosen, "seed": seed}
     results = _ThresholdFiles(files, metrics, keywords)
     for model in model_names:
-        path = (output_path or file_base) / f"{flat(model)}-thresholds.json"
+        path = (output_path or file_base) / f"{flat_name(model)}-thresholds.json"
         try:
             results.make(model, path)
         except DriftlineError as error:
@@ -95,29 +95,29 @@ class _ThresholdFiles:
         self.keywords = keywords
         self.lines = _Lines()
         self.complaints: list[str] = []
-        self.made: list[Made] = []
+        self.made: list[MadeThresholds] = []
         self.unusable: list[str] = []
         self.errors: list[DriftlineError] = []
 
     def make(self, model: str, path: Path) -> None:
         """Print and write the thresholds of a model."""
-        from driftline.decoding.threshold_run import Say, make_thresholds, write_beside
+        from driftline.decoding.thresholds import Lines, make_thresholds, write_thresholds
 
-        say = Say(self.lines.print, self.complaints.append)
+        say = Lines(self.lines.print, self.complaints.append)
         made = script.step(
             "made", make_thresholds, self.files, model, self.metrics, say, **self.keywords
         )
         self.print_complaints()
         self.made.append(made)
         if script.is_script():
-            script.act(write_beside, made, path)
+            script.act(write_thresholds, made, path)
             return
         entries = made.thresholds.entries
         self.unusable += [
             f"{entry.metric} of {entry.site or model}" for entry in entries if not entry.usable
         ]
         if any(entry.usable for entry in entries):
-            _print_warning(write_beside(made, path))
+            _print_warning(write_thresholds(made, path))
         for refusal in made.refused:
             _print_warning(str(refusal))
         self.errors += made.refused

@@ -24,8 +24,8 @@ from driftline.cli.options import (
 from driftline.errors import EXIT_DIFFERENT, EXIT_FINE, BadInput
 
 if TYPE_CHECKING:
-    from driftline.decoding.validate_ask import ValidateAsk
-    from driftline.decoding.validation import Verdict
+    from driftline.decoding.options import ValidateOptions
+    from driftline.decoding.validate import Verdict
 
 Format = Literal["table", "markdown", "github", "junit"]
 
@@ -173,98 +173,64 @@ def validate(
     SHARE_GPT_DATASET_PATH. With --jobs or --executor, shapes are shared out; each process loads the
     models for itself.
     """
-    from driftline.decoding.validate_ask import asks_from
+    from driftline.decoding.option_reader import validate_options, validate_words
 
-    # By the names of the environment variables, which have the same meaning.
-    options = {
-        "COMMON_MODEL_PATHS": model.model_paths,
-        "TOKENIZER": decoder.tokenizer,
-        "LIBRARY": decoder.library,
-        "FROM_MODEL_CONFIGURATION": model.from_model_configuration,
-        "FROM_MODEL_CONFIGURATION_FREQUENCY": model.from_model_configuration_frequency,
-        "MICRO_LAYERS": model.micro_layers,
-        "MICRO_WEIGHTS": model.micro_weights,
-        "MICRO_MODELS_HOME": model.micro_models_home,
-        "SHAREGPT_PATH": decoder.sharegpt_path,
-        "COMMON_BATCH_SIZES": shapes.batch_sizes,
-        "COMMON_SEQ_LENGTHS": shapes.seq_lengths,
-        "COMMON_MAX_NEW_TOKENS": shapes.max_new_tokens,
-        "CUMULATIVE_TEST_TOKENS_PER_SEQUENCE": shapes.cumulative_test_tokens_per_sequence,
-        "REFERENCE": decoder.reference,
-        "CANDIDATE": decoder.candidate,
-        "ATTN_TYPE": targets.attn_type,
-        "DISTRIBUTED": targets.distributed,
-        "METRICS_THRESHOLD": limits.metrics_threshold,
-        "THRESHOLDS": limits.thresholds,
-        "THRESHOLD_TABLE": limits.threshold_table,
-        "FAILURE_THRESHOLD": limits.failure_threshold,
-        "SKIP_ASSERTIONS": limits.skip_assertions,
-        "FORCE_VALIDATION_LEVEL_1": limits.force_validation_level_1,
-        "VALIDATION_INFO_DIR": output.validation_info_dir,
-        "SAVE_VALIDATION_INFO_OUTPUTS": output.save_validation_info_outputs,
-        "TIMING": output.timing,
-    }
-    texts = {name: "1" if value is True else str(value) for name, value in options.items() if value}
-
-    def read(name: str) -> str:
-        if name == "USE_MICRO_MODELS" and model.is_micro:
-            return "1"
-        text = texts.get(name) or settings.shapes_variable(name)
-        # The documented variable is on by default; a command line that says nothing is not.
-        return text or ("0" if name == "USE_MICRO_MODELS" else "")
-
+    groups = (model, decoder, shapes, targets, limits, output)
+    read = validate_words({name: value for group in groups for name, value in vars(group).items()})
     is_first_rank = settings.job_place().rank == 0
-    asks = asks_from(read, say=_print_line if is_first_rank else _print_nothing)
-    if not asks:
+    tasks = validate_options(read, report=_print_line if is_first_rank else _print_nothing)
+    if not tasks:
         raise BadInput(
             "no model is named",
             hint="give --model_paths, or set FMS_TEST_SHAPES_COMMON_MODEL_PATHS",
         )
     if script.is_script():
-        _write_script(asks, workers, output.output)
-    return _Validation(asks, output, explain=output.explain or read("EXPLAIN") == "1").run(workers)
+        _write_script(tasks, workers, output.output)
+    return _Validation(tasks, output, explain=output.explain or read("EXPLAIN") == "1").run(workers)
 
 
 class _Validation:
     """All models and shapes of one command, and what became of them."""
 
-    def __init__(self, asks: list[ValidateAsk], output: ValidateOutput, *, explain: bool) -> None:
-        from driftline.decoding.job import join_job
-        from driftline.decoding.validation import Subjects
+    def __init__(
+        self, tasks: list[ValidateOptions], output: ValidateOutput, *, explain: bool
+    ) -> None:
+        from driftline.decoding.distributed import join_job
+        from driftline.decoding.pipeline import Session
 
-        self.asks = asks
+        self.tasks = tasks
         self.output = output
         self.explain = explain
-        self.subjects = Subjects()
+        self.session = Session()
         # Under torchrun, all ranks join before the first model is loaded.
-        self.job = join_job(asks[0].distributed)
+        self.job = join_job(tasks[0].distributed)
         self.verdicts: list[Verdict] = []
         self.failed: list[str] = []
         # Where stdout is for a program, people read stderr.
         self.stream: TextIO = sys.stdout if output.format == "table" else sys.stderr
 
     def run(self, workers: WorkerOptions) -> int:
-        from driftline.decoding.fanning import validate_shapes
-        from driftline.decoding.validation import validate as validate_one
+        from driftline.decoding.validate import validate as validate_one
+        from driftline.decoding.validate import validate_shapes
 
         if workers.shared:
             validate_shapes(
-                self.asks,
+                self.tasks,
                 jobs=workers.jobs,
                 executor=workers.executor,
-                say=self._print_progress,
+                report=self._print_progress,
                 ready=self._finish,
             )
         else:
-            for ask in self.asks:
-                verdict = validate_one(ask, say=self._print_progress, subjects=self.subjects)
-                self._finish(ask, verdict)
+            for options in self.tasks:
+                verdict = validate_one(options, report=self._print_progress, session=self.session)
+                self._finish(options, verdict)
         if self.output.output is not None and self.job.writes:
             folder = self.output.output
             self._say(f"written to {folder}; driftline report {folder} -o report.html shows it")
-        if len(self.asks) > 1:
-            passed = len(self.asks) - len(self.failed)
-            self._say(f"{passed} of {len(self.asks)} passed")
+        if len(self.tasks) > 1:
+            passed = len(self.tasks) - len(self.failed)
+            self._say(f"{passed} of {len(self.tasks)} passed")
         if self.job.writes and self.output.format != "table":
             _print_verdicts(self.verdicts, self.output.format)
         self.job.leave()
@@ -280,30 +246,30 @@ class _Validation:
         if self.job.writes:
             self._print_progress(line)
 
-    def _finish(self, ask: ValidateAsk, verdict: Verdict) -> None:
+    def _finish(self, options: ValidateOptions, verdict: Verdict) -> None:
         """Print and write what became of one model and shape."""
-        from driftline.decoding.telling import SPLIT_UP, lines_of
+        from driftline.decoding.validate import SPLIT_NOTE, lines_of
 
         self.verdicts.append(verdict)
-        for line in lines_of(verdict, self.subjects.tokenizer(ask)):
+        for line in lines_of(verdict, self.session.tokenizer(options)):
             self._say(line)
         if self.output.output is not None and self.job.writes:
-            from driftline.decoding.validation_files import write_validation
+            from driftline.decoding.files.validation_files import write_validation
 
-            write_validation(verdict, self.output.output, self.subjects.tokenizer(ask))
+            write_validation(verdict, self.output.output, self.session.tokenizer(options))
         if verdict.passed:
-            self._say(f"PASSED {ask.id} in {verdict.seconds:.1f} s")
+            self._say(f"PASSED {options.id} in {verdict.seconds:.1f} s")
             return
-        self._say(f"FAILED {ask.id} - {verdict.complaint}")
-        self.failed.append(ask.id)
-        if self.explain and ask.split(self.job.size):
-            self._say(SPLIT_UP)
+        self._say(f"FAILED {options.id} - {verdict.complaint}")
+        self.failed.append(options.id)
+        if self.explain and options.splits(self.job.size):
+            self._say(SPLIT_NOTE)
         elif self.explain and self.job.writes:
-            self._explain(ask, verdict)
+            self._explain(options, verdict)
 
-    def _explain(self, ask: ValidateAsk, verdict: Verdict) -> None:
+    def _explain(self, options: ValidateOptions, verdict: Verdict) -> None:
         from driftline.comparison.verdict.judge import judge
-        from driftline.decoding.explaining import explain
+        from driftline.decoding.explain import explain
         from driftline.reporting import writers
 
         if verdict.first is None:
@@ -311,36 +277,39 @@ class _Validation:
         self._print_progress("layers, on the text before the first failing token:")
         folder = self.output.output
         if folder is None:
-            table = judge(explain(ask, verdict.first, self.subjects))
+            table = judge(explain(options, verdict.first, self.session))
         else:
-            from driftline.decoding.validation_files import LAYERS, write_layers
+            from driftline.decoding.explain import write_layers
+            from driftline.decoding.files.names import LAYER_TABLE
 
-            table = judge(write_layers(ask, verdict.first, self.subjects, folder))
+            table = judge(write_layers(options, verdict.first, self.session, folder))
             # Replaced without asking, like the verdict beside it, which was just written.
-            table.write(folder / f"{ask.prefix}{LAYERS}", force=True)
+            table.write(folder / f"{options.prefix}{LAYER_TABLE}", force=True)
         writers.table(table, "table", self.stream)
 
 
-def _write_script(asks: list[ValidateAsk], workers: WorkerOptions, output: Path | None) -> None:
+def _write_script(
+    tasks: list[ValidateOptions], workers: WorkerOptions, output: Path | None
+) -> None:
     """The same calls, for `--python`."""
-    from driftline.decoding.fanning import validate_shapes, write_verdicts
-    from driftline.decoding.validation import Subjects, validate
+    from driftline.decoding.pipeline import Session
+    from driftline.decoding.validate import validate, validate_shapes, write_verdicts
 
     if workers.shared:
         verdicts = script.step(
-            "verdicts", validate_shapes, asks, jobs=workers.jobs, executor=workers.executor
+            "verdicts", validate_shapes, tasks, jobs=workers.jobs, executor=workers.executor
         )
         if output is not None:
             script.act(write_verdicts, verdicts, output)
         script.end(verdicts)
-    subjects = script.step("subjects", Subjects)
+    session = script.step("session", Session)
     separate: list[Verdict] = []
-    for ask in asks:
-        separate.append(script.step("verdict", validate, ask, subjects=subjects))
+    for options in tasks:
+        separate.append(script.step("verdict", validate, options, session=session))
         if output is not None:
-            from driftline.decoding.validation_files import write_validation
+            from driftline.decoding.files.validation_files import write_validation
 
-            tokenizer = script.part(Subjects.tokenizer, subjects, ask)
+            tokenizer = script.part(Session.tokenizer, session, options)
             script.act(write_validation, separate[-1], output, tokenizer)
     script.end(*separate)
 
@@ -348,7 +317,7 @@ def _write_script(asks: list[ValidateAsk], workers: WorkerOptions, output: Path 
 def _print_verdicts(
     verdicts: list[Verdict], format: Literal["markdown", "github", "junit"]
 ) -> None:
-    from driftline.decoding.telling import lines_of
+    from driftline.decoding.validate import lines_of
     from driftline.reporting import markdown, writers
     from driftline.reporting.ci import of_verdicts
 
