@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from driftline.captures.options import Reduction
 from driftline.captures.selection import Selection, patterns
-from driftline.cli.dump_words import ids_of, steps_of
+from driftline.cli.options import split_names, step_patterns
 from driftline.errors import BadInput
 
 TEXTS = st.lists(st.text(min_size=1, max_size=5)).map(tuple)
@@ -38,19 +38,19 @@ def test_an_id_is_matched_on_whole_components() -> None:
 
 
 def test_execute_ranges_are_pairs_with_both_ends_included() -> None:
-    selection = Selection(steps=steps_of("3,5,7,7", None))
+    selection = Selection(steps=step_patterns("3,5,7,7", None))
     assert [s for s in range(10) if selection.takes_step(s)] == [3, 4, 5, 7]
     assert selection.step_count() == 4
     for wrong in ("x", "1,", "3", "-1,3", "1,2,3"):
         with pytest.raises(BadInput):
-            steps_of(wrong, None)
+            step_patterns(wrong, None)
 
 
 def test_steps_may_be_globs_numbers_and_open_ranges() -> None:
     assert [s for s in range(30) if Selection(steps=("1?",)).takes_step(s)] == list(range(10, 20))
     assert [s for s in range(6) if Selection(steps=("4-",)).takes_step(s)] == [4, 5]
     assert patterns([1, range(3, 5), "7-9, x*"]) == ("1", "3", "4", "7-9", "x*")
-    assert ids_of(["2,", "3_1"]) == ids_of(["2, 3_1"]) == ("2", "3_1")
+    assert split_names(["2,", "3_1"]) == split_names(["2, 3_1"]) == ("2", "3_1")
 
 
 def test_times_decide_which_side_of_the_call_is_looked_at() -> None:

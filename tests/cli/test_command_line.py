@@ -12,26 +12,27 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+from cyclopts import Parameter
 
 from driftline import __version__
-from driftline.cli import commands, parsing
-from driftline.cli.commands import COMMANDS, Command
-from driftline.cli.parsing import Option
+from driftline.cli import app
+from driftline.cli.app import COMMANDS, LOOK, Command
+from driftline.cli.options import place
 
 Say = Callable[..., Any]
 
 
 def seed_like(
-    *program: str,
-    ids: Annotated[str, Option(names=("--save-operation-ids", "-ids"))] = "",
-    execute_range: Annotated[str, Option(names=("--execute-range", "-er"))] = "0",
+    *program: Annotated[str, place("PROGRAM")],
+    ids: Annotated[str, Parameter(name=("--save-operation-ids", "-ids"))] = "",
+    execute_range: Annotated[str, Parameter(name=("--execute-range", "-er"))] = "0",
     child: Annotated[
-        Literal["true", "false"], Option(names=("--save-operation-child", "-child"))
+        Literal["true", "false"], Parameter(name=("--save-operation-child", "-child"))
     ] = "true",
-    time: Annotated[int, Option(names=("--save-time", "-time"))] = 3,
-    opname: Annotated[str, Option(names=("--operation-name", "-opname"))] = "",
-    only_desc: Annotated[bool, Option(names=("--only-save-desc", "-sd"))] = False,
-    output: Annotated[str, Option(names=("--output", "-o"))] = "",
+    time: Annotated[int, Parameter(name=("--save-time", "-time"))] = 3,
+    opname: Annotated[str, Parameter(name=("--operation-name", "-opname"))] = "",
+    only_desc: Annotated[bool, Parameter(name=("--only-save-desc", "-sd"))] = False,
+    output: Annotated[str, Parameter(name=("--output", "-o"))] = "",
 ) -> int:
     """Spelt like the seeds' commands."""
     print(program, ids, execute_range, child, time, opname, only_desc, output)
@@ -40,10 +41,10 @@ def seed_like(
 
 @pytest.fixture
 def seed_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = Command("nowhere:nothing", "Test", "for tests", takes_program=True)
+    command = Command("nowhere:nothing", LOOK, "for tests", takes_program=True)
     monkeypatch.setitem(COMMANDS, "seed", command)
-    real = parsing.load
-    monkeypatch.setattr(parsing, "load", lambda n: seed_like if n == "seed" else real(n))
+    real = app.load
+    monkeypatch.setattr(app, "load", lambda n: seed_like if n == "seed" else real(n))
 
 
 @pytest.mark.parametrize(
@@ -97,8 +98,11 @@ def test_a_misspelt_option_is_refused_and_never_becomes_something_else(
 def test_the_overview_names_every_command_and_the_exit_codes(driftline: Say) -> None:
     said = driftline("--help")
     assert said.code == 0
+    words = " ".join(said.out.replace("│", " ").split())
     for name, command in COMMANDS.items():
-        assert name in said.out and command.summary in said.out
+        assert f" {name} {command.summary} " in words
+    for group in {command.group.name for command in COMMANDS.values()}:
+        assert said.out.count(f"─ {group} ─") == 1
     assert "exit codes: 0 fine" in said.out
     assert driftline("-h").out == driftline("help").out == said.out
     assert driftline().code == 2
@@ -106,7 +110,7 @@ def test_the_overview_names_every_command_and_the_exit_codes(driftline: Say) -> 
 
 def test_help_of_a_command_can_be_asked_for_in_three_ways(driftline: Say) -> None:
     page = driftline("compare", "--help").out
-    assert page.startswith("usage: driftline compare [OPTIONS] REF CAND")
+    assert page.startswith("Usage: driftline compare [OPTIONS] REF CAND\n")
     assert driftline("help", "compare").out == page
     assert driftline("compare", "-h", "whatever").out == page
 
@@ -146,7 +150,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, trouble: BaseException) -> None:
     def bad(*words: object) -> int:
         raise trouble
 
-    monkeypatch.setattr(parsing, "run", bad)
+    monkeypatch.setattr(app, "run", bad)
 
 
 def test_a_bug_of_ours_says_so_and_keeps_the_traceback(
@@ -210,30 +214,14 @@ def test_a_reader_that_has_seen_enough_is_no_error(reference: Path) -> None:
     program.stderr.close()
 
 
-def test_a_command_group_is_listed_once() -> None:
-    page = commands.overview("1")
-    assert page.count("Look:") == 1
+def test_the_examples_of_a_help_page_keep_their_lines(driftline: Say) -> None:
+    page = driftline("metrics", "--help").out
+    assert "\n$ driftline metrics --model_path=M " in page
+    assert "\n    --batch_size=1 --min_pad_length=64" in page
 
 
-def test_leaving_at_once_loses_no_output_no_handler_and_no_exit_code(
-    reference: Path, faulty: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "own.py").write_text(
-        "import atexit, threading\n"
-        "def late():\n    threading.main_thread().join()\n    print('a thread has ended')\n"
-        "threading.Thread(target=late).start()\n"
-        "atexit.register(print, 'a handler has run')\n"
-        "def zero(reference, candidate):\n    return 0.0\n"
-    )
-    words = ["compare", reference, faulty, "--metric", f"{tmp_path / 'own.py'}:zero"]
-    done = subprocess.run(
-        [sys.executable, "-m", "driftline", *map(str, words), "--format", "json"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.startswith("{")
-    assert done.stdout.endswith("}\na thread has ended\na handler has run\n")
+def test_a_help_page_has_colours_on_a_terminal_only(driftline: Say) -> None:
+    assert "\x1b[" not in driftline("compare", "--help").out
 
 
 @pytest.mark.parametrize("module", ["driftline", "driftline.cli.main"])

@@ -182,13 +182,13 @@ def test_files_that_somebody_else_made_are_not_overwritten(layers: Command, plac
 def test_work_that_was_killed_while_files_were_named_is_done_again(
     layers: Command, place: Path
 ) -> None:
-    from driftline.decoding.desk import desk_of, naming_begins
+    from driftline.decoding.files.workdir import begin_renaming, work_folder_path
 
     start = PREFIX.format(2, 1, 24)
     (place / "out").mkdir()
-    desk = desk_of(place / "out", "layers", start)
+    desk = work_folder_path(place / "out", "layers", start)
     desk.mkdir()
-    naming_begins(desk)
+    begin_renaming(desk)
     half = place / "out" / f"{start}--lm_head.abs_diff.csv"
     half.write_text("abs_diff\n0.")
     assert layers().code == 0

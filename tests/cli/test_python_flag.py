@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from driftline.cli import script
-from driftline.cli.commands import COMMANDS
+from driftline.cli import python_script as script
+from driftline.cli.app import COMMANDS
 from driftline.cli.main import main
-from driftline.cli.python_code import Inline, Name, Program, quoted
+from driftline.cli.python_script import Inline, Name, Script, quoted
 from driftline.runs.records import TensorKey
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into
@@ -241,10 +241,10 @@ class Noted:
         self._patch = monkeypatch
         self._methods: dict[str, Callable[..., Any]] = {}
         for method in ("assign", "act", "inline"):
-            self._patch.setattr(Program, method, self._noting(getattr(Program, method)))
+            self._patch.setattr(Script, method, self._noting(getattr(Script, method)))
 
     def _noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def note(program: Program, *words: Any) -> Any:
+        def note(program: Script, *words: Any) -> Any:
             function, args, kwargs = words[-3:]
             if function is not print:
                 self.by_command.append((function, bound(function, args, kwargs)))
@@ -363,7 +363,7 @@ def results(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
 
     def end(*shown: Any) -> None:
-        if script.asked():
+        if script.is_script():
             END(*shown)
         found.extend(f"{each}\n" for each in shown)
 

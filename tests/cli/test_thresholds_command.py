@@ -316,7 +316,7 @@ def test_what_could_be_had_is_kept_when_another_metric_or_model_cannot(driftline
 
 
 def test_scores_over_the_whole_vocabulary_have_thresholds_too(driftline, tmp_path):
-    from driftline.decoding import score_table
+    from driftline.decoding.files import token_table as score_table
 
     pytest.importorskip("pyarrow")
     prefix = "acme--tiny_max-new-tokens-8_batch-size-1_seq-length-64_dtype-fp16"
@@ -338,7 +338,7 @@ def test_scores_over_the_whole_vocabulary_have_thresholds_too(driftline, tmp_pat
 
 
 def test_a_table_without_the_score_gives_no_threshold(driftline, tmp_path):
-    from driftline.decoding import score_table
+    from driftline.decoding.files import token_table as score_table
 
     pytest.importorskip("pyarrow")
     prefix = "acme--tiny_max-new-tokens-8_batch-size-1_seq-length-64_dtype-fp16"

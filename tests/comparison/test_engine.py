@@ -364,6 +364,27 @@ def test_bytes_that_two_sites_share_are_read_once_and_have_a_row_each(tmp_path: 
     assert len({r.metrics["max_abs_error"] for r in table.rows}) == 1
 
 
+def test_a_square_weight_that_agrees_the_other_way_round_is_said_to_and_stays_what_it_is():
+    square = noise(6, 6)
+    turned = np.ascontiguousarray(square.T)
+
+    def row(name, theirs):
+        return only(measured(run_of({name: square}), run_of({name: theirs})))
+
+    found = row("m/param/weight", turned)
+    assert "ambiguous: transposed it would agree better (relative_l2 0)" in found.reason
+    assert found.metrics["relative_l2"] > 0.1
+    assert row("m/param/weight", noise(6, 6)).reason == ""  # neither way
+    assert row("m/param/weight", square * np.float32(1.5)).reason == ""  # as it is, if at all
+    assert row("m", turned).reason == ""  # an activation lies as its model says
+    # A tenth of the error is what must go.
+    half = turned + np.float32(0.2) * noise(6, 6)
+    off = row("m/param/weight", half).metrics["relative_l2"]
+    left = np.linalg.norm(half.T.astype(float) - square) / np.linalg.norm(square.astype(float))
+    assert left > off / 10
+    assert row("m/param/weight", half).reason == ""
+
+
 class Far(Run):
     """A run whose values are not here, and do not come."""
 

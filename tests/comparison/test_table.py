@@ -206,3 +206,19 @@ def test_coverage_counts_every_status_once():
     assert coverage == Coverage(compared=2, missing=1, extra=1, incomparable=0)
     assert coverage.share == 0.5
     assert str(coverage) == "2 of 4 tensors compared, 1 missing, 1 extra"
+
+
+@pytest.mark.parametrize(
+    ("direction", "inside", "outside"),
+    [
+        ("lower", [0.5, 0.4, -7.0], [0.6, math.inf, math.nan]),
+        ("higher", [0.5, 0.6, math.inf], [0.4, -7.0, math.nan]),
+        ("zero", [0.5, -0.5, 0.0], [0.6, -0.6, -math.inf, math.nan]),
+        ("none", [], [0.5, 0.0]),
+    ],
+)
+def test_a_limit_itself_is_kept_and_nan_keeps_none(direction, inside, outside):
+    column = Column("metric", direction)
+    assert all(column.holds(value, 0.5) for value in inside)
+    assert not any(column.holds(value, 0.5) for value in outside)
+    assert not any(column.holds(value, math.nan) for value in inside)

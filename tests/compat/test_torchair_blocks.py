@@ -99,7 +99,8 @@ SWITCH = """
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    paths = [str(tmp_path), str(ROOT / "compat" / "src"), os.environ.get("PYTHONPATH", "")]
+    own = (tmp_path, ROOT / "compat" / "src", ROOT / "tests")
+    paths = [*map(str, own), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
     monkeypatch.setenv("PATH", f"{BIN}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

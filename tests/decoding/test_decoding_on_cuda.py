@@ -13,11 +13,11 @@ from tiny_decoders import GRANITE, LLAMA, PROMPTS, llama, tokenizer
 
 from driftline.cli.main import main
 from driftline.decoding.generation import generate
-from driftline.decoding.paged import FP8, OF_FMS
+from driftline.decoding.models.paged_cache import FP8, OF_FMS
+from driftline.decoding.models.targets import Target, default_targets, ready
+from driftline.decoding.option_reader import validate_options
 from driftline.decoding.prompts import PromptPool
 from driftline.decoding.scoring import score
-from driftline.decoding.targets import Target, default_targets, ready
-from driftline.decoding.validate_ask import asks_from
 from driftline.errors import BadInput
 
 pytestmark = [
@@ -117,5 +117,5 @@ def test_validate_passes_on_the_gpu_and_notices_a_changed_one(
 
 def test_the_gpu_is_validated_where_nothing_is_said() -> None:
     said = {"COMMON_MODEL_PATHS": str(LLAMA), "COMMON_BATCH_SIZES": "1", "SHAREGPT_PATH": "x"}
-    asks = asks_from(lambda name: said.get(name, ""))
+    asks = validate_options(lambda name: said.get(name, ""))
     assert {ask.candidate for ask in asks} == {Target("cuda", "fp16")}

@@ -8,12 +8,12 @@ import pytest
 import torch
 from tiny_decoders import DATA, FP16, GRANITE, LLAMA, PROMPTS, golden_logits, llama, tokenizer
 
-from driftline.decoding import fp8_attention
 from driftline.decoding.generation import generate
-from driftline.decoding.models import load_model
-from driftline.decoding.paged import FP8, OF_FMS, PAGED_FP8
+from driftline.decoding.models import fp8_attention
+from driftline.decoding.models.loading import ModelSource, load_model
+from driftline.decoding.models.paged_cache import FP8, OF_FMS, PAGED_FP8
+from driftline.decoding.models.targets import Target
 from driftline.decoding.prompts import PromptPool
-from driftline.decoding.targets import Target
 from driftline.errors import BadInput
 
 pytest.importorskip("fms", reason="ibm-fms is not installed")
@@ -41,20 +41,22 @@ def test_both_libraries_give_the_same_tokens_for_padded_prompts() -> None:
 
 
 def test_an_id_may_name_a_local_model_and_end_ids_come_from_its_files() -> None:
-    model = load_model(str(LLAMA), Target(), library="fms", variant="acme/tiny")
+    model = load_model(ModelSource(str(LLAMA), library="fms", variant="acme/tiny"), Target())
     assert model.name == "acme/tiny"
     assert model.eos_ids == (2,)
     assert model.vocabulary == 384
 
 
 def test_a_micro_model_keeps_some_layers_or_draws_the_same_weights_for_every_target() -> None:
-    one = load_model(str(GRANITE), Target(), library="fms", micro_layers=1)
+    one = load_model(ModelSource(str(GRANITE), library="fms", micro_layers=1), Target())
     assert len(one.module.base_model.layers) == 1  # type: ignore[union-attr]
     drawn = PromptPool(PROMPTS, tokenizer()).sample(2, 32)
-    theirs = load_model(str(GRANITE), Target(), micro_layers=1)
+    theirs = load_model(ModelSource(str(GRANITE), micro_layers=1), Target())
     assert torch.equal(generate(one, drawn, 3).tokens, generate(theirs, drawn, 3).tokens)
     words = {"library": "fms", "micro_layers": 1, "random_weights": True}
-    left, right = (load_model(str(GRANITE), target, **words) for target in (Target(), FP16))
+    left, right = (
+        load_model(ModelSource(str(GRANITE), **words), target) for target in (Target(), FP16)
+    )
     name = "base_model.layers.0.ff_sub_layer.w2.weight"
     assert torch.equal(left.module.state_dict()[name].half(), right.module.state_dict()[name])
 
@@ -65,7 +67,8 @@ def test_other_attention_gives_the_same_numbers_by_another_way(model, attention)
     """Prompts of unlike lengths; the texts go on over the border of a block of 64 tokens."""
     drawn = PromptPool(PROMPTS, tokenizer()).sample(3, 60)
     plain, other = (
-        load_model(str(model), Target(attention=words), library="fms") for words in ("", attention)
+        load_model(ModelSource(str(model), library="fms"), Target(attention=words))
+        for words in ("", attention)
     )
     expected = generate(plain, drawn, 9, length=60)
     found = generate(other, drawn, 9, length=60)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from tiny_decoders import FP16, GRANITE, LLAMA, PROMPTS, golden_logits, llama, tokenizer
 
-from driftline.decoding.decoder import DecoderModel
 from driftline.decoding.generation import generate
-from driftline.decoding.models import end_ids, load_model, load_tokenizer
+from driftline.decoding.models.decoder import DecoderModel
+from driftline.decoding.models.loading import ModelSource, end_ids, load_model, load_tokenizer
+from driftline.decoding.models.targets import Target
 from driftline.decoding.prompts import Prompt, PromptPool
-from driftline.decoding.targets import Target
 from driftline.errors import BadInput, DriftlineError, NotInstalled
 
 NEW = 6
@@ -140,38 +140,38 @@ def test_end_ids_come_from_all_of_a_models_files(tmp_path: Path) -> None:
     config = (tmp_path / "generation_config.json").read_text()
     (tmp_path / "generation_config.json").write_text(config.replace(": 2", ": [5, 9]"))
     assert end_ids(str(tmp_path)) == (2, 5, 9)
-    assert load_model(str(tmp_path), Target()).eos_ids == (2, 5, 9)
+    assert load_model(ModelSource(str(tmp_path)), Target()).eos_ids == (2, 5, 9)
     assert end_ids("", tokenizer()) == (2,)
 
 
 def test_a_micro_model_keeps_some_layers_or_draws_the_same_weights_for_every_target() -> None:
-    one = load_model(str(GRANITE), Target(), micro_layers=1)
+    one = load_model(ModelSource(str(GRANITE), micro_layers=1), Target())
     assert one.config.num_hidden_layers == 1
     assert len(one.module.model.layers) == 1  # type: ignore[union-attr]
-    full = load_model(str(GRANITE), Target())
+    full = load_model(ModelSource(str(GRANITE)), Target())
     name = "model.layers.0.self_attn.q_proj.weight"
     assert torch.equal(one.module.state_dict()[name], full.module.state_dict()[name])
     drawn = [
-        load_model(str(GRANITE), target, micro_layers=1, random_weights=True)
+        load_model(ModelSource(str(GRANITE), micro_layers=1, random_weights=True), target)
         for target in (Target(), FP16)
     ]
     left, right = (model.module.state_dict()[name] for model in drawn)
     assert torch.equal(left.half(), right)
     assert not torch.equal(left, full.module.state_dict()[name])
     with pytest.raises(BadInput, match="9 layers cannot be kept of a model that has 2"):
-        load_model(str(GRANITE), Target(), micro_layers=9)
+        load_model(ModelSource(str(GRANITE), micro_layers=9), Target())
 
 
 def test_a_missing_model_or_tokenizer_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="there is no model folder"):
-        load_model(str(tmp_path / "none"), Target())
+        load_model(ModelSource(str(tmp_path / "none")), Target())
     with pytest.raises(BadInput, match="cannot be loaded"):
-        load_model(str(tmp_path), Target())
+        load_model(ModelSource(str(tmp_path)), Target())
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(BadInput, match="cannot be loaded"):
-        load_model(str(tmp_path), Target())
+        load_model(ModelSource(str(tmp_path)), Target())
     with pytest.raises(BadInput, match="no model is named"):
-        load_model("", Target())
+        load_model(ModelSource(""), Target())
     with pytest.raises(BadInput, match="there is no tokenizer folder"):
         load_tokenizer(str(tmp_path / "none"))
     (tmp_path / "empty").mkdir()
@@ -185,7 +185,7 @@ def test_truncated_weights_are_one_sentence(tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(BadInput, match="cannot be loaded"):
-        load_model(str(tmp_path), Target())
+        load_model(ModelSource(str(tmp_path)), Target())
 
 
 def test_ibm_fms_that_is_not_installed_is_named() -> None:
@@ -196,10 +196,10 @@ def test_ibm_fms_that_is_not_installed_is_named() -> None:
     else:
         pytest.skip("ibm-fms is installed here")
     with pytest.raises(NotInstalled, match="fms") as found:
-        load_model(str(LLAMA), Target(), library="fms")
+        load_model(ModelSource(str(LLAMA), library="fms"), Target())
     assert "driftline[fms]" in found.value.hint
     with pytest.raises(NotInstalled, match="fms"):
-        load_model(str(LLAMA), Target(), architecture="llama")
+        load_model(ModelSource(str(LLAMA), architecture="llama"), Target())
 
 
 SMALL = {

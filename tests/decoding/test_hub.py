@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tiny_decoders import LLAMA, PROMPTS
 
-from driftline.decoding.weights import weights_of
+from driftline.decoding.models.loading import weights_digest
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CLOSED = "http://127.0.0.1:9"
@@ -104,21 +104,21 @@ def test_one_changed_byte_anywhere_is_another_model(tmp_path):
     with big.open("wb") as file:
         file.truncate(150 << 20)
     (tmp_path / "config.json").write_text("{}")
-    before = weights_of(str(tmp_path))
-    assert weights_of(str(tmp_path)) == before
+    before = weights_digest(str(tmp_path))
+    assert weights_digest(str(tmp_path)) == before
     for place in (1, (150 << 20) - 1, 77_777_777):
         with big.open("r+b") as file:
             file.seek(place)
             file.write(b"x")
-        after = weights_of(str(tmp_path))
+        after = weights_digest(str(tmp_path))
         assert after != before, f"byte {place}"
         before = after
 
 
 def test_an_id_is_known_by_the_commit_that_lies_here(home):
     code = (
-        "from driftline.decoding.weights import weights_of\n"
-        "print(weights_of('acme/tiny'), weights_of('acme/none'))"
+        "from driftline.decoding.models.loading import weights_digest\n"
+        "print(weights_digest('acme/tiny'), weights_digest('acme/none'))"
     )
     environment = os.environ | {"HF_HOME": str(home), "HF_ENDPOINT": CLOSED}
     done = subprocess.run(

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from driftline.comparison.tolerance.statistics import parse_statistic
 from driftline.comparison.tolerance.thresholds import load_thresholds
-from driftline.decoding.layer_table import layer_table
-from driftline.decoding.metric_files import (
+from driftline.decoding.files.layer_files import layer_table
+from driftline.decoding.files.metric_files import (
     by_layer,
     find_metric_files,
     metric_name,
     read_values,
 )
-from driftline.decoding.threshold_run import Say, make_thresholds
+from driftline.decoding.thresholds import Lines, make_thresholds
 from driftline.errors import BadFile, BadInput
 
 DATA = Path(__file__).parents[1] / "data" / "aiu"
@@ -37,7 +37,7 @@ def write(folder, name, values, heading):
 
 def thresholds(folder, model, metrics, **options):
     lines, troubles = [], []
-    say = Say(lines.append, troubles.append)
+    say = Lines(lines.append, troubles.append)
     found = find_metric_files(folder)
     made = make_thresholds(found, model, metrics, say, folder=folder, **options)
     assert not made.refused
@@ -227,7 +227,7 @@ def test_a_file_of_another_metric_is_refused(tmp_path):
 
 
 def test_long_files_are_read_in_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("driftline.decoding.metric_files._BLOCK", 64)
+    monkeypatch.setattr("driftline.decoding.files.metric_files._BLOCK", 64)
     values = np.random.default_rng(0).random(1000)
     path = write(tmp_path, "x.csv", values, "ce")
     np.testing.assert_array_equal(read_values(path, "ce"), values)

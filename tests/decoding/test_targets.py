@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from driftline.decoding import targets
-from driftline.decoding.targets import Target, default_targets, parse_target, ready
+from driftline.decoding.models import targets
+from driftline.decoding.models.targets import Target, default_targets, parse_target, ready
 from driftline.errors import BadInput, DriftlineError, NotInstalled
 
 

@@ -6,19 +6,19 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tiny_decoders import DATA, GRANITE, LLAMA, PROMPTS
 
 from driftline.comparison.verdict.judge import judge
-from driftline.decoding.explaining import explain
-from driftline.decoding.failing import Rate
-from driftline.decoding.known_thresholds import DOCUMENTED, look_up, read_list, read_table
-from driftline.decoding.telling import layer_lines, lines_of
-from driftline.decoding.validate_ask import ValidateAsk, asks_from
-from driftline.decoding.validation import Subjects, Verdict, validate
+from driftline.decoding.explain import explain
+from driftline.decoding.failures import Rate
+from driftline.decoding.known_limits import DOCUMENTED, look_up, read_list, read_table
+from driftline.decoding.option_reader import validate_options
+from driftline.decoding.options import ValidateOptions
+from driftline.decoding.pipeline import Session
+from driftline.decoding.validate import Verdict, layer_lines, lines_of, validate
 from driftline.errors import BadFile, BadInput, DriftlineError
 
 BASE = {
@@ -35,33 +35,27 @@ BASE = {
 
 
 @pytest.fixture(scope="module")
-def subjects() -> Subjects:
+def session() -> Session:
     torch.set_num_threads(1)
-    return Subjects()
+    return Session()
 
 
-def ask(**words: str) -> ValidateAsk:
+def ask(**words: str) -> ValidateOptions:
     said = BASE | words
-    (only,) = asks_from(lambda name: said.get(name, ""))
+    (only,) = validate_options(lambda name: said.get(name, ""))
     return only
 
 
-def run(subjects: Subjects, **words: str) -> tuple[Verdict, list[str]]:
+def run(session: Session, **words: str) -> tuple[Verdict, list[str]]:
     lines: list[str] = []
-    return validate(ask(**words), say=lines.append, subjects=subjects), lines
+    return validate(ask(**words), report=lines.append, session=session), lines
 
 
-def damaged(subjects: Subjects, layer: str, scale: float) -> Subjects:
+def damaged(session: Session, layer: str, scale: float) -> Session:
     """The same models, one weight of the candidate changed."""
-    own = Subjects()
-    own.candidate(ask(), _job()).module.get_submodule(layer).weight.data.mul_(scale)
+    own = Session()
+    own.model(ask(), "candidate").module.get_submodule(layer).weight.data.mul_(scale)
     return own
-
-
-def _job() -> Any:
-    from driftline.decoding.job import Job
-
-    return Job()
 
 
 def shape_of(line: str) -> str:
@@ -72,7 +66,7 @@ def shape_of(line: str) -> str:
 
 
 @pytest.mark.parametrize("log", ["run1_force_l1_fail", "run2_force_l1_pass_reuse"])
-def test_the_messages_are_those_of_the_recorded_runs(subjects, tmp_path, log):
+def test_the_messages_are_those_of_the_recorded_runs(session, tmp_path, log):
     words = {
         "FORCE_VALIDATION_LEVEL_1": "1",
         "CUMULATIVE_TEST_TOKENS_PER_SEQUENCE": "32",
@@ -81,8 +75,8 @@ def test_the_messages_are_those_of_the_recorded_runs(subjects, tmp_path, log):
         "METRICS_THRESHOLD": "2.96,0.0000001" if "fail" in log else "3.5,0.9",
     }
     if "reuse" in log:
-        run(subjects, **words)
-    _, lines = run(subjects, **words)
+        run(session, **words)
+    _, lines = run(session, **words)
     recorded = (DATA / "test_decoders" / f"{log}.log").read_text().splitlines()
     wanted = [shape_of(line) for line in recorded if line[:1] == "[" and "Sentient" not in line]
     assert lines[0].startswith("[ 0/ 1]: testing model=")
@@ -92,8 +86,8 @@ def test_the_messages_are_those_of_the_recorded_runs(subjects, tmp_path, log):
     assert found[len(wanted) :] == ([] if "fail" in log else passed)
 
 
-def test_equal_tokens_pass_level_0_and_nothing_more_is_run(subjects):
-    verdict, lines = run(subjects)
+def test_equal_tokens_pass_level_0_and_nothing_more_is_run(session):
+    verdict, lines = run(session)
     assert verdict.passed
     assert verdict.tokens_equal
     assert verdict.rates == ()
@@ -101,55 +95,55 @@ def test_equal_tokens_pass_level_0_and_nothing_more_is_run(subjects):
 
 
 def test_equal_tokens_of_logits_that_are_no_numbers_do_not_pass():
-    own = Subjects()
-    for model in (own.reference(ask(), _job()), own.candidate(ask(), _job())):
+    own = Session()
+    for model in (own.model(ask(), "reference"), own.model(ask(), "candidate")):
         model.module.get_submodule("lm_head").weight.data[5, 3] = torch.nan
     with pytest.raises(DriftlineError, match="prompt 0: 8 logits of the reference are NaN or inf"):
         run(own)
-    own = Subjects()
+    own = Session()
     # Never the largest, so that both sides say the same tokens.
-    own.candidate(ask(), _job()).module.get_submodule("lm_head").register_forward_hook(
+    own.model(ask(), "candidate").module.get_submodule("lm_head").register_forward_hook(
         lambda _module, _inputs, output: output.index_fill(-1, torch.tensor([5]), -torch.inf)
     )
     with pytest.raises(DriftlineError, match="prompt 0: 8 logits of the candidate are NaN or inf"):
         run(own)
 
 
-def test_a_damaged_layer_fails_and_is_named_with_prompt_and_token(subjects):
-    own = damaged(subjects, "model.layers.1.mlp.down_proj", 1.5)
+def test_a_damaged_layer_fails_and_is_named_with_prompt_and_token(session):
+    own = damaged(session, "model.layers.1.mlp.down_proj", 1.5)
     verdict, lines = run(own, METRICS_THRESHOLD="3.5,0.0005")
     assert not verdict.passed
     assert any("failed validation level 0" in line for line in lines)
     assert verdict.complaint.startswith("failure rate for mean diff was too high: ")
-    told = list(lines_of(verdict, own.tokenizer(verdict.ask)))
+    told = list(lines_of(verdict, own.tokenizer(verdict.options)))
     assert any(re.match(r"first failing token: iter=0, prompt 0 \(c34\), token 0", t) for t in told)
     assert any("reference's likeliest: 68 'b' 0.0499" in line for line in told)
     assert any("95 % interval" in line for line in told)
     assert verdict.first is not None
-    table = judge(explain(verdict.ask, verdict.first, own))
+    table = judge(explain(verdict.options, verdict.first, own))
     assert table.first_site == "model.layers.1.mlp.down_proj"
     assert "model.layers.1.mlp.down_proj" in "\n".join(layer_lines(table))
 
 
-def test_one_bad_prompt_is_told_from_many(subjects, tmp_path):
+def test_one_bad_prompt_is_told_from_many(session, tmp_path):
     words = {
         "FORCE_VALIDATION_LEVEL_1": "1",
         "VALIDATION_INFO_DIR": str(tmp_path),
         "METRICS_THRESHOLD": "9,0.01",
     }
-    run(subjects, SAVE_VALIDATION_INFO_OUTPUTS="1", **words)
+    run(session, SAVE_VALIDATION_INFO_OUTPUTS="1", **words)
     (saved,) = tmp_path.glob("*.cpu_validation_info.1.out")
     kept = torch.load(saved / "1.pt", weights_only=True)
     kept["logits"] = kept["logits"] * 2
     torch.save(kept, saved / "1.pt")
-    verdict, _ = run(subjects, **words)
+    verdict, _ = run(session, **words)
     told = "\n".join(lines_of(verdict))
     assert "1 of 4 prompts has failing tokens:\n  iter=1 prompt 1 (c116): mean diff 8," in told
 
 
-def test_what_metrics_wrote_is_used_as_it_is(subjects, tmp_path, driftline_metrics):
+def test_what_metrics_wrote_is_used_as_it_is(session, tmp_path, driftline_metrics):
     driftline_metrics(tmp_path)
-    verdict, lines = run(subjects, VALIDATION_INFO_DIR=str(tmp_path), FORCE_VALIDATION_LEVEL_1="1")
+    verdict, lines = run(session, VALIDATION_INFO_DIR=str(tmp_path), FORCE_VALIDATION_LEVEL_1="1")
     assert verdict.passed
     found = [line for line in lines if "-- loading it" in line]
     assert [f"seed={n} " in line for n, line in enumerate(found)] == [True, True]
@@ -157,13 +151,13 @@ def test_what_metrics_wrote_is_used_as_it_is(subjects, tmp_path, driftline_metri
 
 @pytest.fixture
 def driftline_metrics():
-    from driftline.decoding.metrics_ask import MetricsAsk
-    from driftline.decoding.metrics_run import run_metrics
-    from driftline.decoding.targets import Target
+    from driftline.decoding.metrics import run_metrics
+    from driftline.decoding.models.targets import Target
+    from driftline.decoding.options import MetricsOptions
 
     def make(folder: Path) -> None:
         run_metrics(
-            MetricsAsk(
+            MetricsOptions(
                 model_path=str(LLAMA),
                 tokenizer="",
                 prompts=PROMPTS,
@@ -175,21 +169,21 @@ def driftline_metrics():
                 reference=Target(),
                 candidate=Target("cpu", "fp16"),
             ),
-            say=lambda line: None,
+            report=lambda line: None,
         )
 
     return make
 
 
-def test_micro_models_have_the_candidates_own_weights_on_both_sides(subjects, tmp_path):
+def test_micro_models_have_the_candidates_own_weights_on_both_sides(session, tmp_path):
     words = {"USE_MICRO_MODELS": "1", "MICRO_LAYERS": "1", "COMMON_MODEL_PATHS": str(GRANITE)}
     drawn = ask(**words)
     assert (drawn.micro_layers, drawn.random_weights) == (1, True)
-    verdict, lines = run(Subjects(), FORCE_VALIDATION_LEVEL_1="1", **words)
+    verdict, lines = run(Session(), FORCE_VALIDATION_LEVEL_1="1", **words)
     assert "[ 0/ 1]: using randomly initialized model" in lines
     assert {rate.check: rate.rate for rate in verdict.rates}["mean_diff"] == 0.0
-    own = Subjects()
-    reference, candidate = (make(drawn, _job()) for make in (own.reference, own.candidate))
+    own = Session()
+    reference, candidate = (own.model(drawn, side) for side in ("reference", "candidate"))
     for ours, theirs in zip(
         reference.module.parameters(), candidate.module.parameters(), strict=True
     ):
@@ -197,8 +191,8 @@ def test_micro_models_have_the_candidates_own_weights_on_both_sides(subjects, tm
     assert len(reference.module.model.layers) == 1
     local = ask(MICRO_WEIGHTS="local", **words)
     assert not local.random_weights
-    whole = own.candidate(ask(COMMON_MODEL_PATHS=str(GRANITE)), _job()).module
-    part = Subjects().candidate(local, _job()).module
+    whole = own.model(ask(COMMON_MODEL_PATHS=str(GRANITE)), "candidate").module
+    part = Session().model(local, "candidate").module
     name = "model.layers.0.mlp.down_proj"
     assert torch.equal(part.get_submodule(name).weight, whole.get_submodule(name).weight)
     shutil.copytree(GRANITE, tmp_path / "tiny-granite")
@@ -231,7 +225,7 @@ def test_limits_from_the_thresholds_file_and_never_from_another_models(tmp_path)
 def test_a_table_of_limits_is_made_once_and_then_the_users(tmp_path):
     path, told = tmp_path / "own" / "limits.json", []
     said = BASE | {"THRESHOLD_TABLE": str(path)}
-    asks_from(lambda name: said.get(name, ""), say=told.append)
+    validate_options(lambda name: said.get(name, ""), report=told.append)
     assert told == [f"made {path} with the documented limits; it is yours to edit"]
     assert read_table(path) == DOCUMENTED
     shown = json.loads(path.read_text())
@@ -251,7 +245,7 @@ def test_a_list_of_models_replaces_the_names_and_says_which_lines_are_none(tmp_p
     )
     told: list[str] = []
     said = BASE | {"FROM_MODEL_CONFIGURATION": str(path), "USE_MICRO_MODELS": "1"}
-    (only,) = asks_from(lambda name: said.get(name, ""), say=told.append)
+    (only,) = validate_options(lambda name: said.get(name, ""), report=told.append)
     assert (only.model, only.limits.ce, only.micro) == ("a/b", 2.0, False)
     assert told == ['config contained an improper json line: {"model_id": "a/d",}']
     assert len(read_list(path, 2).models) == 2
@@ -262,7 +256,7 @@ def test_a_list_of_models_replaces_the_names_and_says_which_lines_are_none(tmp_p
 
 def test_shapes_are_the_full_product_with_the_documented_ids():
     said = BASE | {"COMMON_BATCH_SIZES": "1,8", "COMMON_SEQ_LENGTHS": "64,2048"}
-    ids = [each.id for each in asks_from(lambda name: said.get(name, ""))]
+    ids = [each.id for each in validate_options(lambda name: said.get(name, ""))]
     assert ids == [f"{LLAMA}-{b}-{s}-8" for b in (1, 8) for s in (64, 2048)]
 
 
@@ -318,12 +312,12 @@ def test_what_is_missing_is_said_before_anything_is_computed(tmp_path):
         ({"COMMON_BATCH_SIZES": "4000"}, "4000 are needed"),
     ):
         with pytest.raises(DriftlineError, match=message):
-            run(Subjects(), **words)
+            run(Session(), **words)
 
 
-def test_saved_outputs_that_do_not_fit_are_refused(subjects, tmp_path):
+def test_saved_outputs_that_do_not_fit_are_refused(session, tmp_path):
     words = {"VALIDATION_INFO_DIR": str(tmp_path), "FORCE_VALIDATION_LEVEL_1": "1"}
-    run(subjects, SAVE_VALIDATION_INFO_OUTPUTS="1", **words)
+    run(session, SAVE_VALIDATION_INFO_OUTPUTS="1", **words)
     (saved,) = tmp_path.glob("*.cpu_validation_info.0.out")
     good = torch.load(saved / "0.pt", weights_only=True)
     smaller = good | {"logits": good["logits"][:, :-1].clone()}
@@ -339,39 +333,39 @@ def test_saved_outputs_that_do_not_fit_are_refused(subjects, tmp_path):
     ):
         torch.save(kept, saved / "0.pt")
         with pytest.raises(DriftlineError, match=message):
-            run(subjects, **words)
+            run(session, **words)
     (saved / "0.pt").write_bytes(b"damaged")
     with pytest.raises(BadFile, match="cannot be loaded: it is damaged"):
-        run(subjects, **words)
+        run(session, **words)
 
 
-def test_a_saved_reference_of_other_weights_is_refused(subjects, tmp_path):
+def test_a_saved_reference_of_other_weights_is_refused(session, tmp_path):
     shutil.copytree(LLAMA, tmp_path / "mine")
     words = {
         "COMMON_MODEL_PATHS": str(tmp_path / "mine"),
         "VALIDATION_INFO_DIR": str(tmp_path / "kept"),
     }
-    run(subjects, SAVE_VALIDATION_INFO_OUTPUTS="1", **words)
-    run(subjects, **words)
+    run(session, SAVE_VALIDATION_INFO_OUTPUTS="1", **words)
+    run(session, **words)
     weights = tmp_path / "mine" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-2] ^= 1
     weights.write_bytes(content)
     with pytest.raises(BadInput, match="made by a model with other weights or another config"):
-        run(subjects, **words)
+        run(session, **words)
 
 
-def test_texts_that_end_at_once_leave_nothing_to_judge(subjects, monkeypatch):
+def test_texts_that_end_at_once_leave_nothing_to_judge(session, monkeypatch):
     every = tuple(range(384))
-    monkeypatch.setattr("driftline.decoding.validation.end_ids", lambda *_: every)
+    monkeypatch.setattr("driftline.decoding.validate.end_ids", lambda *_: every)
     with pytest.raises(BadInput, match="no token was kept: all 4 texts end at once"):
-        run(subjects, FORCE_VALIDATION_LEVEL_1="1")
+        run(session, FORCE_VALIDATION_LEVEL_1="1")
 
 
-def test_a_skipped_check_is_told_and_not_judged(subjects):
+def test_a_skipped_check_is_told_and_not_judged(session):
     words = {"FORCE_VALIDATION_LEVEL_1": "1", "METRICS_THRESHOLD": "0.1,0.9"}
-    assert not run(subjects, **words)[0].passed
-    verdict, lines = run(subjects, SKIP_ASSERTIONS="ce", **words)
+    assert not run(session, **words)[0].passed
+    verdict, lines = run(session, SKIP_ASSERTIONS="ce", **words)
     assert verdict.passed
     assert "[ 0/ 1]: cross entropy loss failure rate: 1.0" in lines
     assert "[ 0/ 1]: passed validation level 1" in lines
@@ -396,7 +390,7 @@ def test_a_rate_near_the_edge_says_that_a_percentile_does_that_to_its_own_baseli
 
 
 def test_a_compiled_candidate_is_validated_and_its_layers_are_shown_without_its_compiler():
-    own = Subjects()
+    own = Session()
     verdict, lines = run(
         own,
         CANDIDATE="device=cpu,dtype=fp16,compile=aot_eager",
@@ -410,7 +404,7 @@ def test_a_compiled_candidate_is_validated_and_its_layers_are_shown_without_its_
     assert 0 < verdict.variation < 0.003, "it is near, and not the same computation"
     assert any(re.search(r"aiu generation took [\d.]+s", line) for line in lines)
     assert verdict.first is not None
-    table = judge(explain(verdict.ask, verdict.first, own))
+    table = judge(explain(verdict.options, verdict.first, own))
     assert any(row.site == "model.layers.1.mlp.down_proj" for row in table.rows)
     (note,) = table.notes
     figures = re.search(r"logits is ([\d.e-]+) compiled and ([\d.e-]+) so", note)
@@ -420,7 +414,7 @@ def test_a_compiled_candidate_is_validated_and_its_layers_are_shown_without_its_
 
 
 def test_the_device_of_the_documents_goes_by_its_backend_and_shows_its_blocks(stand_in):
-    own = Subjects()
+    own = Session()
     verdict, _ = run(
         own,
         CANDIDATE="device=aiu,dtype=fp16",
@@ -433,7 +427,7 @@ def test_the_device_of_the_documents_goes_by_its_backend_and_shows_its_blocks(st
     assert stand_in
     assert verdict.first is not None
     before = len(stand_in)
-    table = judge(explain(verdict.ask, verdict.first, own))
+    table = judge(explain(verdict.options, verdict.first, own))
     seen = {row.site for row in table.rows if row.status == "pass"}
     assert {"model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"} <= seen
     assert "compiled block by block" in table.notes[0]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from tiny_decoders import LLAMA, PROMPTS
 
-from driftline.decoding.job import chosen_backend
+from driftline.decoding.distributed import choose_backend
 from driftline.errors import BadInput
 from driftline.settings import JobPlace
 
@@ -52,12 +52,12 @@ class Cuda:
     [(0, 1, 2, ("gloo", None)), (8, 5, 6, ("cpu:gloo,cuda:nccl", 5))],
 )
 def test_each_process_takes_a_gpu_of_its_own_where_there_are_any(gpus, rank, processes, chosen):
-    assert chosen_backend(JobPlace(rank, processes), Cuda(gpus)) == chosen
+    assert choose_backend(JobPlace(rank, processes), Cuda(gpus)) == chosen
 
 
 def test_fewer_gpus_than_processes_are_refused_with_the_way_to_the_cpu():
     with pytest.raises(BadInput, match="2 processes share this machine, which has 1 GPU") as said:
-        chosen_backend(JobPlace(1, 2), Cuda(1))
+        choose_backend(JobPlace(1, 2), Cuda(1))
     assert "CUDA_VISIBLE_DEVICES=" in said.value.hint
 
 

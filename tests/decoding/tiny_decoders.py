@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from driftline.decoding.decoder import DecoderModel
-from driftline.decoding.models import load_model, load_tokenizer
-from driftline.decoding.targets import Target
+from driftline.decoding.models.decoder import DecoderModel
+from driftline.decoding.models.loading import ModelSource, load_model, load_tokenizer
+from driftline.decoding.models.targets import Target
 
 DATA = Path(__file__).parents[1] / "data" / "aiu"
 LLAMA = DATA / "fixtures" / "tiny-llama"
@@ -28,7 +28,7 @@ def tokenizer() -> Any:
 
 def llama(target: Target = FP32, **words: Any) -> DecoderModel:
     torch.set_num_threads(1)
-    return load_model(str(LLAMA), target, **words)
+    return load_model(ModelSource(str(LLAMA), **words), target)
 
 
 def golden_logits(side: str, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -324,6 +324,46 @@ def test_error_on_padding_alone_is_a_mask() -> None:
     assert (found.cause, found.detail) == ("mask", "pads")
 
 
+def test_error_on_the_tokens_that_can_see_padding_is_a_mask() -> None:
+    """Pads on the left that nobody masks: what comes behind them sees them."""
+    r = tensor()
+    pads = np.zeros(r.shape[:2], dtype=bool)
+    pads[1, :7] = pads[3, :11] = True
+    seeing = (np.cumsum(pads, axis=1) > 0) & ~pads
+    found, all_of_them = best_clue(
+        case(r, r + np.where(seeing[..., None], tensor(4), 0), pads=pads)
+    )
+    assert found is not None, all_of_them
+    assert (found.cause, found.detail) == ("mask", "pads")
+    assert found.sentence == "the error sits on the tokens that can see padding"
+    some = seeing & (np.arange(r.shape[1]) % 2 == 0)
+    found, _ = best_clue(case(r, r + np.where(some[..., None], tensor(4), 0), pads=pads))
+    assert found is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (slice(0, 22), "every token but the last 2 tokens is off"),
+        (slice(0, 23), "every token but the last token is off"),
+        (slice(2, 24), "tokens from position 2 on are off and none before"),
+        (slice(1, 24), ""),  # the first token sees itself alone, whatever is wrong
+        (slice(8, 16), ""),
+        (slice(0, 24, 2), ""),
+    ],
+)
+def test_which_positions_of_an_attention_are_off_tells_a_mask(wrong: slice, words: str) -> None:
+    r = tensor()
+    c = r.copy()
+    c[:, wrong] += 0.3 * tensor(5)[:, wrong]
+    found, _ = best_clue(case(r, c, site="layers.1.self_attn", class_name="Attention"))
+    if words:
+        assert found is not None
+        assert found.sentence.startswith(words)
+    else:
+        assert found is None or found.cause != "mask"
+
+
 @pytest.mark.parametrize("right", ["silu", "gelu", "gelu (tanh)", "relu"])
 @pytest.mark.parametrize("wrong", ["silu", "gelu", "gelu (tanh)", "relu", "no activation"])
 def test_another_activation_is_named_with_both_functions(right: str, wrong: str) -> None:

@@ -86,6 +86,10 @@ def test_an_unknown_site_that_nothing_convicts_stays_unknown() -> None:
     found = diagnose(run_of(reference, ids), theirs, replay=replay)
     assert found.verdict == "pass"
     assert found.site(site).status == "unknown"
+    judged = sum(each.status != "unknown" for each in found.sites)
+    assert found.sentences[0] == (
+        f"No site of {judged} introduces error beyond noise (1 more could not be judged)."
+    )
 
 
 def test_a_variant_that_is_bit_for_bit_another_one_is_no_second_witness(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from driftline import register_saving_hook
-from driftline.cli.check_hooks import _Bar
 from driftline.cli.main import main
 from driftline.dialects.paddle_hook.tree_checker import COLUMNS
 
@@ -317,16 +316,6 @@ def test_a_second_check_replaces_the_first(tmp_path: Path, check: Check) -> None
     check(a, b)
     assert len(rows_of(a)) == 2
     assert [path.name for path in (a / "tensors" / "compare_rst").iterdir()] == ["rank_0_rst.csv"]
-
-
-def test_a_progress_bar_fills_up_and_stays(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = _Bar("tensors rank_0")
-    for done in range(1, 5):
-        bar(done, 4)
-    bar.close()
-    said = capsys.readouterr().err
-    assert said.endswith(f"tensors rank_0 [{'#' * 30}] 100 % 4 of 4\n")
-    assert said.count("\r") == 4
 
 
 def test_the_trees_of_our_own_hook_are_checked(tmp_path: Path, check: Check) -> None:

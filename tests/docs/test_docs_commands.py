@@ -18,9 +18,8 @@ import kitchens
 import pytest
 from documents import PAGES, REASONS, ROOT, Block, blocks_of, name_of
 
-from driftline.cli import parsing
-from driftline.cli.commands import COMMANDS
-from driftline.cli.helppage import option_names
+from driftline.cli import app
+from driftline.cli.app import COMMANDS, option_names
 from driftline.cli.main import main
 
 Kitchen = Callable[[Path], None]
@@ -206,8 +205,7 @@ def test_what_is_not_run_has_one_of_the_known_reasons_and_is_spelt_right(page: P
         assert block.reason in REASONS, f"{name_of(page)}:{block.line}"
         for words in block.commands:
             if words[0] == "driftline" and block.reason != "a usage line":
-                options = parsing.arguments_of(parsing.load(words[1]))
-                parsing.read(words[1], options, words[2:])
+                app.read(words[1], app.load(words[1]), words[2:])
 
 
 def test_the_reasons_are_found_where_they_stand() -> None:

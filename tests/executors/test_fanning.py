@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -107,10 +108,10 @@ AIU = DATA / "aiu" / "fixtures"
 
 
 def shapes(folder):
-    from driftline.decoding.metrics_ask import MetricsAsk
+    from driftline.decoding.options import MetricsOptions
 
     return [
-        MetricsAsk(
+        MetricsOptions(
             model_path=str(AIU / "tiny-llama"),
             tokenizer="",
             prompts=AIU / "share_gpt_tiny.json",
@@ -133,14 +134,14 @@ def files_of(folder):
 
 
 def test_shapes_of_metrics_are_shared_out_and_told_in_order(tmp_path):
-    from driftline.decoding.fanning import run_shapes
+    from driftline.decoding.metrics import run_shapes
 
     said, ready = [], []
-    one = run_shapes(shapes(tmp_path / "one"), say=lambda line: None)
+    one = run_shapes(shapes(tmp_path / "one"), report=lambda line: None)
     other = run_shapes(
         shapes(tmp_path / "other"),
         executor=Here(2, elsewhere=True),  # does the last one first
-        say=said.append,
+        report=said.append,
         ready=lambda ask, outcome: ready.append((ask.batch_size, outcome.tokens)),
     )
     for here, there in zip(one, other, strict=True):
@@ -155,7 +156,7 @@ def test_shapes_of_metrics_are_shared_out_and_told_in_order(tmp_path):
 
 
 def asks(**words):
-    from driftline.decoding.validate_ask import asks_from
+    from driftline.decoding.option_reader import validate_options
 
     said = {
         "COMMON_MODEL_PATHS": str(AIU / "tiny-llama"),
@@ -171,15 +172,15 @@ def asks(**words):
         "METRICS_THRESHOLD": "1e-9,1e-9",
         **words,
     }
-    return asks_from(lambda name: said.get(name, ""))
+    return validate_options(lambda name: said.get(name, ""))
 
 
 def test_shapes_of_validate_are_shared_out_and_say_the_same_in_the_same_order(tmp_path):
-    from driftline.decoding.fanning import validate_shapes
+    from driftline.decoding.validate import validate_shapes
 
     lines, others = [], []
-    one = validate_shapes(asks(), say=lines.append)
-    other = validate_shapes(asks(), say=others.append, executor=Here(2))
+    one = validate_shapes(asks(), report=lines.append)
+    other = validate_shapes(asks(), report=others.append, executor=Here(2))
     for here, there in zip(one, other, strict=True):
         assert here.first is not None  # a failing token, with its text
         same(here._replace(seconds=0.0), there._replace(seconds=0.0))
@@ -211,18 +212,19 @@ def test_processes_validate_shapes_from_the_command_line(tmp_path, capsys):
 
 
 def test_a_split_model_is_not_shared_out_too(tmp_path):
-    from driftline.decoding.fanning import run_shapes, validate_shapes
+    from driftline.decoding.metrics import run_shapes
+    from driftline.decoding.validate import validate_shapes
 
     with pytest.raises(BadInput, match="give each process a shape of its own"):
-        run_shapes([each._replace(distributed=True) for each in shapes(tmp_path)], jobs=2)
+        run_shapes([replace(each, distributed=True) for each in shapes(tmp_path)], jobs=2)
     with pytest.raises(BadInput, match="no shape is asked for"):
         validate_shapes([], jobs=2)
 
 
 def test_a_machine_that_does_not_see_the_results_says_so(tmp_path):
-    from driftline.decoding.workshop import FILES, MetricsWorkshop
+    from driftline.decoding.pipeline import FILES, MetricsWorker
 
     here, nowhere = tmp_path / "here", tmp_path / "nowhere"
     here.touch()
     about = {"threads": 1, "files": [str(here), str(nowhere)], "command": ["driftline"]}
-    assert MetricsWorkshop(about).absent() == [(FILES, f"cannot see '{nowhere}'")]
+    assert MetricsWorker(about).absent() == [(FILES, f"cannot see '{nowhere}'")]

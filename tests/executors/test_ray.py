@@ -325,17 +325,18 @@ def test_a_machine_without_the_runs_is_given_no_summaries_either(tmp_path):
 def test_operators_and_shapes_are_shared_out_on_a_cluster(two, joined, tmp_path):
     from test_fanning import MINI, asks, files_of, same, shapes
 
-    from driftline.decoding.fanning import run_shapes, validate_shapes
+    from driftline.decoding.metrics import run_shapes
+    from driftline.decoding.validate import validate_shapes
     from driftline.operators.api import check
 
     dump = next(path for path in sorted(MINI.iterdir()) if path.is_dir())
     same(check(dump), check(dump, executor="ray"))
-    one = validate_shapes(asks(), say=lambda line: None)
-    other = validate_shapes(asks(), say=lambda line: None, executor="ray")
+    one = validate_shapes(asks(), report=lambda line: None)
+    other = validate_shapes(asks(), report=lambda line: None, executor="ray")
     for here, there in zip(one, other, strict=True):
         same(here._replace(seconds=0.0), there._replace(seconds=0.0))
-    run_shapes(shapes(tmp_path / "one"), say=lambda line: None)
-    run_shapes(shapes(tmp_path / "other"), say=lambda line: None, executor="ray")
+    run_shapes(shapes(tmp_path / "one"), report=lambda line: None)
+    run_shapes(shapes(tmp_path / "other"), report=lambda line: None, executor="ray")
     assert files_of(tmp_path / "one") == files_of(tmp_path / "other")
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from driftline.cli.main import main
-from driftline.cli.trend import spark
 from driftline.diagnosis.trend import trend
 from driftline.errors import BadInput
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.kernel import summarize
+from driftline.reporting.formatting import spark
 from driftline.runs.reader import open_run
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.writer import RunWriter

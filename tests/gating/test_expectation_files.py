@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from driftline.errors import BadInput, DriftlineError
 from driftline.testing.expectations.expectations import Expectations, Subject, find, write
-from driftline.testing.expectations.signature import see
+from driftline.testing.expectations.signature import call, see
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -102,3 +102,25 @@ def test_a_nan_is_never_kept(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="1 values that are NaN"):
         Expectations(tmp_path, "all").output(subject, ["x"])
     assert not list(tmp_path.iterdir())
+
+
+def test_how_a_model_is_called_with_what_was_given_for_it() -> None:
+    seen: list[tuple[object, ...]] = []
+
+    def model(*args: object, **kwargs: object) -> None:
+        seen.append((args, kwargs))
+
+    one, other = torch.ones(2), torch.zeros(3)
+    for inputs in (one, (one, other), [one], {"x": one, "y": other}):
+        call(model, inputs)
+    assert seen == [
+        ((one,), {}),
+        ((one, other), {}),
+        ((one,), {}),
+        ((), {"x": one, "y": other}),
+    ]
+    seen.clear()
+    call(model, None)  # one sequence of the first token ids
+    ((ids,), _) = seen[0]
+    assert isinstance(ids, torch.Tensor)
+    assert ids.tolist() == [list(range(16))]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import driftline
-from driftline.comparison.pipeline import align
+from driftline.comparison.pipeline import align, compare
 from driftline.comparison.table.row import Row
 from driftline.comparison.table.table import Table
 from driftline.comparison.tolerance.tolerance import Limit, Tolerance
@@ -211,6 +211,19 @@ def test_a_limit_on_what_was_not_measured_is_incomparable_not_passed():
     assert table.rows[0].status == "incomparable"
     assert table.verdict == "incomparable"
     assert exit_code(table) == 2
+
+
+def test_who_asks_is_shown_the_plan_before_anything_is_measured():
+    events = []
+    x = noise(4)
+    table = compare(
+        run_of({"a": x, "b": x}),
+        run_of({"a": x}),
+        planned=lambda plan: events.append((len(plan.pairs), len(plan.missing))),
+        progress=lambda done, total: events.append("measured"),
+    )
+    assert events == [(1, 1), "measured"]
+    assert table.coverage.missing == 1
 
 
 @pytest.mark.parametrize("kept", ["relative_l2", "cosine", "max_ulp"])

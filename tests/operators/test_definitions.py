@@ -260,6 +260,13 @@ def test_rstd_is_the_second_output_where_it_is_asked_for() -> None:
     assert rstd.dtype == np.float32
 
 
+def test_what_was_only_selected_must_be_the_same_to_the_last_bit() -> None:
+    tensor = Tensor(draw(3, 8), "float32")
+    (relu,) = results("Activation", {"activationType": 1}, [tensor])
+    (swish,) = results("Activation", {"activationType": 4}, [tensor])
+    assert relu.exact and not swish.exact
+
+
 def test_rows_are_quantised_by_their_own_scale() -> None:
     x = np.array([[1.0, -2.0, 4.0], [0.0, 0.0, 0.0]], np.float16)
     steps, scale = golden("ElewiseOperation", {"elewiseType": 19}, [x])
@@ -287,6 +294,22 @@ def test_gathering_slicing_and_splitting_take_what_numpy_takes() -> None:
     assert [part.tolist() for part in parts] == [p.tolist() for p in np.split(x, 3, -1)]
 
 
+def test_only_the_size_of_a_result_is_bounded_not_that_of_what_it_is_taken_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("driftline.operators.definitions.call.LARGEST", 100)
+    x = draw(50, 4)
+    (found,) = golden("GatherOperation", {"axis": 0}, [x, np.arange(25)])
+    assert found.tolist() == x[:25].tolist()
+    with pytest.raises(BadInput, match="the result would have 104 elements"):
+        golden("GatherOperation", {"axis": 0}, [x, np.arange(26)])
+
+
+def test_one_value_of_a_single_class_is_hot() -> None:
+    (found,) = golden("OnehotOperation", {"depth": 1, "axis": 1}, [np.array([0, 1, 0])])
+    assert found.tolist() == [[1], [0], [1]]
+
+
 def test_parallel_layers_take_the_inputs_of_every_rank() -> None:
     xs, ws = [draw(4, 3) for _ in range(2)], [draw(5, 3) for _ in range(2)]
     given_all = [xs[0], ws[0], xs[1], ws[1]]
@@ -297,6 +320,10 @@ def test_parallel_layers_take_the_inputs_of_every_rank() -> None:
     close(scattered, total[2:])
     gathered = golden("LinearParallelOperation", {**param, "type": 2}, given_all)[0]
     close(gathered, torch.cat([wide(x) for x in xs]) @ wide(ws[1]).T)
+    alone = golden("LinearParallelOperation", {**param, "type": 3}, given_all)[0]
+    close(alone, wide(xs[1]) @ wide(ws[1]).T)
+    with pytest.raises(BadInput, match="type 4 of a parallel layer is not defined here"):
+        golden("LinearParallelOperation", {**param, "type": 4}, given_all)
     assert golden("AllGatherOperation", {"rankSize": 2}, xs)[0].shape == (2, 4, 3)
     assert golden("BroadcastOperation", {"rankSize": 2, "rankRoot": 1}, xs)[0].tolist() == (
         xs[1].tolist()
@@ -332,6 +359,8 @@ def test_an_unknown_operator_is_refused_with_the_nearest_name() -> None:
         ("Elewise", {"elewiseType": 8}, [(10**5, 1), (1, 10**5)], "10000000000 elements"),
         ("Linear", {"hasBias": False}, [(10**5, 1), (10**5, 1)], "10000000000 elements"),
         ("Where", {}, [(10**5, 1), (1, 10**5), (1,)], "10000000000 elements"),
+        ("Onehot", {"depth": 0}, [(3,)], "depth 0 is no size"),
+        ("Onehot", {"depth": 2**31}, [(3,)], "depth 2147483648 is no size"),
     ],
 )
 def test_what_does_not_fit_is_said_in_words(

@@ -16,6 +16,8 @@ from torch.nn import functional
 import driftline
 from driftline.numerics.kernel import digest
 from driftline.operators.api import check
+from driftline.operators.aten.calls import Unfit, operator_of
+from driftline.operators.aten.kinds import BY_INDEX
 
 WHOLE = "ops"
 
@@ -373,3 +375,28 @@ def test_a_recurrent_backward_that_reads_scratch_memory_says_so(tmp_path):
     assert not found.failing
     reasons = [r.figures.reason for r in found.rows if r.status == "not checked"]
     assert all("scratch memory" in reason for reason in reasons), reasons
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["aten.add", "aten.add.Tensor.more", "aten..Tensor", "aten.add.", "os.sys tem.x", "aten.a-b.c"],
+)
+def test_a_word_of_a_run_that_names_no_operator_is_looked_up_nowhere(name: str) -> None:
+    with pytest.raises(Unfit, match="is not the name of an operator"):
+        operator_of(name)
+
+
+@pytest.mark.parametrize("name", sorted(BY_INDEX))
+def test_places_of_values_and_of_where_they_were_are_torchs(name: str) -> None:
+    x = torch.randn(5, 7)
+    more = {"topk": (3,), "kthvalue": (2,), "max": (1,), "min": (1,), "median": (1,)}
+    more |= {"nanmedian": (1,), "cummax": (1,), "cummin": (1,), "argmax": (1,), "argmin": (1,)}
+    made = getattr(torch, name)(x, *more.get(name, ()))
+    outputs = tuple(made) if not isinstance(made, torch.Tensor) else (made,)
+    values, where = BY_INDEX[name]
+    assert outputs[where].dtype == torch.int64
+    if values is None:
+        assert len(outputs) == 1
+    else:
+        index = outputs[where].reshape(5, -1)
+        assert torch.equal(outputs[values].reshape(5, -1), x.gather(1, index))

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from driftline.decoding.failing import Candidate, FirstFailure, PromptCount, Rate
-from driftline.decoding.out_files import out_name, write_out
-from driftline.decoding.score_table import SCORES, rows_of, write_part
-from driftline.decoding.targets import Target
-from driftline.decoding.validate_ask import Limits, ValidateAsk
-from driftline.decoding.validation import Verdict
-from driftline.decoding.validation_files import write_validation
+from driftline.decoding.failures import Candidate, FirstFailure, PromptCount, Rate
+from driftline.decoding.files.names import out_name
+from driftline.decoding.files.outputs import write_out
+from driftline.decoding.files.token_table import SCORES, rows_of, write_part
+from driftline.decoding.files.validation_files import write_validation
+from driftline.decoding.models.targets import Target
+from driftline.decoding.options import Limits, ValidateOptions
+from driftline.decoding.validate import Verdict
 from driftline.errors import BadFile, BadInput
 from driftline.reporting.html.decoder import decoder_folder
 from driftline.reporting.html.report import page_of
@@ -97,9 +98,9 @@ def test_without_limits_nothing_is_judged(metrics: Path) -> None:
 
 
 def validation(folder: Path) -> Path:
-    ask = ValidateAsk(
-        model="acme/tiny",
-        source="acme/tiny",
+    ask = ValidateOptions(
+        name="acme/tiny",
+        model_path="acme/tiny",
         prompts=Path("prompts"),
         batch_size=2,
         length=8,

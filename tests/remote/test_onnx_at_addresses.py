@@ -10,8 +10,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import driftline as api
-from driftline.cli import dump_words
 from driftline.errors import BadInput
+from driftline.runs import layout
 from driftline.runs.stores import upload
 from driftline.runs.stores.store import Store
 
@@ -21,7 +21,7 @@ SIZE = 64
 @pytest.fixture(autouse=True)
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(dump_words, "SENT_SHARD_BYTES", 1 << 18)
+    monkeypatch.setattr(layout, "SENT_SHARD_BYTES", 1 << 18)
     weight = np.eye(SIZE, dtype=np.float32) * np.float32(1.5)
     nodes = [
         helper.make_node("MatMul", ["x" if n == 0 else f"v{n - 1}", "w"], [f"v{n}"])

@@ -151,13 +151,14 @@ def test_the_text_of_a_stores_error_is_shown_without_its_credentials(secret):
 
 
 class _Losing(MemoryFileSystem):
-    """Keeps only the first bytes of the next so many uploads, and says nothing of it."""
+    """Keeps, or gives, only the first bytes of the next so many files, and says nothing of it."""
 
     protocol = "losing"
     store: ClassVar[dict[str, object]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
     cuts: ClassVar[int] = 0
     uploads: ClassVar[int] = 0
+    short_answers: ClassVar[int] = 0
 
     def put_file(self, lpath, rpath, **options):
         super().put_file(lpath, rpath, **options)
@@ -166,12 +167,20 @@ class _Losing(MemoryFileSystem):
             type(self).cuts -= 1
             self.pipe_file(rpath, self.cat_file(rpath)[:3])
 
+    def cat_file(self, path, start=None, end=None, **options):
+        content = super().cat_file(path, start=start, end=end, **options)
+        if start is not None and type(self).short_answers:
+            type(self).short_answers -= 1
+            return content[:2]
+        return content
+
 
 @pytest.fixture
 def losing(monkeypatch: pytest.MonkeyPatch) -> type[_Losing]:
     monkeypatch.setattr("driftline.runs.stores.store._FIRST_WAIT", 0.001)
     monkeypatch.setattr(_Losing, "cuts", 0)
     monkeypatch.setattr(_Losing, "uploads", 0)
+    monkeypatch.setattr(_Losing, "short_answers", 0)
     fsspec.register_implementation("losing", _Losing, clobber=True)
     return _Losing
 
@@ -194,3 +203,31 @@ def test_an_upload_that_never_arrives_whole_is_told_with_what_arrived(losing, tm
         Store("losing://b/run", tries=2).send(source, "shard")
     assert "it was tried 2 times" in found.value.hint
     assert losing.uploads == 2
+
+
+def test_an_answer_that_is_too_short_is_asked_for_again_unless_the_file_is(losing):
+    store = Store("losing://b/read", tries=3)
+    store.put("file", b"0123456789")
+    losing.short_answers = 2
+    assert store.read("file", 2, 8) == b"234567"
+    assert losing.short_answers == 0
+    with pytest.raises(Gone, match="file ends before its last byte"):
+        store.read("file", 8, 11)
+    losing.short_answers = 3
+    with pytest.raises(Unreachable, match="2 of 6 bytes came"):
+        store.read("file", 2, 8)
+
+
+def test_tries_wait_twice_as_long_each_time_and_never_longer_than_five_seconds(monkeypatch):
+    waits: list[float] = []
+    monkeypatch.setattr("driftline.runs.stores.store.time.sleep", waits.append)
+
+    def act() -> None:
+        raise ConnectionError("busy")
+
+    with pytest.raises(Unreachable, match="busy"):
+        Store("memory://b/run", tries=8)._trying(act)
+    usual = (0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0)
+    assert len(waits) == len(usual)
+    for wait, middle in zip(waits, usual, strict=True):
+        assert 0.5 * middle <= wait <= 1.5 * middle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import socket
 import sys
 import threading
@@ -13,10 +14,12 @@ from sent_runs import write_run
 
 import driftline as api
 from driftline.errors import AlreadyThere, BadInput, BadRun, DriftlineError, NotInstalled
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.stores import block_cache
 from driftline.runs.stores.addresses import UrlPath, place_of, url_of
 from driftline.runs.stores.api import push
 from driftline.runs.stores.store import Store
+from driftline.runs.writer import RunWriter
 
 
 def rows(table):
@@ -94,6 +97,97 @@ def test_blocks_that_are_kept_are_bounded_and_right(memory):
         thread.join()
     assert len(kept._known) <= 16
     assert not kept._coming
+
+
+def test_a_block_that_several_want_at_once_is_fetched_once(memory, monkeypatch):
+    store = Store(memory)
+    store.put("file", bytes(range(256)))
+    reads: list[int] = []
+    begun, go_on = threading.Event(), threading.Event()
+    read = Store.read
+
+    def slow(self, name, start, stop):
+        reads.append(start)
+        begun.set()
+        assert go_on.wait(20)
+        return read(self, name, start, stop)
+
+    monkeypatch.setattr(Store, "read", slow)
+    kept = block_cache.Blocks(store, block=64, kept=256)
+    found: list[bytes] = []
+
+    def look() -> None:
+        buffer, at = kept.fetch("file", 70, 80, 256)
+        found.append(bytes(buffer[at : at + 10]))
+
+    first, second = threading.Thread(target=look), threading.Thread(target=look)
+    first.start()
+    assert begun.wait(20)
+    second.start()
+    second.join(0.2)
+    go_on.set()
+    first.join(20)
+    second.join(20)
+    assert found == [bytes(range(70, 80))] * 2
+    assert reads == [64]
+
+
+def many_small(path: Path, count: int, shift: float) -> Path:
+    draw = np.random.default_rng(0)
+    writer = RunWriter(path, seal_at_exit=False)
+    for at in range(count):
+        values = draw.standard_normal(50).astype(np.float32) + np.float32(shift * (at > 100))
+        writer.put(
+            Record(TensorKey.of(f"l{at}", "output"), at, "float32", (50,)), values.view("u1")
+        )
+    writer.close()
+    return path
+
+
+def test_many_small_tensors_are_fetched_together_and_ahead(tmp_path, memory, monkeypatch):
+    runs = [many_small(tmp_path / name, 200, shift) for name, shift in (("a", 0.0), ("b", 0.5))]
+    urls = [sent(path, f"{memory}/{path.name}") for path in runs]
+    here = rows(api.compare(*runs))
+    reads: list[str] = []
+    read = Store.read
+
+    def watched(self, name, start, stop):
+        reads.append(name)
+        return read(self, name, start, stop)
+
+    monkeypatch.setattr(Store, "read", watched)
+    assert rows(api.compare(*urls)) == here
+    shards = [name for name in reads if name.endswith(".safetensors")]
+    assert 2 <= len(shards) <= 2 * 4 + 2  # 64 pairs at a time, and one look at each file
+
+
+@pytest.mark.parametrize(("between", "reads"), [(100 << 10, 1), (140 << 10, 2), (9 << 20, 2)])
+def test_tensors_that_lie_near_each_other_are_one_request(
+    tmp_path, memory, monkeypatch, between, reads
+):
+    writer = RunWriter(tmp_path / "run", seal_at_exit=False)
+    for at, count in enumerate((1000, between, 1000)):
+        values = np.full(count, at + 1, np.uint8)
+        writer.put(Record(TensorKey.of(f"l{at}", "output"), at, "uint8", (count,)), values)
+    writer.close()
+    run = api.open_run(sent(tmp_path / "run", f"{memory}/run"))
+    ends = [run.records[0], run.records[2]]
+    asked: list[int] = []
+    read = Store.read
+
+    def watched(self, name, start, stop):
+        asked.append(stop - start)
+        return read(self, name, start, stop)
+
+    ahead = run.read_ahead()
+    monkeypatch.setattr(Store, "read", watched)
+    ahead.begin(ends)
+    found = ahead.take()
+    ahead.close()
+    assert len(asked) == reads
+    assert [memory.length for memory in found] == [1000, 1000]
+    values = [ctypes.string_at(memory.address, memory.length) for memory in found]
+    assert values == [b"\1" * 1000, b"\3" * 1000]
 
 
 def test_everything_a_run_says_of_itself_comes_along(pair_of_runs, there):
@@ -298,6 +392,20 @@ def test_a_run_elsewhere_that_is_garbled_says_so(memory, pair_of_runs):
     assert any("run.json" in str(loss) for loss in api.open_run(f"{memory}/run").losses)
     store.put("run.json", b'{"format": "driftline-run", "schema": 99}')
     with pytest.raises(BadRun, match="schema 99"):
+        api.open_run(f"{memory}/run")
+
+
+def test_what_is_missing_of_a_run_elsewhere_is_named(memory, pair_of_runs):
+    done = push(pair_of_runs[0], f"{memory}/run")
+    store = Store(f"{memory}/run")
+    assert done.files == 1 + len(store.sizes("rank0"))
+    assert done.size == sum(store.sizes("rank0").values()) + store.size("run.json")
+    store.remove("rank0/tensors-00000.safetensors")
+    run = api.open_run(f"{memory}/run")
+    assert any("tensors-00000.safetensors is missing" in str(loss) for loss in run.losses)
+    store.remove("rank0")
+    store.put("run.json", b"{")
+    with pytest.raises(BadRun, match=r"is no run: run\.json"):
         api.open_run(f"{memory}/run")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import driftline as api
-from driftline.cli import dump_words
+from driftline.cli.commands import dump
 from driftline.errors import BadRun, Unreachable
 from driftline.runs.reader import open_run
 from driftline.runs.stores import store, upload
@@ -126,7 +126,7 @@ with torch.no_grad():
 def program(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(dump_words, "SENT_SHARD_BYTES", 1 << 20)
+    monkeypatch.setattr(dump, "SENT_SHARD_BYTES", 1 << 20)
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
     return tmp_path
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import driftline.decoding.models
-from driftline.decoding.targets import Target
+from driftline.decoding.models.loading import ModelSource, load_model
+from driftline.decoding.models.targets import Target
 
 pytest_plugins = ("pytester",)
 
@@ -30,7 +30,7 @@ WORDS = {
 def _imported_once() -> None:
     """pytester forgets what a run imports; transformers' parts are not meant to load twice."""
     torch.set_num_threads(1)
-    driftline.decoding.models.load_model(str(FIXTURES / "tiny-llama"), Target())
+    load_model(ModelSource(str(FIXTURES / "tiny-llama")), Target())
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from driftline.cli.commands import COMMANDS
-from driftline.cli.helppage import help_page, option_names
+from driftline.cli.app import COMMANDS, option_names
 from driftline.cli.main import main
 
 DOCS = Path(__file__).parents[2] / "docs" / "command-line.md"
@@ -26,17 +25,20 @@ def test_the_overview(capsys: pytest.CaptureFixture[str], snapshot: Any) -> None
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of(command: str, snapshot: Any) -> None:
-    assert help_page(command) == snapshot
+def test_the_help_of(command: str, capsys: pytest.CaptureFixture[str], snapshot: Any) -> None:
+    main([command, "--help"])
+    assert capsys.readouterr().out == snapshot
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_fits_the_width(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_fits_the_width(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for columns in (70, 100):
         monkeypatch.setenv("COLUMNS", str(columns))
-        # Names and examples are not broken; only running text is held to the width.
-        for line in help_page(command).splitlines():
-            assert len(line) <= columns or line.startswith("  "), line
+        main([command, "--help"])
+        for line in capsys.readouterr().out.splitlines():
+            assert len(line) <= columns, line
 
 
 def section(command: str) -> str:

@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """A package may import itself and every package of a line above its own."""
 
 SAME_LINE = {
+    ("decoding", "testing"): "the pytest suites of decoders hold them to expectations",
     ("registry", "errors"): "a missing part is reported in a sentence",
     ("captures", "graphs"): "capture writes the module tree and the compiled graphs of a model",
     ("captures", "formats"): "what an engine's own probe wrote is counted through its reader",

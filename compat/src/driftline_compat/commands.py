@@ -1,4 +1,4 @@
-"""Words of other tools' command lines → words of `driftline`; nothing is computed here."""
+"""Commands of other tools, answered by `driftline`: only words are translated."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ Answered by driftline; each takes the options of the original. More: driftline -
 def ait() -> int:
     """`ait llm …` and `ait debug compare aclcmp …`."""
     words = sys.argv[1:]
-    asked = not words or words[0] in ("-h", "--help")
-    if asked or (words[0] in ("llm", "debug") and words[1:2] in ([], ["-h"], ["--help"])):
+    # Help of a group of commands is asked for by its name alone, or with -h.
+    asked = words[1:2] if words[:1] in (["llm"], ["debug"]) else words[:1]
+    if asked in ([], ["-h"], ["--help"]):
         print(_USAGE)
         return 0
     if words[:3] == ["debug", "compare", "aclcmp"]:
         return main(["labels", *words[3:]])
     if words[0] == "llm" and words[1] in _LLM:
         command, rest = words[1], words[2:]
-        return main([command, *(_dump(rest) if command == "dump" else rest)])
+        return main([command, *(_dump_words(rest) if command == "dump" else rest)])
     print(f"ait: driftline does not answer 'ait {' '.join(words[:3])}'", file=sys.stderr)
     print(_USAGE, file=sys.stderr)
     return 2
@@ -50,16 +51,16 @@ def get_thresholds() -> int:
     return main(["thresholds", *sys.argv[1:]])
 
 
-def _dump(words: list[str]) -> list[str]:
-    """The original writes its own tree, into the current folder unless told otherwise."""
-    own = words[: words.index("--")] if "--" in words else words
-    before: list[str] = []
-    if not _given(own, "--layout"):
-        before += ["--layout", "ait"]
-    if not _given(own, "-o", "--output"):
-        before += ["-o", "."]
-    return [*before, *words]
+def _dump_words(words: list[str]) -> list[str]:
+    """With the defaults of the original: its own tree, in the current folder."""
+    own_words = words[: words.index("--")] if "--" in words else words
+    defaults: list[str] = []
+    if not _has_option(own_words, "--layout"):
+        defaults += ["--layout", "ait"]
+    if not _has_option(own_words, "-o", "--output"):
+        defaults += ["-o", "."]
+    return [*defaults, *words]
 
 
-def _given(words: list[str], *names: str) -> bool:
+def _has_option(words: list[str], *names: str) -> bool:
     return any(word == name or word.startswith(f"{name}=") for word in words for name in names)

@@ -1,17 +1,19 @@
 """Greedy generation that keeps the logits: free, or forced along another run's tokens.
 
-Never stops early: exactly the asked number of tokens, with whatever comes after the end of a text,
-so that every prompt of a batch has the same shape. What is counted is decided later.
+It never stops early: exactly the requested number of tokens is generated, including whatever comes
+after the end of a text, so that every prompt of a batch has the same shape. Which tokens count is
+decided later.
 """
 
-# torch's own annotations are partial.
+# torch, transformers, fms and pyarrow are only partly annotated.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from driftline.decoding.decoder import DecoderModel, Forward
+from driftline.decoding.files.outputs import Outputs
+from driftline.decoding.models.decoder import DecoderModel, Forward
 from driftline.decoding.prompts import Padded, Prompt, pad_left
 from driftline.errors import BadInput, DriftlineError
 
@@ -40,6 +42,12 @@ class Validation(NamedTuple):
     @property
     def new_tokens(self) -> int:
         return int(self.tokens.shape[1]) - self.prompt_length
+
+
+def outputs_of(made: Validation) -> Outputs:
+    """Tokens and logits of a generation that kept them, as they are saved and scored."""
+    assert made.logits is not None
+    return Outputs(list(made.tokens), list(made.logits), [], {})
 
 
 def generate(
@@ -74,7 +82,7 @@ def generate(
     if max_new_tokens < 1:
         raise BadInput(f"{max_new_tokens} new tokens cannot be generated: at least 1 is needed")
     _check_ids(model, batch)
-    said = _forced_tokens(forced, batch, max_new_tokens)
+    forced_tokens = _forced_tokens(forced, batch, max_new_tokens)
     tokens = torch.zeros(rows, width + max_new_tokens, dtype=torch.int64)
     tokens[:, :width] = batch.ids
     choices = torch.zeros(rows, max_new_tokens, dtype=torch.int64)
@@ -90,8 +98,11 @@ def generate(
         start = 0
         for step in range(max_new_tokens):
             end = width + step
-            row = _asked(model, tokens[:, start:end], mask[:, :end], positions[:, start:end], cache)
+            row = _next_logits(
+                model, tokens[:, start:end], mask[:, :end], positions[:, start:end], cache
+            )
             cache = row.cache
+            # A model without a cache reads the whole text for every token.
             start = end if model.caches else 0
             if keep_logits:
                 if logits is None:
@@ -100,15 +111,16 @@ def generate(
                     logits = torch.empty(shape, dtype=row.logits.dtype)
                 logits[:, step] = row.logits.cpu()
             choices[:, step] = row.logits.argmax(dim=-1).cpu()
+            # Counted here, as logits that are not kept cannot be looked at later.
             nonfinite[:, step] = row.logits.isfinite().logical_not_().sum(dim=-1).cpu()
-            tokens[:, end] = choices[:, step] if said is None else said[:, end]
+            tokens[:, end] = choices[:, step] if forced_tokens is None else forced_tokens[:, end]
             positions[:, end] = after + step
             if progress is not None:
                 progress(step + 1, max_new_tokens)
     return Validation(tokens, logits, choices, width, nonfinite)
 
 
-def _asked(
+def _next_logits(
     model: DecoderModel,
     ids: torch.Tensor,
     mask: torch.Tensor,
@@ -121,14 +133,16 @@ def _asked(
     except DriftlineError:
         raise
     except Exception as trouble:
-        said = (str(trouble).strip().splitlines() or [""])[0][:200]
-        at = int(mask.shape[1])
+        summary = (str(trouble).strip().splitlines() or [""])[0][:200]
+        position = int(mask.shape[1])
         raise DriftlineError(
-            f"{model} failed on its way to token {at} of the text: {type(trouble).__name__}: {said}"
+            f"{model} failed on its way to token {position} of the text: "
+            f"{type(trouble).__name__}: {summary}"
         ) from trouble
 
 
 def _check_ids(model: DecoderModel, batch: Padded) -> None:
+    # An id beyond the vocabulary would read outside the embedding, or crash a device.
     largest = int(batch.ids.max())
     if model.vocabulary and largest >= model.vocabulary:
         raise BadInput(
@@ -144,13 +158,13 @@ def _forced_tokens(
 
     if forced is None:
         return None
-    said = forced if isinstance(forced, torch.Tensor) else torch.stack(list(forced))
+    tokens = forced if isinstance(forced, torch.Tensor) else torch.stack(list(forced))
     wanted = (int(batch.ids.shape[0]), int(batch.ids.shape[1]) + new)
-    if tuple(said.shape) != wanted:
+    if tuple(tokens.shape) != wanted:
         raise BadInput(
-            f"the tokens to force are {tuple(said.shape)}, the batch needs {wanted} "
+            f"the tokens to force are {tuple(tokens.shape)}, the batch needs {wanted} "
             "(prompts, tokens)"
         )
-    if not torch.equal(said[:, : batch.ids.shape[1]], batch.ids):
+    if not torch.equal(tokens[:, : batch.ids.shape[1]], batch.ids):
         raise BadInput("the tokens to force belong to other prompts")
-    return said
+    return tokens

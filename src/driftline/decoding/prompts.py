@@ -1,7 +1,7 @@
 """Prompts: from a file of conversations or lines to token ids, the same for the same seed.
 
-A window takes the prompts that have between half the asked length and all of it. Knows tokenizers
-only as something that encodes texts, and no model.
+Prompts with between half the requested length and all of it are drawn. Knows tokenizers only as
+objects that encode text, and no model.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 Order = Literal["head", "doc"]
 PAD = 0
 """Fills the left of a short prompt. Masked, so any id of the vocabulary would do."""
-
-
 BATCH = 1000
-"""Prompts that are handed to the tokenizer at once."""
+"""Prompts that are passed to the tokenizer at once."""
 
 
 class Prompt(NamedTuple):
@@ -94,25 +92,30 @@ class PromptPool:
                 hint="--batch_size and --min_pad_length (the sequence length) say how many and how "
                 "long",
             )
-        everything = range(len(self._texts))
+        indices = range(len(self._texts))
+        # The documented window: mostly padding would say little about a long sequence.
         least = max(1, length // 2)
-        dice = random.Random(seed)
+        generator = random.Random(seed)
+        # Kept for results of older tools: other prompts would give other numbers.
         if order == "doc":
-            places = list(everything)
-            dice.shuffle(places)
+            places = list(indices)
+            generator.shuffle(places)
             chosen: list[int] = []
             for place in places:
                 if least <= len(_pieces(self._tokenizer, self._texts[place].text)) <= length:
                     chosen.append(place)
+                    # Tokenizing stops when there are enough: a file may hold a hundred thousand.
                     if len(chosen) == count:
                         break
             fitting = len(chosen)
         else:
             sizes = self._counted()
-            fit = [p for p in everything if least <= sizes[p] <= length]
-            fit.sort(key=lambda p: sizes[p])  # stable: the file's order among equals
-            dice.shuffle(fit)
-            chosen, fitting = fit[:count], len(fit)
+            fitting_places = [place for place in indices if least <= sizes[place] <= length]
+            fitting_places.sort(
+                key=lambda place: sizes[place]
+            )  # stable: the file's order among equals
+            generator.shuffle(fitting_places)
+            chosen, fitting = fitting_places[:count], len(fitting_places)
         if fitting < count:
             raise BadInput(
                 f"{fitting} of the {self.size} prompts in {self.path} "
@@ -120,16 +123,17 @@ class PromptPool:
                 f"{count} are needed",
                 hint="give more prompts, a smaller batch size, or another sequence length",
             )
-        make = _pieces if order == "doc" else _encoded
+        encode = _pieces if order == "doc" else _encoded
         return [
-            Prompt(self._texts[p].name, make(self._tokenizer, self._texts[p].text)) for p in chosen
+            Prompt(self._texts[place].name, encode(self._tokenizer, self._texts[place].text))
+            for place in chosen
         ]
 
     def _counted(self) -> list[int]:
         """How many tokens every prompt has, in batches: tokenizers work on them in parallel."""
         while len(self._sizes) < len(self._texts):
             start = len(self._sizes)
-            batch = [each.text for each in self._texts[start : start + BATCH]]
+            batch = [prompt.text for prompt in self._texts[start : start + BATCH]]
             self._sizes += [len(ids) for ids in self._tokenizer(batch, verbose=False)["input_ids"]]
         return self._sizes
 
@@ -172,6 +176,7 @@ def read_texts(path: Path) -> list[_Text]:
         BadFile: It holds no prompt, or is neither kind.
     """
     try:
+        # Files from Windows begin with a byte order mark, which is part of no prompt.
         content = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise BadInput(
@@ -180,8 +185,8 @@ def read_texts(path: Path) -> list[_Text]:
             "downloaded",
         ) from None
     except (OSError, UnicodeDecodeError) as trouble:
-        said = trouble.strerror if isinstance(trouble, OSError) else "it is not UTF-8 text"
-        raise BadFile(f"the prompt file {path} cannot be read: {said}") from None
+        reason = trouble.strerror if isinstance(trouble, OSError) else "it is not UTF-8 text"
+        raise BadFile(f"the prompt file {path} cannot be read: {reason}") from None
     read = _conversations if _is_json(path, content) else _lines
     texts = read(path, content)
     if not texts:
@@ -195,7 +200,11 @@ def _is_json(path: Path, content: str) -> bool:
 
 def _lines(path: Path, content: str) -> list[_Text]:
     del path
-    return [_Text(str(at), line) for at, line in enumerate(content.splitlines(), 1) if line.strip()]
+    return [
+        _Text(str(number), line)
+        for number, line in enumerate(content.splitlines(), 1)
+        if line.strip()
+    ]
 
 
 def _conversations(path: Path, content: str) -> list[_Text]:
@@ -209,17 +218,18 @@ def _conversations(path: Path, content: str) -> list[_Text]:
             hint='[{"id": ..., "conversations": [{"from": "human", "value": "..."}, ...]}, ...]',
         )
     texts: list[_Text] = []
-    for at, entry in enumerate(cast("list[Any]", listed)):
+    for index, entry in enumerate(cast("list[Any]", listed)):
         if not isinstance(entry, dict) or not isinstance(entry.get("conversations"), list):  # pyright: ignore[reportUnknownMemberType]
-            raise BadFile(f"{path}: entry {at} has no list of conversations")
+            raise BadFile(f"{path}: entry {index} has no list of conversations")
         conversation = cast("dict[str, Any]", entry)
         turns = cast("list[Any]", conversation["conversations"])
+        # Never answered, and left out by the documented tools as well.
         if len(turns) < 2:
             continue
         first = cast("dict[str, Any]", turns[0]) if isinstance(turns[0], dict) else {}
         if not isinstance(first.get("value"), str):
-            raise BadFile(f"{path}: the first turn of entry {at} has no text")
-        texts.append(_Text(str(conversation.get("id", at)), first["value"]))
+            raise BadFile(f"{path}: the first turn of entry {index} has no text")
+        texts.append(_Text(str(conversation.get("id", index)), first["value"]))
     return texts
 
 
@@ -233,6 +243,7 @@ def pad_left(prompts: Sequence[Prompt], length: int = 0, *, pad: int = PAD) -> P
     positions = torch.zeros(len(prompts), width, dtype=torch.int64)
     for row, prompt in enumerate(prompts):
         size = len(prompt.ids)
+        # An empty prompt is padding only; a slice of it would select everything.
         if not size:
             continue
         ids[row, width - size :] = torch.tensor(prompt.ids)

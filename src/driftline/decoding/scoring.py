@@ -1,19 +1,24 @@
-"""How far a candidate's next-token distributions lie from the reference's, token by token.
+"""How far a candidate's next-token distributions are from the reference's, token by token.
 
-Four scores are the documented ones: both sides at the reference's k greatest logits, renormalised
-among those (`ce`, `prob_mean`, `prob_std`, `diff_mean`). They are blind to whatever happens outside
-the k; the companions look at the whole vocabulary. What is too much is decided elsewhere.
+Four scores are the documented ones: both sides at the reference's k largest logits, renormalised
+among those (`ce`, `prob_mean`, `prob_std`, `diff_mean`). They ignore everything outside the k; the
+companion scores use the whole vocabulary. Before a round is scored, the two sides are checked to
+belong together. What is too much is decided elsewhere.
 """
 
+# torch, transformers, fms and pyarrow are only partly annotated.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from driftline.errors import BadInput
+from driftline.decoding.files.outputs import AT_REFERENCE, INDICES, NONFINITE, VALUES, Outputs
+from driftline.decoding.files.token_table import SCORES, Rows, rows_of
+from driftline.errors import BadFile, BadInput
 from driftline.numerics.dtypes import DTYPES, DType
 from driftline.numerics.token_scores import score_rows
 
@@ -115,35 +120,37 @@ def score(
         raise BadInput("the logits are over a vocabulary of nothing")
     if topk < 1:
         raise BadInput(f"the {topk} greatest logits cannot be taken: at least 1 is needed")
-    said = _tokens(tokens, rows)
+    token_ids = _tokens(tokens, rows)
     # A second element besides the first is wanted for the gap, whatever k is.
     k = min(max(topk, 2), vocabulary)
-    found = score_rows(
-        *(reference, reference_dtype, candidate, candidate_dtype, said),
+    scored = score_rows(
+        *(reference, reference_dtype, candidate, candidate_dtype, token_ids),
         k=k,
         path=path,
         threads=threads,
     )
-    r_top = found.reference_top.astype(np.float64)
-    c_top = found.candidate_top.astype(np.float64)
+    r_top = scored.reference_top.astype(np.float64)
+    c_top = scored.candidate_top.astype(np.float64)
     documented = top_scores(r_top[:, :topk], c_top[:, :topk])
     for column in documented:
-        column[found.reference_nan > 0] = np.nan  # a NaN is among the greatest, in torch's order
+        column[scored.reference_nan > 0] = np.nan  # a NaN is among the greatest, in torch's order
     with np.errstate(invalid="ignore"):
         gap = r_top[:, 0] - r_top[:, 1] if k > 1 else np.full(rows, np.inf)
-    odd_candidate = found.candidate_nan > 0
+    odd_candidate = scored.candidate_nan > 0
     return TokenScores(
         *documented,
-        found.kl_rc,
-        found.kl_cr,
-        found.total_variation,
-        (found.top[:, 0] == found.candidate_choice) & ~odd_candidate & (found.reference_nan == 0),
-        found.rank,
+        scored.kl_rc,
+        scored.kl_cr,
+        scored.total_variation,
+        (scored.top[:, 0] == scored.candidate_choice)
+        & ~odd_candidate
+        & (scored.reference_nan == 0),
+        scored.rank,
         gap,
-        found.reference_nan,
-        found.reference_inf,
-        found.candidate_nan,
-        found.candidate_inf,
+        scored.reference_nan,
+        scored.reference_inf,
+        scored.candidate_nan,
+        scored.candidate_inf,
     )
 
 
@@ -159,6 +166,7 @@ def top_scores(reference: F64, candidate: F64) -> tuple[F64, F64, F64, F64]:
         p, q = np.exp(log_p), np.exp(log_q)
         ratio = p / q
         spread = ratio.std(axis=1, ddof=1) if ratio.shape[1] > 1 else np.full(len(ratio), np.nan)
+        # 0 log 0 is 0 by definition of the entropy, and NaN in floating point.
         terms = np.where(q == 0, 0.0, q * log_p)
         terms[np.isnan(log_p) | np.isnan(log_q)] = np.nan
         return (
@@ -170,6 +178,7 @@ def top_scores(reference: F64, candidate: F64) -> tuple[F64, F64, F64, F64]:
 
 
 def _log_softmax(rows: F64) -> F64:
+    # The largest becomes 0, so that no exponential overflows.
     moved = rows - rows.max(axis=1, keepdims=True)
     return moved - np.log(np.exp(moved).sum(axis=1, keepdims=True))
 
@@ -212,6 +221,7 @@ def _storage(logits: Any, side: str) -> tuple[AnyArray, DType]:
 
         tensor = cast("torch.Tensor", logits).detach()
         name = str(tensor.dtype).removeprefix("torch.")
+        # The kernel has no other formats; float32 holds every value of the smaller ones.
         if name not in ("float32", "float16", "bfloat16", "float64"):
             tensor, name = tensor.float(), "float32"
         tensor = tensor.cpu().contiguous()
@@ -228,3 +238,162 @@ def _storage(logits: Any, side: str) -> tuple[AnyArray, DType]:
             f"the {side}'s logits are of shape {array.shape}; [tokens, vocabulary] is expected"
         )
     return array, DTYPES[name]
+
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class RoundScores(NamedTuple):
+    """The rows of a round, one entry per prompt; `trouble` says where logits are not numbers."""
+
+    rows: list[Rows]
+    trouble: str
+
+
+def score_round(
+    reference: Outputs,
+    candidate: Outputs,
+    *,
+    seed: int,
+    names: Sequence[str],
+    ends: Sequence[int],
+    topk: int,
+    new_tokens: int,
+) -> RoundScores:
+    """Score all prompts of a round.
+
+    Args:
+        reference: What the reference left.
+        candidate: What the candidate left, forced along the reference's tokens.
+        seed: Number of the round.
+        names: Of the prompts; empty if they are not known.
+        ends: Ids that end a text; what comes after the first of them does not count.
+        topk: How many of the reference's largest logits the documented metrics look at.
+        new_tokens: How many tokens were generated.
+
+    Raises:
+        BadInput: The two sides do not belong together.
+    """
+    if len(reference.tokens) != len(candidate.tokens):
+        raise BadInput(
+            f"round {seed}: the reference has {len(reference.tokens)} prompts, the candidate "
+            f"{len(candidate.tokens)}"
+        )
+    rows: list[Rows] = []
+    trouble = ""
+    for prompt, tokens in enumerate(reference.tokens):
+        where = f"round {seed}, prompt {prompt}"
+        # Scores compare what both say after the same text; other texts have no common score.
+        if tokens.shape != candidate.tokens[prompt].shape or bool(
+            (tokens != candidate.tokens[prompt]).any()
+        ):
+            raise BadInput(
+                f"{where}: the candidate was not forced along the reference's tokens",
+                hint="the two sides come from different runs; compute the candidate again",
+            )
+        length = len(tokens) - new_tokens
+        if length < 0:
+            raise BadInput(f"{where}: {len(tokens)} tokens are fewer than {new_tokens} new ones")
+        new = tokens[length:]
+        pair = _Pair(reference, candidate, prompt, where)
+        columns, nonfinite = pair.scores(new, topk)
+        kept = kept_before_eos(tokens, ends, length)
+        name = names[prompt] if prompt < len(names) else ""
+        rows.append(rows_of(seed, prompt, name, new.numpy(), columns, kept))
+        # The first is named: later ones usually follow from it.
+        trouble = trouble or _not_numbers(nonfinite, where)
+    return RoundScores(rows, trouble)
+
+
+def nonfinite_text(count: Array, side: str) -> str:
+    """How many logits are none, and where the first is, given how many each token has.
+
+    >>> nonfinite_text(np.array([0, 1]), "reference")
+    '1 logit of the reference is NaN or infinite, at token 1'
+    """
+    total, first = int(count.sum()), int(np.flatnonzero(count)[0])
+    if total == 1:
+        return f"1 logit of the {side} is NaN or infinite, at token {first}"
+    return f"{total} logits of the {side} are NaN or infinite, first at token {first}"
+
+
+def _not_numbers(counts: Mapping[str, Array], where: str) -> str:
+    for side, count in counts.items():
+        if count.any():
+            return f"{where}: {nonfinite_text(count, side)}"
+    return ""
+
+
+class _Pair:
+    """Both sides of one prompt."""
+
+    def __init__(self, reference: Outputs, candidate: Outputs, prompt: int, where: str) -> None:
+        self.reference, self.candidate = reference, candidate
+        self.prompt, self.where = prompt, where
+
+    def scores(
+        self, new: torch.Tensor, topk: int
+    ) -> tuple[dict[str, Array | None], dict[str, Array]]:
+        """Columns by name, and per side and token how many logits are no numbers."""
+        if self.reference.logits and self.candidate.logits:
+            return self._from_logits(new, topk)
+        if self.reference.top and self.candidate.top:
+            return self._from_top(new, topk)
+        raise BadFile(f"{self.where}: one side keeps all logits, the other only the largest")
+
+    def _from_logits(
+        self, new: torch.Tensor, topk: int
+    ) -> tuple[dict[str, Array | None], dict[str, Array]]:
+        left, right = self.reference.logits[self.prompt], self.candidate.logits[self.prompt]
+        self._same_shape(left, right, new)
+        scores = score(left, right, new, topk=topk)
+        columns: dict[str, Array | None] = {name: getattr(scores, name) for name in SCORES}
+        counts = {
+            "reference": scores.reference_nan + scores.reference_inf,
+            "candidate": scores.candidate_nan + scores.candidate_inf,
+        }
+        return columns, counts
+
+    def _from_top(
+        self, new: torch.Tensor, topk: int
+    ) -> tuple[dict[str, Array | None], dict[str, Array]]:
+        left, right = self.reference.top[self.prompt], self.candidate.top[self.prompt]
+        for side, parts, wanted in (
+            ("reference", left, (INDICES, VALUES, NONFINITE)),
+            ("candidate", right, (INDICES, AT_REFERENCE, NONFINITE)),
+        ):
+            if any(name not in parts or len(parts[name]) != len(new) for name in wanted):
+                raise BadFile(f"{self.where}: what the {side} keeps of its logits is not whole")
+        saved_count = int(left[VALUES].shape[-1])
+        # Scores of fewer logits are other scores, not approximations of these.
+        if saved_count < topk:
+            raise BadInput(
+                f"{self.where}: {saved_count} logits per token are saved, {topk} are asked for",
+                hint=f"--topk_per_token {saved_count} can be had, or compute it again with --force",
+            )
+        reference_logits, candidate_logits = (
+            part.double().numpy() for part in (left[VALUES], right[AT_REFERENCE])
+        )
+        documented = top_scores(reference_logits[:, :topk], candidate_logits[:, :topk])
+        columns: dict[str, Array | None] = dict(zip(DOCUMENTED, documented, strict=True))
+        columns["top1_agree"] = (left[INDICES][:, 0] == right[INDICES][:, 0]).numpy()
+        # The distance of the two largest needs two of them.
+        if saved_count > 1:
+            columns["gap"] = reference_logits[:, 0] - reference_logits[:, 1]
+        counts = {
+            "reference": left[NONFINITE].numpy(),
+            "candidate": right[NONFINITE].numpy(),
+        }
+        return columns, counts
+
+    def _same_shape(self, left: torch.Tensor, right: torch.Tensor, new: torch.Tensor) -> None:
+        if left.shape[-1] != right.shape[-1]:
+            raise BadInput(
+                f"{self.where}: the reference's vocabulary has {left.shape[-1]} tokens, the "
+                f"candidate's {right.shape[-1]}",
+                hint="the two sides are not the same model",
+            )
+        if len(left) != len(new) or len(right) != len(new):
+            raise BadInput(
+                f"{self.where}: {len(left)} and {len(right)} rows of logits for {len(new)} tokens"
+            )

@@ -1,6 +1,6 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Our own values as plain ones, for the wire: named tuples by their names, arrays by their bytes.
+"""Our own values as plain ones, for the wire: named tuples, dataclasses and arrays.
 
 What is decoded can only be one of the kinds that the reader names; nothing is imported or called
 by what arrives.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, cast
 
@@ -28,9 +29,12 @@ def encode(value: Any) -> Any:
     if isinstance(value, PurePath):
         return ["path", str(value)]
     if isinstance(value, tuple):
-        fields: Any = getattr(cast(Any, value), "_fields", None)
+        names: Any = getattr(cast(Any, value), "_fields", None)
         items = [encode(item) for item in cast("tuple[Any, ...]", value)]
-        return ["tuple", items] if fields is None else ["named", type(value).__name__, items]
+        return ["tuple", items] if names is None else ["named", type(value).__name__, items]
+    if is_dataclass(type(value)):
+        values = {each.name: getattr(value, each.name) for each in fields(value)}
+        return ["record", type(value).__name__, encode(values)]
     if isinstance(value, list):
         return ["list", [encode(item) for item in cast("list[Any]", value)]]
     if isinstance(value, frozenset):
@@ -58,7 +62,7 @@ def decode(shown: Any, kinds: Sequence[type] = ()) -> Any:
 
     Args:
         shown: Plain values.
-        kinds: Named tuples that may be among them.
+        kinds: Named tuples and dataclasses that may be among them.
 
     Raises:
         ValueError: Something else is.
@@ -81,6 +85,8 @@ def decode(shown: Any, kinds: Sequence[type] = ()) -> Any:
                 return {read(key): read(item) for key, item in pairs}
             case ["named", name, items] if name in known:
                 return known[name](*(read(item) for item in items))
+            case ["record", name, values] if name in known:
+                return known[name](**read(values))
             case ["tensor", array]:
                 import torch
 

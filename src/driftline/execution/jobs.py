@@ -17,8 +17,8 @@ from driftline.registry import Address
 WORKSHOPS: dict[str, Address] = {
     "pairs": Address("driftline.comparison.measure.distribute:PairsWorkshop"),
     "operators": Address("driftline.operators.workers:OperatorsWorkshop"),
-    "metrics": Address("driftline.decoding.workshop:MetricsWorkshop"),
-    "validate": Address("driftline.decoding.workshop:ValidateWorkshop"),
+    "metrics": Address("driftline.decoding.pipeline:MetricsWorker"),
+    "validate": Address("driftline.decoding.pipeline:ValidateWorker"),
 }
 """Every kind of work. A worker does nothing else, whatever it is sent."""
 

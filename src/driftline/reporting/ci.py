@@ -24,7 +24,7 @@ from driftline.reporting.view import Block, Facts, Grid, Heading, Line, Sentence
 
 if TYPE_CHECKING:
     from driftline.comparison.table.row_spool import KeptRows
-    from driftline.decoding.validation import Verdict
+    from driftline.decoding.validate import Verdict
     from driftline.diagnosis.result import Diagnosis
     from driftline.reporting.views.operators import Report
 
@@ -215,8 +215,8 @@ def of_verdicts(verdicts: Sequence[Verdict], lines: Callable[[Verdict], Iterable
     """
     cases = [
         Case(
-            each.ask.id,
-            each.ask.model,
+            each.options.id,
+            each.options.model,
             "pass" if each.passed else "fail",
             "" if each.passed else each.complaint or "tokens differ",
             () if each.passed else tuple(lines(each)),

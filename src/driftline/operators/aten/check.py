@@ -14,6 +14,7 @@ from driftline.captures.torch.operators.schema import Operator
 from driftline.errors import DriftlineError
 from driftline.operators.aten import kinds
 from driftline.operators.aten.calls import Unfit, operator_of, tensor_of
+from driftline.operators.aten.formulas import has_formula
 from driftline.operators.aten.golden import (
     Golden,
     Prepared,
@@ -21,7 +22,6 @@ from driftline.operators.aten.golden import (
     as_good,
     fitted,
     golden_of,
-    has_formula,
     placeholders,
     sentence,
 )

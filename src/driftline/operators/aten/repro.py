@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from driftline.comparison.tolerance.defaults import allowed
-from driftline.operators.aten import calls, kinds
-from driftline.operators.aten import golden as formulas
+from driftline.operators.aten import calls, formulas, kinds
 from driftline.operators.aten.calls import Unfit, raw_of
 from driftline.operators.aten.check import load
 from driftline.operators.aten.golden import golden_of

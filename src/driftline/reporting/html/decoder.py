@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 from driftline.comparison.table.files import is_table, open_table
 from driftline.comparison.table.table import Side, Table
 from driftline.comparison.tolerance.thresholds import Thresholds, load_thresholds
-from driftline.decoding.failing import METRICS, Rate
-from driftline.decoding.metric_files import MetricFile, find_metric_files
-from driftline.decoding.out_files import parse
+from driftline.decoding.failures import CHECKS, Rate
+from driftline.decoding.files.metric_files import MetricFile, find_metric_files
+from driftline.decoding.files.names import parse_name
 from driftline.errors import BadFile, BadInput, DriftlineError
 from driftline.reporting.html.tokens import (
     Tokens,
@@ -116,7 +116,7 @@ def _groups(folder: Path) -> dict[str, dict[str, Any]]:
         return groups.setdefault(shape_key(path), new)
 
     for path in sorted(folder.iterdir()):
-        if parse(path.name) is None:
+        if parse_name(path.name) is None:
             continue
         if path.name.endswith(_VALIDATION):
             group(path)["validation"] = path
@@ -144,7 +144,7 @@ def _limits(folder: Path, given: Thresholds | StrPath | None) -> Thresholds | No
 def _texts(tokenizer: str) -> Text | None:
     if not tokenizer:
         return None
-    from driftline.decoding.models import load_tokenizer
+    from driftline.decoding.models.loading import load_tokenizer
 
     loaded: Any = load_tokenizer(tokenizer)
     return lambda token: str(loaded.decode([token]))
@@ -173,7 +173,7 @@ def _of_group(
     said = _read(group["validation"]) if "validation" in group else {}
     tokens_path = cast("Path | None", group.get("tokens"))
     any_path = tokens_path or group.get("validation") or group["tables"][0]
-    named = parse(any_path.name)
+    named = parse_name(any_path.name)
     assert named is not None
     beside = _beside(any_path, named.rest)
     settings = cast("dict[str, Any]", said.get("settings") or beside.get("settings") or {})
@@ -222,8 +222,8 @@ def _judged_before(part: dict[str, Any], said: Mapping[str, Any]) -> None:
     part["verdict"] = str(said.get("verdict", "unjudged"))
     part["checks"] = [
         {
-            "name": METRICS[str(rate["name"])][1],
-            "called": METRICS[str(rate["name"])][0],
+            "name": CHECKS[str(rate["name"])][1],
+            "called": CHECKS[str(rate["name"])][0],
             "limit": rate["limit"],
             "from": source,
             "failing": rate["failing"],
@@ -237,19 +237,19 @@ def _judged_before(part: dict[str, Any], said: Mapping[str, Any]) -> None:
         for rate in cast("list[dict[str, Any]]", said.get("rates") or [])
     ]
     part["prompts"] = [
-        {**prompt, "failing": {METRICS[name][1]: n for name, n in prompt["failing"].items()}}
+        {**prompt, "failing": {CHECKS[name][1]: n for name, n in prompt["failing"].items()}}
         for prompt in cast("list[dict[str, Any]]", said.get("prompts") or [])
     ]
     first = cast("dict[str, Any] | None", said.get("first"))
     if first is not None:
-        values = {METRICS[name][1]: value for name, value in first["values"].items()}
+        values = {CHECKS[name][1]: value for name, value in first["values"].items()}
         part["first"] = {**first, "values": values}
 
 
 def _judge(part: dict[str, Any], tokens: Tokens, limits: Thresholds | None, model: str) -> None:
     """Scores of `driftline metrics`, held to limits that somebody has given."""
     bad: dict[str, Any] = {}
-    for check, (called, column) in METRICS.items():
+    for check, (called, column) in CHECKS.items():
         entry = None if limits is None else limits.find(column)
         if limits is None or entry is None or not limits.belongs_to(model):
             continue

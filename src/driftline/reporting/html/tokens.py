@@ -14,11 +14,10 @@ import numpy as np
 
 from driftline.comparison.table.row import Row
 from driftline.comparison.table.table import Table
-from driftline.decoding.metric_files import MetricFile, by_layer, read_values
-from driftline.decoding.out_files import CANDIDATE, REFERENCE, out_name, read_prompt
-from driftline.decoding.score_table import PLACES, SCORES
-from driftline.decoding.told import told_beside
-from driftline.decoding.top_logits import INDICES, NORM, VALUES
+from driftline.decoding.files.metric_files import MetricFile, by_layer, read_provenance, read_values
+from driftline.decoding.files.names import CANDIDATE, REFERENCE, out_name
+from driftline.decoding.files.outputs import INDICES, NORM, VALUES, read_prompt
+from driftline.decoding.files.token_table import PLACES, SCORES
 from driftline.errors import BadFile, DriftlineError
 from driftline.registry import require
 from driftline.reporting.html.document import figures, words
@@ -220,7 +219,7 @@ def of_files(files: Sequence[MetricFile]) -> dict[str, Any] | None:
     """The map of the layer files of one shape: a number per token row, layer by layer."""
     own = [file for file in files if file.layer and file.metric == "abs_diff"]
     read: dict[str, Array] = {}
-    for layer, those in by_layer(own, told_beside(own).layers).items():
+    for layer, those in by_layer(own, read_provenance(own).layers).items():
         try:
             read[layer] = read_values(those[0].path, "abs_diff")
         except DriftlineError:
@@ -276,9 +275,9 @@ def shape_key(folder: Path) -> str:
     >>> shape_key(Path("a_max-new-tokens-8_batch-size-1_seq-length-64_dtype-float16.layers"))
     'a 8 1 64 fp16'
     """
-    from driftline.decoding.out_files import parse
+    from driftline.decoding.files.names import parse_name
 
-    named = parse(folder.name)
+    named = parse_name(folder.name)
     if named is None:
         return folder.name
     formats = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}

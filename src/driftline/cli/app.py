@@ -1,0 +1,513 @@
+"""The commands, and how cyclopts reads the words of one.
+
+A command is a function: positional-only parameters are given by their place, `*program` is what
+follows `--`, keyword-only parameters are options or groups of options (`cli/options.py`). To add
+one, write the function in `commands/` and name it in `COMMANDS`.
+
+cyclopts is lenient where a misspelt word would silently become something else. Four guards keep
+such words out: `_check` refuses every word with a dash that is not the exact name of an option,
+`_convert` takes whole numbers and choices literally, `read` cuts the line at `--` itself, and
+options that take several words need at least one (`options.SEVERAL`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import shutil
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_origin
+
+from cyclopts import App, CycloptsError, Group, Parameter, Token
+from cyclopts.argument import Argument
+from cyclopts.exceptions import (
+    CoercionError,
+    ConsumeMultipleError,
+    MissingArgumentError,
+    RepeatArgumentError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
+
+from driftline.cli.options import OPTIONS
+from driftline.cli.python_script import FLAG, write_script
+from driftline.errors import BadInput, did_you_mean
+
+if TYPE_CHECKING:  # rich is loaded for help pages only
+    from cyclopts.help import HelpPanel
+    from rich.console import Console, ConsoleOptions
+
+CommandFunction = Callable[..., int | None]
+
+# Panels of the overview, in the order in which people need them.
+CAPTURE = Group("Capture", sort_key=1)
+COMPARE = Group("Compare", sort_key=2)
+OPERATORS = Group("Operators", sort_key=3)
+DECODERS = Group("Decoders", sort_key=4)
+DIAGNOSE = Group("Diagnose", sort_key=5)
+LOOK = Group("Look", sort_key=6)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of the command line.
+
+    Attributes:
+        address: `module:function` in `driftline.cli.commands`.
+        group: Panel of the overview.
+        summary: One line of the overview, no full stop.
+        takes_program: The words after `--` are the command line of another program. A bare word
+            before `--` is then a misspelt option and never the first word of that program.
+    """
+
+    address: str
+    group: Group
+    summary: str
+    takes_program: bool = False
+
+
+# The order is that of the overview. Only addresses stand here, so that `--help` imports no command.
+COMMANDS: dict[str, Command] = {
+    "dump": Command(
+        "dump:dump",
+        CAPTURE,
+        "run an unchanged program and keep what its model computed",
+        takes_program=True,
+    ),
+    "errcheck": Command(
+        "errcheck:errcheck",
+        CAPTURE,
+        "run an unchanged program: who made the first NaN or infinity",
+        takes_program=True,
+    ),
+    "push": Command("push:push", CAPTURE, "send a run or a comparison to s3:// or another address"),
+    "compare": Command(
+        "compare:compare", COMPARE, "two runs or tensor files: which layers differ, which one first"
+    ),
+    "merge": Command(
+        "merge:merge",
+        COMPARE,
+        "the shards of a comparison: its table, as one process would make it",
+    ),
+    "calibrate": Command(
+        "calibrate:calibrate", COMPARE, "clean comparisons: limits for every layer"
+    ),
+    "check": Command(
+        "check:check", COMPARE, "a comparison against such limits: the first layer beyond its own"
+    ),
+    "labels": Command(
+        "dialects:labels",
+        COMPARE,
+        "run a program that labels tensors in pairs, and compare the pairs",
+        takes_program=True,
+    ),
+    "check-hooks": Command(
+        "dialects:check_hooks", COMPARE, "two trees of the saving hook: one csv of figures per rank"
+    ),
+    "opcheck": Command(
+        "opcheck:opcheck", OPERATORS, "single operators of a dump against what they should compute"
+    ),
+    "metrics": Command(
+        "decoders:metrics", DECODERS, "a decoder on two targets: scores of every generated token"
+    ),
+    "layer-metrics": Command(
+        "decoders:layer_metrics", DECODERS, "a decoder on two targets: differences of every layer"
+    ),
+    "thresholds": Command(
+        "thresholds:thresholds",
+        DECODERS,
+        "metric files of clean runs: how much is normal, per model or layer",
+    ),
+    "validate": Command(
+        "validate:validate",
+        DECODERS,
+        "a decoder against such limits: equal tokens, or rates of failing ones",
+    ),
+    "diagnose": Command(
+        "diagnose:diagnose",
+        DIAGNOSE,
+        "two runs: where the drift starts, whether it is more than noise, what kind of bug it is",
+    ),
+    "replay": Command(
+        "experiments:replay",
+        DIAGNOSE,
+        "run the reference program, its modules also on the candidate's inputs",
+    ),
+    "noise": Command(
+        "experiments:noise",
+        DIAGNOSE,
+        "run a trusted program in other ways that are all right: what is normal",
+        takes_program=True,
+    ),
+    "bisect": Command(
+        "experiments:bisect",
+        DIAGNOSE,
+        "run the candidate with outputs replaced: which block makes the error",
+        takes_program=True,
+    ),
+    "repeat": Command(
+        "experiments:repeat",
+        DIAGNOSE,
+        "run a program several times: is it deterministic, is it batch-invariant",
+        takes_program=True,
+    ),
+    "trend": Command(
+        "trend:trend",
+        DIAGNOSE,
+        "a figure of every layer over steps or releases: when did it start to grow",
+    ),
+    "report": Command(
+        "look:report",
+        LOOK,
+        "a comparison as one HTML file: to look at, to attach to a bug, to keep",
+    ),
+    "view": Command(
+        "look:view", LOOK, "two runs in a browser: the report's page, and every tensor behind it"
+    ),
+    "show": Command("look:show", LOOK, "what is in a run, a comparison table or a tensor file"),
+    "convert": Command("convert:convert", LOOK, "a dump of any kind into a run, or back out"),
+    "topology": Command("look:topology", LOOK, "the structure of a model, for a graph viewer"),
+    "doctor": Command("look:doctor", LOOK, "versions, kernel path and devices of this machine"),
+}
+
+PYTHON_FLAG_HELP = (
+    f"{FLAG}, with any command: print the equivalent Python program, and do nothing else"
+)
+EXIT_CODES = (
+    "exit codes: 0 fine, 1 numbers differ beyond the thresholds, 2 could not do it "
+    "(one sentence on stderr says why)"
+)
+
+
+def load(name: str) -> CommandFunction:
+    """Import the function of a command."""
+    module, _, attribute = _address(name).partition(":")
+    return cast("CommandFunction", getattr(importlib.import_module(module), attribute))
+
+
+def _address(name: str) -> str:
+    return f"driftline.cli.commands.{COMMANDS[name].address}"
+
+
+def run(name: str, words: Sequence[str]) -> int:
+    """Read the words of a command and run it; returns its exit code."""
+    function = load(name)
+    # A program that is run may have options of the same name: only words before `--` are ours.
+    own_words = words[: words.index("--")] if "--" in words else words
+    if FLAG in own_words:
+        # `--python` is no option of the functions: it changes what is done with their calls.
+        kept = [word for word in own_words if word != FLAG]
+        call = read(name, function, [*kept, *words[len(own_words) :]])
+        print(write_script(lambda: function(*call.args, **call.kwargs)), end="")
+        return 0
+    call = read(name, function, words)
+    return int(function(*call.args, **call.kwargs) or 0)
+
+
+def command_app(name: str, function: CommandFunction) -> App:
+    """The cyclopts application of one command."""
+    prose, _, _ = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:")
+    app = App(
+        name=f"driftline {name}",
+        help=_help_text(prose),
+        help_format="plaintext",  # `model.*=*` is a pattern, not emphasis
+        help_flags=(),  # main() answers --help, wherever it stands on the line
+        version_flags=(),
+        help_epilogue=f"{PYTHON_FLAG_HELP}\n{EXIT_CODES}",
+        help_formatter=_print_panel,
+        group_parameters=OPTIONS,
+        default_parameter=Parameter(
+            converter=_convert,
+            negative=(),  # no option is invented: --no-x, --empty-x
+            json_list=False,  # `--site [ab]*` is a pattern, not JSON
+            json_dict=False,
+            show_default=_shown_default,
+        ),
+    )
+    app.default(function)
+    return app
+
+
+def print_help(name: str) -> None:
+    """Print the help page of a command."""
+    app = command_app(name, load(name))
+    arguments = app.assemble_argument_collection()
+    places = [_usage_word(name, argument) for argument in arguments if _is_place(argument)]
+    app.usage = " ".join(["Usage: driftline", name, "[OPTIONS]", *places])
+    app.help_print([], console=_console())
+
+
+def print_overview(version: str) -> None:
+    """Print the page of `driftline --help`. No command is imported for it."""
+    app = App(
+        name="driftline",
+        help=f"driftline {version}: two executions of one model disagree; where does it start, "
+        "and is it more than noise?",
+        usage="Usage: driftline COMMAND ...",
+        help_format="plaintext",
+        help_formatter=_print_panel,
+        help_flags=(),
+        version_flags=(),
+        help_epilogue="\n".join(
+            [
+                "driftline COMMAND --help    the options of one command",
+                "driftline COMMAND --python  the same as a Python program, printed and not run",
+                "driftline --version         which version this is",
+                "",
+                EXIT_CODES,
+            ]
+        ),
+    )
+    for position, (name, command) in enumerate(COMMANDS.items()):
+        app.command(
+            _address(name),
+            name=name,
+            help=command.summary,
+            group=command.group,
+            sort_key=position,  # the order of work, not of the alphabet
+        )
+    app.help_print([], console=_console())
+
+
+def option_names(name: str) -> list[str]:
+    """Every option spelling of a command."""
+    arguments = command_app(name, load(name)).assemble_argument_collection()
+    return list(_options(arguments))
+
+
+def read(name: str, function: CommandFunction, words: Sequence[str]) -> inspect.BoundArguments:
+    """The arguments that a command's words give; what is not given keeps its default.
+
+    Raises:
+        BadInput: The words are no command line of this command.
+    """
+    app = command_app(name, function)
+    # Names are looked up here first, because cyclopts also accepts what is nearly one.
+    options = _options(app.assemble_argument_collection())
+    cut = words.index("--") if "--" in words else len(words)
+    tokens = _check(name, words[:cut], options)
+    takes_program = COMMANDS[name].takes_program
+    if not takes_program:
+        # Here the words after `--` are places like others: files whose names begin with a dash.
+        tokens += words[cut:]
+    try:
+        # Errors are ours to print: cyclopts would draw a box and end the process.
+        _, call, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        raise _refusal(name, error) from None
+    if takes_program:
+        if call.args:
+            # Bare words before `--`, the value of a misspelt option say: cyclopts would run them.
+            word = call.args[0]
+            raise BadInput(
+                f"'{word}' is no option of `driftline {name}`",
+                hint=f"the program comes after two dashes: driftline {name} ... -- {word} ...",
+            )
+        call.arguments["program"] = tuple(words[cut + 1 :])
+    return call
+
+
+def _check(name: str, words: Sequence[str], options: Mapping[str, Argument]) -> list[str]:
+    """The words as cyclopts is to read them, which knows abbreviations that we refuse.
+
+    It would take `-opnam self` for `-o pnam` and `--flag=true` for `--flag`. Values that begin with
+    a dash are joined to their option: `-er -1,3` becomes `-er=-1,3`.
+    """
+    tokens: list[str] = []
+    for word in words:
+        before = options.get(tokens[-1]) if tokens else None
+        if before is not None and not _is_flag(before) and word.startswith("-"):
+            # No option begins with a digit, so such a word is a value.
+            if not _looks_like_option(word) or word[1].isdigit():
+                tokens[-1] += f"={word}"
+                continue
+            raise BadInput(f"{tokens[-1]} needs a value", hint=_see_help(name))
+        if _looks_like_option(word):
+            option, equals, _ = word.partition("=")
+            if option not in options:
+                raise BadInput(
+                    f"`driftline {name}` has no option {option}",
+                    hint=_nearest_option(name, option, [*options, FLAG]),
+                )
+            if equals and _is_flag(options[option]):
+                raise BadInput(f"{option} takes no value", hint=f"write {option}, or leave it out")
+        tokens.append(word)
+    return tokens
+
+
+def _looks_like_option(word: str) -> bool:
+    """A word with a dash in front that is no number and more than the dash."""
+    if not word.startswith("-") or word == "-":
+        return False
+    try:
+        float(word)
+    except ValueError:
+        return True
+    return False
+
+
+class _WrongValue(ValueError):
+    """A value that an option does not take; cyclopts adds whose it is."""
+
+    def __init__(self, sentence: str, hint: str = "") -> None:
+        super().__init__(sentence)
+        self.hint = hint
+
+
+def _convert(hint: Any, tokens: Sequence[Token]) -> Any:
+    """Words to a value of the annotated type.
+
+    cyclopts' own conversion rounds 1.5 to 2 and reads `none` as None.
+    """
+    if NoneType in get_args(hint):
+        (hint,) = (member for member in get_args(hint) if member is not NoneType)
+    if get_origin(hint) is not list:
+        return _convert_word(hint, tokens[0].value)
+    (element,) = get_args(hint)
+    words = [token.value for token in tokens]
+    if get_origin(element) is Literal:  # `--level ops,params`; other lists may hold commas
+        words = [part for word in words for part in word.split(",")]
+    return [_convert_word(element, word) for word in words]
+
+
+def _convert_word(kind: Any, word: str) -> Any:
+    if get_origin(kind) is Literal:
+        choices = cast("tuple[str, ...]", get_args(kind))
+        if word in choices:
+            return word
+        listed = ", ".join(choices[:-1]) + f" or {choices[-1]}"
+        nearest = did_you_mean(word, choices)
+        raise _WrongValue(
+            f"takes {listed}, not '{word}'", nearest if nearest.startswith("did you") else ""
+        )
+    if kind is int or kind is float:
+        try:
+            return kind(word)
+        except ValueError:
+            wanted = "a whole number" if kind is int else "a number"
+            raise _WrongValue(f"takes {wanted}, not '{word}'") from None
+    if kind is Path:
+        from driftline.runs.stores.addresses import UrlPath, place_of
+
+        # `file:///x` is a path of this machine, too.
+        path = place_of(word)
+        if isinstance(path, UrlPath):
+            raise _WrongValue("takes a path of this machine, not an address", "copy it here first")
+        return path
+    return kind(word)
+
+
+def _refusal(name: str, error: CycloptsError) -> BadInput:
+    """The sentence for what cyclopts refused, as our other refusals are worded."""
+    argument = error.argument
+    hint = _see_help(name)
+    if isinstance(error, CoercionError) and argument is not None:
+        # The spelling that was typed, which need not be the first of the option.
+        spelt = next((token.keyword for token in argument.tokens if token.keyword), argument.name)
+        if isinstance(error.__cause__, _WrongValue):
+            hint = error.__cause__.hint or hint
+        return BadInput(f"{spelt} {error.msg}", hint=hint)
+    if isinstance(error, ConsumeMultipleError) or (
+        isinstance(error, MissingArgumentError) and error.keyword
+    ):
+        return BadInput(f"{error.keyword} needs a value", hint=hint)
+    if isinstance(error, MissingArgumentError) and argument is not None:
+        return BadInput(f"`driftline {name}` needs {argument.name}", hint=hint)
+    if isinstance(error, RepeatArgumentError):
+        return BadInput(f"{error.token.keyword} is given more than once", hint=hint)
+    if isinstance(error, UnusedCliTokensError | UnknownOptionError):
+        # Options were checked before; an unknown one is a word after `--`.
+        unused = error.unused_tokens or ()
+        if isinstance(error, UnknownOptionError):
+            unused = [error.token.keyword or error.token.value]
+        extra = " ".join(unused)
+        return BadInput(f"`driftline {name}` does not know what to do with '{extra}'", hint=hint)
+    # No other error is known to get here; if one does, its own words must do.
+    error.verbose = False
+    return BadInput(" ".join(str(error).split()), hint=hint)
+
+
+def _options(arguments: Sequence[Argument]) -> dict[str, Argument]:
+    return {
+        spelling: argument
+        for argument in arguments
+        for spelling in argument.names
+        if spelling.startswith("-")
+    }
+
+
+def _is_flag(argument: Argument) -> bool:
+    return argument.hint is bool
+
+
+def _is_place(argument: Argument) -> bool:
+    return argument.field_info.is_positional
+
+
+def _usage_word(name: str, argument: Argument) -> str:
+    if argument.field_info.kind is not inspect.Parameter.VAR_POSITIONAL:
+        return argument.name
+    # A place that takes all words that are left.
+    several = f"{argument.name} ..."
+    return f"[-- {several}]" if COMMANDS[name].takes_program else several
+
+
+def _nearest_option(name: str, option: str, spellings: Sequence[str]) -> str:
+    # Dashes weigh too much in short words: compare what comes after them.
+    bare = {spelling.lstrip("-"): spelling for spelling in spellings}
+    hint = did_you_mean(option.lstrip("-"), bare)
+    if not hint.startswith("did you mean"):
+        return _see_help(name)
+    for word in sorted(bare, key=len, reverse=True):
+        hint = hint.replace(f"'{word}'", bare[word])
+    return hint
+
+
+def _see_help(name: str) -> str:
+    return f"see driftline {name} --help"
+
+
+def _shown_default(value: object) -> str | None:
+    """Nothing where the default is that the option is not given."""
+    return None if value is None or value is False or value == "" else str(value)
+
+
+def _help_text(prose: str) -> str:
+    """Paragraphs as one line each, which the terminal wraps; examples keep their lines."""
+    paragraphs: list[str] = []
+    for paragraph in prose.split("\n\n"):
+        if paragraph.startswith("    "):
+            lines = textwrap.dedent(paragraph).splitlines()
+            # The library strips leading blanks: the prompt is what marks an example.
+            paragraphs.append(
+                "\n".join(f"$ {line}" if line.startswith("driftline") else line for line in lines)
+            )
+        else:
+            paragraphs.append(" ".join(paragraph.split()))
+    return "\n\n".join(paragraphs)
+
+
+def _print_panel(console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+    """A panel whose descriptions fill the line: a docstring's own line breaks mean nothing."""
+    from cyclopts.help import InlineText
+    from cyclopts.help.formatters import DefaultFormatter
+    from rich.text import Text
+
+    for entry in panel.entries:
+        if isinstance(entry.description, InlineText):
+            # The description is replaced in place: choices and defaults are appended to it later.
+            words = str(entry.description.primary_renderable).split()
+            entry.description.primary_renderable = Text(" ".join(words))
+    DefaultFormatter()(console, options, panel)
+
+
+def _console() -> Console:
+    """For help pages: no wider than people like to read."""
+    from rich.console import Console
+
+    # Where there is no terminal, pages go into files and bug reports: 100 columns.
+    return Console(width=max(60, min(100, shutil.get_terminal_size((100, 24)).columns)))

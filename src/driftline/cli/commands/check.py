@@ -1,0 +1,79 @@
+"""`driftline check`: a comparison or layer files → limits → a report and an exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from driftline.cli import python_script as script
+from driftline.cli.options import LIMITS, URLS, LimitOptions, OutputOptions, place
+from driftline.cli.output import print_table
+from driftline.errors import BadInput
+
+
+def check(
+    table: Annotated[Path, URLS, place("TABLE")],
+    /,
+    *,
+    limits: LimitOptions = LimitOptions(),
+    slack: Annotated[float, Parameter(metavar="TIMES", group=LIMITS)] = 1.0,
+    model: Annotated[str | None, Parameter(metavar="MODEL", group=LIMITS)] = None,
+    output: OutputOptions = OutputOptions(),
+) -> int:
+    """Judge a comparison by thresholds or other limits; names the first layer beyond its own.
+
+        driftline check table --thresholds tiny-thresholds.json
+        driftline check table --max relative_l2=0.01
+
+    Reads no tensor: what was measured is in the table. Exit code 1 if a limit is broken, 2 if
+    nothing could be judged.
+
+    Args:
+        table: A folder that `driftline compare -o` wrote, or one of layer files (.abs_diff.csv,
+            .cos_sim.csv).
+        slack: How many times its threshold a tensor may reach. An average of clean runs is passed
+            by about half of all clean runs: allow 2 or more there.
+        model: Refuse thresholds for another model than this.
+    """
+    if limits.thresholds is None and not limits.words:
+        raise BadInput(
+            "nothing says what is allowed",
+            hint="--thresholds FILE.json, --max relative_l2=0.01 or --min cosine=0.999",
+        )
+    from driftline.comparison.pipeline import check as judge_again
+    from driftline.comparison.table.files import is_table, open_table
+    from driftline.comparison.table.table import Table
+    from driftline.comparison.verdict.judge import exit_code
+    from driftline.decoding.files.layer_files import table_to_judge
+
+    thresholds = None
+    if limits.thresholds is not None:
+        from driftline.comparison.tolerance.thresholds import load_thresholds
+
+        thresholds = script.part(load_thresholds, limits.thresholds, model=model)
+    # What layer-metrics wrote is a table, too; but thresholds say which statistic of its files.
+    if is_table(table) and table.suffix != ".layers":
+        measured = script.part(open_table, table)
+    else:
+        measured = script.part(table_to_judge, table, thresholds)
+    value_limits = None
+    if limits.words:  # only what was measured can be limited
+        columns = table_to_judge(table).columns if script.is_script() else measured.columns
+        value_limits = limits.limits(columns)
+    judged = script.step(
+        "table",
+        judge_again,
+        measured,
+        thresholds=thresholds,
+        limits=value_limits,
+        slack=slack,
+        min_coverage=limits.min_coverage,
+    )
+    if output.output is not None:
+        script.act(Table.write, judged, output.output, force=output.force)
+    script.end(judged)
+    if not output.quiet:
+        print_table(judged, output, command="check")
+    return exit_code(judged)

@@ -1,0 +1,506 @@
+"""`driftline compare`: two runs or tensor files → a table, a report and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+from cyclopts import Parameter
+
+from driftline.cli import python_script as script
+from driftline.cli.options import (
+    ALIGNMENT,
+    LIMITS,
+    OUTPUT,
+    SELECTION,
+    SPEED,
+    URLS,
+    LimitOptions,
+    OutputOptions,
+    ThreadOptions,
+    WorkerOptions,
+    place,
+)
+from driftline.cli.output import print_table, refuse_overwriting, write_table
+from driftline.cli.progress import progress_bar
+from driftline.errors import EXIT_FINE, AlreadyThere, BadInput, DriftlineError
+
+if TYPE_CHECKING:
+    from driftline.alignment.plan import Plan
+    from driftline.comparison.table.table import Table
+    from driftline.runs.run import Run
+
+# A longer range of steps is a slip of the keyboard, and would only fill memory.
+MOST_STEPS = 1_000_000
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class AitPathOptions:
+    """The two runs, as `ait llm compare` takes them.
+
+    Attributes:
+        golden_path: Another way to give REF.
+        my_path: Another way to give CAND.
+    """
+
+    golden_path: Annotated[
+        Path | None, URLS, Parameter(name=("--golden-path", "-gp"), metavar="REF")
+    ] = None
+    my_path: Annotated[Path | None, URLS, Parameter(name=("--my-path", "-mp"), metavar="CAND")] = (
+        None
+    )
+
+    @property
+    def writes_ait_report(self) -> bool:
+        """Whoever gives both paths this way gets ait's report as well."""
+        return self.golden_path is not None and self.my_path is not None
+
+
+@Parameter(name="*", group=LIMITS)
+@dataclass(frozen=True)
+class CompareLimits(LimitOptions):
+    """What is measured and how much difference is allowed.
+
+    Attributes:
+        metric: Measure this too: sqnr (dB), kl, or a Python function of your own; may be repeated.
+        rtol: Every element must keep |c - r| <= atol + rtol |r|.
+        atol: See --rtol.
+    """
+
+    metric: Annotated[list[str] | None, Parameter(metavar="NAME|FILE.py:FUNC")] = None
+    rtol: Annotated[float | None, Parameter(metavar="X")] = None
+    atol: Annotated[float | None, Parameter(metavar="X")] = None
+
+    def keywords(self, metrics: Sequence[str]) -> dict[str, Any]:
+        """Arguments of `driftline.compare` that say what is measured and what is allowed."""
+        from driftline.comparison.metrics.catalogue import limited, requested
+
+        limits = None
+        if self.words:
+            # A metric that has a limit is measured, whether it was asked for or not.
+            limited_metrics = limited([word.partition("=")[0] for word in self.words])
+            columns = [metric.column for metric in requested([*metrics, *limited_metrics])]
+            limits = self.limits(columns)
+        return {
+            "metrics": metrics,
+            "limits": limits,
+            "rtol": self.rtol,
+            "atol": self.atol,
+            "min_coverage": self.min_coverage,
+            "thresholds": self.thresholds,
+        }
+
+
+@Parameter(name="*", group=SELECTION)
+@dataclass(frozen=True)
+class CompareSelection:
+    """Which tensors of the two runs are compared.
+
+    Attributes:
+        site: Only sites that match, such as 'model.layers.*.mlp'; may be repeated.
+        port: Only this side: input, output, grad_input, grad_output, param, ...; may be repeated.
+        step: Only these steps, such as 0 or 3-5; may be repeated.
+        rank: Only these ranks; may be repeated.
+    """
+
+    site: Annotated[list[str] | None, Parameter(metavar="GLOB")] = None
+    port: Annotated[list[str] | None, Parameter(metavar="PORT")] = None
+    step: Annotated[list[str] | None, Parameter(metavar="N[-M]")] = None
+    rank: Annotated[list[str] | None, Parameter(metavar="N[-M]")] = None
+
+
+@Parameter(name="*", group=ALIGNMENT)
+@dataclass(frozen=True)
+class CompareAlignment:
+    """Which tensors are compared with each other.
+
+    Attributes:
+        map: Sites that are called differently, such as 'model.*=*'; each star stands for the same
+            text on both sides; may be repeated.
+        op_mapping_file: A file of such pairs (.toml or .json), or the folder of ait's
+            op_mapping_file.json, which maps classes.
+        no_structure: Pair by names only, never by class, shape and order of execution.
+        plan: Compare what this saved plan says, and nothing else.
+        save_plan: Write the plan to this file, to be edited and given back with --plan.
+        step_map: Which step is which where the runs count differently, such as 0=1,1=2.
+        placement: How tensors lie over ranks when one side is sharded: shard(AXIS), replicate or
+            partial(sum), such as 'attn.*=shard(1)'; may be repeated.
+        mask: Leave pads out of all metrics: a file of [batch, tokens], non-zero where a position
+            counts, or `captured` for the attention_mask that a run holds; `none` counts pads of
+            two engines, too.
+    """
+
+    map: Annotated[list[str] | None, Parameter(metavar="REF=CAND")] = None
+    op_mapping_file: Annotated[
+        Path | None, Parameter(name=("--op-mapping-file", "-mf"), metavar="FILE|DIR")
+    ] = None
+    no_structure: bool = False
+    plan: Annotated[Path | None, Parameter(metavar="FILE.toml")] = None
+    save_plan: Annotated[Path | None, Parameter(metavar="FILE.toml")] = None
+    step_map: Annotated[list[str] | None, Parameter(metavar="REF=CAND,...")] = None
+    placement: Annotated[list[str] | None, Parameter(metavar="SITE=shard(AXIS)")] = None
+    mask: Annotated[list[str] | None, Parameter(metavar="FILE.npy|captured|none")] = None
+
+    def steps(self, steps: frozenset[int]) -> tuple[frozenset[int], dict[int, int] | None]:
+        """The candidate's numbers of the selected steps, and the map of just those."""
+        if not self.step_map:
+            return steps, None
+        from driftline.alignment.normalise.steps import parse_step_map
+
+        step_map = parse_step_map(",".join(self.step_map))
+        if not steps:
+            return steps, step_map
+        selected = {ref: cand for ref, cand in step_map.items() if ref in steps}
+        if not selected:
+            raise BadInput("--step-map names none of the steps that --step asks for")
+        return frozenset(selected.values()), selected
+
+    def keywords(self, select: CompareSelection, step_map: dict[int, int] | None) -> dict[str, Any]:
+        """Arguments of `driftline.align` and `driftline.compare`."""
+        return {
+            "sites": select.site or (),
+            "ports": select.port or (),
+            "maps": self.map or (),
+            "mapping": self.op_mapping_file,
+            "placements": self.placement or (),
+            "masks": self.mask or (),
+            "step_map": step_map,
+            "plan": self.plan,
+            "structural": not self.no_structure,
+        }
+
+
+@Parameter(name="*", group=OUTPUT)
+@dataclass(frozen=True)
+class CompareOutput(OutputOptions):
+    """Where the comparison goes. With -gp and -mp, -o is the folder of the ait_cmp_report.
+
+    Attributes:
+        csv: Also write the rows to this file.
+        dry_run: Print what would be compared with what; reads no tensor but masks and token ids.
+        log_level: debug also prints the plan, warning only what does not agree, error nothing.
+    """
+
+    csv: Annotated[Path | None, Parameter(metavar="FILE")] = None
+    dry_run: bool = False
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "warn", "error"] | None,
+        Parameter(name=("--log-level", "-l")),
+    ] = None
+
+    @property
+    def is_silent(self) -> bool:
+        """Nothing is printed at all."""
+        return self.quiet or self.log_level == "error"
+
+    @property
+    def only_warns(self) -> bool:
+        """Nothing is printed if all is well."""
+        return self.log_level in ("warning", "warn")
+
+
+@Parameter(name="*", group=SPEED)
+@dataclass(frozen=True)
+class CompareWorkers(WorkerOptions, ThreadOptions):
+    """Who measures.
+
+    Attributes:
+        shard: Measure only this share of the pairs, such as 3/8, and write it into the folder -o;
+            `driftline merge` makes the table of all of them.
+    """
+
+    shard: Annotated[str | None, Parameter(metavar="I/N")] = None
+
+
+def compare(
+    reference: Annotated[Path | None, URLS, place("REF")] = None,
+    candidate: Annotated[Path | None, URLS, place("CAND")] = None,
+    /,
+    *,
+    ait: AitPathOptions = AitPathOptions(),
+    limits: CompareLimits = CompareLimits(),
+    select: CompareSelection = CompareSelection(),
+    alignment: CompareAlignment = CompareAlignment(),
+    output: CompareOutput = CompareOutput(),
+    workers: CompareWorkers = CompareWorkers(),
+) -> int:
+    """Compare two runs, or two tensor files, tensor by tensor.
+
+        driftline compare ref cand
+        driftline compare a.npy b.pt --max relative_l2=0.01
+
+    Prints which tensors differ by more than the coarser number format of the two sides explains,
+    and which one is first. Exit code 1 if any does, 2 if nothing could be compared. With -gp and
+    -mp it also writes ait_cmp_report_{timestamp}.csv into the folder -o, or into this one.
+
+    Args:
+        reference: What is right: a run, a dump of another program, or a tensor file.
+        candidate: What is in question.
+    """
+    threads = workers.count()
+    paths = _two_paths(reference, candidate, ait)
+    if workers.shard is not None:
+        _check_shard(workers.shard, output, ait)
+    # With -gp and -mp, -o means what it means to ait: the folder of its report.
+    folder = None if ait.writes_ait_report else output.output
+    report_folder = (output.output or Path()) if ait.writes_ait_report else None
+    if not script.is_script():
+        # A shard's own file was checked above; the folder may hold those of others.
+        refuse_overwriting(
+            None if workers.shard is not None else folder, output.csv, output.force, report_folder
+        )
+        _refuse_old_plan(alignment.save_plan, force=output.force)
+
+    pair = _open_pair(paths, select, alignment)
+    align_by = alignment.keywords(select, pair.step_map)
+    # Only where the plan itself is wanted, or edited: `driftline.compare` makes its own.
+    plan: Plan | None = None
+    if alignment.save_plan is not None or output.dry_run or report_folder or pair.plan_ranks:
+        plan = _make_plan(pair, align_by)
+        align_by = {"plan": plan}  # all of it is in the plan now
+        if alignment.save_plan is not None:
+            _save_plan(plan, alignment.save_plan, paths, quiet=output.is_silent)
+        if output.dry_run:
+            return _print_plan(plan)
+
+    metrics: list[str] = list(limits.metric or ())
+    if report_folder is not None:
+        from driftline.dialects.ait.compare_report import METRICS
+
+        # Columns of the report that a comparison does not measure by itself.
+        metrics += METRICS
+    with progress_bar("pairs", quiet=output.is_silent) as progress:
+        options: dict[str, Any] = {
+            **limits.keywords(metrics),
+            **align_by,
+            "threads": threads,
+            "jobs": workers.jobs,
+            "executor": _executor(workers, quiet=output.is_silent),
+            "planned": _announce(output),
+            "progress": progress,
+        }
+        if workers.shard is not None:
+            return _compare_shard(pair, workers.shard, options, output)
+        from driftline.comparison.pipeline import compare as compare_runs
+
+        table = script.step("table", compare_runs, pair.reference, pair.candidate, **options)
+    if report_folder is not None:
+        _write_ait_report(table, cast("Plan", plan), pair, report_folder, output)
+    write_table(table, folder, output.csv, force=output.force, quiet=output.is_silent)
+    script.end(table)
+    if not output.is_silent and not (output.only_warns and table.verdict == "pass"):
+        print_table(table, output)
+    from driftline.comparison.verdict.judge import exit_code
+
+    return exit_code(table)
+
+
+def _refuse_old_plan(path: Path | None, *, force: bool) -> None:
+    if path is not None and path.exists() and not force:
+        raise AlreadyThere(f"{path} exists", hint="give another --save-plan, or --force")
+
+
+def _write_ait_report(
+    table: Table, plan: Plan, pair: _Pair, folder: Path, output: CompareOutput
+) -> None:
+    from driftline.dialects.ait.compare_report import write_report
+
+    written = script.act(write_report, table, plan, pair.reference, pair.candidate, folder)
+    if not (output.is_silent or output.only_warns or script.is_script()):
+        print(f"driftline: the report is in {written}", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The two runs, seen as far as steps and ranks were selected.
+
+    Attributes:
+        step_map: Which step of the candidate is which of the reference's.
+        plan_ranks: Ranks that are selected by the plan, because the two runs have different ones.
+    """
+
+    reference: Run
+    candidate: Run
+    step_map: dict[int, int] | None
+    plan_ranks: frozenset[int]
+
+
+def _open_pair(
+    paths: tuple[Path, Path], select: CompareSelection, alignment: CompareAlignment
+) -> _Pair:
+    from driftline.formats.registry import open_run
+
+    ref, cand = paths
+    steps, ranks = _numbers("--step", select.step), _numbers("--rank", select.rank)
+    candidate_steps, step_map = alignment.steps(steps)
+    # A rank of eight is no rank of one: where they differ, the plan knows which shards belong.
+    plan_ranks = ranks if ranks and not _same_ranks(ref, cand) else frozenset[int]()
+    run_ranks = ranks - plan_ranks
+    return _Pair(
+        _narrowed(script.part(open_run, ref), steps, run_ranks),
+        _narrowed(script.part(open_run, cand), candidate_steps, run_ranks),
+        step_map,
+        plan_ranks,
+    )
+
+
+def _same_ranks(ref: Path, cand: Path) -> bool:
+    """Whether the runs have the same ranks; `--python` assumes it of runs that do not exist."""
+    from driftline.alignment.selection import have_the_same_ranks
+    from driftline.formats.registry import open_run
+
+    try:
+        return have_the_same_ranks(open_run(ref), open_run(cand))
+    except DriftlineError:
+        if script.is_script():
+            return True
+        raise
+
+
+def _narrowed(run: Run, steps: frozenset[int], ranks: frozenset[int]) -> Run:
+    if not steps and not ranks:
+        return run
+    from driftline.runs.views import narrowed
+
+    return script.part(narrowed, run, steps=steps, ranks=ranks)
+
+
+def _make_plan(pair: _Pair, align_by: dict[str, Any]) -> Plan:
+    from driftline.comparison.pipeline import align
+
+    plan = script.step("plan", align, pair.reference, pair.candidate, **align_by)
+    if pair.plan_ranks:
+        from driftline.alignment.selection import of_ranks
+
+        plan = script.step("plan", of_ranks, plan, pair.reference, pair.candidate, pair.plan_ranks)
+    return plan
+
+
+def _save_plan(plan: Plan, path: Path, paths: tuple[Path, Path], *, quiet: bool) -> None:
+    from driftline.alignment.plan_file import write_plan
+
+    script.act(write_plan, plan, path, str(paths[0]), str(paths[1]))
+    if not quiet and not script.is_script():
+        print(f"driftline: the plan is in {path}", file=sys.stderr)
+
+
+def _print_plan(plan: Plan) -> int:
+    script.end(plan)
+    from driftline.reporting.terminal import printable
+
+    for line in plan.lines():
+        print(printable(line))
+    return EXIT_FINE
+
+
+def _announce(output: CompareOutput) -> Callable[[Plan], None]:
+    """Prints, before tensors are read, which of them are paired: as much as was asked for."""
+
+    def announce(plan: Plan) -> None:
+        if output.log_level == "debug":
+            from driftline.reporting.terminal import printable
+
+            for line in plan.lines():
+                print(printable(line), file=sys.stderr)
+        elif (
+            output.log_level in (None, "info")
+            and not output.is_silent
+            and not plan.ways.keys() <= {"name", "alias"}  # equal names need no explanation
+        ):
+            print(f"driftline: {plan}", file=sys.stderr)
+
+    return announce
+
+
+def _executor(workers: CompareWorkers, *, quiet: bool) -> Any:
+    """Who measures; a cluster that is not to speak must be told so."""
+    if not quiet or workers.executor is None or script.is_script():
+        return workers.executor
+    from driftline.execution.jobs import chosen
+
+    return chosen(workers.jobs, workers.executor, quiet=True)
+
+
+def _check_shard(shard: str, output: CompareOutput, ait: AitPathOptions) -> None:
+    """Before anything is read: a shard needs a folder, and a report of all pairs has to wait."""
+    from driftline.comparison.table.part import part_name, refuse_part
+    from driftline.execution.slicing import parse_shard
+
+    # Refuses 9/8 and the like before the folder is looked at.
+    which = parse_shard(shard)
+    if output.output is not None and "://" in str(output.output):
+        raise BadInput(
+            "a part of a comparison goes into a folder of this machine",
+            hint="`driftline merge` may write the table of all parts to an address",
+        )
+    for option, is_given in {
+        "-gp and -mp": ait.writes_ait_report,
+        "--csv": output.csv is not None,
+        "--all": output.all,
+    }.items():
+        if is_given:
+            raise BadInput(
+                f"{option} is for the whole comparison, of which --shard {shard} is a part",
+                hint="give REF and CAND by their places"
+                if option.startswith("-gp")
+                else f"give {option} to driftline merge",
+            )
+    if output.output is None:
+        raise BadInput("--shard needs -o, a folder for the parts of all shards")
+    if not script.is_script():
+        refuse_part(output.output / part_name(which), force=output.force)
+
+
+def _compare_shard(pair: _Pair, shard: str, options: dict[str, Any], output: CompareOutput) -> int:
+    """One share of the pairs, measured and written; there is no verdict yet."""
+    from driftline.comparison.shards import compare_shard
+    from driftline.comparison.table.part import Part
+
+    part = script.step("part", compare_shard, pair.reference, pair.candidate, shard, **options)
+    written = script.act(Part.write, part, cast("Path", output.output), force=output.force)
+    script.end(part)
+    if not output.is_silent:
+        print(f"driftline: {part}, in {written}", file=sys.stderr)
+    return EXIT_FINE
+
+
+def _two_paths(
+    reference: Path | None, candidate: Path | None, ait: AitPathOptions
+) -> tuple[Path, Path]:
+    """REF and CAND, each given by its place or by ait's option, in any mixture."""
+    # A path by its place fills whichever of the two no option names.
+    places = [path for path in (reference, candidate) if path is not None]
+    paths: list[Path] = []
+    for name, option in (("REF", ait.golden_path), ("CAND", ait.my_path)):
+        if option is None and not places:
+            raise BadInput(
+                f"`driftline compare` needs {name}",
+                hint="driftline compare REF CAND: what is right, then what is in question",
+            )
+        paths.append(places.pop(0) if option is None else option)
+    if places:
+        raise BadInput(
+            f"'{places[0]}' is one path too many",
+            hint="REF is -gp and CAND is -mp: give each of them once",
+        )
+    return paths[0], paths[1]
+
+
+def _numbers(option: str, texts: Sequence[str] | None) -> frozenset[int]:
+    """`3`, `3-5` and `1,3-5`; several are added up."""
+    numbers: set[int] = set()
+    for word in (part.strip() for text in texts or () for part in text.split(",")):
+        first, dash, last = word.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise BadInput(f"{option} takes numbers such as 0 or 3-5, not '{word}'")
+        # Refused rather than turned round: 5-3 may also be a mistyped 5-13.
+        if dash and int(last) < int(first):
+            raise BadInput(f"{option} {word} is empty", hint=f"write {last}-{first}")
+        if dash and int(last) - int(first) > MOST_STEPS:
+            raise BadInput(f"{option} {word} is more than anybody has dumped")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return frozenset(numbers)

@@ -1,0 +1,420 @@
+"""`driftline metrics` and `layer-metrics`: a decoder on two targets, by tokens and by layers.
+
+The options take the spellings and environment variables of IBM's scripts, which these commands
+stand in for.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from driftline.cli import python_script as script
+from driftline.cli.options import (
+    MODEL,
+    OUTPUT,
+    PROMPTS,
+    SEVERAL,
+    TARGETS,
+    DecoderModelOptions,
+    DecoderOptions,
+    WorkerOptions,
+    spelt,
+)
+from driftline.cli.progress import progress_bar
+from driftline.errors import EXIT_DIFFERENT, EXIT_FINE
+
+if TYPE_CHECKING:
+    from driftline.decoding.layers import LayersResult
+    from driftline.decoding.metrics import MetricsResult
+    from driftline.decoding.options import LayerOptions, MetricsOptions
+
+
+@Parameter(name="*", group=MODEL)
+@dataclass(frozen=True)
+class MetricsModel:
+    """The model.
+
+    Attributes:
+        model_path: Folder of a causal language model, or its id.
+        unfuse_weights: Separate projections in models of ibm-fms; transformers' stay as they are.
+        extra_get_model_kwargs: More words for the library's own loader.
+    """
+
+    model_path: Annotated[str, spelt("model_path", "PATH")] = ""
+    unfuse_weights: Annotated[bool, spelt("unfuse_weights")] = False
+    extra_get_model_kwargs: Annotated[
+        list[str] | None,
+        SEVERAL,
+        spelt("extra_get_model_kwargs", "NAME=VALUE"),
+    ] = None
+
+
+@Parameter(name="*", group=PROMPTS)
+@dataclass(frozen=True)
+class MetricsShapes:
+    """Which shapes are run.
+
+    Attributes:
+        batch_size: Prompts of one round, 1 if not given; several values are run in turn.
+        min_pad_length: Sequence length: prompts have half of it to all of it, and are padded to it.
+        max_new_tokens: Tokens generated per prompt and round; 100 if not given.
+        num_test_tokens_per_sequence: In all rounds together; one round if not given.
+    """
+
+    batch_size: Annotated[str, spelt("batch_size", "N[,N]")] = ""
+    min_pad_length: Annotated[str, spelt("min_pad_length", "N[,N]")] = ""
+    max_new_tokens: Annotated[str, spelt("max_new_tokens", "N[,N]")] = ""
+    num_test_tokens_per_sequence: Annotated[
+        int | None, spelt("num_test_tokens_per_sequence", "N")
+    ] = None
+
+
+@Parameter(name="*", group=TARGETS)
+@dataclass(frozen=True)
+class MetricsTargets:
+    """How the candidate computes.
+
+    Attributes:
+        default_dtype: Number format of the candidate; fp16 if not given.
+        compile_dynamic: A compiled target is compiled once for all lengths.
+        distributed: Under torchrun: split the candidate over the ranks; only rank 0 writes.
+    """
+
+    default_dtype: Annotated[str, spelt("default_dtype", "D[,D]")] = ""
+    compile_dynamic: Annotated[bool, spelt("compile_dynamic")] = False
+    distributed: bool = False
+
+
+@Parameter(name="*", group=OUTPUT)
+@dataclass(frozen=True)
+class MetricsOutput:
+    """What is written.
+
+    Attributes:
+        output_dir: Folder of the results.
+        topk_per_token: How many of the reference's largest logits the four metrics look at.
+        logits: Keep the whole vocabulary, or the largest logits and their logsumexp.
+        skip_computation: Only score the logits that are there.
+        force: Compute again what is there.
+    """
+
+    output_dir: Annotated[Path | None, spelt("output_dir", "DIR", "-o")] = None
+    topk_per_token: Annotated[int, spelt("topk_per_token", "N")] = 20
+    logits: Literal["full", "topk"] = "full"
+    skip_computation: Annotated[bool, spelt("skip_computation")] = False
+    force: bool = False
+
+
+def metrics(
+    *,
+    model: MetricsModel = MetricsModel(),
+    decoder: DecoderOptions = DecoderOptions(),
+    loading: DecoderModelOptions = DecoderModelOptions(),
+    shapes: MetricsShapes = MetricsShapes(),
+    targets: MetricsTargets = MetricsTargets(),
+    output: MetricsOutput = MetricsOutput(),
+    workers: WorkerOptions = WorkerOptions(),
+) -> int:
+    """Run a decoder on two targets and score every generated token.
+
+        driftline metrics --model_path=M --tokenizer=M --sharegpt_path=share_gpt.json
+            --batch_size=1 --min_pad_length=64 --max_new_tokens=128
+            --num_test_tokens_per_sequence=1024 --default_dtype=fp16 --output_dir=out
+
+    The reference generates greedily; the candidate is forced along the reference's tokens, so that
+    both read the same text. Per token before the end of the text: ce, prob_mean, prob_std and
+    diff_mean, one csv each, and a table (….tokens.parquet) with further scores over the whole
+    vocabulary. Both sides' logits are kept in ….out folders. After an interruption the same command
+    goes on where it was. Baselines become thresholds with `driftline thresholds`.
+
+    A target is device=cpu|cuda|npu|aiu, dtype=fp32|fp16|bf16 and compile=BACKEND of torch.compile,
+    with commas between them: device=cuda,dtype=fp16,compile=inductor. The candidate is CUDA if
+    there is one, else the CPU, in --default_dtype, if not given. MODEL_PATH, DS_PATH, BATCH_SIZES,
+    SEQ_LENS, MAX_NEW_TOKENS and DEFAULT_TYPES in the environment are taken where the option is not
+    given. With --jobs or --executor, shapes are shared out; each process loads the models for
+    itself.
+    """
+    from driftline.decoding.option_reader import metrics_options
+
+    tasks = metrics_options(_flags(model, decoder, loading, shapes, targets, output))
+    for options in tasks:
+        options.check()
+    return _share_metrics(tasks, workers) if workers.shared else _run_metrics(tasks)
+
+
+def _run_metrics(tasks: list[MetricsOptions]) -> int:
+    from driftline.decoding.distributed import join_job
+    from driftline.decoding.metrics import run_metrics
+    from driftline.decoding.pipeline import Session
+
+    session = script.step("session", Session)
+    job = join_job(tasks[0].distributed)
+    results: list[MetricsResult] = []
+    for options in tasks:
+        # Of the ranks of a job only one writes, and only one shows a bar.
+        quiet = script.is_script() or not job.writes
+        with progress_bar("tokens", quiet=quiet) as bar:
+            result = script.step(
+                "result",
+                run_metrics,
+                options,
+                report=_print_message,
+                session=session,
+                progress=bar,
+            )
+        results.append(result)
+        if not script.is_script() and job.writes and not result.skipped:
+            sys.stdout.write(_metrics_summary(result, options))
+    script.end(*results)
+    job.leave()
+    return EXIT_FINE
+
+
+def _share_metrics(tasks: list[MetricsOptions], workers: WorkerOptions) -> int:
+    from driftline.decoding.metrics import run_shapes
+
+    def print_result(options: MetricsOptions, result: MetricsResult) -> None:
+        if not result.skipped:
+            sys.stdout.write(_metrics_summary(result, options))
+            sys.stdout.flush()
+
+    results = script.step(
+        "results",
+        run_shapes,
+        tasks,
+        jobs=workers.jobs,
+        executor=workers.executor,
+        report=_print_message,
+        ready=None if script.is_script() else print_result,
+    )
+    script.end(results)
+    return EXIT_FINE
+
+
+def _flags(*groups: object) -> dict[str, Any]:
+    """All options of a command by name, as `decoding.option_reader` takes them."""
+    return {name: value for group in groups for name, value in vars(group).items()}
+
+
+def _print_message(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _metrics_summary(result: MetricsResult, options: MetricsOptions) -> str:
+    from driftline.decoding.metrics import summary_figures
+    from driftline.reporting.formatting import counted, number
+
+    rounds = counted(result.rounds, "round")
+    lines = [
+        f"{result.prefix}: {counted(result.tokens, 'token')} of {rounds}",
+        "  of the logits that were saved"
+        if options.skip_computation
+        else f"  reference {options.reference}; candidate {options.candidate}",
+        f"  {'metric':<16}{'mean':>12}{'99 %':>12}{'largest':>12}",
+    ]
+    for name, *numbers in summary_figures(result):
+        lines.append(f"  {name:<16}" + "".join(f"{number(figure):>12}" for figure in numbers))
+    agreed = int(result.columns["top1_agree"].sum())
+    lines.append(f"  the largest logit agrees at {agreed} of {result.tokens} tokens")
+    if result.first_other is not None:
+        seed, prompt, position = result.first_other
+        lines[-1] += f"; first not: round {seed}, prompt {prompt}, token {position}"
+    if not result.companions:
+        lines.append("  whole-vocabulary scores are left out: only the largest logits are saved")
+    lines += [
+        f"  in {result.folder}: four csv files, .tokens.parquet, both sides' .out folders",
+        f"  next: driftline thresholds --models {options.model} --metrics diff_mean ce "
+        f"--file_base {result.folder}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+@Parameter(name="*", group=MODEL)
+@dataclass(frozen=True)
+class LayersModel:
+    """The models.
+
+    Attributes:
+        model_paths: Folders of causal language models, or their ids.
+        fused_weights: Leave the joined projections of models of ibm-fms joined.
+    """
+
+    model_paths: Annotated[str, spelt("model_paths", "PATH[,PATH]", "--model_path")] = ""
+    fused_weights: Annotated[bool, spelt("fused_weights")] = False
+
+
+@Parameter(name="*", group=PROMPTS)
+@dataclass(frozen=True)
+class LayersShapes:
+    """Which shapes are run.
+
+    Attributes:
+        batch_sizes: Prompts that are run together, 1 if not given.
+        seq_lengths: Prompts have half of it to all of it in tokens, and are padded to it; 64 if not
+            given.
+        max_new_tokens: Iterations of generate; 128 if not given.
+    """
+
+    batch_sizes: Annotated[str, spelt("batch_sizes", "N[,N]")] = ""
+    seq_lengths: Annotated[str, spelt("seq_lengths", "N[,N]")] = ""
+    max_new_tokens: Annotated[str, spelt("max_new_tokens", "N[,N]")] = ""
+
+
+@Parameter(name="*", group=TARGETS)
+@dataclass(frozen=True)
+class LayersTargets:
+    """How the candidate computes.
+
+    Attributes:
+        default_dtype: Number format of the candidate.
+        compile_unit: What a compiled target makes one graph of; nothing inside a graph is seen.
+    """
+
+    default_dtype: Annotated[str, spelt("default_dtype", "D")] = "fp16"
+    compile_unit: Annotated[Literal["block", "leaf", "model"], spelt("compile_unit")] = "block"
+
+
+@Parameter(name="*", group=OUTPUT)
+@dataclass(frozen=True)
+class LayersOutput:
+    """What is written and printed.
+
+    Attributes:
+        output_path: Folder of the results; it is made.
+        elements: abs_diff files get a line per element; large.
+        quiet: Print nothing but errors.
+        force: Compute again what is there.
+    """
+
+    output_path: Annotated[Path | None, spelt("output_path", "DIR", "-o")] = None
+    elements: bool = False
+    quiet: Annotated[bool, Parameter(name=("--quiet", "-q"))] = False
+    force: bool = False
+
+
+def layer_metrics(
+    *,
+    mode: Literal["generate", "model-forward"] | None = None,
+    model: LayersModel = LayersModel(),
+    decoder: DecoderOptions = DecoderOptions(),
+    loading: DecoderModelOptions = DecoderModelOptions(),
+    shapes: LayersShapes = LayersShapes(),
+    targets: LayersTargets = LayersTargets(),
+    output: LayersOutput = LayersOutput(),
+) -> int:
+    """Run a decoder on two targets and compare what every layer gives.
+
+        driftline layer-metrics --mode generate --model_paths M --batch_sizes 1
+            --seq_lengths 64 --max_new_tokens 128 --sharegpt_path share_gpt.json
+            --output_path out
+
+    Both targets read the same prompts; with --mode generate they go on token by token, the
+    candidate along the reference's tokens, and every iteration counts. Per layer two csv files:
+    abs_diff (mean |difference|) and cos_sim (cosine), a line per token and output of the layer.
+    Padding does not count. ….layers is the same as a comparison table, for `driftline show` and
+    `driftline check`. Files become thresholds with `driftline thresholds --layer_io`.
+
+    A target is device=cpu|cuda|npu|aiu, dtype=fp32|fp16|bf16 and compile=BACKEND of torch.compile,
+    with commas between them: device=cuda,dtype=fp16. The candidate is CUDA if there is one, else
+    the CPU, in --default_dtype, if not given. MODEL_PATHS, BATCH_SIZES, SEQ_LENGTHS,
+    MAX_NEW_TOKENS, OUTPUT_PATH and SHARE_GPT_DATASET_PATH in the environment are taken where the
+    option is not given; without any, prompts are in ~/share_gpt.json. All combinations of several
+    values are run; what is there already is not computed again. Exit code 1 if anything is NaN, or
+    infinite on one side only.
+
+    Args:
+        mode: generate: token by token, with a cache; model-forward: one call on the prompts.
+    """
+    from driftline.decoding.option_reader import layer_options
+
+    groups = (model, decoder, loading, shapes, targets, output)
+    tasks = layer_options({"mode": mode, **_flags(*groups)})
+    for options in tasks:
+        options.check()
+    return _run_layers(tasks, quiet=output.quiet)
+
+
+def _run_layers(tasks: list[LayerOptions], *, quiet: bool) -> int:
+    from driftline.comparison.verdict.judge import judge
+    from driftline.decoding.layers import run_layers
+    from driftline.decoding.pipeline import Session
+
+    session = script.step("session", Session)
+    code = EXIT_FINE
+    results: list[LayersResult] = []
+    for options in tasks:
+        with progress_bar("module calls", quiet=quiet) as progress:
+            result = script.step(
+                "result",
+                run_layers,
+                options,
+                session=session,
+                judge=judge,
+                report=_print_nothing if quiet else _print_line,
+                progress=progress,
+            )
+        results.append(result)
+        if script.is_script():
+            continue
+        if not quiet and not result.skipped:
+            sys.stdout.write(_layers_summary(result))
+            sys.stdout.flush()
+        if result.nonfinite or any(layer.nan for layer in result.layers):
+            code = EXIT_DIFFERENT
+    script.end(*results)
+    return code
+
+
+def _print_line(line: str) -> None:
+    print(line, flush=True)
+
+
+def _print_nothing(line: str) -> None:
+    del line
+
+
+def _layers_summary(result: LayersResult) -> str:
+    from driftline.reporting.formatting import counted, number
+    from driftline.reporting.terminal import printable
+
+    options = result.options
+    layers = result.layers
+    steps = counted(options.new_tokens, "iteration") if options.mode == "generate" else "one call"
+    farthest = max(layers, key=lambda layer: layer.abs_diff)
+    most_turned = min(layers, key=lambda layer: layer.cos_sim)
+    lines = [
+        f"{options.prefix}: {counted(len(layers), 'layer')}, "
+        f"{counted(sum(layer.rows for layer in layers), 'row')} of {steps} ({options.mode})",
+        f"  reference {options.reference}; candidate {options.candidate}",
+        f"  largest average abs_diff {number(farthest.abs_diff)} at {farthest.layer}",
+        f"  smallest cos_sim {most_turned.cos_sim:.8g} at {most_turned.layer}",
+    ]
+    if result.table is not None and result.table.finding:
+        lines.append(f"  {result.table.finding}")
+    nonfinite = result.nonfinite
+    if nonfinite:
+        rows = sum(layer.nonfinite for layer in nonfinite)
+        lines.append(
+            f"  NaN or infinite on one side: {counted(rows, 'row')} of "
+            f"{counted(len(nonfinite), 'layer')}, first {nonfinite[0].layer}"
+        )
+    both_nan = [layer for layer in layers if layer.nan]
+    if both_nan:
+        elements = sum(layer.nan for layer in both_nan)
+        lines.append(
+            f"  NaN on both sides, in no figure: {counted(elements, 'element')} "
+            f"of {counted(len(both_nan), 'layer')}, first {both_nan[0].layer}"
+        )
+    lines += [f"  {note}" for note in result.notes]
+    lines += [
+        f"  in {options.output_path}: {counted(len(result.files), 'csv file')}, "
+        "….layers (table), ….layers.json",
+        f"  next: driftline thresholds --models {options.model} --metrics abs_diff cos_sim "
+        f"--file_base {options.output_path} --layer_io",
+    ]
+    return "".join(f"{printable(line)}\n" for line in lines)

@@ -1,0 +1,424 @@
+"""`driftline dump`: run an unchanged program and keep what its model computed.
+
+Only words are read and written here: options become a capture plan, `launch.run` does the rest. The
+spellings of `ait llm dump` are names like any other; what they mean is in `adapters.selection`.
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from driftline.captures.launch.atb import AtbHarvest
+from driftline.captures.launch.jobs import FRAMEWORKS, CapturePlan, DumpType, Level
+from driftline.captures.launch.launcher import Outcome, run_command
+from driftline.captures.launch.outcome import say_steps
+from driftline.captures.options import Budgets, Reduction, WhenFull, budgets_from
+from driftline.captures.selection import Selection, patterns
+from driftline.cli import python_script as script
+from driftline.cli.commands.dump_onnx import (
+    OnnxAmount,
+    OnnxOptions,
+    RunOutputOptions,
+    dump_onnx,
+    is_onnx,
+    refuse_program_options,
+)
+from driftline.cli.options import (
+    AMOUNT,
+    SELECTION,
+    SEVERAL,
+    ProgramOptions,
+    SelectionOptions,
+    engine_or_default,
+    place,
+    split_names,
+    step_patterns,
+)
+from driftline.cli.output import refuse_memory, run_place, short_path, unsent_lines
+from driftline.errors import EXIT_FINE, BadInput
+from driftline.runs.layout import SENT_SHARD_BYTES
+from driftline.units import say_size, size_of
+
+# More would push the sentence that matters off the screen; all are in the run.
+MOST_NOTES = 8
+# Spellings of a truth value that people type.
+_YES = frozenset({"true", "yes", "y", "t", "1", "on"})
+_NO = frozenset({"false", "no", "n", "f", "0", "off"})
+
+
+@Parameter(name="*", group=SELECTION)
+@dataclass(frozen=True)
+class FilterOptions:
+    """Which tensors of those modules are kept; most are options of `ait llm dump`.
+
+    Attributes:
+        ids: Only modules at these places of the tree: child indices joined by '_', such as 2,3_1.
+            `driftline show RUN` prints them.
+        execute_range: Steps, as pairs with both ends included: 3,5,7,7 is 3, 4, 5 and 7. Default:
+            step 0.
+        child: With -ids: also everything below those modules.
+        time: Take inputs 0 before the call, 1 after it, 2 both. Not given: inputs before, outputs
+            after.
+        opname: Only modules whose class or own name begins like this, in any case; comma list.
+        part: 0 inputs, 1 outputs, 2 both.
+        device: Only tensors on the device with this index, and those on the CPU.
+        port: Only these sides: input, output, grad_input, grad_output, param, param_grad.
+        rank: Only these ranks.
+    """
+
+    ids: Annotated[
+        list[str] | None, SEVERAL, Parameter(name=("--save-operation-ids", "-ids"), metavar="IDS")
+    ] = None
+    execute_range: Annotated[
+        str, Parameter(name=("--execute-range", "-er"), metavar="A,B[,C,D]")
+    ] = ""
+    child: Annotated[
+        str, Parameter(name=("--save-operation-child", "-child"), metavar="true|false")
+    ] = "true"
+    time: Annotated[Literal["0", "1", "2"] | None, Parameter(name=("--save-time", "-time"))] = None
+    opname: Annotated[
+        list[str] | None, SEVERAL, Parameter(name=("--operation-name", "-opname"), metavar="NAMES")
+    ] = None
+    part: Annotated[Literal["0", "1", "2"], Parameter(name=("--save-tensor-part", "-stp"))] = "2"
+    device: Annotated[int | None, Parameter(name=("--device-id", "-device"), metavar="N")] = None
+    port: Annotated[list[str] | None, SEVERAL, Parameter(metavar="GLOB")] = None
+    rank: Annotated[list[str] | None, SEVERAL, Parameter(metavar="GLOB")] = None
+
+    def selection(self, modules: SelectionOptions) -> Selection:
+        """What to capture."""
+        if self.device is not None and self.device < 0:
+            raise BadInput(
+                f"-device takes the index of a device, from 0 upwards, not {self.device}"
+            )
+        return Selection(
+            sites=patterns(modules.site),
+            classes=patterns(modules.class_),
+            ports=patterns(self.port),
+            steps=step_patterns(self.execute_range, modules.step),
+            ranks=patterns(self.rank),
+            ids=split_names(self.ids),
+            children=yes_or_no("-child", self.child),
+            opnames=split_names(self.opname),
+            time=None if self.time is None else int(self.time),
+            part=int(self.part),
+            device=self.device,
+        )
+
+
+def yes_or_no(option: str, word: str) -> bool:
+    """A truth value as ait takes it.
+
+    >>> yes_or_no("-child", "True"), yes_or_no("-child", "n")
+    (True, False)
+    """
+    if word.lower() in _YES:
+        return True
+    if word.lower() in _NO:
+        return False
+    raise BadInput(f"{option} takes true or false, not '{word}'")
+
+
+@Parameter(name="*", group=AMOUNT)
+@dataclass(frozen=True)
+class AmountOptions:
+    """How much of the tensors is kept.
+
+    Attributes:
+        type_: tensor stores tensors; model and layer the module tree, and onnx with them a graph
+            of it; op lists operators with parameters and shapes, kernel the kernels that ran,
+            cpu_profiling times by operator. Several may be given. Default: tensor.
+        only_save_desc: Descriptions only: name, type and shape of each tensor, no values.
+        keep: How much of each tensor: full, summary, digest, sample or sample(N). Default: full.
+        level: What is looked at; several may be given, also as ops,params. Default: modules.
+        max_bytes: Stop storing values at this size, such as 2GB.
+        device_budget: Memory on each GPU for copies of tensors on their way; 0 for none. Default:
+            1GiB.
+        host_budget: Pinned host memory where they land before they are written. Default: 2GiB.
+        when_full: What happens when the run is written more slowly than that: the program waits, or
+            tensors are dropped and counted.
+        save_tiling: Also tiling data, which ATB programs have; torch has none, which is noted.
+    """
+
+    type_: Annotated[
+        list[Literal["model", "layer", "op", "kernel", "tensor", "cpu_profiling", "onnx"]] | None,
+        SEVERAL,
+    ] = None
+    only_save_desc: Annotated[bool, Parameter(name=("--only-save-desc", "-sd"))] = False
+    keep: Annotated[str | None, Parameter(metavar="full|summary|digest|sample")] = None
+    level: Annotated[list[Literal["modules", "ops", "gradients", "params"]] | None, SEVERAL] = None
+    max_bytes: Annotated[str, Parameter(metavar="SIZE")] = ""
+    device_budget: Annotated[str, Parameter(metavar="SIZE")] = ""
+    host_budget: Annotated[str, Parameter(metavar="SIZE")] = ""
+    when_full: WhenFull = "wait"
+    save_tiling: Annotated[bool, Parameter(name=("--save-tiling", "-tiling"))] = False
+
+    def reduction(self) -> Reduction:
+        """How much of each tensor."""
+        if not self.only_save_desc:
+            return Reduction.parse(self.keep or "full")
+        if self.keep is not None:
+            raise BadInput(
+                f"-sd keeps descriptions only, --keep {self.keep} asks for more",
+                hint="give one of them",
+            )
+        return Reduction("describe")
+
+    def types(self) -> tuple[DumpType, ...]:
+        """What is written."""
+        # Given twice is given once; `dict.fromkeys` keeps the order.
+        return tuple(dict.fromkeys(self.type_ or ["tensor"]))
+
+    def levels(self) -> tuple[Level, ...]:
+        """What is looked at."""
+        usual: list[Level] = ["modules"]
+        if {"op", "tensor"} <= set(self.types()):
+            # Where operators are listed and tensors stored, theirs are stored, too.
+            usual.append("ops")
+        return tuple(dict.fromkeys(self.level or usual))
+
+    def budgets(self) -> Budgets:
+        """Memory for tensors of devices, from sizes as people write them."""
+        return budgets_from(
+            _budget("--device-budget", self.device_budget),
+            _budget("--host-budget", self.host_budget),
+            self.when_full,
+        )
+
+
+def _budget(option: str, text: str) -> int | None:
+    if not text:
+        return None
+    try:
+        # `size_of` refuses 0, which is a mistake anywhere else.
+        return 0 if text.strip() == "0" else size_of(text)
+    except BadInput as error:
+        raise BadInput(f"{option} is a size such as 500MB or 2GiB, or 0, not '{text}'") from error
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class EngineOptions:
+    """Which library computes.
+
+    Attributes:
+        engine: atb also switches on the probe of the ATB library in the program; that is the
+            default where ATB_HOME_PATH is set. torch and paddle leave it off and look at nothing
+            else; without any, both are captured. onnxruntime runs a model from its file.
+        graph: Record what torch.compile makes: fx executes every graph node by node with torch's
+            own operators, whatever the backend; inductor reads what its kernels compute.
+        no_fusion: With --graph inductor: fuse nothing, every node has a kernel of its own.
+    """
+
+    engine: Literal["torch", "atb", "paddle", "onnxruntime"] | None = None
+    graph: Literal["fx", "inductor"] | None = None
+    no_fusion: bool = False
+
+
+def dump(
+    *program: Annotated[str, place("PROGRAM")],
+    start: ProgramOptions = ProgramOptions(),
+    engine: EngineOptions = EngineOptions(),
+    modules: SelectionOptions = SelectionOptions(),
+    filters: FilterOptions = FilterOptions(),
+    amount: AmountOptions = AmountOptions(),
+    model: OnnxOptions = OnnxOptions(),
+    output: RunOutputOptions = RunOutputOptions(),
+) -> int:
+    """Run an unchanged program and keep what its model computed.
+
+        driftline dump -o ref --exec "python infer.py --dtype float32"
+        driftline dump -o ref -- python infer.py --dtype float32
+
+    Every Python process that the program starts and that imports torch is captured: scripts,
+    `python -m`, shell scripts, torchrun, subprocesses. The program keeps its terminal, input and
+    exit status. Step 0 is captured unless -er or --step says otherwise. An ONNX model needs no
+    program:
+
+        driftline dump --engine onnxruntime --model m.onnx --inputs x.npz -o cand
+
+    Args:
+        program: The program and its arguments, after two dashes.
+    """
+    selection = filters.selection(modules)
+    if is_onnx(engine.engine, model):
+        refuse_program_options(
+            {
+                "--exec": bool(start.exec_ or program),
+                "-time": filters.time is not None,
+                "-device": filters.device is not None,
+                "--rank": bool(filters.rank),
+                "--type": bool(amount.type_),
+                "-tiling": amount.save_tiling,
+                "--layout": output.layout != "run",
+                "--graph": bool(engine.graph),
+            }
+        )
+        # Every input file is a step: all of them, unless some were chosen.
+        if not filters.execute_range and not modules.step:
+            selection = replace(selection, steps=())
+        kept = OnnxAmount(selection, amount.reduction(), amount.level or (), amount.max_bytes)
+        return dump_onnx(model, kept, output)
+    argv = start.command(program, "dump")
+    plan, need_probe = _capture_plan(argv, selection, engine, amount, output)
+    if output.dry_run and not script.is_script():
+        print(plan.to_json())
+        return EXIT_FINE
+    outcome = script.step(
+        "outcome", run_command, argv, plan, force=output.force, need_probe=need_probe
+    )
+    script.end(outcome)
+    for line in summary(outcome):
+        print(line, file=sys.stderr)
+    return outcome.exit_code
+
+
+def _capture_plan(
+    argv: list[str],
+    selection: Selection,
+    engine: EngineOptions,
+    amount: AmountOptions,
+    output: RunOutputOptions,
+) -> tuple[CapturePlan, bool]:
+    """The plan, and whether the user asked for the ATB probe by name."""
+    # Only torch and ATB have a probe to switch on.
+    named_engine = None if engine.engine in ("onnxruntime", "paddle") else engine.engine
+    probe_engine, need_probe = engine_or_default(named_engine)
+    folder, url = run_place(output.output, output.stage)
+    if url:
+        refuse_memory(url)
+    plan = CapturePlan(
+        output=folder,
+        selection=selection,
+        reduction=amount.reduction(),
+        levels=amount.levels(),
+        types=amount.types(),
+        layout=output.layout,
+        max_bytes=size_of(amount.max_bytes) if amount.max_bytes else 0,
+        tiling=amount.save_tiling,
+        log_level=output.log_level,
+        command=tuple(argv),
+        engine=probe_engine,
+        frameworks=(engine.engine,) if engine.engine in FRAMEWORKS else FRAMEWORKS,
+        graph=engine.graph or "",
+        fusion=not engine.no_fusion,
+        url=url,
+        shard_bytes=SENT_SHARD_BYTES if url else 0,
+        budgets=amount.budgets(),
+    )
+    return plan, need_probe
+
+
+def summary(outcome: Outcome) -> list[str]:
+    """What is printed to stderr at the end, most important first."""
+    plan, harvest = outcome.plan, outcome.harvest
+    lines: list[str] = []
+    if outcome.program_status and plan.says("error"):
+        lines.append(f"driftline: the program {_ending(outcome.program_status)}")
+    if outcome.reason:
+        if plan.says("critical"):
+            lines.append(f"driftline: {outcome.reason}")
+        if outcome.hint and plan.says("error"):
+            lines.append(f"  hint: {outcome.hint}")
+    elif plan.says("info"):
+        if outcome.atb is None:
+            lines.append(f"driftline: {_captured_text(outcome)}")
+        else:
+            lines += _captured_lines_of_both(outcome, outcome.atb)
+    if plan.says("warning"):
+        lines += _warnings(outcome)
+    if outcome.sent is not None and outcome.sent.reason and plan.says("critical"):
+        lines += unsent_lines(outcome.sent, plan.url)
+    elif harvest.tensors and plan.says("info") and plan.layout == "run":
+        run = plan.url or short_path(plan.output)
+        lines.append(f"  next: driftline compare {shlex.quote(run)} ANOTHER_RUN")
+    if lines and lines[0].startswith("  "):  # the line these belong to was not wanted
+        lines[0] = f"driftline: {lines[0].strip()}"
+    return lines
+
+
+def _warnings(outcome: Outcome) -> list[str]:
+    """What was asked for and did not happen, and notes of the capture."""
+    lines: list[str] = []
+    if not outcome.reason:
+        lines += [f"  {sentence}" for sentence in outcome.unmatched]
+    if outcome.skipped_steps and not outcome.reason and outcome.plan.wants_tensors:
+        lines.append(f"  {_skipped_steps(outcome)}")
+    lines += [f"  note: {note}" for note in outcome.notes[:MOST_NOTES]]
+    if len(outcome.notes) > MOST_NOTES:
+        lines.append(f"  and {len(outcome.notes) - MOST_NOTES} more notes in the run")
+    if outcome.marks.failed and not outcome.reason:
+        lines.append(f"  capture failed in a process: {outcome.marks.failed[0]}")
+    if outcome.without_probe:
+        lines.append(f"  note: {outcome.without_probe}")
+    return lines
+
+
+def _captured_text(outcome: Outcome) -> str:
+    harvest, plan = outcome.harvest, outcome.plan
+    run = short_path(plan.output)
+    if outcome.sent is not None and not outcome.sent.reason:
+        # The folder here is deleted when all has arrived.
+        run = outcome.sent.url
+    processes = len(harvest.processes)
+    process_text = "1 process" if processes == 1 else f"{processes} processes"
+    parts: list[str] = []
+    if plan.wants_tensors and harvest.tensors:
+        parts.append(
+            f"{harvest.tensors} tensors, {say_size(harvest.bytes)}, {process_text}, "
+            f"{say_steps(harvest.steps)}"
+        )
+    elif "model" in plan.types or "layer" in plan.types:
+        trees = harvest.topologies
+        parts.append(f"module tree of {trees} process{'es' if trees != 1 else ''}")
+    return f"{', '.join([*parts, *outcome.sheets.words])} in {run}"
+
+
+def _captured_lines_of_both(outcome: Outcome, atb: AtbHarvest) -> list[str]:
+    """One line for each engine: the reader must see at once which of them saw the model."""
+    harvest, plan = outcome.harvest, outcome.plan
+    if harvest.tensors or outcome.sheets.words or (harvest.topologies and not plan.wants_tensors):
+        torch = f"driftline: torch: {_captured_text(outcome)}"
+    else:
+        torch = "driftline: torch: nothing captured"
+    if not atb.roots:
+        return [torch, "driftline: atb: the probe was loaded, and wrote nothing"]
+    parts: list[str] = []
+    if atb.tensors:
+        devices = ", ".join(map(str, atb.devices))
+        parts.append(
+            f"{atb.tensors} tensors, {say_size(atb.bytes)}, "
+            f"device{'s' if len(atb.devices) > 1 else ''} {devices}, {say_steps(atb.steps)}"
+        )
+    parts += atb.beside
+    folders = ", ".join(short_path(str(root)) for root in atb.roots)
+    lines = [torch, f"driftline: atb: {', '.join(parts) or 'no tensor'} in {folders}"]
+    if atb.tensors:
+        lines.append(f"  next: driftline show {shlex.quote(short_path(str(atb.roots[0])))}")
+    return lines
+
+
+def _skipped_steps(outcome: Outcome) -> str:
+    steps = outcome.skipped_steps
+    verb = "ran and was" if len(steps) == 1 else "ran and were"
+    ran = {*steps, *outcome.harvest.steps}
+    first, last = min(ran), max(ran)
+    return (
+        f"{say_steps(steps)} {verb} not selected ({len(steps)} in all); "
+        f"select all of them with -er {first},{last}, or --step '*'"
+    )
+
+
+def _ending(status: int) -> str:
+    """How a program ended, from its status as a shell reports it."""
+    # A shell adds 128 to the signal; larger numbers may still be a plain status.
+    if status > 128:
+        with suppress(ValueError):
+            return f"was ended by signal {status - 128} ({signal.Signals(status - 128).name})"
+    return f"ended with status {status}"

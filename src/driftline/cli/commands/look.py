@@ -1,0 +1,482 @@
+"""`driftline show`, `report`, `view`, `topology` and `doctor`: commands to look at things."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from driftline.cli import python_script as script
+from driftline.cli.options import (
+    OUTPUT,
+    URLS,
+    AlignmentOptions,
+    EvidenceOptions,
+    PageEvidenceOptions,
+    RepeatEvidenceOptions,
+    ThreadOptions,
+    place,
+)
+from driftline.cli.progress import progress_bar
+from driftline.errors import EXIT_DIFFERENT, EXIT_FINE, AlreadyThere, BadInput
+
+if TYPE_CHECKING:
+    from driftline.comparison.table.table import Table
+    from driftline.reporting.view import View
+    from driftline.runs.run import Run
+
+PACKAGES = ("numpy", "ml_dtypes", "pyarrow", "msgspec")
+# What can be captured, by the name of its extra, and the packages it may come in.
+ENGINES = {
+    "torch": ("torch",),
+    "paddle": ("paddlepaddle", "paddlepaddle-gpu"),
+    "onnxruntime": ("onnxruntime", "onnxruntime-gpu"),
+}
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ShowOptions:
+    """What of it is shown, and how.
+
+    Attributes:
+        tensors: List the tensors with their statistics instead of the modules.
+        site: Only sites that match, such as 'model.layers.*.mlp'; lists their tensors.
+        format: table for people; json and csv for programs, whole; markdown for a review.
+        all: Leave nothing out for length.
+    """
+
+    tensors: bool = False
+    site: Annotated[list[str] | None, Parameter(metavar="GLOB")] = None
+    format: Literal["table", "json", "csv", "markdown"] = "table"
+    all: bool = False
+
+    @property
+    def everything(self) -> bool:
+        """Only a table for people is cut."""
+        return self.all or self.format != "table"
+
+
+def show(
+    path: Annotated[Path, URLS, place("PATH")],
+    /,
+    *,
+    options: ShowOptions = ShowOptions(),
+    verify: bool = False,
+) -> int:
+    """Look at a run, a comparison table, a thresholds file or a tensor file.
+
+    A run shows where it comes from, its module tree with the ids that `dump -ids` takes, and what
+    is missing from it. A folder that `compare -o` wrote shows the comparison again.
+
+    Args:
+        path: A run, a dump of another program, a comparison's folder, a thresholds file, or a
+            tensor file.
+        verify: Read every byte of a run and say which are not those that were captured; exit 1.
+    """
+    from driftline.comparison.table.files import TABLE_FILE, is_table, open_table
+
+    # These two are known by their files; whatever is left is opened as a run.
+    if is_table(path) or path.name == TABLE_FILE:
+        return _show_table(script.step("found", open_table, path), options)
+    from driftline.comparison.tolerance.thresholds import looks_like_thresholds
+
+    if looks_like_thresholds(path):
+        return _show_thresholds(path, options)
+    from driftline.formats.registry import open_run
+
+    run = script.step("run", open_run, path)
+    return _verify(run) if verify else _show_run(run, options)
+
+
+def _verify(run: Run) -> int:
+    from driftline.reporting.formatting import counted
+    from driftline.runs.verify import verify
+
+    losses = script.step("damaged", list, script.part(verify, run))
+    script.end(losses)
+    for loss in losses:
+        print(loss)
+    tensors = counted(sum(1 for record in run.records if record.digest), "tensor")
+    state = f"{len(losses)} of them not" if losses else "their bytes are"
+    print(f"{run.name}: {tensors} with a digest, {state} what was captured")
+    return EXIT_DIFFERENT if losses else EXIT_FINE
+
+
+def _show_table(table: Table, options: ShowOptions) -> int:
+    from driftline.reporting import writers
+
+    script.act(writers.table, table, options.format, sys.stdout, everything=options.all)
+    script.end()
+    return EXIT_FINE
+
+
+def _show_thresholds(path: Path, options: ShowOptions) -> int:
+    from driftline.comparison.tolerance.thresholds import load_thresholds
+    from driftline.reporting.views import thresholds as report
+
+    thresholds = script.step("found", load_thresholds, path)
+    if options.format == "json":
+        from driftline.comparison.tolerance.thresholds import Thresholds
+        from driftline.reporting import writers as json_report
+
+        script.act(json_report.write_json, script.part(Thresholds.as_json, thresholds), sys.stdout)
+    elif options.format == "csv":
+        from driftline.reporting import writers
+
+        script.act(writers.write_csv, script.part(report.sheet, thresholds), sys.stdout)
+    else:
+        view = script.part(report.view, thresholds, everything=options.everything)
+        _print_view(view, options)
+    script.end()
+    return EXIT_FINE
+
+
+def _show_run(run: Run, options: ShowOptions) -> int:
+    from driftline.reporting.views import run as report
+
+    sites = tuple(options.site or ())
+    if options.format == "json":
+        from driftline.reporting import writers as json_report
+
+        document = script.part(report.document, run, globs=sites, tensors=options.tensors)
+        script.act(json_report.write_json, document, sys.stdout)
+    elif options.format == "csv":
+        from driftline.reporting import writers
+
+        sheet = script.part(report.sheet, run, globs=sites, statistics=options.tensors)
+        script.act(writers.write_csv, sheet, sys.stdout)
+    else:
+        view = script.part(
+            report.view, run, globs=sites, tensors=options.tensors, everything=options.everything
+        )
+        _print_view(view, options)
+    script.end()
+    return EXIT_FINE
+
+
+def _print_view(view: View, options: ShowOptions) -> None:
+    if options.format == "markdown":
+        from driftline.reporting import markdown
+
+        script.act(print, script.part(markdown.paint, view), end="")
+    else:
+        from driftline.reporting import terminal
+
+        script.act(terminal.show, view)
+
+
+@Parameter(name="*", group=OUTPUT)
+@dataclass(frozen=True)
+class PageOptions:
+    """The file that is written.
+
+    Attributes:
+        output: The file to write.
+        title: Of the page; the names of the two runs if not given.
+        pictures: How many tensors get histograms and heat maps; the worst ones.
+        tokenizer: Of a decoder: folder or id of its tokenizer, for the text of tokens.
+        force: Replace a file that is there already.
+        quiet: Print nothing.
+    """
+
+    output: Annotated[Path, Parameter(name=("--output", "-o"), metavar="FILE.html")] = Path(
+        "report.html"
+    )
+    title: Annotated[str, Parameter(metavar="TITLE")] = ""
+    pictures: Annotated[int, Parameter(metavar="N")] = 32
+    tokenizer: Annotated[str, Parameter(metavar="PATH")] = ""
+    force: bool = False
+    quiet: Annotated[bool, Parameter(name=("--quiet", "-q"))] = False
+
+    def check(self) -> None:
+        """Refuse what cannot be written, before the work is done."""
+        if self.pictures < 0:
+            raise BadInput(
+                f"--pictures {self.pictures} is no number of pictures", hint="give 0 or more"
+            )
+        if self.output.is_dir():
+            raise AlreadyThere(f"{self.output} is a folder", hint="give the name of a file with -o")
+        if self.output.exists() and not self.force and not script.is_script():
+            raise AlreadyThere(f"{self.output} exists", hint="give another -o, or --force")
+
+
+def report(
+    subject: Annotated[Path, URLS, place("TABLE|REF")],
+    candidate: Annotated[Path | None, URLS, place("CAND")] = None,
+    /,
+    *,
+    page: PageOptions = PageOptions(),
+    evidence: EvidenceOptions = EvidenceOptions(),
+    repeats: RepeatEvidenceOptions = RepeatEvidenceOptions(),
+    extras: PageEvidenceOptions = PageEvidenceOptions(),
+    alignment: AlignmentOptions = AlignmentOptions(),
+    workers: ThreadOptions = ThreadOptions(),
+) -> int:
+    """Write a comparison as one HTML file: to look at, to attach to a bug, to keep.
+
+        driftline report ref cand -o report.html
+        driftline report table -o report.html
+
+    The file opens from disk, without a network and without Driftline. It holds the verdict, the
+    error along the depth, every row, and pictures of the worst tensors. Exit code 0 if it was
+    written, whatever it says.
+
+    Args:
+        subject: A comparison (`driftline compare -o`), a folder of `driftline metrics`,
+            `layer-metrics` or `validate`, a file of `opcheck --format json`; or the reference, if a
+            candidate follows.
+        candidate: What is in question; it is compared with the reference first.
+    """
+    threads = workers.count()
+    page.check()
+    from driftline.reporting.html.report import report as write_report
+
+    with progress_bar("pairs", quiet=page.quiet) as progress:
+        written = script.step(
+            "written",
+            write_report,
+            subject,
+            candidate,
+            page.output,
+            thresholds=extras.thresholds,
+            replay=evidence.replay,
+            noise=evidence.noise or (),
+            repeats=repeats.repeat or (),
+            bisect=repeats.bisect,
+            options=alignment.align_options(),
+            diagnosis=not extras.no_diagnosis,
+            pictures=page.pictures,
+            tokenizer=page.tokenizer,
+            title=page.title,
+            force=page.force,
+            threads=threads,
+            progress=progress,
+        )
+    script.end(written)
+    if not page.quiet:
+        # People attach the file to bugs, where its size matters.
+        size = Path(written).stat().st_size
+        shown = f"{size / 1e6:.1f} MB" if size >= 100_000 else f"{size / 1e3:.0f} kB"
+        print(
+            f"driftline: the report is in {written} ({shown}); open it in a browser",
+            file=sys.stderr,
+        )
+    return EXIT_FINE
+
+
+@Parameter(name="*", group=OUTPUT)
+@dataclass(frozen=True)
+class ServerOptions:
+    """The page and where it is served.
+
+    Attributes:
+        port: Where to listen; the next free one is taken. Default: 8412.
+        open: Open the page in the browser of this machine.
+        title: Of the page; the names of the two runs if not given.
+    """
+
+    port: Annotated[int | None, Parameter(metavar="N")] = None
+    open: bool = False
+    title: Annotated[str, Parameter(metavar="TITLE")] = ""
+
+
+def view(
+    subject: Annotated[Path, URLS, place("REF|TABLE")],
+    candidate: Annotated[Path | None, URLS, place("CAND")] = None,
+    /,
+    *,
+    page: ServerOptions = ServerOptions(),
+    evidence: EvidenceOptions = EvidenceOptions(),
+    extras: PageEvidenceOptions = PageEvidenceOptions(),
+    alignment: AlignmentOptions = AlignmentOptions(),
+    workers: ThreadOptions = ThreadOptions(),
+) -> int:
+    """Look at two runs in a browser: the report's page, and every tensor behind it.
+
+        driftline view ref cand
+        driftline view table --open
+
+    Prints the address of a page that only this machine can reach, and serves it until Ctrl-C. The
+    page reads tensors when they are looked at: slices, statistics, error maps at any zoom, both
+    sides' values. Runs may be larger than memory, and may still be written: reload the page to see
+    what is new.
+
+    Args:
+        subject: What is right: a run or a dump of another program; or a comparison, alone, whose
+            runs still lie where they were.
+        candidate: What is in question; it is compared with the reference first.
+    """
+    threads = workers.count()
+    from driftline.alignment.align import AlignOptions
+    from driftline.reporting.viewer.api import view as serve_view
+
+    with progress_bar("pairs", quiet=script.is_script()) as progress:
+        script.act(
+            serve_view,
+            subject,
+            candidate,
+            port=page.port,
+            browser=page.open,
+            thresholds=extras.thresholds,
+            replay=evidence.replay,
+            noise=evidence.noise or (),
+            options=script.part(AlignOptions, **alignment.keywords()),
+            diagnosis=not extras.no_diagnosis,
+            title=page.title,
+            threads=threads,
+            progress=progress,
+        )
+    script.end()
+    return EXIT_FINE
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class GraphOptions:
+    """What of the run is drawn.
+
+    Attributes:
+        level: How deep to look: 0 is the whole model as one node, 1 its outermost parts. Default:
+            the innermost ones.
+        step: Which step of a run. Default: its first one.
+        rank: Which rank of a run.
+        table: A comparison's folder: its status and numbers stand on the nodes, as attributes.
+            model-explorer also colours them and writes FILE.node_data.json (numbers) and
+            FILE.status.node_data.json beside the graph.
+        metric: Which number of the comparison. Default: how far each tensor is beyond its limit.
+    """
+
+    level: Annotated[int | None, Parameter(metavar="N")] = None
+    step: Annotated[int | None, Parameter(metavar="N")] = None
+    rank: Annotated[int, Parameter(metavar="N")] = 0
+    table: Annotated[Path | None, URLS, Parameter(metavar="DIR")] = None
+    metric: Annotated[str, Parameter(metavar="NAME")] = ""
+
+
+def topology(
+    path: Annotated[Path, URLS, place("PATH")],
+    /,
+    *,
+    to: Literal["onnx", "model-explorer"] = "onnx",
+    graph: GraphOptions = GraphOptions(),
+    output: Annotated[
+        Path | None, Parameter(name=("--output", "-o"), metavar="FILE", group=OUTPUT)
+    ] = None,
+    force: Annotated[bool, Parameter(group=OUTPUT)] = False,
+) -> int:
+    """Write the structure of a model as a file for a graph viewer.
+
+        driftline topology run --to onnx
+        driftline topology ait_dump/model/4242/ToyModel.json --level 1
+        driftline topology run --table cmp --metric relative_l2
+        driftline topology run --to model-explorer --table cmp
+
+    A run shows its modules and, where they were dumped with --type op or onnx, the operators in
+    them. Nothing of the file can be executed: it holds shapes and parameters, no weights.
+
+    Args:
+        path: A run, a dump of another program, or a topology file of ATB (*.json).
+        to: onnx for Netron and others; model-explorer for Google's Model Explorer.
+        output: The file. Default: beside the source, with its name.
+        force: Replace a file that is there.
+    """
+    from driftline.reporting.formatting import counted
+    from driftline.reporting.terminal import printable
+    from driftline.reporting.views.graphs import write_graph
+
+    drawn = script.step(
+        "drawn",
+        write_graph,
+        path,
+        to=to,
+        level=graph.level,
+        output=output,
+        table=graph.table,
+        metric=graph.metric,
+        step=graph.step,
+        rank=graph.rank,
+        force=force,
+    )
+    script.end(drawn)
+    size = f"{counted(drawn.nodes, 'node')}, {counted(drawn.edges, 'edge')}"
+    print(printable(f"driftline: {size} in {drawn.place}"), file=sys.stderr)
+    for file, content in zip(drawn.beside, ("numbers", "statuses"), strict=False):
+        print(printable(f"  {content} of the comparison in {file}"), file=sys.stderr)
+    for note in drawn.notes:
+        print(printable(f"  note: {note}"), file=sys.stderr)
+    return EXIT_FINE
+
+
+def doctor(*, format: Literal["table", "json"] = "table") -> int:
+    """Print versions, the kernel path and the devices of this machine.
+
+    torch is asked about its devices only if it is installed.
+
+    Args:
+        format: How to print it.
+    """
+    facts = script.step("facts", environment_facts)
+    script.end(facts)
+    if format == "json":
+        print(json.dumps(facts, indent=2))
+        return EXIT_FINE
+    for name, value in facts.items():
+        print(f"{name:<14}{value}")
+    return EXIT_FINE
+
+
+def environment_facts() -> dict[str, str]:
+    """Name and value of everything that can change a result, each as one short text."""
+    from driftline import __version__
+
+    facts = {
+        "driftline": __version__,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpus": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",
+    }
+    facts |= {package: _version(package) or "not installed" for package in PACKAGES}
+    for engine, packages in ENGINES.items():
+        versions = [version for package in packages if (version := _version(package))]
+        facts[engine] = (
+            versions[0] if versions else f"not installed: pip install 'driftline[{engine}]'"
+        )
+    facts |= _kernel_facts()
+    # Importing torch takes seconds, so it is asked for only if it can answer.
+    if importlib.util.find_spec("torch") is not None:
+        facts |= _torch_facts()
+    return facts
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _kernel_facts() -> dict[str, str]:
+    from driftline.numerics import kernel
+
+    return {"kernel": f"{kernel.active()} (available: {', '.join(kernel.available())})"}
+
+
+def _torch_facts() -> dict[str, str]:
+    import torch
+
+    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(cuda)]
+    return {
+        "torch threads": str(torch.get_num_threads()),
+        "devices": ", ".join(["cpu", *names]),
+        "deterministic": "yes" if torch.are_deterministic_algorithms_enabled() else "no",
+    }

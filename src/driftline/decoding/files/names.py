@@ -1,0 +1,153 @@
+"""Names of the files that decoder commands write and read.
+
+Model, shape and number format are part of every name, so files of several runs can share a folder.
+Nothing is opened here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Literal, NamedTuple
+
+from driftline.decoding.models.paged_cache import FP8
+from driftline.errors import BadInput
+
+Side = Literal["cpu", "cuda", "aiu"]
+REFERENCE: Side = "cpu"
+CANDIDATE: Side = "cuda"
+"""The documented label of the candidate, also where it ran on something else."""
+DEVICE: Side = "aiu"
+"""The documented label of the candidate of a validation, whatever the device is."""
+TOKEN_CSV_METRICS = ("ce", "diff_mean", "prob_mean", "prob_std")
+"""Scores of tokens that have a csv file each."""
+LAYER_CSV_METRICS = ("abs_diff", "cos_sim")
+"""Metrics of layers that have a csv file each."""
+TOKEN_TABLE = ".tokens.parquet"
+PROVENANCE = ".provenance.json"
+"""Suffix of the file that says how token metrics were made."""
+LAYER_TABLE = ".layers"
+LAYER_PROVENANCE = ".layers.json"
+"""Suffix of the file that says how layer metrics were made, and in which order layers ran."""
+LONGEST_NAME = 255
+"""Bytes of a file name, on every file system in use."""
+ROOT = "(root)"
+"""The model itself, as runs call it."""
+
+_NAME = re.compile(
+    r"(?P<model>.+)_max-new-tokens-(?P<new>\d+)_batch-size-(?P<batch>\d+)"
+    r"_seq-length-?(?P<length>\d+)_dtype-(?P<dtype>[A-Za-z0-9]+)(?P<rest>.*)"
+)
+
+
+class FileName(NamedTuple):
+    """A parsed file name; `rest` is what follows the number format, its dot included."""
+
+    model: str
+    new_tokens: int
+    batch_size: int
+    length: int
+    dtype: str
+    rest: str
+
+
+def flat_name(model: str) -> str:
+    """A model's id or path as part of a file name.
+
+    >>> flat_name("ibm-granite/granite-3.2-8b-instruct/")
+    'ibm-granite--granite-3.2-8b-instruct'
+    """
+    return model.rstrip("/").replace("/", "--")
+
+
+def file_prefix(
+    model: str, new_tokens: int, batch_size: int, length: int, dtype: str, attention: str = ""
+) -> str:
+    """What all files of one model and shape begin with.
+
+    Args:
+        model: Its id or path.
+        new_tokens: Per prompt.
+        batch_size: Prompts.
+        length: Of the prompts.
+        dtype: The candidate's number format.
+        attention: The reference's; one in fp8 is named, because it gives other numbers than any
+            other attention.
+
+    >>> file_prefix("acme/tiny", 128, 1, 64, "fp16")
+    'acme--tiny_max-new-tokens-128_batch-size-1_seq-length-64_dtype-fp16'
+    """
+    # Only fp8 is named: names of other attentions never had it, and must be found again.
+    kind = f"_attn-type-{attention}" if attention in FP8 else ""
+    return (
+        f"{flat_name(model)}_max-new-tokens-{new_tokens}_batch-size-{batch_size}"
+        f"_seq-length-{length}_dtype-{dtype}{kind}"
+    )
+
+
+def parse_name(name: str) -> FileName | None:
+    """The parts of a file name, in either documented spelling of the length; None if it is none.
+
+    >>> parse_name("a--b_max-new-tokens-8_batch-size-1_seq-length64_dtype-fp16.ce.csv").length
+    64
+    """
+    # `.+` is greedy, so a model may itself have such words in its name.
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    new, batch, length = (int(match[part]) for part in ("new", "batch", "length"))
+    return FileName(match["model"], new, batch, length, match["dtype"], match["rest"])
+
+
+def out_name(prefix: str, side: Side, seed: int) -> str:
+    """The folder with the tokens and logits of one side and round."""
+    return f"{prefix}.{side}_validation_info.{seed}.out"
+
+
+def csv_name(prefix: str, metric: str) -> str:
+    """The file with one score of every token."""
+    return f"{prefix}.{metric}.csv"
+
+
+def layer_csv(prefix: str, layer: str, metric: str) -> str:
+    """The file of one metric of one layer.
+
+    >>> layer_csv("acme--tiny_max-new-tokens-8_batch-size-1_seq-length-64_dtype-float16",
+    ...           "model.head", "cos_sim")[-31:]
+    'float16--model.head.cos_sim.csv'
+    """
+    return f"{prefix}--{layer}.{metric}.csv"
+
+
+def file_layer(site: str, library: str) -> str:
+    """The name of a module in file names.
+
+    Models of ibm-fms keep the documented names (`model.base_model.layers7.ln`); models of
+    transformers use their own module paths (`model.layers.7.mlp`), as runs and tables do.
+
+    >>> file_layer("base_model.layers.7.ln", "fms"), file_layer("(root)", "fms")
+    ('model.base_model.layers7.ln', 'model')
+    >>> file_layer("model.layers.7.mlp", "transformers")
+    'model.layers.7.mlp'
+    """
+    if library != "fms":
+        return site
+    name = "model"
+    for part in () if site == ROOT else site.split("."):
+        # The documented names join a number to the list it indexes.
+        name += part if part.isdigit() else f".{part}"
+    return name
+
+
+def require_short(name: str) -> None:
+    """Refuse a name that no file system accepts, before hours of work are to be saved under it.
+
+    Raises:
+        BadInput: It is too long.
+    """
+    size = len(os.fsencode(name))
+    if size > LONGEST_NAME:
+        raise BadInput(
+            f"the file name '{name[:60]}…' would have {size} bytes; {LONGEST_NAME} is the most",
+            hint="name the model with --variant, or give a shorter path to it",
+        )

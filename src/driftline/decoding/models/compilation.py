@@ -1,0 +1,96 @@
+"""How a model is executed: compiled part by part, and with how many threads.
+
+Inside a compiled graph no layer has an output of its own. A model compiled as a whole shows only
+its logits; compiled block by block, every block's output can be captured.
+"""
+
+# torch, transformers, fms and pyarrow are only partly annotated.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from driftline.decoding.models.decoder import DecoderModel
+from driftline.decoding.models.targets import ready
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Unit = Literal["block", "leaf", "model"]
+"""What is one graph: a block of layers, each single layer, or all of it."""
+_GRAPHS = 1 << 16
+"""Graphs of one function; more than any model has layers and shapes."""
+
+
+def compile_parts(model: DecoderModel, unit: Unit) -> int:
+    """Compile the parts of a model instead of the whole; how many there are.
+
+    A model whose target is not compiled stays as it is.
+    """
+    backend = ready(model.target).backend
+    if not backend or unit == "model":
+        return 0
+    # What `nn.Module.compile` sets; without it a call is the plain one.
+    cast(Any, model.module)._compiled_call_impl = None
+    parts = list(_blocks(model.module) if unit == "block" else _leaves(model.module))
+    for part in parts:
+        part.compile(backend=backend, dynamic=True if model.target.dynamic else None)
+    return len(parts)
+
+
+@contextmanager
+def room_for_graphs() -> Generator[None]:
+    """Let torch.compile make a graph of every part, while the models run.
+
+    All blocks share one `forward`. After eight graphs of one function it would stop compiling and
+    run the others as they are, and their outputs would be taken for a compiled model's.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:  # nothing here is compiled
+        yield
+        return
+    config: Any = dynamo.config
+    limits = [
+        name for name in ("recompile_limit", "accumulated_recompile_limit") if hasattr(config, name)
+    ]
+    with config.patch({name: max(getattr(config, name), _GRAPHS) for name in limits}):
+        yield
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of lists of modules, and the layers outside of them."""
+    from torch import nn
+
+    for child in module.children():
+        if isinstance(module, nn.ModuleList) or not any(True for _ in child.children()):
+            yield child
+        else:
+            yield from _blocks(child)
+
+
+def _leaves(module: nn.Module) -> Iterator[nn.Module]:
+    for part in module.modules():
+        if part is not module and not any(True for _ in part.children()):
+            yield part
+
+
+SMALL = 4_000_000
+"""Weights of a model that several threads do not make faster: on a busy machine of two cores the
+tiny models of our tests took ten times as long with two threads as with one."""
+
+
+@contextmanager
+def suitable_threads(model: DecoderModel) -> Generator[None]:
+    """While it lasts, torch computes a small model with one thread."""
+    import torch
+
+    before = torch.get_num_threads()
+    if sum(weights.numel() for weights in model.module.parameters()) < SMALL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,200 @@
+"""One decoder model that gives the next token's logits, whichever library it comes from.
+
+transformers and ibm-fms name their arguments and caches differently; `DecoderModel.forward` takes
+a padded batch and returns logits for either. It does not know how models are loaded.
+"""
+
+# torch, transformers, fms and pyarrow are only partly annotated.
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+from driftline.decoding.models.paged_cache import (
+    MATH_FP8,
+    PAGED,
+    PAGED_FP8,
+    PagedCache,
+    fp8_arguments,
+    paged_arguments,
+)
+from driftline.decoding.models.targets import Target, ready
+
+if TYPE_CHECKING:
+    import torch
+
+Library = Literal["transformers", "fms"]
+PLAIN = "eager"
+"""Attention written out, as transformers calls it."""
+_LAST_ONLY = ("logits_to_keep", "last_n_tokens")
+"""Arguments by which only the last position's logits are computed."""
+
+
+class Forward(NamedTuple):
+    """What one call gives: logits of the last position [batch, vocabulary], and the cache."""
+
+    logits: torch.Tensor
+    cache: Any
+
+
+class DecoderModel:
+    """A loaded model on its target.
+
+    Attributes:
+        module: The `torch.nn.Module` that is called, compiled in place if the target says so.
+        config: The library's own configuration object.
+        name: What file names are made of: the id or path it is known by.
+        eos_ids: Every id that ends a text, by the model's configuration.
+        vocabulary: How many logits a position has.
+        target: Where it runs.
+        library: Who made it.
+        device: Where its inputs go.
+        caches: Whether earlier positions are remembered; if not, every token reads the whole text.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        name: str,
+        target: Target,
+        library: Library = "transformers",
+        eos_ids: Iterable[int] = (),
+    ) -> None:
+        place = ready(target)
+        self.module = module
+        self.config: Any = cast(Any, module).config
+        self.name = name
+        self.target = target
+        self.library = library
+        self.device = place.device
+        self.eos_ids = tuple(sorted({*_eos_ids(module), *eos_ids}))
+        self.vocabulary = _vocabulary(self.config)
+        takes = inspect.signature(module.forward).parameters
+        self._takes = frozenset(takes)
+        self._takes_anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+        self.caches = library == "fms" or "past_key_values" in takes
+        # Compiled in place, so that hooks and names of the module stay what they were.
+        if place.backend:
+            module.compile(backend=place.backend, dynamic=True if target.dynamic else None)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.target})"
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        cache: Any = None,
+        *,
+        every_position: bool = False,
+    ) -> Forward:
+        """Logits after the last of `ids`.
+
+        Args:
+            ids: int64 [batch, new]: all tokens at first, then those that the cache does not hold.
+            mask: bool [batch, all]: True where a token is real, of everything up to the last id.
+            position_ids: int64 [batch, new].
+            cache: What the call before gave; None at first.
+            every_position: Whether the model shall compute the logits of all `ids`, not only of the
+                last; what is given back is the last's.
+        """
+        call = self._fms_arguments if self.library == "fms" else self._transformers_arguments
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        arguments = call(ids, mask, position_ids.to(self.device), cache)
+        paged: PagedCache | None = None
+        attention = self.target.attention
+        if self.library == "fms" and attention in (PAGED, PAGED_FP8):
+            fp8 = attention == PAGED_FP8
+            more, paged = paged_arguments(self.module, ids, mask, cache, fp8=fp8)
+            arguments |= more
+        elif self.library == "fms" and attention == MATH_FP8:
+            arguments |= fp8_arguments()
+        # Some layers are only computed for the last position unless all logits are wanted.
+        if every_position:
+            arguments = {name: word for name, word in arguments.items() if name not in _LAST_ONLY}
+        output: Any = self.module(**arguments)
+        if self.library == "fms":
+            logits, cache = output
+            if paged is not None:
+                cache = PagedCache(list(cache), paged.table)
+        else:
+            logits, cache = output.logits, getattr(output, "past_key_values", None)
+        return Forward(logits[:, -1, :], cache if self.caches else None)
+
+    def _transformers_arguments(
+        self, ids: torch.Tensor, mask: torch.Tensor, position_ids: torch.Tensor, cache: Any
+    ) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask.to(ids.dtype)}
+        optional = {
+            "position_ids": position_ids,
+            "logits_to_keep": 1,
+            "return_dict": True,
+        }
+        if self.caches:
+            optional |= {"past_key_values": cache, "use_cache": True}
+        else:
+            optional |= {"use_cache": False}
+        for name, value in optional.items():
+            # Not every architecture takes all of them, and an unknown argument is an error.
+            if name in self._takes:
+                arguments[name] = value
+        return arguments
+
+    def _fms_arguments(
+        self, ids: torch.Tensor, mask: torch.Tensor, position_ids: torch.Tensor, cache: Any
+    ) -> dict[str, Any]:
+        import torch
+
+        # Padding sees padding and nothing else, so that no row of the softmax is empty.
+        allowed = (mask.unsqueeze(-1) == mask.unsqueeze(-2)).tril()[:, -ids.shape[1] :, :]
+        bias = torch.where(allowed, 0.0, -torch.inf).to(torch.get_default_dtype())
+        arguments: dict[str, Any] = {
+            "x": ids,
+            "mask": bias,
+            "position_ids": position_ids,
+            "past_key_value_states": cache,
+            "use_cache": True,
+            "last_n_tokens": 1,
+        }
+        if self.target.attention == PLAIN:
+            arguments["attn_algorithm"] = "math"
+        return arguments
+
+
+def _eos_ids(module: torch.nn.Module) -> tuple[int, ...]:
+    configs = [getattr(module, name, None) for name in ("generation_config", "config")]
+    return eos_of(*configs)
+
+
+def eos_of(*holders: Any) -> tuple[int, ...]:
+    """The ids that end a text, by whatever of these has an `eos_token_id`: one, several or none."""
+    ids: set[int] = set()
+    for holder in holders:
+        for config in (holder, getattr(holder, "text_config", None)):
+            value: Any = getattr(config, "eos_token_id", None)
+            for token in cast("list[Any]", value) if isinstance(value, list) else [value]:
+                # Some configs say -1 where a model has no such token.
+                if isinstance(token, int) and token >= 0:
+                    ids.add(token)
+    return tuple(sorted(ids))
+
+
+def ended_by(ends: Sequence[int]) -> str:
+    """The ids that end a text, in a few words: a tokenizer may have hundreds of them.
+
+    >>> ended_by((2, 7)), ended_by(range(100, 400))
+    ('ids 2, 7', 'ids 100, 101, 102, 103, … of 300')
+    """
+    few = ", ".join(map(str, ends[:4]))
+    return f"ids {few}" + (f", … of {len(ends)}" if len(ends) > 4 else "")
+
+
+def _vocabulary(config: Any) -> int:
+    inner = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size: Any = getattr(inner, "vocab_size", None) or getattr(inner, "src_vocab_size", None)
+    return int(size or 0)
