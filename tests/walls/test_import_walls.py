@@ -99,7 +99,7 @@ THIRD_PARTY: dict[str, Allowance] = {
     "reporting": allow(),
     "reporting/html": allow(top="numpy", inside="pyarrow"),
     "reporting/viewer": allow(top="numpy"),
-    "cli": allow(inside="torch"),
+    "cli": allow(top="cyclopts rich", inside="torch"),
     "testing": allow(top="numpy torch", inside="pytest transformers"),
     "testing/expectations/pytest_plugin.py": allow(top="pytest"),
     "testing/expectations/pytest_session.py": allow(top="pytest", inside="torch"),
