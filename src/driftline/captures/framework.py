@@ -1,6 +1,7 @@
-"""What the saving hook needs of a framework: leaf layers, hooks on them, tensors as host bytes.
+"""What a framework must provide, and which framework a model belongs to.
 
-Each adapter has a `saving.py` with an `Engine`; the hook itself knows no framework.
+`Engine` is the view of the saving hook: leaf layers, hooks on them, tensors as host bytes. Each
+framework implements it in its own `framework.py`; the hook itself knows no framework.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Engine(Protocol):
 
 def engine_for(model: object) -> Engine | None:
     """The engine of a model's framework; None for what is no model of any."""
+    # The class hierarchy is enough to tell the framework, so that no other one is imported.
     families = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
     for framework in FRAMEWORKS:
         if framework in families:

@@ -18,13 +18,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
+# Parentheses cannot occur in a Python attribute name, so no module can be called this.
 ROOT = "(root)"
 _SEARCHED_ROOTS = 32
 """A program that makes models by the hundred must not wait for the search of each one's parents."""
 
 
 class Family(Protocol):
-    """What a framework's modules are made of.
+    """Access to the structure of a framework's modules.
 
     Attributes:
         kind: The class of its modules.
@@ -86,6 +87,8 @@ class Root:
     )
 
     def __init__(self, module: Any, prefix: str, *, helper: bool) -> None:
+        # Weak references throughout: capture must not keep a model alive that the program
+        # dropped.
         self.module = weakref.ref(module)
         self.prefix = prefix
         self.helper = helper
@@ -146,6 +149,8 @@ def parent_of(family: Family, module: Any) -> Any | None:
     for table in gc.get_referrers(module):
         if not issubclass(type(table), dict):
             continue
+        # A module's `_modules` table is held by its `__dict__`, or directly by the module
+        # in CPython 3.13.
         for owner in gc.get_referrers(cast("dict[str, Any]", table)):
             # By type: `isinstance` would ask `__class__`, which is code of its own in lazy proxies.
             if issubclass(type(owner), kind):
@@ -157,6 +162,8 @@ def parent_of(family: Family, module: Any) -> Any | None:
             for candidate in candidates:
                 if (
                     issubclass(type(candidate), kind)
+                    # The table must be the owner's own, because copies of the
+                    # dictionary are referrers too.
                     and candidate is not module
                     and candidate.__dict__.get(attribute) is table
                 ):
@@ -166,6 +173,7 @@ def parent_of(family: Family, module: Any) -> Any | None:
 
 def topmost(family: Family, module: Any) -> Any:
     """The outermost model a module is part of; itself when it is part of none."""
+    # Modules may refer to each other in a cycle.
     seen = {id(module)}
     while (parent := parent_of(family, module)) is not None and id(parent) not in seen:
         seen.add(id(parent))
@@ -202,6 +210,8 @@ class ModuleNames:
 
     def known(self, module: Any) -> Place | None:
         place = self._places.get(id(module))
+        # The id of a dead module can be reused by a new one, so the reference is compared
+        # too.
         if place is not None and place.ref() is module:
             return place
         return None
@@ -226,6 +236,7 @@ class ModuleNames:
             return self._late_place(module, caller)
         if self._only:
             return None
+        # A loss or an activation outside any model does not make a model.
         if not self.family.has_parameters(module) and not self._is_lone_model(module):
             return self._helper_place(module)
         searched = len(self.roots) < _SEARCHED_ROOTS
@@ -259,6 +270,7 @@ class ModuleNames:
             wraps=inner is not module,
         )
         self._places[id(module)] = place
+        # A wrapper and the model inside share one site; the outer one is listed.
         self._by_site.setdefault(place.site, place)
         if self._on_place is not None:
             self._on_place(place)
@@ -291,6 +303,8 @@ class ModuleNames:
                 continue
             seen.add(id(module))
             place = self.known(module)
+            # Inserting an adapter gives an existing site to the new module, and moves
+            # the old one.
             if place is None or (place.site != site and place.site in sites):
                 is_root = root.module() is unwrapped(self.family, module)
                 self._name(module, site, ids, root, is_root=is_root)
@@ -306,6 +320,8 @@ class ModuleNames:
                 (child, base + name, None if ids is None else f"{ids}_{i}" if ids else str(i))
                 for i, (name, child) in enumerate(self.family.children(module))
             ]
+            # Reversed because the list is a stack: the first child has to be named
+            # first.
             waiting.extend(reversed(below))
 
     def _late_place(self, module: Any, caller: Place) -> Place | None:
@@ -325,6 +341,8 @@ class ModuleNames:
             and made_before.class_name == name
             and not self.family.has_parameters(module)
         )
+        # First the tree of the caller is walked again: the module may have been added to
+        # it.
         if holder is not None and not passing:
             self._walk(holder, caller.root, site=caller.site, ids=caller.ids)
             place = self.known(module)

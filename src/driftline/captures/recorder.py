@@ -1,6 +1,8 @@
-"""What adapters say of a tensor they looked at: its bytes, or why it has none that can be stored.
+"""From a wanted tensor to the sink: snapshot, reduction, record; and the events of a run.
 
-How a tensor of a framework is looked at is the adapter's own business.
+`Snapshot`, `Refusal` and `Pending` are what an adapter answers when asked to read a tensor. The
+intake reduces the tensor, builds its record and hands it over, directly or through a device
+backend. How a framework's tensor is read is the adapter's own business.
 """
 
 from __future__ import annotations
@@ -91,15 +93,13 @@ def every_nth(shot: Snapshot, stride: int) -> ByteArray:
     return np.ascontiguousarray(data.reshape(-1, size)[::stride]).reshape(-1)
 
 
-# From a wanted tensor to the sink: reduce, describe, hand over; and the events of a run.
-
-
 Look = Callable[..., Snapshot | Refusal | Pending]
 """Looks at one tensor; `values=False` describes it only."""
 
 Tensors = Sequence[tuple[str, str, Any]]
 """Tensors of one port: (slot, alias, tensor)."""
 
+# Bounded, because a long program sees millions of digests; only recent tensors come again.
 _REMEMBERED_SUMMARIES = 512
 
 
@@ -189,6 +189,8 @@ class Intake:
         self.broken = False
         self.elsewhere: Elsewhere | None = None
         self.prepare: Callable[[], object] = lambda: None
+        # Apart from `lock`: a device thread opens the sink while the program's thread holds
+        # `lock`.
         self._sink_lock = threading.RLock()
         self._selection = selection
         self._reduction = reduction
@@ -198,6 +200,7 @@ class Intake:
         self._summaries: OrderedDict[tuple[str, str, int], Summary] = OrderedDict()
 
     def after_fork(self) -> None:
+        # Locks of the parent may be held by threads that do not exist in the child.
         self.lock = threading.RLock()
         self._sink_lock = threading.RLock()
         self.tensors = self.weight_bytes = 0
@@ -214,7 +217,7 @@ class Intake:
             self.event(kind, message, **details)
 
     def has_said(self, kind: str) -> bool:
-        return any(said == kind for said, _ in self._said)
+        return any(noted == kind for noted, _ in self._said)
 
     def shielded(self, where: str, act: Callable[..., Any], *args: Any) -> None:
         """Do something for the capture's sake; what goes wrong is an event, not an exception."""
@@ -239,6 +242,8 @@ class Intake:
         """`take`, shielded, for the tensors of one port of a module call."""
         site, class_name, visit = frame.site, frame.class_name, frame.visit
         phase, step, take, elsewhere = frame.phase, frame.step, self.take, self.elsewhere
+        # The loop is inlined rather than shielded per tensor: it runs for every tensor of
+        # every call.
         for slot, alias, tensor in tensors:
             try:
                 if elsewhere is None or not elsewhere.take_again(
@@ -267,13 +272,17 @@ class Intake:
             return
         kept = self._reduction.kept
         elsewhere = self.elsewhere
+        # A description needs no values, so it never goes through the device.
         if elsewhere is not None and kept != "describe" and elsewhere.takes(tensor):
             address = (site, port, slot, step, visit, phase, moment, alias, class_name)
             if elsewhere.take(tensor, address, placement):
                 return
+            # Out of memory: a summary needs no copy of the tensor.
             if elsewhere.degraded and kept in ("full", "sample"):
                 kept = "summary"
         shot = self._look(tensor, values=kept != "describe")
+        # The result of an asynchronous collective is recorded when it arrives, under this
+        # same key.
         if isinstance(shot, Pending):
             rest = (alias, class_name, visit, phase, moment, step, shot.placement)
             shot.when_there(lambda t: self.shielded(site, self.take, site, port, slot, t, *rest))
@@ -283,6 +292,7 @@ class Intake:
                 "refused", f"not stored: {shot.reason}", site=site, port=port, slot=slot
             )
             return
+        # Only the snapshot knows on which device the tensor lives.
         if not self._selection.takes_device(shot.device_index):
             return
         key = TensorKey(
@@ -327,6 +337,8 @@ class Intake:
             summary,
             shot.placement,
         )
+        # Records keep their order: a host tensor waits behind the device tensors taken
+        # before it.
         if self.elsewhere is not None and self.elsewhere.under_way:
             self.elsewhere.queue(record, data)
         else:
@@ -335,6 +347,8 @@ class Intake:
     def hand_over(self, record: Record, data: Bytes | None) -> None:
         """Give a record to the sink: the last thing that happens to it here, in any thread."""
         sink = self.sink or self._open_sink()
+        # Parameters are stored once per run; the size estimate has to count them
+        # separately.
         if record.key.port == "param":
             before = sink.bytes_written
             sink.put(record, data)
@@ -378,15 +392,16 @@ class Intake:
     def _summary(self, digest: str, shot: Snapshot) -> Summary:
         """One module's output is the next one's input: what was summarised is not read again."""
         key = (digest, shot.dtype, shot.elements)
-        known = self._summaries.get(key)
-        if known is None:
-            known = kernel.summarize_at(
+        summary = self._summaries.get(key)
+        if summary is None:
+            summary = kernel.summarize_at(
                 shot.address, shot.length, DTYPES[shot.dtype], count=shot.elements
             )
-            self._summaries[key] = known
+            self._summaries[key] = summary
+            # The oldest summary goes first; the cache stays bounded in long programs.
             if len(self._summaries) > _REMEMBERED_SUMMARIES:
                 self._summaries.popitem(last=False)
-        return known
+        return summary
 
     def _open_sink(self) -> Sink:
         with self._sink_lock:

@@ -1,4 +1,9 @@
-"""What is said to a person whose capture has nothing, or less than was asked for."""
+"""One capture: which models are watched, which tensors are wanted, and where they go.
+
+`Session` is the base of each framework's session. It owns the life cycle (start, stop, fork), the
+decisions (is this site, port and step wanted?) and the warnings at the end. It does not know how
+calls are intercepted or how a tensor is read; the framework's subclass supplies both.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +30,8 @@ __all__ = ["LEVELS", "Session", "known_levels"]
 ONLY_OUTSIDE = "the model was not called; only operators outside it were captured"
 
 
-def nothing_captured(found: list[str], steps: int, *, ran: bool, selected: bool) -> list[str]:
-    """Why there is no tensor.
+def nothing_captured(unmatched: list[str], steps: int, *, ran: bool, selected: bool) -> list[str]:
+    """Sentences that explain why no tensor was captured.
 
     Args:
         found: Filters that matched nothing, in words; the first may be the reason.
@@ -34,7 +39,8 @@ def nothing_captured(found: list[str], steps: int, *, ran: bool, selected: bool)
         ran: Whether anything did.
         selected: Whether any of the steps was wanted.
     """
-    rest = list(found)
+    # A filter without a match is the likeliest reason, so it becomes the first sentence.
+    rest = list(unmatched)
     if not ran:
         reason = "the model was not called"
     elif rest:
@@ -46,9 +52,6 @@ def nothing_captured(found: list[str], steps: int, *, ran: bool, selected: bool)
     return [f"nothing was captured: {reason}", *rest]
 
 
-# One capture: which models are watched, what is wanted of them, and where it goes.
-
-
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[Frame] = []
@@ -57,7 +60,7 @@ class _Thread(threading.local):
 
 
 class Session(ABC):
-    """Captures until it is stopped.
+    """One capture, from `start` to `stop`.
 
     Args:
         sink: Where tensors go, or a function that makes the sink when there is something to write.
@@ -95,6 +98,7 @@ class Session(ABC):
         self.process = process
         self._module_types = module_types
         self.intake = recorder.Intake(sink, self.selection, self.reduction, rank, process, look)
+        # Bound once: these are called for every tensor.
         self.shielded = self.intake.shielded
         self.take = self.intake.take
         self.thread = _Thread()
@@ -136,11 +140,11 @@ class Session(ABC):
         """The module tree of the models met so far."""
 
     def facts_of_models(self) -> dict[str, JSON]:
-        """What can be said of this process once its models have names; nothing by default."""
+        """Facts about this process that need named models; none by default."""
         return {}
 
     def say_at_end(self) -> None:
-        """Events that only the framework's adapter can tell of; none by default."""
+        """Record events that only the framework's adapter knows; none by default."""
         return
 
     def start(self) -> Self:
@@ -162,23 +166,27 @@ class Session(ABC):
             self.running = False
             self.unwatch()
             for tap in self.taps:
+                # One tap that fails to remove itself must not keep the others
+                # installed.
                 self.shielded("stopping", tap.remove)
             self.shielded("closing", self._finish)
 
     def _finish(self) -> None:
         for kind, text, hint in self._unmatched():
             self.event("no-match", f"no {kind} matches '{text}'", hint=hint, filter=kind, text=text)
+        # Tensors still on a device have to reach the sink before the last events.
         self.say_at_end()
         self.intake.finish()
         skipped = sorted(s for s in self.steps_seen if not self.selection.takes_step(s))
         if skipped:
-            taken = len(self.steps_seen) - len(skipped)
+            selected = len(self.steps_seen) - len(skipped)
             self.event(
                 "steps-skipped",
-                f"{len(self.steps_seen)} steps ran, {taken} of them selected",
+                f"{len(self.steps_seen)} steps ran, {selected} of them selected",
                 ran=len(self.steps_seen),
-                taken=taken,
+                taken=selected,
             )
+        # Without a sink nothing was captured, and no empty run is left behind.
         if self.intake.sink is not None:
             self._write_topology()
             self.intake.sink.close()
@@ -193,28 +201,29 @@ class Session(ABC):
         return self.selection.unmatched(self.places())
 
     def complaints(self) -> list[str]:
-        """What a person who asked for this capture would want to hear at its end."""
-        found = [
+        """Warnings for the person who asked for this capture, read at its end."""
+        warnings = [
             f"no {kind} matches '{text}'" + (f"; {hint}" if hint else "")
             for kind, text, hint in self._unmatched()
         ]
         called = bool(self.execution_order)
+        # A rank that was not selected has nothing to explain.
         if not self._rank_wanted:
-            return found
+            return warnings
         if self.tensors:
             lone = not called and not self.global_scope
-            return [*found, ONLY_OUTSIDE] if lone else found
+            return [*warnings, ONLY_OUTSIDE] if lone else warnings
         selected = any(self.selection.takes_step(step) for step in self.steps_seen)
         return nothing_captured(
-            found, len(self.steps_seen), ran=called or self.outside > 0, selected=selected
+            warnings, len(self.steps_seen), ran=called or self.outside > 0, selected=selected
         )
 
     @property
     def replayable(self) -> bool:
         """Whether operators are captured so that they can be executed again from the run."""
         takes = self.selection.takes_port
-        whole = self.reduction.kept == "full" and takes("input") and takes("output")
-        return whole and "ops" in self.levels
+        complete = self.reduction.kept == "full" and takes("input") and takes("output")
+        return complete and "ops" in self.levels
 
     def step_over(self) -> None:
         """The program says that a step is over; from now on only this counts steps."""
@@ -262,8 +271,11 @@ class Session(ABC):
     def wants(self, site: str, class_name: str, port: str) -> bool:
         """Whether anything of this port of this place is wanted in any step: a cheap pre-check."""
         key = (site, class_name, port)
+        # Cached, because operators ask for every call and pattern matching would dominate.
         wanted = self._wanted.get(key)
         if wanted is None:
+            # An operator's site is `module/operator`; its position in the tree is the
+            # module's.
             place = self.names.site(site) or self.names.site(site.split("/", 1)[0])
             wanted = self._wanted[key] = (
                 self._rank_wanted
@@ -281,6 +293,7 @@ class Session(ABC):
         """An operator ran in no module; a program without modules has its steps from them."""
         self.outside += 1
         self.clock.ran_outside = True
+        # Where modules run too, their calls alone say which steps there were.
         if not self.execution_order:
             self.steps_seen.add(step)
 
@@ -301,6 +314,8 @@ class Session(ABC):
         """Take one tensor, if it is wanted. Never raises; the program's modes see nothing of it."""
         if not self.wants(site, class_name, port):
             return
+        # Gradients belong to the step of their forward call, so the caller may name the
+        # step.
         now = self.step if step is None else step
         if not self.selection.takes_step(now):
             return
@@ -333,7 +348,7 @@ class Session(ABC):
     def _decide(self, place: Place) -> None:
         """Whether a place is wanted is asked once, when it gets its name."""
         module = place.ref()
-        taken = (
+        wanted = (
             "modules" in self.levels
             and (not self._module_types or isinstance(module, self._module_types))
             and self._rank_wanted
@@ -341,9 +356,9 @@ class Session(ABC):
         )
         moments = self.selection.moments("input") if self.selection.takes_port("input") else ()
         place.look = Look(
-            taken and "before" in moments,
-            taken and "after" in moments,
-            taken and self.selection.takes_port("output"),
+            wanted and "before" in moments,
+            wanted and "after" in moments,
+            wanted and self.selection.takes_port("output"),
         )
 
     def count_visit(self, site: str, step: int, *, recompute: bool) -> int:
@@ -363,6 +378,8 @@ class Session(ABC):
     def _note_step(self, step: int) -> None:
         self.intake.call_done()
         self._write_topology()
+        # Tensors of this step may still be on their way from a device; the step ends after
+        # them.
         self.intake.in_turn(lambda: self._count_step(step))
 
     def _count_step(self, step: int) -> None:
@@ -370,16 +387,18 @@ class Session(ABC):
         if self.intake.sink is None:
             return
         if self.bytes_in_first_step is None and self.tensors:
-            taken = self.bytes_in_first_step = self.intake.sink.bytes_written
+            step_bytes = self.bytes_in_first_step = self.intake.sink.bytes_written
+            # Parameters are stored once, so the estimate for all steps must not
+            # multiply them.
             steps, once = self.selection.step_count(), self.intake.weight_bytes
             self.event(
                 "estimate",
-                f"the first step took {taken} bytes in {self.tensors} tensors",
-                bytes=taken,
+                f"the first step took {step_bytes} bytes in {self.tensors} tensors",
+                bytes=step_bytes,
                 tensors=self.tensors,
                 steps=steps,
                 once=once,
-                total=None if steps is None else once + (taken - once) * steps,
+                total=None if steps is None else once + (step_bytes - once) * steps,
             )
         self.intake.sink.step_done(step)
 
@@ -389,9 +408,11 @@ class Session(ABC):
         So may the process, if it is a worker of a multiprocessing pool: its parent kills it without
         a word once it has the results.
         """
+        # The topology is written again only when places were added.
         if len(self.names.roots) + self.names.count != self._topology_places:
             self.shielded("topology", self._write_topology)
         self.shielded("devices", self.intake.call_done)
+        # A daemonic worker gets no chance to close its files.
         if multiprocessing.current_process().daemon:
             self.shielded("flush", self.flush)
 
