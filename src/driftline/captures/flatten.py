@@ -49,8 +49,7 @@ def binding_of(forward: Callable[..., Any]) -> Binding:
     function = getattr(forward, "__func__", forward)
     code = getattr(function, "__code__", None)
     if code is None:
-        # A callable without Python code (C extension) is not cached: its id could be
-        # reused.
+        # A callable of a C extension has no code object to cache by.
         return _read_binding(forward)
     # A decorator's wrapper shares its code with every function it wraps: those are told apart
     # below.

@@ -69,8 +69,7 @@ _OWN_FRAMES = 6  # at most, for each module call: the wrapper's own, and calls f
 
 def more_room() -> int:
     """Raise the recursion limit by the capture's own frames; returns it, 0 if refused."""
-    # An embedded interpreter may refuse a larger limit; deep models then fail as Python
-    # decides.
+    # The program may have set the largest limit there is.
     with contextlib.suppress(ValueError, OverflowError):
         limit = sys.getrecursionlimit() + _OWN_FRAMES * DEEP
         sys.setrecursionlimit(limit)

@@ -149,8 +149,8 @@ def parent_of(family: Family, module: Any) -> Any | None:
     for table in gc.get_referrers(module):
         if not issubclass(type(table), dict):
             continue
-        # A module's `_modules` table is held by its `__dict__`, or directly by the module
-        # in CPython 3.13.
+        # A module's table of children is referred to by its `__dict__`, or by the module itself
+        # where CPython stores attributes inline.
         for owner in gc.get_referrers(cast("dict[str, Any]", table)):
             # By type: `isinstance` would ask `__class__`, which is code of its own in lazy proxies.
             if issubclass(type(owner), kind):

@@ -189,8 +189,7 @@ class Intake:
         self.broken = False
         self.elsewhere: Elsewhere | None = None
         self.prepare: Callable[[], object] = lambda: None
-        # Apart from `lock`: a device thread opens the sink while the program's thread holds
-        # `lock`.
+        # Separate from `lock`: a device's thread may have to open the sink while `lock` is held.
         self._sink_lock = threading.RLock()
         self._selection = selection
         self._reduction = reduction

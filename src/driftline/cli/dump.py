@@ -336,7 +336,7 @@ def _what_both_captured(outcome: Outcome, atb: AtbHarvest) -> list[str]:
             f"{atb.tensors} tensors, {say_size(atb.bytes)}, "
             f"device{'s' if len(atb.devices) > 1 else ''} {devices}, {say_steps(atb.steps)}"
         )
-    parts += atb.beside
+    parts += atb.also_written
     where = ", ".join(words.shown(str(root)) for root in atb.roots)
     lines = [torch, f"driftline: atb: {', '.join(parts) or 'no tensor'} in {where}"]
     if atb.tensors:

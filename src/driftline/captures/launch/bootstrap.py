@@ -34,6 +34,7 @@ def wake(plan_path: str) -> None:
     """Arm this process for the capture plan at `plan_path`. Never raises, never prints."""
     if _armed or not plan_path:
         return
+    # A message that cannot be written must not stop a program that only started here.
     try:
         if sys.version_info < OLDEST_PYTHON:
             leave_mark(plan_path, "too-old", "Python " + ".".join(map(str, sys.version_info[:3])))
@@ -42,6 +43,7 @@ def wake(plan_path: str) -> None:
         watch = ImportWatch(plan_path)
         _armed.append(watch)
         sys.meta_path.insert(0, watch)
+        # Another `.pth` file may have imported the framework before this one ran.
         for framework in FRAMEWORKS:
             if framework in sys.modules:
                 watch.is_here(framework)
@@ -54,6 +56,7 @@ def leave_mark(plan_path: str, kind: str, text: str) -> None:
     """Write a small file next to the plan, for the launcher to read when the program has ended."""
     folder = plan_path.rpartition("/")[0]
     name = f"{folder}/marks/{kind}.{os.getpid()}.{time.time_ns():x}"
+    # O_EXCL: the folder is private to the launch, and a name is never used twice.
     os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     if text:
         # Threads of the program may open and close files meanwhile. Not at the top: most processes
@@ -82,6 +85,7 @@ class ImportWatch:
     ) -> ModuleSpec | None:
         if name not in self.waiting:
             return None
+        # The other finders are asked, so that editable installs and zip imports are found as usual.
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
@@ -106,9 +110,11 @@ class ImportWatch:
         if framework not in self.waiting:
             return
         self.waiting.remove(framework)
+        # A finder that has nothing to wait for would slow down every later import.
         if not self.waiting and self in sys.meta_path:
             sys.meta_path.remove(self)
         try:
+            # Imported only now: a process without a framework never pays for it.
             from driftline.captures.launch.process import begin
 
             begin(self.plan_path, framework)

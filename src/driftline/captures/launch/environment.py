@@ -1,9 +1,9 @@
-"""The folder in front of the program's PYTHONPATH: how foreign Python environments meet Driftline.
+"""The folder in front of a program's PYTHONPATH, which brings Driftline into foreign environments.
 
-An environment without Driftline has no `driftline-launch.pth`. This folder gives it a
-`sitecustomize` that wakes the capture and then loads the program's own `sitecustomize`, and the
-`driftline` package under its own name, by a link. Nothing else becomes importable: our other
-site-packages would shadow the program's own numpy and torch.
+An environment without Driftline has no `driftline-launch.pth`. This folder holds a `sitecustomize`
+that starts the bootstrap and then loads the program's own `sitecustomize`, and a link to the
+`driftline` package. Nothing else becomes importable: other packages of the launcher's environment
+would shadow the program's own numpy and torch.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class Doorstep:
         """
         env = dict(base)
         own = env.get("PYTHONPATH", "")
+        # An empty PYTHONPATH entry would mean the current folder.
         env["PYTHONPATH"] = f"{self.path_entry}:{own}" if own else str(self.path_entry)
         env[settings.LAUNCH] = str(self.plan_path)
         return env
@@ -91,6 +92,7 @@ def build_doorstep(folder: Path, plan: Plan) -> Doorstep:
     doorstep = Doorstep(folder)
     doorstep.marks.mkdir()
     doorstep.path_entry.mkdir()
+    # The folder of the package `driftline` itself.
     package = Path(__file__).resolve().parents[2]
     link = doorstep.path_entry / package.name
     try:

@@ -1,9 +1,8 @@
-"""Run an unchanged command with the error watch in every Python process it starts, and say what was
-found.
+"""Run an unchanged command with the error check in every Python process, and report the findings.
 
-The counterpart of `run.py`: the program's terminal, signals and status stay its own. With
-`--engine atb` the probe of the ATB library looks for overflows too; it is given its orders here and
-its result files are read.
+The counterpart of `launcher`: the program's terminal, signals and status stay its own. With
+`--engine atb` the probe of the ATB library looks for overflows too; its orders are set here and its
+result files are read.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from driftline.captures.launch.messages import LARGEST_MARK, Marks, read_marks
 from driftline.captures.launch.outcome import why_not_begun
 from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE, BadInput
 
+# Names of the result file in the probe's two generations.
 _RESULTS = ("ait_overflow_res_*.txt", "msit_overflow_res_*.txt")
 _OPERATOR = re.compile(r"Operator name:\s*(\S.*)")
 _LARGEST_TEXT = 1 << 20
@@ -118,7 +118,9 @@ def check_command(argv: Sequence[str], plan: WatchPlan, *, need_probe: bool = Tr
             remarks.append(str(problem))
             plan = replace(plan, engine="torch")
     _require_writable(Path(plan.output))
+    # The probe appends to files of earlier runs; only what is new is this program's.
     before = _results(plan)
+    # A process that stops at a finding has to know up to which parent it may send signals.
     plan = replace(plan, launcher=os.getpid())
     with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:
         doorstep = build_doorstep(Path(folder).resolve(), plan)
@@ -128,11 +130,12 @@ def check_command(argv: Sequence[str], plan: WatchPlan, *, need_probe: bool = Tr
         stopped = _read_stop(doorstep.marks)
         if stopped is not None:
             _stop_the_rest(doorstep.marks, str(doorstep.plan_path))
+    # Findings on disk survive a kill; those in messages are for a disk that was full.
     findings = read_findings(Path(plan.folder))
-    known = {(one.pid, one.number) for one in findings}
-    for text in (line for one in watched for line in one["unwritten_findings"]):
+    written = {(report.pid, report.number) for report in findings}
+    for text in (line for report in watched for line in report["unwritten_findings"]):
         finding = Finding.from_json(text)
-        if (finding.pid, finding.number) not in known:
+        if (finding.pid, finding.number) not in written:
             findings.append(finding)
     outcome = judge(plan, status, marks, watched, findings, stopped, remarks)
     if plan.engine == "atb":
@@ -149,15 +152,16 @@ def judge(
     stopped: Finding | None,
     remarks: Iterable[str] = (),
 ) -> WatchOutcome:
-    """What the marks and the disk say together."""
-    calls = sum(int(one["calls"]) for one in watched)
-    told = [*remarks, *(text for one in watched for text in one["remarks"])]
-    told += marks.failed if marks.began else ()
+    """Combine messages and findings on disk into an outcome."""
+    calls = sum(int(report["calls"]) for report in watched)
+    all_remarks = [*remarks, *(text for report in watched for text in report["remarks"])]
+    all_remarks += marks.failed if marks.began else ()
     nearest: dict[tuple[str, str], Headroom] = {}
-    for one in watched:
-        for site, dtype, most, bits in one["headroom"]:
-            known = nearest.get((site, dtype))
-            if known is None or most > known[2]:
+    for report in watched:
+        for site, dtype, most, bits in report["headroom"]:
+            nearest_so_far = nearest.get((site, dtype))
+            # The same site in several ranks is one row, with the value nearest to the limit.
+            if nearest_so_far is None or most > nearest_so_far[2]:
                 nearest[site, dtype] = (site, dtype, most, bits)
     outcome = WatchOutcome(
         plan,
@@ -166,10 +170,10 @@ def judge(
         stopped,
         calls,
         len(watched),
-        sum(int(one["propagators"]) for one in watched),
-        sum(int(one["repeats"]) for one in watched),
+        sum(int(report["propagators"]) for report in watched),
+        sum(int(report["repeats"]) for report in watched),
         tuple(sorted(nearest.values(), key=_by_headroom)),
-        remarks=tuple(dict.fromkeys(told)),
+        remarks=tuple(dict.fromkeys(all_remarks)),
         silent=max(0, marks.began - len(watched)),
     )
     if calls or findings or stopped is not None:
@@ -185,6 +189,7 @@ def _by_headroom(row: Headroom) -> tuple[float, str]:
 def _why_nothing(plan: WatchPlan, marks: Marks, reported: int) -> tuple[str, str]:
     if marks.began == 0:
         reason, hint = why_not_begun(marks)
+        # The reasons are shared with capture, whose verb stands in them.
         return reason.replace("captur", "watch"), hint
     if reported < marks.began:
         return (
@@ -203,6 +208,7 @@ def _why_nothing(plan: WatchPlan, marks: Marks, reported: int) -> tuple[str, str
 
 def _require_writable(output: Path) -> None:
     """Raise when a finding could not be written; makes nothing."""
+    # The output is made with the first finding, so the nearest existing parent is asked.
     folder = output
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -219,20 +225,21 @@ def _require_writable(output: Path) -> None:
 
 def _read_marks(folder: Path, kind: str) -> list[dict[str, Any]]:
     """The marks of one kind, those that can be read."""
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for path in sorted(folder.glob(f"{kind}.*")):
         if path.stat().st_size > LARGEST_MARK:
             continue
         with contextlib.suppress(ValueError):
             data: object = json.loads(path.read_text(encoding="utf-8", errors="replace"))
             if isinstance(data, dict):
-                found.append(cast("dict[str, Any]", data))
-    return found
+                messages.append(cast("dict[str, Any]", data))
+    return messages
 
 
 def _read_stop(folder: Path) -> Finding | None:
+    # Several ranks may stop at once; the earliest finding is reported.
     stops = [Finding.from_json(json.dumps(data)) for data in _read_marks(folder, "stopped")]
-    return min(stops, key=lambda one: one.time, default=None)
+    return min(stops, key=lambda finding: finding.time, default=None)
 
 
 def _stop_the_rest(folder: Path, plan_path: str) -> None:
@@ -241,6 +248,7 @@ def _stop_the_rest(folder: Path, plan_path: str) -> None:
     for path in folder.glob("woken.*"):
         word = path.name.split(".")[1]
         with contextlib.suppress(OSError, ValueError):
+            # A process id may have been reused: only a process that carries this plan is stopped.
             carried = Path(f"/proc/{word}/environ").read_bytes().split(b"\0")
             if sign in carried:
                 os.kill(int(word), signal.SIGTERM)
@@ -265,27 +273,28 @@ def atb_orders(plan: WatchPlan, base: Mapping[str, str], probe: Path) -> dict[st
 def _results(plan: WatchPlan) -> dict[Path, tuple[int, int]]:
     """Result files that are there, with what tells a new one from an old one."""
     folder = Path(plan.output)
-    found: dict[Path, tuple[int, int]] = {}
+    stamps: dict[Path, tuple[int, int]] = {}
     for pattern in _RESULTS:
         for path in sorted(folder.glob(pattern)):
             with contextlib.suppress(OSError):
                 facts = path.stat()
-                found[path] = facts.st_mtime_ns, facts.st_size
-    return found
+                stamps[path] = facts.st_mtime_ns, facts.st_size
+    return stamps
 
 
 def _found_by_probe(
     plan: WatchPlan, before: Mapping[Path, tuple[int, int]]
 ) -> tuple[AtbFinding, ...]:
-    found: list[AtbFinding] = []
+    findings: list[AtbFinding] = []
     for path, facts in _results(plan).items():
+        # Unchanged since before the program.
         if before.get(path) == facts:
             continue
         with contextlib.suppress(OSError), path.open("rb") as file:
             text = file.read(_LARGEST_TEXT).decode("utf-8", "replace")
             names = [match[1].strip() for match in _OPERATOR.finditer(text)]
-            found += [AtbFinding(name, path) for name in names or ["(no operator is named)"]]
-    return tuple(found)
+            findings += [AtbFinding(name, path) for name in names or ["(no operator is named)"]]
+    return tuple(findings)
 
 
 def _beside_torch(outcome: WatchOutcome, atb: tuple[AtbFinding, ...]) -> WatchOutcome:

@@ -1,9 +1,8 @@
-"""Run an unchanged command with capture switched on in every Python process it starts, and say what
-came of it.
+"""Run an unchanged command with capture in every Python process it starts, and report the outcome.
 
-The command's own terminal, signals and exit status stay its own (`launch.child`); this file decides
-what to report: a program's failure wins over everything, then a dump without a single tensor, with
-the reason that the processes' marks give.
+The command's own terminal, signals and exit status stay its own (`child`). This file decides what
+to report: a program's failure wins over everything, then a dump without a single tensor, with the
+reason that the processes' messages give.
 """
 
 from __future__ import annotations
@@ -84,9 +83,11 @@ class Outcome:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences of processes and of the run, each once."""
-        told = [note for report in self.marks.reports for note in report.notes]
+        reported = [note for report in self.marks.reports for note in report.notes]
         probes = [] if self.atb is None else [*not_for_the_probe(self.plan), *self.atb.trouble]
-        return tuple(dict.fromkeys([*told, *self.harvest.events, *self.sheets.trouble, *probes]))
+        return tuple(
+            dict.fromkeys([*reported, *self.harvest.events, *self.sheets.trouble, *probes])
+        )
 
 
 def run_command(
@@ -106,6 +107,7 @@ def run_command(
         Unreachable: The plan's address does not answer.
         NoProbe: The probe is needed and not there.
     """
+    # Checked first, so that a misspelt command leaves nothing on disk.
     require_command(argv, settings.environment())
     base = settings.environment()
     without_probe = ""
@@ -121,6 +123,7 @@ def run_command(
     if plan.wants_profile:
         # The profiler's library talks on the program's terminal otherwise.
         base = {settings.PROFILER_LOG_LEVEL: "99", **base}
+    # The remote address is claimed before the local folder is made: it may be refused.
     sending = _begin_sending(plan, force=force)
     try:
         prepare_output(plan, force=force and not plan.url)
@@ -128,14 +131,18 @@ def run_command(
         if sending is not None:
             sending.abandon()
         raise
+    # The lock lasts until everything below has been read and sent.
     lock = _hold(plan)
+    # Earlier dumps in the same folder are not this program's work.
     already = frozenset(dumps_in(Path(plan.output))) if plan.engine == "atb" else frozenset[Path]()
+    # The folder may still be in use by a process that outlives the program.
     with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:
         doorstep = build_doorstep(Path(folder).resolve(), plan)
         try:
             if sending is not None:
                 sending.begin()
             status = run_child(argv, doorstep.environment(base))
+        # The command could not be started, so nothing of the attempt is kept.
         except BadInput:
             if sending is not None:
                 sending.abandon()
@@ -148,9 +155,11 @@ def run_command(
         outcome = beside_torch(outcome, gather_atb(plan, already))
         if "onnx" in plan.types and outcome.atb is not None:
             drawn = draw_atb(outcome.atb.roots)
-            said = Sheets(outcome.sheets.words, outcome.sheets.trouble + drawn.trouble)
-            beside = (*outcome.atb.beside, *drawn.words)
-            outcome = replace(outcome, sheets=said, atb=replace(outcome.atb, beside=beside))
+            side_files = Sheets(outcome.sheets.words, outcome.sheets.trouble + drawn.trouble)
+            also_written = (*outcome.atb.also_written, *drawn.words)
+            outcome = replace(
+                outcome, sheets=side_files, atb=replace(outcome.atb, also_written=also_written)
+            )
     empty = not outcome.harvest.tensors and not outcome.harvest.topologies and not sheets.words
     if sending is not None:
         if empty:
@@ -184,8 +193,9 @@ def _hold(plan: CapturePlan) -> int | None:
 
 
 def beside_torch(outcome: Outcome, atb: AtbHarvest) -> Outcome:
-    """What torch's capture and the probe of the ATB library say together."""
-    if atb.tensors or atb.beside:
+    """Combine the outcome of torch's capture with that of the ATB probe."""
+    # The probe's tensors count as a dump, even where torch captured nothing.
+    if atb.tensors or atb.also_written:
         return replace(outcome, atb=atb, reason="", hint="")
     if not outcome.reason:
         return replace(outcome, atb=atb)
@@ -203,6 +213,7 @@ def prepare_output(plan: CapturePlan, *, force: bool) -> None:
     output = Path(plan.output)
     if force and plan.engine == "atb":
         for dump in dumps_in(output):
+            # The output itself may hold other files of the user; only the dumps in it are removed.
             if dump != output:
                 shutil.rmtree(dump, ignore_errors=True)
     if plan.layout == "run":
@@ -228,7 +239,7 @@ def prepare_output(plan: CapturePlan, *, force: bool) -> None:
 
 
 def clear_empty_output(plan: CapturePlan) -> None:
-    """Take away what `prepare_output` made when nothing came into it, so that the next try can use
+    """Remove what `prepare_output` made when nothing came into it, so that the next try can use
     the name.
     """
     output = Path(plan.output)
@@ -236,9 +247,11 @@ def clear_empty_output(plan: CapturePlan) -> None:
         tree = output / "ait_dump"
         if not any(path.is_file() for path in tree.rglob("*")):
             shutil.rmtree(tree, ignore_errors=True)
+    # Only files that `prepare_output` makes are removed, never a user's own.
     elif not any(output.glob("rank*")):
         for name in ("run.json", "events.jsonl"):
             (output / name).unlink(missing_ok=True)
+    # The current folder is kept, because the user's shell stands in it.
     if output.is_dir() and output != Path.cwd() and not any(output.iterdir()):
         output.rmdir()
 
@@ -246,7 +259,7 @@ def clear_empty_output(plan: CapturePlan) -> None:
 def judge(
     plan: CapturePlan, status: int, marks: Marks, harvest: Harvest, sheets: Sheets | None = None
 ) -> Outcome:
-    """What the marks and the disk say together; pure, so that every reason has a test."""
+    """Combine messages and files into an outcome; pure, so that every reason has a test."""
     ran = sorted({step for report in marks.reports for step in report.steps_seen})
     skipped = tuple(step for step in ran if not plan.selection.takes_step(step))
     unmatched = tuple(_unmatched(plan, marks.places)) if marks.places else ()
@@ -257,6 +270,7 @@ def judge(
         or bool(sheets.words)
         or (harvest.topologies > 0 and topology and not plan.wants_tensors)
     )
+    # A refused run has its own reason, better than any guess.
     reason, hint = harvest.refused
     if not got_something and not reason:
         reason, hint = why_nothing(plan, marks, skipped, unmatched)

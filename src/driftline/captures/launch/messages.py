@@ -1,7 +1,7 @@
-"""What the launched processes tell their launcher: small files that `wake` and `begin` leave
-behind.
+"""Messages of launched processes to their launcher: small files, read when the program has ended.
 
-A process that was killed leaves its early marks and no report: the run on disk says the rest.
+A message's kind is the beginning of its file name. A process that was killed leaves its early
+messages and no report; the run on disk says the rest.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+# Bounds against a program that writes into the folder itself, or calls modules without end.
 LARGEST_MARK = 16 << 20
 MOST_PLACES = 20_000
 
@@ -27,7 +28,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """What one process says of its capture at its end.
+    """Report of one process about its capture, written when the process ends.
 
     Attributes:
         pid: Process.
@@ -56,6 +57,7 @@ class ProcessReport:
 
     @classmethod
     def from_json(cls, text: str) -> ProcessReport:
+        # Written by another process, maybe of another version: every field is converted.
         data = cast("dict[str, Any]", json.loads(text))
         return cls(
             pid=int(data["pid"]),
@@ -72,7 +74,7 @@ class ProcessReport:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """All marks of one launch.
+    """All messages of one launch.
 
     Attributes:
         woken: Python processes that were reached.
@@ -104,7 +106,8 @@ class Marks:
 
 
 def read_marks(folder: Path) -> Marks:
-    """Read what is there; a mark that was cut short by a kill is passed over."""
+    # The same text from many ranks is one sentence for the reader.
+    """Read all messages; one that was cut short by a kill is passed over."""
     texts: dict[str, list[str]] = {}
     for path in sorted(folder.iterdir()):
         if path.stat().st_size > LARGEST_MARK:
@@ -119,6 +122,7 @@ def read_marks(folder: Path) -> Marks:
         too_old=tuple(dict.fromkeys(texts.get("too-old", []))),
         reports=tuple(_reports(texts.get("report", []))),
         experiments=tuple(texts.get("experiment", [])),
+        # An empty text stands for torch.
         frameworks=tuple(sorted(set(filter(None, texts.get("began", []))))) or ("torch",),
         apart=tuple(sorted(set(texts.get("apart", [])))),
         absent=tuple(sorted(set(texts.get("absent", [])))),

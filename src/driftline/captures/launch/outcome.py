@@ -1,4 +1,8 @@
-"""What lies on disk after a launched program has ended, counted; for either layout."""
+"""What a launched program left on disk, and, where it left nothing, why.
+
+Counts a dump of either layout. For an empty one, goes through the stages of a capture in order and
+names the first that was not reached. Prints nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,14 @@ if TYPE_CHECKING:
     from driftline.runs.run import Loss
 
 
+# The launcher's own summary covers these, or only a reader of the run needs them.
 QUIET_EVENTS = frozenset({"step", "label", "no-match", "steps-skipped", "estimate"})
 """Events that the summary says in its own words, or that are for the reader of the run only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Harvest:
-    """A dump in numbers.
+    """Counts of a dump.
 
     Attributes:
         tensors: Captured tensors.
@@ -62,6 +67,7 @@ def _gather_run(output: Path) -> Harvest:
     except DriftlineError as problem:
         return Harvest(refused=(str(problem), problem.hint))
     folders = sorted(path.parent.name for path in output.glob("rank*/index.jsonl"))
+    # Tensors with equal bytes share one blob, which is counted once.
     stored = {(r.key.rank, r.key.process, r.blob) for r in run.records if r.blob is not None}
     messages = [e for e in run.events() if str(e.get("kind")) not in QUIET_EVENTS]
     return Harvest(
@@ -91,6 +97,7 @@ def _in_short(losses: Sequence[Loss]) -> Iterable[str]:
 
 
 def _gather_tree(root: Path) -> Harvest:
+    # Folders: process, step, site, file.
     files = list(root.glob("*/*/*/*.pth"))
     return Harvest(
         tensors=len(files),
@@ -115,7 +122,7 @@ def _events_of_tree(root: Path) -> Iterable[str]:
                 yield str(event.get("message"))
 
 
-# Why a launched program left nothing, and what to try: the first thing that was in the way.
+# Why a launched program left nothing, and what to try: the first stage that was not reached.
 
 
 SHOWN_STEPS = 12
@@ -125,9 +132,11 @@ def why_nothing(
     plan: CapturePlan, marks: Marks, skipped: Sequence[int], unmatched: Sequence[str]
 ) -> tuple[str, str]:
     """The reason of an empty dump, and what to try: the first thing on the way that stopped it."""
+    # The order of the checks is the order of the stages: process, module call, tensor, filter.
     if marks.began == 0:
         return why_not_begun(marks)
     if sum(report.calls for report in marks.reports) == 0:
+        # A process without a report was killed, so its counts are unknown rather than zero.
         if len(marks.reports) < marks.began:
             return (
                 "nothing was captured: the program ended before anything of it was written",
@@ -155,6 +164,7 @@ def why_nothing(
             f"nothing was captured: {unseen}, and this one uses {' and '.join(marks.frameworks)}",
             "of its layers there are --level modules, gradients and params, and --type model",
         )
+    # A rank that was not selected writes nothing, on purpose.
     wanted = [report for report in marks.reports if plan.selection.takes_rank(report.rank)]
     handed_over = sum(report.tensors for report in wanted)
     if handed_over and plan.wants_tensors:
@@ -167,8 +177,8 @@ def why_nothing(
             f"nothing was captured: {unmatched[0]}",
             "driftline dump --type model lists every name",
         )
-    taken = any(report.steps_taken for report in marks.reports)
-    if skipped and not taken:
+    any_selected = any(report.steps_taken for report in marks.reports)
+    if skipped and not any_selected:
         ran = say_steps(skipped)
         return (
             f"nothing was captured: {ran} ran, and none of them is selected",
@@ -210,6 +220,7 @@ def _imported(marks: Marks) -> str:
 def why_not_begun(marks: Marks) -> tuple[str, str]:
     """Why no process of a program came so far as to begin, and what to try."""
     if marks.failed:
+        # Text of our own refusals needs no class name and no advice about versions.
         if marks.failed[0].startswith(f"{BadInput.__name__}: "):  # asked for what cannot be had
             return f"nothing was captured: {marks.failed[0].partition(': ')[2]}", ""
         return (
@@ -222,6 +233,7 @@ def why_not_begun(marks: Marks) -> tuple[str, str]:
             f"nothing was captured: the program runs on {marks.too_old[0]}",
             "driftline captures programs on Python 3.11 or newer",
         )
+    # Isolated interpreters skip both ways in which the bootstrap is found.
     if marks.woken == 0:
         return (
             "nothing was captured: no Python process could be reached",
@@ -261,7 +273,7 @@ def _filters_in_words(plan: CapturePlan) -> str:
 
 
 def say_steps(steps: Sequence[int]) -> str:
-    """Steps in words, ranges closed up.
+    """Steps in words, neighbouring ones joined to ranges.
 
     >>> say_steps([1, 2, 3, 7]), say_steps([0])
     ('steps 1-3, 7', 'step 0')

@@ -65,7 +65,7 @@ def run_with(
     require_command(argv, base)
     with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:
         doorstep = build_doorstep(Path(folder).resolve(), plan)
-        status = run_child(argv, doorstep.environment(base), aside=aside)
+        status = run_child(argv, doorstep.environment(base), to_stderr=aside)
         marks = read_marks(doorstep.marks)
     return Ended(status, tuple(_read(marks.experiments)), marks)
 
