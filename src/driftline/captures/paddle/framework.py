@@ -1,6 +1,9 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Paddle, as the saving hook sees it; see `adapters.saving`."""
+"""Paddle, as capture and the saving hook see it: models, leaf layers, sessions, hooks.
+
+The counterpart of `torch/framework.py`; the interface is described in `captures.framework`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ __all__ = ["active", "check_levels", "facts", "is_model", "session_for"]
 
 
 class Engine:
-    """Paddle's answers."""
+    """The view of the saving hook; see `captures.framework.Engine`."""
 
     def is_model(self, model: object) -> bool:
         return isinstance(model, Layer)
@@ -36,8 +39,8 @@ class Engine:
     def leaves(self, model: Any) -> list[Leaf]:
         layers = list(unwrapped(FAMILY, model).named_sublayers(include_self=True))
         # One operator computes an LSTM; its cells hold the weights and are never called.
-        cells = [one for _, layer in layers if isinstance(layer, RNNBase) for one in layer]
-        silent = {id(one) for cell in cells for one in cell.sublayers(include_self=True)}
+        cells = [cell for _, layer in layers if isinstance(layer, RNNBase) for cell in layer]
+        silent = {id(part) for cell in cells for part in cell.sublayers(include_self=True)}
         return [
             Leaf(layer, name, str(layer.full_name()), id(layer) not in silent)
             for name, layer in layers
@@ -45,6 +48,7 @@ class Engine:
         ]
 
     def after_forward(self, layer: Any, look: Callable[[Any], None]) -> None:
+        # The hook must return nothing, or Paddle would replace the output.
         def hook(_layer: object, _inputs: object, output: object) -> None:
             look(output)
 
@@ -56,6 +60,7 @@ class Engine:
                 yield short, str(parameter.name), parameter
 
     def at_gradient(self, parameter: Any, look: Callable[[Any], None]) -> None:
+        # The same for gradients.
         def hook(gradient: Any) -> None:
             if gradient is not None:
                 look(gradient)
@@ -81,7 +86,7 @@ class Engine:
         return facts()
 
 
-# What the doors of capture need of Paddle: a session for one model, and who runs now.
+# Entry points for `captures.api`.
 
 
 active = module_calls.active

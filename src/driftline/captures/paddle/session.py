@@ -1,8 +1,8 @@
 """One capture of Paddle layers.
 
-What a session decides is `adapters.session`'s. How calls are noticed is the business of
-`modules.py` for layer calls, `gradients.py` and `parameters.py` for the rest, loaded by level.
-Operators are not seen: Paddle has no place where every operator of a dynamic program passes by.
+What a session decides is in `captures.session`; this file adds what is Paddle's own. Calls are
+intercepted by `module_calls`; `gradients` and `optimizers` are loaded by level. Operators are not
+seen: Paddle has no place where every operator of a dynamic program passes by.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from driftline.runs.sinks import JSON
 if TYPE_CHECKING:
     from driftline.runs.sinks import Sink
 
+# Imported by level, because wrapping optimizers costs programs that need no gradients.
 _TAPS = {
     "gradients": ("driftline.captures.paddle.gradients", "GradientTap"),
     "params": ("driftline.captures.paddle.optimizers", "ParameterTap"),
@@ -33,7 +34,7 @@ NO_OPERATORS = "operators of Paddle programs are not seen; layers, gradients and
 
 
 class PaddleSession(Session):
-    """Captures Paddle layers until it is stopped; see `adapters.session.Session`.
+    """Captures Paddle layers until it is stopped; see `captures.session.Session`.
 
     Args:
         sink: Where tensors go, or a function that makes the sink when there is something to write.
@@ -43,7 +44,7 @@ class PaddleSession(Session):
         model: The one model to watch; None watches every layer call of the process.
         rank: This process's rank.
         process: Tells processes of one rank apart.
-        steps_by: What ends a step; see `adapters.steps`.
+        steps_by: What ends a step; see `captures.calls`.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class PaddleSession(Session):
         for level, (where, name) in _TAPS.items():
             if level in self.levels:
                 self.taps.append(getattr(importlib.import_module(where), name)(self))
+        # An event rather than a refusal: a launched program may use torch as well.
         if "ops" in self.levels:
             self.event("level", NO_OPERATORS)
         module_calls.watch(self)

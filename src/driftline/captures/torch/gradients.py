@@ -1,10 +1,11 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Parameters and buffers: whose they are, their values when asked for, the gradients they get.
+"""Gradients and parameters of torch modules, read without touching what autograd computes.
 
-Knows which module owns a parameter, when a root is called, when an optimizer steps. How a tensor is
-copied, summarised or stored it does not know: the session's `emit` does that.
+Knows which module owns a parameter, when a root is called, when an optimizer steps, and how the
+graph of a call is walked to find where its inputs' gradients pass. How a tensor is copied,
+summarised or stored is the business of the session's `emit`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _FLAT = "torch.distributed.fsdp._flat_param"
 
 def _is_piece_of_flat(tensor: torch.Tensor) -> bool:
     """Whether FSDP1 has put this in the place of a parameter: a view of the one that holds all."""
+    # Without FSDP1 in the process no base has to be looked at.
     base = tensor._base if _FLAT in sys.modules else None
     return base is not None and bool(getattr(base, "_is_flat_param", False))
 
@@ -49,17 +51,17 @@ class ParameterNames:
     def learn(self, root: nn.Module) -> list[tuple[torch.Tensor, Owner]]:
         """Parameters of `root` that were not known before, with their owners."""
         fresh: list[tuple[torch.Tensor, Owner]] = []
-        known = self._known
+        owners = self._known
         for module in root.modules():
             for name, parameter in module._parameters.items():
                 if parameter is None or is_lazy(parameter):
                     continue
                 # The id of a dead parameter may be given to a new one: the reference decides.
-                entry = known.get(id(parameter))
+                entry = owners.get(id(parameter))
                 if entry is not None and entry[0]() is parameter:
                     continue
                 owner = Owner(self._session.site_of(module), name, class_name_of(module))
-                known[id(parameter)] = (weakref.ref(parameter), owner)
+                owners[id(parameter)] = (weakref.ref(parameter), owner)
                 fresh.append((parameter, owner))
         return fresh
 
@@ -112,6 +114,7 @@ class ParameterTap:
         session = self._session
         step: int = session.step
         last = self._done.get(root)
+        # Done for the run, or for this step.
         if last is not None and (self._every == "run" or last == step):
             return
         waiting = False
@@ -128,6 +131,7 @@ class ParameterTap:
                     continue
                 self._written[id(tensor)] = (weakref.ref(tensor), step)
                 session.emit(site, "param", name, tensor, class_name=class_name, step=step)
+        # A root with lazy parameters is looked at again at its next call.
         if not waiting:
             self._done[root] = step
 
@@ -161,6 +165,7 @@ class ParameterGradients:
 
     def watch(self, root: nn.Module) -> None:
         """Hook the parameters of `root` that are new; cheap when there are none."""
+        # Inference mode makes tensors that cannot carry hooks.
         if not self._active or torch.is_inference_mode_enabled():
             return
         try:
@@ -182,21 +187,28 @@ class ParameterGradients:
         """What FSDP computes with in place of its shards: it is there that gradients arrive."""
         if "torch.distributed.fsdp" not in sys.modules:
             return []
-        found: list[tuple[torch.Tensor, Owner]] = []
+        unsharded: list[tuple[torch.Tensor, Owner]] = []
         for module in root.modules():
             state_of: Any = getattr(type(module), "_get_fsdp_state", None)
             state: Any = None if state_of is None else state_of(module)
+            # FSDP2 keeps one group per module, or several in newer versions of torch.
             groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [
                 getattr(state, "_fsdp_param_group", None)
             ]
-            for each in (each for group in groups if group for each in group.fsdp_params):
-                whole = getattr(each, "_unsharded_param", None)
-                owner = self._names.owner(each.sharded_param)
-                if whole is None or owner is None or self._names.owner(whole) is not None:
+            for fsdp_param in (
+                fsdp_param for group in groups if group for fsdp_param in group.fsdp_params
+            ):
+                full_parameter = getattr(fsdp_param, "_unsharded_param", None)
+                owner = self._names.owner(fsdp_param.sharded_param)
+                if (
+                    full_parameter is None
+                    or owner is None
+                    or self._names.owner(full_parameter) is not None
+                ):
                     continue
-                self._names.add(whole, owner)
-                found.append((whole, owner))
-        return found
+                self._names.add(full_parameter, owner)
+                unsharded.append((full_parameter, owner))
+        return unsharded
 
     def _hook(self, parameter: torch.Tensor, owner: Owner) -> Any:
         reference = weakref.ref(self)
@@ -214,13 +226,13 @@ class ParameterGradients:
 
     def _owner(self, parameter: torch.Tensor) -> Owner | None:
         """Whose a parameter is. FSDP1 puts other tensors in their place while a model runs."""
-        found = self._names.owner(parameter)
-        if found is None and _FLAT in sys.modules:
+        owner = self._names.owner(parameter)
+        if owner is None and _FLAT in sys.modules:
             for root in self._session.names.roots:
                 if (module := root.module()) is not None:
                     self._names.learn(module)
-            found = self._names.owner(parameter)
-        return found
+            owner = self._names.owner(parameter)
+        return owner
 
     def _at_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if not self._active:
@@ -230,6 +242,8 @@ class ParameterGradients:
                 for position, parameter in enumerate(group["params"]):
                     gradient = parameter.grad
                     if gradient is not None:
+                        # A tensor that belongs to no watched model is named by its position in the
+                        # optimizer.
                         owner = self._owner(parameter) or Owner(
                             "(optimizer)", f"{index}.{position}", type(optimizer).__name__
                         )
@@ -241,7 +255,7 @@ class ParameterGradients:
 break_graphs(ParameterGradients._at_optimizer)
 
 
-# Gradients of modules and parameters, read without touching what autograd computes.
+# The tap: hooks of a session's calls.
 
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
@@ -302,6 +316,7 @@ class GradientTap(CallGradients):
         origins: list[tuple[int, int]] = []
         try:
             for _, _, tensor in inputs:
+                # Numbers, not nodes: a node would keep the graph alive if the call raises.
                 node = tensor.grad_fn if tensor.requires_grad else None
                 origins.append((-1, 0) if node is None else (node._sequence_nr(), tensor.output_nr))
         except Exception as error:
@@ -332,6 +347,7 @@ class GradientTap(CallGradients):
             if node is None:
                 continue
             number = node._sequence_nr()
+            # The output was made by this call, or is an input that was handed through.
             if number >= first or (number, output) in origins:
                 ends.setdefault(node, []).append((output, slot, alias))
         if not ends:
@@ -356,6 +372,7 @@ class GradientTap(CallGradients):
         sources: dict[tuple[Any, int], Inflow[Any]] = {}
         for (slot, alias, tensor), (number, output) in zip(inputs, origins, strict=True):
             if number >= 0:
+                # One tensor that is given twice has one gradient.
                 sources.setdefault((number, output), Inflow(call, slot, alias))
             elif tensor.is_leaf and tensor.requires_grad:
                 sources.setdefault((get_gradient_edge(tensor).node, 0), Inflow(call, slot, alias))
@@ -373,6 +390,7 @@ class GradientTap(CallGradients):
                 waiting.append(inflow)
                 return
             self._open[task] = [inflow]
+        # The engine calls back at the end of this very pass, also when some edges never run.
         engine = _autograd.Variable._execution_engine
         engine.queue_callback(lambda: self._finish(task))
 
@@ -456,7 +474,7 @@ def _edges_into(
     `first` were made before the module was called: the walk stops there, so it costs what the
     module itself put into the graph.
     """
-    found: list[tuple[Any, list[tuple[int, Inflow[Any]]]]] = []
+    nodes_with_edges: list[tuple[Any, list[tuple[int, Inflow[Any]]]]] = []
     seen = {node for node in ends if first <= node._sequence_nr() != _LEAF}
     stack = [*seen]
     while stack:
@@ -466,6 +484,7 @@ def _edges_into(
             if following is None:
                 continue
             number = following._sequence_nr()
+            # Leaves all have the same number, so they are told apart by their node.
             if number == _LEAF:
                 inflow = sources.get((following, output))
             elif number >= first:
@@ -479,8 +498,8 @@ def _edges_into(
                 hits = hits or []
                 hits.append((index, inflow))
         if hits:
-            found.append((node, hits))
-    return found
+            nodes_with_edges.append((node, hits))
+    return nodes_with_edges
 
 
 def _is_transformed(tensor: torch.Tensor) -> bool:

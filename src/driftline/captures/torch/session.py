@@ -1,4 +1,8 @@
-"""Which step a call of a torch module belongs to; the rule is `adapters.steps`'s."""
+"""One capture of torch modules: the session, its step clock, and the protocol of its taps.
+
+What a session decides is in `captures.session`; this file adds what is torch's own: the taps of
+each level, the device backend, compiled graphs and distributed jobs.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,7 @@ __all__ = [
 
 
 class StepClock(CommonClock):
-    """Counts steps for all models of a session; see `adapters.steps`."""
+    """Counts steps for all models of a session; see `captures.calls`."""
 
     def __init__(self, by: StepsBy, roots: list[Root], on_done: Callable[[int], None]) -> None:
         super().__init__(
@@ -51,7 +55,7 @@ class StepClock(CommonClock):
         )
 
 
-# What a session and its taps talk about: a module call under way, and who wants to hear of it.
+# Taps.
 
 
 Tensors = list[tuple[str, str, torch.Tensor]]
@@ -76,9 +80,10 @@ class Tap(Protocol):
     def on_forward(self, frame: Frame, inputs: Tensors, outputs: Tensors) -> None: ...
 
 
-# One capture of torch modules.
+# The session.
 
 
+# Imported by level, because a tap for operators loads much of torch.
 _TAPS = {
     "ops": ("driftline.captures.torch.operators.tensors", "OperatorTap"),
     "gradients": ("driftline.captures.torch.gradients", "GradientTap"),
@@ -97,7 +102,7 @@ class CaptureSession(Session):
         model: The one model to watch; None watches every module call of the process.
         rank: This process's rank.
         process: Tells processes of one rank apart.
-        steps_by: What ends a step; see `steps.py`.
+        steps_by: What ends a step; see `captures.calls`.
         module_types: If given, only modules of these classes (subclasses too).
     """
 
@@ -136,17 +141,20 @@ class CaptureSession(Session):
     def watch(self) -> None:
         from driftline.captures.torch import module_calls
 
+        # The modules themselves need no tap; the wrapper of their calls is always there.
         for level in LEVELS[1:]:
             if level in self.levels:
                 where, name = _TAPS[level]
                 self.taps.append(getattr(importlib.import_module(where), name)(self))
         self._graphs_before = compiled_graphs()
+        # Before the first call, so that no allocation of the program is missed.
         cuda.watch(self.arrivals)
         module_calls.watch(self)
 
     def unwatch(self) -> None:
         from driftline.captures.torch import module_calls
 
+        # Calls end first: a tensor that arrives after the device backend has stopped would be lost.
         module_calls.unwatch(self)
         cuda.unwatch(self.arrivals)
 
@@ -178,6 +186,7 @@ class CaptureSession(Session):
                 f"{never} results of collectives were never waited for; they were not captured",
             )
         graphs = compiled_graphs() - self._graphs_before
+        # A module that is known to be compiled has been reported with its name already.
         if graphs > 0 and not self.sees_graphs and not self.intake.has_said("compiled"):
             self.event(
                 "compiled",
