@@ -1,10 +1,11 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-"""Figures of device tensors on their way to the host: nobody waits for them.
+"""The error check for tensors on a device: nothing is waited for while the program runs.
 
 Kernels write the smallest and the largest element of a tensor, and how many of its elements are
-zero or nearly so, into sheets on the device; a sheet travels in one copy. Judges nothing.
+zero or nearly so, into sheets on the device; a sheet travels to the host in one copy. When its
+figures have arrived, the calls that needed them are judged by the same rule as on the host.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from driftline.captures.torch.errcheck.rules import LOGARITHMS, UNDERFLOWS, Inpu
 from driftline.captures.torch.operators.schema import WatchedOperator
 from driftline.numerics.peaks import Pattern
 
+# More would delay verdicts, fewer would cost a copy for every few calls.
 TOGETHER = 512
 """Readings that travel to the host in one copy."""
+# Types for which every device has a kernel for extremes.
 _REDUCED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -102,6 +105,7 @@ class Sheet:
     """Room for extremes on one device, in one type: kernels write straight into it."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        # Allocated once: an allocation for each tensor would change the program's memory.
         self.rows = torch.empty((TOGETHER, 2), device=device, dtype=dtype)
         cells = self.rows.view(-1).unbind(0)
         self.places = list(zip(cells[0::2], cells[1::2], strict=True))
@@ -132,6 +136,7 @@ class Flight:
         for sheet in sheets:
             used = sheet.rows[: len(sheet.values)]
             if used.is_cuda:
+                # Only a copy into pinned memory returns before it is done.
                 host = torch.empty(used.shape, dtype=used.dtype, pin_memory=True)
                 host.copy_(used, non_blocking=True)
                 arrival = torch.cuda.Event()
@@ -150,10 +155,10 @@ class Flight:
         return True
 
     def extremes(self) -> dict[int, list[float]]:
-        found: dict[int, list[float]] = {}
+        figures: dict[int, list[float]] = {}
         for sheet, host in zip(self.sheets, self.hosts, strict=True):
-            found.update(zip(map(id, sheet.values), host.double().tolist(), strict=True))
-        return found
+            figures.update(zip(map(id, sheet.values), host.double().tolist(), strict=True))
+        return figures
 
 
 def reals_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,7 +167,7 @@ def reals_of(tensor: torch.Tensor) -> torch.Tensor:
     return shown if shown.dtype in _REDUCED else shown.to(torch.float32)
 
 
-# The watch for tensors on a device: nothing is waited for while the program runs.
+# The watch: from a call to its verdict.
 
 
 ASK_EVERY = 64
@@ -218,8 +223,9 @@ class DeviceWatch:
         """Memory was allocated, or given to a collective: whoever reads it has to look at it."""
         pattern = pattern_of(tensor.dtype)
         if pattern is not None:
-            known = self._values.get(tensor)
-            if known is None or known.origin is not Origin.MADE:
+            before = self._values.get(tensor)
+            # What follows from a finding stays so, even if the memory is allocated anew.
+            if before is None or before.origin is not Origin.MADE:
                 self._values.put(tensor, Value(pattern, tensor.numel(), origin, asked=False))
 
     def add(
@@ -248,8 +254,8 @@ class DeviceWatch:
                 waiting.inputs.append((slot, alias, tensor.dtype, shape, value))
                 self._hold(waiting, slot, tensor)
                 if name in self._counting:
-                    known = before.get(slot) if before else None
-                    count = known or self.count(tensor)
+                    counted = before.get(slot) if before else None
+                    count = counted or self.count(tensor)
                     if count is not None:
                         waiting.given[slot] = count
             for slot, tensor in outputs:
@@ -261,6 +267,7 @@ class DeviceWatch:
                         waiting.made[slot] = count
             self._calls.append(waiting)
             self._since += 1
+            # Inputs that are held for a report must not fill the device.
             if len(self._gathering) >= TOGETHER or self._held > HELD // 2:
                 self._send()
             if self._since >= ASK_EVERY:
@@ -287,28 +294,30 @@ class DeviceWatch:
         if value is None or pattern is None or not value.numel():
             return None
         if value.is_cpu:  # a number beside device tensors
-            known = Value(pattern, value.numel())
-            known.reading = read(value, pattern)
-            return known
-        known = self._values.get(value)
-        if known is None or not known.asked:
-            origin = known.origin if known is not None else Origin.UNKNOWN
-            known = self._ask(value, pattern, origin, None)
-            known.single = known.single and not tensor.requires_grad
-            self._values.put(value, known)
-        return known
+            state = Value(pattern, value.numel())
+            state.reading = read(value, pattern)
+            return state
+        state = self._values.get(value)
+        # A state that was never asked for has no figures on their way.
+        if state is None or not state.asked:
+            origin = state.origin if state is not None else Origin.UNKNOWN
+            state = self._ask(value, pattern, origin, None)
+            state.single = state.single and not tensor.requires_grad
+            self._values.put(value, state)
+        return state
 
     def _output(self, tensor: torch.Tensor) -> Value | None:
         value = plain(tensor)
         pattern = pattern_of(value.dtype) if value is not None else None
         if value is None or pattern is None or not value.numel() or value.is_cpu:
             return None
+        # A partial write leaves the rest of the storage as it was.
         before = None if is_whole(value) else self._values.get(value)
-        known = self._ask(value, pattern, Origin.UNKNOWN, before)
+        state = self._ask(value, pattern, Origin.UNKNOWN, before)
         if is_whole(value) or (before is not None and before.asked):
-            self._values.put(value, known)
+            self._values.put(value, state)
         # Else the rest of the storage was never looked at: whoever reads it has to.
-        return known
+        return state
 
     def _ask(
         self, tensor: torch.Tensor, pattern: Pattern, origin: Origin, before: Value | None
@@ -341,15 +350,15 @@ class DeviceWatch:
         self, operator: WatchedOperator, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> dict[str, Count]:
         """Zeros in what a call is about to overwrite, where they are counted."""
-        found: dict[str, Count] = {}
+        counts: dict[str, Count] = {}
         if operator.short in self._counting:
             for index, name in operator.overwrites:
-                given = args[index] if index < len(args) else kwargs.get(name)
-                for slot, tensor in tensors_in(given, name):
+                value = args[index] if index < len(args) else kwargs.get(name)
+                for slot, tensor in tensors_in(value, name):
                     count = self.count(tensor)
                     if count is not None:
-                        found[slot] = count
-        return found
+                        counts[slot] = count
+        return counts
 
     def _sheet(self, device: torch.device, dtype: torch.dtype) -> Sheet:
         key = (device, dtype)
@@ -363,6 +372,7 @@ class DeviceWatch:
 
     def _hold(self, waiting: _Waiting, slot: str, tensor: torch.Tensor) -> None:
         size = tensor.numel() * tensor.element_size()
+        # Without its tensors a finding is still reported, only not replayable.
         if self._held + size > HELD or type(tensor) not in _ORDINARY:
             return
         try:
@@ -404,10 +414,13 @@ class DeviceWatch:
             for slot, dtype, shape, value in waiting.outputs
         ]
         readings = [
-            made.put_into(one.reading) if (made := waiting.made.get(one.name)) else one.reading
-            for one in outputs
-            if one.reading is not None
+            made.put_into(output.reading)
+            if (made := waiting.made.get(output.name))
+            else output.reading
+            for output in outputs
+            if output.reading is not None
         ]
+        # Headroom is about the largest finite value.
         for reading in readings:
             if not reading.nonfinite:
                 key = (call.site, reading.pattern.name)
@@ -416,9 +429,10 @@ class DeviceWatch:
         judged = [
             Input(
                 slot,
-                given.put_into(value.reading)
-                if (given := waiting.given.get(slot))
+                count.put_into(value.reading)
+                if (count := waiting.given.get(slot))
                 else value.reading,
+                # A single number is taken for a constant that the program wrote.
                 Origin.MEANT if value.single and value.origin is Origin.UNKNOWN else value.origin,
                 waiting.name in LOGARITHMS and value.reading.peak == 1.0,
             )
@@ -435,6 +449,7 @@ class DeviceWatch:
             reporter.options.types,
             allowed=waiting.allowed,
         )
+        # Outputs of this call may be inputs of calls that are judged next.
         if verdict.origin is not Origin.UNKNOWN:
             for *_, value in waiting.outputs:
                 if value.reading is not None and value.reading.nonfinite:

@@ -1,9 +1,9 @@
-"""Watches every aten call for the first value that is not finite.
+"""The error check at operator level: which aten call gave the first value that is not finite.
 
 Outputs are screened as they appear: one pass for the largest magnitude. Only a call whose output is
 suspicious is looked at closely: its inputs are read then, from where they still lie; what it
-overwrote was copied before. On other devices than the CPU nothing is waited for, see
-`device_watch.py`. What makes a producer is decided in `judging.py`.
+overwrote was copied before. On other devices than the CPU nothing is waited for, see `devices`.
+What makes a producer is decided in `rules`.
 
 Nothing here changes what the program computes: tensors are read, never written.
 """
@@ -89,6 +89,7 @@ class ErrorTap:
     def install(self) -> None:
         self.active = True
         self._where.install()
+        # Before the mode goes on: functions that are sensitive to modes must be wrapped by then.
         if not watch_delicate(self):
             self.reporter.remarks.setdefault(
                 "backward passes are not watched: this version of torch does not show them"
@@ -101,6 +102,7 @@ class ErrorTap:
         unwatch_delicate(self)
         self._where.remove()
         with undisturbed():
+            # The last verdicts need the last figures, so the device is waited for here.
             self._device.finish()
 
     @contextmanager
@@ -151,6 +153,7 @@ class ErrorTap:
                 operator = self._operators[func] = WatchedOperator(func)
             if operator.tensors:
                 args = with_tensors(args, operator.tensors)
+            # A view or an allocation computes nothing, but fresh memory must be known as unwritten.
             if operator.silent or operator.collective:
                 looking = operator.allocates or operator.collective
             elif operator.overwrites:
@@ -163,6 +166,7 @@ class ErrorTap:
         result = func(*args, **kwargs)
         if not looking or operator is None:
             return result
+        # Asked before `undisturbed` switches it off.
         recording = torch.is_grad_enabled()
         try:
             with undisturbed():
@@ -193,12 +197,15 @@ class ErrorTap:
         visit = spot.next_visit()
         reporter, origins = self.reporter, self._origins
         reporter.calls += 1
+        # Only a forward pass makes nodes whose lines a backward pass will want.
         if recording and spot.phase == "forward":
             self._lines.mark()
         suspicious = operator.short in self._closely
         elsewhere = False
         for _, tensor in outputs_of(operator, args, kwargs, result):
             value = tensor
+            # The test for ordinary tensors stands here because a call would cost more than the
+            # test.
             if (
                 type(tensor) not in _ORDINARY
                 or tensor.layout is not torch.strided
@@ -213,6 +220,7 @@ class ErrorTap:
             if not value.is_cpu:
                 elsewhere = elsewhere or not value.is_meta
                 continue
+            # One pass over the values; everything else depends on its result.
             most = peak(value, pattern)
             if most > pattern.top:
                 suspicious = True
@@ -222,11 +230,12 @@ class ErrorTap:
                 reporter.peaks[key] = most
             if most == pattern.top and self._saturation and pattern.narrow:
                 suspicious = True
+            # New finite values replace what an earlier operator left in this memory.
             if operator.mutates and origins:
                 origins.overwritten(value)
         if elsewhere:
             param = parameters_in(operator, args, kwargs)
-            call = self._call(spot, operator, visit, param, whole=False)
+            call = self._call(spot, operator, visit, param, full_stack=False)
             inputs = list(inputs_of(operator, args, kwargs))
             outputs = list(outputs_of(operator, args, kwargs, result))
             allowed = reporter.allows(spot.site, operator.full_name)
@@ -289,6 +298,7 @@ class ErrorTap:
             reporter.options.types,
             allowed=allowed,
         )
+        # Later calls that read these outputs are then known to be consequences.
         if verdict.origin is not Origin.UNKNOWN:
             for out in outs:
                 if out.tensor is not None and out.reading is not None and out.reading.nonfinite:
@@ -297,7 +307,7 @@ class ErrorTap:
             origins.add(read_from[name], Origin.MADE)
         if verdict.types:
             param = parameters_in(operator, args, kwargs)
-            call = self._call(spot, operator, visit, param, whole=True)
+            call = self._call(spot, operator, visit, param, full_stack=True)
             reporter.report(verdict, call, parts, outs)
         else:
             reporter.note(verdict, spot.site)
@@ -311,12 +321,13 @@ class ErrorTap:
         kept: Gone = {}
         room = COPIED
         for index, name in operator.overwrites:
-            given = args[index] if index < len(args) else kwargs.get(name)
-            for slot, tensor in tensors_in(given, name):
+            value_given = args[index] if index < len(args) else kwargs.get(name)
+            for slot, tensor in tensors_in(value_given, name):
                 value = plain(tensor)
                 pattern = pattern_of(value.dtype) if value is not None else None
                 if value is None or pattern is None or not value.is_cpu or not value.numel():
                     continue
+                # Copying more would slow down programs that update large weights in place.
                 size = value.numel() * value.element_size()
                 if size <= room:
                     room -= size
@@ -336,13 +347,14 @@ class ErrorTap:
 
     def _received(self, values: tuple[Any, ...]) -> None:
         """A collective is under way: what its tensors will hold is other ranks' work too."""
-        for given in values:
-            for _, tensor in tensors_in(given, ""):
+        for value_given in values:
+            for _, tensor in tensors_in(value_given, ""):
                 value = plain(tensor)
                 if value is None or pattern_of(value.dtype) is None or not value.numel():
                     continue
                 if not value.is_cpu:
                     self._device.unread(value, Origin.RECEIVED)
+                # What a finding left in a buffer is not excused by sending it.
                 elif self._origins.of(value) is not Origin.MADE:
                     self._origins.put(value, Origin.RECEIVED)
 
@@ -355,9 +367,9 @@ class ErrorTap:
         visit: int,
         param: dict[str, Any],
         *,
-        whole: bool,
+        full_stack: bool,
     ) -> Call:
-        if whole:
+        if full_stack:
             lines = stack()
         else:
             place = here()

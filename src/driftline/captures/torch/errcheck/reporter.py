@@ -1,7 +1,7 @@
 """From a verdict to a finding on disk: described, written at once, its tensors kept for replay.
 
-One reporter serves all levels and devices of a process. What is a finding was decided before; how
-a run is stored is the session's sink's.
+One reporter serves all levels and devices of a process. What counts as a finding is decided in
+`rules`; how a run is stored is decided by the session's sink.
 """
 
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
@@ -119,18 +119,20 @@ class Reporter:
 
     def allows(self, site: str, operator: str) -> bool:
         """Whether the user allows a site or an operator to make what it likes."""
+        # Most programs allow nothing, and this is asked for every suspicious call.
         if not self.options.allow:
             return False
         key = (site, operator)
-        found = self._allowed.get(key)
-        if found is None:
+        allowed = self._allowed.get(key)
+        if allowed is None:
+            # A pattern may name an operator with or without its overload.
             short = operator.rpartition(".")[0]
-            found = self._allowed[key] = any(
+            allowed = self._allowed[key] = any(
                 fnmatch.fnmatchcase(text, pattern)
                 for pattern in self.options.allow
                 for text in (site, operator, short)
             )
-        return found
+        return allowed
 
     def origin(self, origin: Origin) -> Origin:
         """What other ranks made is reported once; afterwards it is a consequence.
@@ -167,6 +169,7 @@ class Reporter:
     ) -> None:
         """Write a finding and keep its tensors; returns when both would outlive a kill."""
         with self.lock:
+            # A layer that saturates does so in every step; one report per site is enough.
             types = [t for t in verdict.types if t not in _ONCE or self._is_new(call.site, t)]
             if not types:
                 self.repeats += 1
@@ -196,9 +199,11 @@ class Reporter:
                 time=time.time(),
             )
             self.received = self.received or verdict.received
+            # The line is on disk before the tensors, which may be large or fail.
             self.file.write(finding)
             self.findings.append(finding)
             self._keep(finding, call, inputs, outputs)
+        # Outside the lock, because the callback may end the process.
         if self._after is not None:
             self._after(finding)
 
@@ -235,6 +240,7 @@ class Reporter:
         self, finding: Finding, call: Call, inputs: Sequence[Part], outputs: Sequence[Part]
     ) -> None:
         sink: Sink = self.session.intake._open_sink()
+        # With its arguments the finding can be replayed like a call of a capture.
         if call.param is not None and isinstance(sink, Sheets):
             line = CallLine(
                 finding.number - 1,

@@ -1,10 +1,10 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Who filled the memory of a tensor: the last operator that did, or a parameter of the model.
+"""The list of calls: every operator and module that ran, its arguments, and who feeds whom.
 
-Every operator that fills memory is seen by whoever asks here, so what was filled last is what is
-read. Memory is held weakly: it goes when the program lets it go, and until this file lets go of it
-too no other memory can be taken for it. Reads no values, and knows no operators.
+`Makers` remembers which operator filled a tensor's memory last, or which parameter of the model it
+is. Memory is held weakly: it goes when the program frees it, and until then no other memory can be
+mistaken for it. `CallTap` writes the lines of `calls.jsonl`. Reads no values.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from driftline.runs.sidecars.calls import Call, CallTensor, Source
 
 OUTSIDE = "(outside)"
 """Begins the names of tensors that no operator made that was seen: a program's inputs."""
+# Tables are cleaned of freed memory when they reach this size.
 _MOST = 100_000
 
 
@@ -82,6 +83,8 @@ class Makers:
             if name is None:
                 if len(self._names) > _MOST:
                     self._names = {k: n for k, n in self._names.items() if not n[0].expired()}
+                # Memory that nobody was seen to fill gets a name of its own: an input of the
+                # program.
                 name = (StorageWeakRef(memory), f"{OUTSIDE}.{self._strangers}")
                 self._names[memory._cdata] = name
                 self._strangers += 1
@@ -92,6 +95,7 @@ class Makers:
         memory = _memory(tensor)
         if memory is None:
             return False
+        # A tensor that covers all of its memory leaves nothing of what was there.
         partly = tensor.numel() * tensor.element_size() < memory.nbytes()
         return memory._cdata in self._makers or (partly and memory._cdata in self._names)
 
@@ -102,6 +106,7 @@ class Makers:
         with self._lock:
             if len(self._makers) > _MOST:
                 self._makers = {k: m for k, m in self._makers.items() if not m.memory.expired()}
+                # All of it is alive: the table would be cleaned at every call from now on.
                 if len(self._makers) > _MOST:
                     self._makers.clear()
             self._makers[memory._cdata] = _Maker(StorageWeakRef(memory), step, call, slot)
@@ -119,8 +124,9 @@ class Makers:
             memory = _memory(tensor)
             if memory is None:
                 continue
-            known = self._names.get(memory._cdata)
-            if known is None or known[1].startswith(OUTSIDE):
+            named = self._names.get(memory._cdata)
+            # A parameter's own name is better than the number of an unknown tensor.
+            if named is None or named[1].startswith(OUTSIDE):
                 self._names[memory._cdata] = (StorageWeakRef(memory), f"{prefix}{name}")
 
     def forget_makers(self) -> None:
@@ -157,7 +163,7 @@ def _memory(tensor: torch.Tensor) -> Any | None:
         return None
 
 
-# A list of everything that ran: operators and modules, with parameters, and who feeds whom.
+# The tap.
 
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
@@ -165,6 +171,7 @@ Named = Sequence[tuple[str, str, torch.Tensor]]
 MOST_CALLS = 1_000_000
 """A program that runs for days must not fill the disk with a list."""
 MOST_WAITING = 20_000
+# Lines are written in batches; a kill loses one batch at most.
 _WRITTEN_AT_ONCE = 256
 
 
@@ -296,18 +303,21 @@ class CallTap:
                 frame.visit,
                 frame.phase,
                 self._inside(),
-                tuple(self._memory.described(*one, step=frame.step) for one in inputs),
+                tuple(self._memory.described(*tensor, step=frame.step) for tensor in inputs),
             )
         self._thread.stack.append(_Open(frame, call))
 
     def on_forward(self, frame: Frame, inputs: Named, outputs: Named) -> None:
         self._where.leave(frame.site)
         stack = self._thread.stack
+        # A call that raised has left its entry on the stack.
         while stack:
             opened = stack.pop()
             if opened.frame is frame:
                 with undisturbed():
-                    made = tuple(self._memory.described(*one, step=frame.step) for one in outputs)
+                    made = tuple(
+                        self._memory.described(*tensor, step=frame.step) for tensor in outputs
+                    )
                 if self._wanted(frame.site, frame.class_name):
                     self._put(opened.call._replace(outputs=made), outside=False)
                 return
@@ -345,6 +355,8 @@ class CallTap:
             if begun is not None and operator is not None:
                 with undisturbed():
                     self._end_call(*begun, operator, args, kwargs, result)
+            # An operator that is not listed still fills memory; its earlier maker must not be
+            # named.
             elif operator is not None and not operator.silent:
                 with undisturbed():
                     for _, tensor in tensors_in(result, ""):
@@ -354,16 +366,17 @@ class CallTap:
         return result
 
     def _operator(self, func: Any) -> tuple[Operator, dict[str, Any]]:
-        found = self._operators.get(func)
-        if found is None:
+        entry = self._operators.get(func)
+        if entry is None:
             schema = getattr(func, "_schema", None)
             defaults = {
                 argument.name: plain(argument.default_value)
                 for argument in (schema.arguments if schema is not None else ())
+                # Tensors are listed as inputs, not as parameters.
                 if argument.has_default_value() and "Tensor" not in str(argument.type)
             }
-            found = self._operators[func] = (Operator(func), defaults)
-        return found
+            entry = self._operators[func] = (Operator(func), defaults)
+        return entry
 
     def _begun_call(
         self,
@@ -391,8 +404,9 @@ class CallTap:
                 tensors = []
             if tensors:
                 inputs += [
-                    described(one, alias, tensor, step=spot.step)
-                    for one, tensor in tensors
+                    described(name, alias, tensor, step=spot.step)
+                    for name, tensor in tensors
+                    # An argument that is overwritten entirely feeds nothing into the call.
                     if slot not in operator.unread or self._memory.is_kept(tensor)
                 ]
             else:
@@ -406,6 +420,7 @@ class CallTap:
             spot.step,
             visit,
             spot.phase,
+            # In a backward pass the module is not running any more.
             self._inside() if spot.phase != "backward" else None,
             tuple(inputs),
             (),
@@ -441,6 +456,7 @@ class CallTap:
 
     def _learn_weights(self, root: nn.Module, site: str) -> None:
         try:
+            # The root's site stands in parentheses and is no prefix of a parameter's name.
             self._memory.learn_weights(root, "" if site.startswith("(") else f"{site}.")
         except Exception as error:
             self.session.event_once("weights-unknown", f"parameters have no names: {error}")
@@ -476,6 +492,7 @@ class CallTap:
             if self._full:
                 return
             line = call.to_line()
+            # Calls of the build phase wait until it is known whether they matter.
             if outside and self._held is not None:
                 self._held.append(line)
                 if len(self._held) > MOST_WAITING:

@@ -1,4 +1,4 @@
-"""Every aten call of a program, with the module it ran in.
+"""Level ops: the tensors of every aten call of a program, with the module it ran in.
 
 A dispatch mode lies below all modes of the program in the thread that began the capture, and around
 root modules' calls and backward passes in others; a capture of the whole process stays with every
@@ -10,7 +10,7 @@ Backward operators belong to the module whose forward made the graph node that r
 the module part is `(backward)`.
 
 What runs outside all modules before the first call of a model is left out, unless no model is ever
-called; see `held.py`.
+called; see `build_phase`.
 
 Views, and memory that was allocated but not yet written, have no values of their own and are left
 out; so is what an operator overwrites unread (`out=`, `bernoulli_`), and parameters as inputs: they
@@ -78,6 +78,7 @@ class OperatorTap:
     def install(self) -> None:
         self.active = True
         self._where.install()
+        # Before the mode goes on: functions that are sensitive to modes must be wrapped by then.
         encloses_backward = watch_delicate(self)
         begin_watching(self)
         if not encloses_backward:
@@ -109,6 +110,7 @@ class OperatorTap:
             yield
             return
         self._learn_weights(module)
+        # A helper such as a loss does not end the build phase; a model does.
         if self._held is not None or self._building:
             frame = self.session.current_frame()
             if frame is not None and not frame.place.root.helper:
@@ -128,11 +130,12 @@ class OperatorTap:
 
     def _release(self, *, outside: bool) -> None:
         """Let go of what waits; of operators outside modules, only if asked."""
+        # Under the lock, because another thread may be adding a tensor at this moment.
         with self.session.intake.lock:
             held, self._held = self._held, None
-            for one in held.release() if held is not None else ():
-                if outside or not one.outside:
-                    self._show(one)
+            for waiting in held.release() if held is not None else ():
+                if outside or not waiting.outside:
+                    self._show(waiting)
 
     @contextmanager
     def around_backward(self) -> Generator[None]:
@@ -159,6 +162,7 @@ class OperatorTap:
             return func(*args, **kwargs)
         spot = operator = None
         visit = 0
+        # Capture must not raise into the program: an operator that cannot be described just runs.
         try:
             operator = self._operators.get(func)
             if operator is None:
@@ -168,6 +172,8 @@ class OperatorTap:
             if not operator.silent:
                 spot = self._where.spot(func, operator)
             if spot is not None:
+                # Counted even where nothing is taken, so that visits mean the same in every
+                # capture.
                 visit = spot.next_visit()
                 if spot.outside and self._building:
                     spot = None
@@ -178,6 +184,7 @@ class OperatorTap:
             spot = None
             self._lost(func, error)
         result = func(*args, **kwargs)
+        # Outputs of a collective under way have no values yet; `wait_tensor` shows them.
         if spot is None or operator is None or operator.in_flight:
             return result
         if spot.output:
@@ -197,6 +204,7 @@ class OperatorTap:
                 for tensor in (*root.parameters(), *root.buffers())
                 if type(tensor) in (torch.Tensor, nn.Parameter)
             }
+            # Tensors without memory all have the address 0.
             held.discard(0)
             self._roots[root] = held
             self._weights = set[int]().union(*self._roots.values())
@@ -257,16 +265,18 @@ class OperatorTap:
             return
         if not isinstance(value, torch.Tensor) or not has_values(value):
             return
+        # Parameters are recognised by their memory: views and transposes share it.
         if port == "input" and self._weights and value.layout is torch.strided:
             plain = type(value) in (torch.Tensor, nn.Parameter) and not is_zero(value)
             if plain and value.untyped_storage().data_ptr() in self._weights:
                 if not self._keeps_weights:
                     return
+                # In memory order the bytes of a transposed weight equal those of the weight itself.
                 port, value = (
                     "param",
                     value.permute(memory_order(value) or tuple(range(value.dim()))),
                 )
-        one = Waiting(
+        waiting = Waiting(
             spot.outside,
             spot.site,
             port,
@@ -279,32 +289,33 @@ class OperatorTap:
             spot.step,
         )
         if self._held is None:
-            self._show(one)
+            self._show(waiting)
         else:
-            self._hold(one)
+            self._hold(waiting)
 
-    def _hold(self, one: Waiting) -> None:
+    def _hold(self, waiting: Waiting) -> None:
         with self.session.intake.lock:
             held = self._held
             if held is None:
-                self._show(one)
+                self._show(waiting)
                 return
-            held.keep(one)
+            held.keep(waiting)
             if held.full:
+                # The buffer is full: a program without any module has no build phase to end.
                 self._building = a_model_is_there()
                 self._release(outside=not self._building)
 
-    def _show(self, one: Waiting) -> None:
+    def _show(self, waiting: Waiting) -> None:
         self.session.emit(
-            one.site,
-            one.port,
-            one.slot,
-            one.tensor,
-            alias=one.alias,
-            class_name=one.class_name,
-            visit=one.visit,
-            phase=one.phase,
-            step=one.step,
+            waiting.site,
+            waiting.port,
+            waiting.slot,
+            waiting.tensor,
+            alias=waiting.alias,
+            class_name=waiting.class_name,
+            visit=waiting.visit,
+            phase=waiting.phase,
+            step=waiting.step,
         )
 
     def _lost(self, func: Any, error: Exception) -> None:
