@@ -399,7 +399,7 @@ def test_a_fault_of_the_capture_is_an_event_and_never_the_program_s(monkeypatch)
     def broken(*_):
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(module_calls.flatten, "outputs", broken)
+    monkeypatch.setattr(module_calls.layers, "outputs", broken)
     model = nn.Linear(2, 2)
     with Captured(model, levels="modules") as capture:
         model(paddle.ones([1, 2]))

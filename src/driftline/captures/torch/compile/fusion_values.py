@@ -1,9 +1,9 @@
-"""Looks inside of fused kernels while a compiled program runs: one execution of its workings.
+"""Values inside of fused kernels, computed beside a compiled program while it runs.
 
 Values come from the kernels as they are called; what lies inside of a fusion is computed from them
-by torch's own operators (`workings.py`), shown to whoever records the graph, and let go as soon as
-nobody needs it. What cannot be computed is left out. The program's results, its random numbers and
-its modes of dispatch are not touched.
+by torch's own operators, as `fusion_plan` says, shown to whoever records the graph, and dropped as
+soon as nobody needs it. What cannot be computed is left out. The program's results, its random
+numbers and its dispatch modes are not touched.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -25,6 +25,7 @@ from driftline.captures.torch.compile.fusion_plan import Check, Of, Step, Workin
 
 _dispatch: Any = importlib.import_module("torch.utils._python_dispatch")
 _C: Any = torch._C
+# An error within so many times the effect of rounding alone proves nothing.
 _ROUNDINGS = 16
 Show = Callable[[str, str, Any], None]
 Tell = Callable[[str, float, bool], None]
@@ -59,6 +60,7 @@ class Insight:
     def turn(self, number: int) -> None:
         """The kernel of this number is called next."""
         turns = self._workings.turns
+        # Sizes that vary are read off the inputs, which are there before the first kernel.
         if number == 0:
             self._measure()
         turn = turns[number]
@@ -69,10 +71,11 @@ class Insight:
                 if name in self._values:
                     self._show(name, kernel, self._values[name])
             for check in turn.checks:
-                if check.ours in self._values and check.should in self._values:
-                    error = _off(self._values[check.ours], self._values[check.should])
+                if check.actual in self._values and check.should in self._values:
+                    error = _off(self._values[check.actual], self._values[check.should])
                     if error is not None:
                         self._errors.append((check, error))
+            # Memory of the program's size must not double.
             for name in turn.forget:
                 self._values.pop(name, None)
                 self._twins.pop(name, None)
@@ -90,6 +93,7 @@ class Insight:
                 self._sizes.setdefault(symbol, value.shape[axis])
 
     def _tell_all(self) -> None:
+        # Read on the host only now: each reading waits for the device.
         for check, distance in self._errors:
             error = float(distance)
             shaken = self._shaken.get(check.shaken, [])
@@ -101,11 +105,13 @@ class Insight:
                 self._tell(check.node, error if error == error else math.inf, check.kernel)
 
     def _take(self, step: Step) -> None:
+        # Something it needs could not be computed.
         if not all(name in self._values for name in step.needs):
             return
         try:
             args, kwargs = self._filled(step.arguments)
             value = self._values[step.name] = step.function(*args, **kwargs)
+            # Repeated with perturbed inputs, to see how much rounding does to this operator.
             if (share := self._workings.shaken.get(step.name)) is not None:
                 args, kwargs = _shake((args, kwargs), share, step.name)
                 self._shaken[step.name] = _apart_by(step.function(*args, **kwargs), value)
@@ -147,38 +153,47 @@ def _shake(value: Any, share: float, name: str) -> Any:
     if isinstance(value, torch.Tensor):
         if not value.is_floating_point():
             return value
+        # A generator of its own, seeded by name: repeatable, and the program's is not touched.
         numbers = torch.Generator(value.device).manual_seed(zlib.crc32(name.encode()))
         noise = torch.rand(value.shape, generator=numbers, device=value.device)
         return (value * (1 + share * (noise * 4 - 2))).to(value.dtype)
     if isinstance(value, (list, tuple)):
-        return type(value)(_shake(part, share, f"{name} {at}") for at, part in enumerate(value))
+        return type(value)(
+            _shake(part, share, f"{name} {index}") for index, part in enumerate(value)
+        )
     if isinstance(value, dict):
         return {key: _shake(part, share, f"{name} {key}") for key, part in value.items()}
     return value
 
 
 def _apart_by(value: Any, other: Any) -> list[torch.Tensor | None]:
-    return [_off(one, two) for one, two in zip(_parts(value), _parts(other), strict=True)]
+    return [
+        _off(part, other_part)
+        for part, other_part in zip(_parts(value), _parts(other), strict=True)
+    ]
 
 
 def _parts(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
-def _off(ours: Any, theirs: Any) -> torch.Tensor | None:
+def _off(value: Any, reference: Any) -> torch.Tensor | None:
     """How far two tensors are apart, as a part of the second; None where that means nothing."""
-    if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or not isinstance(reference, torch.Tensor):
         return None
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype or not ours.numel():
+    if value.shape != reference.shape or value.dtype != reference.dtype or not value.numel():
         return None
-    if not ours.dtype.is_floating_point:
-        if ours.dtype.is_complex:
+    if not value.dtype.is_floating_point:
+        if value.dtype.is_complex:
             return None
-        return (ours != theirs).sum(dtype=torch.float64) / ours.numel()
-    wide = torch.promote_types(ours.dtype, torch.float32)
-    one, other = ours.to(wide), theirs.to(wide)
-    same = (one == other) | (one.isnan() & other.isnan())
-    apart = torch.where(same, 0.0, one - other)
-    size = torch.where(same & ~other.isfinite(), 0.0, other)
+        # Integers are equal or not: the share of elements that differ.
+        return (value != reference).sum(dtype=torch.float64) / value.numel()
+    wide = torch.promote_types(value.dtype, torch.float32)
+    value_wide, reference_wide = value.to(wide), reference.to(wide)
+    # Two NaN, or two equal infinities, are no difference.
+    same = (value_wide == reference_wide) | (value_wide.isnan() & reference_wide.isnan())
+    apart = torch.where(same, 0.0, value_wide - reference_wide)
+    size = torch.where(same & ~reference_wide.isfinite(), 0.0, reference_wide)
     norm = torch.linalg.vector_norm(apart, dtype=torch.float64)
+    # A reference of zeros must not divide by zero.
     return norm / torch.linalg.vector_norm(size, dtype=torch.float64).clamp_min(1e-300)

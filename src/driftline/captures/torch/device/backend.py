@@ -1,6 +1,11 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
-"""What a place gave last: a tensor like it is taken without being described again."""
+"""The device backend of a capture: tensors are taken on the device, and recorded when they arrive.
+
+`Arrivals` implements the protocol of `captures.recorder`. A site mostly gives the same kind of
+tensor: what it gave last is remembered, and a tensor like it is taken without being described
+again, which is what keeps the cost per tensor in microseconds.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +68,13 @@ class Last:
 # here.
 
 
+# Bounds the memory of programs that never give the same place twice.
 _MOST_KNOWN = 100_000
 _stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 
 
 class Arrivals:
-    """The device side of one intake; see `Elsewhere` for what the methods promise.
+    """The device side of one intake; `captures.recorder.Elsewhere` says what the methods promise.
 
     Attributes:
         budgets: Memory that may be used; set before the first tensor comes.
@@ -96,6 +102,7 @@ class Arrivals:
 
     def after_fork(self) -> None:
         """This process is a copy, and cannot use its parent's devices, not even to let go."""
+        # Freeing them would call the driver, which fails in a forked child.
         abandon(self.desk, self.delivery, self.alike)
         self.forget()
 
@@ -134,70 +141,74 @@ class Arrivals:
     def take_again(
         self, frame: Frame, port: str, slot: str, alias: str, tensor: torch.Tensor, moment: str
     ) -> bool:
-        known = self.alike.get((frame.site, port, slot, moment, frame.phase))
-        return known is not None and known.alias == alias and self._again(known, frame, tensor)
+        like = self.alike.get((frame.site, port, slot, moment, frame.phase))
+        return like is not None and like.alias == alias and self._again(like, frame, tensor)
 
     def last_of(self, frame: Frame, tensors: Tensors, visits: Visits) -> Last | None:
         """For `take_last`; None where an output was not taken in at once."""
         key = (frame.site, "output", "0", "after", "forward")
-        known = self.alike.get(key) if len(tensors) == 1 else None
-        return Last(key, visits) if known is not None and not known.alias else None
+        like = self.alike.get(key) if len(tensors) == 1 else None
+        return Last(key, visits) if like is not None and not like.alias else None
 
     def take_last(self, last: Last, frame: Frame, tensor: torch.Tensor) -> bool:
         """`take_again` for the only output of a forward call."""
+        # The number of changes is compared instead of looking the key up in every call.
         if last.changes != self._changes:
             last.changes, last.known = self._changes, self.alike.get(last.key)
-        known = last.known
-        return known is not None and self._again(known, frame, tensor)
+        like = last.known
+        return like is not None and self._again(like, frame, tensor)
 
-    def _again(self, known: Alike, frame: Frame, tensor: torch.Tensor) -> bool:
-        index = known.index
+    def _again(self, like: Alike, frame: Frame, tensor: torch.Tensor) -> bool:
+        index = like.index
         try:
-            address = snapshots.address_alike(tensor, known.dtype, known.shape, index)
+            address = snapshots.address_alike(tensor, like.dtype, like.shape, index)
+        # A tensor of vmap or of a traced graph has no single address.
         except RuntimeError:
             return False
         stream = _stream(index) if index >= 0 else 0
         if (
             not address
+            # The kernel reads 16 bytes at a time.
             or address & 15
-            or stream != known.stream
+            or stream != like.stream
             or (tensor.grad_fn is not None and placement_of_plain(tensor))
         ):
             return False
-        reading = known.reading
+        reading = like.reading
+        # Launch and queue under one lock: rows and queue must have the same order.
         with self._lock:
             if reading is None:
-                return self._carried_again(known, tensor, address, frame)
+                return self._carried_again(like, tensor, address, frame)
             if index >= 0 and not reading.at and snapshots.recording():
                 return False  # the driver is asked at its launch otherwise
-            sheet = known.sheet
-            taken = sheet.take_known(reading, stream, address)
-            if taken < 0:
+            sheet = like.sheet
+            slot = sheet.take_known(reading, stream, address)
+            if slot < 0:
                 return False
             delivery = self.delivery
             group = delivery.tail
+            # A group holds consecutive slots of one flight only.
             if group is None or group.flight is not sheet.flight:
-                group = delivery.new_group(sheet.flight, taken)
-            group.add(known.constant, frame.step, frame.visit)
+                group = delivery.new_group(sheet.flight, slot)
+            group.add(like.constant, frame.step, frame.visit)
         return True
 
-    def _carried_again(
-        self, known: Alike, tensor: torch.Tensor, address: int, frame: Frame
-    ) -> bool:
+    def _carried_again(self, like: Alike, tensor: torch.Tensor, address: int, frame: Frame) -> bool:
         """Copy the bytes of a tensor like the last one aside; False if no crate has room."""
         assert self.desk is not None
         if self.desk.degraded:
             return False
         # What torch copies would become part of a graph that is being recorded.
-        insist = known.index < 0
-        parcel = known.transfers.put(tensor, address, known.size, known.stream, insist=insist)
+        insist = like.index < 0
+        parcel = like.transfers.put(tensor, address, like.size, like.stream, insist=insist)
         if parcel is None:
             return False
-        self.delivery.add(Repeat(known.constant, frame.step, frame.visit, parcel))
+        self.delivery.add(Repeat(like.constant, frame.step, frame.visit, parcel))
         return True
 
     def take(self, tensor: torch.Tensor, address: Sequence[Any], placement: str) -> bool:
         desk = self.desk or self._new_desk()
+        # After a failure tensors are counted as lost rather than taken.
         if self.delivery.failure:
             return True
         if not desk.usable:
@@ -205,6 +216,7 @@ class Arrivals:
         try:
             return self._take(desk, tensor, address, placement)
         except RuntimeError as error:
+            # A sound device means an error of ours, which has to be seen.
             if desk.is_sound:
                 raise
             self.delivery.fail(str(error))
@@ -215,9 +227,9 @@ class Arrivals:
     ) -> bool:
         site, port, slot, step, visit, phase, moment, alias, class_name = address
         place = (site, port, slot, moment)
-        known = self._known.get(place)
-        if known is not None and not placement and snapshots.as_before(tensor, *known):
-            shot = known[0]
+        described = self._known.get(place)
+        if described is not None and not placement and snapshots.as_before(tensor, *described):
+            shot = described[0]
         else:
             shot = snapshots.on_device(tensor)
             if shot is None:
@@ -231,6 +243,7 @@ class Arrivals:
                 return True
             if placement:
                 shot = shot._replace(placement=placement)
+            # Only a tensor that is stored as it is can be recognised by its description.
             if shot.owner is tensor and not shot.placement and not tensor.is_complex():
                 if len(self._known) > _MOST_KNOWN:
                     self._known.clear()
@@ -260,6 +273,7 @@ class Arrivals:
         """The same place mostly gives the same kind of tensor: next time it is taken at once."""
         kept = self._reduction.kept
         kind = kind_of(shot.dtype)
+        # Kinds that need more than one launch, or have no kernel, take the long way.
         if (
             kind is None
             or kind.reals > 1
@@ -272,11 +286,11 @@ class Arrivals:
         device = desk.device_of(tensor)
         sheet = device.sheet()
         place = (key.site, key.port, key.slot, key.moment, key.phase)
-        known = self.alike.get(place)
+        like = self.alike.get(place)
         if (
-            known is not None
-            and known.sheet is sheet
-            and (known.dtype, known.shape, known.alias) == (tensor.dtype, tensor.shape, alias)
+            like is not None
+            and like.sheet is sheet
+            and (like.dtype, like.shape, like.alias) == (tensor.dtype, tensor.shape, alias)
         ):
             return  # it was not taken at once for a reason that will pass
         self._changes += 1
@@ -306,15 +320,16 @@ class Arrivals:
         what: Ticket | Parcel | None = None
         stride, lost = 1, ""
         if kept in ("full", "sample") and not desk.degraded:
-            whole: torch.Tensor | None = tensor
+            values: torch.Tensor | None = tensor
             if kept == "sample":
                 stride = self._reduction.stride(shot.elements)
                 if stride > 1:
-                    whole = desk.every_nth(tensor, stride)
+                    values = desk.every_nth(tensor, stride)
             carried: Parcel | str | None = None
-            if whole is not None:
-                size = whole.numel() * whole.element_size()
-                carried = desk.carry(whole, size, self.send)
+            if values is not None:
+                size = values.numel() * values.element_size()
+                carried = desk.carry(values, size, self.send)
+            # The budget is used up, and the user chose to drop tensors then.
             if isinstance(carried, str):
                 lost = carried
             elif carried is not None:
@@ -322,6 +337,7 @@ class Arrivals:
                 self.delivery.in_background(self._intake.prepare)
                 self._remember(desk, key, shot, tensor, alias, class_name)
         if what is None and not lost:
+            # No memory for the bytes: a summary is kept instead.
             if kept in ("full", "sample"):
                 kept, stride = "summary", 1
             what = desk.summarise(tensor, shot.dtype)

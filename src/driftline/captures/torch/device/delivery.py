@@ -1,4 +1,4 @@
-"""From devices to the sink, in the order in which things happened.
+"""The queue from devices to the sink, in the order in which things happened.
 
 What was taken from a device is not there yet; what came after it from the host has to queue behind
 it, because a sink numbers what it is given. Summaries are handed over by the program's own thread
@@ -26,6 +26,7 @@ from driftline.runs.sinks import Bytes
 HandOver = Callable[[Record, "Bytes | None"], None]
 _QUIET = 0.003
 """Seconds without a new tensor after which the model is taken to be doing something else."""
+# A queue of this length is emptied even in the middle of a call.
 _MANY = 4096
 
 
@@ -156,6 +157,7 @@ class Delivery:
     def add(self, waiting: Waiting | Repeat | Group | Callable[[], None]) -> None:
         """Queue a tensor, or something to be done when all before it is handed over."""
         self._queue.append(waiting)
+        # Whatever comes behind a group ends it.
         self.tail = None
         if self._thread is not None:
             self._last = time.monotonic()
@@ -185,12 +187,14 @@ class Delivery:
         if self._thread is None:
             self.deliver(wait=False)
             return
+        # No pause is waited for: the call is over.
         self._last = 0.0
         with self._changed:
             self._changed.notify_all()
 
     def deliver(self, *, wait: bool) -> None:
         """Hand over what has arrived; or everything that was sent, after waiting for it."""
+        # Two threads must not hand over at once; whoever comes second has nothing to do.
         if not self._emptying.acquire(blocking=wait):
             return
         try:
@@ -233,6 +237,7 @@ class Delivery:
                         return
                     self._changed.wait(0.05)
                     continue
+            # As long as there is room, writing waits for a pause of the model.
             if not self._closing and not self._pressed():
                 quiet = time.monotonic() - self._last
                 if quiet < _QUIET:
@@ -256,11 +261,12 @@ class Delivery:
             self._shielded("delivery", first)
             return True
         carrier = _carrier(first)
-        here = carrier is None or self._arrived(carrier, wait=wait)
-        if not here and not self.failure:
+        arrived = carrier is None or self._arrived(carrier, wait=wait)
+        # Order is kept: nothing behind it is handed over before it.
+        if not arrived and not self.failure:
             return False
         self._queue.popleft()
-        if not here:
+        if not arrived:
             self._shielded("delivery", self._lose, first)
         elif isinstance(first, Group):
             self._shielded("summaries", self._hand_over_group, first)
@@ -296,6 +302,7 @@ class Delivery:
             return
         lines = why.strip().splitlines() or ["the device failed"]
         self.failure = lines[0][:200]
+        # Freeing memory of a failed device would raise again.
         abandon(list(self._queue))
         self._failed()
 
@@ -328,5 +335,6 @@ class Delivery:
     def _deliver_bytes(self, record: Record, parcel: Parcel) -> None:
         try:
             self._hand_over(record, bytes_at(parcel.address, parcel.size))
+        # The region is given back even when the sink fails.
         finally:
             parcel.done()

@@ -2,10 +2,12 @@
 # pyright: reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
-"""A ring of pinned host memory, within a budget: where tensors land before they are written.
+"""Memory of the device path: budgets, a ring of pinned host memory, staging buffers.
 
-Blocks are filled one after the other and used again when everything in them has been given back.
-Knows bytes only.
+`Ring` lends regions of pinned memory; blocks are filled one after the other and used again when
+everything in them has been given back. `Transfers` copies tensors into crates on the device, which
+are sent beside the program's work. `Desk` decides what becomes of each tensor, and what is done
+when memory is short.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from driftline.captures.torch.device.cuda import CudaPlace, HostPlace, Mark, Pla
 from driftline.captures.torch.device.summaries import Flight, Sheet, Tables, kind_of
 from driftline.numerics.gpu import launcher
 
+# Pinning is slow, so it is done in large blocks.
 BLOCK = 128 << 20
+# Alignment of vector loads on host and device.
 ALIGNMENT = 64
 
 
@@ -97,18 +101,20 @@ class Ring:
                 left = until - time.monotonic()
                 if left <= 0:
                     return None
+                # Woken at least this often, in case a notification was missed.
                 self._changed.wait(min(left, 0.05))
 
     def give_back(self, block: _Block, size: int) -> None:
         with self._changed:
             block.out -= 1
             self.lent -= size
+            # Regions are given back in any order; a block is reused only as a whole.
             if not block.out:
                 block.used = 0
             self._changed.notify_all()
 
     def free(self) -> None:
-        """Let go of what is not lent."""
+        """Free the blocks of which nothing is lent."""
         with self._changed:
             self._blocks = [block for block in self._blocks if block.out]
             self._current = None
@@ -123,6 +129,7 @@ class Ring:
                 self._current = block
                 return block
         held = sum(block.size for block in self._blocks)
+        # A tensor larger than a block gets one of its own size.
         size = min(max(step, BLOCK), self.budget)
         if size < step:
             return None
@@ -141,7 +148,7 @@ class Ring:
         return block
 
 
-# Whole tensors on their way to the host: copied aside at once, sent beside the program's work.
+# Staging: whole tensors are copied aside at once, and sent beside the program's work.
 
 
 CRATE = 64 << 20
@@ -177,7 +184,7 @@ class Crate:
         return parcel
 
     def parcel_done(self) -> None:
-        """Somebody has what he wanted of it. Only after its arrival: nothing is added any more."""
+        """One of its tensors is no longer needed. Only after arrival: nothing is added any more."""
         with self._lock:
             self._out -= 1
             last = not self._out
@@ -247,9 +254,11 @@ class Transfers:
             None if there is no crate with room for it, or something stands in the way.
         """
         crate = self._open
+        # A crate belongs to one queue: only there are its copies ordered after the program's work.
         if crate is None or crate.stream != stream or crate.used + size > crate.region.size:
             return None
         to = crate.used
+        # The driver's copy costs a fraction of torch's; torch does it where the driver cannot.
         if self._copy is None or self._copy(self._context, stream, crate.at + to, address, size):
             if not insist:
                 return None
@@ -259,6 +268,7 @@ class Transfers:
 
     def room_for(self, size: int, host_budget: int) -> int:
         """How large the next crate is, for a tensor that has no place; 0 if there can be none."""
+        # A crate that has no room for this tensor is as full as it gets.
         self.send()
         self._bury()
         left = self.budget - self._alive
@@ -273,6 +283,7 @@ class Transfers:
         """
         memory = self._place.empty((region.size,), torch.uint8)
         self._open = Crate(region, memory, self._place.stream())
+        # Counted until the copy has arrived, not until it was sent.
         self._alive += region.size
 
     def take_direct(self, tensor: torch.Tensor, region: Region) -> Parcel:
@@ -321,6 +332,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 LEFT_FREE = 1 / 16
 """Of a device's memory: below it no clones are made, so that the program can have it."""
+# Longer than any disk stalls; then the tensor is dropped rather than the program held up.
 _LONGEST_WAIT = 3600.0
 _CHECK_EVERY = 0.5
 DROPPED = "dropped: the run could not be written as fast as the program ran"
@@ -401,6 +413,7 @@ class Desk:
                 tensor = tensor.contiguous()
             if tensor.data_ptr() & 15:  # the kernel reads 16 bytes at a time
                 tensor = tensor.clone()
+            # Complex elements are read as two numbers each.
             count *= kind.reals
             flight, slot = device.sheet().take(tensor, kind, count)
         except torch.OutOfMemoryError:
@@ -440,6 +453,7 @@ class Desk:
             parcel = transfers.put(tensor, address, size, stream, insist=True)
             if parcel is not None:
                 return parcel
+            # Before a new crate only, because asking the driver takes time.
             self._leave_room(device)
             crate = transfers.room_for(size, self.budgets.host)
             region = self._lend(device, crate or size, size, progress)
@@ -452,6 +466,7 @@ class Desk:
                     assert parcel is not None
                     return parcel
                 return transfers.take_direct(tensor, region)
+            # Not lent for ever when something fails in between.
             except BaseException:
                 region.give_back()
                 raise
@@ -485,6 +500,7 @@ class Desk:
             region = ring.lend(size)
             if region is not None:
                 return region
+            # What was taken so far must be on its way, or nothing will ever be given back.
             progress()
             if self.budgets.when_full == "wait":
                 self.waited += 1
@@ -506,6 +522,7 @@ class Desk:
     def _leave_room(self, device: Device) -> None:
         """Now and then, whether the device is nearly full: then no more clones."""
         now = time.monotonic()
+        # Asking for free memory costs microseconds; twice a second is enough.
         if now < device.checked:
             return
         device.checked = now + _CHECK_EVERY
@@ -547,6 +564,7 @@ class Desk:
     def _free(self, device: Device) -> None:
         device.transfers.free()
         if device.place.index >= 0:
+            # torch keeps freed memory for itself; the program may need it in another size.
             torch.cuda.empty_cache()
 
     def _degrade(self, why: str) -> None:
@@ -584,6 +602,7 @@ class Desk:
         """The program itself has no memory left: let go of all that can be had."""
         for device in self._devices.values():
             device.transfers.budget = 0
+            # The budget stays at zero: the program has shown that it needs the memory.
             device.checked = float("inf")
             device.transfers.free()
 
