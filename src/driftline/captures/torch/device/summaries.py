@@ -3,9 +3,9 @@
 """Summaries of device tensors: computed by kernels, joined, fetched in one copy, turned into lines.
 
 A sheet gathers the rows that kernels write; a flight is one copy of joined rows to the host.
-Tensors of a call that are like those of the call before are not described one by one: a group notes their
-steps and visits, and the lines of an index are written from it in one go, by a thread that does not
-hold up the program.
+Tensors of a call that are like those of the call before are not described one by one: a group notes
+their steps and visits, and the lines of an index are written from it in one go, by a thread that
+does not hold up the program.
 """
 
 from __future__ import annotations
