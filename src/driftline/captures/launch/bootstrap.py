@@ -1,7 +1,7 @@
 """Switch capture on inside a program that has never heard of Driftline.
 
 `wake` is called while the interpreter starts: by `driftline-launch.pth` of an installed Driftline,
-and by the `sitecustomize` that `launch.doorstep` puts in front of the program's PYTHONPATH for
+and by the `sitecustomize` that `environment` puts in front of the program's PYTHONPATH for
 environments where Driftline is not installed. Both may call it, and site reads `.pth` folders
 twice: the second call does nothing.
 

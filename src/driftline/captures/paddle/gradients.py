@@ -262,7 +262,7 @@ def _copied(gradient: Any) -> Any:
 
 
 Named = Sequence[tuple[str, str, Any]]
-"""Slot, alias and tensor, as `modules.py` hands them out."""
+"""Slot, alias and tensor, as `module_calls` hands them out."""
 
 _WHOLE_GRAPH = 400_000
 """Nodes of a whole backward graph that are looked at; about a second of Python."""
@@ -299,7 +299,7 @@ class GradientTap(CallGradients):
 
     @contextmanager
     def around_root(self, module: Any) -> Generator[None]:
-        """Called by `modules.py` around each call of a root layer."""
+        """Called by `module_calls` around each call of a root layer."""
         calls = self._calls
         depth = len(calls.items)
         self._parameters.watch(module)

@@ -96,7 +96,7 @@ class ParameterTap:
 
     @contextmanager
     def around_root(self, module: nn.Module) -> Generator[None]:
-        """Called by `modules.py` around each call of a root module."""
+        """Called by `module_calls` around each call of a root module."""
         if self._active:
             try:
                 self._write(module)
@@ -259,7 +259,7 @@ break_graphs(ParameterGradients._at_optimizer)
 
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
-"""Slot, alias and tensor, as `modules.py` hands them out."""
+"""Slot, alias and tensor, as `module_calls` hands them out."""
 Gradients = tuple[torch.Tensor | None, ...]
 _Entry = tuple[Any, int, list[tuple[int, int]]]
 """A call under way: frame, next sequence number, sequence and output number behind each input."""
@@ -275,9 +275,9 @@ _LEAF = 2**64 - 1
 class GradientTap(CallGradients):
     """Reads gradients of modules, of parameters, and of what the optimizer is given.
 
-    `modules.py` calls `around_root` around a root's call, `before_forward` before and `on_forward`
-    after each module's. Between the last two only numbers are kept: an exception in between leaves
-    nothing alive.
+    `module_calls` calls `around_root` around a root's call, `before_forward` before and
+    `on_forward` after each module's. Between the last two only numbers are kept: an exception in
+    between leaves nothing alive.
     """
 
     def __init__(self, session: Any) -> None:
@@ -299,7 +299,7 @@ class GradientTap(CallGradients):
 
     @contextmanager
     def around_root(self, module: nn.Module) -> Generator[None]:
-        """Called by `modules.py` around each call of a root module."""
+        """Called by `module_calls` around each call of a root module."""
         calls = self._calls.items
         depth = len(calls)
         self._parameters.watch(module)

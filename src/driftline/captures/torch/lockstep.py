@@ -181,7 +181,7 @@ class _Meeting:
 
 
 class _Side:
-    """One model's tensors, on their way to the meeting; see `intake.Elsewhere`."""
+    """One model's tensors, on their way to the meeting; see `captures.recorder`."""
 
     under_way = degraded = False
 

@@ -402,7 +402,7 @@ class ProfileTap:
 
     @contextmanager
     def around_root(self, module: nn.Module) -> Generator[None]:
-        """Called by `modules.py` around each call of a root module."""
+        """Called by `module_calls` around each call of a root module."""
         frame = self.session.current_frame()
         if self.active and frame is not None and not frame.place.root.helper:
             with self._lock:

@@ -45,7 +45,7 @@ class _Thread(threading.local):
 
 
 class ModuleTap:
-    """Looks at what modules give; see `taps.Tap`."""
+    """Looks at what modules give; see `session.Tap`."""
 
     def __init__(
         self,

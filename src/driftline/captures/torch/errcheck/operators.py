@@ -68,7 +68,7 @@ Gone = dict[str, tuple[torch.Tensor | None, Reading | None]]
 
 
 class ErrorTap:
-    """The watch at operator level; see `taps.Tap` and `dispatch.Watcher` for its two faces."""
+    """The watch at operator level: both a `session.Tap` and a `dispatch.Watcher`."""
 
     def __init__(self, session: Any, reporter: Reporter) -> None:
         self.session = session

@@ -57,7 +57,7 @@ Named = Sequence[tuple[str, str, torch.Tensor]]
 class OperatorTap:
     """Reads the operators of the program.
 
-    `modules.py` calls `around_root` around a root's call, and `before_forward` and `on_forward`
+    `module_calls` calls `around_root` around a root's call, and `before_forward` and `on_forward`
     around each module's, which tells the backward operators' modules.
     """
 
@@ -105,7 +105,7 @@ class OperatorTap:
 
     @contextmanager
     def around_root(self, module: nn.Module) -> Generator[None]:
-        """Called by `modules.py` around each call of a root module."""
+        """Called by `module_calls` around each call of a root module."""
         if not self.active:
             yield
             return
