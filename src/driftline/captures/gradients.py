@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from driftline.captures.recorder import Address
+
 # Backward passes of older steps do not come back, so their visit numbers can be forgotten.
 _STEPS_REMEMBERED = 4
 
@@ -63,15 +65,11 @@ class Contributions:
             # An optimizer step may already have ended the step these gradients belong
             # to.
             step: int = session.clock.concluding
-            session.emit(
-                owner.site,
-                port,
-                owner.name,
-                gradient,
-                class_name=owner.class_name,
-                visit=self._number(step, port, owner),
-                step=step,
+            visit = self._number(step, port, owner)
+            address = Address(
+                owner.site, port, owner.name, step, visit, class_name=owner.class_name
             )
+            session.emit(address, gradient)
         # A hook must not raise into the backward pass of the program.
         except Exception as error:
             session.event_once(
@@ -115,17 +113,17 @@ class CallGradients(ABC):
     def emit(
         self, call: PassedCall[Any], port: str, slot: str, alias: str, gradient: Any, task: int
     ) -> None:
-        self.session.emit(
+        address = Address(
             call.site,
             port,
             slot,
-            gradient,
+            call.step,
+            call.visit_in(task),
+            "backward",
             alias=alias,
             class_name=call.class_name,
-            visit=call.visit_in(task),
-            phase="backward",
-            step=call.step,
         )
+        self.session.emit(address, gradient)
 
     def lost(self, site: str, error: Exception) -> None:
         self.session.event_once(

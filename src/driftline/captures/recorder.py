@@ -93,6 +93,43 @@ def every_nth(shot: Snapshot, stride: int) -> ByteArray:
     return np.ascontiguousarray(data.reshape(-1, size)[::stride]).reshape(-1)
 
 
+class Address(NamedTuple):
+    """Where in a run a tensor belongs: everything that is known of it before it is read.
+
+    Attributes:
+        step: The step its call belongs to.
+        visit: Which call of the site in that step.
+        phase: forward, backward or recompute; empty for the usual one of the port.
+        moment: before or after the call; empty for the usual one of the port.
+        alias: Another name of the slot.
+        class_name: Class of the module, or name of the operator.
+    """
+
+    site: str
+    port: str
+    slot: str
+    step: int
+    visit: int = 0
+    phase: str = ""
+    moment: str = ""
+    alias: str = ""
+    class_name: str = ""
+
+    def key(self, rank: int) -> TensorKey:
+        """The key of its record; the sink tells processes of one rank apart."""
+        return TensorKey(
+            self.site,
+            cast(Port, self.port),
+            self.slot,
+            self.step,
+            self.visit,
+            rank,
+            0,
+            cast(Phase, self.phase),
+            cast(Moment, self.moment),
+        )
+
+
 Look = Callable[..., Snapshot | Refusal | Pending]
 """Looks at one tensor; `values=False` describes it only."""
 
@@ -125,8 +162,8 @@ class Elsewhere(Protocol):
         """Whether a tensor is its business."""
         ...
 
-    def take(self, tensor: Any, address: Sequence[Any], placement: str) -> bool:
-        """Take it in; False when it has to go over the host. `address`: as `Intake.take` has it."""
+    def take(self, tensor: Any, address: Address, placement: str) -> bool:
+        """Take it in; False when it has to go over the host."""
         ...
 
     def take_again(
@@ -178,7 +215,6 @@ class Intake:
         selection: Selection,
         reduction: Reduction,
         rank: int,
-        process: int,
         look: Look,
     ) -> None:
         self._look = look
@@ -194,7 +230,6 @@ class Intake:
         self._selection = selection
         self._reduction = reduction
         self._rank = rank
-        self._process = process
         self._said: set[tuple[str, str]] = set()
         self._summaries: OrderedDict[tuple[str, str, int], Summary] = OrderedDict()
 
@@ -248,24 +283,14 @@ class Intake:
                 if elsewhere is None or not elsewhere.take_again(
                     frame, port, slot, alias, tensor, moment
                 ):
-                    take(site, port, slot, tensor, alias, class_name, visit, phase, moment, step)
+                    take(
+                        Address(site, port, slot, step, visit, phase, moment, alias, class_name),
+                        tensor,
+                    )
             except Exception as error:
                 self._fault(site, error)
 
-    def take(
-        self,
-        site: str,
-        port: str,
-        slot: str,
-        tensor: Any,
-        alias: str,
-        class_name: str,
-        visit: int,
-        phase: str,
-        moment: str,
-        step: int,
-        placement: str = "",
-    ) -> None:
+    def take(self, address: Address, tensor: Any, placement: str = "") -> None:
         """Reduce a wanted tensor and hand it to the sink. May raise: call it shielded."""
         if self.broken:
             return
@@ -273,7 +298,6 @@ class Intake:
         elsewhere = self.elsewhere
         # A description needs no values, so it never goes through the device.
         if elsewhere is not None and kept != "describe" and elsewhere.takes(tensor):
-            address = (site, port, slot, step, visit, phase, moment, alias, class_name)
             if elsewhere.take(tensor, address, placement):
                 return
             # Out of memory: a summary needs no copy of the tensor.
@@ -283,32 +307,26 @@ class Intake:
         # The result of an asynchronous collective is recorded when it arrives, under this
         # same key.
         if isinstance(shot, Pending):
-            rest = (alias, class_name, visit, phase, moment, step, shot.placement)
-            shot.when_there(lambda t: self.shielded(site, self.take, site, port, slot, t, *rest))
+            placed = shot.placement
+            shot.when_there(lambda t: self.shielded(address.site, self.take, address, t, placed))
             return
         if isinstance(shot, Refusal):
             self.event_once(
-                "refused", f"not stored: {shot.reason}", site=site, port=port, slot=slot
+                "refused",
+                f"not stored: {shot.reason}",
+                site=address.site,
+                port=address.port,
+                slot=address.slot,
             )
             return
         # Only the snapshot knows on which device the tensor lives.
         if not self._selection.takes_device(shot.device_index):
             return
-        key = TensorKey(
-            site,
-            cast(Port, port),
-            slot,
-            step,
-            visit,
-            self._rank,
-            self._process,
-            cast(Phase, phase),
-            cast(Moment, moment),
-        )
+        key = address.key(self._rank)
         if placement:
             shot = shot._replace(placement=placement)
         with self.lock:
-            self._put(key, shot, kept, alias, class_name)
+            self._put(key, shot, kept, address.alias, address.class_name)
 
     def _put(self, key: TensorKey, shot: Snapshot, kept: Kept, alias: str, class_name: str) -> None:
         digest, summary, data, stride = "", None, None, 1

@@ -12,12 +12,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from driftline.captures import recorder
 from driftline.captures.calls import Frame, Look, StepClock, Visits
 from driftline.captures.naming import Family, ModuleNames, Place, Root
 from driftline.captures.options import LEVELS, Reduction, known_levels
+from driftline.captures.recorder import Address
 from driftline.captures.selection import Selection
 from driftline.runs.records import usual_moment, usual_phase
 from driftline.runs.sinks import JSON
@@ -59,6 +60,20 @@ class _Thread(threading.local):
         self.failure = 0  # id of the exception that is passing through the stack
 
 
+class Adapter(NamedTuple):
+    """What a framework's own part supplies to a session.
+
+    Attributes:
+        family: Access to the structure of the framework's modules.
+        look: Makes a snapshot of one of its tensors.
+        clock: Makes the clock that counts steps, from the models and what to call after a step.
+    """
+
+    family: Family
+    look: recorder.Look
+    clock: Callable[[list[Root], Callable[[int], None]], StepClock]
+
+
 class Session(ABC):
     """One capture, from `start` to `stop`.
 
@@ -69,12 +84,12 @@ class Session(ABC):
         levels: Any of modules, ops, gradients, params.
         model: The one model to watch; None watches every module call of the process.
         rank: This process's rank.
-        process: Tells processes of one rank apart.
-        module_types: If given, only modules of these classes (subclasses too).
-        family: What the framework's modules are made of.
-        look: How one of its tensors is looked at.
-        clock: Makes the clock that counts steps, from the models and what to call after a step.
+        adapter: What the framework's own part supplies.
     """
+
+    module_types: tuple[type, ...] = ()
+    """If not empty, only modules of these classes (subclasses too) are captured. A subclass sets it
+    before it calls `__init__`, which decides about the modules of a model."""
 
     def __init__(
         self,
@@ -85,26 +100,20 @@ class Session(ABC):
         *,
         model: Any | None = None,
         rank: int = 0,
-        process: int = 0,
-        module_types: tuple[type, ...] = (),
-        family: Family,
-        look: recorder.Look,
-        clock: Callable[[list[Root], Callable[[int], None]], StepClock],
+        adapter: Adapter,
     ) -> None:
         self.levels = known_levels(levels)
         self.selection = selection or Selection()
         self.reduction = reduction or Reduction()
         self.rank = rank
-        self.process = process
-        self._module_types = module_types
-        self.intake = recorder.Intake(sink, self.selection, self.reduction, rank, process, look)
+        self.intake = recorder.Intake(sink, self.selection, self.reduction, rank, adapter.look)
         # Bound once: these are called for every tensor.
         self.shielded = self.intake.shielded
         self.take = self.intake.take
         self.thread = _Thread()
         self._rank_wanted = self.selection.takes_rank(rank)
-        self.names = ModuleNames(family, model, self._decide)
-        self.clock = clock(self.names.roots, self._step_done)
+        self.names = ModuleNames(adapter.family, model, self._decide)
+        self.clock = adapter.clock(self.names.roots, self._step_done)
         self.global_scope = model is None
         self.taps: list[Any] = []
         self.running = False
@@ -297,43 +306,21 @@ class Session(ABC):
         if not self.execution_order:
             self.steps_seen.add(step)
 
-    def emit(
-        self,
-        site: str,
-        port: str,
-        slot: str,
-        tensor: Any,
-        *,
-        alias: str = "",
-        class_name: str = "",
-        visit: int = 0,
-        phase: str | None = None,
-        moment: str | None = None,
-        step: int | None = None,
-    ) -> None:
+    def emit(self, address: Address, tensor: Any) -> None:
         """Take one tensor, if it is wanted. Never raises; the program's modes see nothing of it."""
-        if not self.wants(site, class_name, port):
+        port = address.port
+        if not self.wants(address.site, address.class_name, port):
             return
-        # Gradients belong to the step of their forward call, so the caller may name the
-        # step.
-        now = self.step if step is None else step
-        if not self.selection.takes_step(now):
+        # Gradients belong to the step of their forward call, so the address names the step.
+        if not self.selection.takes_step(address.step):
             return
-        with self.undisturbed():
-            self.shielded(
-                site,
-                self.take,
-                site,
-                port,
-                slot,
-                tensor,
-                alias,
-                class_name,
-                visit,
-                phase or usual_phase(port),
-                moment or usual_moment(port),
-                now,
+        if not address.phase or not address.moment:
+            phase, moment = usual_phase(port), usual_moment(port)
+            address = address._replace(
+                phase=address.phase or phase, moment=address.moment or moment
             )
+        with self.undisturbed():
+            self.shielded(address.site, self.take, address, tensor)
 
     def event(self, kind: str, message: str, **details: Any) -> None:
         """Note something for the reader of the run."""
@@ -350,7 +337,7 @@ class Session(ABC):
         module = place.ref()
         wanted = (
             "modules" in self.levels
-            and (not self._module_types or isinstance(module, self._module_types))
+            and (not self.module_types or isinstance(module, self.module_types))
             and self._rank_wanted
             and self.selection.takes_place(place.site, place.class_name, place.ids)
         )

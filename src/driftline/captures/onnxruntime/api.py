@@ -169,7 +169,7 @@ def capture_onnx(
         sink, written = _sink(path, max_bytes=max_bytes, force=force)
         stack.callback(sink.close)
         sink.describe(**facts(file, files, plan, work.traced))
-        intake = Intake(sink, chosen, reduction, 0, 0, look)
+        intake = Intake(sink, chosen, reduction, 0, look)
         executions, faithful = work.capture(
             intake,
             sink,

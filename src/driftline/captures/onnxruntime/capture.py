@@ -38,7 +38,7 @@ from driftline.captures.onnxruntime.stored_forms import (
 )
 from driftline.captures.onnxruntime.tensors import look
 from driftline.captures.onnxruntime.topology import ids_of, module_tree, topology
-from driftline.captures.recorder import Intake, Refusal, Snapshot
+from driftline.captures.recorder import Address, Intake, Refusal, Snapshot
 from driftline.captures.selection import Selection
 from driftline.errors import BadInput
 from driftline.numerics import kernel
@@ -227,20 +227,18 @@ class ModelCapture:
         # Asked before recording, so that the note at the end can name what was refused.
         if isinstance(look(tensor, values=False), Refusal):
             self._no_tensors.add(observation.value)
-        intake.shielded(
-            observation.site,
-            intake.take,
+        address = Address(
             observation.site,
             observation.port,
             observation.slot,
-            tensor,
-            observation.alias,
-            observation.class_name,
+            step,
             observation.visit,
             "forward",
             usual_moment(observation.port),
-            step,
+            observation.alias,
+            observation.class_name,
         )
+        intake.shielded(observation.site, intake.take, address, tensor)
 
     def _faithful(
         self, intake: Intake, digests: Sequence[str], expected: Sequence[str], step: int

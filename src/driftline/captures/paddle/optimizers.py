@@ -21,6 +21,7 @@ import paddle
 
 from driftline.captures.gradients import Contributions, Owner
 from driftline.captures.paddle.layers import FAMILY
+from driftline.captures.recorder import Address
 
 _Optimizer: Any = paddle.optimizer.Optimizer
 _OURS = "_driftline_original"
@@ -237,9 +238,8 @@ class ParameterTap:
                     continue
                 self._written[id(tensor)] = weakref.ref(tensor)
                 alias = _TORCH_NAMES.get(name, "")
-                session.emit(
-                    site, "param", name, tensor, alias=alias, class_name=class_name, step=step
-                )
+                address = Address(site, "param", name, step, alias=alias, class_name=class_name)
+                session.emit(address, tensor)
         # A root whose step was not wanted is looked at again in a later step.
         self._done.add(root)
 

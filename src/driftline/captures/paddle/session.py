@@ -19,7 +19,7 @@ from driftline.captures.options import Reduction
 from driftline.captures.paddle.layers import FAMILY, layer_tree
 from driftline.captures.paddle.tensors import grad_enabled, snapshot, undisturbed
 from driftline.captures.selection import Selection
-from driftline.captures.session import Session
+from driftline.captures.session import Adapter, Session
 from driftline.runs.sinks import JSON
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ class PaddleSession(Session):
         levels: Any of modules, gradients, params; ops becomes an event.
         model: The one model to watch; None watches every layer call of the process.
         rank: This process's rank.
-        process: Tells processes of one rank apart.
         steps_by: What ends a step; see `captures.calls`.
     """
 
@@ -56,7 +55,6 @@ class PaddleSession(Session):
         *,
         model: Any | None = None,
         rank: int = 0,
-        process: int = 0,
         steps_by: StepsBy = "auto",
     ) -> None:
         super().__init__(
@@ -66,15 +64,16 @@ class PaddleSession(Session):
             levels,
             model=model,
             rank=rank,
-            process=process,
-            family=FAMILY,
-            look=snapshot,
-            clock=lambda roots, done: StepClock(
-                steps_by,
-                roots,
-                done,
-                grad_enabled=grad_enabled,
-                optimizer=paddle.optimizer.Optimizer,
+            adapter=Adapter(
+                FAMILY,
+                snapshot,
+                lambda roots, done: StepClock(
+                    steps_by,
+                    roots,
+                    done,
+                    grad_enabled=grad_enabled,
+                    optimizer=paddle.optimizer.Optimizer,
+                ),
             ),
         )
 

@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from driftline.captures.gradients import CallGradients, Contributions, Inflow, Owner, PassedCall
+from driftline.captures.recorder import Address
 from driftline.captures.torch.layers import class_name_of
 from driftline.captures.torch.operators.dispatch import break_graphs, hide_from_compiler
 
@@ -130,7 +131,7 @@ class ParameterTap:
                     waiting = True
                     continue
                 self._written[id(tensor)] = (weakref.ref(tensor), step)
-                session.emit(site, "param", name, tensor, class_name=class_name, step=step)
+                session.emit(Address(site, "param", name, step, class_name=class_name), tensor)
         # A root with lazy parameters is looked at again at its next call.
         if not waiting:
             self._done[root] = step

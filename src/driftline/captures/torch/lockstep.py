@@ -13,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from driftline.captures.options import Reduction
-from driftline.captures.recorder import Refusal
+from driftline.captures.recorder import Address, Refusal
 from driftline.captures.selection import Selection
 from driftline.captures.torch import tensors as snapshots
 from driftline.captures.torch.session import CaptureSession
@@ -193,15 +193,21 @@ class _Side:
     def takes(self, tensor: Any) -> bool:
         return isinstance(tensor, torch.Tensor)
 
-    def take(self, tensor: torch.Tensor, address: Sequence[Any], placement: str) -> bool:
+    def take(self, tensor: torch.Tensor, address: Address, placement: str) -> bool:
         shot = snapshots.on_device(tensor)
         # Shards and placed tensors have to be joined before they can be compared.
         if shot is None or isinstance(shot, Refusal) or shot.placement or placement:
-            self._meeting.steps.apart = f"a tensor of {address[0]} has no plain values"
+            self._meeting.steps.apart = f"a tensor of {address.site} has no plain values"
             return False
-        site, port, slot, step, visit, phase, moment, alias, class_name = address
-        key = TensorKey(site, port, slot, step, visit, 0, 0, phase, moment)
-        record = Record(key, 0, shot.dtype, shot.shape, alias, class_name, shot.device)
+        record = Record(
+            address.key(0),
+            0,
+            shot.dtype,
+            shot.shape,
+            address.alias,
+            address.class_name,
+            shot.device,
+        )
         self._meeting.arrive(self._side, record, shot.owner)
         return True
 

@@ -19,7 +19,7 @@ from driftline.captures.calls import StepClock as CommonClock
 from driftline.captures.naming import Root
 from driftline.captures.options import Reduction
 from driftline.captures.selection import Selection
-from driftline.captures.session import LEVELS, Session, known_levels
+from driftline.captures.session import LEVELS, Adapter, Session, known_levels
 from driftline.captures.torch.device import cuda
 from driftline.captures.torch.device.backend import Arrivals
 from driftline.captures.torch.distributed import job_facts
@@ -101,9 +101,7 @@ class CaptureSession(Session):
         levels: Any of modules, ops, gradients, params.
         model: The one model to watch; None watches every module call of the process.
         rank: This process's rank.
-        process: Tells processes of one rank apart.
         steps_by: What ends a step; see `captures.calls`.
-        module_types: If given, only modules of these classes (subclasses too).
     """
 
     def __init__(
@@ -115,9 +113,7 @@ class CaptureSession(Session):
         *,
         model: nn.Module | None = None,
         rank: int = 0,
-        process: int = 0,
         steps_by: StepsBy = "auto",
-        module_types: tuple[type, ...] = (),
     ) -> None:
         super().__init__(
             sink,
@@ -126,14 +122,10 @@ class CaptureSession(Session):
             levels,
             model=model,
             rank=rank,
-            process=process,
-            module_types=module_types,
-            family=FAMILY,
-            look=snapshot,
-            clock=lambda roots, done: StepClock(steps_by, roots, done),
+            adapter=Adapter(FAMILY, snapshot, lambda roots, done: StepClock(steps_by, roots, done)),
         )
         self.arrivals = self.intake.elsewhere = Arrivals(
-            self.intake, self.selection, self.reduction, rank, process
+            self.intake, self.selection, self.reduction, rank
         )
         self._graphs_before = 0
         self.sees_graphs = False  # a tap looks into compiled graphs

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from driftline.captures.recorder import Address
 from driftline.captures.torch.compile.nodes import (
     Naming,
     Owner,
@@ -114,16 +115,10 @@ class Execution:
             return
         visit = self._recorder.count(site, self.step, node.phase)
         for slot, tensor in tensors:
-            self._recorder.session.emit(
-                site,
-                "output",
-                slot or "0",
-                tensor,
-                class_name=class_name,
-                visit=visit,
-                phase=node.phase,
-                step=self.step,
+            address = Address(
+                site, "output", slot or "0", self.step, visit, node.phase, class_name=class_name
             )
+            self._recorder.session.emit(address, tensor)
 
 
 class Recorder:

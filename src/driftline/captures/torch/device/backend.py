@@ -10,14 +10,14 @@ again, which is what keeps the cost per tensor in microseconds.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from driftline.captures.calls import Visits
 from driftline.captures.options import Budgets, Reduction
-from driftline.captures.recorder import Refusal, Snapshot
+from driftline.captures.recorder import Address, Refusal, Snapshot
 from driftline.captures.selection import Selection
 from driftline.captures.torch import tensors as snapshots
 from driftline.captures.torch.device.cuda import abandon
@@ -89,13 +89,11 @@ class Arrivals:
         selection: Selection,
         reduction: Reduction,
         rank: int,
-        process: int,
     ) -> None:
         self._intake = intake
         self._selection = selection
         self._reduction = reduction
         self._rank = rank
-        self._process = process
         self.budgets = Budgets()
         self.pretends = False
         self.forget()
@@ -206,7 +204,7 @@ class Arrivals:
         self.delivery.add(Repeat(like.constant, frame.step, frame.visit, parcel))
         return True
 
-    def take(self, tensor: torch.Tensor, address: Sequence[Any], placement: str) -> bool:
+    def take(self, tensor: torch.Tensor, address: Address, placement: str) -> bool:
         desk = self.desk or self._new_desk()
         # After a failure tensors are counted as lost rather than taken.
         if self.delivery.failure:
@@ -222,11 +220,9 @@ class Arrivals:
             self.delivery.fail(str(error))
             return True
 
-    def _take(
-        self, desk: Desk, tensor: torch.Tensor, address: Sequence[Any], placement: str
-    ) -> bool:
-        site, port, slot, step, visit, phase, moment, alias, class_name = address
-        place = (site, port, slot, moment)
+    def _take(self, desk: Desk, tensor: torch.Tensor, address: Address, placement: str) -> bool:
+        site, port, slot = address.site, address.port, address.slot
+        place = (site, port, slot, address.moment)
         described = self._known.get(place)
         if described is not None and not placement and snapshots.as_before(tensor, *described):
             shot = described[0]
@@ -251,9 +247,9 @@ class Arrivals:
                     self._changes += 1
                 self._known[place] = shot._replace(owner=None), tensor.dtype
             tensor = shot.owner
-        key = TensorKey(site, port, slot, step, visit, self._rank, self._process, phase, moment)
+        key = address.key(self._rank)
         with self._lock:
-            return self._taken(desk, key, shot, tensor, alias, class_name)
+            return self._taken(desk, key, shot, tensor, address.alias, address.class_name)
 
     def _new_desk(self) -> Desk:
         with self._lock:  # threads may come at the same time

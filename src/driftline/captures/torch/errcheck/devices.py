@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,7 +30,14 @@ from driftline.captures.torch.errcheck.inspect import (
     tensors_in,
 )
 from driftline.captures.torch.errcheck.reporter import Call, Part, Reporter
-from driftline.captures.torch.errcheck.rules import LOGARITHMS, UNDERFLOWS, Input, Numbers, judge
+from driftline.captures.torch.errcheck.rules import (
+    LOGARITHMS,
+    UNDERFLOWS,
+    Input,
+    Numbers,
+    Verdict,
+    judge,
+)
 from driftline.captures.torch.operators.schema import WatchedOperator
 from driftline.numerics.peaks import Pattern
 
@@ -177,22 +184,31 @@ HELD = 256 << 20
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
+class WatchedCall(NamedTuple):
+    """A call whose tensors lie on a device, as the rule needs to know it.
+
+    Attributes:
+        call: For the report.
+        name: The operator without its namespace; empty for a module.
+        numbers: Written into the call; None for a module.
+        allowed: The user allows it whatever it makes.
+        begun: For a module: how many calls there were when it began; those since are inside it.
+    """
+
+    call: Call
+    name: str
+    numbers: Numbers | None
+    allowed: bool
+    begun: int = -1
+
+
 class _Waiting:
     """A call whose readings are on their way."""
 
-    __slots__ = (
-        *("allowed", "begun", "call", "given", "held", "inputs", "made", "name", "numbers"),
-        *("outputs", "size"),
-    )
+    __slots__ = ("about", "given", "held", "inputs", "made", "outputs", "size")
 
-    def __init__(
-        self, call: Call, name: str, numbers: Numbers | None, *, allowed: bool, begun: int
-    ) -> None:
-        self.call = call
-        self.begun = begun
-        self.name = name
-        self.numbers = numbers
-        self.allowed = allowed
+    def __init__(self, about: WatchedCall) -> None:
+        self.about = about
         self.inputs: list[tuple[str, str, torch.dtype, tuple[int, ...], Value | None]] = []
         self.outputs: list[tuple[str, torch.dtype, tuple[int, ...], Value]] = []
         self.held: dict[str, tuple[torch.Tensor, int | None]] = {}
@@ -230,23 +246,22 @@ class DeviceWatch:
 
     def add(
         self,
-        call: Call,
-        name: str,
+        watched: WatchedCall,
         inputs: Sequence[tuple[str, str, torch.Tensor]],
         outputs: Sequence[tuple[str, torch.Tensor]],
-        numbers: Numbers | None,
-        allowed: bool,
-        begun: int = -1,
         before: Mapping[str, Count] | None = None,
     ) -> None:
         """A call has been made; its readings are sent for.
 
         Args:
+            watched: The call.
+            inputs: Name, position and tensor of what it read.
+            outputs: Slot and tensor of what it wrote.
             before: Counts of what it has overwritten since.
-            begun: For a module: how many calls there were when it began; those since are inside it.
         """
+        name = watched.name
         with self._reporter.lock:
-            waiting = _Waiting(call, name, numbers, allowed=allowed, begun=begun)
+            waiting = _Waiting(watched)
             self.added += 1
             for slot, alias, tensor in inputs:
                 value = self._input(tensor)
@@ -407,7 +422,7 @@ class DeviceWatch:
                 self._judge(waiting)
 
     def _judge(self, waiting: _Waiting) -> None:
-        reporter, call = self._reporter, waiting.call
+        reporter, about = self._reporter, waiting.about
         self._held -= waiting.size
         outputs = [
             Part(slot, None, value.reading, dtype, shape)
@@ -420,43 +435,16 @@ class DeviceWatch:
             for output in outputs
             if output.reading is not None
         ]
-        # Headroom is about the largest finite value.
-        for reading in readings:
-            if not reading.nonfinite:
-                key = (call.site, reading.pattern.name)
-                if reading.peak > reporter.device_peaks.get(key, -1.0):
-                    reporter.device_peaks[key] = reading.peak
-        judged = [
-            Input(
-                slot,
-                count.put_into(value.reading)
-                if (count := waiting.given.get(slot))
-                else value.reading,
-                # A single number is taken for a constant that the program wrote.
-                Origin.MEANT if value.single and value.origin is Origin.UNKNOWN else value.origin,
-                waiting.name in LOGARITHMS and value.reading.peak == 1.0,
-            )
-            for slot, _, _, _, value in waiting.inputs
-            if value is not None and value.reading is not None
-        ]
-        if waiting.made:  # whole numbers among its inputs may be a mask
-            judged += [Input(slot, UNREAD) for slot, *_, value in waiting.inputs if value is None]
+        self._note_headroom(about.call.site, readings)
         verdict = judge(
-            waiting.name,
-            judged,
+            about.name,
+            _judged_inputs(waiting),
             readings,
-            waiting.numbers,
+            about.numbers,
             reporter.options.types,
-            allowed=waiting.allowed,
+            allowed=about.allowed,
         )
-        # Outputs of this call may be inputs of calls that are judged next.
-        if verdict.origin is not Origin.UNKNOWN:
-            for *_, value in waiting.outputs:
-                if value.reading is not None and value.reading.nonfinite:
-                    value.origin = max(value.origin, verdict.origin)
-        for slot, *_, value in waiting.inputs:
-            if slot in verdict.entered and value is not None:
-                value.origin = Origin.MADE
+        _learn_origins(waiting, verdict)
         if verdict.types or verdict.propagates:
             self._troubled = self._judged
         self._judged += 1
@@ -465,9 +453,18 @@ class DeviceWatch:
                 Part(slot, _unchanged(waiting.held.get(slot)), _seen(value), dtype, shape, alias)
                 for slot, alias, dtype, shape, value in waiting.inputs
             ]
-            reporter.report(verdict, call, inputs, outputs, exact=False)
+            reporter.report(verdict, about.call, inputs, outputs, exact=False)
         else:
-            reporter.note(verdict, call.site)
+            reporter.note(verdict, about.call.site)
+
+    def _note_headroom(self, site: str, readings: Sequence[Reading]) -> None:
+        """Remember the largest finite value of a site."""
+        peaks = self._reporter.device_peaks
+        for reading in readings:
+            if not reading.nonfinite:
+                key = (site, reading.pattern.name)
+                if reading.peak > peaks.get(key, -1.0):
+                    peaks[key] = reading.peak
 
     def _origin(self, value: Value, waiting: _Waiting) -> Origin:
         origin = self._reporter.origin(value.origin)
@@ -476,7 +473,36 @@ class DeviceWatch:
         if value.single:
             return Origin.MEANT  # a number that the program wrote down
         # What functions do between modules is not seen: it may be the consequence.
-        return Origin.MADE if waiting.begun >= 0 and self._troubled >= 0 else Origin.UNKNOWN
+        return Origin.MADE if waiting.about.begun >= 0 and self._troubled >= 0 else Origin.UNKNOWN
+
+
+def _judged_inputs(waiting: _Waiting) -> list[Input]:
+    """The inputs of a call as the rule takes them, with what has arrived of them."""
+    judged = [
+        Input(
+            slot,
+            count.put_into(value.reading) if (count := waiting.given.get(slot)) else value.reading,
+            # A single number is taken for a constant that the program wrote.
+            Origin.MEANT if value.single and value.origin is Origin.UNKNOWN else value.origin,
+            waiting.about.name in LOGARITHMS and value.reading.peak == 1.0,
+        )
+        for slot, _, _, _, value in waiting.inputs
+        if value is not None and value.reading is not None
+    ]
+    if waiting.made:  # whole numbers among its inputs may be a mask
+        judged += [Input(slot, UNREAD) for slot, *_, value in waiting.inputs if value is None]
+    return judged
+
+
+def _learn_origins(waiting: _Waiting, verdict: Verdict) -> None:
+    """Outputs of this call may be inputs of calls that are judged next."""
+    if verdict.origin is not Origin.UNKNOWN:
+        for *_, value in waiting.outputs:
+            if value.reading is not None and value.reading.nonfinite:
+                value.origin = max(value.origin, verdict.origin)
+    for slot, *_, value in waiting.inputs:
+        if slot in verdict.entered and value is not None:
+            value.origin = Origin.MADE
 
 
 def _seen(value: Value | None) -> Reading | None:

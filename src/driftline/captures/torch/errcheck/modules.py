@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from driftline.captures.torch.errcheck.devices import DeviceWatch
+from driftline.captures.torch.errcheck.devices import DeviceWatch, WatchedCall
 from driftline.captures.torch.errcheck.inspect import (
     Origin,
     Origins,
@@ -124,7 +124,8 @@ class ModuleTap:
             call = self._call(frame, lines)
             allowed = self.reporter.allows(frame.site, frame.class_name)
             named_outputs = [(slot, tensor) for slot, _, tensor in outputs]
-            self._device.add(call, "", inputs, named_outputs, None, allowed, added)
+            watched = WatchedCall(call, "", None, allowed, added)
+            self._device.add(watched, inputs, named_outputs)
         elif suspicious:
             with self.reporter.lock:
                 self._inspect(frame, inputs, outputs, found_before)

@@ -12,14 +12,14 @@ Nothing here changes what the program computes: tensors are read, never written.
 # pyright: reportUnknownArgumentType=false
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from driftline.captures.torch.errcheck.devices import Count, DeviceWatch
+from driftline.captures.torch.errcheck.devices import Count, DeviceWatch, WatchedCall
 from driftline.captures.torch.errcheck.inspect import (
     UNREAD,
     Origin,
@@ -65,6 +65,36 @@ _current_node: Any = torch._C._current_autograd_node
 _LEAF = 2**64 - 1
 Gone = dict[str, tuple[torch.Tensor | None, Reading | None]]
 """What a call has overwritten, by argument: a copy, or what was read of it."""
+
+
+class _Executed(NamedTuple):
+    """One operator call that has run.
+
+    Attributes:
+        before: What it has overwritten.
+        counted: Small elements of what it has overwritten on a device.
+    """
+
+    operator: WatchedOperator
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    before: Gone | None
+    counted: dict[str, Count]
+
+    def inputs(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        return inputs_of(self.operator, self.args, self.kwargs)
+
+    def outputs(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return outputs_of(self.operator, self.args, self.kwargs, self.result)
+
+
+class _ReadInput(NamedTuple):
+    """An input of a suspicious call: for the report, for the rule, and its memory."""
+
+    part: Part
+    judged: Input
+    value: torch.Tensor | None
 
 
 class ErrorTap:
@@ -175,35 +205,47 @@ class ErrorTap:
                 elif operator.collective:
                     self._received((*args, *kwargs.values(), result))
                 else:
-                    self._look(func, operator, args, kwargs, before, result, recording, counted)
+                    executed = _Executed(operator, args, kwargs, result, before, counted)
+                    self._look(func, executed, recording=recording)
         except Exception as error:
             self._lost(func, error)
         return result
 
-    def _look(
-        self,
-        func: Any,
-        operator: WatchedOperator,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        before: Gone | None,
-        result: Any,
-        recording: bool,
-        counted: dict[str, Count],
-    ) -> None:
+    def _look(self, func: Any, executed: _Executed, *, recording: bool) -> None:
+        operator, args, kwargs = executed.operator, executed.args, executed.kwargs
         spot = self._where.spot(func, operator)
         if spot is None:
             return
         visit = spot.next_visit()
-        reporter, origins = self.reporter, self._origins
-        reporter.calls += 1
+        self.reporter.calls += 1
         # Only a forward pass makes nodes whose lines a backward pass will want.
         if recording and spot.phase == "forward":
             self._lines.mark()
+        suspicious, on_device = self._screen(executed, spot)
+        if on_device:
+            call = self._call(
+                spot, operator, visit, parameters_in(operator, args, kwargs), full_stack=False
+            )
+            watched = WatchedCall(
+                call,
+                operator.short,
+                numbers_in(args, kwargs),
+                self.reporter.allows(spot.site, operator.full_name),
+            )
+            inputs, outputs = list(executed.inputs()), list(executed.outputs())
+            self._device.add(watched, inputs, outputs, executed.counted)
+        elif suspicious:
+            with self.reporter.lock:
+                self._inspect(executed, spot, visit)
+
+    def _screen(self, executed: _Executed, spot: Spot) -> tuple[bool, bool]:
+        """Whether the outputs of a call have to be looked at closely, and whether on a device."""
+        operator = executed.operator
+        reporter, origins = self.reporter, self._origins
         suspicious = operator.short in self._closely
-        elsewhere = False
-        for _, tensor in outputs_of(operator, args, kwargs, result):
-            value = tensor
+        on_device = False
+        for _, tensor in executed.outputs():
+            value: torch.Tensor | None = tensor
             # The test for ordinary tensors stands here because a call would cost more than the
             # test.
             if (
@@ -218,7 +260,7 @@ class ErrorTap:
             if pattern is None or not value.numel():
                 continue
             if not value.is_cpu:
-                elsewhere = elsewhere or not value.is_meta
+                on_device = on_device or not value.is_meta
                 continue
             # One pass over the values; everything else depends on its result.
             most = peak(value, pattern)
@@ -233,84 +275,59 @@ class ErrorTap:
             # New finite values replace what an earlier operator left in this memory.
             if operator.mutates and origins:
                 origins.overwritten(value)
-        if elsewhere:
-            param = parameters_in(operator, args, kwargs)
-            call = self._call(spot, operator, visit, param, full_stack=False)
-            inputs = list(inputs_of(operator, args, kwargs))
-            outputs = list(outputs_of(operator, args, kwargs, result))
-            allowed = reporter.allows(spot.site, operator.full_name)
-            numbers = numbers_in(args, kwargs)
-            self._device.add(
-                call, operator.short, inputs, outputs, numbers, allowed, before=counted
-            )
-        elif suspicious:
-            with reporter.lock:
-                self._inspect(operator, spot, visit, args, kwargs, before, result)
+        return suspicious, on_device
 
-    def _inspect(
-        self,
-        operator: WatchedOperator,
-        spot: Spot,
-        visit: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        before: Gone | None,
-        result: Any,
-    ) -> None:
+    def _inspect(self, executed: _Executed, spot: Spot, visit: int) -> None:
+        operator, args, kwargs = executed.operator, executed.args, executed.kwargs
         reporter, origins = self.reporter, self._origins
-        parts: list[Part] = []
-        read_from: dict[str, torch.Tensor] = {}
-        judged: list[Input] = []
-        for name, alias, tensor in inputs_of(operator, args, kwargs):
-            value = plain(tensor)
-            pattern = pattern_of(value.dtype) if value is not None else None
-            if value is None or pattern is None:
-                parts.append(Part(name, tensor, None, tensor.dtype, shape_of(tensor), alias))
-                judged.append(Input(name, UNREAD))
-                continue
-            source, reading = tensor, None
-            if before is not None and name in before:
-                source, reading = before[name]
-            # A subclass's own operators are out of reach here, even reading it would end badly.
-            shown = value if source is None or source is tensor else source
-            if reading is None:
-                reading = read(shown, pattern)
-            parts.append(Part(name, source, reading, tensor.dtype, shape_of(tensor), alias))
-            read_from[name] = value
-            origin = reporter.origin(origins.of(value))
-            if origin is Origin.UNKNOWN and value.numel() == 1 and not tensor.requires_grad:
-                origin = Origin.MEANT  # a number that the program wrote down
-            mask = operator.short in LOGARITHMS and source is not None and is_mask(shown)
-            judged.append(Input(name, reading, origin, mask))
-        outs: list[Part] = []
-        for slot, tensor in outputs_of(operator, args, kwargs, result):
-            value = plain(tensor)
-            pattern = pattern_of(value.dtype) if value is not None else None
-            if value is not None and pattern is not None:
-                reading = read(value, pattern)
-                outs.append(Part(slot, value, reading, tensor.dtype, shape_of(tensor)))
-        allowed = reporter.allows(spot.site, operator.full_name)
+        inputs = [self._read_input(executed, *named) for named in executed.inputs()]
+        outputs = _read_outputs(executed)
         verdict = judge(
             operator.short,
-            judged,
-            [out.reading for out in outs if out.reading is not None],
+            [read_input.judged for read_input in inputs],
+            [out.reading for out in outputs if out.reading is not None],
             numbers_in(args, kwargs),
             reporter.options.types,
-            allowed=allowed,
+            allowed=reporter.allows(spot.site, operator.full_name),
         )
         # Later calls that read these outputs are then known to be consequences.
         if verdict.origin is not Origin.UNKNOWN:
-            for out in outs:
+            for out in outputs:
                 if out.tensor is not None and out.reading is not None and out.reading.nonfinite:
                     origins.add(out.tensor, verdict.origin)
-        for name in verdict.entered:
-            origins.add(read_from[name], Origin.MADE)
+        for read_input in inputs:
+            if read_input.value is not None and read_input.judged.name in verdict.entered:
+                origins.add(read_input.value, Origin.MADE)
         if verdict.types:
             param = parameters_in(operator, args, kwargs)
             call = self._call(spot, operator, visit, param, full_stack=True)
-            reporter.report(verdict, call, parts, outs)
+            reporter.report(verdict, call, [read_input.part for read_input in inputs], outputs)
         else:
             reporter.note(verdict, spot.site)
+
+    def _read_input(
+        self, executed: _Executed, name: str, alias: str, tensor: torch.Tensor
+    ) -> _ReadInput:
+        """Read one input as it was before the call, and say what is known of its origin."""
+        operator, before = executed.operator, executed.before
+        value = plain(tensor)
+        pattern = pattern_of(value.dtype) if value is not None else None
+        if value is None or pattern is None:
+            part = Part(name, tensor, None, tensor.dtype, shape_of(tensor), alias)
+            return _ReadInput(part, Input(name, UNREAD), None)
+        source, reading = tensor, None
+        if before is not None and name in before:
+            source, reading = before[name]
+        # A subclass's own operators are out of reach here, even reading it would end badly.
+        shown = value if source is None or source is tensor else source
+        if reading is None:
+            reading = read(shown, pattern)
+        part = Part(name, source, reading, tensor.dtype, shape_of(tensor), alias)
+        origin = self.reporter.origin(self._origins.of(value))
+        if origin is Origin.UNKNOWN and value.numel() == 1 and not tensor.requires_grad:
+            origin = Origin.MEANT  # a number that the program wrote down
+        mask = operator.short in LOGARITHMS and source is not None and is_mask(shown)
+        return _ReadInput(part, Input(name, reading, origin, mask), value)
 
     # --- what a call reads and writes
 
@@ -396,6 +413,17 @@ class ErrorTap:
 
     def _lost(self, func: Any, error: Exception) -> None:
         self.reporter.remarks.setdefault(f"{func} could not be looked at: {error}")
+
+
+def _read_outputs(executed: _Executed) -> list[Part]:
+    outputs: list[Part] = []
+    for slot, tensor in executed.outputs():
+        value = plain(tensor)
+        pattern = pattern_of(value.dtype) if value is not None else None
+        if value is not None and pattern is not None:
+            reading = read(value, pattern)
+            outputs.append(Part(slot, value, reading, tensor.dtype, shape_of(tensor)))
+    return outputs
 
 
 hide_from_compiler(ErrorTap.around_backward)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from driftline.captures.errcheck.findings import Finding, FindingsFile, Side
+from driftline.captures.recorder import Address
 from driftline.captures.torch.errcheck.inspect import Origin, Reading
 from driftline.captures.torch.errcheck.rules import Verdict
 from driftline.captures.torch.errcheck.source_lines import Line
@@ -220,20 +221,18 @@ class Reporter:
             for port, moment, parts in (("input", "before", inputs), ("output", "after", outputs)):
                 for part in parts:
                     if part.tensor is not None:
-                        session.shielded(
-                            call.site,
-                            session.take,
+                        address = Address(
                             call.site,
                             port,
                             part.name,
-                            part.tensor,
-                            part.alias,
-                            call.operator,
+                            call.step,
                             call.visit,
                             call.phase,
                             moment,
-                            call.step,
+                            part.alias,
+                            call.operator,
                         )
+                        session.shielded(call.site, session.take, address, part.tensor)
         session.shielded(call.site, self._flush, finding, call, inputs, outputs)
 
     def _flush(

@@ -157,43 +157,64 @@ def _not_finite(
     allowed: bool,
 ) -> Verdict:
     strange = [operand for operand in inputs if operand.reading.nonfinite]
-    # The order matters: a consequence of a finding stays one, whatever else came in.
-    if any(operand.origin is Origin.MADE for operand in strange):
-        return Verdict(origin=Origin.MADE, propagates=True)
-    if allowed or any(operand.origin is Origin.ALLOWED for operand in strange):
-        return Verdict(origin=Origin.ALLOWED)
-    if any(operand.origin is Origin.RAW for operand in strange):
-        return Verdict(origin=Origin.RAW)
-    entered = tuple(operand for operand in strange if _came_in(operand))
-    if entered:
-        return _entered(entered, wanted)
-    nan = any(operand.nan for operand in outputs)
-    infinite = any(operand.infinite for operand in outputs)
-    written = any(operand.reading.nan for operand in strange)
-    meant_nan = numbers.nan or (written and name not in SPREADING)
-    factors = [operand for operand in strange if not (name in _SUMS and operand.name == "self")]
-    factors = factors if name in _PRODUCTS else []
-    meant_infinite = (
-        numbers.infinite
-        or any(operand.reading.infinite for operand in strange if operand not in factors)
-        or _below_the_lowest(inputs, outputs)
-        or (name in LOGARITHMS and any(operand.mask for operand in inputs))
-    )
+    verdict = _inherited(strange, wanted, allowed=allowed)
+    if verdict is not None:
+        return verdict
+    written_nan = any(operand.reading.nan for operand in strange)
+    factors = _infinite_factors(name, strange)
     made: list[FindingType] = []
-    if nan and not meant_nan and "nan" in wanted:
+    meant_nan = numbers.nan or (written_nan and name not in SPREADING)
+    if any(output.nan for output in outputs) and not meant_nan and "nan" in wanted:
         made.append("nan")
-    if infinite and not meant_infinite and "inf" in wanted:
+    infinite = any(output.infinite for output in outputs)
+    if infinite and "inf" in wanted and not _is_meant_infinite(name, inputs, outputs, numbers):
         made.append("inf")
     if not made:
         return Verdict(origin=Origin.MEANT)
     reason = ""
-    if written:
+    if written_nan:
         reason = "out of a NaN that the program wrote there itself"
     elif factors:
         reason = "out of an infinity that the program wrote there itself"
     elif "nan" in made and strange:
         reason = "out of deliberate infinities: is everything in a row masked?"
     return Verdict(tuple(made), Origin.MADE, reason=reason)
+
+
+def _inherited(
+    strange: Sequence[Input], wanted: frozenset[str], *, allowed: bool
+) -> Verdict | None:
+    """The verdict where an input says it all; None where the call itself has to be judged."""
+    origins = {operand.origin for operand in strange}
+    # The order matters: a consequence of a finding stays one, whatever else came in.
+    if Origin.MADE in origins:
+        return Verdict(origin=Origin.MADE, propagates=True)
+    if allowed or Origin.ALLOWED in origins:
+        return Verdict(origin=Origin.ALLOWED)
+    if Origin.RAW in origins:
+        return Verdict(origin=Origin.RAW)
+    entered = tuple(operand for operand in strange if _came_in(operand))
+    return _entered(entered, wanted) if entered else None
+
+
+def _infinite_factors(name: str, strange: Sequence[Input]) -> list[Input]:
+    """Inputs that are not finite and factors of a product; the sum beside it is none."""
+    if name not in _PRODUCTS:
+        return []
+    return [operand for operand in strange if not (name in _SUMS and operand.name == "self")]
+
+
+def _is_meant_infinite(
+    name: str, inputs: Sequence[Input], outputs: Sequence[Reading], numbers: Numbers
+) -> bool:
+    """Whether an infinity among the outputs is deliberate."""
+    factors = _infinite_factors(name, [operand for operand in inputs if operand.reading.nonfinite])
+    return (
+        numbers.infinite
+        or any(operand.reading.infinite for operand in inputs if operand not in factors)
+        or _below_the_lowest(inputs, outputs)
+        or (name in LOGARITHMS and any(operand.mask for operand in inputs))
+    )
 
 
 def _came_in(operand: Input) -> bool:

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from driftline.captures.recorder import Address
+
 MOST_BYTES = 64 << 20
 """As much as a run may lose when its program is killed."""
 MOST_TENSORS = 20_000
@@ -30,15 +32,8 @@ class Waiting(NamedTuple):
     """
 
     outside: bool
-    site: str
-    port: str
-    slot: str
+    address: Address
     tensor: torch.Tensor
-    alias: str
-    class_name: str
-    visit: int
-    phase: str
-    step: int
 
 
 class Held:

@@ -37,6 +37,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from driftline.captures.recorder import Address
 from driftline.captures.torch.operators.build_phase import Held, Waiting, a_model_is_there
 from driftline.captures.torch.operators.dispatch import (
     begin_watching,
@@ -50,6 +51,7 @@ from driftline.captures.torch.operators.dispatch import (
 from driftline.captures.torch.operators.schema import Operator, memory_order, with_tensors
 from driftline.captures.torch.operators.sites import Spot, Whereabouts
 from driftline.captures.torch.tensors import is_zero, undisturbed
+from driftline.runs.records import usual_moment
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
 
@@ -276,18 +278,18 @@ class OperatorTap:
                     "param",
                     value.permute(memory_order(value) or tuple(range(value.dim()))),
                 )
-        waiting = Waiting(
-            spot.outside,
+        address = Address(
             spot.site,
             port,
             slot,
-            value,
-            alias,
-            operator.full_name,
+            spot.step,
             visit,
             spot.phase,
-            spot.step,
+            usual_moment(port),
+            alias,
+            operator.full_name,
         )
+        waiting = Waiting(spot.outside, address, value)
         if self._held is None:
             self._show(waiting)
         else:
@@ -306,17 +308,7 @@ class OperatorTap:
                 self._release(outside=not self._building)
 
     def _show(self, waiting: Waiting) -> None:
-        self.session.emit(
-            waiting.site,
-            waiting.port,
-            waiting.slot,
-            waiting.tensor,
-            alias=waiting.alias,
-            class_name=waiting.class_name,
-            visit=waiting.visit,
-            phase=waiting.phase,
-            step=waiting.step,
-        )
+        self.session.emit(waiting.address, waiting.tensor)
 
     def _lost(self, func: Any, error: Exception) -> None:
         self.session.event_once(
