@@ -136,29 +136,7 @@ def why_nothing(
     if marks.began == 0:
         return why_not_begun(marks)
     if sum(report.calls for report in marks.reports) == 0:
-        # A process without a report was killed, so its counts are unknown rather than zero.
-        if len(marks.reports) < marks.began:
-            return (
-                "nothing was captured: the program ended before anything of it was written",
-                "its own messages above say why it ended",
-            )
-        if "ops" in plan.levels:
-            return (
-                f"nothing was captured: {_imported(marks)}, but no module was called and no "
-                "operator ran",
-                "is this the command that runs the model?",
-            )
-        if plan.graph:
-            return (
-                f"nothing was captured: {_imported(marks)}, but no graph and no module ran",
-                "does the program get to what it compiles? its own messages say why it ended",
-            )
-        return (
-            f"nothing was captured: {_imported(marks)}, but no module was called",
-            "--level ops also sees operators that run in no torch.nn.Module"
-            if marks.frameworks == ("torch",)
-            else "a static graph calls no layers; is this a dynamic program, and its command?",
-        )
+        return _why_no_call(plan, marks)
     if "torch" not in marks.frameworks and (unseen := _of_torch_only(plan)):
         return (
             f"nothing was captured: {unseen}, and this one uses {' and '.join(marks.frameworks)}",
@@ -177,6 +155,38 @@ def why_nothing(
             f"nothing was captured: {unmatched[0]}",
             "driftline dump --type model lists every name",
         )
+    return _why_filtered(plan, marks, skipped)
+
+
+def _why_no_call(plan: CapturePlan, marks: Marks) -> tuple[str, str]:
+    """Capture was running, and the program called nothing that it watches."""
+    # A process without a report was killed, so its counts are unknown rather than zero.
+    if len(marks.reports) < marks.began:
+        return (
+            "nothing was captured: the program ended before anything of it was written",
+            "its own messages above say why it ended",
+        )
+    if "ops" in plan.levels:
+        return (
+            f"nothing was captured: {_imported(marks)}, but no module was called and no "
+            "operator ran",
+            "is this the command that runs the model?",
+        )
+    if plan.graph:
+        return (
+            f"nothing was captured: {_imported(marks)}, but no graph and no module ran",
+            "does the program get to what it compiles? its own messages say why it ended",
+        )
+    return (
+        f"nothing was captured: {_imported(marks)}, but no module was called",
+        "--level ops also sees operators that run in no torch.nn.Module"
+        if marks.frameworks == ("torch",)
+        else "a static graph calls no layers; is this a dynamic program, and its command?",
+    )
+
+
+def _why_filtered(plan: CapturePlan, marks: Marks, skipped: Sequence[int]) -> tuple[str, str]:
+    """Something was called, and no tensor of it was wanted."""
     any_selected = any(report.steps_taken for report in marks.reports)
     if skipped and not any_selected:
         ran = say_steps(skipped)

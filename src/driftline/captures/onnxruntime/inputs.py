@@ -165,36 +165,44 @@ def _named(
     By name; then by position, where type and shape fit; then what is the only one of its look.
     """
     by_name = {record.key.slot: record for record in records}
-    chosen: dict[str, Record] = {}
-    for need in wanted:
-        if need.name in by_name:
-            chosen[need.name] = by_name[need.name]
+    chosen = {need.name: by_name[need.name] for need in wanted if need.name in by_name}
     left = [record for record in records if record not in chosen.values()]
-    open_needs = [need for need in wanted if need.name not in chosen]
+    _choose_by_position(wanted, left, chosen)
+    _choose_the_only_ones(wanted, left, chosen)
+    missing = [need for need in wanted if need.name not in chosen]
+    if missing:
+        slots = ", ".join(sorted(by_name)) or "none"
+        raise BadInput(
+            f"{where} has no input for {_list(need.name for need in missing)}",
+            hint=f"it has {slots}; {_takes(wanted)}",
+        )
+    return {name: _host(run, record, where) for name, record in chosen.items()}
+
+
+def _choose_by_position(
+    wanted: Sequence[Wanted], left: list[Record], chosen: dict[str, Record]
+) -> None:
     for place, need in enumerate(wanted):
         if need.name not in chosen:
-            by_position = [
-                r for r in left if (r.alias or r.key.slot) == str(place) and _fits(r, need)
-            ]
-            if by_position:
-                chosen[need.name] = by_position[0]
-                left.remove(by_position[0])
-                open_needs.remove(need)
+            at_place = [r for r in left if (r.alias or r.key.slot) == str(place)]
+            fitting = next((record for record in at_place if _fits(record, need)), None)
+            if fitting is not None:
+                chosen[need.name] = fitting
+                left.remove(fitting)
+
+
+def _choose_the_only_ones(
+    wanted: Sequence[Wanted], left: list[Record], chosen: dict[str, Record]
+) -> None:
+    """The last resort: pairs in which neither side has another candidate."""
+    open_needs = [need for need in wanted if need.name not in chosen]
     for need in list(open_needs):
-        # The last resort: a pair in which neither side has another candidate.
         candidates = [record for record in left if _fits(record, need)]
         rivals = [other for other in open_needs if candidates and _fits(candidates[0], other)]
         if len(candidates) == 1 and len(rivals) == 1:
             chosen[need.name] = candidates[0]
             left.remove(candidates[0])
             open_needs.remove(need)
-    if open_needs:
-        slots = ", ".join(sorted(by_name)) or "none"
-        raise BadInput(
-            f"{where} has no input for {_list(need.name for need in open_needs)}",
-            hint=f"it has {slots}; {_takes(wanted)}",
-        )
-    return {name: _host(run, record, where) for name, record in chosen.items()}
 
 
 def _fits(record: Record, need: Wanted) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from driftline.captures.onnxruntime import model_file
+from driftline.captures.onnxruntime.graph import Node
 from driftline.captures.onnxruntime.recorder import Observation, TracedGraph, slot_of
 from driftline.captures.onnxruntime.scopes import MERGED, ROOT, ModuleCall, root_call
 from driftline.captures.onnxruntime.sessions import SessionPlan
@@ -156,36 +157,20 @@ def topology(
     traced: TracedGraph, tree: ModuleTree, observations: Sequence[Observation]
 ) -> dict[str, Any]:
     """The tree with the edges of the optimised graph, and what its nodes stand for."""
-    edges: list[list[str]] = []
     nodes: list[dict[str, Any]] = []
-    graph = traced.optimised
     inside: dict[str, str] = {}
     torch_calls = _TorchCalls(traced)
-    for number, node in enumerate(graph.nodes):
+    for number, node in enumerate(traced.optimised.nodes):
         made = [value for value in node.outputs if value]
         if node.op == "Constant" or not made:
             continue
-        site = traced.site(made[0])
-        for value in graph.data_inputs(node):
-            # What no node makes comes from the caller, so the edge starts at the root.
-            if value in graph.maker:
-                edges.append([traced.site(value), "0", site, value])
-            else:
-                edges.append([ROOT, value, site, value])
-        members = traced.lineage.members[number]
-        about: dict[str, Any] = {"site": site, "class": node.op, "name": node.name}
-        about["values"] = made
-        if node.domain:
-            about["domain"] = node.domain
-        if len(made) > 1:
-            about["outputs"] = [traced.site(value) for value in made]
-        about |= torch_calls.of(made)
-        gone = _gone(members, traced)
+        about = _described(node, made, traced) | torch_calls.of(made)
+        gone = _gone(traced.lineage.members[number], traced)
         if gone:
             about["replaces"] = gone
             values = traced.lineage.gives[number]
             # The value that replaces what is gone, for readers who look for it.
-            inside |= dict.fromkeys(gone, traced.site(values[-1]) if values else site)
+            inside |= dict.fromkeys(gone, traced.site(values[-1]) if values else about["site"])
         nodes.append(about)
     fused_nodes = fusions(traced)
     for fusion in fused_nodes:
@@ -197,7 +182,7 @@ def topology(
         **ModuleTree(
             tree.roots, tuple(dict.fromkeys(observation.site for observation in observations))
         ).to_json(),
-        "edges": edges,
+        "edges": _edges(traced),
         "exported": {
             "by": "onnx",
             "nodes": nodes,
@@ -220,6 +205,36 @@ def topology(
             "works": weighted_nodes(traced.exported, traced.names),
         },
     }
+
+
+def _edges(traced: TracedGraph) -> list[list[str]]:
+    """Site and slot that a value comes from, site and slot that it goes to."""
+    graph = traced.optimised
+    edges: list[list[str]] = []
+    for node in graph.nodes:
+        made = [value for value in node.outputs if value]
+        if node.op == "Constant" or not made:
+            continue
+        site = traced.site(made[0])
+        for value in graph.data_inputs(node):
+            # What no node makes comes from the caller, so the edge starts at the root.
+            source = [traced.site(value), "0"] if value in graph.maker else [ROOT, value]
+            edges.append([*source, site, value])
+    return edges
+
+
+def _described(node: Node, made: Sequence[str], traced: TracedGraph) -> dict[str, Any]:
+    about: dict[str, Any] = {
+        "site": traced.site(made[0]),
+        "class": node.op,
+        "name": node.name,
+        "values": list(made),
+    }
+    if node.domain:
+        about["domain"] = node.domain
+    if len(made) > 1:
+        about["outputs"] = [traced.site(value) for value in made]
+    return about
 
 
 class _TorchCalls:

@@ -372,14 +372,7 @@ class GradientTap(CallGradients):
         inputs: Named,
         ends: list[Any],
     ) -> None:
-        parts_by_node: dict[int, list[tuple[str, str, Any]]] = {}
-        for (slot, alias, tensor), node in zip(inputs, origins, strict=True):
-            # Inputs that need no gradient have no origin.
-            if node is not None:
-                same_node = parts_by_node.setdefault(node.node_ptr(), [])
-                # One tensor that is given twice has one gradient.
-                if not any(_same(tensor_before, tensor) for *_, tensor_before in same_node):
-                    same_node.append((slot, alias, tensor))
+        parts_by_node = _parts_by_node(inputs, origins)
         if not parts_by_node:
             return
         met = self._calls.met
@@ -397,26 +390,38 @@ class GradientTap(CallGradients):
         # one.
         unclear = {pointer for pointer, parts in parts_by_node.items() if len(parts) > 1}
         unclear |= {edge.source for node, edges in reached if not shows(node) for edge in edges}
-        inflows = {
-            p: Inflow(call, *parts[0][:2]) for p, parts in parts_by_node.items() if p not in unclear
+        sums = {
+            pointer: Inflow(call, *parts[0][:2])
+            for pointer, parts in parts_by_node.items()
+            if pointer not in unclear
         }
         for node, edges in reached:
-            watched = [(edge, inflows[edge.source]) for edge in edges if edge.source in inflows]
+            watched = [(edge, sums[edge.source]) for edge in edges if edge.source in sums]
             for _, inflow in watched:
                 inflow.expected += 1
             if watched:
                 arrivals = [(edge, inflow.arrived) for edge, inflow in watched]
                 look_at(node, arrivals, self._held, functools.partial(self.lost, call.site))
         for pointer in unclear:
-            own = {
-                (node.node_ptr(), edge.position)
-                for node, edges in reached
-                for edge in edges
-                if edge.source == pointer
-            }
-            is_part = len(parts_by_node[pointer]) > 1
-            for slot, alias, tensor in parts_by_node[pointer] if own else ():
-                self._hook_total(Rest(call, slot, alias, pointer, own, is_part=is_part), tensor)
+            self._hook_unclear(call, pointer, parts_by_node[pointer], reached)
+
+    def _hook_unclear(
+        self,
+        call: PassedCall[GradientTap],
+        pointer: int,
+        parts: list[tuple[str, str, Any]],
+        reached: list[tuple[Any, list[Edge]]],
+    ) -> None:
+        """Inputs whose gradient is known by its total only."""
+        own = {
+            (node.node_ptr(), edge.position)
+            for node, edges in reached
+            for edge in edges
+            if edge.source == pointer
+        }
+        for slot, alias, tensor in parts if own else ():
+            rest = Rest(call, slot, alias, pointer, own, is_part=len(parts) > 1)
+            self._hook_total(rest, tensor)
 
     def _hook_total(self, rest: Rest, tensor: Any) -> None:
         # An in-place operation has given the tensor another origin; its hook would see the wrong
@@ -473,6 +478,19 @@ class GradientTap(CallGradients):
     def expect(self, inflow: Inflow[Any], task: int) -> None:
         with self._lock:
             self._open.append((inflow, task))
+
+
+def _parts_by_node(inputs: Named, origins: list[Any]) -> dict[int, list[tuple[str, str, Any]]]:
+    """The inputs of a call by the node that made them; several may be parts of one result."""
+    parts_by_node: dict[int, list[tuple[str, str, Any]]] = {}
+    for (slot, alias, tensor), node in zip(inputs, origins, strict=True):
+        # Inputs that need no gradient have no origin.
+        if node is not None:
+            same_node = parts_by_node.setdefault(node.node_ptr(), [])
+            # One tensor that is given twice has one gradient.
+            if not any(_same(tensor_before, tensor) for *_, tensor_before in same_node):
+                same_node.append((slot, alias, tensor))
+    return parts_by_node
 
 
 def _same(tensor: Any, other: Any) -> bool:

@@ -7,6 +7,7 @@ seen: Paddle has no place where every operator of a dynamic program passes by.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -67,10 +68,9 @@ class PaddleSession(Session):
             adapter=Adapter(
                 FAMILY,
                 snapshot,
-                lambda roots, done: StepClock(
+                functools.partial(
+                    StepClock,
                     steps_by,
-                    roots,
-                    done,
                     grad_enabled=grad_enabled,
                     optimizer=paddle.optimizer.Optimizer,
                 ),

@@ -6,6 +6,7 @@ each level, the device backend, compiled graphs and distributed jobs.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -122,7 +123,7 @@ class CaptureSession(Session):
             levels,
             model=model,
             rank=rank,
-            adapter=Adapter(FAMILY, snapshot, lambda roots, done: StepClock(steps_by, roots, done)),
+            adapter=Adapter(FAMILY, snapshot, functools.partial(StepClock, steps_by)),
         )
         self.arrivals = self.intake.elsewhere = Arrivals(
             self.intake, self.selection, self.reduction, rank

@@ -38,6 +38,16 @@ class Owner(NamedTuple):
     name: str
 
 
+class _Piece(NamedTuple):
+    """What all nodes of a graph have in common; see `Naming.describe`."""
+
+    base: str
+    number: str
+    owners: Sequence[Owner | None]
+    within: str
+    backward: bool
+
+
 def compile_id() -> str:
     """Dynamo's name of what is compiled now: `0/0`, `0/1` for its recompilation, `1/0`, ..."""
     guards: Any = importlib.import_module("torch._guards")
@@ -80,6 +90,7 @@ class Naming:
             within: What comes before the names of nodes: the body they are in, and a dot.
         """
         leaving = _leaving(graph) if not within else set()
+        piece_of = _Piece(base, piece, owners, within, backward)
         nodes: dict[str, GraphNode] = {}
         for node in graph.nodes:
             if node.op == "output":
@@ -94,9 +105,7 @@ class Naming:
                     body.graph, around, piece, backward=backward, within=inner
                 ):
                     nodes[inner_node.name] = inner_node
-            made = self._node(
-                node, base, piece, nodes, owners, within, leaves=node in leaving, backward=backward
-            )
+            made = self._node(node, piece_of, nodes, leaves=node in leaving)
             nodes[made.name] = made
         return tuple(nodes.values())
 
@@ -108,15 +117,12 @@ class Naming:
     def _node(
         self,
         node: Any,
-        base: str,
-        piece: str,
+        piece: _Piece,
         nodes: Mapping[str, GraphNode],
-        owners: Sequence[Owner | None],
-        within: str,
         *,
         leaves: bool,
-        backward: bool,
     ) -> GraphNode:
+        base, _, owners, within, backward = piece
         meta: Mapping[str, Any] = node.meta
         target = _target(node)
         of = None
@@ -138,7 +144,7 @@ class Naming:
         name = within + node.name
         return GraphNode(
             name,
-            self._site(module, name, piece, backward=backward),
+            self._site(module, name, piece.number, backward=backward),
             module,
             target,
             phase,

@@ -101,38 +101,46 @@ class Operator:
         self.name = str(schema.name).replace("::", ".", 1)
         self.full_name = f"{self.name}.{schema.overload_name or 'default'}"
         self.arguments = [argument.name for argument in schema.arguments]
-        short = str(schema.name).partition("::")[2]
-        self.tensors = ()
-        # Where a number may stand for a tensor, torch converts it itself.
-        if not torch._C._should_allow_numbers_as_tensors(short):
-            self.tensors = tuple(
-                index
-                for index, argument in enumerate(schema.arguments)
-                if str(argument.type) == "Tensor"
-            )
-        undeclared = _UNDECLARED_WRITES.get(str(schema.name), ())
-        written = [
-            (index, argument.name)
-            for index, argument in enumerate(schema.arguments)
-            if (argument.alias_info is not None and argument.alias_info.is_write)
-            or argument.name in undeclared
-        ]
-        # What is written and also returned (`add_`, `out=`) is an output already.
-        returned = sum(r.alias_info is not None and r.alias_info.is_write for r in schema.returns)
-        self.written = written if returned < len(written) else []
+        space, _, short = str(schema.name).partition("::")
+        self.tensors = _tensor_positions(schema, short)
+        self.written = _written_only(schema)
         self.unread = _SCRATCH.union(a.name for a in schema.arguments if a.is_out)
         if _OVERWRITES.fullmatch(schema.name):
             self.unread |= {"self"}
         self.scratch = frozenset(_SCRATCH_OUTPUTS.get(schema.name, ())).union(
             index for index, output in enumerate(schema.returns) if output.name in _SCRATCH
         )
-        self.silent = bool(func.is_view) or str(schema.name) in _WITHOUT_VALUES
-        space = str(schema.name).partition("::")[0]
         self.in_flight = space in _COLLECTIVES and short != "wait_tensor"
-        if space == "c10d" and short not in _SENDERS:
-            self.silent = True
-        if space == "profiler":  # marks that torch's optimizers leave; they compute nothing
-            self.silent = True
+        self.silent = (
+            bool(func.is_view)
+            or str(schema.name) in _WITHOUT_VALUES
+            or (space == "c10d" and short not in _SENDERS)
+            or space == "profiler"  # marks that torch's optimizers leave; they compute nothing
+        )
+
+
+def _tensor_positions(schema: Any, short: str) -> tuple[int, ...]:
+    """Positions of arguments that must be tensors."""
+    # Where a number may stand for a tensor, torch converts it itself.
+    if torch._C._should_allow_numbers_as_tensors(short):
+        return ()
+    return tuple(
+        index for index, argument in enumerate(schema.arguments) if str(argument.type) == "Tensor"
+    )
+
+
+def _written_only(schema: Any) -> list[tuple[int, str]]:
+    """Position and name of arguments that are written but not returned."""
+    undeclared = _UNDECLARED_WRITES.get(str(schema.name), ())
+    written = [
+        (index, argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or argument.name in undeclared
+    ]
+    # What is written and also returned (`add_`, `out=`) is an output already.
+    returned = sum(r.alias_info is not None and r.alias_info.is_write for r in schema.returns)
+    return written if returned < len(written) else []
 
 
 # The arguments of an operator: tensors by slot, the others as JSON.
