@@ -18,7 +18,7 @@ from driftline import settings
 from driftline.captures.calls import StepsBy
 from driftline.captures.options import Reduction, WhenFull, budgets_from
 from driftline.captures.selection import Selection, patterns, require_visible
-from driftline.captures.session import LEVELS, Session, known_levels
+from driftline.captures.session import LEVELS, Session, checked_levels
 from driftline.errors import BadInput, did_you_mean
 from driftline.runs.jobs import begin_run
 from driftline.runs.sinks import Sink
@@ -66,7 +66,7 @@ class Capture:
         # After an exception of the program its own message matters, not warnings about the
         # capture.
         if error is None:
-            for sentence in self.session.complaints():
+            for sentence in self.session.end_warnings():
                 warnings.warn(sentence, stacklevel=2)
 
 
@@ -136,7 +136,7 @@ def capture(
         raise BadInput(
             "both a selection and filters were given", hint="put the filters into the selection"
         )
-    levels = known_levels(levels)
+    levels = checked_levels(levels)
     # An empty list would record nothing and look like success.
     if not levels:
         raise BadInput("no level was given", hint=f"levels are {', '.join(LEVELS)}")
@@ -177,8 +177,8 @@ def capture(
         to_folder=folder is not None,
     )
     # Only frameworks with a device backend have budgets to set.
-    if hasattr(session, "arrivals"):
-        session.arrivals.budgets = budgets
+    if hasattr(session, "device_backend"):
+        session.device_backend.budgets = budgets
     if graph is not None:
         engine.watch_graphs(session, sink, graph, fusion=fusion)
     return Capture(session, folder)

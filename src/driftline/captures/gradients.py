@@ -104,7 +104,7 @@ class CallGradients(ABC):
         return context
 
     @abstractmethod
-    def expect(self, inflow: Inflow[Any], task: int) -> None:
+    def expect(self, gradient_sum: GradientSum[Any], task: int) -> None:
         """An input's gradient is incomplete: look again when this backward pass is over.
 
         Some of its paths may not run at all, when the loss does not depend on every output.
@@ -161,7 +161,7 @@ class PassedCall(Generic[Tap]):
         return self._visit_now
 
 
-class Inflow(Generic[Tap]):
+class GradientSum(Generic[Tap]):
     """Sum of the gradients that reach one input of one call over `expected` edges of the graph."""
 
     __slots__ = ("_seen", "_sum", "_task", "alias", "call", "expected", "slot")

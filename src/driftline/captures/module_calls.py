@@ -20,9 +20,9 @@ def tell_taps(session: Any, frame: Frame, *, outermost: bool) -> None:
         # Operator and gradient taps install their modes around the outermost call only.
         frame.around = contextlib.ExitStack()
         for tap in session.taps:
-            session.shielded(frame.site, frame.around.enter_context, tap.around_root(frame.module))
+            session.guarded(frame.site, frame.around.enter_context, tap.around_root(frame.module))
     for tap in session.taps:
-        session.shielded(frame.site, tap.before_forward, frame, frame.inputs)
+        session.guarded(frame.site, tap.before_forward, frame, frame.inputs)
 
 
 def note_failure(session: Any, frame: Frame, error: BaseException) -> None:
@@ -45,18 +45,18 @@ def note_failure(session: Any, frame: Frame, error: BaseException) -> None:
 def fault(session: Any, module: object, error: Exception) -> None:
     """Turn an error of the capture itself into an event; the program goes on."""
 
-    # `shielded` formats the traceback of a raised exception, so the error is raised again for
+    # `guarded` formats the traceback of a raised exception, so the error is raised again for
     # it.
     def again() -> None:
         raise error
 
-    session.shielded(type(module).__name__, again)
+    session.guarded(type(module).__name__, again)
 
 
 def optimizer_stepped(sessions: Iterable[Any]) -> None:
     """Some optimizer has made its step."""
     for session in sessions:
-        session.shielded("optimizer", session.clock.optimizer_stepped)
+        session.guarded("optimizer", session.clock.optimizer_stepped)
 
 
 # Recursion limit: the capture's own frames need room where modules nest by the hundred.
@@ -67,7 +67,7 @@ DEEP = 32
 _OWN_FRAMES = 6  # at most, for each module call: the wrapper's own, and calls from C count too
 
 
-def more_room() -> int:
+def raise_recursion_limit() -> int:
     """Raise the recursion limit by the capture's own frames; returns it, 0 if refused."""
     # The program may have set the largest limit there is.
     with contextlib.suppress(ValueError, OverflowError):
@@ -77,7 +77,7 @@ def more_room() -> int:
     return 0
 
 
-def give_room_back(limit: int) -> None:
+def restore_recursion_limit(limit: int) -> None:
     """Lower the recursion limit again."""
     if sys.getrecursionlimit() == limit:  # else the program has set its own meanwhile
         # Python refuses a limit below the current depth.

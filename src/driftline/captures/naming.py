@@ -1,7 +1,7 @@
 """What a module is called: its path below the root of its model, stable over runs and wrappers.
 
 One rule for every framework, so that names of the same model meet; what a module is made of is
-asked of its `Family`.
+asked of its `ModuleStructure`.
 
 The first model of a process keeps the names its framework gives, and is itself called `(root)`.
 Later models are prefixed with their class name (`Draft.layers.0`, the next of that class
@@ -24,7 +24,7 @@ _SEARCHED_ROOTS = 32
 """A program that makes models by the hundred must not wait for the search of each one's parents."""
 
 
-class Family(Protocol):
+class ModuleStructure(Protocol):
     """Access to the structure of a framework's modules.
 
     Attributes:
@@ -132,20 +132,20 @@ class Place:
         self.last: Any = None
 
 
-def unwrapped(family: Family, module: Any) -> Any:
+def unwrapped(structure: ModuleStructure, module: Any) -> Any:
     """The model inside all of its wrappers."""
-    while (inner := family.wrapped(module)) is not None:
+    while (inner := structure.wrapped(module)) is not None:
         module = inner
     return module
 
 
-def parent_of(family: Family, module: Any) -> Any | None:
+def parent_of(structure: ModuleStructure, module: Any) -> Any | None:
     """The module that holds this one as a child, found through the garbage collector's references.
 
     Copies (`deepcopy`) and models built before capture began are found too, which a registration
     hook would miss. Takes some 10 ms per ancestor in a large program and is asked once per model.
     """
-    kind, attribute = family.kind, family.table
+    kind, attribute = structure.kind, structure.table
     for table in gc.get_referrers(module):
         if not issubclass(type(table), dict):
             continue
@@ -171,11 +171,11 @@ def parent_of(family: Family, module: Any) -> Any | None:
     return None
 
 
-def topmost(family: Family, module: Any) -> Any:
+def topmost(structure: ModuleStructure, module: Any) -> Any:
     """The outermost model a module is part of; itself when it is part of none."""
     # Modules may refer to each other in a cycle.
     seen = {id(module)}
-    while (parent := parent_of(family, module)) is not None and id(parent) not in seen:
+    while (parent := parent_of(structure, module)) is not None and id(parent) not in seen:
         seen.add(id(parent))
         module = parent
     return module
@@ -185,18 +185,18 @@ class ModuleNames:
     """The names of all modules met so far.
 
     Args:
-        family: What modules are made of.
+        structure: What modules are made of.
         only: The one model to name; None for every model of the process.
         on_place: Called once for each new place.
     """
 
     def __init__(
         self,
-        family: Family,
+        structure: ModuleStructure,
         only: Any | None = None,
         on_place: Callable[[Place], None] | None = None,
     ) -> None:
-        self.family = family
+        self.structure = structure
         self._places: dict[int, Place] = {}
         self._by_site: dict[str, Place] = {}
         self._prefixes: dict[str, int] = {}
@@ -226,9 +226,9 @@ class ModuleNames:
         place = self._places.get(id(module))
         if place is not None and place.ref() is module:
             return place
-        if self.family.is_foreign(module, called_by_module=caller is not None):
+        if self.structure.is_foreign(module, called_by_module=caller is not None):
             return None
-        inside = self.known(unwrapped(self.family, module))
+        inside = self.known(unwrapped(self.structure, module))
         if inside is not None:  # wrapped since it got its name
             self._name(module, inside.site, inside.ids, inside.root, is_root=inside.is_root)
             return self.known(module)
@@ -237,15 +237,15 @@ class ModuleNames:
         if self._only:
             return None
         # A loss or an activation outside any model does not make a model.
-        if not self.family.has_parameters(module) and not self._is_lone_model(module):
+        if not self.structure.has_parameters(module) and not self._is_lone_model(module):
             return self._helper_place(module)
         searched = len(self.roots) < _SEARCHED_ROOTS
-        self._add_root(topmost(self.family, module) if searched else module, model=True)
+        self._add_root(topmost(self.structure, module) if searched else module, model=True)
         return self.known(module)
 
     def _is_lone_model(self, module: Any) -> bool:
         """A model without parameters is a model all the same when it has parts and comes first."""
-        return not self._has_first and any(True for _ in self.family.children(module))
+        return not self._has_first and any(True for _ in self.structure.children(module))
 
     def site(self, site: str) -> Place | None:
         return self._by_site.get(site)
@@ -259,11 +259,11 @@ class ModuleNames:
         return iter(list(self._by_site.values()))
 
     def _name(self, module: Any, site: str, ids: str | None, root: Root, *, is_root: bool) -> None:
-        inner = unwrapped(self.family, module)
+        inner = unwrapped(self.structure, module)
         place = Place(
             module,
             site,
-            self.family.class_name(inner),
+            self.structure.class_name(inner),
             ids,
             root,
             is_root=is_root,
@@ -281,7 +281,7 @@ class ModuleNames:
         return f"{class_name}_{count}" if count else class_name
 
     def _add_root(self, module: Any, *, model: bool) -> None:
-        base = unwrapped(self.family, module)
+        base = unwrapped(self.structure, module)
         prefix = self._prefix(type(base).__name__)
         if model and not self._has_first:
             self._has_first = True
@@ -306,19 +306,19 @@ class ModuleNames:
             # Inserting an adapter gives an existing site to the new module, and moves
             # the old one.
             if place is None or (place.site != site and place.site in sites):
-                is_root = root.module() is unwrapped(self.family, module)
+                is_root = root.module() is unwrapped(self.structure, module)
                 self._name(module, site, ids, root, is_root=is_root)
             else:
                 site, ids = place.site, place.ids
             sites.add(site)
-            inner = self.family.wrapped(module)
+            inner = self.structure.wrapped(module)
             if inner is not None:
                 waiting.append((inner, site, ids))
                 continue
             base = "" if site == ROOT else site + "."
             below = [
                 (child, base + name, None if ids is None else f"{ids}_{i}" if ids else str(i))
-                for i, (name, child) in enumerate(self.family.children(module))
+                for i, (name, child) in enumerate(self.structure.children(module))
             ]
             # Reversed because the list is a stack: the first child has to be named
             # first.
@@ -339,7 +339,7 @@ class ModuleNames:
         passing = (
             made_before is not None
             and made_before.class_name == name
-            and not self.family.has_parameters(module)
+            and not self.structure.has_parameters(module)
         )
         # First the tree of the caller is walked again: the module may have been added to
         # it.

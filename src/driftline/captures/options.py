@@ -17,7 +17,7 @@ from driftline.runs.records import Kept
 LEVELS = ("modules", "ops", "gradients", "params")
 
 
-def known_levels(levels: str | Iterable[str]) -> tuple[str, ...]:
+def checked_levels(levels: str | Iterable[str]) -> tuple[str, ...]:
     """Check one level or several and return them as a tuple."""
     # A text with commas, a list and a tuple are all accepted.
     chosen = patterns(levels)

@@ -1,7 +1,7 @@
 """From a wanted tensor to the sink: snapshot, reduction, record; and the events of a run.
 
 `Snapshot`, `Refusal` and `Pending` are what an adapter answers when asked to read a tensor. The
-intake reduces the tensor, builds its record and hands it over, directly or through a device
+recorder reduces the tensor, builds its record and hands it over, directly or through a device
 backend. How a framework's tensor is read is the adapter's own business.
 """
 
@@ -144,7 +144,7 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "")
 
 
-class Elsewhere(Protocol):
+class DeviceBackend(Protocol):
     """Takes in what does not lie in host memory, and hands it over later, in its turn.
 
     Attributes:
@@ -196,7 +196,7 @@ class Elsewhere(Protocol):
         ...
 
 
-class Intake:
+class Recorder:
     """Reduces tensors and writes them; see `CaptureSession` for the arguments.
 
     Attributes:
@@ -204,7 +204,7 @@ class Intake:
         tensors: How many were handed to the sink.
         weight_bytes: What parameters took of the sink; a second step finds them there.
         broken: The sink could not even take an event; nothing more is tried.
-        elsewhere: Takes tensors of devices; the framework's session sets it.
+        device_backend: Takes tensors of devices; the framework's session sets it.
         prepare: Called by the program's thread before another one makes the sink: a fork must not
             find it in the middle of an import.
     """
@@ -223,14 +223,14 @@ class Intake:
         self.lock = threading.RLock()
         self.tensors = self.weight_bytes = 0
         self.broken = False
-        self.elsewhere: Elsewhere | None = None
+        self.device_backend: DeviceBackend | None = None
         self.prepare: Callable[[], object] = lambda: None
         # Separate from `lock`: a device's thread may have to open the sink while `lock` is held.
         self._sink_lock = threading.RLock()
         self._selection = selection
         self._reduction = reduction
         self._rank = rank
-        self._said: set[tuple[str, str]] = set()
+        self._seen_events: set[tuple[str, str]] = set()
         self._summaries: OrderedDict[tuple[str, str, int], Summary] = OrderedDict()
 
     def after_fork(self) -> None:
@@ -246,14 +246,14 @@ class Intake:
     def event_once(self, kind: str, message: str, **details: Any) -> None:
         """The same, but only the first time for this kind and site."""
         key = (kind, f"{details.get('site', '')}\0{message}")
-        if key not in self._said:
-            self._said.add(key)
+        if key not in self._seen_events:
+            self._seen_events.add(key)
             self.event(kind, message, **details)
 
-    def has_said(self, kind: str) -> bool:
-        return any(noted == kind for noted, _ in self._said)
+    def has_event(self, kind: str) -> bool:
+        return any(noted == kind for noted, _ in self._seen_events)
 
-    def shielded(self, where: str, act: Callable[..., Any], *args: Any) -> None:
+    def guarded(self, where: str, act: Callable[..., Any], *args: Any) -> None:
         """Do something for the capture's sake; what goes wrong is an event, not an exception."""
         try:
             act(*args)
@@ -273,14 +273,14 @@ class Intake:
             self.broken = True
 
     def take_all(self, frame: Frame, port: str, tensors: Tensors, moment: str) -> None:
-        """`take`, shielded, for the tensors of one port of a module call."""
+        """`take`, guarded, for the tensors of one port of a module call."""
         site, class_name, visit = frame.site, frame.class_name, frame.visit
-        phase, step, take, elsewhere = frame.phase, frame.step, self.take, self.elsewhere
-        # The loop is inlined rather than shielded per tensor: it runs for every tensor of
+        phase, step, take, device_backend = frame.phase, frame.step, self.take, self.device_backend
+        # The loop is inlined rather than guarded per tensor: it runs for every tensor of
         # every call.
         for slot, alias, tensor in tensors:
             try:
-                if elsewhere is None or not elsewhere.take_again(
+                if device_backend is None or not device_backend.take_again(
                     frame, port, slot, alias, tensor, moment
                 ):
                     take(
@@ -291,24 +291,24 @@ class Intake:
                 self._fault(site, error)
 
     def take(self, address: Address, tensor: Any, placement: str = "") -> None:
-        """Reduce a wanted tensor and hand it to the sink. May raise: call it shielded."""
+        """Reduce a wanted tensor and hand it to the sink. May raise: call it guarded."""
         if self.broken:
             return
         kept = self._reduction.kept
-        elsewhere = self.elsewhere
+        device_backend = self.device_backend
         # A description needs no values, so it never goes through the device.
-        if elsewhere is not None and kept != "describe" and elsewhere.takes(tensor):
-            if elsewhere.take(tensor, address, placement):
+        if device_backend is not None and kept != "describe" and device_backend.takes(tensor):
+            if device_backend.take(tensor, address, placement):
                 return
             # Out of memory: a summary needs no copy of the tensor.
-            if elsewhere.degraded and kept in ("full", "sample"):
+            if device_backend.degraded and kept in ("full", "sample"):
                 kept = "summary"
         shot = self._look(tensor, values=kept != "describe")
         # The result of an asynchronous collective is recorded when it arrives, under this
         # same key.
         if isinstance(shot, Pending):
             placed = shot.placement
-            shot.when_there(lambda t: self.shielded(address.site, self.take, address, t, placed))
+            shot.when_there(lambda t: self.guarded(address.site, self.take, address, t, placed))
             return
         if isinstance(shot, Refusal):
             self.event_once(
@@ -356,8 +356,8 @@ class Intake:
         )
         # Records keep their order: a host tensor waits behind the device tensors taken
         # before it.
-        if self.elsewhere is not None and self.elsewhere.under_way:
-            self.elsewhere.queue(record, data)
+        if self.device_backend is not None and self.device_backend.under_way:
+            self.device_backend.queue(record, data)
         else:
             self.hand_over(record, data)
 
@@ -386,25 +386,25 @@ class Intake:
 
     def in_turn(self, act: Callable[[], None]) -> None:
         """Do something when everything taken before now has been handed over."""
-        if self.elsewhere is not None and self.elsewhere.under_way:
-            self.elsewhere.queue_act(act)
+        if self.device_backend is not None and self.device_backend.under_way:
+            self.device_backend.queue_act(act)
         else:
             act()
 
     def call_done(self) -> None:
         """A model has run: what has come of what it left elsewhere is handed over."""
-        if self.elsewhere is not None:
-            self.elsewhere.send()
+        if self.device_backend is not None:
+            self.device_backend.send()
 
     def drain(self) -> None:
         """Return when everything taken has been handed over."""
-        if self.elsewhere is not None:
-            self.elsewhere.drain()
+        if self.device_backend is not None:
+            self.device_backend.drain()
 
     def finish(self) -> None:
         """The same, for good."""
-        if self.elsewhere is not None:
-            self.elsewhere.finish()
+        if self.device_backend is not None:
+            self.device_backend.finish()
 
     def _summary(self, digest: str, shot: Snapshot) -> Summary:
         """One module's output is the next one's input: what was summarised is not read again."""

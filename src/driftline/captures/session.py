@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from driftline.captures import recorder
 from driftline.captures.calls import Frame, Look, StepClock, Visits
-from driftline.captures.naming import Family, ModuleNames, Place, Root
-from driftline.captures.options import LEVELS, Reduction, known_levels
+from driftline.captures.naming import ModuleNames, ModuleStructure, Place, Root
+from driftline.captures.options import LEVELS, Reduction, checked_levels
 from driftline.captures.recorder import Address
 from driftline.captures.selection import Selection
 from driftline.runs.records import usual_moment, usual_phase
@@ -25,7 +25,7 @@ from driftline.runs.sinks import JSON
 
 if TYPE_CHECKING:
     from driftline.runs.sinks import Sink
-__all__ = ["LEVELS", "Session", "known_levels"]
+__all__ = ["LEVELS", "Session", "checked_levels"]
 
 
 ONLY_OUTSIDE = "the model was not called; only operators outside it were captured"
@@ -56,7 +56,7 @@ def nothing_captured(unmatched: list[str], steps: int, *, ran: bool, selected: b
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[Frame] = []
-        self.stranger = ""  # class of the outermost module under way that is not watched
+        self.unwatched_class = ""  # class of the outermost module under way that is not watched
         self.failure = 0  # id of the exception that is passing through the stack
 
 
@@ -64,12 +64,12 @@ class Adapter(NamedTuple):
     """What a framework's own part supplies to a session.
 
     Attributes:
-        family: Access to the structure of the framework's modules.
+        structure: Access to the structure of the framework's modules.
         look: Makes a snapshot of one of its tensors.
         clock: Makes the clock that counts steps, from the models and what to call after a step.
     """
 
-    family: Family
+    structure: ModuleStructure
     look: recorder.Look
     clock: Callable[[list[Root], Callable[[int], None]], StepClock]
 
@@ -102,17 +102,17 @@ class Session(ABC):
         rank: int = 0,
         adapter: Adapter,
     ) -> None:
-        self.levels = known_levels(levels)
+        self.levels = checked_levels(levels)
         self.selection = selection or Selection()
         self.reduction = reduction or Reduction()
         self.rank = rank
-        self.intake = recorder.Intake(sink, self.selection, self.reduction, rank, adapter.look)
+        self.recorder = recorder.Recorder(sink, self.selection, self.reduction, rank, adapter.look)
         # Bound once: these are called for every tensor.
-        self.shielded = self.intake.shielded
-        self.take = self.intake.take
+        self.guarded = self.recorder.guarded
+        self.take = self.recorder.take
         self.thread = _Thread()
         self._rank_wanted = self.selection.takes_rank(rank)
-        self.names = ModuleNames(adapter.family, model, self._decide)
+        self.names = ModuleNames(adapter.structure, model, self._decide)
         self.clock = adapter.clock(self.names.roots, self._step_done)
         self.global_scope = model is None
         self.taps: list[Any] = []
@@ -158,7 +158,7 @@ class Session(ABC):
 
     def start(self) -> Self:
         """Begin to watch. The module watch is always on: it is what knows the current site."""
-        with self.intake.lock:
+        with self.recorder.lock:
             if self.running:
                 return self
             self.running = True
@@ -169,7 +169,7 @@ class Session(ABC):
 
     def stop(self) -> None:
         """Stop watching, say what was not found, write the module tree and close the sink."""
-        with self.intake.lock:
+        with self.recorder.lock:
             if not self.running:
                 return
             self.running = False
@@ -177,15 +177,15 @@ class Session(ABC):
             for tap in self.taps:
                 # One tap that fails to remove itself must not keep the others
                 # installed.
-                self.shielded("stopping", tap.remove)
-            self.shielded("closing", self._finish)
+                self.guarded("stopping", tap.remove)
+            self.guarded("closing", self._finish)
 
     def _finish(self) -> None:
         for kind, text, hint in self._unmatched():
             self.event("no-match", f"no {kind} matches '{text}'", hint=hint, filter=kind, text=text)
         # Tensors still on a device have to reach the sink before the last events.
         self.say_at_end()
-        self.intake.finish()
+        self.recorder.finish()
         skipped = sorted(s for s in self.steps_seen if not self.selection.takes_step(s))
         if skipped:
             selected = len(self.steps_seen) - len(skipped)
@@ -196,9 +196,9 @@ class Session(ABC):
                 taken=selected,
             )
         # Without a sink nothing was captured, and no empty run is left behind.
-        if self.intake.sink is not None:
+        if self.recorder.sink is not None:
             self._write_topology()
-            self.intake.sink.close()
+            self.recorder.sink.close()
 
     def places(self) -> list[tuple[str, str, str | None]]:
         """Site, class and ids of every module, then those of operators and parameters seen."""
@@ -209,7 +209,7 @@ class Session(ABC):
     def _unmatched(self) -> list[tuple[str, str, str]]:
         return self.selection.unmatched(self.places())
 
-    def complaints(self) -> list[str]:
+    def end_warnings(self) -> list[str]:
         """Warnings for the person who asked for this capture, read at its end."""
         warnings = [
             f"no {kind} matches '{text}'" + (f"; {hint}" if hint else "")
@@ -248,12 +248,12 @@ class Session(ABC):
     @property
     def sink(self) -> Sink | None:
         """Where tensors go; None until there was something to write."""
-        return self.intake.sink
+        return self.recorder.sink
 
     @property
     def tensors(self) -> int:
         """How many tensors were captured so far."""
-        return self.intake.tensors
+        return self.recorder.tensors
 
     def current_frame(self) -> Frame | None:
         """The innermost module call under way in this thread."""
@@ -264,13 +264,13 @@ class Session(ABC):
         """All module calls under way in this thread, outermost first; the live list."""
         return self.thread.stack
 
-    def is_stranger(self, module: Any) -> bool:
+    def is_outside_model(self, module: Any) -> bool:
         """Whether a module is no part of the one model to watch."""
         return not self.global_scope and self.names.known(module) is None
 
     def unwatched_module(self) -> str:
         """Class of the outermost module under way that is not watched; empty without one."""
-        return self.thread.stranger
+        return self.thread.unwatched_class
 
     def site_of(self, module: Any) -> str:
         """The site of a module; its class name when it is not part of a known model."""
@@ -320,15 +320,15 @@ class Session(ABC):
                 phase=address.phase or phase, moment=address.moment or moment
             )
         with self.undisturbed():
-            self.shielded(address.site, self.take, address, tensor)
+            self.guarded(address.site, self.take, address, tensor)
 
     def event(self, kind: str, message: str, **details: Any) -> None:
         """Note something for the reader of the run."""
-        self.intake.event(kind, message, **details)
+        self.recorder.event(kind, message, **details)
 
     def event_once(self, kind: str, message: str, **details: Any) -> None:
         """The same, but only the first time for this message and site."""
-        self.intake.event_once(kind, message, **details)
+        self.recorder.event_once(kind, message, **details)
 
     # --- calls
 
@@ -360,24 +360,24 @@ class Session(ABC):
         return visits
 
     def _step_done(self, step: int) -> None:
-        self.shielded("step", self._note_step, step)
+        self.guarded("step", self._note_step, step)
 
     def _note_step(self, step: int) -> None:
-        self.intake.call_done()
+        self.recorder.call_done()
         self._write_topology()
         # Tensors of this step may still be on their way from a device; the step ends after
         # them.
-        self.intake.in_turn(lambda: self._count_step(step))
+        self.recorder.in_turn(lambda: self._count_step(step))
 
     def _count_step(self, step: int) -> None:
         """A step is over, and what was taken in it is with the sink."""
-        if self.intake.sink is None:
+        if self.recorder.sink is None:
             return
         if self.bytes_in_first_step is None and self.tensors:
-            step_bytes = self.bytes_in_first_step = self.intake.sink.bytes_written
+            step_bytes = self.bytes_in_first_step = self.recorder.sink.bytes_written
             # Parameters are stored once, so the estimate for all steps must not
             # multiply them.
-            steps, once = self.selection.step_count(), self.intake.weight_bytes
+            steps, once = self.selection.step_count(), self.recorder.weight_bytes
             self.event(
                 "estimate",
                 f"the first step took {step_bytes} bytes in {self.tensors} tensors",
@@ -387,7 +387,7 @@ class Session(ABC):
                 once=once,
                 total=None if steps is None else once + (step_bytes - once) * steps,
             )
-        self.intake.sink.step_done(step)
+        self.recorder.sink.step_done(step)
 
     def root_done(self) -> None:
         """A model has run: its tree is kept now, since the model may be gone when capture ends.
@@ -397,28 +397,28 @@ class Session(ABC):
         """
         # The topology is written again only when places were added.
         if len(self.names.roots) + self.names.count != self._topology_places:
-            self.shielded("topology", self._write_topology)
-        self.shielded("devices", self.intake.call_done)
+            self.guarded("topology", self._write_topology)
+        self.guarded("devices", self.recorder.call_done)
         # A daemonic worker gets no chance to close its files.
         if multiprocessing.current_process().daemon:
-            self.shielded("flush", self.flush)
+            self.guarded("flush", self.flush)
 
     def flush(self) -> None:
         """Return when everything taken so far would outlive a kill of the process."""
-        self.intake.drain()
-        if self.intake.sink is not None:
-            self.intake.sink.flush()
+        self.recorder.drain()
+        if self.recorder.sink is not None:
+            self.recorder.sink.flush()
 
     def _write_topology(self) -> None:
         places = len(self.names.roots) + self.names.count
-        if self.intake.sink is not None and places != self._topology_places:
+        if self.recorder.sink is not None and places != self._topology_places:
             self._topology_places = places
-            self.intake.sink.topology(self.tree())
+            self.recorder.sink.topology(self.tree())
             if facts := self.facts_of_models():
-                self.intake.sink.describe(**facts)
+                self.recorder.sink.describe(**facts)
 
     def after_fork(self) -> None:
         """This is a forked child: nothing is under way, and its sink begins anew by itself."""
-        self.intake.after_fork()
+        self.recorder.after_fork()
         self.thread = _Thread()
         self._topology_places = 0

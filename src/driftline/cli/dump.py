@@ -285,8 +285,8 @@ def summary(outcome: Outcome) -> list[str]:
         lines += [f"  note: {note}" for note in outcome.notes[:MOST_NOTES]]
         if len(outcome.notes) > MOST_NOTES:
             lines.append(f"  and {len(outcome.notes) - MOST_NOTES} more notes in the run")
-        if outcome.marks.failed and not outcome.reason:
-            lines.append(f"  capture failed in a process: {outcome.marks.failed[0]}")
+        if outcome.messages.failed and not outcome.reason:
+            lines.append(f"  capture failed in a process: {outcome.messages.failed[0]}")
         if outcome.without_probe:
             lines.append(f"  note: {outcome.without_probe}")
     if outcome.sent is not None and outcome.sent.reason and plan.says("critical"):

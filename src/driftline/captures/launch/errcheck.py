@@ -22,10 +22,10 @@ from driftline import settings
 from driftline.captures.errcheck.findings import Finding, read_findings
 from driftline.captures.launch.atb import NoProbe, find_probe
 from driftline.captures.launch.child import require_command, run_child
-from driftline.captures.launch.environment import build_doorstep
+from driftline.captures.launch.environment import build_environment
 from driftline.captures.launch.jobs import LOG_LEVELS, WatchPlan
-from driftline.captures.launch.messages import LARGEST_MARK, Marks, read_marks
-from driftline.captures.launch.outcome import why_not_begun
+from driftline.captures.launch.messages import LARGEST_MESSAGE, Messages, read_messages
+from driftline.captures.launch.outcome import explain_no_start
 from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE, BadInput
 
 # Names of the result file in the probe's two generations.
@@ -123,13 +123,13 @@ def check_command(argv: Sequence[str], plan: WatchPlan, *, need_probe: bool = Tr
     # A process that stops at a finding has to know up to which parent it may send signals.
     plan = replace(plan, launcher=os.getpid())
     with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:
-        doorstep = build_doorstep(Path(folder).resolve(), plan)
-        status = run_child(argv, doorstep.environment(base))
-        marks = read_marks(doorstep.marks)
-        watched = _read_marks(doorstep.marks, "watched")
-        stopped = _read_stop(doorstep.marks)
+        program_environment = build_environment(Path(folder).resolve(), plan)
+        status = run_child(argv, program_environment.environment(base))
+        messages = read_messages(program_environment.messages)
+        watched = _read_messages(program_environment.messages, "watched")
+        stopped = _read_stop(program_environment.messages)
         if stopped is not None:
-            _stop_the_rest(doorstep.marks, str(doorstep.plan_path))
+            _stop_the_rest(program_environment.messages, str(program_environment.plan_path))
     # Findings on disk survive a kill; those in messages are for a disk that was full.
     findings = read_findings(Path(plan.folder))
     written = {(report.pid, report.number) for report in findings}
@@ -137,7 +137,7 @@ def check_command(argv: Sequence[str], plan: WatchPlan, *, need_probe: bool = Tr
         finding = Finding.from_json(text)
         if (finding.pid, finding.number) not in written:
             findings.append(finding)
-    outcome = judge(plan, status, marks, watched, findings, stopped, remarks)
+    outcome = judge(plan, status, messages, watched, findings, stopped, remarks)
     if plan.engine == "atb":
         outcome = _beside_torch(outcome, _found_by_probe(plan, before))
     return outcome
@@ -146,7 +146,7 @@ def check_command(argv: Sequence[str], plan: WatchPlan, *, need_probe: bool = Tr
 def judge(
     plan: WatchPlan,
     status: int,
-    marks: Marks,
+    messages: Messages,
     watched: Sequence[Mapping[str, Any]],
     findings: Sequence[Finding],
     stopped: Finding | None,
@@ -155,7 +155,7 @@ def judge(
     """Combine messages and findings on disk into an outcome."""
     calls = sum(int(report["calls"]) for report in watched)
     all_remarks = [*remarks, *(text for report in watched for text in report["remarks"])]
-    all_remarks += marks.failed if marks.began else ()
+    all_remarks += messages.failed if messages.started else ()
     nearest: dict[tuple[str, str], Headroom] = {}
     for report in watched:
         for site, dtype, most, bits in report["headroom"]:
@@ -174,11 +174,11 @@ def judge(
         sum(int(report["repeats"]) for report in watched),
         tuple(sorted(nearest.values(), key=_by_headroom)),
         remarks=tuple(dict.fromkeys(all_remarks)),
-        silent=max(0, marks.began - len(watched)),
+        silent=max(0, messages.started - len(watched)),
     )
     if calls or findings or stopped is not None:
         return outcome
-    reason, hint = _why_nothing(plan, marks, len(watched))
+    reason, hint = _explain_nothing(plan, messages, len(watched))
     return replace(outcome, reason=reason, hint=hint)
 
 
@@ -186,12 +186,12 @@ def _by_headroom(row: Headroom) -> tuple[float, str]:
     return (float("inf") if row[3] is None else row[3], row[0])
 
 
-def _why_nothing(plan: WatchPlan, marks: Marks, reported: int) -> tuple[str, str]:
-    if marks.began == 0:
-        reason, hint = why_not_begun(marks)
+def _explain_nothing(plan: WatchPlan, messages: Messages, reported: int) -> tuple[str, str]:
+    if messages.started == 0:
+        reason, hint = explain_no_start(messages)
         # The reasons are shared with capture, whose verb stands in them.
         return reason.replace("captur", "watch"), hint
-    if reported < marks.began:
+    if reported < messages.started:
         return (
             "nothing was found up to the end of the program, which did not end by itself: how much "
             "was watched is not known",
@@ -220,14 +220,14 @@ def _require_writable(output: Path) -> None:
         )
 
 
-# --- marks
+# --- messages
 
 
-def _read_marks(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """The marks of one kind, those that can be read."""
+def _read_messages(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The messages of one kind, those that can be read."""
     messages: list[dict[str, Any]] = []
     for path in sorted(folder.glob(f"{kind}.*")):
-        if path.stat().st_size > LARGEST_MARK:
+        if path.stat().st_size > LARGEST_MESSAGE:
             continue
         with contextlib.suppress(ValueError):
             data: object = json.loads(path.read_text(encoding="utf-8", errors="replace"))
@@ -238,14 +238,14 @@ def _read_marks(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 def _read_stop(folder: Path) -> Finding | None:
     # Several ranks may stop at once; the earliest finding is reported.
-    stops = [Finding.from_json(json.dumps(data)) for data in _read_marks(folder, "stopped")]
+    stops = [Finding.from_json(json.dumps(data)) for data in _read_messages(folder, "stopped")]
     return min(stops, key=lambda finding: finding.time, default=None)
 
 
 def _stop_the_rest(folder: Path, plan_path: str) -> None:
     """Other ranks and children of a program that was stopped; only those that carry its plan."""
     sign = f"{settings.LAUNCH}={plan_path}".encode()
-    for path in folder.glob("woken.*"):
+    for path in folder.glob("reached.*"):
         word = path.name.split(".")[1]
         with contextlib.suppress(OSError, ValueError):
             # A process id may have been reused: only a process that carries this plan is stopped.

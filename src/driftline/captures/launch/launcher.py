@@ -28,10 +28,10 @@ from driftline.captures.launch.atb import (
 )
 from driftline.captures.launch.child import require_command, run_child
 from driftline.captures.launch.derived_files import Sheets, draw_atb, finish_sheets
-from driftline.captures.launch.environment import build_doorstep
+from driftline.captures.launch.environment import build_environment
 from driftline.captures.launch.jobs import CapturePlan
-from driftline.captures.launch.messages import Marks, Place, read_marks
-from driftline.captures.launch.outcome import Harvest, gather, why_nothing
+from driftline.captures.launch.messages import Messages, Place, read_messages
+from driftline.captures.launch.outcome import Harvest, explain_empty_dump, gather
 from driftline.errors import EXIT_COULD_NOT, EXIT_FINE, AlreadyThere, BadInput, DriftlineError
 from driftline.runs.layout import MANIFEST
 from driftline.runs.provenance import hold_path
@@ -48,7 +48,7 @@ class Outcome:
         plan: What was asked for.
         program_status: The program's exit status as a shell reports it.
         harvest: What lies on disk.
-        marks: What the processes told.
+        messages: What the processes told.
         skipped_steps: Steps that ran and were not selected.
         unmatched: Sentences about patterns that matched nothing, with the nearest names.
         reason: Why nothing was captured; empty when something was.
@@ -62,7 +62,7 @@ class Outcome:
     plan: CapturePlan
     program_status: int
     harvest: Harvest
-    marks: Marks
+    messages: Messages
     skipped_steps: tuple[int, ...] = ()
     unmatched: tuple[str, ...] = ()
     reason: str = ""
@@ -83,7 +83,7 @@ class Outcome:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences of processes and of the run, each once."""
-        reported = [note for report in self.marks.reports for note in report.notes]
+        reported = [note for report in self.messages.reports for note in report.notes]
         probes = [] if self.atb is None else [*not_for_the_probe(self.plan), *self.atb.trouble]
         return tuple(
             dict.fromkeys([*reported, *self.harvest.events, *self.sheets.trouble, *probes])
@@ -137,20 +137,20 @@ def run_command(
     already = frozenset(dumps_in(Path(plan.output))) if plan.engine == "atb" else frozenset[Path]()
     # The folder may still be in use by a process that outlives the program.
     with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:
-        doorstep = build_doorstep(Path(folder).resolve(), plan)
+        program_environment = build_environment(Path(folder).resolve(), plan)
         try:
             if sending is not None:
                 sending.begin()
-            status = run_child(argv, doorstep.environment(base))
+            status = run_child(argv, program_environment.environment(base))
         # The command could not be started, so nothing of the attempt is kept.
         except BadInput:
             if sending is not None:
                 sending.abandon()
             clear_empty_output(plan)
             raise
-        marks = read_marks(doorstep.marks)
+        messages = read_messages(program_environment.messages)
     sheets = finish_sheets(plan)
-    outcome = judge(plan, status, marks, gather(plan), sheets)
+    outcome = judge(plan, status, messages, gather(plan), sheets)
     if plan.engine == "atb":
         outcome = beside_torch(outcome, gather_atb(plan, already))
         if "onnx" in plan.types and outcome.atb is not None:
@@ -257,12 +257,16 @@ def clear_empty_output(plan: CapturePlan) -> None:
 
 
 def judge(
-    plan: CapturePlan, status: int, marks: Marks, harvest: Harvest, sheets: Sheets | None = None
+    plan: CapturePlan,
+    status: int,
+    messages: Messages,
+    harvest: Harvest,
+    sheets: Sheets | None = None,
 ) -> Outcome:
     """Combine messages and files into an outcome; pure, so that every reason has a test."""
-    ran = sorted({step for report in marks.reports for step in report.steps_seen})
+    ran = sorted({step for report in messages.reports for step in report.steps_seen})
     skipped = tuple(step for step in ran if not plan.selection.takes_step(step))
-    unmatched = tuple(_unmatched(plan, marks.places)) if marks.places else ()
+    unmatched = tuple(_unmatched(plan, messages.places)) if messages.places else ()
     sheets = sheets or Sheets()
     topology = "model" in plan.types or "layer" in plan.types
     got_something = (
@@ -273,8 +277,8 @@ def judge(
     # A refused run has its own reason, better than any guess.
     reason, hint = harvest.refused
     if not got_something and not reason:
-        reason, hint = why_nothing(plan, marks, skipped, unmatched)
-    return Outcome(plan, status, harvest, marks, skipped, unmatched, reason, hint, sheets=sheets)
+        reason, hint = explain_empty_dump(plan, messages, skipped, unmatched)
+    return Outcome(plan, status, harvest, messages, skipped, unmatched, reason, hint, sheets=sheets)
 
 
 def _unmatched(plan: CapturePlan, places: Iterable[Place]) -> Iterable[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 # Bounds against a program that writes into the folder itself, or calls modules without end.
-LARGEST_MARK = 16 << 20
+LARGEST_MESSAGE = 16 << 20
 MOST_PLACES = 20_000
 
 
@@ -73,12 +73,12 @@ class ProcessReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class Messages:
     """All messages of one launch.
 
     Attributes:
-        woken: Python processes that were reached.
-        began: Processes that imported the framework, with capture running.
+        reached: Python processes that were reached.
+        started: Processes that imported the framework, with capture running.
         failed: Why capture could not start, one sentence per process.
         too_old: Pythons that are too old, as they call themselves.
         reports: What processes said at their end.
@@ -89,8 +89,8 @@ class Marks:
         unasked: Frameworks that were imported and that nobody asked to look at.
     """
 
-    woken: int = 0
-    began: int = 0
+    reached: int = 0
+    started: int = 0
     failed: tuple[str, ...] = ()
     too_old: tuple[str, ...] = ()
     reports: tuple[ProcessReport, ...] = field(default=())
@@ -105,25 +105,25 @@ class Marks:
         return {place for report in self.reports for place in report.places}
 
 
-def read_marks(folder: Path) -> Marks:
+def read_messages(folder: Path) -> Messages:
     # The same text from many ranks is one sentence for the reader.
     """Read all messages; one that was cut short by a kill is passed over."""
     texts: dict[str, list[str]] = {}
     for path in sorted(folder.iterdir()):
-        if path.stat().st_size > LARGEST_MARK:
+        if path.stat().st_size > LARGEST_MESSAGE:
             continue
         texts.setdefault(path.name.partition(".")[0], []).append(
             path.read_text(encoding="utf-8", errors="replace")
         )
-    return Marks(
-        woken=len(texts.get("woken", [])),
-        began=len(texts.get("began", [])),
+    return Messages(
+        reached=len(texts.get("reached", [])),
+        started=len(texts.get("started", [])),
         failed=tuple(dict.fromkeys(texts.get("failed", []))),
         too_old=tuple(dict.fromkeys(texts.get("too-old", []))),
         reports=tuple(_reports(texts.get("report", []))),
         experiments=tuple(texts.get("experiment", [])),
         # An empty text stands for torch.
-        frameworks=tuple(sorted(set(filter(None, texts.get("began", []))))) or ("torch",),
+        frameworks=tuple(sorted(set(filter(None, texts.get("started", []))))) or ("torch",),
         apart=tuple(sorted(set(texts.get("apart", [])))),
         absent=tuple(sorted(set(texts.get("absent", [])))),
         unasked=tuple(sorted(set(texts.get("unasked", [])))),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from driftline.captures.launch.jobs import TORCH_LISTS, CapturePlan
-from driftline.captures.launch.messages import Marks
+from driftline.captures.launch.messages import Messages
 from driftline.errors import BadInput, DriftlineError
 
 if TYPE_CHECKING:
@@ -128,22 +128,23 @@ def _events_of_tree(root: Path) -> Iterable[str]:
 SHOWN_STEPS = 12
 
 
-def why_nothing(
-    plan: CapturePlan, marks: Marks, skipped: Sequence[int], unmatched: Sequence[str]
+def explain_empty_dump(
+    plan: CapturePlan, messages: Messages, skipped: Sequence[int], unmatched: Sequence[str]
 ) -> tuple[str, str]:
     """The reason of an empty dump, and what to try: the first thing on the way that stopped it."""
     # The order of the checks is the order of the stages: process, module call, tensor, filter.
-    if marks.began == 0:
-        return why_not_begun(marks)
-    if sum(report.calls for report in marks.reports) == 0:
-        return _why_no_call(plan, marks)
-    if "torch" not in marks.frameworks and (unseen := _of_torch_only(plan)):
+    if messages.started == 0:
+        return explain_no_start(messages)
+    if sum(report.calls for report in messages.reports) == 0:
+        return _explain_no_call(plan, messages)
+    if "torch" not in messages.frameworks and (unseen := _of_torch_only(plan)):
         return (
-            f"nothing was captured: {unseen}, and this one uses {' and '.join(marks.frameworks)}",
+            f"nothing was captured: {unseen}, and this one uses "
+            f"{' and '.join(messages.frameworks)}",
             "of its layers there are --level modules, gradients and params, and --type model",
         )
     # A rank that was not selected writes nothing, on purpose.
-    wanted = [report for report in marks.reports if plan.selection.takes_rank(report.rank)]
+    wanted = [report for report in messages.reports if plan.selection.takes_rank(report.rank)]
     handed_over = sum(report.tensors for report in wanted)
     if handed_over and plan.wants_tensors:
         return (
@@ -155,46 +156,48 @@ def why_nothing(
             f"nothing was captured: {unmatched[0]}",
             "driftline dump --type model lists every name",
         )
-    return _why_filtered(plan, marks, skipped)
+    return _explain_filters(plan, messages, skipped)
 
 
-def _why_no_call(plan: CapturePlan, marks: Marks) -> tuple[str, str]:
+def _explain_no_call(plan: CapturePlan, messages: Messages) -> tuple[str, str]:
     """Capture was running, and the program called nothing that it watches."""
     # A process without a report was killed, so its counts are unknown rather than zero.
-    if len(marks.reports) < marks.began:
+    if len(messages.reports) < messages.started:
         return (
             "nothing was captured: the program ended before anything of it was written",
             "its own messages above say why it ended",
         )
     if "ops" in plan.levels:
         return (
-            f"nothing was captured: {_imported(marks)}, but no module was called and no "
+            f"nothing was captured: {_imported(messages)}, but no module was called and no "
             "operator ran",
             "is this the command that runs the model?",
         )
     if plan.graph:
         return (
-            f"nothing was captured: {_imported(marks)}, but no graph and no module ran",
+            f"nothing was captured: {_imported(messages)}, but no graph and no module ran",
             "does the program get to what it compiles? its own messages say why it ended",
         )
     return (
-        f"nothing was captured: {_imported(marks)}, but no module was called",
+        f"nothing was captured: {_imported(messages)}, but no module was called",
         "--level ops also sees operators that run in no torch.nn.Module"
-        if marks.frameworks == ("torch",)
+        if messages.frameworks == ("torch",)
         else "a static graph calls no layers; is this a dynamic program, and its command?",
     )
 
 
-def _why_filtered(plan: CapturePlan, marks: Marks, skipped: Sequence[int]) -> tuple[str, str]:
+def _explain_filters(
+    plan: CapturePlan, messages: Messages, skipped: Sequence[int]
+) -> tuple[str, str]:
     """Something was called, and no tensor of it was wanted."""
-    any_selected = any(report.steps_taken for report in marks.reports)
+    any_selected = any(report.steps_taken for report in messages.reports)
     if skipped and not any_selected:
         ran = say_steps(skipped)
         return (
             f"nothing was captured: {ran} ran, and none of them is selected",
             f"select one of them: -er {skipped[0]},{skipped[-1]}",
         )
-    ranks = sorted({report.rank for report in marks.reports})
+    ranks = sorted({report.rank for report in messages.reports})
     if not any(plan.selection.takes_rank(rank) for rank in ranks):
         return (
             f"nothing was captured: --rank selects none of the ranks {', '.join(map(str, ranks))}",
@@ -222,54 +225,54 @@ def _of_torch_only(plan: CapturePlan) -> str:
     return f"--type {' '.join(lists)} lists what torch programs do" if lists else ""
 
 
-def _imported(marks: Marks) -> str:
-    verb = "was" if len(marks.frameworks) == 1 else "were"
-    return f"{' and '.join(marks.frameworks)} {verb} imported"
+def _imported(messages: Messages) -> str:
+    verb = "was" if len(messages.frameworks) == 1 else "were"
+    return f"{' and '.join(messages.frameworks)} {verb} imported"
 
 
-def why_not_begun(marks: Marks) -> tuple[str, str]:
+def explain_no_start(messages: Messages) -> tuple[str, str]:
     """Why no process of a program came so far as to begin, and what to try."""
-    if marks.failed:
+    if messages.failed:
         # Text of our own refusals needs no class name and no advice about versions.
-        if marks.failed[0].startswith(f"{BadInput.__name__}: "):  # asked for what cannot be had
-            return f"nothing was captured: {marks.failed[0].partition(': ')[2]}", ""
+        if messages.failed[0].startswith(f"{BadInput.__name__}: "):  # asked for what cannot be had
+            return f"nothing was captured: {messages.failed[0].partition(': ')[2]}", ""
         return (
-            f"nothing was captured: capture could not start ({marks.failed[0]})",
+            f"nothing was captured: capture could not start ({messages.failed[0]})",
             "the environment of the program needs Python 3.11, numpy, and torch 2.4 or Paddle 3.0 "
             "or newer",
         )
-    if marks.too_old:
+    if messages.too_old:
         return (
-            f"nothing was captured: the program runs on {marks.too_old[0]}",
+            f"nothing was captured: the program runs on {messages.too_old[0]}",
             "driftline captures programs on Python 3.11 or newer",
         )
     # Isolated interpreters skip both ways in which the bootstrap is found.
-    if marks.woken == 0:
+    if messages.reached == 0:
         return (
             "nothing was captured: no Python process could be reached",
             "does the command start Python here, without `env -i`, `python -S` or a container? "
             "Installed in the program's own environment, driftline also reaches `python -I` and "
             "scripts that set PYTHONPATH",
         )
-    if marks.apart:
+    if messages.apart:
         return (
-            f"nothing was captured: the program imported {' and '.join(marks.apart)}, not torch",
+            f"nothing was captured: the program imported {' and '.join(messages.apart)}, not torch",
             "this command works on torch programs; dump and compare work on Paddle's too",
         )
-    if marks.absent:
-        extras = " ".join(f"'driftline[{name}]'" for name in marks.absent)
+    if messages.absent:
+        extras = " ".join(f"'driftline[{name}]'" for name in messages.absent)
         return (
-            f"nothing was captured: the program looked for {' and '.join(marks.absent)}, which "
-            f"{'is' if len(marks.absent) == 1 else 'are'} not installed in its environment",
+            f"nothing was captured: the program looked for {' and '.join(messages.absent)}, which "
+            f"{'is' if len(messages.absent) == 1 else 'are'} not installed in its environment",
             f"pip install {extras} there",
         )
-    if marks.unasked:
+    if messages.unasked:
         return (
-            f"nothing was captured: the program imported {' and '.join(marks.unasked)}, and "
+            f"nothing was captured: the program imported {' and '.join(messages.unasked)}, and "
             "--engine looks at another one",
             "leave --engine out: what a program imports is recognised",
         )
-    some = "1 Python process" if marks.woken == 1 else f"{marks.woken} Python processes"
+    some = "1 Python process" if messages.reached == 1 else f"{messages.reached} Python processes"
     return (
         f"nothing was captured: {some} ran, none imported torch or paddle",
         "is this the command that runs the model?",

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 from driftline import settings
 from driftline.captures.errcheck.findings import Finding, FindingsFile, headroom_rows
-from driftline.captures.launch.bootstrap import leave_mark
+from driftline.captures.launch.bootstrap import send_message
 from driftline.captures.launch.jobs import TORCH_LISTS, CapturePlan, WatchPlan, is_watch_plan
 from driftline.captures.launch.messages import MOST_PLACES, Place, ProcessReport
 from driftline.captures.options import Reduction
@@ -74,22 +74,22 @@ def begin(plan_path: str, framework: str) -> None:
     text = Path(plan_path).read_text(encoding="utf-8")
     if is_watch_plan(text):
         if framework != "torch":
-            leave_mark(plan_path, "apart", framework)
+            send_message(plan_path, "apart", framework)
             return
 
         launched: Launched = Watched(WatchPlan.from_json(text), plan_path)
     else:
         plan = CapturePlan.from_json(text)
         if framework not in plan.frameworks:
-            leave_mark(plan_path, "unasked", framework)
+            send_message(plan_path, "unasked", framework)
             return
         # Experiments replace calls of modules, and are written for torch only.
         if framework != "torch" and plan.experiment:
-            leave_mark(plan_path, "apart", framework)
+            send_message(plan_path, "apart", framework)
             return
         launched = Launched(plan, plan_path, framework)
     launched.start()
-    leave_mark(plan_path, "began", framework)
+    send_message(plan_path, "started", framework)
 
 
 def _stand_on_real_ground() -> None:
@@ -137,11 +137,11 @@ class Launched:
             rank=self.place.rank,
         )
         # Only sessions with a device backend have budgets.
-        arrivals: Any = getattr(self.session, "arrivals", None)
-        if arrivals is not None:
-            arrivals.budgets = plan.budgets
+        device_backend: Any = getattr(self.session, "device_backend", None)
+        if device_backend is not None:
+            device_backend.budgets = plan.budgets
         # Imported by the program's thread: a fork must not find another thread inside an import.
-        self.session.intake.prepare = lambda: importlib.import_module("driftline.runs.writer")
+        self.session.recorder.prepare = lambda: importlib.import_module("driftline.runs.writer")
         self.experiment: Experiment | None = None
         if plan.experiment:
             kind = EXPERIMENTS[plan.experiment["kind"]]
@@ -205,9 +205,9 @@ class Launched:
         self.session.stop()
         if self.experiment is not None:
             with contextlib.suppress(OSError):
-                leave_mark(self.plan_path, "experiment", json.dumps(self.experiment.finish()))
+                send_message(self.plan_path, "experiment", json.dumps(self.experiment.finish()))
         with contextlib.suppress(OSError):  # the launcher is gone, nobody reads reports any more
-            leave_mark(self.plan_path, "report", self.report().to_json())
+            send_message(self.plan_path, "report", self.report().to_json())
 
     def report(self) -> ProcessReport:
         session = self.session
@@ -378,7 +378,7 @@ class Watched(Launched):
             return
         super().end()
         with contextlib.suppress(OSError):
-            leave_mark(self.plan_path, "watched", json.dumps(self._counts()))
+            send_message(self.plan_path, "watched", json.dumps(self._counts()))
 
     def _counts(self) -> dict[str, Any]:
         reporter = self.reporter
@@ -428,7 +428,7 @@ class Watched(Launched):
         """End this process, and those between it and the launcher, which prints the finding."""
         # A process that is being stopped must end, whatever its message or its sink does.
         with contextlib.suppress(Exception):
-            leave_mark(self.plan_path, "stopped", finding.to_json())
+            send_message(self.plan_path, "stopped", finding.to_json())
         with contextlib.suppress(Exception):
             self.end()
         for stream in (sys.stdout, sys.stderr):

@@ -22,7 +22,7 @@ from driftline.captures.onnxruntime.sessions import Level
 from driftline.captures.onnxruntime.tensors import look
 from driftline.captures.onnxruntime.topology import facts
 from driftline.captures.options import Reduction
-from driftline.captures.recorder import Intake
+from driftline.captures.recorder import Recorder
 from driftline.captures.selection import Selection, patterns, require_visible
 from driftline.errors import BadInput
 from driftline.runs.provenance import check_room, create_run, refuse_addresses
@@ -169,9 +169,9 @@ def capture_onnx(
         sink, written = _sink(path, max_bytes=max_bytes, force=force)
         stack.callback(sink.close)
         sink.describe(**facts(file, files, plan, work.traced))
-        intake = Intake(sink, chosen, reduction, 0, look)
+        recorder = Recorder(sink, chosen, reduction, 0, look)
         executions, faithful = work.capture(
-            intake,
+            recorder,
             sink,
             selected,
             feeds,

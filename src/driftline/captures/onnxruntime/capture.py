@@ -38,7 +38,7 @@ from driftline.captures.onnxruntime.stored_forms import (
 )
 from driftline.captures.onnxruntime.tensors import look
 from driftline.captures.onnxruntime.topology import ids_of, module_tree, topology
-from driftline.captures.recorder import Address, Intake, Refusal, Snapshot
+from driftline.captures.recorder import Address, Recorder, Refusal, Snapshot
 from driftline.captures.selection import Selection
 from driftline.errors import BadInput
 from driftline.numerics import kernel
@@ -138,7 +138,7 @@ class ModelCapture:
 
     def capture(
         self,
-        intake: Intake,
+        recorder: Recorder,
         sink: Sink,
         selected: Sequence[Observation],
         feeds: Sequence[tuple[int, Feed]],
@@ -152,7 +152,7 @@ class ModelCapture:
             How often each step was executed, and whether all gave what was expected.
         """
         sink.topology(topology(self.traced, self._tree, selected))
-        self._say_unseen(intake)
+        self._say_unseen(recorder)
         executions = 0
         faithful = True
         for number, (step, feed) in enumerate(feeds):
@@ -167,10 +167,12 @@ class ModelCapture:
                 # enough.
                 if index == 0:
                     digests = [_digest(values[name]) for name in self.outputs]
-                    faithful = self._faithful(intake, digests, expected[number], step) and faithful
+                    faithful = (
+                        self._faithful(recorder, digests, expected[number], step) and faithful
+                    )
                 counted = number * len(selected) + sum(map(len, parts[:index]))
                 for observation in part:
-                    self._record(intake, observation, values, feed, step)
+                    self._record(recorder, observation, values, feed, step)
                     counted += 1
                     if progress is not None:
                         progress(counted, len(feeds) * len(selected))
@@ -206,7 +208,7 @@ class ModelCapture:
 
     def _record(
         self,
-        intake: Intake,
+        recorder: Recorder,
         observation: Observation,
         values: Mapping[str, Any],
         feed: Feed,
@@ -238,10 +240,10 @@ class ModelCapture:
             observation.alias,
             observation.class_name,
         )
-        intake.shielded(observation.site, intake.take, address, tensor)
+        recorder.guarded(observation.site, recorder.take, address, tensor)
 
     def _faithful(
-        self, intake: Intake, digests: Sequence[str], expected: Sequence[str], step: int
+        self, recorder: Recorder, digests: Sequence[str], expected: Sequence[str], step: int
     ) -> bool:
         changed = [
             name
@@ -249,7 +251,7 @@ class ModelCapture:
             if digest != expected_digest
         ]
         if changed:
-            intake.event(
+            recorder.event(
                 "differs",
                 f"step {step}: {', '.join(changed)} is not bit for bit what the session without "
                 "capture gives; does the model draw random numbers, or add in no fixed order?",
@@ -257,11 +259,11 @@ class ModelCapture:
             )
         return not changed
 
-    def _say_unseen(self, intake: Intake) -> None:
+    def _say_unseen(self, recorder: Recorder) -> None:
         for node in self.traced.optimised.nodes:
             if node.subgraphs:
                 made = next((value for value in node.outputs if value), "")
-                intake.event(
+                recorder.event(
                     "inside",
                     f"what happens inside the {node.op} '{node.name or made}' is not seen, "
                     "only what goes in and comes out",

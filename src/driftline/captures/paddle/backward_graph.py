@@ -109,7 +109,7 @@ def _surplus() -> bool:
     return held == sys.getrefcount(object()) + 2  # the name `node`, and the one too many
 
 
-class Held:
+class ReturnedLists:
     """What hooks behind nodes have returned to Paddle: emptied once the backward pass is over.
 
     Paddle 3.3 keeps a reference to the returned list for ever, and to what is in it.
@@ -121,7 +121,7 @@ class Held:
     def append(self, returned: list[Any]) -> None:
         self._lists.append(returned)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Called when no hook is under way: Paddle has taken what it was given."""
         while self._lists:
             returned = self._lists.pop()

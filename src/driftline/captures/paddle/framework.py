@@ -19,7 +19,7 @@ from driftline.captures.naming import unwrapped
 from driftline.captures.options import Reduction
 from driftline.captures.paddle import layers as flatten
 from driftline.captures.paddle import module_calls
-from driftline.captures.paddle.layers import FAMILY, Layer, facts, rank
+from driftline.captures.paddle.layers import STRUCTURE, Layer, facts, rank
 from driftline.captures.paddle.session import NO_OPERATORS, PaddleSession
 from driftline.captures.paddle.tensors import snapshot, undisturbed
 from driftline.captures.recorder import Refusal, Snapshot
@@ -37,14 +37,14 @@ class Engine:
         return isinstance(model, Layer)
 
     def leaves(self, model: Any) -> list[Leaf]:
-        layers = list(unwrapped(FAMILY, model).named_sublayers(include_self=True))
+        layers = list(unwrapped(STRUCTURE, model).named_sublayers(include_self=True))
         # One operator computes an LSTM; its cells hold the weights and are never called.
         cells = [cell for _, layer in layers if isinstance(layer, RNNBase) for cell in layer]
         silent = {id(part) for cell in cells for part in cell.sublayers(include_self=True)}
         return [
             Leaf(layer, name, str(layer.full_name()), id(layer) not in silent)
             for name, layer in layers
-            if not any(True for _ in FAMILY.children(layer))
+            if not any(True for _ in STRUCTURE.children(layer))
         ]
 
     def after_forward(self, layer: Any, look: Callable[[Any], None]) -> None:

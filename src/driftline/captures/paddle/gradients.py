@@ -3,9 +3,9 @@
 """Gradients of Paddle layers and parameters, read without touching what autograd computes.
 
 The gradient of a call's input is put together from what passes in the backward graph. What the
-call's own operations send, as hooks show it, is added up by `Inflow`. `Rest` is for inputs where an
-operation shows nothing: the input's total, less what all others send to it. Nothing is put into the
-graph; what cannot be determined is reported, never guessed.
+call's own operations send, as hooks show it, is added up by `GradientSum`. `GradientByDifference`
+is for inputs where an operation shows nothing: the input's total, less what all others send to it.
+Nothing is put into the graph; what cannot be determined is reported, never guessed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from driftline.captures.gradients import CallGradients, Inflow, PassedCall
+from driftline.captures.gradients import CallGradients, GradientSum, PassedCall
 from driftline.captures.paddle import backward_graph, list_operations
 from driftline.captures.paddle.backward_graph import (
     Edge,
-    Held,
+    ReturnedLists,
     TooMany,
     edges_into,
     hookable,
@@ -47,7 +47,9 @@ def shows(node: Any) -> bool:
     return node.name() in hookable() or list_operations.find(node.node_ptr()) is not None
 
 
-def look_at(node: Any, edges: list[tuple[Edge, Arrived]], held: Held, failed: Failed) -> Any:
+def look_at(
+    node: Any, edges: list[tuple[Edge, Arrived]], held: ReturnedLists, failed: Failed
+) -> Any:
     """Show what a node sends along some of its edges; gives what takes the hook away again."""
     watch = _Watch(edges, failed)
     if node.name() in hookable():
@@ -80,7 +82,7 @@ class _NodeHook:
 
     __slots__ = ("_held", "_watch")
 
-    def __init__(self, watch: _Watch, held: Held) -> None:
+    def __init__(self, watch: _Watch, held: ReturnedLists) -> None:
         self._watch = watch
         self._held = held.append
 
@@ -92,7 +94,7 @@ class _NodeHook:
         return returned
 
 
-class Rest:
+class GradientByDifference:
     """One input of one call, by its total: the hook on the input itself.
 
     Which edges lead to it from outside of the call is known when a backward pass begins. None: the
@@ -138,7 +140,9 @@ class Rest:
         self._why: str | None = _UNSEEN
         self._remove: list[Callable[[], None]] = []
 
-    def begin(self, reached: list[tuple[Any, list[Edge]]], held: Held, failed: Failed) -> None:
+    def begin(
+        self, reached: list[tuple[Any, list[Edge]]], held: ReturnedLists, failed: Failed
+    ) -> None:
         """A pass begins in which these edges lead to the input's origin."""
         own: list[tuple[Any, list[Edge]]] = []
         foreign: list[tuple[Any, list[Edge]]] = []
@@ -277,10 +281,10 @@ class GradientTap(CallGradients):
         self._parameters = ParameterGradients(session)
         self._calls = _Calls()
         self._lock = threading.Lock()
-        self._open: list[tuple[Inflow[Any], int]] = []
-        self._held = Held()
+        self._open: list[tuple[GradientSum[Any], int]] = []
+        self._held = ReturnedLists()
         self._on_leaves: list[tuple[int, Any]] = []
-        self._rests: weakref.WeakSet[Rest] = weakref.WeakSet()
+        self._differences: weakref.WeakSet[GradientByDifference] = weakref.WeakSet()
 
     def install(self) -> None:
         self.active = True
@@ -391,16 +395,16 @@ class GradientTap(CallGradients):
         unclear = {pointer for pointer, parts in parts_by_node.items() if len(parts) > 1}
         unclear |= {edge.source for node, edges in reached if not shows(node) for edge in edges}
         sums = {
-            pointer: Inflow(call, *parts[0][:2])
+            pointer: GradientSum(call, *parts[0][:2])
             for pointer, parts in parts_by_node.items()
             if pointer not in unclear
         }
         for node, edges in reached:
             watched = [(edge, sums[edge.source]) for edge in edges if edge.source in sums]
-            for _, inflow in watched:
-                inflow.expected += 1
+            for _, gradient_sum in watched:
+                gradient_sum.expected += 1
             if watched:
-                arrivals = [(edge, inflow.arrived) for edge, inflow in watched]
+                arrivals = [(edge, gradient_sum.arrived) for edge, gradient_sum in watched]
                 look_at(node, arrivals, self._held, functools.partial(self.lost, call.site))
         for pointer in unclear:
             self._hook_unclear(call, pointer, parts_by_node[pointer], reached)
@@ -420,37 +424,43 @@ class GradientTap(CallGradients):
             if edge.source == pointer
         }
         for slot, alias, tensor in parts if own else ():
-            rest = Rest(call, slot, alias, pointer, own, is_part=len(parts) > 1)
-            self._hook_total(rest, tensor)
+            difference = GradientByDifference(
+                call, slot, alias, pointer, own, is_part=len(parts) > 1
+            )
+            self._hook_total(difference, tensor)
 
-    def _hook_total(self, rest: Rest, tensor: Any) -> None:
+    def _hook_total(self, difference: GradientByDifference, tensor: Any) -> None:
         # An in-place operation has given the tensor another origin; its hook would see the wrong
         # total.
         now = node_of(tensor)
-        if now is None or now.node_ptr() != rest.source:
-            self.without(rest.call, "an input that was changed in place")
+        if now is None or now.node_ptr() != difference.source:
+            self.without(difference.call, "an input that was changed in place")
             return
-        handle = tensor.register_hook(rest)
+        handle = tensor.register_hook(difference)
         if tensor.is_leaf:  # which outlives this call's graph
-            self._on_leaves.append((rest.call.step, handle))
-            while self._on_leaves[0][0] < rest.call.step:
+            self._on_leaves.append((difference.call.step, handle))
+            while self._on_leaves[0][0] < difference.call.step:
                 self._on_leaves.pop(0)[1].remove()
-        self._rests.add(rest)
+        self._differences.add(difference)
 
     def begins(self, roots: list[Any]) -> None:
         """A backward pass begins: who else sends something to inputs that are known by totals?"""
-        rests = list(self._rests)
-        if not rests or not self.active:
+        differences = list(self._differences)
+        if not differences or not self.active:
             return
         try:
             nodes = [node for node in map(node_of, roots) if node is not None]
-            reached = edges_into({rest.source for rest in rests}, nodes, most=_WHOLE_GRAPH)
-            for rest in rests:
-                rest.begin(reached, self._held, functools.partial(self.lost, rest.call.site))
+            reached = edges_into(
+                {difference.source for difference in differences}, nodes, most=_WHOLE_GRAPH
+            )
+            for difference in differences:
+                difference.begin(
+                    reached, self._held, functools.partial(self.lost, difference.call.site)
+                )
         except TooMany:
             return  # the hooks on the inputs say that nobody has seen it
         except Exception as error:
-            self.lost(rests[0].call.site, error)
+            self.lost(differences[0].call.site, error)
 
     def without(self, call: PassedCall[GradientTap], what: str) -> None:
         """An input gradient of a call cannot be had."""
@@ -469,15 +479,15 @@ class GradientTap(CallGradients):
         with self._lock:
             waiting, self._open = self._open, []
         # Before the sums are emitted, so that hooks of this pass do not stay for the next.
-        for rest in list(self._rests):
-            rest.forget()
-        self._held.let_go()
-        for inflow, task in waiting:
-            inflow.finish(task)
+        for difference in list(self._differences):
+            difference.forget()
+        self._held.release()
+        for gradient_sum, task in waiting:
+            gradient_sum.finish(task)
 
-    def expect(self, inflow: Inflow[Any], task: int) -> None:
+    def expect(self, gradient_sum: GradientSum[Any], task: int) -> None:
         with self._lock:
-            self._open.append((inflow, task))
+            self._open.append((gradient_sum, task))
 
 
 def _parts_by_node(inputs: Named, origins: list[Any]) -> dict[int, list[tuple[str, str, Any]]]:

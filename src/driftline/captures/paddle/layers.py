@@ -36,8 +36,8 @@ _WRAPPERS = {
 }
 
 
-class PaddleFamily:
-    """Structure of Paddle layers; see `naming.Family`."""
+class PaddleStructure:
+    """Structure of Paddle layers; see `naming.ModuleStructure`."""
 
     kind: type = Layer
     table = "_sub_layers"
@@ -62,7 +62,7 @@ class PaddleFamily:
         return False
 
 
-FAMILY = PaddleFamily()
+STRUCTURE = PaddleStructure()
 
 
 def is_static(layer: Any) -> bool:
@@ -91,16 +91,16 @@ def layer_tree(names: ModuleNames, order: Iterable[str]) -> ModuleTree:
 
 
 def _node(layer: Any, names: ModuleNames, seen: set[int]) -> ModuleNode:
-    layer = unwrapped(FAMILY, layer)
+    layer = unwrapped(STRUCTURE, layer)
     place = names.known(layer)
-    class_name = FAMILY.class_name(layer)
+    class_name = STRUCTURE.class_name(layer)
     site = place.site if place else class_name
     ids = place.ids if place else None
     # A layer that is used twice is listed in full once.
     if id(layer) in seen:
         return ModuleNode(site, class_name, ids, shared=True)
     seen.add(id(layer))
-    below = tuple((name, _node(child, names, seen)) for name, child in FAMILY.children(layer))
+    below = tuple((name, _node(child, names, seen)) for name, child in STRUCTURE.children(layer))
     return ModuleNode(site, class_name, ids, _parameters(layer), below)
 
 

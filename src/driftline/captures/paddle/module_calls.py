@@ -25,15 +25,15 @@ from driftline.captures.calls import Frame
 from driftline.captures.module_calls import (
     DEEP,
     fault,
-    give_room_back,
-    more_room,
     note_failure,
     optimizer_stepped,
+    raise_recursion_limit,
+    restore_recursion_limit,
     tell_taps,
 )
 from driftline.captures.naming import Place, unwrapped
 from driftline.captures.paddle import layers, optimizers
-from driftline.captures.paddle.layers import FAMILY, is_static
+from driftline.captures.paddle.layers import STRUCTURE, is_static
 from driftline.captures.paddle.session import PaddleSession
 from driftline.captures.paddle.tensors import undisturbed
 
@@ -100,30 +100,30 @@ def _watched(
         _set_eval_frame(translator)
     if frame is None:
         return call(self, *args, **kwargs)
-    room = more_room() if depth % DEEP == DEEP - 1 else 0
+    room = raise_recursion_limit() if depth % DEEP == DEEP - 1 else 0
     try:
         result = call(self, *args, **kwargs)
     except BaseException as error:
         if room:
-            give_room_back(room)
+            restore_recursion_limit(room)
         # Deeper frames are still there where an exception skipped their cleanup; the innermost
         # reports.
         if len(stack) == depth + 1:
-            session.shielded(frame.site, note_failure, session, frame, error)
+            session.guarded(frame.site, note_failure, session, frame, error)
         if frame.around is not None:
-            session.shielded(frame.site, frame.around.close)
+            session.guarded(frame.site, frame.around.close)
         del stack[depth:]
         raise
     translator = _set_eval_frame(None)
     try:
         if room:
-            give_room_back(room)
+            restore_recursion_limit(room)
         _leave(session, frame, result)
     except Exception as error:
         fault(session, self, error)
     finally:
         if frame.around is not None:
-            session.shielded(frame.site, frame.around.close)
+            session.guarded(frame.site, frame.around.close)
         del stack[depth:]
         _set_eval_frame(translator)
     return result
@@ -179,7 +179,7 @@ def _leave(session: PaddleSession, frame: Frame, result: Any) -> None:
         if look.outputs and wanted and tensors:
             _take_all(session, frame, "output", tensors, "after")
         for tap in taps:
-            session.shielded(frame.site, tap.on_forward, frame, frame.inputs, tensors)
+            session.guarded(frame.site, tap.on_forward, frame, frame.inputs, tensors)
     if outermost:
         session.root_done()
 
@@ -188,12 +188,12 @@ def _take_all(
     session: PaddleSession, frame: Frame, port: str, tensors: layers.Tensors, moment: str
 ) -> None:
     with undisturbed():
-        session.intake.take_all(frame, port, tensors, moment)
+        session.recorder.take_all(frame, port, tensors, moment)
 
 
 def _forward(layer: Any) -> Callable[..., Any]:
     """The forward as the program wrote it; a static region keeps it aside."""
-    forward = unwrapped(FAMILY, layer).forward
+    forward = unwrapped(STRUCTURE, layer).forward
     return getattr(forward, "dygraph_function", None) or forward
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import paddle
 
 from driftline.captures.gradients import Contributions, Owner
-from driftline.captures.paddle.layers import FAMILY
+from driftline.captures.paddle.layers import STRUCTURE
 from driftline.captures.recorder import Address
 
 _Optimizer: Any = paddle.optimizer.Optimizer
@@ -184,7 +184,7 @@ def layers_of(root: Any) -> Iterator[Any]:
         seen.add(id(layer))
         yield layer
         # Reversed because the list is a stack: children come in their own order.
-        waiting.extend(child for _, child in reversed([*FAMILY.children(layer)]))
+        waiting.extend(child for _, child in reversed([*STRUCTURE.children(layer)]))
 
 
 class ParameterTap:
@@ -228,7 +228,7 @@ class ParameterTap:
             return
         for layer in layers_of(root):
             site: str = session.site_of(layer)
-            class_name = FAMILY.class_name(layer)
+            class_name = STRUCTURE.class_name(layer)
             if not session.wants(site, class_name, "param"):
                 continue
             for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
@@ -286,7 +286,7 @@ class ParameterGradients:
         entry = self._owners.get(id(parameter))
         # The id of a dead parameter may be given to a new one: the reference decides.
         if entry is None or entry[0]() is not parameter:
-            owner = Owner(self._session.site_of(layer), name, FAMILY.class_name(layer))
+            owner = Owner(self._session.site_of(layer), name, STRUCTURE.class_name(layer))
             entry = self._owners[id(parameter)] = (weakref.ref(parameter), owner)
             self._hooked.discard(id(parameter))
         # A frozen parameter cannot carry a hook; it may be thawed between two calls.

@@ -17,7 +17,7 @@ import paddle
 
 from driftline.captures.calls import StepClock, StepsBy
 from driftline.captures.options import Reduction
-from driftline.captures.paddle.layers import FAMILY, layer_tree
+from driftline.captures.paddle.layers import STRUCTURE, layer_tree
 from driftline.captures.paddle.tensors import grad_enabled, snapshot, undisturbed
 from driftline.captures.selection import Selection
 from driftline.captures.session import Adapter, Session
@@ -66,7 +66,7 @@ class PaddleSession(Session):
             model=model,
             rank=rank,
             adapter=Adapter(
-                FAMILY,
+                STRUCTURE,
                 snapshot,
                 functools.partial(
                     StepClock,

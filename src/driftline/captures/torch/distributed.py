@@ -138,7 +138,7 @@ def _stages(site_of: Callable[[Any], str | None] | None) -> list[JSON]:
 
 
 def _alive(kind: type) -> Iterable[Any]:
-    """Objects of a class. By `type`: asking a stranger for its `__class__` may run its code."""
+    """Objects of a class, by `type`: asking for their `__class__` may run their code."""
     # `issubclass` of the type: `isinstance` would ask `__class__`, which lazy proxies compute.
     return [candidate for candidate in gc.get_objects() if issubclass(type(candidate), kind)]
 

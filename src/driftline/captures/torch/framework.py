@@ -214,9 +214,9 @@ def check_graph(graph: str | None, levels: Sequence[str], *, fusion: bool) -> No
     Raises:
         BadInput: No such graph, or levels that cannot be seen at the same time.
     """
-    from driftline.captures.torch.compile.tap import known_graph
+    from driftline.captures.torch.compile.tap import check_graph_engine
 
-    known_graph(graph, levels, fusion=fusion)
+    check_graph_engine(graph, levels, fusion=fusion)
 
 
 def watch_graphs(

@@ -23,7 +23,13 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from driftline.captures.gradients import CallGradients, Contributions, Inflow, Owner, PassedCall
+from driftline.captures.gradients import (
+    CallGradients,
+    Contributions,
+    GradientSum,
+    Owner,
+    PassedCall,
+)
 from driftline.captures.recorder import Address
 from driftline.captures.torch.layers import class_name_of
 from driftline.captures.torch.operators.dispatch import break_graphs, hide_from_compiler
@@ -286,7 +292,7 @@ class GradientTap(CallGradients):
         self._calls = _CallStack()
         self._parameters = ParameterGradients(session)
         self._lock = threading.Lock()
-        self._open: dict[int, list[Inflow[Any]]] = {}
+        self._open: dict[int, list[GradientSum[Any]]] = {}
 
     def install(self) -> None:
         self.active = True
@@ -370,27 +376,29 @@ class GradientTap(CallGradients):
         self, call: PassedCall[GradientTap], entry: _Entry, inputs: Named, ends: list[Any]
     ) -> None:
         _, first, origins = entry
-        sources: dict[tuple[Any, int], Inflow[Any]] = {}
+        sources: dict[tuple[Any, int], GradientSum[Any]] = {}
         for (slot, alias, tensor), (number, output) in zip(inputs, origins, strict=True):
             if number >= 0:
                 # One tensor that is given twice has one gradient.
-                sources.setdefault((number, output), Inflow(call, slot, alias))
+                sources.setdefault((number, output), GradientSum(call, slot, alias))
             elif tensor.is_leaf and tensor.requires_grad:
-                sources.setdefault((get_gradient_edge(tensor).node, 0), Inflow(call, slot, alias))
+                sources.setdefault(
+                    (get_gradient_edge(tensor).node, 0), GradientSum(call, slot, alias)
+                )
         if not sources:
             return
         for node, edges in _edges_into(sources, ends, first):
-            for _, inflow in edges:
-                inflow.expected += 1
+            for _, gradient_sum in edges:
+                gradient_sum.expected += 1
             node.register_hook(_InputHook(edges))
 
-    def expect(self, inflow: Inflow[Any], task: int) -> None:
+    def expect(self, gradient_sum: GradientSum[Any], task: int) -> None:
         with self._lock:
             waiting = self._open.get(task)
             if waiting is not None:
-                waiting.append(inflow)
+                waiting.append(gradient_sum)
                 return
-            self._open[task] = [inflow]
+            self._open[task] = [gradient_sum]
         # The engine calls back at the end of this very pass, also when some edges never run.
         engine = _autograd.Variable._execution_engine
         engine.queue_callback(lambda: self._finish(task))
@@ -398,8 +406,8 @@ class GradientTap(CallGradients):
     def _finish(self, task: int) -> None:
         with self._lock:
             waiting = self._open.pop(task, [])
-        for inflow in waiting:
-            inflow.finish(task)
+        for gradient_sum in waiting:
+            gradient_sum.finish(task)
 
     def task(self) -> int:
         return _C._current_graph_task_id()
@@ -450,54 +458,54 @@ class _InputHook:
 
     __slots__ = ("_edges",)
 
-    def __init__(self, edges: list[tuple[int, Inflow[Any]]]) -> None:
+    def __init__(self, edges: list[tuple[int, GradientSum[Any]]]) -> None:
         self._edges = edges
 
     def __call__(self, gradients: Gradients, _: Gradients) -> None:
-        for index, inflow in self._edges:
+        for index, gradient_sum in self._edges:
             try:
-                inflow.arrived(gradients[index])
+                gradient_sum.arrived(gradients[index])
             except Exception as error:
-                tap = inflow.call.tap()
+                tap = gradient_sum.call.tap()
                 if tap is not None:
-                    tap.lost(inflow.call.site, error)
+                    tap.lost(gradient_sum.call.site, error)
 
 
 hide_from_compiler(_OutputHook.__call__, _InputHook.__call__)
 
 
 def _edges_into(
-    sources: dict[tuple[Any, int], Inflow[Any]], ends: list[Any], first: int
-) -> list[tuple[Any, list[tuple[int, Inflow[Any]]]]]:
+    sources: dict[tuple[Any, int], GradientSum[Any]], ends: list[Any], first: int
+) -> list[tuple[Any, list[tuple[int, GradientSum[Any]]]]]:
     """Nodes between `ends` and `sources` that have an edge into a source, with those edges.
 
     Sources are known by sequence number and output number, leaves by node. Nodes numbered below
     `first` were made before the module was called: the walk stops there, so it costs what the
     module itself put into the graph.
     """
-    nodes_with_edges: list[tuple[Any, list[tuple[int, Inflow[Any]]]]] = []
+    nodes_with_edges: list[tuple[Any, list[tuple[int, GradientSum[Any]]]]] = []
     seen = {node for node in ends if first <= node._sequence_nr() != _LEAF}
     stack = [*seen]
     while stack:
         node = stack.pop()
-        hits: list[tuple[int, Inflow[Any]]] | None = None
+        hits: list[tuple[int, GradientSum[Any]]] | None = None
         for index, (following, output) in enumerate(node.next_functions):
             if following is None:
                 continue
             number = following._sequence_nr()
             # Leaves all have the same number, so they are told apart by their node.
             if number == _LEAF:
-                inflow = sources.get((following, output))
+                gradient_sum = sources.get((following, output))
             elif number >= first:
                 if following not in seen:
                     seen.add(following)
                     stack.append(following)
                 continue
             else:
-                inflow = sources.get((number, output))
-            if inflow is not None:
+                gradient_sum = sources.get((number, output))
+            if gradient_sum is not None:
                 hits = hits or []
-                hits.append((index, inflow))
+                hits.append((index, gradient_sum))
         if hits:
             nodes_with_edges.append((node, hits))
     return nodes_with_edges

@@ -109,8 +109,8 @@ def children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-class TorchFamily:
-    """Structure of torch modules; see `naming.Family`."""
+class TorchStructure:
+    """Structure of torch modules; see `naming.ModuleStructure`."""
 
     kind = nn.Module
     table = "_modules"
@@ -142,12 +142,12 @@ class TorchFamily:
         )
 
 
-FAMILY = TorchFamily()
+STRUCTURE = TorchStructure()
 
 
 def topmost(module: nn.Module) -> nn.Module:
     """The outermost model a module is part of; itself when it is part of none."""
-    return cast(nn.Module, naming.topmost(FAMILY, module))
+    return cast(nn.Module, naming.topmost(STRUCTURE, module))
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -236,7 +236,7 @@ _REHEARSAL_DEPTH = 12
 _tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 
 
-def is_unwelcome() -> bool:
+def must_not_watch() -> bool:
     """Where looking would be noise or leave traces: data workers, scripts being traced."""
     if _tracing_state() is not None:
         return True

@@ -268,7 +268,7 @@ def in_step(
         name: Name = "reference" if side == "reference" else "candidate"
         sink = steps.reference if name == "reference" else steps.candidate
         session = CaptureSession(sink, selection, Reduction(), model=model)
-        session.intake.elsewhere = _Side(meeting, name, session)
+        session.recorder.device_backend = _Side(meeting, name, session)
         sessions[name] = session
     devices = _devices()
     thread = threading.Thread(target=run_reference, name="driftline-reference", daemon=True)

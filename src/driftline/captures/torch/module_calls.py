@@ -25,10 +25,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from driftline.captures.module_calls import (
     DEEP,
     fault,
-    give_room_back,
-    more_room,
     note_failure,
     optimizer_stepped,
+    raise_recursion_limit,
+    restore_recursion_limit,
     tell_taps,
 )
 from driftline.captures.torch import layers
@@ -40,7 +40,7 @@ from driftline.captures.torch.layers import (
     is_compiled,
     is_rehearsal,
     is_transparent,
-    is_unwelcome,
+    must_not_watch,
     unwrapped,
 )
 from driftline.captures.torch.operators.dispatch import break_graphs
@@ -126,10 +126,10 @@ def _watched(
             _set_eval_frame(compiler)
     if frame is None:
         # A module outside the watched model is remembered, so that operators in it are not its own.
-        if session.taps and not depth and session.is_stranger(self):
+        if session.taps and not depth and session.is_outside_model(self):
             return _unwatched(session, call, self, args, kwargs)
         return call(self, *args, **kwargs)
-    room = more_room() if depth % DEEP == DEEP - 1 else 0
+    room = raise_recursion_limit() if depth % DEEP == DEEP - 1 else 0
     try:
         if session.stand_in is None:
             result = call(self, *args, **kwargs)
@@ -139,7 +139,7 @@ def _watched(
         compiler = _set_eval_frame(None)
         try:
             if room:
-                give_room_back(room)
+                restore_recursion_limit(room)
             _raised(session, stack, depth, frame, error)
         finally:
             _set_eval_frame(compiler)
@@ -148,13 +148,13 @@ def _watched(
         compiler = _set_eval_frame(None)
     try:
         if room:
-            give_room_back(room)
+            restore_recursion_limit(room)
         leave(session, stack, frame, result)
     except Exception as error:
         fault(session, self, error)
     finally:
         if frame.around is not None:
-            session.shielded(frame.site, frame.around.close)
+            session.guarded(frame.site, frame.around.close)
         del stack[depth:]
         if compiler is not None:
             _set_eval_frame(compiler)
@@ -206,7 +206,7 @@ def _watched_again(
             or _function_modes()
             or _dispatch_modes()
             or not session.selection.takes_step(step)
-            or not session.arrivals.take_last(last, frame, out)
+            or not session.device_backend.take_last(last, frame, out)
         ):
             leave(session, stack, frame, result)
     except Exception as error:
@@ -222,10 +222,10 @@ def _raised(
     """A module's call has ended with an exception, which goes on."""
     try:
         if len(stack) == depth + 1:
-            session.shielded(frame.site, note_failure, session, frame, error)
+            session.guarded(frame.site, note_failure, session, frame, error)
     finally:
         if frame.around is not None:
-            session.shielded(frame.site, frame.around.close)
+            session.guarded(frame.site, frame.around.close)
         del stack[depth:]
 
 
@@ -238,12 +238,12 @@ def _unwatched(
 ) -> Any:
     """Call a module that is no part of the watched model; its class is kept in mind meanwhile."""
     thread = session.thread
-    before = thread.stranger
-    thread.stranger = before or type(module).__name__
+    before = thread.unwatched_class
+    thread.unwatched_class = before or type(module).__name__
     try:
         return call(module, *args, **kwargs)
     finally:
-        thread.stranger = before
+        thread.unwatched_class = before
 
 
 def enter(
@@ -254,7 +254,7 @@ def enter(
     kwargs: dict[str, Any],
 ) -> Frame | None:
     """A module is about to run: name it, count it, take its inputs."""
-    if not session.running or is_unwelcome():
+    if not session.running or must_not_watch():
         return None
     place = session.names.of(module, stack[-1].place if stack else None)
     if place is None:
@@ -314,9 +314,9 @@ def leave(session: CaptureSession, stack: list[Frame], frame: Frame, result: Any
             # Only a plain call whose inputs nobody wants can take the short way next time.
             if place.last is None and not (place.wraps or place.root.helper or frame.inputs):
                 visits = session.visits_of(place.site, recompute=False)
-                place.last = session.arrivals.last_of(frame, tensors, visits)
+                place.last = session.device_backend.last_of(frame, tensors, visits)
         for tap in taps:
-            session.shielded(frame.site, tap.on_forward, frame, frame.inputs, tensors)
+            session.guarded(frame.site, tap.on_forward, frame, frame.inputs, tensors)
     if len(stack) == 1:
         session.root_done()
 
@@ -324,10 +324,10 @@ def leave(session: CaptureSession, stack: list[Frame], frame: Frame, result: Any
 def _take_all(
     session: CaptureSession, frame: Frame, port: str, tensors: layers.Tensors, moment: str
 ) -> None:
-    arrivals = session.arrivals
-    if arrivals.alike and not _function_modes() and not _dispatch_modes():
+    device_backend = session.device_backend
+    if device_backend.known_tensors and not _function_modes() and not _dispatch_modes():
         # Nobody could see that a tensor is looked at: those like the last ones take no more.
-        again = arrivals.take_again
+        again = device_backend.take_again
         for index, (slot, alias, tensor) in enumerate(tensors):
             if not again(frame, port, slot, alias, tensor, moment):
                 tensors = tensors[index:]
@@ -335,7 +335,7 @@ def _take_all(
         else:
             return
     with undisturbed():
-        session.intake.take_all(frame, port, tensors, moment)
+        session.recorder.take_all(frame, port, tensors, moment)
 
 
 def _plainly(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:

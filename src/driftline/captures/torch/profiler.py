@@ -360,12 +360,12 @@ class ProfileTap:
         for name in _ENTRY_POINTS:
             self._before[name] = getattr(_torch_profiler, name)
             setattr(_torch_profiler, name, self._giving_way(self._before[name]))
-        intake = self.session.intake
+        recorder = self.session.recorder
         # The capture's work is marked, so that its kernels and times can be left out.
         for name in ("take", "take_all"):
-            self._parts[name] = getattr(intake, name)
-            setattr(intake, name, _marked(self._parts[name]))
-        self.session.take = intake.take
+            self._parts[name] = getattr(recorder, name)
+            setattr(recorder, name, _marked(self._parts[name]))
+        self.session.take = recorder.take
         if not torch.cuda.is_initialized():
             lazily: Any = getattr(torch.cuda, "_lazy_call", None)
             if lazily is not None:
@@ -397,8 +397,8 @@ class ProfileTap:
             setattr(_torch_profiler, name, function)
         # The wrapped methods were set on the instance; deleting them shows the class's own.
         for name in self._parts:
-            delattr(self.session.intake, name)
-        self.session.take = self.session.intake.take
+            delattr(self.session.recorder, name)
+        self.session.take = self.session.recorder.take
 
     @contextmanager
     def around_root(self, module: nn.Module) -> Generator[None]:
@@ -483,7 +483,7 @@ class ProfileTap:
 
     def _device_came(self) -> None:
         """The program begins to use a GPU: what runs there is to be seen too."""
-        self.session.shielded("profile", self._start_again)
+        self.session.guarded("profile", self._start_again)
 
     def _start_again(self) -> None:
         with self._lock:
@@ -512,7 +512,7 @@ class ProfileTap:
     def _finish(self) -> None:
         results = self._stop()
         if results is not None:
-            self.session.shielded("profile", self._write_sheets, read_profile(results))
+            self.session.guarded("profile", self._write_sheets, read_profile(results))
 
     def _giving_way(self, begin: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(begin)

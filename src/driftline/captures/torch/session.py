@@ -20,11 +20,11 @@ from driftline.captures.calls import StepClock as CommonClock
 from driftline.captures.naming import Root
 from driftline.captures.options import Reduction
 from driftline.captures.selection import Selection
-from driftline.captures.session import LEVELS, Adapter, Session, known_levels
+from driftline.captures.session import LEVELS, Adapter, Session, checked_levels
 from driftline.captures.torch.device import cuda
-from driftline.captures.torch.device.backend import Arrivals
+from driftline.captures.torch.device.backend import TorchDeviceBackend
 from driftline.captures.torch.distributed import job_facts
-from driftline.captures.torch.layers import FAMILY, compiled_graphs, module_tree, unwrapped
+from driftline.captures.torch.layers import STRUCTURE, compiled_graphs, module_tree, unwrapped
 from driftline.captures.torch.tensors import snapshot, undisturbed
 from driftline.runs.sinks import JSON
 
@@ -39,7 +39,7 @@ __all__ = [
     "StepsBy",
     "Tap",
     "Tensors",
-    "known_levels",
+    "checked_levels",
 ]
 
 
@@ -123,10 +123,10 @@ class CaptureSession(Session):
             levels,
             model=model,
             rank=rank,
-            adapter=Adapter(FAMILY, snapshot, functools.partial(StepClock, steps_by)),
+            adapter=Adapter(STRUCTURE, snapshot, functools.partial(StepClock, steps_by)),
         )
-        self.arrivals = self.intake.elsewhere = Arrivals(
-            self.intake, self.selection, self.reduction, rank
+        self.device_backend = self.recorder.device_backend = TorchDeviceBackend(
+            self.recorder, self.selection, self.reduction, rank
         )
         self._graphs_before = 0
         self.sees_graphs = False  # a tap looks into compiled graphs
@@ -141,7 +141,7 @@ class CaptureSession(Session):
                 self.taps.append(getattr(importlib.import_module(where), name)(self))
         self._graphs_before = compiled_graphs()
         # Before the first call, so that no allocation of the program is missed.
-        cuda.watch(self.arrivals)
+        cuda.watch(self.device_backend)
         module_calls.watch(self)
 
     def unwatch(self) -> None:
@@ -149,10 +149,10 @@ class CaptureSession(Session):
 
         # Calls end first: a tensor that arrives after the device backend has stopped would be lost.
         module_calls.unwatch(self)
-        cuda.unwatch(self.arrivals)
+        cuda.unwatch(self.device_backend)
 
     def after_fork(self) -> None:
-        self.arrivals.after_fork()
+        self.device_backend.after_fork()
         super().after_fork()
 
     def undisturbed(self) -> AbstractContextManager[None]:
@@ -180,7 +180,7 @@ class CaptureSession(Session):
             )
         graphs = compiled_graphs() - self._graphs_before
         # A module that is known to be compiled has been reported with its name already.
-        if graphs > 0 and not self.sees_graphs and not self.intake.has_said("compiled"):
+        if graphs > 0 and not self.sees_graphs and not self.recorder.has_event("compiled"):
             self.event(
                 "compiled",
                 f"torch.compile made {graphs} graphs; modules inside them are not seen: run the "

@@ -82,7 +82,7 @@ class Check(NamedTuple):
         should: The value that it should have.
         kernel: Whether a generated kernel is asked, not a decomposition.
         limit: They may be so far apart.
-        shaken: The step that says how much rounding alone does to it.
+        perturbed: The step that says how much rounding alone does to it.
         slot: Which of that step's results.
     """
 
@@ -91,11 +91,11 @@ class Check(NamedTuple):
     should: str
     kernel: bool
     limit: float
-    shaken: str
+    perturbed: str
     slot: int
 
 
-class Turn:
+class Stage:
     """What is done before a kernel is called, in this order."""
 
     def __init__(self) -> None:
@@ -105,30 +105,30 @@ class Turn:
         self.forget: list[str] = []
 
 
-class Workings:
-    """All turns of a graph.
+class FusionPlan:
+    """All stages of a graph.
 
     Attributes:
-        turns: One for each kernel and one after the last.
+        stages: One for each kernel and one after the last.
         sources: By buffer or input: the nodes whose value it is, as far as they are needed.
         constants: Values that are known already.
         symbols: Sizes that vary: symbol, the input that tells it, and which of its axes.
-        shaken: Steps that are also taken with inputs that are off by this share of themselves.
-        twins: The same for all steps inside of a kernel: from inputs that are off to a result that
-            is, each step rounding anew.
+        perturbed: Steps that are also taken with inputs that are off by this share of themselves.
+        perturbed_chains: The same for all steps inside of a kernel: from inputs that are off to a
+            result that is, each step rounding anew.
     """
 
     def __init__(self, units: int) -> None:
-        self.turns = [Turn() for _ in range(units + 1)]
+        self.stages = [Stage() for _ in range(units + 1)]
         self.sources: dict[str, str] = {}
         self.constants: dict[str, Any] = {}
         self.symbols: list[tuple[Any, str, int | None]] = []
-        self.shaken: dict[str, float] = {}
-        self.twins: dict[str, float] = {}
+        self.perturbed: dict[str, float] = {}
+        self.perturbed_chains: dict[str, float] = {}
 
     @property
     def is_empty(self) -> bool:
-        return not any(turn.shown or turn.checks for turn in self.turns)
+        return not any(stage.shown or stage.checks for stage in self.stages)
 
 
 def renamed(value: Any, names: Mapping[str, str]) -> Any:
@@ -218,12 +218,12 @@ _TIMES = 4
 a compiler never has it in memory."""
 
 
-def workings_of(
+def plan_fusion(
     module: torch.fx.GraphModule,
     units: Sequence[Unit],
     ends: Mapping[str, int],
     shown_inputs: set[str],
-) -> Workings:
+) -> FusionPlan:
     """Plan what is computed beside a graph.
 
     Args:
@@ -232,10 +232,10 @@ def workings_of(
         ends: By buffer or input: the last kernel that reads it.
         given: Inputs that the program shows us.
     """
-    return _Planning(module, units, ends, shown_inputs).planned()
+    return _Planner(module, units, ends, shown_inputs).planned()
 
 
-class _Planning:
+class _Planner:
     def __init__(
         self,
         module: torch.fx.GraphModule,
@@ -245,7 +245,7 @@ class _Planning:
     ) -> None:
         self._module = module
         self._units = units
-        self._workings = Workings(len(units))
+        self._fusion_plan = FusionPlan(len(units))
         self._nodes = {node.name: node for node in module.graph.nodes}
         self._results = {
             result: node.name
@@ -262,7 +262,7 @@ class _Planning:
 
     def _find_sources(self, ends: Mapping[str, int], shown_inputs: set[str]) -> None:
         """Values that need not be computed: inputs, constants, what kernels keep."""
-        works = self._workings
+        works = self._fusion_plan
         for name, node in self._nodes.items():
             if node.op == "placeholder" and name in shown_inputs:
                 self._from[name], self._until[name] = 0, ends.get(name, _NEVER)
@@ -286,7 +286,7 @@ class _Planning:
         sizes = [_elements(self._nodes[name]) for name in self._from]
         self._largest = max(_ROOM, _TIMES * max(sizes, default=0))
 
-    def planned(self) -> Workings:
+    def planned(self) -> FusionPlan:
         made = [(index, name) for name, index in self._maker.items() if name in self._nodes]
         order = {name: index for index, name in enumerate(self._nodes)}
         for index, name in sorted(made, key=lambda maker: (maker[0], order[maker[1]])):
@@ -301,15 +301,15 @@ class _Planning:
             elif not sees(node.target) or node.target is operator.getitem:
                 self._look_inside(node, unit, index)
         self._forget()
-        return self._workings
+        return self._fusion_plan
 
     def _look_inside(self, node: Any, unit: Unit, index: int) -> None:
-        turn = self._plan(node.name, index)
-        if turn is None:
+        stage = self._plan(node.name, index)
+        if stage is None:
             return
-        self._workings.turns[turn].shown.append((node.name, unit.name))
+        self._fusion_plan.stages[stage].shown.append((node.name, unit.name))
         if not self._is_as_called(node) and (called := self._called(node)):
-            self._expect(node, node.name, called, index, turn)
+            self._expect(node, node.name, called, index, stage)
 
     def _check_kept(self, node: Any, unit: Unit, index: int) -> None:
         """What a kernel kept, against the operator as it was called and against its own node."""
@@ -320,34 +320,36 @@ class _Planning:
                 self._expect(node, actual, called, index, before)
             return
         again = self._again(actual)
-        turn = self._plan(again, index)
-        if turn is None:
+        stage = self._plan(again, index)
+        if stage is None:
             return
         # A kernel rounds nothing on its way; nodes that are computed one by one do.
         names = (actual, *unit.nodes)
         # The roughest type among the fused nodes sets how much may differ.
         rough = roughest(self._nodes[name].meta.get("val") for name in names if name in self._nodes)
         check = Check(actual, actual, again, True, LIMITS[rough], again, 0)
-        self._workings.turns[before].checks.append(check)
-        self._twin(again, torch.finfo(rough).eps)
+        self._fusion_plan.stages[before].checks.append(check)
+        self._perturb_chain(again, torch.finfo(rough).eps)
         if called is not None:
-            self._expect(node, again, called, index, turn)
+            self._expect(node, again, called, index, stage)
 
-    def _twin(self, name: str, share: float) -> None:
-        """Have a step and those before it, up to what lies in memory, taken by a twin, too."""
-        waiting, twins = [name], self._workings.twins
-        planned_steps = {step.name: step for turn in self._workings.turns for step in turn.steps}
+    def _perturb_chain(self, name: str, share: float) -> None:
+        """Have a step and all it needs computed from perturbed inputs, too."""
+        waiting, perturbed_chains = [name], self._fusion_plan.perturbed_chains
+        planned_steps = {
+            step.name: step for stage in self._fusion_plan.stages for step in stage.steps
+        }
         while waiting:
             step = planned_steps.get(waiting.pop())
             # The larger perturbation wins where several checks share a step.
-            if step is not None and twins.get(step.name, 0.0) < share:
-                twins[step.name] = share
+            if step is not None and perturbed_chains.get(step.name, 0.0) < share:
+                perturbed_chains[step.name] = share
                 waiting += step.needs
 
     def _expect(self, node: Any, actual: str, should: str, latest: int, earliest_turn: int) -> None:
         """Have something that the compiler made of an operator checked against the operator."""
-        turn = self._plan(should, latest)
-        if turn is None:
+        stage = self._plan(should, latest)
+        if stage is None:
             return
         rough = roughest([node.meta.get("val")])
         step, slot = self._steps.get(should), 0
@@ -357,10 +359,10 @@ class _Planning:
             step = self._steps.get(parent)
         if step is None:
             return
-        shaken = self._workings.shaken
-        shaken[step.name] = max(shaken.get(step.name, 0.0), torch.finfo(rough).eps)
+        perturbed = self._fusion_plan.perturbed
+        perturbed[step.name] = max(perturbed.get(step.name, 0.0), torch.finfo(rough).eps)
         check = Check(node.name, actual, should, False, LIMITS[rough], step.name, slot)
-        self._workings.turns[max(turn, earliest_turn)].checks.append(check)
+        self._fusion_plan.stages[max(stage, earliest_turn)].checks.append(check)
 
     # --- operator calls as the program makes them
 
@@ -433,7 +435,7 @@ class _Planning:
             return tensor.name
         if tensor.constant is not None:
             name = f"constant {id(tensor.constant)}"
-            self._workings.constants[name] = tensor.constant
+            self._fusion_plan.constants[name] = tensor.constant
             self._from[name], self._until[name] = 0, _NEVER
             return name
         for result in tensor.results:  # a view that the compiler took out, or a new tensor
@@ -472,11 +474,11 @@ class _Planning:
         # A value it needs is overwritten before another one exists.
         if earliest > last:
             return None
-        turn = self._workings.turns[last]
-        present = {step.name for step in turn.steps}
+        stage = self._fusion_plan.stages[last]
+        present = {step.name for step in stage.steps}
         for step in _in_order(needed, name):
             if step.name not in present:
-                turn.steps.append(step)
+                stage.steps.append(step)
             # What shares memory is computed anew in every turn.
             if not step.sees:
                 self._planned[step.name] = last
@@ -519,22 +521,22 @@ class _Planning:
     def _forget(self) -> None:
         """Say in each turn what nobody needs after it."""
         last: dict[str, int] = {}
-        for index, turn in enumerate(self._workings.turns):
-            for step in turn.steps:
+        for index, stage in enumerate(self._fusion_plan.stages):
+            for step in stage.steps:
                 # The last turn that reads a value is the one after which it can go.
                 last.update(dict.fromkeys((step.name, *step.needs), index))
-            last.update({name: index for name, _ in turn.shown})
-            for check in turn.checks:
+            last.update({name: index for name, _ in stage.shown})
+            for check in stage.checks:
                 last.update({check.actual: index, check.should: index})
         for name, index in last.items():
-            if name not in self._workings.constants:
-                self._workings.turns[index].forget.append(name)
+            if name not in self._fusion_plan.constants:
+                self._fusion_plan.stages[index].forget.append(name)
         # What only shows memory is not trusted any longer than its turn.
-        for turn in self._workings.turns:
-            seen = [step.name for step in turn.steps if step.sees]
-            turn.forget += [name for name in seen if name not in turn.forget]
-        sources = self._workings.sources
-        self._workings.sources = {key: name for key, name in sources.items() if name in last}
+        for stage in self._fusion_plan.stages:
+            seen = [step.name for step in stage.steps if step.sees]
+            stage.forget += [name for name in seen if name not in stage.forget]
+        sources = self._fusion_plan.sources
+        self._fusion_plan.sources = {key: name for key, name in sources.items() if name in last}
 
 
 def _in_order(steps: Mapping[str, Step], name: str) -> Iterator[Step]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from driftline.captures.torch.compile.call_origins import Varying
-from driftline.captures.torch.compile.fusion_plan import Check, Of, Step, Workings
+from driftline.captures.torch.compile.fusion_plan import Check, FusionPlan, Of, Step
 
 _dispatch: Any = importlib.import_module("torch.utils._python_dispatch")
 _C: Any = torch._C
@@ -31,61 +31,61 @@ Show = Callable[[str, str, Any], None]
 Tell = Callable[[str, float, bool], None]
 
 
-class Insight:
+class FusionValues:
     """One execution.
 
     Args:
-        workings: What is computed in which turn.
+        fusion_plan: What is computed in which stage.
         show: Takes a node, the kernel it lies inside of, and its value.
         tell: Takes a node, by how much its value is off (relative_l2), and whether it is a
             generated kernel that is off from the nodes it was made of.
     """
 
-    def __init__(self, workings: Workings, show: Show, tell: Tell) -> None:
-        self._workings = workings
+    def __init__(self, fusion_plan: FusionPlan, show: Show, tell: Tell) -> None:
+        self._fusion_plan = fusion_plan
         self._show = show
         self._tell = tell
-        self._values: dict[str, Any] = dict(workings.constants)
+        self._values: dict[str, Any] = dict(fusion_plan.constants)
         self._errors: list[tuple[Check, torch.Tensor]] = []
-        self._shaken: dict[str, list[torch.Tensor | None]] = {}
-        self._twins: dict[str, Any] = {}
+        self._perturbed: dict[str, list[torch.Tensor | None]] = {}
+        self._chain_values: dict[str, Any] = {}
         self._sizes: dict[Any, int] = {}
 
     def give(self, buffer: str, value: Any) -> None:
         """A kernel has written this, or the graph was given it."""
-        name = self._workings.sources.get(buffer)
+        name = self._fusion_plan.sources.get(buffer)
         if name is not None:
             self._values[name] = value
 
-    def turn(self, number: int) -> None:
+    def stage(self, number: int) -> None:
         """The kernel of this number is called next."""
-        turns = self._workings.turns
+        stages = self._fusion_plan.stages
         # Sizes that vary are read off the inputs, which are there before the first kernel.
         if number == 0:
             self._measure()
-        turn = turns[number]
+        stage = stages[number]
         with _apart():
-            for step in turn.steps:
+            for step in stage.steps:
                 self._take(step)
-            for name, kernel in turn.shown:
+            for name, kernel in stage.shown:
                 if name in self._values:
                     self._show(name, kernel, self._values[name])
-            for check in turn.checks:
+            for check in stage.checks:
                 if check.actual in self._values and check.should in self._values:
                     error = _off(self._values[check.actual], self._values[check.should])
                     if error is not None:
                         self._errors.append((check, error))
             # Memory of the program's size must not double.
-            for name in turn.forget:
+            for name in stage.forget:
                 self._values.pop(name, None)
-                self._twins.pop(name, None)
-            if number == len(turns) - 1:
+                self._chain_values.pop(name, None)
+            if number == len(stages) - 1:
                 self._values.clear()
-                self._twins.clear()
+                self._chain_values.clear()
                 self._tell_all()
 
     def _measure(self) -> None:
-        for symbol, name, axis in self._workings.symbols:
+        for symbol, name, axis in self._fusion_plan.symbols:
             value = self._values.get(name)
             if axis is None and isinstance(value, int):
                 self._sizes[symbol] = value
@@ -96,8 +96,8 @@ class Insight:
         # Read on the host only now: each reading waits for the device.
         for check, distance in self._errors:
             error = float(distance)
-            shaken = self._shaken.get(check.shaken, [])
-            by_rounding = shaken[check.slot] if check.slot < len(shaken) else None
+            perturbed = self._perturbed.get(check.perturbed, [])
+            by_rounding = perturbed[check.slot] if check.slot < len(perturbed) else None
             if error <= check.limit or by_rounding is None:
                 continue
             # What rounding of the inputs alone changes as much (terms that cancel) proves nothing.
@@ -112,26 +112,26 @@ class Insight:
             args, kwargs = self._filled(step.arguments)
             value = self._values[step.name] = step.function(*args, **kwargs)
             # Repeated with perturbed inputs, to see how much rounding does to this operator.
-            if (share := self._workings.shaken.get(step.name)) is not None:
-                args, kwargs = _shake((args, kwargs), share, step.name)
-                self._shaken[step.name] = _apart_by(step.function(*args, **kwargs), value)
-            elif (share := self._workings.twins.get(step.name)) is not None:
+            if (share := self._fusion_plan.perturbed.get(step.name)) is not None:
+                args, kwargs = _perturb((args, kwargs), share, step.name)
+                self._perturbed[step.name] = _apart_by(step.function(*args, **kwargs), value)
+            elif (share := self._fusion_plan.perturbed_chains.get(step.name)) is not None:
                 args, kwargs = self._filled(step.arguments, share)
-                twin = self._twins[step.name] = _shake(
+                chain_value = self._chain_values[step.name] = _perturb(
                     step.function(*args, **kwargs), share, step.name
                 )
-                self._shaken[step.name] = _apart_by(twin, value)
+                self._perturbed[step.name] = _apart_by(chain_value, value)
         except Exception:  # an operator that cannot be called here: what needs it is left out, too
             self._values.pop(step.name, None)
 
     def _filled(self, value: Any, share: float = 0.0) -> Any:
-        """Arguments with their values; those of the twin, off by a share, where one is given."""
+        """Arguments with their values; perturbed ones where a share is given."""
         if isinstance(value, Of):
             if not share:
                 return self._values[value.name]
-            if value.name not in self._twins:
-                return _shake(self._values[value.name], share, value.name)
-            return self._twins[value.name]
+            if value.name not in self._chain_values:
+                return _perturb(self._values[value.name], share, value.name)
+            return self._chain_values[value.name]
         if isinstance(value, Varying):
             return int(value.formula.subs(self._sizes))
         if isinstance(value, (list, tuple)):
@@ -148,7 +148,7 @@ def _apart() -> Generator[None]:
         yield
 
 
-def _shake(value: Any, share: float, name: str) -> Any:
+def _perturb(value: Any, share: float, name: str) -> Any:
     """Arguments whose floating point values are off by a random share; draws nobody's numbers."""
     if isinstance(value, torch.Tensor):
         if not value.is_floating_point():
@@ -159,10 +159,10 @@ def _shake(value: Any, share: float, name: str) -> Any:
         return (value * (1 + share * (noise * 4 - 2))).to(value.dtype)
     if isinstance(value, (list, tuple)):
         return type(value)(
-            _shake(part, share, f"{name} {index}") for index, part in enumerate(value)
+            _perturb(part, share, f"{name} {index}") for index, part in enumerate(value)
         )
     if isinstance(value, dict):
-        return {key: _shake(part, share, f"{name} {key}") for key, part in value.items()}
+        return {key: _perturb(part, share, f"{name} {key}") for key, part in value.items()}
     return value
 
 

@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import fx
 
-from driftline.captures.torch.compile.graph_recorder import Compiled, Execution, Recorder
+from driftline.captures.torch.compile.graph_recorder import Compiled, Execution, GraphRecorder
 from driftline.captures.torch.compile.nodes import body_of, compile_id
 from driftline.captures.torch.operators.dispatch import hide_from_compiler
 
-Announce = Callable[[], Sequence[Recorder]]
+Announce = Callable[[], Sequence[GraphRecorder]]
 
 
 def compile_by_nodes(
@@ -38,7 +38,7 @@ def compile_by_nodes(
     # Imported here: they load the compiler, which is there when this is called.
     common: Any = importlib.import_module("torch._dynamo.backends.common")
     partitioners: Any = importlib.import_module("torch._functorch.partitioners")
-    bases: list[tuple[Recorder, str]] = []
+    bases: list[tuple[GraphRecorder, str]] = []
     for recorder in recorders():
         # Now, while the module that runs is known; graphs are described later.
         recorder.meet(compile_id(), inputs)
@@ -105,7 +105,7 @@ def _boxed(call: Callable[..., Any]) -> Callable[..., Any]:
 class ByNodes(fx.Interpreter):
     """Executes a graph and shows every value."""
 
-    def __init__(self, module: fx.GraphModule, shown: list[tuple[Recorder, Compiled]]) -> None:
+    def __init__(self, module: fx.GraphModule, shown: list[tuple[GraphRecorder, Compiled]]) -> None:
         super().__init__(module)
         self._shown = shown
         self._plain = module

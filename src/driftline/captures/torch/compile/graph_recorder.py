@@ -67,7 +67,7 @@ class Execution:
 
     __slots__ = ("_recorder", "compiled", "step")
 
-    def __init__(self, recorder: Recorder, compiled: Compiled, step: int) -> None:
+    def __init__(self, recorder: GraphRecorder, compiled: Compiled, step: int) -> None:
         self._recorder = recorder
         self.compiled = compiled
         self.step = step
@@ -83,12 +83,12 @@ class Execution:
         """Show what a kernel wrote, or what the graph was given; never raises."""
         kernel, kept = self.compiled.kept.get(buffer, ("", None))
         if kept is None:
-            self._recorder.session.shielded(buffer, self.take_node, buffer, value)
+            self._recorder.session.guarded(buffer, self.take_node, buffer, value)
             return
         node = self.compiled.nodes.get(kept.node or kept.nodes[-1])
         if node is not None:
-            shielded = self._recorder.session.shielded
-            shielded(kept.site, self._take, node, kept.site, value, kernel)
+            guarded = self._recorder.session.guarded
+            guarded(kept.site, self._take, node, kept.site, value, kernel)
 
     def take_inside(self, name: str, kernel: str, value: Any) -> None:
         """Show what a node inside of a fused kernel gives; never raises."""
@@ -97,7 +97,7 @@ class Execution:
         if node is not None and node.phase != "recompute":
             what = f"{node.target}{INSIDE}{kernel}"
             self._recorder.inside += 1
-            self._recorder.session.shielded(node.site, self._take, node, node.site, value, what)
+            self._recorder.session.guarded(node.site, self._take, node, node.site, value, what)
 
     def take_error(self, name: str, error: float, *, kernel: bool) -> None:
         """Say how far off a node's value is from what it should be for the same inputs."""
@@ -121,7 +121,7 @@ class Execution:
             self._recorder.session.emit(address, tensor)
 
 
-class Recorder:
+class GraphRecorder:
     """The graphs of one session.
 
     Args:

@@ -4,9 +4,9 @@
 """Results of inductor's kernels, read where each kernel has written them.
 
 Inductor writes a Python program that calls its kernels. Lines are added to it that hand each
-kernel's results to the recorder, before their memory is used again. `Programme` is such a program
-at run time, `Scheduled` one that is being written; the functions at the end replace methods of
-inductor while a capture watches.
+kernel's results to the recorder, before their memory is used again. `CompiledProgram` is such a
+program at run time, `Scheduled` one that is being written; the functions at the end replace methods
+of inductor while a capture watches.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from driftline.captures.torch.compile.fusion_plan import Unit, Workings, workings_of
-from driftline.captures.torch.compile.fusion_values import Insight
-from driftline.captures.torch.compile.graph_recorder import Compiled, Execution, Recorder
+from driftline.captures.torch.compile.fusion_plan import FusionPlan, Unit, plan_fusion
+from driftline.captures.torch.compile.fusion_values import FusionValues
+from driftline.captures.torch.compile.graph_recorder import Compiled, Execution, GraphRecorder
 from driftline.captures.torch.compile.nodes import compile_id
 from driftline.captures.torch.operators.dispatch import hide_from_compiler
 from driftline.graphs.sources.graph_files import GraphNode, Kept, Kernel
@@ -99,7 +99,7 @@ def results(graph: Any, wrapper: Any, node: Any) -> list[tuple[str, str, str, tu
 # Programs at run time and while they are written.
 
 
-class Programme:
+class CompiledProgram:
     """One compiled graph, and the executions of it that are under way, by thread.
 
     Attributes:
@@ -108,36 +108,36 @@ class Programme:
         silent: Inputs that are not recorded: parameters.
         part_of: The graph that executes it, for the body of a control flow operator.
         within: What comes before the names of such a body.
-        workings: What is computed beside its kernels.
+        fusion_plan: What is computed beside its kernels.
     """
 
     def __init__(self) -> None:
-        self.shown: list[tuple[Recorder, Compiled]] = []
+        self.shown: list[tuple[GraphRecorder, Compiled]] = []
         self.first = ""
         self.silent: set[str] = set()
-        self.part_of: Programme | None = None
+        self.part_of: CompiledProgram | None = None
         self.within = ""
-        self.workings: Workings | None = None
+        self.fusion_plan: FusionPlan | None = None
         self._thread = threading.local()
 
     def take(self, buffer: str, value: Any) -> None:
         """A kernel has written this, or the graph was given it."""
-        executions, insight = self._under_way(buffer)
-        if insight is not None:
-            insight.give(buffer, value)
+        executions, fusion_values = self._under_way(buffer)
+        if fusion_values is not None:
+            fusion_values.give(buffer, value)
         if buffer not in self.silent:
             for execution in executions:
                 execution.take_kept(buffer, value)
 
     def called(self, unit: int) -> None:
         """A kernel was called; -1 for the inputs."""
-        if self.workings is None:
+        if self.fusion_plan is None:
             return
-        insight = self._under_way("")[1]
-        if insight is not None:
-            insight.turn(unit + 1)
+        fusion_values = self._under_way("")[1]
+        if fusion_values is not None:
+            fusion_values.stage(unit + 1)
 
-    def _under_way(self, buffer: str) -> tuple[list[Execution], Insight | None]:
+    def _under_way(self, buffer: str) -> tuple[list[Execution], FusionValues | None]:
         """Of this thread; the first buffer of the graph begins a new one."""
         under_way = getattr(self._thread, "executions", None)
         # Programs have no line for their beginning; the first buffer marks it.
@@ -147,12 +147,12 @@ class Programme:
                 for recorder, compiled in self.shown
                 if (execution := recorder.execution(compiled)) is not None
             ]
-            under_way = executions, self._insight(executions)
+            under_way = executions, self._fusion_values(executions)
             self._thread.executions = under_way
         return under_way
 
-    def _insight(self, executions: list[Execution]) -> Insight | None:
-        if self.workings is None or not executions:
+    def _fusion_values(self, executions: list[Execution]) -> FusionValues | None:
+        if self.fusion_plan is None or not executions:
             return None
 
         def show(node: str, kernel: str, value: Any) -> None:
@@ -163,7 +163,7 @@ class Programme:
             for execution in executions:
                 execution.take_error(node, error, kernel=kernel)
 
-        return Insight(self.workings, show, tell)
+        return FusionValues(self.fusion_plan, show, tell)
 
 
 class Scheduled:
@@ -204,34 +204,34 @@ _watchers: tuple[Watcher, ...] = ()
 _settings: list[tuple[Any, str, Any]] = []
 _replaced: list[tuple[Any, str, Any, Any]] = []
 _under_way: weakref.WeakKeyDictionary[Any, Scheduled] = weakref.WeakKeyDictionary()
-_graphs: dict[int, Programme] = {}
+_graphs: dict[int, CompiledProgram] = {}
 
 
 class Watcher(Protocol):
     """Whose recorder is shown what kernels compute."""
 
     session: Any
-    recorder: Recorder
+    recorder: GraphRecorder
     fusion: bool
 
 
 def kept(graph: int, buffer: str, value: Any) -> None:
     """Called by compiled programs: a kernel has written this. Never raises."""
-    programme = _graphs.get(graph)
-    if programme is None or not _watchers:
+    program = _graphs.get(graph)
+    if program is None or not _watchers:
         return
-    if programme.part_of is not None:
-        programme, buffer = programme.part_of, programme.within + buffer
+    if program.part_of is not None:
+        program, buffer = program.part_of, program.within + buffer
     # One session guards the call for all, as the values are the same.
     for watcher in _watchers[:1]:
-        watcher.session.shielded("inductor", programme.take, buffer, value)
+        watcher.session.guarded("inductor", program.take, buffer, value)
 
 
 def called(graph: int, unit: int) -> None:
     """Called by compiled programs: a kernel has written all it writes. Never raises."""
-    programme = _graphs.get(graph)
-    if programme is not None and _watchers:
-        _watchers[0].session.shielded("inductor", programme.called, unit)
+    program = _graphs.get(graph)
+    if program is not None and _watchers:
+        _watchers[0].session.guarded("inductor", program.called, unit)
 
 
 # --- switching on and off
@@ -313,10 +313,10 @@ def _codegen(original: Callable[..., Any]) -> Callable[..., Any]:
     def codegen(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _watchers:
             return original(self, *args, **kwargs)
-        _watchers[0].session.shielded("inductor", _no_cuda_graph, self)
+        _watchers[0].session.guarded("inductor", _no_cuda_graph, self)
         result = original(self, *args, **kwargs)
         for watcher in _watchers:
-            watcher.session.shielded("inductor", _describe, self)
+            watcher.session.guarded("inductor", _describe, self)
             break
         return result
 
@@ -343,7 +343,7 @@ def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
         if _watchers:
             if not all(watcher.fusion for watcher in _watchers):
                 self.flush()  # what was scheduled so far becomes a kernel of its own
-            _watchers[0].session.shielded("inductor", _comes, self, node)
+            _watchers[0].session.guarded("inductor", _comes, self, node)
         return original(self, node)
 
     return enter_context
@@ -354,7 +354,7 @@ def _free(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def free_buffers(self: Any) -> Any:
         if _watchers:
-            _watchers[0].session.shielded("inductor", _called, self)
+            _watchers[0].session.guarded("inductor", _called, self)
         return original(self)
 
     return free_buffers
@@ -366,7 +366,7 @@ def _run_node(original: Callable[..., Any]) -> Callable[..., Any]:
     def run_node(self: Any, node: Any) -> Any:
         result = original(self, node)
         if _watchers and not all(watcher.fusion for watcher in _watchers):
-            _watchers[0].session.shielded("inductor", _realise, result)
+            _watchers[0].session.guarded("inductor", _realise, result)
         return result
 
     return run_node
@@ -396,7 +396,7 @@ def _begun() -> Scheduled:
     # Numbers are in the text of compiled programs, so one is never given twice.
     while number in _graphs:
         number += 1
-    _graphs[number] = Programme()
+    _graphs[number] = CompiledProgram()
     scheduled = Scheduled(number)
     graph: Any = importlib.import_module("torch._inductor.virtualized").V.graph
     wrapper = graph.wrapper_code
@@ -472,7 +472,7 @@ def _describe(lowering: Any) -> None:
     scheduled = _under_way.pop(getattr(lowering, "scheduler", None), None)
     if scheduled is None:
         return
-    programme = _graphs[scheduled.number]
+    program = _graphs[scheduled.number]
     if within := _within(lowering):
         # Its nodes are listed with those of the graph that executes it, which comes later.
         outermost = lowering
@@ -480,7 +480,7 @@ def _describe(lowering: Any) -> None:
             outermost = parent
         outer = _under_way.get(outermost.scheduler)
         if outer is not None:
-            programme.part_of, programme.within = _graphs[outer.number], within
+            program.part_of, program.within = _graphs[outer.number], within
             outer.bodies.append((within, scheduled))
         return
     parts = [("", scheduled), *scheduled.bodies]
@@ -506,13 +506,13 @@ def _describe(lowering: Any) -> None:
             for unit in part.units
         )
         compiled = recorder.add(nodes, compile_id(), kind, "inductor", "inductor", kernels)
-        programme.shown.append((recorder, compiled))
+        program.shown.append((recorder, compiled))
         # The first value that every execution shows.
-        programme.first = next(iter((*scheduled.inputs, *compiled.kept)), "")
+        program.first = next(iter((*scheduled.inputs, *compiled.kept)), "")
     if scheduled.inputs:
         shown_inputs = set(scheduled.inputs)
-        workings = workings_of(lowering.module, scheduled.units, scheduled.ends, shown_inputs)
-        programme.workings = None if workings.is_empty else workings
+        fusion_plan = plan_fusion(lowering.module, scheduled.units, scheduled.ends, shown_inputs)
+        program.fusion_plan = None if fusion_plan.is_empty else fusion_plan
 
 
 def _kept(

@@ -29,7 +29,7 @@ from driftline import settings
 from driftline.captures.patching import when_imported
 from driftline.captures.torch.compile import call_origins, inductor
 from driftline.captures.torch.compile.fx import compile_by_nodes
-from driftline.captures.torch.compile.graph_recorder import Recorder, Write
+from driftline.captures.torch.compile.graph_recorder import GraphRecorder, Write
 from driftline.captures.torch.compile.nodes import compile_id
 from driftline.captures.torch.framework import facts
 from driftline.captures.torch.layers import unwrapped
@@ -189,7 +189,7 @@ WHAT_RAN = {
 }
 
 
-def known_graph(name: str | None, levels: Sequence[str], *, fusion: bool) -> None:
+def check_graph_engine(name: str | None, levels: Sequence[str], *, fusion: bool) -> None:
     """What a person asked to see of compiled graphs.
 
     Raises:
@@ -233,7 +233,7 @@ class GraphTap:
         self.session = session
         self.engine = engine
         self.fusion = fusion
-        self.recorder = Recorder(session, write)
+        self.recorder = GraphRecorder(session, write)
         self._afresh = afresh
         self._backends: dict[str, int] = {}
         self._failures = 0
@@ -337,8 +337,8 @@ class GraphTap:
         self, name: str, inputs: Sequence[Any], models: Sequence[nn.Module]
     ) -> Callable[..., Any] | None:
         self._backends[name] = self._backends.get(name, 0) + 1
-        self.session.shielded("graphs", self._begin)
-        self.session.shielded("graphs", self.recorder.meet, compile_id(), inputs, models)
+        self.session.guarded("graphs", self._begin)
+        self.session.guarded("graphs", self.recorder.meet, compile_id(), inputs, models)
         if self.engine != "fx":
             return None
 
@@ -408,7 +408,7 @@ class RecordedGraphs:
         # No level: modules are watched for their names and for the steps, and not recorded.
         self._session = CaptureSession(self._make_writer, levels=())
         self._session.sees_graphs = True
-        self._recorder = Recorder(
+        self._recorder = GraphRecorder(
             self._session, lambda line: self._make_writer().sheet(GRAPHS, line)
         )
         call_origins.install()

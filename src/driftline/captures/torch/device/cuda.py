@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from driftline.captures.torch.device.backend import Arrivals
+    from driftline.captures.torch.device.backend import TorchDeviceBackend
 
 
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -201,15 +201,15 @@ class CudaPlace:
 
 
 _lock = threading.Lock()
-_watching: list[Arrivals] = []
+_watching: list[TorchDeviceBackend] = []
 _plain: dict[str, Any] = {}
 _observed = False
 
 
-def watch(arrivals: Arrivals) -> None:
+def watch(device_backend: TorchDeviceBackend) -> None:
     """Tell this one from now on. No device is woken: a program may fork before it uses one."""
     with _lock:
-        _watching.append(arrivals)
+        _watching.append(device_backend)
         kind: Any = getattr(torch.cuda, "CUDAGraph", None)
         if kind is None or not torch.backends.cuda.is_built():
             return
@@ -233,11 +233,11 @@ def watch_memory() -> None:
                 observe(_out_of_memory)
 
 
-def unwatch(arrivals: Arrivals) -> None:
+def unwatch(device_backend: TorchDeviceBackend) -> None:
     """Tell it no more; the last one leaves torch as it was."""
     with _lock:
-        if arrivals in _watching:
-            _watching.remove(arrivals)
+        if device_backend in _watching:
+            _watching.remove(device_backend)
         if not _watching and _plain:
             kind: Any = torch.cuda.CUDAGraph
             for name, method in _plain.items():
@@ -249,18 +249,18 @@ def unwatch(arrivals: Arrivals) -> None:
 
 def _out_of_memory(device: int, size: int, allocated: int, free: int) -> None:
     # A copy, because a session may stop while it is told.
-    for arrivals in list(_watching):
-        arrivals.memory_wanted()
+    for device_backend in list(_watching):
+        device_backend.memory_wanted()
 
 
 def _capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
-    for arrivals in list(_watching):
-        arrivals.recording_begins()
+    for device_backend in list(_watching):
+        device_backend.recording_begins()
     try:
         return _plain["capture_begin"](self, *args, **kwargs)
     except BaseException:  # nothing is recorded, and nobody will end it
-        for arrivals in list(_watching):
-            arrivals.recording_ends()
+        for device_backend in list(_watching):
+            device_backend.recording_ends()
         raise
 
 
@@ -268,13 +268,13 @@ def _capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return _plain["capture_end"](self, *args, **kwargs)
     finally:
-        for arrivals in list(_watching):
-            arrivals.recording_ends()
+        for device_backend in list(_watching):
+            device_backend.recording_ends()
 
 
 def _replay(self: Any, *args: Any, **kwargs: Any) -> Any:
-    for arrivals in list(_watching):
-        arrivals.graph_replayed()
+    for device_backend in list(_watching):
+        device_backend.graph_replayed()
     return _plain["replay"](self, *args, **kwargs)
 
 

@@ -2,7 +2,7 @@
 # pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
 """Summaries of device tensors: computed by kernels, joined, fetched in one copy, turned into lines.
 
-A sheet gathers the rows that kernels write; a flight is one copy of joined rows to the host.
+A batch gathers the rows that kernels write; a transfer is one copy of joined rows to the host.
 Tensors of a call that are like those of the call before are not described one by one: a group notes
 their steps and visits, and the lines of an index are written from it in one go, by a thread that
 does not hold up the program.
@@ -34,7 +34,7 @@ from driftline.runs.records import Kept, Record, TensorKey
 ROW_BYTES = 640
 
 
-class Flight:
+class SummaryTransfer:
     """What one copy brings: the summaries of some tensors.
 
     Attributes:
@@ -59,7 +59,7 @@ class Flight:
 
     def result(self, slot: int, count: int, width: int) -> tuple[str, Summary]:
         """Digest and summary of the tensor in a slot; only after its arrival."""
-        # Converted once for all slots of the flight; each conversion has a fixed cost.
+        # Converted once for all slots of the transfer; each conversion has a fixed cost.
         if not self._rows and self._host is not None:
             self._rows = self._host.tolist()
             # The digest lies in two numbers whose bits are integers.
@@ -130,14 +130,14 @@ class Constant:
 
 
 class Group:
-    """Tensors in consecutive slots of a flight, each like one that came before.
+    """Tensors in consecutive slots of a transfer, each like one that came before.
 
     Attributes:
-        flight: Brings their summaries.
+        transfer: Brings their summaries.
     """
 
-    def __init__(self, flight: Flight, first: int) -> None:
-        self.flight = flight
+    def __init__(self, transfer: SummaryTransfer, first: int) -> None:
+        self.transfer = transfer
         self._first = first
         self._constants: list[Constant] = []
         self._notes: array[int] = array("q")
@@ -155,21 +155,21 @@ class Group:
         return {constant.record.dtype for constant in self._constants}
 
     def described(self) -> Iterator[Record]:
-        """The records without what the flight brings."""
+        """The records without what the transfer brings."""
         notes = self._notes
         for i, constant in enumerate(self._constants):
             yield constant.recorded(notes[3 * i + 1], notes[3 * i + 2])
 
     def records(self) -> Iterator[Record]:
-        """The records; only after the flight's arrival."""
+        """The records; only after the transfer's arrival."""
         notes = self._notes
         for i, constant in enumerate(self._constants):
-            result = self.flight.result(self._first + i, constant.count, constant.width)
+            result = self.transfer.result(self._first + i, constant.count, constant.width)
             yield constant.recorded(notes[3 * i + 1], notes[3 * i + 2], *result)
 
     def lines(self, order: int) -> bytes:
-        """Their index lines; only after the flight's arrival."""
-        text = launcher.lines(self._notes, self.flight.row_at(self._first), order)
+        """Their index lines; only after the transfer's arrival."""
+        text = launcher.lines(self._notes, self.transfer.row_at(self._first), order)
         # Without the compiled helper the lines are made in Python, slower and equal.
         if text is not None:
             return text
@@ -188,7 +188,7 @@ ROWS = 32768
 FEWEST_ROWS = 2048
 """Where there is no memory for them: a megabyte, and still enough for the largest tensor."""
 SLOTS = 1024
-"""Tensors of one flight."""
+"""Tensors of one transfer."""
 MOST_PROGRAMS = 1024
 _FIRST_TABLE = 1 << 16
 _TABLE_BLOCK = 1024
@@ -335,11 +335,11 @@ class Reading:
         self.at = ctypes.addressof(self._launch)
 
 
-class Sheet:
+class SummaryBatch:
     """Summaries of tensors of one queue of a device.
 
     Attributes:
-        flight: Will bring what is taken now.
+        transfer: Will bring what is taken now.
     """
 
     def __init__(self, place: Place, tables: Tables) -> None:
@@ -355,7 +355,7 @@ class Sheet:
         self._results = place.empty((SLOTS, 80), torch.float64)
         self._rows_at, self._meta_at = self._rows.data_ptr(), self._meta.data_ptr()
         self._row = self._joined = self._slot = 0
-        self.flight = Flight()
+        self.transfer = SummaryTransfer()
         self._known = 0
         driver = launcher.driver()
         self._launch = driver.launch if driver is not None else _never
@@ -365,7 +365,7 @@ class Sheet:
         """Whether anything was taken and not sent."""
         return self._slot > 0
 
-    def take(self, tensor: torch.Tensor, kind: Kind, count: int) -> tuple[Flight, int]:
+    def take(self, tensor: torch.Tensor, kind: Kind, count: int) -> tuple[SummaryTransfer, int]:
         """Launch the reading of a tensor whose elements lie in C order, at a word's boundary."""
         tables = self._tables
         # The sketch assigns signs to groups of 64 numbers.
@@ -396,7 +396,7 @@ class Sheet:
         )
         self._row += programs
         self._slot = slot + 1
-        return self.flight, slot
+        return self.transfer, slot
 
     def reading(self, kind: Kind, count: int) -> Reading:
         """What `take_known` is given, for tensors like the one that was taken just now."""
@@ -407,7 +407,7 @@ class Sheet:
 
         Args:
             reading: As prepared then.
-            stream: The queue that this sheet belongs to.
+            stream: The queue that this batch belongs to.
             address: Of the tensor's elements.
 
         Returns:
@@ -453,8 +453,8 @@ class Sheet:
         host = self._host(self._slot * ROW_BYTES).view(torch.float64).view(self._slot, 80)
         # In this queue: the next kernels write to the same results.
         mark = self._place.copy_here([(host, self._results[: self._slot])])
-        self.flight.depart(host, mark)
-        self.flight = Flight()
+        self.transfer.depart(host, mark)
+        self.transfer = SummaryTransfer()
         self._slot = self._joined = 0
 
     def _host(self, size: int) -> torch.Tensor:

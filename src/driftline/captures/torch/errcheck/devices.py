@@ -4,7 +4,7 @@
 """The error check for tensors on a device: nothing is waited for while the program runs.
 
 Kernels write the smallest and the largest element of a tensor, and how many of its elements are
-zero or nearly so, into sheets on the device; a sheet travels to the host in one copy. When its
+zero or nearly so, into batches on the device; a batch travels to the host in one copy. When its
 figures have arrived, the calls that needed them are judged by the same rule as on the host.
 """
 
@@ -108,7 +108,7 @@ class Value:
         self.before = None
 
 
-class Sheet:
+class FigureBatch:
     """Room for extremes on one device, in one type: kernels write straight into it."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -131,17 +131,19 @@ class Sheet:
         self.values.append(count)
 
 
-class Flight:
-    """Sheets on their way to the host, and the calls that wait for them."""
+class FigureTransfer:
+    """Batches on their way to the host, and the calls that wait for them."""
 
-    def __init__(self, sheets: list[Sheet], values: list[Value | Count], calls: list[Any]) -> None:
-        self.sheets = sheets
+    def __init__(
+        self, batches: list[FigureBatch], values: list[Value | Count], calls: list[Any]
+    ) -> None:
+        self.batches = batches
         self.values = values
         self.calls = calls
         self.hosts: list[torch.Tensor] = []
         self.arrivals: list[Any] = []
-        for sheet in sheets:
-            used = sheet.rows[: len(sheet.values)]
+        for batch in batches:
+            used = batch.rows[: len(batch.values)]
             if used.is_cuda:
                 # Only a copy into pinned memory returns before it is done.
                 host = torch.empty(used.shape, dtype=used.dtype, pin_memory=True)
@@ -163,8 +165,8 @@ class Flight:
 
     def extremes(self) -> dict[int, list[float]]:
         figures: dict[int, list[float]] = {}
-        for sheet, host in zip(self.sheets, self.hosts, strict=True):
-            figures.update(zip(map(id, sheet.values), host.double().tolist(), strict=True))
+        for batch, host in zip(self.batches, self.hosts, strict=True):
+            figures.update(zip(map(id, batch.values), host.double().tolist(), strict=True))
         return figures
 
 
@@ -226,9 +228,9 @@ class DeviceWatch:
         self._gathering: list[Value | Count] = []
         self._counting = UNDERFLOWS if "underflow" in reporter.options.types else frozenset[str]()
         self._calls: list[_Waiting] = []
-        self._sheets: dict[tuple[torch.device, torch.dtype], Sheet] = {}
-        self._spare: dict[tuple[torch.device, torch.dtype], list[Sheet]] = {}
-        self._flights: deque[Flight] = deque()
+        self._batches: dict[tuple[torch.device, torch.dtype], FigureBatch] = {}
+        self._spare: dict[tuple[torch.device, torch.dtype], list[FigureBatch]] = {}
+        self._transfers: deque[FigureTransfer] = deque()
         self._held = 0
         self._since = 0
         self.added = 0
@@ -291,7 +293,7 @@ class DeviceWatch:
 
     def step_may_be_over(self) -> None:
         """A module call has ended: what has arrived is judged."""
-        if self._flights:
+        if self._transfers:
             with self._reporter.lock:
                 self._collect(wait=False)
 
@@ -338,11 +340,11 @@ class DeviceWatch:
         self, tensor: torch.Tensor, pattern: Pattern, origin: Origin, before: Value | None
     ) -> Value:
         shown = reals_of(tensor)
-        sheet = self._sheet(shown.device, shown.dtype)
+        batch = self._batch(shown.device, shown.dtype)
         value = Value(pattern, tensor.numel() * pattern.reals, origin, before)
-        sheet.take(shown, value)
+        batch.take(shown, value)
         self._gathering.append(value)
-        if sheet.full:
+        if batch.full:
             self._send()
         return value
 
@@ -354,10 +356,10 @@ class DeviceWatch:
             return None
         with self._reporter.lock:
             count = Count(value.numel() * pattern.reals)
-            sheet = self._sheet(value.device, torch.int64)
-            sheet.take_count(reals_of(value), pattern, count)
+            batch = self._batch(value.device, torch.int64)
+            batch.take_count(reals_of(value), pattern, count)
             self._gathering.append(count)
-            if sheet.full:
+            if batch.full:
                 self._send()
         return count
 
@@ -375,13 +377,13 @@ class DeviceWatch:
                         counts[slot] = count
         return counts
 
-    def _sheet(self, device: torch.device, dtype: torch.dtype) -> Sheet:
+    def _batch(self, device: torch.device, dtype: torch.dtype) -> FigureBatch:
         key = (device, dtype)
-        sheet = self._sheets.get(key)
-        if sheet is None:
+        batch = self._batches.get(key)
+        if batch is None:
             spare = self._spare.get(key)
-            sheet = self._sheets[key] = spare.pop() if spare else Sheet(*key)
-        return sheet
+            batch = self._batches[key] = spare.pop() if spare else FigureBatch(*key)
+        return batch
 
     # --- inputs for replay
 
@@ -404,21 +406,21 @@ class DeviceWatch:
     def _send(self) -> None:
         values, self._gathering = self._gathering, []
         calls, self._calls = self._calls, []
-        sheets, self._sheets = list(self._sheets.values()), {}
+        batches, self._batches = list(self._batches.values()), {}
         if values or calls:
-            self._flights.append(Flight(sheets, values, calls))
+            self._transfers.append(FigureTransfer(batches, values, calls))
 
     def _collect(self, *, wait: bool) -> None:
-        while self._flights and self._flights[0].arrived(wait=wait):
-            flight = self._flights.popleft()
-            extremes = flight.extremes()
-            for value in flight.values:  # in their order: one may be a part of the one before
+        while self._transfers and self._transfers[0].arrived(wait=wait):
+            transfer = self._transfers.popleft()
+            extremes = transfer.extremes()
+            for value in transfer.values:  # in their order: one may be a part of the one before
                 value.arrived(*extremes[id(value)])
-            for sheet in flight.sheets:
-                sheet.values = []
-                key = (sheet.rows.device, sheet.rows.dtype)
-                self._spare.setdefault(key, []).append(sheet)
-            for waiting in flight.calls:
+            for batch in transfer.batches:
+                batch.values = []
+                key = (batch.rows.device, batch.rows.dtype)
+                self._spare.setdefault(key, []).append(batch)
+            for waiting in transfer.calls:
                 self._judge(waiting)
 
     def _judge(self, waiting: _Waiting) -> None:

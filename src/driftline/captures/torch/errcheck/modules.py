@@ -194,7 +194,7 @@ class ModuleTap:
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             with undisturbed():
-                self.session.shielded("optimizer", self._gradients, optimizer)
+                self.session.guarded("optimizer", self._gradients, optimizer)
 
     def _gradients(self, optimizer: Any) -> None:
         """Gradients that are about to be used; they came out of a backward pass nobody watched."""

@@ -42,8 +42,8 @@ from driftline.captures.torch.operators.dispatch import (
     begin_watching,
     end_watching,
     hide_from_compiler,
-    unwatch_delicate,
-    watch_delicate,
+    unwatch_mode_sensitive,
+    watch_mode_sensitive,
     watching,
 )
 from driftline.captures.torch.operators.schema import (
@@ -54,7 +54,7 @@ from driftline.captures.torch.operators.schema import (
     parameters_in,
     with_tensors,
 )
-from driftline.captures.torch.operators.sites import Spot, Whereabouts
+from driftline.captures.torch.operators.sites import OperatorSite, SiteTracker
 from driftline.captures.torch.tensors import undisturbed
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
@@ -105,7 +105,7 @@ class ErrorTap:
         self.reporter = reporter
         self.active = False
         self._operators: dict[Any, WatchedOperator] = {}
-        self._where = Whereabouts(session)
+        self._where = SiteTracker(session)
         self._origins = Origins()
         self._device = DeviceWatch(reporter)
         self._regions = ModuleTap(session, reporter, self._origins, self._device)
@@ -120,7 +120,7 @@ class ErrorTap:
         self.active = True
         self._where.install()
         # Before the mode goes on: functions that are sensitive to modes must be wrapped by then.
-        if not watch_delicate(self):
+        if not watch_mode_sensitive(self):
             self.reporter.remarks.setdefault(
                 "backward passes are not watched: this version of torch does not show them"
             )
@@ -129,7 +129,7 @@ class ErrorTap:
     def remove(self) -> None:
         self.active = False
         end_watching(self)
-        unwatch_delicate(self)
+        unwatch_mode_sensitive(self)
         self._where.remove()
         with undisturbed():
             # The last verdicts need the last figures, so the device is waited for here.
@@ -213,32 +213,36 @@ class ErrorTap:
 
     def _look(self, func: Any, executed: _Executed, *, recording: bool) -> None:
         operator, args, kwargs = executed.operator, executed.args, executed.kwargs
-        spot = self._where.spot(func, operator)
-        if spot is None:
+        operator_site = self._where.operator_site(func, operator)
+        if operator_site is None:
             return
-        visit = spot.next_visit()
+        visit = operator_site.next_visit()
         self.reporter.calls += 1
         # Only a forward pass makes nodes whose lines a backward pass will want.
-        if recording and spot.phase == "forward":
+        if recording and operator_site.phase == "forward":
             self._lines.mark()
-        suspicious, on_device = self._screen(executed, spot)
+        suspicious, on_device = self._screen(executed, operator_site)
         if on_device:
             call = self._call(
-                spot, operator, visit, parameters_in(operator, args, kwargs), full_stack=False
+                operator_site,
+                operator,
+                visit,
+                parameters_in(operator, args, kwargs),
+                full_stack=False,
             )
             watched = WatchedCall(
                 call,
                 operator.short,
                 numbers_in(args, kwargs),
-                self.reporter.allows(spot.site, operator.full_name),
+                self.reporter.allows(operator_site.site, operator.full_name),
             )
             inputs, outputs = list(executed.inputs()), list(executed.outputs())
             self._device.add(watched, inputs, outputs, executed.counted)
         elif suspicious:
             with self.reporter.lock:
-                self._inspect(executed, spot, visit)
+                self._inspect(executed, operator_site, visit)
 
-    def _screen(self, executed: _Executed, spot: Spot) -> tuple[bool, bool]:
+    def _screen(self, executed: _Executed, operator_site: OperatorSite) -> tuple[bool, bool]:
         """Whether the outputs of a call have to be looked at closely, and whether on a device."""
         operator = executed.operator
         reporter, origins = self.reporter, self._origins
@@ -267,7 +271,7 @@ class ErrorTap:
             if most > pattern.top:
                 suspicious = True
                 continue
-            key = (spot.site, pattern.name)
+            key = (operator_site.site, pattern.name)
             if most > reporter.peaks.get(key, -1):
                 reporter.peaks[key] = most
             if most == pattern.top and self._saturation and pattern.narrow:
@@ -277,7 +281,7 @@ class ErrorTap:
                 origins.overwritten(value)
         return suspicious, on_device
 
-    def _inspect(self, executed: _Executed, spot: Spot, visit: int) -> None:
+    def _inspect(self, executed: _Executed, operator_site: OperatorSite, visit: int) -> None:
         operator, args, kwargs = executed.operator, executed.args, executed.kwargs
         reporter, origins = self.reporter, self._origins
         inputs = [self._read_input(executed, *named) for named in executed.inputs()]
@@ -288,7 +292,7 @@ class ErrorTap:
             [out.reading for out in outputs if out.reading is not None],
             numbers_in(args, kwargs),
             reporter.options.types,
-            allowed=reporter.allows(spot.site, operator.full_name),
+            allowed=reporter.allows(operator_site.site, operator.full_name),
         )
         # Later calls that read these outputs are then known to be consequences.
         if verdict.origin is not Origin.UNKNOWN:
@@ -300,10 +304,10 @@ class ErrorTap:
                 origins.add(read_input.value, Origin.MADE)
         if verdict.types:
             param = parameters_in(operator, args, kwargs)
-            call = self._call(spot, operator, visit, param, full_stack=True)
+            call = self._call(operator_site, operator, visit, param, full_stack=True)
             reporter.report(verdict, call, [read_input.part for read_input in inputs], outputs)
         else:
-            reporter.note(verdict, spot.site)
+            reporter.note(verdict, operator_site.site)
 
     def _read_input(
         self, executed: _Executed, name: str, alias: str, tensor: torch.Tensor
@@ -379,7 +383,7 @@ class ErrorTap:
 
     def _call(
         self,
-        spot: Spot,
+        operator_site: OperatorSite,
         operator: WatchedOperator,
         visit: int,
         param: dict[str, Any],
@@ -392,14 +396,14 @@ class ErrorTap:
             place = here()
             lines = [line_of(place)] if place is not None else []
         return Call(
-            spot.site,
-            spot.site.rpartition("/")[0],
+            operator_site.site,
+            operator_site.site.rpartition("/")[0],
             operator.full_name,
-            spot.phase,
-            spot.step,
+            operator_site.phase,
+            operator_site.step,
             visit,
             lines,
-            self._forward_line() if spot.phase == "backward" else "",
+            self._forward_line() if operator_site.phase == "backward" else "",
             param,
         )
 

@@ -105,7 +105,7 @@ class Reporter:
         self.file = file
         self._after = after
         self.findings: list[Finding] = []
-        self._said: set[tuple[str, str]] = set()
+        self._seen_events: set[tuple[str, str]] = set()
         self._allowed: dict[tuple[str, str], bool] = {}
         self.peaks: dict[tuple[str, str], int] = {}
         self.device_peaks: dict[tuple[str, str], float] = {}
@@ -209,8 +209,8 @@ class Reporter:
             self._after(finding)
 
     def _is_new(self, site: str, kind: str) -> bool:
-        new = (site, kind) not in self._said
-        self._said.add((site, kind))
+        new = (site, kind) not in self._seen_events
+        self._seen_events.add((site, kind))
         return new
 
     def _keep(
@@ -232,13 +232,13 @@ class Reporter:
                             part.alias,
                             call.operator,
                         )
-                        session.shielded(call.site, session.take, address, part.tensor)
-        session.shielded(call.site, self._flush, finding, call, inputs, outputs)
+                        session.guarded(call.site, session.take, address, part.tensor)
+        session.guarded(call.site, self._flush, finding, call, inputs, outputs)
 
     def _flush(
         self, finding: Finding, call: Call, inputs: Sequence[Part], outputs: Sequence[Part]
     ) -> None:
-        sink: Sink = self.session.intake._open_sink()
+        sink: Sink = self.session.recorder._open_sink()
         # With its arguments the finding can be replayed like a call of a capture.
         if call.param is not None and isinstance(sink, Sheets):
             line = CallLine(
@@ -255,7 +255,7 @@ class Reporter:
             )
             sink.sheet(CALLS, line.to_line())
         self.session.event("finding", finding.sentence(), number=finding.number, site=finding.site)
-        self.session.intake._open_sink().flush()
+        self.session.recorder._open_sink().flush()
 
 
 def _several_ranks() -> bool:

@@ -24,7 +24,7 @@ MOST_BYTES = 64 << 20
 MOST_TENSORS = 20_000
 
 
-class Waiting(NamedTuple):
+class BufferedTensor(NamedTuple):
     """One tensor of an operator, as `CaptureSession.emit` wants it.
 
     Attributes:
@@ -36,11 +36,11 @@ class Waiting(NamedTuple):
     tensor: torch.Tensor
 
 
-class Held:
+class BuildPhaseBuffer:
     """Tensors that wait, in the order they came."""
 
     def __init__(self) -> None:
-        self._waiting: list[Waiting] = []
+        self._waiting: list[BufferedTensor] = []
         self._bytes = 0
         self._process = os.getpid()
 
@@ -48,14 +48,14 @@ class Held:
     def full(self) -> bool:
         return self._bytes > MOST_BYTES or len(self._waiting) > MOST_TENSORS
 
-    def keep(self, waiting: Waiting) -> None:
+    def keep(self, waiting: BufferedTensor) -> None:
         """Copy a tensor, since an in-place operator may follow; call it undisturbed."""
         self._forget_parent()
         copy = waiting.tensor.detach().clone()
         self._bytes += copy.numel() * copy.element_size()
         self._waiting.append(waiting._replace(tensor=copy))
 
-    def release(self) -> list[Waiting]:
+    def release(self) -> list[BufferedTensor]:
         """All that waits; nothing does afterwards."""
         self._forget_parent()
         waiting, self._waiting, self._bytes = self._waiting, [], 0

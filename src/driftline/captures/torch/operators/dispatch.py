@@ -115,7 +115,7 @@ _NODES = frozenset({"ProdBackward0", "ProdBackward1", "CumprodBackward0", "Linal
 _MASKED_FILL = "MaskedFillBackward1"  # only where the value filled in has a gradient
 
 
-def is_delicate(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def is_mode_sensitive(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of one of `FUNCTIONS` is: norms only where they need singular values."""
     if name not in _NORMS:
         return True
@@ -123,7 +123,7 @@ def is_delicate(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
     return order in _BY_SINGULAR_VALUES
 
 
-def delicate_node(outputs: Sequence[Any]) -> str:
+def mode_sensitive_node(outputs: Sequence[Any]) -> str:
     """The first node of a graph whose gradient would change in its last bits; empty if none."""
     # Tensors have a `grad_fn`, gradient edges a `node`.
     nodes = [
@@ -338,13 +338,13 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         return _original(*args, **kwargs)
     # The graph is walked before the pass: no mode may be on when a sensitive node runs.
     with ExitStack() as around:
-        delicate = delicate_node(args[0] if args else kwargs.get("t_outputs", ()))
+        mode_sensitive = mode_sensitive_node(args[0] if args else kwargs.get("t_outputs", ()))
         for watcher in _watchers:
-            if delicate:
-                watcher.unseen(f"the backward pass of a graph with {delicate}")
+            if mode_sensitive:
+                watcher.unseen(f"the backward pass of a graph with {mode_sensitive}")
             else:
                 around.enter_context(watcher.around_backward())
-        if delicate:
+        if mode_sensitive:
             around.enter_context(_unwatched())
         return _original(*args, **kwargs)
 
@@ -402,7 +402,7 @@ def _level_closed() -> None:
             begin_watching(watcher)
 
 
-hide_from_compiler(watching, begin_watching, end_watching, _sees, _unwatched, delicate_node)
+hide_from_compiler(watching, begin_watching, end_watching, _sees, _unwatched, mode_sensitive_node)
 hide_from_compiler(_level_opened, _level_closed)
 hide_from_compiler(_run_backward, callees=False)  # a backward pass may call compiled regions
 
@@ -413,7 +413,7 @@ def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not _watchers:
             return function(*args, **kwargs)
-        if not is_delicate(function.__name__, args, kwargs):
+        if not is_mode_sensitive(function.__name__, args, kwargs):
             return function(*args, **kwargs)
         for watcher in _watchers:
             watcher.unseen(f"torch.linalg.{function.__name__.removeprefix('linalg_')}")
@@ -424,8 +424,8 @@ def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
     return functools.update_wrapper(call, function)
 
 
-def watch_delicate(watcher: Watcher) -> bool:
-    """Enclose every backward pass in `watcher.around_backward`, and leave delicate functions alone.
+def watch_mode_sensitive(watcher: Watcher) -> bool:
+    """Enclose every backward pass in `watcher.around_backward`; mode-sensitive functions run alone.
 
     To be called before `begin_watching`.
 
@@ -446,7 +446,7 @@ def watch_delicate(watcher: Watcher) -> bool:
         return _original is not None
 
 
-def unwatch_delicate(watcher: Watcher) -> None:
+def unwatch_mode_sensitive(watcher: Watcher) -> None:
     global _watchers, _original
     with _lock:
         if watcher not in _watchers:

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from driftline.captures.torch.layers import is_unwelcome
+from driftline.captures.torch.layers import must_not_watch
 from driftline.captures.torch.operators.dispatch import break_graphs
 from driftline.captures.torch.operators.schema import Operator
 
@@ -39,7 +39,7 @@ _LEAF = 2**64 - 1
 _BOUNDARIES = 1_000_000
 
 
-class Spot:
+class OperatorSite:
     """One operator overload in one module, phase and step: what is wanted of it.
 
     Attributes:
@@ -151,12 +151,12 @@ class _Thread(threading.local):
         self.optimizers = _Steps()
 
 
-class Whereabouts:
+class SiteTracker:
     """Told what begins and ends, says where an operator is that runs now."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
-        self._spots: dict[tuple[str, Any, str], Spot] = {}
+        self._sites: dict[tuple[str, Any, str], OperatorSite] = {}
         self._calls: dict[tuple[str, str], tuple[int, list[int]]] = {}
         self._outside_calls: dict[tuple[str, str, int], list[int]] = {}
         self._thread = _Thread()
@@ -172,9 +172,9 @@ class Whereabouts:
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._spots.clear()
+        self._sites.clear()
 
-    def spot(self, func: Any, operator: Operator) -> Spot | None:
+    def operator_site(self, func: Any, operator: Operator) -> OperatorSite | None:
         """Where an operator runs now; None where looking would be noise."""
         session = self._session
         frame = session.current_frame()
@@ -183,15 +183,15 @@ class Whereabouts:
         else:
             site, phase, outside = self._without_frame()
             # Data workers and traced scripts run operators that belong to no step.
-            if outside and is_unwelcome():
+            if outside and must_not_watch():
                 return None
             step = session.step
-        spot = self._spots.get((site, func, phase))
+        operator_site = self._sites.get((site, func, phase))
         # A new step needs new decisions; the same step is served from the cache.
-        if spot is None or spot.step != step:
+        if operator_site is None or operator_site.step != step:
             full = f"{site}/{operator.name}"
             wanted: bool = session.wants_step(step)
-            spot = self._spots[(site, func, phase)] = Spot(
+            operator_site = self._sites[(site, func, phase)] = OperatorSite(
                 full,
                 phase,
                 step,
@@ -203,11 +203,11 @@ class Whereabouts:
             )
             if outside:
                 session.ran_outside(step)
-        return spot
+        return operator_site
 
     def count_anew(self) -> None:
         """What ran outside modules so far does not count."""
-        self._spots.clear()
+        self._sites.clear()
         self._outside_calls.clear()
 
     def depth(self) -> int:
@@ -270,4 +270,4 @@ class Whereabouts:
             self._thread.optimizers.end(sys._getframe(1))
 
 
-break_graphs(Whereabouts._before_optimizer, Whereabouts._after_optimizer)
+break_graphs(SiteTracker._before_optimizer, SiteTracker._after_optimizer)

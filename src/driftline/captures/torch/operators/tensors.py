@@ -38,18 +38,22 @@ import torch
 from torch import nn
 
 from driftline.captures.recorder import Address
-from driftline.captures.torch.operators.build_phase import Held, Waiting, a_model_is_there
+from driftline.captures.torch.operators.build_phase import (
+    BufferedTensor,
+    BuildPhaseBuffer,
+    a_model_is_there,
+)
 from driftline.captures.torch.operators.dispatch import (
     begin_watching,
     end_watching,
     has_values,
     hide_from_compiler,
-    unwatch_delicate,
-    watch_delicate,
+    unwatch_mode_sensitive,
+    watch_mode_sensitive,
     watching,
 )
 from driftline.captures.torch.operators.schema import Operator, memory_order, with_tensors
-from driftline.captures.torch.operators.sites import Spot, Whereabouts
+from driftline.captures.torch.operators.sites import OperatorSite, SiteTracker
 from driftline.captures.torch.tensors import is_zero, undisturbed
 from driftline.runs.records import usual_moment
 
@@ -67,9 +71,9 @@ class OperatorTap:
         self.session = session
         self.active = False
         self._operators: dict[Any, Operator] = {}
-        self._where = Whereabouts(session)
+        self._where = SiteTracker(session)
         # A `with` block says itself where it begins; a whole program begins with its building.
-        self._held: Held | None = Held() if session.global_scope else None
+        self._held: BuildPhaseBuffer | None = BuildPhaseBuffer() if session.global_scope else None
         self._building = False
         self._roots: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
         self._weights: set[int] = set()
@@ -81,7 +85,7 @@ class OperatorTap:
         self.active = True
         self._where.install()
         # Before the mode goes on: functions that are sensitive to modes must be wrapped by then.
-        encloses_backward = watch_delicate(self)
+        encloses_backward = watch_mode_sensitive(self)
         begin_watching(self)
         if not encloses_backward:
             self.session.event_once(
@@ -93,7 +97,7 @@ class OperatorTap:
     def remove(self) -> None:
         self.active = False
         end_watching(self)
-        unwatch_delicate(self)
+        unwatch_mode_sensitive(self)
         self._where.remove()
         self._release(outside=True)
         if self._building:
@@ -133,7 +137,7 @@ class OperatorTap:
     def _release(self, *, outside: bool) -> None:
         """Let go of what waits; of operators outside modules, only if asked."""
         # Under the lock, because another thread may be adding a tensor at this moment.
-        with self.session.intake.lock:
+        with self.session.recorder.lock:
             held, self._held = self._held, None
             for waiting in held.release() if held is not None else ():
                 if outside or not waiting.outside:
@@ -162,7 +166,7 @@ class OperatorTap:
         """Run one operator and show its tensors to the session."""
         if not self.active:
             return func(*args, **kwargs)
-        spot = operator = None
+        operator_site = operator = None
         visit = 0
         # Capture must not raise into the program: an operator that cannot be described just runs.
         try:
@@ -172,29 +176,29 @@ class OperatorTap:
             if operator.tensors:
                 args = with_tensors(args, operator.tensors)
             if not operator.silent:
-                spot = self._where.spot(func, operator)
-            if spot is not None:
+                operator_site = self._where.operator_site(func, operator)
+            if operator_site is not None:
                 # Counted even where nothing is taken, so that visits mean the same in every
                 # capture.
-                visit = spot.next_visit()
-                if spot.outside and self._building:
-                    spot = None
-                elif spot.input:
+                visit = operator_site.next_visit()
+                if operator_site.outside and self._building:
+                    operator_site = None
+                elif operator_site.input:
                     with undisturbed():
-                        self._emit_inputs(spot, operator, visit, args, kwargs)
+                        self._emit_inputs(operator_site, operator, visit, args, kwargs)
         except Exception as error:
-            spot = None
+            operator_site = None
             self._lost(func, error)
         result = func(*args, **kwargs)
         # Outputs of a collective under way have no values yet; `wait_tensor` shows them.
-        if spot is None or operator is None or operator.in_flight:
+        if operator_site is None or operator is None or operator.in_flight:
             return result
-        if spot.output:
+        if operator_site.output:
             try:
                 with undisturbed():
-                    self._emit_outputs(spot, operator, visit, result)
+                    self._emit_outputs(operator_site, operator, visit, result)
                     if operator.written:
-                        self._emit_written(spot, operator, visit, args, kwargs)
+                        self._emit_written(operator_site, operator, visit, args, kwargs)
             except Exception as error:
                 self._lost(func, error)
         return result
@@ -215,7 +219,7 @@ class OperatorTap:
 
     def _emit_inputs(
         self,
-        spot: Spot,
+        operator_site: OperatorSite,
         operator: Operator,
         visit: int,
         args: tuple[Any, ...],
@@ -226,22 +230,24 @@ class OperatorTap:
             if isinstance(value, (torch.Tensor, list, tuple)):
                 name = names[index] if index < len(names) else str(index)
                 if name not in operator.unread:
-                    self._emit(spot, operator, visit, "input", name, str(index), value)
+                    self._emit(operator_site, operator, visit, "input", name, str(index), value)
         for name, value in kwargs.items():
             if name not in operator.unread and isinstance(value, (torch.Tensor, list, tuple)):
-                self._emit(spot, operator, visit, "input", name, "", value)
+                self._emit(operator_site, operator, visit, "input", name, "", value)
 
-    def _emit_outputs(self, spot: Spot, operator: Operator, visit: int, result: Any) -> None:
+    def _emit_outputs(
+        self, operator_site: OperatorSite, operator: Operator, visit: int, result: Any
+    ) -> None:
         if isinstance(result, torch.Tensor):
-            self._emit(spot, operator, visit, "output", "0", "", result)
+            self._emit(operator_site, operator, visit, "output", "0", "", result)
         elif isinstance(result, (list, tuple)):
             for index, value in enumerate(cast("Sequence[Any]", result)):
                 if index not in operator.scratch:
-                    self._emit(spot, operator, visit, "output", str(index), "", value)
+                    self._emit(operator_site, operator, visit, "output", str(index), "", value)
 
     def _emit_written(
         self,
-        spot: Spot,
+        operator_site: OperatorSite,
         operator: Operator,
         visit: int,
         args: tuple[Any, ...],
@@ -249,11 +255,11 @@ class OperatorTap:
     ) -> None:
         for index, name in operator.written:
             value = args[index] if index < len(args) else kwargs.get(name)
-            self._emit(spot, operator, visit, "output", name, "", value)
+            self._emit(operator_site, operator, visit, "output", name, "", value)
 
     def _emit(
         self,
-        spot: Spot,
+        operator_site: OperatorSite,
         operator: Operator,
         visit: int,
         port: str,
@@ -263,7 +269,7 @@ class OperatorTap:
     ) -> None:
         if isinstance(value, (list, tuple)):
             for index, part in enumerate(cast("Sequence[Any]", value)):
-                self._emit(spot, operator, visit, port, f"{slot}.{index}", alias, part)
+                self._emit(operator_site, operator, visit, port, f"{slot}.{index}", alias, part)
             return
         if not isinstance(value, torch.Tensor) or not has_values(value):
             return
@@ -279,24 +285,24 @@ class OperatorTap:
                     value.permute(memory_order(value) or tuple(range(value.dim()))),
                 )
         address = Address(
-            spot.site,
+            operator_site.site,
             port,
             slot,
-            spot.step,
+            operator_site.step,
             visit,
-            spot.phase,
+            operator_site.phase,
             usual_moment(port),
             alias,
             operator.full_name,
         )
-        waiting = Waiting(spot.outside, address, value)
+        waiting = BufferedTensor(operator_site.outside, address, value)
         if self._held is None:
             self._show(waiting)
         else:
             self._hold(waiting)
 
-    def _hold(self, waiting: Waiting) -> None:
-        with self.session.intake.lock:
+    def _hold(self, waiting: BufferedTensor) -> None:
+        with self.session.recorder.lock:
             held = self._held
             if held is None:
                 self._show(waiting)
@@ -307,7 +313,7 @@ class OperatorTap:
                 self._building = a_model_is_there()
                 self._release(outside=not self._building)
 
-    def _show(self, waiting: Waiting) -> None:
+    def _show(self, waiting: BufferedTensor) -> None:
         self.session.emit(waiting.address, waiting.tensor)
 
     def _lost(self, func: Any, error: Exception) -> None:
