@@ -5,7 +5,6 @@ The framework of a model is recognised by its class; only that framework's adapt
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import warnings
@@ -16,6 +15,7 @@ from typing import Any, Literal, Self, get_args
 
 from driftline import settings
 from driftline.captures.calls import StepsBy
+from driftline.captures.framework import FRAMEWORKS, adapter_of
 from driftline.captures.options import Reduction, WhenFull, budgets_from
 from driftline.captures.selection import Selection, patterns, require_visible
 from driftline.captures.session import LEVELS, Session, checked_levels
@@ -23,9 +23,6 @@ from driftline.errors import BadInput, did_you_mean
 from driftline.runs.jobs import begin_run
 from driftline.runs.sinks import Sink
 from driftline.runs.writer import RunWriter
-
-FRAMEWORKS = ("torch", "paddle")
-"""Packages whose models can be captured; each has a folder of its own here."""
 
 Filter = str | int | Iterable[str | int] | None
 
@@ -190,12 +187,9 @@ def engine_of(model: object) -> Any:
     Raises:
         BadInput: It is no model of any of them.
     """
-    families = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
-    for framework in FRAMEWORKS:
-        if framework in families:
-            adapter = importlib.import_module(f"driftline.captures.{framework}.framework")
-            if adapter.is_model(model):
-                return adapter
+    adapter = adapter_of(model)
+    if adapter is not None:
+        return adapter
     raise BadInput(
         f"{type(model).__name__} is not a torch module",
         hint="give the model itself, an nn.Module, or a Paddle nn.Layer",
@@ -204,9 +198,9 @@ def engine_of(model: object) -> Any:
 
 def step() -> None:
     """End the current step of every capture in this process."""
-    # `sys.modules` is asked: a framework the program has not imported cannot have a capture.
-    for framework in FRAMEWORKS:
-        watch = sys.modules.get(f"driftline.captures.{framework}.module_calls")
+    for framework in FRAMEWORKS.values():
+        # `sys.modules` is asked: a framework the program has not imported cannot have a capture.
+        watch = sys.modules.get(framework.module_calls)
         if watch is not None:
             for session in watch.active():
                 session.step_over()

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from driftline.captures.recorder import Address
+from driftline.captures.recorder import TensorAddress
 
 # Backward passes of older steps do not come back, so their visit numbers can be forgotten.
 _STEPS_REMEMBERED = 4
@@ -66,7 +66,7 @@ class Contributions:
             # to.
             step: int = session.clock.concluding
             visit = self._number(step, port, owner)
-            address = Address(
+            address = TensorAddress(
                 owner.site, port, owner.name, step, visit, class_name=owner.class_name
             )
             session.emit(address, gradient)
@@ -113,7 +113,7 @@ class CallGradients(ABC):
     def emit(
         self, call: PassedCall[Any], port: str, slot: str, alias: str, gradient: Any, task: int
     ) -> None:
-        address = Address(
+        address = TensorAddress(
             call.site,
             port,
             slot,

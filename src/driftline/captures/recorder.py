@@ -93,7 +93,7 @@ def every_nth(shot: Snapshot, stride: int) -> ByteArray:
     return np.ascontiguousarray(data.reshape(-1, size)[::stride]).reshape(-1)
 
 
-class Address(NamedTuple):
+class TensorAddress(NamedTuple):
     """Where in a run a tensor belongs: everything that is known of it before it is read.
 
     Attributes:
@@ -162,7 +162,7 @@ class DeviceBackend(Protocol):
         """Whether a tensor is its business."""
         ...
 
-    def take(self, tensor: Any, address: Address, placement: str) -> bool:
+    def take(self, tensor: Any, address: TensorAddress, placement: str) -> bool:
         """Take it in; False when it has to go over the host."""
         ...
 
@@ -284,13 +284,15 @@ class Recorder:
                     frame, port, slot, alias, tensor, moment
                 ):
                     take(
-                        Address(site, port, slot, step, visit, phase, moment, alias, class_name),
+                        TensorAddress(
+                            site, port, slot, step, visit, phase, moment, alias, class_name
+                        ),
                         tensor,
                     )
             except Exception as error:
                 self._fault(site, error)
 
-    def take(self, address: Address, tensor: Any, placement: str = "") -> None:
+    def take(self, address: TensorAddress, tensor: Any, placement: str = "") -> None:
         """Reduce a wanted tensor and hand it to the sink. May raise: call it guarded."""
         if self.broken:
             return

@@ -18,7 +18,7 @@ from driftline.captures import recorder
 from driftline.captures.calls import Frame, Look, StepClock, Visits
 from driftline.captures.naming import ModuleNames, ModuleStructure, Place, Root
 from driftline.captures.options import LEVELS, Reduction, checked_levels
-from driftline.captures.recorder import Address
+from driftline.captures.recorder import TensorAddress
 from driftline.captures.selection import Selection
 from driftline.runs.records import usual_moment, usual_phase
 from driftline.runs.sinks import JSON
@@ -306,7 +306,7 @@ class Session(ABC):
         if not self.execution_order:
             self.steps_seen.add(step)
 
-    def emit(self, address: Address, tensor: Any) -> None:
+    def emit(self, address: TensorAddress, tensor: Any) -> None:
         """Take one tensor, if it is wanted. Never raises; the program's modes see nothing of it."""
         port = address.port
         if not self.wants(address.site, address.class_name, port):

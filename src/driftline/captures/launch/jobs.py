@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, cast, get_args
 
+from driftline.captures import framework
 from driftline.captures.errcheck.findings import TYPES
 from driftline.captures.options import Budgets, Reduction
 from driftline.captures.selection import Selection, require_visible
@@ -26,7 +27,7 @@ Level = Literal["modules", "ops", "gradients", "params"]
 DumpType = Literal["tensor", "model", "layer", "op", "kernel", "cpu_profiling", "onnx"]
 GraphEngine = Literal["", "fx", "inductor"]
 Engine = Literal["torch", "atb"]
-FRAMEWORKS = ("torch", "paddle")
+FRAMEWORKS = tuple(framework.FRAMEWORKS)
 """What is captured where a program imports it."""
 TORCH_LISTS: tuple[DumpType, ...] = ("op", "kernel", "cpu_profiling", "onnx")
 """Types of a dump that only torch's operators and its profiler can fill."""

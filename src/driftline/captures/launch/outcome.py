@@ -12,17 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from driftline.captures.events import is_shown
 from driftline.captures.launch.jobs import TORCH_LISTS, CapturePlan
 from driftline.captures.launch.messages import Messages
 from driftline.errors import BadInput, DriftlineError
 
 if TYPE_CHECKING:
     from driftline.runs.run import Loss
-
-
-# The launcher's own summary covers these, or only a reader of the run needs them.
-QUIET_EVENTS = frozenset({"step", "label", "no-match", "steps-skipped", "estimate"})
-"""Events that the summary says in its own words, or that are for the reader of the run only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +65,7 @@ def _gather_run(output: Path) -> Harvest:
     folders = sorted(path.parent.name for path in output.glob("rank*/index.jsonl"))
     # Tensors with equal bytes share one blob, which is counted once.
     stored = {(r.key.rank, r.key.process, r.blob) for r in run.records if r.blob is not None}
-    messages = [e for e in run.events() if str(e.get("kind")) not in QUIET_EVENTS]
+    messages = [e for e in run.events() if is_shown(str(e.get("kind")))]
     return Harvest(
         tensors=len(run),
         bytes=sum(blob.length for _, _, blob in stored),
@@ -118,7 +114,7 @@ def _events_of_tree(root: Path) -> Iterable[str]:
                 event: Any = json.loads(line)
             except ValueError:  # cut off by a kill or a full disk
                 continue
-            if str(event.get("kind")) not in QUIET_EVENTS:
+            if is_shown(str(event.get("kind"))):
                 yield str(event.get("message"))
 
 

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 from driftline import settings
 from driftline.captures.errcheck.findings import Finding, FindingsFile, headroom_rows
+from driftline.captures.events import is_sent
+from driftline.captures.framework import FRAMEWORKS
 from driftline.captures.launch.bootstrap import send_message
 from driftline.captures.launch.jobs import TORCH_LISTS, CapturePlan, WatchPlan, is_watch_plan
 from driftline.captures.launch.messages import MOST_PLACES, Place, ProcessReport
@@ -40,14 +42,6 @@ if TYPE_CHECKING:
     from driftline.runs.sinks import Sink
 
 
-SESSIONS = {
-    "torch": "driftline.captures.torch.session:CaptureSession",
-    "paddle": "driftline.captures.paddle.session:PaddleSession",
-}
-PROVENANCE = {
-    "torch": "driftline.captures.torch.framework",
-    "paddle": "driftline.captures.paddle.layers",
-}
 CALLS_TAP = "driftline.captures.torch.operators.call_list:CallTap"
 PROFILE_TAP = "driftline.captures.torch.profiler:ProfileTap"
 GRAPH_TAP = "driftline.captures.torch.compile.tap:GraphTap"
@@ -62,8 +56,6 @@ EXPERIMENTS = {
 }
 """Experiments on a running program, by kind; also layers above, loaded by address."""
 
-# The launcher says these in its own summary, so a process does not repeat them.
-TOLD_ELSEWHERE = frozenset({"no-match", "steps-skipped", "estimate", "step", "tiling"})
 _LONGEST_GOODBYE = 2.0  # seconds: a signal handler may leave while its own thread is writing
 _SEAL_FIRST = 10  # multiprocessing runs finalizers of higher priority first; the writer's own has 0
 
@@ -129,7 +121,7 @@ class Launched:
             # The program may tell torch.distributed its rank later: filter when the sink is made.
             selection = dataclasses.replace(selection, ranks=())
         self.sink = Late(self._make_sink, tree_is_enough=not plan.wants_tensors)
-        self.session: Session = _load(SESSIONS[framework])(
+        self.session: Session = _load(FRAMEWORKS[framework].session)(
             self.sink,
             selection,
             plan.reduction if plan.wants_tensors else Reduction("describe"),
@@ -222,9 +214,7 @@ class Launched:
             tensors=session.tensors,
             bytes=self.sink.bytes_written,
             places=tuple(places[:MOST_PLACES]),
-            notes=tuple(
-                message for kind, message in self.sink.waiting_events if kind not in TOLD_ELSEWHERE
-            ),
+            notes=tuple(message for kind, message in self.sink.waiting_events if is_sent(kind)),
         )
 
     def _end_with_multiprocessing(self) -> None:
@@ -289,7 +279,7 @@ class Launched:
             # The launched process seals in `end`, whichever way it leaves.
             seal_at_exit=False,
         )
-        writer.describe(**importlib.import_module(PROVENANCE[self.framework]).facts())
+        writer.describe(**self._provenance().facts())
         if self.plan.selection.ranks:
             writer.describe(only_ranks=list(self.plan.selection.ranks))
         # Without tensors nothing else would make the writer create its files.
@@ -307,10 +297,13 @@ class Launched:
         if self.plan.says("info"):
             print_to_stderr(sentence)
 
+    def _provenance(self) -> Any:
+        return importlib.import_module(FRAMEWORKS[self.framework].provenance)
+
     def _rank(self) -> tuple[int, int]:
         """Rank and world size: as the framework says, else as the launcher's variables do."""
         if self.framework != "torch":
-            place = importlib.import_module(PROVENANCE[self.framework]).rank()
+            place = self._provenance().rank()
             return place or (self.place.rank, self.place.world_size)
         distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
         if distributed is not None and distributed.is_available() and distributed.is_initialized():

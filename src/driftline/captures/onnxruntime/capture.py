@@ -38,7 +38,7 @@ from driftline.captures.onnxruntime.stored_forms import (
 )
 from driftline.captures.onnxruntime.tensors import look
 from driftline.captures.onnxruntime.topology import ids_of, module_tree, topology
-from driftline.captures.recorder import Address, Recorder, Refusal, Snapshot
+from driftline.captures.recorder import Recorder, Refusal, Snapshot, TensorAddress
 from driftline.captures.selection import Selection
 from driftline.errors import BadInput
 from driftline.numerics import kernel
@@ -229,7 +229,7 @@ class ModelCapture:
         # Asked before recording, so that the note at the end can name what was refused.
         if isinstance(look(tensor, values=False), Refusal):
             self._no_tensors.add(observation.value)
-        address = Address(
+        address = TensorAddress(
             observation.site,
             observation.port,
             observation.slot,

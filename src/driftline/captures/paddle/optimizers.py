@@ -21,7 +21,7 @@ import paddle
 
 from driftline.captures.gradients import Contributions, Owner
 from driftline.captures.paddle.layers import STRUCTURE
-from driftline.captures.recorder import Address
+from driftline.captures.recorder import TensorAddress
 
 _Optimizer: Any = paddle.optimizer.Optimizer
 _OURS = "_driftline_original"
@@ -238,7 +238,9 @@ class ParameterTap:
                     continue
                 self._written[id(tensor)] = weakref.ref(tensor)
                 alias = _TORCH_NAMES.get(name, "")
-                address = Address(site, "param", name, step, alias=alias, class_name=class_name)
+                address = TensorAddress(
+                    site, "param", name, step, alias=alias, class_name=class_name
+                )
                 session.emit(address, tensor)
         # A root whose step was not wanted is looked at again in a later step.
         self._done.add(root)

@@ -30,7 +30,7 @@ from driftline.captures.gradients import (
     Owner,
     PassedCall,
 )
-from driftline.captures.recorder import Address
+from driftline.captures.recorder import TensorAddress
 from driftline.captures.torch.layers import class_name_of
 from driftline.captures.torch.operators.dispatch import break_graphs, hide_from_compiler
 
@@ -137,7 +137,9 @@ class ParameterTap:
                     waiting = True
                     continue
                 self._written[id(tensor)] = (weakref.ref(tensor), step)
-                session.emit(Address(site, "param", name, step, class_name=class_name), tensor)
+                session.emit(
+                    TensorAddress(site, "param", name, step, class_name=class_name), tensor
+                )
         # A root with lazy parameters is looked at again at its next call.
         if not waiting:
             self._done[root] = step

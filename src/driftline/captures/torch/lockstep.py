@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from driftline.captures.options import Reduction
-from driftline.captures.recorder import Address, Refusal
+from driftline.captures.recorder import Refusal, TensorAddress
 from driftline.captures.selection import Selection
 from driftline.captures.torch import tensors as snapshots
 from driftline.captures.torch.session import CaptureSession
@@ -193,7 +193,7 @@ class _Side:
     def takes(self, tensor: Any) -> bool:
         return isinstance(tensor, torch.Tensor)
 
-    def take(self, tensor: torch.Tensor, address: Address, placement: str) -> bool:
+    def take(self, tensor: torch.Tensor, address: TensorAddress, placement: str) -> bool:
         shot = snapshots.on_device(tensor)
         # Shards and placed tensors have to be joined before they can be compared.
         if shot is None or isinstance(shot, Refusal) or shot.placement or placement:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from driftline.captures.recorder import Address
+from driftline.captures.recorder import TensorAddress
 from driftline.captures.torch.compile.nodes import (
     Naming,
     Owner,
@@ -115,7 +115,7 @@ class Execution:
             return
         visit = self._recorder.count(site, self.step, node.phase)
         for slot, tensor in tensors:
-            address = Address(
+            address = TensorAddress(
                 site, "output", slot or "0", self.step, visit, node.phase, class_name=class_name
             )
             self._recorder.session.emit(address, tensor)

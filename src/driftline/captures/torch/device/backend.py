@@ -17,7 +17,7 @@ import torch
 
 from driftline.captures.calls import Visits
 from driftline.captures.options import Budgets, Reduction
-from driftline.captures.recorder import Address, Refusal, Snapshot
+from driftline.captures.recorder import Refusal, Snapshot, TensorAddress
 from driftline.captures.selection import Selection
 from driftline.captures.torch import tensors as snapshots
 from driftline.captures.torch.device.cuda import abandon
@@ -215,7 +215,7 @@ class TorchDeviceBackend:
         self.delivery.add(Repeat(like.constant, frame.step, frame.visit, staged))
         return True
 
-    def take(self, tensor: torch.Tensor, address: Address, placement: str) -> bool:
+    def take(self, tensor: torch.Tensor, address: TensorAddress, placement: str) -> bool:
         device_memory = self.device_memory or self._new_device_memory()
         # After a failure tensors are counted as lost rather than taken.
         if self.delivery.failure:
@@ -232,7 +232,11 @@ class TorchDeviceBackend:
             return True
 
     def _take(
-        self, device_memory: DeviceMemory, tensor: torch.Tensor, address: Address, placement: str
+        self,
+        device_memory: DeviceMemory,
+        tensor: torch.Tensor,
+        address: TensorAddress,
+        placement: str,
     ) -> bool:
         site, port, slot = address.site, address.port, address.slot
         place = (site, port, slot, address.moment)

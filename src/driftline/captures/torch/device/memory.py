@@ -267,7 +267,7 @@ class Transfers:
         return staging.add(size)
 
     def room_for(self, size: int, host_budget: int) -> int:
-        """Size of the next staging buffer, for a tensor that has no place; 0 if there can be none."""
+        """Size of the next staging buffer, for a tensor without a place; 0 if there can be none."""
         # A staging buffer that has no room for this tensor is as full as it gets.
         self.send()
         self._bury()

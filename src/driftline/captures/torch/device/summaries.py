@@ -96,7 +96,7 @@ class Constant:
         record: One of them, of step 0 and visit 0, without digest and summary.
         count: Numbers in the tensor; two for each complex element.
         width: Bytes of a number.
-        at: Address of the words.
+        at: TensorAddress of the words.
     """
 
     def __init__(
@@ -307,7 +307,7 @@ class Reading:
     """The reading of tensors of one kind into one sheet, prepared.
 
     Attributes:
-        at: Address of what the driver is given; 0 where Python launches.
+        at: TensorAddress of what the driver is given; 0 where Python launches.
         programs: Rows that it takes.
     """
 

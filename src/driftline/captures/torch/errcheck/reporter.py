@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from driftline.captures.errcheck.findings import Finding, FindingsFile, Side
-from driftline.captures.recorder import Address
+from driftline.captures.recorder import TensorAddress
 from driftline.captures.torch.errcheck.inspect import Origin, Reading
 from driftline.captures.torch.errcheck.rules import Verdict
 from driftline.captures.torch.errcheck.source_lines import Line
@@ -221,7 +221,7 @@ class Reporter:
             for port, moment, parts in (("input", "before", inputs), ("output", "after", outputs)):
                 for part in parts:
                     if part.tensor is not None:
-                        address = Address(
+                        address = TensorAddress(
                             call.site,
                             port,
                             part.name,

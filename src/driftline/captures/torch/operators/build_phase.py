@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from driftline.captures.recorder import Address
+from driftline.captures.recorder import TensorAddress
 
 MOST_BYTES = 64 << 20
 """As much as a run may lose when its program is killed."""
@@ -32,7 +32,7 @@ class BufferedTensor(NamedTuple):
     """
 
     outside: bool
-    address: Address
+    address: TensorAddress
     tensor: torch.Tensor
 
 

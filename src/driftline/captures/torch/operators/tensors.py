@@ -37,7 +37,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from driftline.captures.recorder import Address
+from driftline.captures.recorder import TensorAddress
 from driftline.captures.torch.operators.build_phase import (
     BufferedTensor,
     BuildPhaseBuffer,
@@ -284,7 +284,7 @@ class OperatorTap:
                     "param",
                     value.permute(memory_order(value) or tuple(range(value.dim()))),
                 )
-        address = Address(
+        address = TensorAddress(
             operator_site.site,
             port,
             slot,
