@@ -1,4 +1,4 @@
-"""Act when a module is imported, without importing it.
+"""Patches to other people's code: applied when their module is imported, and taken back together.
 
 The compiler of torch takes seconds to load, and most programs that are captured never compile
 anything: patches to it are applied when the program itself imports it.
@@ -70,3 +70,31 @@ class _Watch:
             self._act()
 
         loader.exec_module = exec_module
+
+
+class PatchSet:
+    """Attributes of other people's classes and modules that are replaced for a while.
+
+    Somebody else may wrap an attribute after us. Then it is left alone when the rest is restored:
+    our replacement stays below theirs, and has to do nothing once nobody watches.
+    """
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> bool:
+        """Put what `make` makes of an attribute in its place; False where there is no such one."""
+        if not hasattr(owner, name):
+            return False
+        original = getattr(owner, name)
+        replacement = make(original)
+        setattr(owner, name, replacement)
+        self._replaced.append((owner, name, original, replacement))
+        return True
+
+    def restore(self) -> None:
+        """Put everything back that nobody else has replaced since, the last one first."""
+        for owner, name, original, replacement in reversed(self._replaced):
+            if getattr(owner, name) is replacement:
+                setattr(owner, name, original)
+        self._replaced.clear()

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple, Protocol
 import paddle
 from paddle.base import core
 
+from driftline.captures.patching import PatchSet
+
 # The node that adds into a leaf's gradient; the graph ends there.
 _LEAF = "GradNodeAccumulation"
 _MOST_NODES = 20_000
@@ -250,8 +252,7 @@ class _Pass(threading.local):
 
 _lock = threading.Lock()
 _listeners: list[Listener] = []
-_plain: dict[str, Callable[..., Any]] = {}
-_ours: dict[str, Callable[..., Any]] = {}
+_patches = PatchSet()
 _numbers = itertools.count(1)
 _pass = _Pass()
 
@@ -265,9 +266,7 @@ def watch(listener: Listener) -> None:
     with _lock:
         if not _listeners:
             for name in _NAMES:
-                _plain[name] = getattr(_eager, name)
-                _ours[name] = _telling(_plain[name])
-                setattr(_eager, name, _ours[name])
+                _patches.replace(_eager, name, _telling)
         _listeners.append(listener)
 
 
@@ -276,10 +275,8 @@ def unwatch(listener: Listener) -> None:
         if listener not in _listeners:
             return
         _listeners.remove(listener)
-        for name in () if _listeners else _NAMES:
-            # Somebody else may have wrapped it after us; then ours stays below, doing nothing.
-            if getattr(_eager, name) is _ours[name]:
-                setattr(_eager, name, _plain[name])
+        if not _listeners:
+            _patches.restore()
 
 
 def _telling(plain: Callable[..., Any]) -> Callable[..., Any]:

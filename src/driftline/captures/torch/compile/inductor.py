@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from driftline.captures.patching import PatchSet
 from driftline.captures.torch.compile.fusion_plan import FusionPlan, Unit, plan_fusion
 from driftline.captures.torch.compile.fusion_values import FusionValues
 from driftline.captures.torch.compile.graph_recorder import Compiled, Execution, GraphRecorder
@@ -202,7 +203,7 @@ _CACHES = {
 _lock = threading.Lock()
 _watchers: tuple[Watcher, ...] = ()
 _settings: list[tuple[Any, str, Any]] = []
-_replaced: list[tuple[Any, str, Any, Any]] = []
+_patches = PatchSet()
 _under_way: weakref.WeakKeyDictionary[Any, Scheduled] = weakref.WeakKeyDictionary()
 _graphs: dict[int, CompiledProgram] = {}
 
@@ -266,10 +267,7 @@ def install(watcher: Watcher) -> bool:
                 return False
             _no_caches("torch._inductor.config")
             for owner, name, make in places:
-                original = getattr(owner, name)
-                replacement = make(original)
-                _replaced.append((owner, name, original, replacement))
-                setattr(owner, name, replacement)
+                _patches.replace(owner, name, make)
         if not watcher.fusion:
             config: Any = importlib.import_module("torch._inductor.config")
             # Settings that together keep inductor from fusing anything.
@@ -287,11 +285,7 @@ def remove(watcher: Watcher) -> None:
         _watchers = tuple(other for other in _watchers if other is not watcher)
         if _watchers:
             return
-        # In reverse, and only where nobody else has replaced it meanwhile.
-        for owner, name, original, replacement in reversed(_replaced):
-            if getattr(owner, name) is replacement:
-                setattr(owner, name, original)
-        _replaced.clear()
+        _patches.restore()
         for config, name, before in reversed(_settings):
             setattr(config, name, before)
         _settings.clear()

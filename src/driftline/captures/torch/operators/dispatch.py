@@ -22,11 +22,13 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
+from driftline.captures.patching import PatchSet
+
 _forward_ad: Any = forward_ad
 _open = False
 _opened: Callable[[], None] | None = None
 _closed: Callable[[], None] | None = None
-_replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
+_level_patches = PatchSet()
 
 
 def is_open() -> bool:
@@ -76,12 +78,8 @@ def follow(opened: Callable[[], None], closed: Callable[[], None]) -> None:
         if inmost == 0 and _open:
             _now_closed()
 
-    for name, plain, watched in (
-        (enter_name, enter, watched_enter),
-        (exit_name, leave, watched_leave),
-    ):
-        setattr(where, name, watched)
-        _replaced.append((where, name, plain, watched))
+    _level_patches.replace(where, enter_name, lambda _: watched_enter)
+    _level_patches.replace(where, exit_name, lambda _: watched_leave)
 
 
 def _now_closed() -> None:
@@ -95,11 +93,7 @@ def unfollow() -> None:
     """Call nobody any more; torch gets its own functions back."""
     global _opened, _closed
     _opened = _closed = None
-    for where, name, plain, watched in _replaced:
-        # Somebody else may have wrapped it after us; then ours stays below, doing nothing.
-        if getattr(where, name) is watched:
-            setattr(where, name, plain)
-    _replaced.clear()
+    _level_patches.restore()
 
 
 # Mode-sensitive functions: torch computes them in another way, with other last bits, under a mode.
@@ -326,7 +320,7 @@ def has_values(tensor: torch.Tensor) -> bool:
 _ENGINE = "_engine_run_backward"
 _autograd: Any = torch.autograd
 _linalg: Any = torch.linalg
-_functions: dict[str, Callable[..., Any]] = {}
+_function_patches = PatchSet()
 _watchers: tuple[Watcher, ...] = ()
 _original: Callable[..., Any] | None = None
 _lock = threading.Lock()
@@ -436,8 +430,7 @@ def watch_mode_sensitive(watcher: Watcher) -> bool:
         # torch's functions are wrapped for the first watcher only.
         if not _watchers:
             for name in FUNCTIONS:
-                _functions[name] = getattr(_linalg, name)
-                setattr(_linalg, name, _apart(_functions[name]))
+                _function_patches.replace(_linalg, name, _apart)
             follow(_level_opened, _level_closed)
             _original = getattr(_autograd, _ENGINE, None)
             if _original is not None:
@@ -454,9 +447,7 @@ def unwatch_mode_sensitive(watcher: Watcher) -> None:
         _watchers = tuple(other for other in _watchers if other is not watcher)
         if _watchers:
             return
-        for name, function in _functions.items():
-            setattr(_linalg, name, function)
-        _functions.clear()
+        _function_patches.restore()
         unfollow()
         # Somebody else may have wrapped it after us; then ours stays below, doing nothing.
         if getattr(_autograd, _ENGINE, None) is _run_backward:
