@@ -30,7 +30,7 @@ from driftline.numerics.summary import Summary
 from driftline.runs.index_lines import encode_line, line_ends
 from driftline.runs.records import Kept, Record, TensorKey
 
-# 80 numbers of 8 bytes: ten figures, the digest, and the sketch.
+# 80 numbers of 8 bytes: nine figures, the digest in two, and the sketch from 16 on.
 ROW_BYTES = 640
 
 
