@@ -11,7 +11,7 @@ from interpreted import needs_interpreter
 
 from driftline.captures.torch.device import summaries
 from driftline.captures.torch.device.cuda import HostPlace
-from driftline.captures.torch.device.summaries import Sheet, Tables, kind_of
+from driftline.captures.torch.device.summaries import SummaryBatch, Tables, kind_of
 from driftline.numerics import definitions
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.fields import PairMoments, Summary
@@ -24,23 +24,23 @@ COUNT = 2113  # a tile of 2048, a group, and one element
 
 
 @pytest.fixture(scope="module")
-def sheet() -> Sheet:
+def batch() -> SummaryBatch:
     place = HostPlace()
-    return Sheet(place, Tables(place))
+    return SummaryBatch(place, Tables(place))
 
 
 def raw(tensor: torch.Tensor) -> Any:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
-def taken(sheet: Sheet, tensor: torch.Tensor) -> tuple[str, Summary]:
+def taken(batch: SummaryBatch, tensor: torch.Tensor) -> tuple[str, Summary]:
     name = str(tensor.dtype).removeprefix("torch.")
     kind = kind_of(name)
     assert kind is not None
     count = tensor.numel() * kind.reals
-    flight, slot = sheet.take(tensor, kind, count)
-    sheet.send()
-    return flight.result(slot, count, kind.width)
+    transfer, slot = batch.take(tensor, kind, count)
+    batch.send()
+    return transfer.result(slot, count, kind.width)
 
 
 def assert_defined(found: Summary, tensor: torch.Tensor) -> None:
@@ -73,24 +73,24 @@ EIGHTS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *OTHERS, *EIGHTS])
-def test_a_summary_is_what_the_definition_says(sheet: Sheet, dtype: torch.dtype) -> None:
+def test_a_summary_is_what_the_definition_says(batch: SummaryBatch, dtype: torch.dtype) -> None:
     tensor = numbers(dtype)
-    digest, found = taken(sheet, tensor)
+    digest, found = taken(batch, tensor)
     assert_defined(found, tensor)
     assert digest == digests.digest_of(raw(tensor), dtype.itemsize)
 
 
-def test_whole_tiles_are_read_fast_and_mean_the_same(sheet: Sheet) -> None:
+def test_whole_tiles_are_read_fast_and_mean_the_same(batch: SummaryBatch) -> None:
     for dtype, far in ((torch.bfloat16, 100.0), (torch.float32, 1000.0)):
         tensor = (numbers(torch.float32, 4096, dirty=False) * 1e-3 + far).to(dtype)
         tensor[7] = 0.0
-        _, found = taken(sheet, tensor)
+        _, found = taken(batch, tensor)
         assert_defined(found, tensor)
 
 
-def test_a_complex_number_is_two_reals(sheet: Sheet) -> None:
+def test_a_complex_number_is_two_reals(batch: SummaryBatch) -> None:
     tensor = torch.view_as_complex(numbers(torch.float32, 200).reshape(100, 2))
-    _, found = taken(sheet, tensor)
+    _, found = taken(batch, tensor)
     assert_defined(found, tensor)
 
 

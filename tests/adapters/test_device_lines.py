@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from driftline.captures.recorder import Snapshot
 from driftline.captures.torch.device import summaries
-from driftline.captures.torch.device.summaries import Constant, Flight, Group
+from driftline.captures.torch.device.summaries import Constant, Group, SummaryTransfer
 from driftline.numerics.gpu import launcher
 from driftline.runs.index_lines import check_line, decoder, record_of
 from driftline.runs.records import TensorKey
@@ -54,9 +54,9 @@ def constant(kept: Any = "summary", site: str = "layers.0", **key: Any) -> Const
 
 
 def group(rows: list[list[float]], some: Constant, first: int = 0) -> Group:
-    flight = Flight()
-    flight.depart(torch.tensor([[0.0] * 80] * first + rows, dtype=torch.float64), Here())
-    made = Group(flight, first)
+    transfer = SummaryTransfer()
+    transfer.depart(torch.tensor([[0.0] * 80] * first + rows, dtype=torch.float64), Here())
+    made = Group(transfer, first)
     for at in range(len(rows)):
         made.add(some, 3 + at, at)
     return made

@@ -20,7 +20,7 @@ from driftline.captures.options import Budgets
 from driftline.captures.torch import tensors as snapshots
 from driftline.captures.torch.device import cuda, summaries
 from driftline.captures.torch.device.cuda import HostPlace, _Reached
-from driftline.captures.torch.device.memory import Desk, Transfers
+from driftline.captures.torch.device.memory import DeviceMemory, Transfers
 from driftline.captures.torch.framework import capture
 from driftline.errors import BadInput
 from driftline.numerics.gpu.launcher import CannotLaunch, Kernel
@@ -59,9 +59,9 @@ def run(
     model, x = Net(), torch.randn(3, 8)
     sink = sink or MemorySink()
     watching = capture(model, sink, keep=keep, ports=ports)
-    watching.session.arrivals.pretends = pretend
+    watching.session.device_backend.pretends = pretend
     if budgets is not None:
-        watching.session.arrivals.budgets = budgets
+        watching.session.device_backend.budgets = budgets
     with torch.no_grad(), watching:
         results = [model(x) for _ in range(steps)]
     made = sink.run()
@@ -113,7 +113,7 @@ def test_later_calls_are_recorded_as_the_first_was(tmp_path: Any, keep: str) -> 
     given = [torch.randn(n, 8) for n in (3, 3, 2, 4, 2)]  # another shape, then an exception
     for pretend in (False, True):
         watching = driftline.capture(model, tmp_path / str(pretend), keep=keep, ports="output")
-        watching.session.arrivals.pretends = pretend
+        watching.session.device_backend.pretends = pretend
         with torch.no_grad(), watching:
             for x in given:
                 if len(x) == 4:
@@ -138,7 +138,7 @@ def test_later_calls_are_recorded_as_the_first_was(tmp_path: Any, keep: str) -> 
 def test_equal_tensors_of_two_calls_have_equal_digests_and_others_have_not() -> None:
     model, sink = Repeated(), MemorySink()
     watching = capture(model, sink, keep="digest", ports="output")
-    watching.session.arrivals.pretends = True
+    watching.session.device_backend.pretends = True
     x = torch.randn(3, 8)
     with torch.no_grad(), watching:
         for scale in (1.0, 1.0, 2.0):
@@ -150,7 +150,7 @@ def test_equal_tensors_of_two_calls_have_equal_digests_and_others_have_not() -> 
 def test_tensors_without_memory_of_their_own_are_not_taken_for_ordinary_ones() -> None:
     model, sink = Repeated(), MemorySink()
     watching = capture(model, sink, keep="summary", ports="output")
-    watching.session.arrivals.pretends = True
+    watching.session.device_backend.pretends = True
     x = torch.randn(3, 8)
     with torch.no_grad(), watching:
         model(x)
@@ -256,7 +256,7 @@ def test_copies_of_our_own_are_not_taken_for_the_program_s_operators() -> None:
         torch.manual_seed(0)
         model, x, sink = Net(), torch.randn(3, 8), MemorySink()
         watching = capture(model, sink, levels=("modules", "ops"))
-        watching.session.arrivals.pretends = pretend
+        watching.session.device_backend.pretends = pretend
         with torch.no_grad(), watching:
             for _ in range(2):
                 model(x)
@@ -269,16 +269,16 @@ def test_copies_of_our_own_are_not_taken_for_the_program_s_operators() -> None:
 def test_threads_that_come_first_at_the_same_time_lose_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain = Desk.__init__
+    plain = DeviceMemory.__init__
 
-    def slow(self: Desk, *args: Any) -> None:
+    def slow(self: DeviceMemory, *args: Any) -> None:
         time.sleep(0.05)
         plain(self, *args)
 
-    monkeypatch.setattr(Desk, "__init__", slow)
+    monkeypatch.setattr(DeviceMemory, "__init__", slow)
     model, sink = Net(), MemorySink()
     watching = capture(model, sink)
-    watching.session.arrivals.pretends = True
+    watching.session.device_backend.pretends = True
     threads = [threading.Thread(target=lambda: model(torch.randn(3, 8))) for _ in range(4)]
     with watching:
         for thread in threads:
@@ -336,9 +336,9 @@ def test_a_graph_that_could_not_be_recorded_leaves_capture_as_it_was(
     monkeypatch.setitem(cuda._plain, "capture_begin", fails)
     model, sink = Net(), MemorySink()
     watching = capture(model, sink)
-    watching.session.arrivals.pretends = True
+    watching.session.device_backend.pretends = True
     with torch.no_grad(), watching:
-        cuda._watching[:] = [watching.session.arrivals]
+        cuda._watching[:] = [watching.session.device_backend]
         with pytest.raises(RuntimeError, match="under way"):
             cuda._capture_begin(None)
         model(torch.randn(3, 8))
@@ -349,14 +349,14 @@ def test_a_graph_that_could_not_be_recorded_leaves_capture_as_it_was(
 def test_a_forked_process_lets_its_parent_s_things_lie() -> None:
     model, sink = Net(), MemorySink()
     watching = capture(model, sink)
-    arrivals = watching.session.arrivals
-    arrivals.pretends = True
+    device_backend = watching.session.device_backend
+    device_backend.pretends = True
     with torch.no_grad(), watching:
         model(torch.randn(3, 8))
         watching.session.flush()
-        parents = weakref.ref(arrivals.desk)
-        arrivals.after_fork()  # as in the child
-        assert arrivals.desk is None
+        parents = weakref.ref(device_backend.device_memory)
+        device_backend.after_fork()  # as in the child
+        assert device_backend.device_memory is None
         gc.collect()
         assert parents() is not None
 
@@ -364,7 +364,7 @@ def test_a_forked_process_lets_its_parent_s_things_lie() -> None:
 def test_a_run_on_disk_is_sealed_with_everything_in_it(tmp_path: Any) -> None:
     model = Net()
     watching = driftline.capture(model, tmp_path / "run")
-    watching.session.arrivals.pretends = True
+    watching.session.device_backend.pretends = True
     with torch.no_grad(), watching:
         for _ in range(3):
             model(torch.randn(2, 8))

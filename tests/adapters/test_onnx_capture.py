@@ -18,7 +18,7 @@ import driftline
 from driftline.captures.onnxruntime import sessions
 from driftline.captures.onnxruntime.graph import Graph
 from driftline.captures.onnxruntime.model_file import load_graph
-from driftline.captures.onnxruntime.recorder import Sight, portions
+from driftline.captures.onnxruntime.recorder import Observation, portions
 from driftline.runs.memory import MemorySink
 from driftline.runs.run import Run
 
@@ -124,7 +124,7 @@ def test_executed_in_portions_the_run_is_the_same(mlp: Path, how: dict[str, int]
 
 
 def test_a_portion_never_holds_more_than_it_may() -> None:
-    found = [Sight("s", "output", "0", f"v{n}", "") for n in range(10)]
+    found = [Observation("s", "output", "0", f"v{n}", "") for n in range(10)]
     sizes = {f"v{n}": 100 * (n + 1) for n in range(10)}
     for memory, most in ((1000, 0), (1, 0), (10**9, 4)):
         parts = portions(found, sizes, memory, most)

@@ -224,10 +224,10 @@ def test_a_convolution_in_tf32_is_lower_precision_and_the_switch_is_named(side: 
 
 
 def test_all_digits_are_asked_for_and_the_programs_choice_is_put_back() -> None:
-    before = framework.allowed()
-    with framework.switched_off():
-        assert framework.allowed() == []
-    assert framework.allowed() == before
+    before = framework.tf32_allowed()
+    with framework.tf32_switched_off():
+        assert framework.tf32_allowed() == []
+    assert framework.tf32_allowed() == before
     assert before == [] or "convolutions" in before
 
 

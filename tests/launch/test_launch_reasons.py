@@ -1,4 +1,4 @@
-"""Why a dump is empty, decided from marks alone; and the sinks that stand before the disk."""
+"""Why a dump is empty, decided from messages alone; and the sinks that stand before the disk."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import threading
 import numpy as np
 import pytest
 
-from driftline.captures.launch.bootstrap import leave_mark
+from driftline.captures.launch.bootstrap import send_message
 from driftline.captures.launch.jobs import CapturePlan
 from driftline.captures.launch.launcher import judge
-from driftline.captures.launch.messages import Marks, Place, ProcessReport, read_marks
+from driftline.captures.launch.messages import Messages, Place, ProcessReport, read_messages
 from driftline.captures.launch.outcome import Harvest
 from driftline.captures.options import Reduction
 from driftline.captures.selection import Selection
@@ -30,57 +30,61 @@ def report(**facts) -> ProcessReport:
 
 
 @pytest.mark.parametrize(
-    ("marks", "plan", "reason"),
+    ("messages", "plan", "reason"),
     [
-        (Marks(), PLAN, "no Python process could be reached"),
-        (Marks(woken=2), PLAN, "2 Python processes ran, none imported torch or paddle"),
-        (Marks(too_old=("Python 3.8.1",)), PLAN, "runs on Python 3.8.1"),
-        (Marks(woken=1, failed=("ImportError: no numpy",)), PLAN, "could not start (ImportError"),
-        (Marks(woken=1, began=1), PLAN, "ended before anything of it was written"),
-        (Marks(1, 1, reports=(report(calls=0),)), PLAN, "no module was called"),
+        (Messages(), PLAN, "no Python process could be reached"),
+        (Messages(reached=2), PLAN, "2 Python processes ran, none imported torch or paddle"),
+        (Messages(too_old=("Python 3.8.1",)), PLAN, "runs on Python 3.8.1"),
         (
-            Marks(1, 1, reports=(report(calls=0),)),
+            Messages(reached=1, failed=("ImportError: no numpy",)),
+            PLAN,
+            "could not start (ImportError",
+        ),
+        (Messages(reached=1, started=1), PLAN, "ended before anything of it was written"),
+        (Messages(1, 1, reports=(report(calls=0),)), PLAN, "no module was called"),
+        (
+            Messages(1, 1, reports=(report(calls=0),)),
             CapturePlan("/tmp/x", levels=("ops",)),
             "no module was called and no operator ran",
         ),
         (
-            Marks(1, 1, reports=(report(steps_seen=(3, 4, 9)),)),
+            Messages(1, 1, reports=(report(steps_seen=(3, 4, 9)),)),
             PLAN,
             "steps 3-4, 9 ran, and none of them is selected",
         ),
         (
-            Marks(1, 1, reports=(report(rank=0, steps_taken=(0,)),)),
+            Messages(1, 1, reports=(report(rank=0, steps_taken=(0,)),)),
             CapturePlan("/tmp/x", Selection(ranks=("1",))),
             "--rank selects none of the ranks 0",
         ),
         (
-            Marks(1, 1, reports=(report(steps_taken=(0,)),)),
+            Messages(1, 1, reports=(report(steps_taken=(0,)),)),
             CapturePlan("/tmp/x", Selection(sites=("haed",))),
             "--site 'haed' matches no module; did you mean 'head'?",
         ),
         (
-            Marks(1, 1, reports=(report(steps_taken=(0,)),)),
+            Messages(1, 1, reports=(report(steps_taken=(0,)),)),
             CapturePlan("/tmp/x", Selection(device=3)),
             "the filters left no tensor of them (device 3)",
         ),
         (
-            Marks(1, 1, reports=(report(steps_taken=(0,), tensors=7),)),
+            Messages(1, 1, reports=(report(steps_taken=(0,), tensors=7),)),
             PLAN,
             "none of 7 tensors could be written",
         ),
         (
-            Marks(1, 1, reports=(report(steps_taken=(0,)),)),
+            Messages(1, 1, reports=(report(steps_taken=(0,)),)),
             CapturePlan("/tmp/x", levels=("gradients",)),
             "no backward pass came through them",
         ),
     ],
 )
-def test_the_first_thing_that_stopped_it_is_the_reason(marks, plan, reason):
-    outcome = judge(plan, 0, marks, Harvest())
+def test_the_first_thing_that_stopped_it_is_the_reason(messages, plan, reason):
+    outcome = judge(plan, 0, messages, Harvest())
     assert reason in outcome.reason
     assert outcome.exit_code == 2
-    assert judge(plan, 3, marks, Harvest()).exit_code == 3
-    assert judge(plan, 0, marks, Harvest(tensors=1)).exit_code == 0
+    assert judge(plan, 3, messages, Harvest()).exit_code == 3
+    assert judge(plan, 0, messages, Harvest(tensors=1)).exit_code == 0
 
 
 def test_a_plan_is_the_same_after_its_journey():
@@ -105,16 +109,16 @@ def test_a_plan_is_the_same_after_its_journey():
 
 
 def test_a_mark_cut_short_is_passed_over(tmp_path):
-    (tmp_path / "marks").mkdir()
+    (tmp_path / "messages").mkdir()
     plan = str(tmp_path / "plan.json")
-    leave_mark(plan, "woken", "")
-    leave_mark(plan, "began", "")
-    leave_mark(plan, "report", report(notes=("a note",)).to_json())
-    leave_mark(plan, "report", report().to_json()[:20])
-    marks = read_marks(tmp_path / "marks")
-    assert (marks.woken, marks.began, len(marks.reports)) == (1, 1, 1)
-    assert marks.reports[0] == report(notes=("a note",))
-    assert marks.places == set(NET)
+    send_message(plan, "reached", "")
+    send_message(plan, "started", "")
+    send_message(plan, "report", report(notes=("a note",)).to_json())
+    send_message(plan, "report", report().to_json()[:20])
+    messages = read_messages(tmp_path / "messages")
+    assert (messages.reached, messages.started, len(messages.reports)) == (1, 1, 1)
+    assert messages.reports[0] == report(notes=("a note",))
+    assert messages.places == set(NET)
 
 
 def tensor(step: int, number: int = 0) -> tuple[Record, np.ndarray]:

@@ -70,10 +70,10 @@ def test_children_of_subprocess_and_of_every_multiprocessing_method_are_captured
         """
         import multiprocessing, os, subprocess, sys
         from model import run
-        from driftline.captures.torch.device.backend import Arrivals
+        from driftline.captures.torch.device.backend import TorchDeviceBackend
 
         # As if they were on a device: a thread hands them over later, also while a process ends.
-        Arrivals.takes = lambda self, tensor: True
+        TorchDeviceBackend.takes = lambda self, tensor: True
 
         def child():
             run()

@@ -1,11 +1,10 @@
-"""The Python door to capture: `with driftline.capture(model, "run"):` and `driftline.step()`.
+"""The Python entry to capture: `with driftline.capture(model, "run"):` and `driftline.step()`.
 
-Which framework a model belongs to is seen from its class; only that framework's adapter is loaded.
+The framework of a model is recognised by its class; only that framework's adapter is imported.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import warnings
@@ -16,16 +15,14 @@ from typing import Any, Literal, Self, get_args
 
 from driftline import settings
 from driftline.captures.calls import StepsBy
+from driftline.captures.framework import FRAMEWORKS, adapter_of
 from driftline.captures.options import Reduction, WhenFull, budgets_from
 from driftline.captures.selection import Selection, patterns, require_visible
-from driftline.captures.session import LEVELS, Session, known_levels
+from driftline.captures.session import LEVELS, Session, checked_levels
 from driftline.errors import BadInput, did_you_mean
 from driftline.runs.jobs import begin_run
 from driftline.runs.sinks import Sink
 from driftline.runs.writer import RunWriter
-
-FRAMEWORKS = ("torch", "paddle")
-"""Packages whose models can be captured; each has a folder of its own here."""
 
 Filter = str | int | Iterable[str | int] | None
 
@@ -35,7 +32,7 @@ class Capture:
 
     Attributes:
         path: The run's folder; None when a sink was given instead.
-        session: What does the work.
+        session: Installs the hooks and records the tensors.
     """
 
     def __init__(self, session: Session, path: Path | None) -> None:
@@ -44,7 +41,7 @@ class Capture:
         self._entered = False
 
     def step(self) -> None:
-        """Say that a step is over. From then on only this counts steps."""
+        """End the current step. From then on only such calls count steps."""
         self.session.step_over()
 
     def __enter__(self) -> Self:
@@ -63,8 +60,10 @@ class Capture:
         trace: TracebackType | None,
     ) -> None:
         self.session.stop()
+        # After an exception of the program its own message matters, not warnings about the
+        # capture.
         if error is None:
-            for sentence in self.session.complaints():
+            for sentence in self.session.end_warnings():
                 warnings.warn(sentence, stacklevel=2)
 
 
@@ -134,7 +133,8 @@ def capture(
         raise BadInput(
             "both a selection and filters were given", hint="put the filters into the selection"
         )
-    levels = known_levels(levels)
+    levels = checked_levels(levels)
+    # An empty list would record nothing and look like success.
     if not levels:
         raise BadInput("no level was given", hint=f"levels are {', '.join(LEVELS)}")
     require_visible(selection.ports, levels)
@@ -145,6 +145,7 @@ def capture(
         )
     if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 0):
         raise BadInput(f"max_bytes is a number of bytes, not {max_bytes!r}")
+    # Only torch compiles graphs that capture can see.
     if graph is not None or not fusion:
         if not hasattr(engine, "check_graph"):
             raise BadInput("only torch has compiled graphs to be seen", hint="leave out graph")
@@ -153,6 +154,8 @@ def capture(
     reduction = Reduction.parse(keep)
     place = settings.job_place()
     if isinstance(path, str | os.PathLike):
+        # The folder is claimed before anything is installed, so a refusal changes nothing
+        # in the program.
         folder = begin_run(path, force=force)
         sink: Sink = RunWriter(
             folder, rank=place.rank, world_size=place.world_size, max_bytes=max_bytes
@@ -170,25 +173,23 @@ def capture(
         steps_by=steps_by,
         to_folder=folder is not None,
     )
-    if hasattr(session, "arrivals"):
-        session.arrivals.budgets = budgets
+    # Only frameworks with a device backend have budgets to set.
+    if hasattr(session, "device_backend"):
+        session.device_backend.budgets = budgets
     if graph is not None:
         engine.watch_graphs(session, sink, graph, fusion=fusion)
     return Capture(session, folder)
 
 
 def engine_of(model: object) -> Any:
-    """The door of the framework that a model belongs to.
+    """The `framework` module of the framework that a model belongs to.
 
     Raises:
         BadInput: It is no model of any of them.
     """
-    families = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
-    for framework in FRAMEWORKS:
-        if framework in families:
-            door = importlib.import_module(f"driftline.captures.{framework}.framework")
-            if door.is_model(model):
-                return door
+    adapter = adapter_of(model)
+    if adapter is not None:
+        return adapter
     raise BadInput(
         f"{type(model).__name__} is not a torch module",
         hint="give the model itself, an nn.Module, or a Paddle nn.Layer",
@@ -196,9 +197,10 @@ def engine_of(model: object) -> Any:
 
 
 def step() -> None:
-    """Say that a step is over, to every capture of this process, if there is any."""
-    for framework in FRAMEWORKS:
-        watch = sys.modules.get(f"driftline.captures.{framework}.module_calls")
+    """End the current step of every capture in this process."""
+    for framework in FRAMEWORKS.values():
+        # `sys.modules` is asked: a framework the program has not imported cannot have a capture.
+        watch = sys.modules.get(framework.module_calls)
         if watch is not None:
             for session in watch.active():
                 session.step_over()

@@ -1,4 +1,8 @@
-"""A module call under way, as sessions and taps of every framework talk about it."""
+"""A module call under way, and the step it belongs to.
+
+`Frame` is the call as sessions and taps of every framework see it; `StepClock` decides when a step
+ends. Neither knows tensors.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,7 @@ class Frame:
 
 
 class Look(NamedTuple):
-    """What is wanted of one place's own calls."""
+    """Which tensors of a module's own calls are wanted."""
 
     inputs_before: bool
     inputs_after: bool
@@ -53,6 +57,7 @@ class Look(NamedTuple):
 class Visits:
     """Counts the calls of one place in each step."""
 
+    # Two numbers instead of a table: a site is called in one step at a time.
     __slots__ = ("_count", "_step")
 
     def __init__(self) -> None:
@@ -68,10 +73,11 @@ class Visits:
         return self._count
 
 
-# Which step a call belongs to.
+# Steps: when one ends and which of them a call belongs to.
 
 
 StepsBy = Literal["auto", "call", "optimizer", "manual"]
+# The search takes milliseconds and a program without an optimizer would repeat it every call.
 _OPTIMIZER_SEARCHES = 3
 
 
@@ -131,13 +137,17 @@ class StepClock:
         root = place.root
         if root.helper:
             return
+        # A new call means that the gradients of the previous step are complete.
         self._concluded = False
         if self._current is not root:
             self._current = root
+            # A model that appears late joins the step the other models are in.
             if not root.ever_called and not root.opened:
                 root.step = max(root.step, self._base)
         if self._by in ("manual", "optimizer"):
             return
+        # Calls of the model itself count steps; a part called alone counts only as
+        # described below.
         if place.is_root:
             training = self._is_training(module)
             # Micro-batches share a step; an evaluation between training steps shares it with none.
@@ -146,6 +156,8 @@ class StepClock:
             root.called = root.ever_called = True
             root.training = training
             return
+        # `generate` calls its encoder once before the model; only parts seen in that role
+        # open a step.
         if not root.ever_called and root.step == self._base:
             root.openers.add(place.site)
         begins = root.called and place.site in root.openers
@@ -172,6 +184,7 @@ class StepClock:
 
     def step(self) -> None:
         """The program itself says that a step is over."""
+        # One explicit step by the program switches all guessing off.
         self._by = "manual"
         self._concluded = False
         self._advance_all()
@@ -185,6 +198,7 @@ class StepClock:
         self._done(done)
 
     def _advance_all(self) -> None:
+        # All models meet at one number, so that records of one training step share it.
         done = max([self._base, *(root.step for root in self._roots)])
         self._base = done + 1
         self._graph_ran = False
@@ -196,6 +210,7 @@ class StepClock:
         self._done(done)
 
     def _done(self, step: int) -> None:
+        # Two models may end the same step; it is announced once.
         if step > self._last_done:
             self._last_done = step
             self._on_done(step)

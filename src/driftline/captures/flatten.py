@@ -1,11 +1,10 @@
-"""What a module was given and what it returned, as a flat list of named tensors.
+"""Flatten the arguments and results of a call into a list of named tensors.
 
-One rule for all frameworks, so that their slots meet; the adapter says which type a tensor has.
-
-A slot is an argument's name, or a path through nested containers (`past_key_values.3.0`); its alias
-is the same path by position, so that a call by position and a call by name, a tuple and a
-`ModelOutput`, meet. Containers are walked by their stored contents only: no property or iterator of
-the program is run.
+One rule for all frameworks, so that their slots can be compared; the adapter supplies the tensor
+type. A slot is an argument's name, or a path through nested containers (`past_key_values.3.0`). Its
+alias is the same path by position, so that a call by position matches a call by name, and a tuple
+matches a `ModelOutput`. Containers are walked by their stored contents only: no property or
+iterator of the program is run.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -21,10 +20,12 @@ from typing import Any
 Tensors = list[tuple[str, str, Any]]
 """Slot, alias and tensor."""
 
+# Limits against containers that refer to themselves, or hold a table of tensors each.
 MAX_DEPTH = 8
 MAX_TENSORS = 4096
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _CACHE_HOME = "transformers.cache_utils"
+# Values of `cache` that are no layer index.
 WHOLE_CACHE = -1
 NO_CACHE = -2
 
@@ -48,21 +49,23 @@ def binding_of(forward: Callable[..., Any]) -> Binding:
     function = getattr(forward, "__func__", forward)
     code = getattr(function, "__code__", None)
     if code is None:
+        # A callable of a C extension has no code object to cache by.
         return _read_binding(forward)
     # A decorator's wrapper shares its code with every function it wraps: those are told apart
     # below.
     if hasattr(function, "__wrapped__"):
         inner = inspect.unwrap(function)
         code = getattr(inner, "__code__", code)
-    known = _BINDINGS.get(code)
-    if known is None:
-        known = _BINDINGS[code] = _read_binding(forward)
-    return known
+    binding = _BINDINGS.get(code)
+    if binding is None:
+        binding = _BINDINGS[code] = _read_binding(forward)
+    return binding
 
 
 def _read_binding(forward: Callable[..., Any]) -> Binding:
     try:
         parameters = inspect.signature(forward).parameters.values()
+    # Some built-in callables have no signature; their arguments go by position.
     except (TypeError, ValueError):
         return _NO_NAMES
     return Binding(
@@ -97,63 +100,64 @@ class Flatten:
             kwargs: As called.
             cache: Which layer of a key-value cache object to look at, WHOLE_CACHE or NO_CACHE.
         """
-        found: Tensors = []
+        tensors: Tensors = []
         names, tensor, plain = binding.names, self._tensor, self._plain
         for i, value in enumerate(args):
             position = str(i)
             slot = names[i] if i < len(names) else position
             if isinstance(value, tensor):
-                found.append((slot, "" if slot == position else position, value))
+                tensors.append((slot, "" if slot == position else position, value))
             elif not isinstance(value, plain):
-                self._walk(value, slot, position, found, 0, cache)
+                self._walk(value, slot, position, tensors, 0, cache)
         for name, value in kwargs.items():
             alias = binding.positions.get(name)
             if isinstance(value, tensor):
-                found.append((name, alias or "", value))
+                tensors.append((name, alias or "", value))
             elif not isinstance(value, plain):
-                self._walk(value, name, alias, found, 0, cache)
-        return _distinct(found) if len(found) > 1 else found
+                self._walk(value, name, alias, tensors, 0, cache)
+        # A name clash needs two tensors at least, so the common case skips the check.
+        return _distinct(tensors) if len(tensors) > 1 else tensors
 
     def outputs(self, value: Any, cache: int = WHOLE_CACHE) -> Tensors:
         """The tensors of a returned value; a lone tensor has slot `0`."""
         if isinstance(value, self._tensor):
             return [("0", "", value)]
-        found: Tensors = []
+        tensors: Tensors = []
         if not isinstance(value, self._plain):
-            self._walk(value, "", "", found, 0, cache)
-        return _distinct(found) if len(found) > 1 else found
+            self._walk(value, "", "", tensors, 0, cache)
+        return _distinct(tensors) if len(tensors) > 1 else tensors
 
     def _walk(
-        self, value: Any, slot: str, alias: str | None, found: Tensors, depth: int, cache: int
+        self, value: Any, slot: str, alias: str | None, tensors: Tensors, depth: int, cache: int
     ) -> None:
         """Collect the tensors inside a value; `alias` is None where there is no position."""
         if isinstance(value, self._tensor):
-            found.append((slot or "0", "" if alias is None or alias == slot else alias, value))
+            tensors.append((slot or "0", "" if alias is None or alias == slot else alias, value))
             return
-        if isinstance(value, self._plain) or depth >= MAX_DEPTH or len(found) >= MAX_TENSORS:
+        if isinstance(value, self._plain) or depth >= MAX_DEPTH or len(tensors) >= MAX_TENSORS:
             return
         for name, position, item in self._items(value, cache):
             if item is not None:
                 below = None if alias is None else _join(alias, position)
-                self._walk(item, _join(slot, name), below, found, depth + 1, cache)
+                self._walk(item, _join(slot, name), below, tensors, depth + 1, cache)
 
     def _items(self, value: Any, cache: int) -> list[tuple[str, str, Any]]:
         """(name, position, item) of what a container stores."""
         return _cache_items(value, cache, self._tensor) if _is_cache(type(value)) else _items(value)
 
 
-def _distinct(found: Tensors) -> Tensors:
+def _distinct(tensors: Tensors) -> Tensors:
     """The same with a name for each: `{"a": {"b": x}, "a.b": y}` gives `a.b` and `a.b~1`."""
-    if len({slot for slot, _, _ in found}) == len(found):
-        return found
-    taken: set[str] = set()
+    if len({slot for slot, _, _ in tensors}) == len(tensors):
+        return tensors
+    used_names: set[str] = set()
     renamed: Tensors = []
-    for slot, alias, tensor in found:
+    for slot, alias, tensor in tensors:
         name, count = slot, 0
-        while name in taken:
+        while name in used_names:
             count += 1
             name = f"{slot}~{count}"
-        taken.add(name)
+        used_names.add(name)
         renamed.append((name, alias if name == slot else "", tensor))
     return renamed
 
@@ -165,8 +169,12 @@ def _join(path: str, part: str) -> str:
 def _items(value: Any) -> list[tuple[str, str, Any]]:
     """(name, position, item) of what a container stores."""
     kind = type(value)
+    # The unbound `tuple.__iter__` is used because a subclass may run the program's code in its
+    # own.
     if issubclass(kind, tuple):
         fields = getattr(kind, "_fields", None)
+        # A namedtuple subclass may carry more items than fields; its names would then be
+        # wrong.
         named = fields is not None and len(fields) == tuple.__len__(value)
         return [
             (fields[i] if fields is not None and named else str(i), str(i), item)
@@ -176,6 +184,8 @@ def _items(value: Any) -> list[tuple[str, str, Any]]:
         base: Any = list if issubclass(kind, list) else deque
         return [(str(i), str(i), item) for i, item in enumerate(base.__iter__(value))]
     if issubclass(kind, dict):
+        # `ModelOutput` omits None from its tuple form, so positions count present values
+        # only.
         present = [(k, v) for k, v in dict.items(value) if v is not None]
         return [(str(k), str(i), v) for i, (k, v) in enumerate(present)]
     if issubclass(kind, UserDict):
@@ -206,6 +216,7 @@ def _stored(thing: Any, name: str) -> Any:
         try:
             return member.__get__(thing, type(thing))
         except AttributeError:
+            # A slot that was declared but never assigned.
             return None
     return None
 
@@ -224,11 +235,13 @@ def _cache_items(value: Any, cache: int, tensor: type) -> list[tuple[str, str, A
     if cache == NO_CACHE:
         return []
     stored: dict[str, Any] = vars(value)
+    # Newer versions of transformers: one object per layer.
     if "layers" in stored and isinstance(stored["layers"], list):
         layers = list(enumerate(stored["layers"]))
-        return [(str(i), str(i), one) for i, one in layers if cache in (WHOLE_CACHE, i)]
+        return [(str(i), str(i), layer) for i, layer in layers if cache in (WHOLE_CACHE, i)]
     if "keys" in stored and "values" in stored:
         return [("0", "0", stored["keys"]), ("1", "1", stored["values"])]
+    # Older versions of transformers: two parallel lists.
     if "key_cache" in stored and "value_cache" in stored:
         pairs = list(enumerate(zip(stored["key_cache"], stored["value_cache"], strict=False)))
         return [(str(i), str(i), pair) for i, pair in pairs if cache in (WHOLE_CACHE, i)]

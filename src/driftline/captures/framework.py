@@ -1,19 +1,55 @@
-"""What the saving hook needs of a framework: leaf layers, hooks on them, tensors as host bytes.
+"""The frameworks whose programs can be captured: where their adapters are, and what they provide.
 
-Each adapter has a `saving.py` with an `Engine`; the hook itself knows no framework.
+One table instead of a list in every place that asks. This file loads no framework: a part is
+imported by its address when it is used. `Engine` is the view of the saving hook: leaf layers, hooks
+on them, tensors as host bytes; the hook itself knows no framework.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from driftline.captures.recorder import Pending, Refusal, Snapshot
-from driftline.runs.sinks import JSON
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
-FRAMEWORKS = ("torch", "paddle")
+    from driftline.captures.recorder import Pending, Refusal, Snapshot
+    from driftline.runs.sinks import JSON
+
+
+class Framework(NamedTuple):
+    """Where the parts of a framework's adapter are.
+
+    Attributes:
+        adapter: Module with `is_model`, `session_for`, `check_levels`, `facts` and `Engine`.
+        module_calls: Module with `active`, the sessions that watch calls.
+        session: Class of a session, as `module:class`.
+        provenance: Module with `facts` and, where the framework knows it, `rank`.
+    """
+
+    adapter: str
+    module_calls: str
+    session: str
+    provenance: str
+
+
+# The order is the one in which a model's classes are asked. `launch.bootstrap` has the names once
+# more, because it imports nothing; a test holds the two together.
+FRAMEWORKS = {
+    "torch": Framework(
+        adapter="driftline.captures.torch.framework",
+        module_calls="driftline.captures.torch.module_calls",
+        session="driftline.captures.torch.session:CaptureSession",
+        provenance="driftline.captures.torch.framework",
+    ),
+    "paddle": Framework(
+        adapter="driftline.captures.paddle.framework",
+        module_calls="driftline.captures.paddle.module_calls",
+        session="driftline.captures.paddle.session:PaddleSession",
+        provenance="driftline.captures.paddle.layers",
+    ),
+}
 
 
 class Leaf(NamedTuple):
@@ -72,12 +108,19 @@ class Engine(Protocol):
     def facts(self) -> dict[str, JSON]: ...
 
 
+def adapter_of(model: object) -> Any | None:
+    """The adapter module of a model's framework; None for what is no model of any."""
+    # The class hierarchy is enough to tell the framework, so that no other one is imported.
+    packages = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
+    for name, framework in FRAMEWORKS.items():
+        if name in packages:
+            adapter = importlib.import_module(framework.adapter)
+            if adapter.is_model(model):
+                return adapter
+    return None
+
+
 def engine_for(model: object) -> Engine | None:
     """The engine of a model's framework; None for what is no model of any."""
-    families = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
-    for framework in FRAMEWORKS:
-        if framework in families:
-            engine = importlib.import_module(f"driftline.captures.{framework}.framework").Engine()
-            if engine.is_model(model):
-                return engine
-    return None
+    adapter = adapter_of(model)
+    return None if adapter is None else adapter.Engine()

@@ -1,4 +1,9 @@
-"""What gradients need to know of the call they belong to, in whichever framework."""
+"""Gradients of module calls and parameters, as far as all frameworks share them.
+
+Holds the bookkeeping: which call a gradient belongs to, how visits are numbered when a call is
+passed backward more than once, and how the parts of an input's gradient are added up. How hooks
+are placed in a backward graph is the business of each framework's own `gradients.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,9 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from driftline.captures.recorder import TensorAddress
+
+# Backward passes of older steps do not come back, so their visit numbers can be forgotten.
 _STEPS_REMEMBERED = 4
 
 
@@ -18,17 +26,20 @@ class Visits:
         self._taken: dict[int, dict[str, set[int]]] = {}
         self._lock = threading.Lock()
 
-    def claim(self, site: str, step: int, wish: int) -> int:
+    def claim(self, site: str, step: int, visit: int) -> int:
         with self._lock:
             if step not in self._taken:
                 self._taken[step] = {}
+                # The oldest steps go first; a long program must not grow this table
+                # without end.
                 while len(self._taken) > _STEPS_REMEMBERED:
                     del self._taken[min(self._taken)]
-            taken = self._taken.setdefault(step, {}).setdefault(site, set())
-            while wish in taken:
-                wish += 1
-            taken.add(wish)
-            return wish
+            used = self._taken.setdefault(step, {}).setdefault(site, set())
+            # A second backward pass through the same call gets the next free number.
+            while visit in used:
+                visit += 1
+            used.add(visit)
+            return visit
 
 
 class Owner(NamedTuple):
@@ -40,7 +51,7 @@ class Owner(NamedTuple):
 
 
 class Contributions:
-    """What each parameter is given in one step, numbered: its visits."""
+    """Gradient contributions to each parameter within one step, numbered as visits."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
@@ -48,19 +59,18 @@ class Contributions:
         self._counts: dict[tuple[str, str, str], int] = {}
 
     def take(self, port: str, owner: Owner, gradient: Any) -> None:
-        """One more contribution; never raises."""
+        """Record one more contribution; never raises."""
         session = self._session
         try:
+            # An optimizer step may already have ended the step these gradients belong
+            # to.
             step: int = session.clock.concluding
-            session.emit(
-                owner.site,
-                port,
-                owner.name,
-                gradient,
-                class_name=owner.class_name,
-                visit=self._number(step, port, owner),
-                step=step,
+            visit = self._number(step, port, owner)
+            address = TensorAddress(
+                owner.site, port, owner.name, step, visit, class_name=owner.class_name
             )
+            session.emit(address, gradient)
+        # A hook must not raise into the backward pass of the program.
         except Exception as error:
             session.event_once(
                 "gradient-lost", f"{port} of {owner.site}.{owner.name} not captured: {error}"
@@ -77,7 +87,7 @@ class Contributions:
 
 
 class CallGradients(ABC):
-    """What taps for the gradients of calls have in common."""
+    """Base of the taps that capture the gradients of calls."""
 
     def __init__(self, session: Any) -> None:
         self.session = session
@@ -89,12 +99,12 @@ class CallGradients(ABC):
         """A number for the backward pass that is under way."""
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Surroundings in which tensors are added up, unnoticed by the program."""
+        """Context in which tensors are added up without the program noticing."""
         context: AbstractContextManager[None] = self.session.undisturbed()
         return context
 
     @abstractmethod
-    def expect(self, inflow: Inflow[Any], task: int) -> None:
+    def expect(self, gradient_sum: GradientSum[Any], task: int) -> None:
         """An input's gradient is incomplete: look again when this backward pass is over.
 
         Some of its paths may not run at all, when the loss does not depend on every output.
@@ -103,17 +113,17 @@ class CallGradients(ABC):
     def emit(
         self, call: PassedCall[Any], port: str, slot: str, alias: str, gradient: Any, task: int
     ) -> None:
-        self.session.emit(
+        address = TensorAddress(
             call.site,
             port,
             slot,
-            gradient,
+            call.step,
+            call.visit_in(task),
+            "backward",
             alias=alias,
             class_name=call.class_name,
-            visit=call.visit_in(task),
-            phase="backward",
-            step=call.step,
         )
+        self.session.emit(address, gradient)
 
     def lost(self, site: str, error: Exception) -> None:
         self.session.event_once(
@@ -141,6 +151,8 @@ class PassedCall(Generic[Tap]):
 
     def visit_in(self, task: int) -> int:
         """The visit number of this call in one backward pass."""
+        # The first gradient of each pass claims the number; the others of the call share
+        # it.
         if task != self._task:
             self._task = task
             tap = self.tap()
@@ -149,8 +161,8 @@ class PassedCall(Generic[Tap]):
         return self._visit_now
 
 
-class Inflow(Generic[Tap]):
-    """One input of one call: adds up what comes back to it over `expected` edges of the graph."""
+class GradientSum(Generic[Tap]):
+    """Sum of the gradients that reach one input of one call over `expected` edges of the graph."""
 
     __slots__ = ("_seen", "_sum", "_task", "alias", "call", "expected", "slot")
 
@@ -164,15 +176,18 @@ class Inflow(Generic[Tap]):
         self._task = -1
 
     def arrived(self, gradient: Any) -> None:
-        """Something came along one of the edges; None when nothing did."""
+        """Add the gradient of one edge; None when that edge carried none."""
         tap = self.call.tap()
         if tap is None or not tap.active:
             return
         task = tap.task()
+        # With a single edge the gradient is complete at once and needs no copy.
         if self.expected == 1:
             if gradient is not None:
                 tap.emit(self.call, "grad_input", self.slot, self.alias, gradient, task)
             return
+        # A new pass begins: parts of an earlier pass that never became complete are
+        # dropped.
         if task != self._task:
             self._task, self._seen, self._sum = task, 0, None
         self._seen += 1
@@ -180,6 +195,7 @@ class Inflow(Generic[Tap]):
             # A copy, because the engine may go on adding into the tensor it handed us.
             with tap.undisturbed():
                 self._sum = gradient.clone() if self._sum is None else self._sum + gradient
+        # Only the first part registers the callback for the end of the pass.
         if self._seen == 1:
             tap.expect(self, task)
         if self._seen == self.expected:
@@ -187,6 +203,8 @@ class Inflow(Generic[Tap]):
 
     def finish(self, task: int) -> None:
         """Hand out the sum, once; called when it is complete and again at the end of the pass."""
+        # The sum is cleared first, so that the call at the end of the pass cannot emit it
+        # twice.
         total, self._sum = self._sum, None
         tap = self.call.tap()
         if total is None or task != self._task or tap is None or not tap.active:

@@ -1,4 +1,8 @@
-"""What happens around a call of a module, in whichever framework it is noticed."""
+"""Around a module call: steps that every framework's wrapper takes.
+
+Taps are informed, failures are noted, and Python's recursion limit is raised for the frames that
+capture itself adds. How a framework's calls are intercepted is in its own `module_calls.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,18 @@ from driftline.captures.calls import Frame
 def tell_taps(session: Any, frame: Frame, *, outermost: bool) -> None:
     """The last thing before a module runs: tell the taps; an outermost call is enclosed."""
     if outermost:
+        # Operator and gradient taps install their modes around the outermost call only.
         frame.around = contextlib.ExitStack()
         for tap in session.taps:
-            session.shielded(frame.site, frame.around.enter_context, tap.around_root(frame.module))
+            session.guarded(frame.site, frame.around.enter_context, tap.around_root(frame.module))
     for tap in session.taps:
-        session.shielded(frame.site, tap.before_forward, frame, frame.inputs)
+        session.guarded(frame.site, tap.before_forward, frame, frame.inputs)
 
 
 def note_failure(session: Any, frame: Frame, error: BaseException) -> None:
-    """Say where an exception came from; on its way through the outer modules it is known."""
+    """Report the module an exception was raised in, once per exception."""
+    # The same exception object passes through every outer module; only the innermost is its
+    # origin.
     thread = session.thread
     first = thread.failure != id(error)
     thread.failure = id(error) if len(thread.stack) > 1 else 0
@@ -36,30 +43,33 @@ def note_failure(session: Any, frame: Frame, error: BaseException) -> None:
 
 
 def fault(session: Any, module: object, error: Exception) -> None:
-    """An error of ours while a module was called: an event, and the program goes on."""
+    """Turn an error of the capture itself into an event; the program goes on."""
 
+    # `guarded` formats the traceback of a raised exception, so the error is raised again for
+    # it.
     def again() -> None:
         raise error
 
-    session.shielded(type(module).__name__, again)
+    session.guarded(type(module).__name__, again)
 
 
 def optimizer_stepped(sessions: Iterable[Any]) -> None:
     """Some optimizer has made its step."""
     for session in sessions:
-        session.shielded("optimizer", session.clock.optimizer_stepped)
+        session.guarded("optimizer", session.clock.optimizer_stepped)
 
 
-# Room on Python's stack for the capture's own frames: modules nested by the hundred need it.
+# Recursion limit: the capture's own frames need room where modules nest by the hundred.
 
 
 DEEP = 32
-"""Every so many levels of modules the limit is raised."""
+"""The limit is raised once per this many levels of nested modules."""
 _OWN_FRAMES = 6  # at most, for each module call: the wrapper's own, and calls from C count too
 
 
-def more_room() -> int:
-    """Raise the limit by what our own frames take of it; returns what it is then."""
+def raise_recursion_limit() -> int:
+    """Raise the recursion limit by the capture's own frames; returns it, 0 if refused."""
+    # The program may have set the largest limit there is.
     with contextlib.suppress(ValueError, OverflowError):
         limit = sys.getrecursionlimit() + _OWN_FRAMES * DEEP
         sys.setrecursionlimit(limit)
@@ -67,8 +77,9 @@ def more_room() -> int:
     return 0
 
 
-def give_room_back(limit: int) -> None:
-    """Lower it again."""
+def restore_recursion_limit(limit: int) -> None:
+    """Lower the recursion limit again."""
     if sys.getrecursionlimit() == limit:  # else the program has set its own meanwhile
+        # Python refuses a limit below the current depth.
         with contextlib.suppress(RecursionError):
             sys.setrecursionlimit(limit - _OWN_FRAMES * DEEP)

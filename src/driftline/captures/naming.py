@@ -1,7 +1,7 @@
 """What a module is called: its path below the root of its model, stable over runs and wrappers.
 
 One rule for every framework, so that names of the same model meet; what a module is made of is
-asked of its `Family`.
+asked of its `ModuleStructure`.
 
 The first model of a process keeps the names its framework gives, and is itself called `(root)`.
 Later models are prefixed with their class name (`Draft.layers.0`, the next of that class
@@ -18,13 +18,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
+# Parentheses cannot occur in a Python attribute name, so no module can be called this.
 ROOT = "(root)"
 _SEARCHED_ROOTS = 32
 """A program that makes models by the hundred must not wait for the search of each one's parents."""
 
 
-class Family(Protocol):
-    """What a framework's modules are made of.
+class ModuleStructure(Protocol):
+    """Access to the structure of a framework's modules.
 
     Attributes:
         kind: The class of its modules.
@@ -86,6 +87,8 @@ class Root:
     )
 
     def __init__(self, module: Any, prefix: str, *, helper: bool) -> None:
+        # Weak references throughout: capture must not keep a model alive that the program
+        # dropped.
         self.module = weakref.ref(module)
         self.prefix = prefix
         self.helper = helper
@@ -129,23 +132,25 @@ class Place:
         self.last: Any = None
 
 
-def unwrapped(family: Family, module: Any) -> Any:
+def unwrapped(structure: ModuleStructure, module: Any) -> Any:
     """The model inside all of its wrappers."""
-    while (inner := family.wrapped(module)) is not None:
+    while (inner := structure.wrapped(module)) is not None:
         module = inner
     return module
 
 
-def parent_of(family: Family, module: Any) -> Any | None:
+def parent_of(structure: ModuleStructure, module: Any) -> Any | None:
     """The module that holds this one as a child, found through the garbage collector's references.
 
     Copies (`deepcopy`) and models built before capture began are found too, which a registration
     hook would miss. Takes some 10 ms per ancestor in a large program and is asked once per model.
     """
-    kind, attribute = family.kind, family.table
+    kind, attribute = structure.kind, structure.table
     for table in gc.get_referrers(module):
         if not issubclass(type(table), dict):
             continue
+        # A module's table of children is referred to by its `__dict__`, or by the module itself
+        # where CPython stores attributes inline.
         for owner in gc.get_referrers(cast("dict[str, Any]", table)):
             # By type: `isinstance` would ask `__class__`, which is code of its own in lazy proxies.
             if issubclass(type(owner), kind):
@@ -157,6 +162,8 @@ def parent_of(family: Family, module: Any) -> Any | None:
             for candidate in candidates:
                 if (
                     issubclass(type(candidate), kind)
+                    # The table must be the owner's own, because copies of the
+                    # dictionary are referrers too.
                     and candidate is not module
                     and candidate.__dict__.get(attribute) is table
                 ):
@@ -164,10 +171,11 @@ def parent_of(family: Family, module: Any) -> Any | None:
     return None
 
 
-def topmost(family: Family, module: Any) -> Any:
+def topmost(structure: ModuleStructure, module: Any) -> Any:
     """The outermost model a module is part of; itself when it is part of none."""
+    # Modules may refer to each other in a cycle.
     seen = {id(module)}
-    while (parent := parent_of(family, module)) is not None and id(parent) not in seen:
+    while (parent := parent_of(structure, module)) is not None and id(parent) not in seen:
         seen.add(id(parent))
         module = parent
     return module
@@ -177,18 +185,18 @@ class ModuleNames:
     """The names of all modules met so far.
 
     Args:
-        family: What modules are made of.
+        structure: What modules are made of.
         only: The one model to name; None for every model of the process.
         on_place: Called once for each new place.
     """
 
     def __init__(
         self,
-        family: Family,
+        structure: ModuleStructure,
         only: Any | None = None,
         on_place: Callable[[Place], None] | None = None,
     ) -> None:
-        self.family = family
+        self.structure = structure
         self._places: dict[int, Place] = {}
         self._by_site: dict[str, Place] = {}
         self._prefixes: dict[str, int] = {}
@@ -202,6 +210,8 @@ class ModuleNames:
 
     def known(self, module: Any) -> Place | None:
         place = self._places.get(id(module))
+        # The id of a dead module can be reused by a new one, so the reference is compared
+        # too.
         if place is not None and place.ref() is module:
             return place
         return None
@@ -216,9 +226,9 @@ class ModuleNames:
         place = self._places.get(id(module))
         if place is not None and place.ref() is module:
             return place
-        if self.family.is_foreign(module, called_by_module=caller is not None):
+        if self.structure.is_foreign(module, called_by_module=caller is not None):
             return None
-        inside = self.known(unwrapped(self.family, module))
+        inside = self.known(unwrapped(self.structure, module))
         if inside is not None:  # wrapped since it got its name
             self._name(module, inside.site, inside.ids, inside.root, is_root=inside.is_root)
             return self.known(module)
@@ -226,15 +236,16 @@ class ModuleNames:
             return self._late_place(module, caller)
         if self._only:
             return None
-        if not self.family.has_parameters(module) and not self._is_lone_model(module):
+        # A loss or an activation outside any model does not make a model.
+        if not self.structure.has_parameters(module) and not self._is_lone_model(module):
             return self._helper_place(module)
         searched = len(self.roots) < _SEARCHED_ROOTS
-        self._add_root(topmost(self.family, module) if searched else module, model=True)
+        self._add_root(topmost(self.structure, module) if searched else module, model=True)
         return self.known(module)
 
     def _is_lone_model(self, module: Any) -> bool:
         """A model without parameters is a model all the same when it has parts and comes first."""
-        return not self._has_first and any(True for _ in self.family.children(module))
+        return not self._has_first and any(True for _ in self.structure.children(module))
 
     def site(self, site: str) -> Place | None:
         return self._by_site.get(site)
@@ -248,17 +259,18 @@ class ModuleNames:
         return iter(list(self._by_site.values()))
 
     def _name(self, module: Any, site: str, ids: str | None, root: Root, *, is_root: bool) -> None:
-        inner = unwrapped(self.family, module)
+        inner = unwrapped(self.structure, module)
         place = Place(
             module,
             site,
-            self.family.class_name(inner),
+            self.structure.class_name(inner),
             ids,
             root,
             is_root=is_root,
             wraps=inner is not module,
         )
         self._places[id(module)] = place
+        # A wrapper and the model inside share one site; the outer one is listed.
         self._by_site.setdefault(place.site, place)
         if self._on_place is not None:
             self._on_place(place)
@@ -269,7 +281,7 @@ class ModuleNames:
         return f"{class_name}_{count}" if count else class_name
 
     def _add_root(self, module: Any, *, model: bool) -> None:
-        base = unwrapped(self.family, module)
+        base = unwrapped(self.structure, module)
         prefix = self._prefix(type(base).__name__)
         if model and not self._has_first:
             self._has_first = True
@@ -291,21 +303,25 @@ class ModuleNames:
                 continue
             seen.add(id(module))
             place = self.known(module)
+            # Inserting an adapter gives an existing site to the new module, and moves
+            # the old one.
             if place is None or (place.site != site and place.site in sites):
-                is_root = root.module() is unwrapped(self.family, module)
+                is_root = root.module() is unwrapped(self.structure, module)
                 self._name(module, site, ids, root, is_root=is_root)
             else:
                 site, ids = place.site, place.ids
             sites.add(site)
-            inner = self.family.wrapped(module)
+            inner = self.structure.wrapped(module)
             if inner is not None:
                 waiting.append((inner, site, ids))
                 continue
             base = "" if site == ROOT else site + "."
             below = [
                 (child, base + name, None if ids is None else f"{ids}_{i}" if ids else str(i))
-                for i, (name, child) in enumerate(self.family.children(module))
+                for i, (name, child) in enumerate(self.structure.children(module))
             ]
+            # Reversed because the list is a stack: the first child has to be named
+            # first.
             waiting.extend(reversed(below))
 
     def _late_place(self, module: Any, caller: Place) -> Place | None:
@@ -323,8 +339,10 @@ class ModuleNames:
         passing = (
             made_before is not None
             and made_before.class_name == name
-            and not self.family.has_parameters(module)
+            and not self.structure.has_parameters(module)
         )
+        # First the tree of the caller is walked again: the module may have been added to
+        # it.
         if holder is not None and not passing:
             self._walk(holder, caller.root, site=caller.site, ids=caller.ids)
             place = self.known(module)

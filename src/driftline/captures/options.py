@@ -1,4 +1,7 @@
-"""What of a program can be captured: calls of modules, of operators, gradients, parameters."""
+"""Options of a capture: levels, memory budgets, and how much of each tensor is kept.
+
+Pure values that are checked when they are made. This file knows no framework and loads none.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ from driftline.runs.records import Kept
 LEVELS = ("modules", "ops", "gradients", "params")
 
 
-def known_levels(levels: str | Iterable[str]) -> tuple[str, ...]:
-    """Levels as given, one or several, each of which exists."""
+def checked_levels(levels: str | Iterable[str]) -> tuple[str, ...]:
+    """Check one level or several and return them as a tuple."""
+    # A text with commas, a list and a tuple are all accepted.
     chosen = patterns(levels)
     for level in chosen:
         if level not in LEVELS:
@@ -23,16 +27,17 @@ def known_levels(levels: str | Iterable[str]) -> tuple[str, ...]:
     return chosen
 
 
-# How much memory capture may use for tensors of devices. Loads nothing.
+# Memory budgets: how much capture may use for tensors of devices.
 
 
 WhenFull = Literal["wait", "drop"]
+# Bytes; users change them with `device_budget` and `host_budget`.
 DEVICE_BUDGET = 1 << 30
 HOST_BUDGET = 2 << 30
 
 
 class Budgets(NamedTuple):
-    """Bytes, and what is done when they are used up.
+    """Memory budgets in bytes, and what happens when they are used up.
 
     Attributes:
         device: Bytes of clones on each device; 0 makes none.
@@ -48,12 +53,13 @@ class Budgets(NamedTuple):
 def budgets_from(
     device: int | None = None, host: int | None = None, when_full: str = "wait"
 ) -> Budgets:
-    """Budgets as given, each of which can be meant.
+    """Check budgets and fill in the defaults.
 
     Raises:
         BadInput: One cannot.
     """
     for name, value in (("device_budget", device), ("host_budget", host)):
+        # `bool` is an int in Python; True as a number of bytes is a mistake.
         if value is not None and (type(value) is not int or value < 0):
             raise BadInput(f"{name} is a number of bytes, not {value!r}")
     if when_full not in get_args(WhenFull):
@@ -68,17 +74,18 @@ def budgets_from(
     )
 
 
-# How much of a wanted tensor is kept: all, a sample, ten numbers, a digest, or its shape.
+# Reductions: of a wanted tensor all is kept, a sample, ten numbers, a digest, or its shape.
 
 
 KEPT: tuple[Kept, ...] = get_args(Kept)
+# Shells take parentheses for their own, hence `sample:100` and `sample=100` too.
 _SAMPLE = re.compile(r"sample\((\d+)\)|sample[:=](\d+)")
 DEFAULT_SAMPLE = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """What is kept of each tensor.
+    """How much of each tensor is kept.
 
     Attributes:
         kept: full, sample, summary, digest or describe.
@@ -109,11 +116,12 @@ class Reduction:
         return cls(cast(Kept, text))
 
     def stride(self, count: int) -> int:
-        """Every how manieth element a sample keeps.
+        """Distance between the elements a sample keeps.
 
         >>> Reduction("sample", 10).stride(101)
         11
         """
+        # Rounded up: a sample may be smaller than asked for, never larger.
         return max(1, -(-count // self.sample)) if self.kept == "sample" else 1
 
     def __str__(self) -> str:

@@ -1,6 +1,8 @@
-"""What adapters say of a tensor they looked at: its bytes, or why it has none that can be stored.
+"""From a wanted tensor to the sink: snapshot, reduction, record; and the events of a run.
 
-How a tensor of a framework is looked at is the adapter's own business.
+`Snapshot`, `Refusal` and `Pending` are what an adapter answers when asked to read a tensor. The
+recorder reduces the tensor, builds its record and hands it over, directly or through a device
+backend. How a framework's tensor is read is the adapter's own business.
 """
 
 from __future__ import annotations
@@ -91,7 +93,41 @@ def every_nth(shot: Snapshot, stride: int) -> ByteArray:
     return np.ascontiguousarray(data.reshape(-1, size)[::stride]).reshape(-1)
 
 
-# From a wanted tensor to the sink: reduce, describe, hand over; and the events of a run.
+class TensorAddress(NamedTuple):
+    """Where in a run a tensor belongs: everything that is known of it before it is read.
+
+    Attributes:
+        step: The step its call belongs to.
+        visit: Which call of the site in that step.
+        phase: forward, backward or recompute; empty for the usual one of the port.
+        moment: before or after the call; empty for the usual one of the port.
+        alias: Another name of the slot.
+        class_name: Class of the module, or name of the operator.
+    """
+
+    site: str
+    port: str
+    slot: str
+    step: int
+    visit: int = 0
+    phase: str = ""
+    moment: str = ""
+    alias: str = ""
+    class_name: str = ""
+
+    def key(self, rank: int) -> TensorKey:
+        """The key of its record; the sink tells processes of one rank apart."""
+        return TensorKey(
+            self.site,
+            cast(Port, self.port),
+            self.slot,
+            self.step,
+            self.visit,
+            rank,
+            0,
+            cast(Phase, self.phase),
+            cast(Moment, self.moment),
+        )
 
 
 Look = Callable[..., Snapshot | Refusal | Pending]
@@ -100,6 +136,7 @@ Look = Callable[..., Snapshot | Refusal | Pending]
 Tensors = Sequence[tuple[str, str, Any]]
 """Tensors of one port: (slot, alias, tensor)."""
 
+# Bounded, because a long program sees millions of digests; only recent tensors come again.
 _REMEMBERED_SUMMARIES = 512
 
 
@@ -107,7 +144,7 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "")
 
 
-class Elsewhere(Protocol):
+class DeviceBackend(Protocol):
     """Takes in what does not lie in host memory, and hands it over later, in its turn.
 
     Attributes:
@@ -125,8 +162,8 @@ class Elsewhere(Protocol):
         """Whether a tensor is its business."""
         ...
 
-    def take(self, tensor: Any, address: Sequence[Any], placement: str) -> bool:
-        """Take it in; False when it has to go over the host. `address`: as `Intake.take` has it."""
+    def take(self, tensor: Any, address: TensorAddress, placement: str) -> bool:
+        """Take it in; False when it has to go over the host."""
         ...
 
     def take_again(
@@ -159,7 +196,7 @@ class Elsewhere(Protocol):
         ...
 
 
-class Intake:
+class Recorder:
     """Reduces tensors and writes them; see `CaptureSession` for the arguments.
 
     Attributes:
@@ -167,7 +204,7 @@ class Intake:
         tensors: How many were handed to the sink.
         weight_bytes: What parameters took of the sink; a second step finds them there.
         broken: The sink could not even take an event; nothing more is tried.
-        elsewhere: Takes tensors of devices; the framework's session sets it.
+        device_backend: Takes tensors of devices; the framework's session sets it.
         prepare: Called by the program's thread before another one makes the sink: a fork must not
             find it in the middle of an import.
     """
@@ -178,7 +215,6 @@ class Intake:
         selection: Selection,
         reduction: Reduction,
         rank: int,
-        process: int,
         look: Look,
     ) -> None:
         self._look = look
@@ -187,17 +223,18 @@ class Intake:
         self.lock = threading.RLock()
         self.tensors = self.weight_bytes = 0
         self.broken = False
-        self.elsewhere: Elsewhere | None = None
+        self.device_backend: DeviceBackend | None = None
         self.prepare: Callable[[], object] = lambda: None
+        # Separate from `lock`: a device's thread may have to open the sink while `lock` is held.
         self._sink_lock = threading.RLock()
         self._selection = selection
         self._reduction = reduction
         self._rank = rank
-        self._process = process
-        self._said: set[tuple[str, str]] = set()
+        self._seen_events: set[tuple[str, str]] = set()
         self._summaries: OrderedDict[tuple[str, str, int], Summary] = OrderedDict()
 
     def after_fork(self) -> None:
+        # Locks of the parent may be held by threads that do not exist in the child.
         self.lock = threading.RLock()
         self._sink_lock = threading.RLock()
         self.tensors = self.weight_bytes = 0
@@ -209,14 +246,14 @@ class Intake:
     def event_once(self, kind: str, message: str, **details: Any) -> None:
         """The same, but only the first time for this kind and site."""
         key = (kind, f"{details.get('site', '')}\0{message}")
-        if key not in self._said:
-            self._said.add(key)
+        if key not in self._seen_events:
+            self._seen_events.add(key)
             self.event(kind, message, **details)
 
-    def has_said(self, kind: str) -> bool:
-        return any(said == kind for said, _ in self._said)
+    def has_event(self, kind: str) -> bool:
+        return any(noted == kind for noted, _ in self._seen_events)
 
-    def shielded(self, where: str, act: Callable[..., Any], *args: Any) -> None:
+    def guarded(self, where: str, act: Callable[..., Any], *args: Any) -> None:
         """Do something for the capture's sake; what goes wrong is an event, not an exception."""
         try:
             act(*args)
@@ -236,70 +273,62 @@ class Intake:
             self.broken = True
 
     def take_all(self, frame: Frame, port: str, tensors: Tensors, moment: str) -> None:
-        """`take`, shielded, for the tensors of one port of a module call."""
+        """`take`, guarded, for the tensors of one port of a module call."""
         site, class_name, visit = frame.site, frame.class_name, frame.visit
-        phase, step, take, elsewhere = frame.phase, frame.step, self.take, self.elsewhere
+        phase, step, take, device_backend = frame.phase, frame.step, self.take, self.device_backend
+        # The loop is inlined rather than guarded per tensor: it runs for every tensor of
+        # every call.
         for slot, alias, tensor in tensors:
             try:
-                if elsewhere is None or not elsewhere.take_again(
+                if device_backend is None or not device_backend.take_again(
                     frame, port, slot, alias, tensor, moment
                 ):
-                    take(site, port, slot, tensor, alias, class_name, visit, phase, moment, step)
+                    take(
+                        TensorAddress(
+                            site, port, slot, step, visit, phase, moment, alias, class_name
+                        ),
+                        tensor,
+                    )
             except Exception as error:
                 self._fault(site, error)
 
-    def take(
-        self,
-        site: str,
-        port: str,
-        slot: str,
-        tensor: Any,
-        alias: str,
-        class_name: str,
-        visit: int,
-        phase: str,
-        moment: str,
-        step: int,
-        placement: str = "",
-    ) -> None:
-        """Reduce a wanted tensor and hand it to the sink. May raise: call it shielded."""
+    def take(self, address: TensorAddress, tensor: Any, placement: str = "") -> None:
+        """Reduce a wanted tensor and hand it to the sink. May raise: call it guarded."""
         if self.broken:
             return
         kept = self._reduction.kept
-        elsewhere = self.elsewhere
-        if elsewhere is not None and kept != "describe" and elsewhere.takes(tensor):
-            address = (site, port, slot, step, visit, phase, moment, alias, class_name)
-            if elsewhere.take(tensor, address, placement):
+        device_backend = self.device_backend
+        # A description needs no values, so it never goes through the device.
+        if device_backend is not None and kept != "describe" and device_backend.takes(tensor):
+            if device_backend.take(tensor, address, placement):
                 return
-            if elsewhere.degraded and kept in ("full", "sample"):
+            # Out of memory: a summary needs no copy of the tensor.
+            if device_backend.degraded and kept in ("full", "sample"):
                 kept = "summary"
         shot = self._look(tensor, values=kept != "describe")
+        # The result of an asynchronous collective is recorded when it arrives, under this
+        # same key.
         if isinstance(shot, Pending):
-            rest = (alias, class_name, visit, phase, moment, step, shot.placement)
-            shot.when_there(lambda t: self.shielded(site, self.take, site, port, slot, t, *rest))
+            placed = shot.placement
+            shot.when_there(lambda t: self.guarded(address.site, self.take, address, t, placed))
             return
         if isinstance(shot, Refusal):
             self.event_once(
-                "refused", f"not stored: {shot.reason}", site=site, port=port, slot=slot
+                "refused",
+                f"not stored: {shot.reason}",
+                site=address.site,
+                port=address.port,
+                slot=address.slot,
             )
             return
+        # Only the snapshot knows on which device the tensor lives.
         if not self._selection.takes_device(shot.device_index):
             return
-        key = TensorKey(
-            site,
-            cast(Port, port),
-            slot,
-            step,
-            visit,
-            self._rank,
-            self._process,
-            cast(Phase, phase),
-            cast(Moment, moment),
-        )
+        key = address.key(self._rank)
         if placement:
             shot = shot._replace(placement=placement)
         with self.lock:
-            self._put(key, shot, kept, alias, class_name)
+            self._put(key, shot, kept, address.alias, address.class_name)
 
     def _put(self, key: TensorKey, shot: Snapshot, kept: Kept, alias: str, class_name: str) -> None:
         digest, summary, data, stride = "", None, None, 1
@@ -327,14 +356,18 @@ class Intake:
             summary,
             shot.placement,
         )
-        if self.elsewhere is not None and self.elsewhere.under_way:
-            self.elsewhere.queue(record, data)
+        # Records keep their order: a host tensor waits behind the device tensors taken
+        # before it.
+        if self.device_backend is not None and self.device_backend.under_way:
+            self.device_backend.queue(record, data)
         else:
             self.hand_over(record, data)
 
     def hand_over(self, record: Record, data: Bytes | None) -> None:
         """Give a record to the sink: the last thing that happens to it here, in any thread."""
         sink = self.sink or self._open_sink()
+        # Parameters are stored once per run; the size estimate has to count them
+        # separately.
         if record.key.port == "param":
             before = sink.bytes_written
             sink.put(record, data)
@@ -355,38 +388,39 @@ class Intake:
 
     def in_turn(self, act: Callable[[], None]) -> None:
         """Do something when everything taken before now has been handed over."""
-        if self.elsewhere is not None and self.elsewhere.under_way:
-            self.elsewhere.queue_act(act)
+        if self.device_backend is not None and self.device_backend.under_way:
+            self.device_backend.queue_act(act)
         else:
             act()
 
     def call_done(self) -> None:
         """A model has run: what has come of what it left elsewhere is handed over."""
-        if self.elsewhere is not None:
-            self.elsewhere.send()
+        if self.device_backend is not None:
+            self.device_backend.send()
 
     def drain(self) -> None:
         """Return when everything taken has been handed over."""
-        if self.elsewhere is not None:
-            self.elsewhere.drain()
+        if self.device_backend is not None:
+            self.device_backend.drain()
 
     def finish(self) -> None:
         """The same, for good."""
-        if self.elsewhere is not None:
-            self.elsewhere.finish()
+        if self.device_backend is not None:
+            self.device_backend.finish()
 
     def _summary(self, digest: str, shot: Snapshot) -> Summary:
         """One module's output is the next one's input: what was summarised is not read again."""
         key = (digest, shot.dtype, shot.elements)
-        known = self._summaries.get(key)
-        if known is None:
-            known = kernel.summarize_at(
+        summary = self._summaries.get(key)
+        if summary is None:
+            summary = kernel.summarize_at(
                 shot.address, shot.length, DTYPES[shot.dtype], count=shot.elements
             )
-            self._summaries[key] = known
+            self._summaries[key] = summary
+            # The oldest summary goes first; the cache stays bounded in long programs.
             if len(self._summaries) > _REMEMBERED_SUMMARIES:
                 self._summaries.popitem(last=False)
-        return known
+        return summary
 
     def _open_sink(self) -> Sink:
         with self._sink_lock:

@@ -1,8 +1,8 @@
-"""Which tensors are wanted: patterns over site, class, port, step and rank, and the seed's filters.
+"""Which tensors are captured: patterns over site, class, port, step and rank.
 
-Pure values: knows nothing of any framework, travels as JSON to the program that is captured. A
-tensor is taken when every filter that was given takes it; a filter that was not given takes
-everything.
+Pure values: knows no framework, and travels as JSON to the program that is captured. A tensor is
+taken when every filter takes it; a filter that was not set takes everything. `ids`, `opnames`,
+`time`, `part` and `device` are filters of the tool this project replaces, kept for its users.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from driftline.runs.records import PORTS, Moment, usual_moment
 
 _IDS = re.compile(r"\d+(_\d+)*")
 _RANGE = re.compile(r"(\d+)-(\d*)")
+# Digits alone, or a glob that can match digits: `1?`, `[0-3]`, `*`.
 _NUMBER_GLOB = re.compile(r"\d+|(?=.*[*?\[])[\d*?\[\]!-]+")
 _INPUT_PORTS = ("input", "grad_input")
 _OUTPUT_PORTS = ("output", "grad_output")
@@ -63,10 +64,10 @@ class Selection:
     device: int | None = None
 
     def __post_init__(self) -> None:
-        for one in self.ids:
-            if not _IDS.fullmatch(one):
+        for ids in self.ids:
+            if not _IDS.fullmatch(ids):
                 raise BadInput(
-                    f"'{one}' is not an id",
+                    f"'{ids}' is not an id",
                     hint="ids are child indices joined by '_', such as 2 or 3_1",
                 )
         if self.time not in (None, 0, 1, 2):
@@ -76,6 +77,7 @@ class Selection:
         for kind, numbers in (("step", self.steps), ("rank", self.ranks)):
             for pattern in numbers:
                 _require_numbers(kind, pattern)
+        # A misspelt port would silently capture nothing.
         for pattern in self.ports:
             if not any(fnmatchcase(port, pattern) for port in PORTS):
                 raise BadInput(f"no port matches '{pattern}'", hint=did_you_mean(pattern, PORTS))
@@ -89,12 +91,14 @@ class Selection:
         )
 
     def _takes_operation(self, site: str, class_name: str, ids: str | None) -> bool:
+        # Without these two filters every place passes.
         if not self.ids and not self.opnames:
             return True
         if ids is not None and any(
             ids == wanted or (self.children and ids.startswith(wanted + "_")) for wanted in self.ids
         ):
             return True
+        # A name matches the class or the last part of the path, as users of the old tool expect.
         last, kind = site.rsplit(".", 1)[-1].lower(), class_name.lower()
         return any(
             kind.startswith(name.lower()) or last.startswith(name.lower()) for name in self.opnames
@@ -138,6 +142,7 @@ class Selection:
                 wanted.add(int(pattern))
             elif match and match[2]:
                 wanted.update(range(int(match[1]), int(match[2]) + 1))
+            # An open range or a glob has no last step.
             else:
                 return None
         return len(wanted) if self.steps else None
@@ -145,7 +150,7 @@ class Selection:
     def unmatched(
         self, places: Iterable[tuple[str, str, str | None]]
     ) -> list[tuple[str, str, str]]:
-        """Filters that took nothing of what there was.
+        """Filters that matched none of the places that were seen.
 
         Args:
             places: Every (site, class name, ids) that was seen.
@@ -157,27 +162,27 @@ class Selection:
         sites = {site for site, _, _ in seen}
         classes = {name for _, name, _ in seen}
         known_ids = {ids for _, _, ids in seen if ids}
-        found: list[tuple[str, str, str]] = []
-        for kind, patterns, known in (
+        misses: list[tuple[str, str, str]] = []
+        for kind, patterns, vocabulary in (
             ("site", self.sites, sites),
             ("class", self.classes, classes),
         ):
-            found += [
-                (kind, p, did_you_mean(p, known))
+            misses += [
+                (kind, p, did_you_mean(p, vocabulary))
                 for p in patterns
-                if not any(fnmatchcase(word, p) for word in known)
+                if not any(fnmatchcase(word, p) for word in vocabulary)
             ]
-        found += [("ids", i, did_you_mean(i, known_ids)) for i in self.ids if i not in known_ids]
+        misses += [("ids", i, did_you_mean(i, known_ids)) for i in self.ids if i not in known_ids]
         words = classes | {site.rsplit(".", 1)[-1] for site in sites}
-        found += [
+        misses += [
             ("opname", name, did_you_mean(name, words))
             for name in self.opnames
             if not any(word.lower().startswith(name.lower()) for word in words)
         ]
-        return found
+        return misses
 
     def to_json(self) -> dict[str, Any]:
-        """Only what differs from the default, so that a plan reads as it was said."""
+        """Fields that differ from the default, so that a plan shows only what was asked for."""
         defaults = Selection()
         return {
             f.name: list(cast("tuple[str, ...]", value)) if isinstance(value, tuple) else value
@@ -187,10 +192,10 @@ class Selection:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        known = {f.name for f in fields(cls)}
+        names = {f.name for f in fields(cls)}
         for name in data:
-            if name not in known:
-                raise BadInput(f"a selection has no '{name}'", hint=did_you_mean(name, known))
+            if name not in names:
+                raise BadInput(f"a selection has no '{name}'", hint=did_you_mean(name, names))
         values: dict[str, Any] = {
             name: tuple(cast("list[str]", value)) if isinstance(value, list) else value
             for name, value in data.items()
@@ -199,12 +204,12 @@ class Selection:
 
 
 def require_visible(ports: Iterable[str], levels: Iterable[str]) -> None:
-    """Raise when a port was asked for that no chosen level shows."""
+    """Raise when a port is selected that no chosen level can capture."""
     chosen = tuple(levels)
     wanted = tuple(ports)
     seen = {port for level in chosen for port in LEVEL_PORTS[level]}
-    whole = ("input", "output")
-    if "ops" in chosen and all(any(fnmatchcase(p, w) for w in wanted) for p in whole):
+    call_ports = ("input", "output")
+    if "ops" in chosen and all(any(fnmatchcase(p, w) for w in wanted) for p in call_ports):
         seen.add("param")  # what an operator that can be executed again has read
     for pattern in wanted:
         if not any(fnmatchcase(port, pattern) for port in seen):

@@ -1,4 +1,9 @@
-"""What is said to a person whose capture has nothing, or less than was asked for."""
+"""One capture: which models are watched, which tensors are wanted, and where they go.
+
+`Session` is the base of each framework's session. It owns the life cycle (start, stop, fork), the
+decisions (is this site, port and step wanted?) and the warnings at the end. It does not know how
+calls are intercepted or how a tensor is read; the framework's subclass supplies both.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +12,27 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from driftline.captures import recorder
 from driftline.captures.calls import Frame, Look, StepClock, Visits
-from driftline.captures.naming import Family, ModuleNames, Place, Root
-from driftline.captures.options import LEVELS, Reduction, known_levels
+from driftline.captures.naming import ModuleNames, ModuleStructure, Place, Root
+from driftline.captures.options import LEVELS, Reduction, checked_levels
+from driftline.captures.recorder import TensorAddress
 from driftline.captures.selection import Selection
 from driftline.runs.records import usual_moment, usual_phase
 from driftline.runs.sinks import JSON
 
 if TYPE_CHECKING:
     from driftline.runs.sinks import Sink
-__all__ = ["LEVELS", "Session", "known_levels"]
+__all__ = ["LEVELS", "Session", "checked_levels"]
 
 
 ONLY_OUTSIDE = "the model was not called; only operators outside it were captured"
 
 
-def nothing_captured(found: list[str], steps: int, *, ran: bool, selected: bool) -> list[str]:
-    """Why there is no tensor.
+def nothing_captured(unmatched: list[str], steps: int, *, ran: bool, selected: bool) -> list[str]:
+    """Sentences that explain why no tensor was captured.
 
     Args:
         found: Filters that matched nothing, in words; the first may be the reason.
@@ -34,7 +40,8 @@ def nothing_captured(found: list[str], steps: int, *, ran: bool, selected: bool)
         ran: Whether anything did.
         selected: Whether any of the steps was wanted.
     """
-    rest = list(found)
+    # A filter without a match is the likeliest reason, so it becomes the first sentence.
+    rest = list(unmatched)
     if not ran:
         reason = "the model was not called"
     elif rest:
@@ -46,18 +53,29 @@ def nothing_captured(found: list[str], steps: int, *, ran: bool, selected: bool)
     return [f"nothing was captured: {reason}", *rest]
 
 
-# One capture: which models are watched, what is wanted of them, and where it goes.
-
-
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[Frame] = []
-        self.stranger = ""  # class of the outermost module under way that is not watched
+        self.unwatched_class = ""  # class of the outermost module under way that is not watched
         self.failure = 0  # id of the exception that is passing through the stack
 
 
+class Adapter(NamedTuple):
+    """What a framework's own part supplies to a session.
+
+    Attributes:
+        structure: Access to the structure of the framework's modules.
+        look: Makes a snapshot of one of its tensors.
+        clock: Makes the clock that counts steps, from the models and what to call after a step.
+    """
+
+    structure: ModuleStructure
+    look: recorder.Look
+    clock: Callable[[list[Root], Callable[[int], None]], StepClock]
+
+
 class Session(ABC):
-    """Captures until it is stopped.
+    """One capture, from `start` to `stop`.
 
     Args:
         sink: Where tensors go, or a function that makes the sink when there is something to write.
@@ -66,12 +84,12 @@ class Session(ABC):
         levels: Any of modules, ops, gradients, params.
         model: The one model to watch; None watches every module call of the process.
         rank: This process's rank.
-        process: Tells processes of one rank apart.
-        module_types: If given, only modules of these classes (subclasses too).
-        family: What the framework's modules are made of.
-        look: How one of its tensors is looked at.
-        clock: Makes the clock that counts steps, from the models and what to call after a step.
+        adapter: What the framework's own part supplies.
     """
+
+    module_types: tuple[type, ...] = ()
+    """If not empty, only modules of these classes (subclasses too) are captured. A subclass sets it
+    before it calls `__init__`, which decides about the modules of a model."""
 
     def __init__(
         self,
@@ -82,25 +100,20 @@ class Session(ABC):
         *,
         model: Any | None = None,
         rank: int = 0,
-        process: int = 0,
-        module_types: tuple[type, ...] = (),
-        family: Family,
-        look: recorder.Look,
-        clock: Callable[[list[Root], Callable[[int], None]], StepClock],
+        adapter: Adapter,
     ) -> None:
-        self.levels = known_levels(levels)
+        self.levels = checked_levels(levels)
         self.selection = selection or Selection()
         self.reduction = reduction or Reduction()
         self.rank = rank
-        self.process = process
-        self._module_types = module_types
-        self.intake = recorder.Intake(sink, self.selection, self.reduction, rank, process, look)
-        self.shielded = self.intake.shielded
-        self.take = self.intake.take
+        self.recorder = recorder.Recorder(sink, self.selection, self.reduction, rank, adapter.look)
+        # Bound once: these are called for every tensor.
+        self.guarded = self.recorder.guarded
+        self.take = self.recorder.take
         self.thread = _Thread()
         self._rank_wanted = self.selection.takes_rank(rank)
-        self.names = ModuleNames(family, model, self._decide)
-        self.clock = clock(self.names.roots, self._step_done)
+        self.names = ModuleNames(adapter.structure, model, self._decide)
+        self.clock = adapter.clock(self.names.roots, self._step_done)
         self.global_scope = model is None
         self.taps: list[Any] = []
         self.running = False
@@ -136,16 +149,16 @@ class Session(ABC):
         """The module tree of the models met so far."""
 
     def facts_of_models(self) -> dict[str, JSON]:
-        """What can be said of this process once its models have names; nothing by default."""
+        """Facts about this process that need named models; none by default."""
         return {}
 
     def say_at_end(self) -> None:
-        """Events that only the framework's adapter can tell of; none by default."""
+        """Record events that only the framework's adapter knows; none by default."""
         return
 
     def start(self) -> Self:
         """Begin to watch. The module watch is always on: it is what knows the current site."""
-        with self.intake.lock:
+        with self.recorder.lock:
             if self.running:
                 return self
             self.running = True
@@ -156,32 +169,36 @@ class Session(ABC):
 
     def stop(self) -> None:
         """Stop watching, say what was not found, write the module tree and close the sink."""
-        with self.intake.lock:
+        with self.recorder.lock:
             if not self.running:
                 return
             self.running = False
             self.unwatch()
             for tap in self.taps:
-                self.shielded("stopping", tap.remove)
-            self.shielded("closing", self._finish)
+                # One tap that fails to remove itself must not keep the others
+                # installed.
+                self.guarded("stopping", tap.remove)
+            self.guarded("closing", self._finish)
 
     def _finish(self) -> None:
         for kind, text, hint in self._unmatched():
             self.event("no-match", f"no {kind} matches '{text}'", hint=hint, filter=kind, text=text)
+        # Tensors still on a device have to reach the sink before the last events.
         self.say_at_end()
-        self.intake.finish()
+        self.recorder.finish()
         skipped = sorted(s for s in self.steps_seen if not self.selection.takes_step(s))
         if skipped:
-            taken = len(self.steps_seen) - len(skipped)
+            selected = len(self.steps_seen) - len(skipped)
             self.event(
                 "steps-skipped",
-                f"{len(self.steps_seen)} steps ran, {taken} of them selected",
+                f"{len(self.steps_seen)} steps ran, {selected} of them selected",
                 ran=len(self.steps_seen),
-                taken=taken,
+                taken=selected,
             )
-        if self.intake.sink is not None:
+        # Without a sink nothing was captured, and no empty run is left behind.
+        if self.recorder.sink is not None:
             self._write_topology()
-            self.intake.sink.close()
+            self.recorder.sink.close()
 
     def places(self) -> list[tuple[str, str, str | None]]:
         """Site, class and ids of every module, then those of operators and parameters seen."""
@@ -192,29 +209,30 @@ class Session(ABC):
     def _unmatched(self) -> list[tuple[str, str, str]]:
         return self.selection.unmatched(self.places())
 
-    def complaints(self) -> list[str]:
-        """What a person who asked for this capture would want to hear at its end."""
-        found = [
+    def end_warnings(self) -> list[str]:
+        """Warnings for the person who asked for this capture, read at its end."""
+        warnings = [
             f"no {kind} matches '{text}'" + (f"; {hint}" if hint else "")
             for kind, text, hint in self._unmatched()
         ]
         called = bool(self.execution_order)
+        # A rank that was not selected has nothing to explain.
         if not self._rank_wanted:
-            return found
+            return warnings
         if self.tensors:
             lone = not called and not self.global_scope
-            return [*found, ONLY_OUTSIDE] if lone else found
+            return [*warnings, ONLY_OUTSIDE] if lone else warnings
         selected = any(self.selection.takes_step(step) for step in self.steps_seen)
         return nothing_captured(
-            found, len(self.steps_seen), ran=called or self.outside > 0, selected=selected
+            warnings, len(self.steps_seen), ran=called or self.outside > 0, selected=selected
         )
 
     @property
     def replayable(self) -> bool:
         """Whether operators are captured so that they can be executed again from the run."""
         takes = self.selection.takes_port
-        whole = self.reduction.kept == "full" and takes("input") and takes("output")
-        return whole and "ops" in self.levels
+        complete = self.reduction.kept == "full" and takes("input") and takes("output")
+        return complete and "ops" in self.levels
 
     def step_over(self) -> None:
         """The program says that a step is over; from now on only this counts steps."""
@@ -230,12 +248,12 @@ class Session(ABC):
     @property
     def sink(self) -> Sink | None:
         """Where tensors go; None until there was something to write."""
-        return self.intake.sink
+        return self.recorder.sink
 
     @property
     def tensors(self) -> int:
         """How many tensors were captured so far."""
-        return self.intake.tensors
+        return self.recorder.tensors
 
     def current_frame(self) -> Frame | None:
         """The innermost module call under way in this thread."""
@@ -246,13 +264,13 @@ class Session(ABC):
         """All module calls under way in this thread, outermost first; the live list."""
         return self.thread.stack
 
-    def is_stranger(self, module: Any) -> bool:
+    def is_outside_model(self, module: Any) -> bool:
         """Whether a module is no part of the one model to watch."""
         return not self.global_scope and self.names.known(module) is None
 
     def unwatched_module(self) -> str:
         """Class of the outermost module under way that is not watched; empty without one."""
-        return self.thread.stranger
+        return self.thread.unwatched_class
 
     def site_of(self, module: Any) -> str:
         """The site of a module; its class name when it is not part of a known model."""
@@ -262,8 +280,11 @@ class Session(ABC):
     def wants(self, site: str, class_name: str, port: str) -> bool:
         """Whether anything of this port of this place is wanted in any step: a cheap pre-check."""
         key = (site, class_name, port)
+        # Cached, because operators ask for every call and pattern matching would dominate.
         wanted = self._wanted.get(key)
         if wanted is None:
+            # An operator's site is `module/operator`; its position in the tree is the
+            # module's.
             place = self.names.site(site) or self.names.site(site.split("/", 1)[0])
             wanted = self._wanted[key] = (
                 self._rank_wanted
@@ -281,69 +302,50 @@ class Session(ABC):
         """An operator ran in no module; a program without modules has its steps from them."""
         self.outside += 1
         self.clock.ran_outside = True
+        # Where modules run too, their calls alone say which steps there were.
         if not self.execution_order:
             self.steps_seen.add(step)
 
-    def emit(
-        self,
-        site: str,
-        port: str,
-        slot: str,
-        tensor: Any,
-        *,
-        alias: str = "",
-        class_name: str = "",
-        visit: int = 0,
-        phase: str | None = None,
-        moment: str | None = None,
-        step: int | None = None,
-    ) -> None:
+    def emit(self, address: TensorAddress, tensor: Any) -> None:
         """Take one tensor, if it is wanted. Never raises; the program's modes see nothing of it."""
-        if not self.wants(site, class_name, port):
+        port = address.port
+        if not self.wants(address.site, address.class_name, port):
             return
-        now = self.step if step is None else step
-        if not self.selection.takes_step(now):
+        # Gradients belong to the step of their forward call, so the address names the step.
+        if not self.selection.takes_step(address.step):
             return
-        with self.undisturbed():
-            self.shielded(
-                site,
-                self.take,
-                site,
-                port,
-                slot,
-                tensor,
-                alias,
-                class_name,
-                visit,
-                phase or usual_phase(port),
-                moment or usual_moment(port),
-                now,
+        if not address.phase or not address.moment:
+            phase, moment = usual_phase(port), usual_moment(port)
+            address = address._replace(
+                phase=address.phase or phase, moment=address.moment or moment
             )
+        with self.undisturbed():
+            self.guarded(address.site, self.take, address, tensor)
 
     def event(self, kind: str, message: str, **details: Any) -> None:
         """Note something for the reader of the run."""
-        self.intake.event(kind, message, **details)
+        self.recorder.event(kind, message, **details)
 
     def event_once(self, kind: str, message: str, **details: Any) -> None:
         """The same, but only the first time for this message and site."""
-        self.intake.event_once(kind, message, **details)
+        self.recorder.event_once(kind, message, **details)
 
     # --- calls
 
     def _decide(self, place: Place) -> None:
         """Whether a place is wanted is asked once, when it gets its name."""
         module = place.ref()
-        taken = (
+        wanted = (
             "modules" in self.levels
-            and (not self._module_types or isinstance(module, self._module_types))
+            and (not self.module_types or isinstance(module, self.module_types))
             and self._rank_wanted
             and self.selection.takes_place(place.site, place.class_name, place.ids)
         )
         moments = self.selection.moments("input") if self.selection.takes_port("input") else ()
         place.look = Look(
-            taken and "before" in moments,
-            taken and "after" in moments,
-            taken and self.selection.takes_port("output"),
+            wanted and "before" in moments,
+            wanted and "after" in moments,
+            wanted and self.selection.takes_port("output"),
         )
 
     def count_visit(self, site: str, step: int, *, recompute: bool) -> int:
@@ -358,30 +360,34 @@ class Session(ABC):
         return visits
 
     def _step_done(self, step: int) -> None:
-        self.shielded("step", self._note_step, step)
+        self.guarded("step", self._note_step, step)
 
     def _note_step(self, step: int) -> None:
-        self.intake.call_done()
+        self.recorder.call_done()
         self._write_topology()
-        self.intake.in_turn(lambda: self._count_step(step))
+        # Tensors of this step may still be on their way from a device; the step ends after
+        # them.
+        self.recorder.in_turn(lambda: self._count_step(step))
 
     def _count_step(self, step: int) -> None:
         """A step is over, and what was taken in it is with the sink."""
-        if self.intake.sink is None:
+        if self.recorder.sink is None:
             return
         if self.bytes_in_first_step is None and self.tensors:
-            taken = self.bytes_in_first_step = self.intake.sink.bytes_written
-            steps, once = self.selection.step_count(), self.intake.weight_bytes
+            step_bytes = self.bytes_in_first_step = self.recorder.sink.bytes_written
+            # Parameters are stored once, so the estimate for all steps must not
+            # multiply them.
+            steps, once = self.selection.step_count(), self.recorder.weight_bytes
             self.event(
                 "estimate",
-                f"the first step took {taken} bytes in {self.tensors} tensors",
-                bytes=taken,
+                f"the first step took {step_bytes} bytes in {self.tensors} tensors",
+                bytes=step_bytes,
                 tensors=self.tensors,
                 steps=steps,
                 once=once,
-                total=None if steps is None else once + (taken - once) * steps,
+                total=None if steps is None else once + (step_bytes - once) * steps,
             )
-        self.intake.sink.step_done(step)
+        self.recorder.sink.step_done(step)
 
     def root_done(self) -> None:
         """A model has run: its tree is kept now, since the model may be gone when capture ends.
@@ -389,28 +395,30 @@ class Session(ABC):
         So may the process, if it is a worker of a multiprocessing pool: its parent kills it without
         a word once it has the results.
         """
+        # The topology is written again only when places were added.
         if len(self.names.roots) + self.names.count != self._topology_places:
-            self.shielded("topology", self._write_topology)
-        self.shielded("devices", self.intake.call_done)
+            self.guarded("topology", self._write_topology)
+        self.guarded("devices", self.recorder.call_done)
+        # A daemonic worker gets no chance to close its files.
         if multiprocessing.current_process().daemon:
-            self.shielded("flush", self.flush)
+            self.guarded("flush", self.flush)
 
     def flush(self) -> None:
         """Return when everything taken so far would outlive a kill of the process."""
-        self.intake.drain()
-        if self.intake.sink is not None:
-            self.intake.sink.flush()
+        self.recorder.drain()
+        if self.recorder.sink is not None:
+            self.recorder.sink.flush()
 
     def _write_topology(self) -> None:
         places = len(self.names.roots) + self.names.count
-        if self.intake.sink is not None and places != self._topology_places:
+        if self.recorder.sink is not None and places != self._topology_places:
             self._topology_places = places
-            self.intake.sink.topology(self.tree())
+            self.recorder.sink.topology(self.tree())
             if facts := self.facts_of_models():
-                self.intake.sink.describe(**facts)
+                self.recorder.sink.describe(**facts)
 
     def after_fork(self) -> None:
         """This is a forked child: nothing is under way, and its sink begins anew by itself."""
-        self.intake.after_fork()
+        self.recorder.after_fork()
         self.thread = _Thread()
         self._topology_places = 0

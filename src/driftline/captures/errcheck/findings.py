@@ -1,7 +1,8 @@
-"""One finding of the error watch: what it holds, how it is said, how it is written down at once.
+"""Findings of the error check: their fields, their text, and the files they are written to.
 
-Each line is with the system before the program goes on, so a program that dies right after loses
-nothing. Nothing is made on disk before there is a finding. Knows no framework.
+Every line is handed to the operating system before the program goes on, so a program that dies
+right after a finding loses nothing. No file or folder is created before there is a finding. This
+file knows no framework.
 """
 
 from __future__ import annotations
@@ -16,27 +17,29 @@ from typing import Any, Self
 
 from driftline.runs.owned_file import OwnedFile
 
+# Words a user may ask for; `overflow` and `all` are groups, expanded by `_MEANS`.
 TYPES = ("overflow", "nan", "inf", "saturation", "underflow", "all")
 _MEANS = {
     "overflow": ("nan", "inf"),
     "all": ("nan", "inf", "saturation", "underflow"),
 }
+# The old tool's result file knows overflows only, so an underflow is not written there.
 _OVERFLOWS = frozenset({"nan", "inf", "saturation"})
 _WORDS = {"nan": "NaN", "inf": "Inf", "saturation": "saturation", "underflow": "underflow"}
 
 
-def wanted_types(given: Sequence[str]) -> frozenset[str]:
-    """What is looked for, in full.
+def wanted_types(words: Sequence[str]) -> frozenset[str]:
+    """Expand the groups a user may name into single error types.
 
     >>> sorted(wanted_types(["overflow"]))
     ['inf', 'nan']
     """
-    return frozenset(one for word in given for one in _MEANS.get(word, (word,)))
+    return frozenset(kind for word in words for kind in _MEANS.get(word, (word,)))
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One tensor of the operator that is found at fault.
+    """One input or output tensor of the operator a finding names.
 
     Attributes:
         name: The argument or the position of the output.
@@ -63,7 +66,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Who made it, where, and from what.
+    """One non-finite, saturated or underflowed tensor: its producer, place and inputs.
 
     Attributes:
         number: Counted per process, from 1.
@@ -118,6 +121,7 @@ class Finding:
     @classmethod
     def from_json(cls, text: str) -> Self:
         data: dict[str, Any] = json.loads(text)
+        # JSON has lists only; equality of findings needs tuples.
         for name in ("inputs", "outputs"):
             sides: list[dict[str, Any]] = data.get(name, [])
             for side in sides:
@@ -130,7 +134,7 @@ class Finding:
     def sentence(self) -> str:
         """What happened and where, in one line."""
         where = f"{self.site} ({self.phase}, step {self.step}, rank {self.rank})"
-        what = " and ".join(_WORDS[one] for one in self.types)
+        what = " and ".join(_WORDS[kind] for kind in self.types)
         if self.cause == "entered":
             names = ", ".join(self.entered)
             text = f"{what} came in with {names} of {where}; no operator that was watched made it"
@@ -140,16 +144,19 @@ class Finding:
 
     def lines(self) -> list[str]:
         """The sentence and what belongs below it."""
-        found = [self.sentence()]
+        lines = [self.sentence()]
         if self.line:
-            found.append(f"  at {self.line}" + (f": {self.code}" if self.code else ""))
+            lines.append(f"  at {self.line}" + (f": {self.code}" if self.code else ""))
         if self.forward_line:
-            found.append(f"  gradient of {self.forward_line}")
+            lines.append(f"  gradient of {self.forward_line}")
+        # An operator such as a concatenation can have hundreds of inputs; six show the
+        # pattern.
         for side in self.inputs[:6]:
-            found.append(f"  input {side.name}: {_described(side)}")
-        return found
+            lines.append(f"  input {side.name}: {_described(side)}")
+        return lines
 
     def _how_many(self) -> str:
+        # On a device only presence is known, and "1 of 4096" would be a wrong count.
         if not self.exact:
             return ""
         parts: list[str] = []
@@ -207,8 +214,11 @@ class FindingsFile:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             _append(self.folder / findings_name(finding.pid), finding.to_json())
+            # The text file is compatible with the tool this project replaces, which
+            # reports overflows only.
             if self.text_folder is not None and _OVERFLOWS.intersection(finding.types):
                 _append(self.text_folder / text_name(finding.pid), seed_sentence(finding.site))
+        # A full disk must not stop the watched program; the failure is reported at its end.
         except OSError as problem:
             self.failure = f"findings cannot be written: {problem.strerror or problem}"
 
@@ -233,14 +243,15 @@ def _append(path: Path, line: str) -> None:
 
 def read_findings(folder: Path) -> list[Finding]:
     """All findings of all processes in a folder, by time; a line cut short is passed over."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for path in sorted(folder.glob("findings-*.jsonl")):
+        # A process that was killed may leave a half-written last line.
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                found.append(Finding.from_json(line))
+                findings.append(Finding.from_json(line))
             except (ValueError, TypeError, KeyError, AttributeError):
                 continue
-    return sorted(found, key=lambda one: (one.time, one.pid, one.number))
+    return sorted(findings, key=lambda finding: (finding.time, finding.pid, finding.number))
 
 
 def headroom_rows(
@@ -254,6 +265,8 @@ def headroom_rows(
         patterns: Largest magnitudes as bit patterns, by site and element type.
         values: More of them, as numbers.
     """
+    # Imported on use: the module is only needed when a report is made, not while a program
+    # runs.
     from driftline.numerics.dtypes import PATTERNS
 
     most = {key: PATTERNS[key[1]].value(pattern) for key, pattern in patterns.items()}
@@ -263,4 +276,5 @@ def headroom_rows(
         (site, dtype, value, math.log2(PATTERNS[dtype].largest / value) if value else None)
         for (site, dtype), value in most.items()
     ]
+    # A site that only saw zeros has no headroom to sort by, and comes last.
     return sorted(rows, key=lambda row: (math.inf if row[3] is None else row[3], row[0]))

@@ -1,4 +1,9 @@
-"""The names in an ELF library's dynamic symbol table, read without loading it."""
+"""Programs of the Ascend Transformer Boost library: switch its own probe on beside the capture.
+
+Finds the probe library that fits the program's ABI, sets its environment variables from a capture
+plan, and counts what it wrote. The probe is the vendor's; this file never loads it, it only names
+it in `LD_PRELOAD`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,9 @@ from driftline import settings
 from driftline.captures.launch.jobs import LOG_LEVELS, CapturePlan
 from driftline.errors import BadInput, DriftlineError
 
+# Section type SHT_DYNSYM of the ELF specification.
 _DYNSYM = 11
+# Bounds against a damaged file that claims billions of entries.
 _MOST_SECTIONS = 4096
 _MOST_SYMBOLS = 4_000_000
 
@@ -34,36 +41,39 @@ def dynamic_names(library: Path) -> Iterator[bytes]:
     with data:
         try:
             return iter(list(_names(data)))
-        except (struct.error, IndexError, OverflowError):  # cut off, or somebody's joke
+        except (struct.error, IndexError, OverflowError):  # cut off, or damaged
             return iter(())
 
 
 def _names(data: mmap.mmap) -> Iterator[bytes]:
+    # Magic number, 64 bit, little endian: what the vendor ships.
     if data[:6] != b"\x7fELF\x02\x01":
         return
+    # Offsets of the ELF header: the section table, then its entry size and count.
     (table,) = struct.unpack_from("<Q", data, 0x28)
     size, count = struct.unpack_from("<HH", data, 0x3A)
     sections = [
-        struct.unpack_from("<IIQQQQIIQQ", data, table + at * size)
-        for at in range(min(count, _MOST_SECTIONS))
+        struct.unpack_from("<IIQQQQIIQQ", data, table + index * size)
+        for index in range(min(count, _MOST_SECTIONS))
     ]
     for section in sections:
-        _, kind, _, _, offset, length, link, _, _, each = section
-        if kind != _DYNSYM or not each:
+        _, kind, _, _, offset, length, link, _, _, entry_size = section
+        if kind != _DYNSYM or not entry_size:
             continue
         strings, room = sections[link][4], sections[link][5]
-        for at in range(min(length // each, _MOST_SYMBOLS)):
-            (name,) = struct.unpack_from("<I", data, offset + at * each)
+        for index in range(min(length // entry_size, _MOST_SYMBOLS)):
+            (name,) = struct.unpack_from("<I", data, offset + index * entry_size)
             if name < room:
                 start = strings + name
                 yield data[start : max(start, data.find(b"\0", start, strings + room))]
 
 
-# Programs of the Ascend Transformer Boost library: their own probe is switched on beside ours.
+# Finding the probe and giving it its orders.
 
 
 PROBES = Path("tools", "ait_backend", "dump")
 """Where a toolkit keeps its probes."""
+# The probe reads a signed 32-bit number, and has no word for "no end".
 _LAST_EXECUTION = 2**31 - 1
 _RANGE = re.compile(r"(\d+)(?:(-)(\d*))?")
 _TORCH_ONLY = ("sites", "classes", "ports", "ranks")
@@ -95,6 +105,7 @@ def find_probe(env: Mapping[str, str]) -> Path:
         ) from None
     if not stat.S_ISREG(facts.st_mode):
         raise NoProbe(f"{probe} is no library file")
+    # A library that others can replace would run their code inside the user's program.
     if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NoProbe(
             f"{probe} can be written by others than its owner, so it is not loaded",
@@ -102,6 +113,7 @@ def find_probe(env: Mapping[str, str]) -> Path:
         )
     if facts.st_uid not in (0, os.getuid()):
         raise NoProbe(f"{probe} belongs to another user, so it is not loaded")
+    # The dynamic loader splits LD_PRELOAD at both.
     if ":" in str(probe) or " " in str(probe):
         raise NoProbe(
             f"the loader cannot be given a path with a blank or a colon: {probe}",
@@ -169,6 +181,7 @@ def atb_environment(
     # A variable left over from somebody's shell would filter a dump that asked for everything.
     env = {name: value for name, value in base.items() if name not in _OURS}
     preloaded = env.get("LD_PRELOAD", "")
+    # In front: the probe has to replace functions before any other preloaded library does.
     env["LD_PRELOAD"] = f"{probe}:{preloaded}" if preloaded else str(probe)
     return env | order
 
@@ -208,19 +221,19 @@ def _ranges(steps: Sequence[str]) -> list[tuple[int, int]]:
         return [(0, _LAST_EXECUTION)]
     pairs: list[tuple[int, int]] = []
     for pattern in steps:
-        found = _RANGE.fullmatch(pattern)
-        if found is None:
+        match = _RANGE.fullmatch(pattern)
+        if match is None:
             raise BadInput(
                 f"the ATB probe takes ranges of executions, not the pattern '{pattern}'",
                 hint="write -er 3,5, or --step 3-5",
             )
-        first = int(found[1])
-        last = first if found[2] is None else int(found[3] or _LAST_EXECUTION)
+        first = int(match[1])
+        last = first if match[2] is None else int(match[3] or _LAST_EXECUTION)
         pairs.append((first, last))
     return pairs
 
 
-# What the ATB probe left of a launched program, counted through the reader of its dumps.
+# What the probe wrote, counted through the reader of its dumps.
 
 
 _BESIDE = {
@@ -243,7 +256,7 @@ class AtbHarvest:
         bytes: What the values of these take.
         devices: Device numbers.
         steps: Executions that have tensors.
-        beside: What else was written, in words.
+        also_written: What else was written, in words.
         trouble: Sentences about dumps that could not be read.
     """
 
@@ -252,7 +265,7 @@ class AtbHarvest:
     bytes: int = 0
     devices: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
-    beside: tuple[str, ...] = ()
+    also_written: tuple[str, ...] = ()
     trouble: tuple[str, ...] = ()
 
 
@@ -281,10 +294,11 @@ def gather_atb(plan: CapturePlan, already: frozenset[Path]) -> AtbHarvest:
         for record in run.records:
             devices.add(record.key.rank)
             steps.add(record.key.step)
+            # Tensors of the probe that were only described have no bytes.
             size += record.blob.length if record.blob is not None else 0
         if run.losses:
             trouble.append(f"{len(run.losses)} tensors cannot be read, {run.losses[0]} the first")
-    beside = [
+    also_written = [
         text for name, text in _BESIDE.items() if any(_holds_files(root / name) for root in roots)
     ]
     return AtbHarvest(
@@ -293,7 +307,7 @@ def gather_atb(plan: CapturePlan, already: frozenset[Path]) -> AtbHarvest:
         size,
         tuple(sorted(devices)),
         tuple(sorted(steps)),
-        tuple(beside),
+        tuple(also_written),
         tuple(trouble),
     )
 
@@ -304,12 +318,12 @@ def dumps_in(output: Path) -> list[Path]:
 
     if not output.is_dir():
         return []
-    found = sorted(
+    dumps = sorted(
         path
         for path in output.iterdir()
         if path.is_dir() and path.name.startswith(ROOTS) and _written_by_probe(path)
     )
-    return [*found, output] if _written_by_probe(output) else found
+    return [*dumps, output] if _written_by_probe(output) else dumps
 
 
 def _written_by_probe(folder: Path) -> bool:

@@ -1,11 +1,11 @@
 """Switch capture on inside a program that has never heard of Driftline.
 
 `wake` is called while the interpreter starts: by `driftline-launch.pth` of an installed Driftline,
-and by the `sitecustomize` that `launch.doorstep` puts in front of the program's PYTHONPATH for
+and by the `sitecustomize` that `environment` puts in front of the program's PYTHONPATH for
 environments where Driftline is not installed. Both may call it, and site reads `.pth` folders
 twice: the second call does nothing.
 
-It only leaves a mark ("a Python process was reached") and sets a watch for `import torch` and
+It only leaves a message ("a Python process was reached") and sets a watch for `import torch` and
 `import paddle`. It imports nothing that is not loaded at interpreter start, reads no plan and never
 imports a framework: a process without one pays for one empty file. It also stays readable for
 older Pythons than Driftline needs, so that such a process can be named instead of being silently
@@ -34,14 +34,16 @@ def wake(plan_path: str) -> None:
     """Arm this process for the capture plan at `plan_path`. Never raises, never prints."""
     if _armed or not plan_path:
         return
+    # A message that cannot be written must not stop a program that only started here.
     try:
         if sys.version_info < OLDEST_PYTHON:
-            leave_mark(plan_path, "too-old", "Python " + ".".join(map(str, sys.version_info[:3])))
+            send_message(plan_path, "too-old", "Python " + ".".join(map(str, sys.version_info[:3])))
             return
-        leave_mark(plan_path, "woken", "")
+        send_message(plan_path, "reached", "")
         watch = ImportWatch(plan_path)
         _armed.append(watch)
         sys.meta_path.insert(0, watch)
+        # Another `.pth` file may have imported the framework before this one ran.
         for framework in FRAMEWORKS:
             if framework in sys.modules:
                 watch.is_here(framework)
@@ -50,14 +52,15 @@ def wake(plan_path: str) -> None:
         return
 
 
-def leave_mark(plan_path: str, kind: str, text: str) -> None:
+def send_message(plan_path: str, kind: str, text: str) -> None:
     """Write a small file next to the plan, for the launcher to read when the program has ended."""
     folder = plan_path.rpartition("/")[0]
-    name = f"{folder}/marks/{kind}.{os.getpid()}.{time.time_ns():x}"
+    name = f"{folder}/messages/{kind}.{os.getpid()}.{time.time_ns():x}"
+    # O_EXCL: the folder is private to the launch, and a name is never used twice.
     os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     if text:
         # Threads of the program may open and close files meanwhile. Not at the top: most processes
-        # leave nothing but an empty mark.
+        # leave nothing but an empty message.
         from driftline.runs.owned_file import OwnedFile
 
         with OwnedFile(name) as file:
@@ -82,6 +85,7 @@ class ImportWatch:
     ) -> ModuleSpec | None:
         if name not in self.waiting:
             return None
+        # The other finders are asked, so that editable installs and zip imports are found as usual.
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
@@ -97,7 +101,7 @@ class ImportWatch:
         if framework not in self.absent:
             self.absent.append(framework)
             try:
-                leave_mark(self.plan_path, "absent", framework)
+                send_message(self.plan_path, "absent", framework)
             except OSError:
                 return
 
@@ -106,15 +110,17 @@ class ImportWatch:
         if framework not in self.waiting:
             return
         self.waiting.remove(framework)
+        # A finder that has nothing to wait for would slow down every later import.
         if not self.waiting and self in sys.meta_path:
             sys.meta_path.remove(self)
         try:
+            # Imported only now: a process without a framework never pays for it.
             from driftline.captures.launch.process import begin
 
             begin(self.plan_path, framework)
         except Exception as problem:
             try:
-                leave_mark(self.plan_path, "failed", f"{type(problem).__name__}: {problem}")
+                send_message(self.plan_path, "failed", f"{type(problem).__name__}: {problem}")
             except OSError:
                 return
 
@@ -132,7 +138,7 @@ class ImportWatch:
             # Loaders are made per spec: replacing the method on this one touches no other import.
             loader.exec_module = exec_module  # type: ignore[union-attr, method-assign]
         except AttributeError:
-            leave_mark(
+            send_message(
                 self.plan_path,
                 "failed",
                 f"the loader of {framework}, {loader!r}, cannot be followed",

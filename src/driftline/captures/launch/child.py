@@ -1,7 +1,7 @@
-"""Run somebody's command as if the shell had: same terminal, same process group, same signals.
+"""Run a command as a shell would: same terminal, same process group, same signals.
 
-Nothing of the program's input or output passes through us, so chat loops, progress bars and pagers
-work. Refuses to know what is captured.
+The program's input and output do not pass through the launcher, so chat loops, progress bars and
+pagers work. This file does not know what is captured.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from typing import Any
 
 from driftline.errors import BadInput
 
+# Sent to the launcher alone, so they have to be passed on.
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 _STDERR = 2
+# The terminal sends these to the whole process group, the program included.
 _LEFT_TO_THE_PROGRAM = (signal.SIGINT, signal.SIGQUIT)
 
 
@@ -44,16 +46,16 @@ def require_command(argv: Sequence[str], env: Mapping[str, str]) -> None:
         raise NoSuchCommand(f"command not found: {argv[0]}", hint=hint)
 
 
-def run_child(argv: Sequence[str], env: Mapping[str, str], *, aside: bool = False) -> int:
+def run_child(argv: Sequence[str], env: Mapping[str, str], *, to_stderr: bool = False) -> int:
     """Run to the end. Returns what a shell would report: its status, or 128 + the signal.
 
     Args:
         argv: The command, word by word.
         env: Its environment.
-        aside: What it prints goes to standard error: the output is for an answer about it.
+        to_stderr: Send what it prints to standard error; standard output is for the report.
     """
     try:
-        child = subprocess.Popen(list(argv), env=dict(env), stdout=_STDERR if aside else None)
+        child = subprocess.Popen(list(argv), env=dict(env), stdout=_STDERR if to_stderr else None)
     except OSError as problem:
         raise NoSuchCommand(
             f"cannot run {argv[0]}: {problem.strerror or problem}",
@@ -61,6 +63,7 @@ def run_child(argv: Sequence[str], env: Mapping[str, str], *, aside: bool = Fals
         ) from None
     with _signals_shared_with(child):
         code = child.wait()
+    # Popen reports a signal as its negative number.
     return 128 - code if code < 0 else code
 
 
@@ -83,6 +86,7 @@ def _signals_shared_with(child: subprocess.Popen[bytes]) -> Generator[None]:
     try:
         for numbers, handler in ((_LEFT_TO_THE_PROGRAM, stay), (_FORWARDED, pass_on)):
             for number in numbers:
+                # A launcher under nohup ignores hang-ups, and the program inherits that.
                 if signal.getsignal(number) is signal.SIG_IGN:
                     continue
                 with contextlib.suppress(ValueError):  # not the main thread

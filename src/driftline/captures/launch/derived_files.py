@@ -1,4 +1,4 @@
-"""After a program has ended: its lists of calls become operation csv files and graphs.
+"""Files derived after a program has ended: operation csv files and ONNX graphs from its calls.
 
 What the processes wrote as they ran is not changed. A list that a killed process left in the middle
 of a line is read up to there.
@@ -27,7 +27,7 @@ _IN_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Sheets:
-    """What lies beside the tensors.
+    """Side files of a dump.
 
     Attributes:
         words: What there is, in words.
@@ -39,7 +39,8 @@ class Sheets:
 
 
 def finish_sheets(plan: CapturePlan) -> Sheets:
-    """Write what is made of the calls, and say what there is."""
+    """Write the files derived from the lists of calls, and say which side files there are."""
+    # Lists of calls exist only where one of these types was asked for.
     if not (plan.wants_calls or plan.wants_profile):
         return Sheets()
     output = Path(plan.output)
@@ -51,6 +52,7 @@ def finish_sheets(plan: CapturePlan) -> Sheets:
             for folder in sorted(output.glob("rank*")):
                 if parse_folder(folder.name) is not None:
                     trouble += _finish_part(plan, output, folder)
+    # The tensors are safe already; a full disk costs only what is derived from them.
     except OSError as problem:
         trouble.append(f"the sheets are incomplete: {reason_of(problem)}")
     # Not what a probe of another library left beside it.
@@ -59,18 +61,18 @@ def finish_sheets(plan: CapturePlan) -> Sheets:
 
 
 def _words(folders: Sequence[Path]) -> list[str]:
-    found: dict[str, set[str]] = {kind: set() for kind in _IN_WORDS}
+    steps_by_kind: dict[str, set[str]] = {kind: set() for kind in _IN_WORDS}
     graphs = 0
     for path in (path for folder in folders for path in folder.rglob("*")):
         kind = kind_of_sheet(path.name)
         if kind is not None and path.suffix == (
             ".txt" if kind == "operation_statistic" else ".csv"
         ):
-            found[kind].add(path.stem)  # several processes have the same steps
+            steps_by_kind[kind].add(path.stem)  # several processes have the same steps
         graphs += path.suffix == ".onnx"
     words = [
         f"{_IN_WORDS[kind]} of {len(steps)} step{'s' if len(steps) != 1 else ''}"
-        for kind, steps in found.items()
+        for kind, steps in steps_by_kind.items()
         if steps
     ]
     return words + ([f"{graphs} ONNX graph{'s' if graphs != 1 else ''}"] if graphs else [])
@@ -78,6 +80,7 @@ def _words(folders: Sequence[Path]) -> list[str]:
 
 def _calls(root: Path, path: Path) -> list[Call]:
     try:
+        # Bounded, and no link can lead out of the dump.
         text = read_inside(root.resolve(), path, LARGEST_CALLS).decode("utf-8", "replace")
     except OSError:
         return []
@@ -117,13 +120,14 @@ def _kept(output: Path, folder: Path) -> dict[tuple[str, int, int, str, str, str
         records = [r for r in run.records if (r.key.rank, r.key.process) == place]
     except DriftlineError:
         return {}
-    found: dict[tuple[str, int, int, str, str, str], str] = {}
+    names_by_place: dict[tuple[str, int, int, str, str, str], str] = {}
     for record in records:
         key: TensorKey = record.key
+        # A csv names stored tensors only, and each argument once.
         if record.kept == "describe" or key.moment != usual_moment(key.port):
             continue
-        found[key.site, key.step, key.visit, key.phase, key.port, key.slot] = str(key)
-    return found
+        names_by_place[key.site, key.step, key.visit, key.phase, key.port, key.slot] = str(key)
+    return names_by_place
 
 
 def _draw(plan: CapturePlan, folder: Path, calls: list[Call]) -> list[str]:
@@ -165,10 +169,12 @@ def _finish_tree(plan: CapturePlan, root: Path) -> list[str]:
         if not folder.is_dir():
             continue
         calls = _calls(root, folder / f"{SHEET}{CALLS}")
-        ours = [path for path in folder.glob(f"{SHEET}*") if path.name.endswith((".csv", ".txt"))]
+        side_files = [
+            path for path in folder.glob(f"{SHEET}*") if path.name.endswith((".csv", ".txt"))
+        ]
         sheets = {
             path.name.removeprefix(SHEET): path.read_text(encoding="utf-8", errors="replace")
-            for path in ours
+            for path in side_files
         }
 
         def file_of(call: Call, port: str, tensor: CallTensor, folder: Path = folder) -> str:
@@ -177,8 +183,9 @@ def _finish_tree(plan: CapturePlan, root: Path) -> list[str]:
         pid = folder.name.partition("_")[2] or folder.name
         if calls or sheets:
             trouble += write_sheets(root, pid, calls, sheets, wanted, file_of)
-        for path in (*ours, folder / f"{SHEET}{CALLS}"):
+        for path in (*side_files, folder / f"{SHEET}{CALLS}"):
             path.unlink(missing_ok=True)
+        # The ait layout has a tree only where model or layer was asked for.
         if not plan.wants_tensors and not wanted.layers:
             (folder / "model_tree.json").unlink(missing_ok=True)  # nobody asked for it
         drop_empty(folder)
@@ -196,6 +203,7 @@ def draw_atb(roots: Iterable[Path]) -> Sheets:
     drawn = 0
     for root in roots:
         for path in sorted((*root.glob("model/*/*.json"), *root.glob("layer/*/*.json"))):
+            # A link could lead to a file outside the dump.
             if path.is_symlink():
                 continue
             try:

@@ -1,9 +1,9 @@
-"""The folder in front of the program's PYTHONPATH: how foreign Python environments meet Driftline.
+"""The folder in front of a program's PYTHONPATH, which brings Driftline into foreign environments.
 
-An environment without Driftline has no `driftline-launch.pth`. This folder gives it a
-`sitecustomize` that wakes the capture and then loads the program's own `sitecustomize`, and the
-`driftline` package under its own name, by a link. Nothing else becomes importable: our other
-site-packages would shadow the program's own numpy and torch.
+An environment without Driftline has no `driftline-launch.pth`. This folder holds a `sitecustomize`
+that starts the bootstrap and then loads the program's own `sitecustomize`, and a link to the
+`driftline` package. Nothing else becomes importable: other packages of the launcher's environment
+would shadow the program's own numpy and torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 from driftline import settings
 
 PLAN = "plan.json"
-MARKS = "marks"
+MESSAGES = "messages"
 _CUSTOMIZE = '''\
 """Written by `driftline dump` for one program; wakes its capture, then makes way for yours."""
 import os
@@ -58,8 +58,8 @@ class Plan(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Doorstep:
-    """One launch's private folder: the plan, the marks its processes leave, and the path entry."""
+class ProgramEnvironment:
+    """One launch's private folder: the plan, the messages of its processes, and the path entry."""
 
     folder: Path
 
@@ -68,8 +68,8 @@ class Doorstep:
         return self.folder / PLAN
 
     @property
-    def marks(self) -> Path:
-        return self.folder / MARKS
+    def messages(self) -> Path:
+        return self.folder / MESSAGES
 
     @property
     def path_entry(self) -> Path:
@@ -81,24 +81,26 @@ class Doorstep:
         """
         env = dict(base)
         own = env.get("PYTHONPATH", "")
+        # An empty PYTHONPATH entry would mean the current folder.
         env["PYTHONPATH"] = f"{self.path_entry}:{own}" if own else str(self.path_entry)
         env[settings.LAUNCH] = str(self.plan_path)
         return env
 
 
-def build_doorstep(folder: Path, plan: Plan) -> Doorstep:
+def build_environment(folder: Path, plan: Plan) -> ProgramEnvironment:
     """Fill an empty private folder for one launch."""
-    doorstep = Doorstep(folder)
-    doorstep.marks.mkdir()
-    doorstep.path_entry.mkdir()
+    program_environment = ProgramEnvironment(folder)
+    program_environment.messages.mkdir()
+    program_environment.path_entry.mkdir()
+    # The folder of the package `driftline` itself.
     package = Path(__file__).resolve().parents[2]
-    link = doorstep.path_entry / package.name
+    link = program_environment.path_entry / package.name
     try:
         link.symlink_to(package, target_is_directory=True)
     except OSError:  # a file system without links
         shutil.copytree(package, link, ignore=shutil.ignore_patterns("__pycache__"))
     # usercustomize is the second chance: a script may put its own sitecustomize before ours.
     for name in ("sitecustomize.py", "usercustomize.py"):
-        (doorstep.path_entry / name).write_text(_CUSTOMIZE, encoding="utf-8")
-    doorstep.plan_path.write_text(plan.to_json(), encoding="utf-8")
-    return doorstep
+        (program_environment.path_entry / name).write_text(_CUSTOMIZE, encoding="utf-8")
+    program_environment.plan_path.write_text(plan.to_json(), encoding="utf-8")
+    return program_environment

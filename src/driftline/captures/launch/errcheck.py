@@ -1,9 +1,8 @@
-"""Run an unchanged command with the error watch in every Python process it starts, and say what was
-found.
+"""Run an unchanged command with the error check in every Python process, and report the findings.
 
-The counterpart of `run.py`: the program's terminal, signals and status stay its own. With
-`--engine atb` the probe of the ATB library looks for overflows too; it is given its orders here and
-its result files are read.
+The counterpart of `launcher`: the program's terminal, signals and status stay its own. With
+`--engine atb` the probe of the ATB library looks for overflows too; its orders are set here and its
+result files are read.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ from driftline import settings
 from driftline.captures.errcheck.findings import Finding, read_findings
 from driftline.captures.launch.atb import NoProbe, find_probe
 from driftline.captures.launch.child import require_command, run_child
-from driftline.captures.launch.environment import build_doorstep
+from driftline.captures.launch.environment import build_environment
 from driftline.captures.launch.jobs import LOG_LEVELS, WatchPlan
-from driftline.captures.launch.messages import LARGEST_MARK, Marks, read_marks
-from driftline.captures.launch.outcome import why_not_begun
+from driftline.captures.launch.messages import LARGEST_MESSAGE, Messages, read_messages
+from driftline.captures.launch.outcome import explain_no_start
 from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE, BadInput
 
+# Names of the result file in the probe's two generations.
 _RESULTS = ("ait_overflow_res_*.txt", "msit_overflow_res_*.txt")
 _OPERATOR = re.compile(r"Operator name:\s*(\S.*)")
 _LARGEST_TEXT = 1 << 20
@@ -118,23 +118,26 @@ def check_command(argv: Sequence[str], plan: WatchPlan, *, need_probe: bool = Tr
             remarks.append(str(problem))
             plan = replace(plan, engine="torch")
     _require_writable(Path(plan.output))
+    # The probe appends to files of earlier runs; only what is new is this program's.
     before = _results(plan)
+    # A process that stops at a finding has to know up to which parent it may send signals.
     plan = replace(plan, launcher=os.getpid())
     with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:
-        doorstep = build_doorstep(Path(folder).resolve(), plan)
-        status = run_child(argv, doorstep.environment(base))
-        marks = read_marks(doorstep.marks)
-        watched = _read_marks(doorstep.marks, "watched")
-        stopped = _read_stop(doorstep.marks)
+        program_environment = build_environment(Path(folder).resolve(), plan)
+        status = run_child(argv, program_environment.environment(base))
+        messages = read_messages(program_environment.messages)
+        watched = _read_messages(program_environment.messages, "watched")
+        stopped = _read_stop(program_environment.messages)
         if stopped is not None:
-            _stop_the_rest(doorstep.marks, str(doorstep.plan_path))
+            _stop_the_rest(program_environment.messages, str(program_environment.plan_path))
+    # Findings on disk survive a kill; those in messages are for a disk that was full.
     findings = read_findings(Path(plan.folder))
-    known = {(one.pid, one.number) for one in findings}
-    for text in (line for one in watched for line in one["unwritten_findings"]):
+    written = {(report.pid, report.number) for report in findings}
+    for text in (line for report in watched for line in report["unwritten_findings"]):
         finding = Finding.from_json(text)
-        if (finding.pid, finding.number) not in known:
+        if (finding.pid, finding.number) not in written:
             findings.append(finding)
-    outcome = judge(plan, status, marks, watched, findings, stopped, remarks)
+    outcome = judge(plan, status, messages, watched, findings, stopped, remarks)
     if plan.engine == "atb":
         outcome = _beside_torch(outcome, _found_by_probe(plan, before))
     return outcome
@@ -143,21 +146,22 @@ def check_command(argv: Sequence[str], plan: WatchPlan, *, need_probe: bool = Tr
 def judge(
     plan: WatchPlan,
     status: int,
-    marks: Marks,
+    messages: Messages,
     watched: Sequence[Mapping[str, Any]],
     findings: Sequence[Finding],
     stopped: Finding | None,
     remarks: Iterable[str] = (),
 ) -> WatchOutcome:
-    """What the marks and the disk say together."""
-    calls = sum(int(one["calls"]) for one in watched)
-    told = [*remarks, *(text for one in watched for text in one["remarks"])]
-    told += marks.failed if marks.began else ()
+    """Combine messages and findings on disk into an outcome."""
+    calls = sum(int(report["calls"]) for report in watched)
+    all_remarks = [*remarks, *(text for report in watched for text in report["remarks"])]
+    all_remarks += messages.failed if messages.started else ()
     nearest: dict[tuple[str, str], Headroom] = {}
-    for one in watched:
-        for site, dtype, most, bits in one["headroom"]:
-            known = nearest.get((site, dtype))
-            if known is None or most > known[2]:
+    for report in watched:
+        for site, dtype, most, bits in report["headroom"]:
+            nearest_so_far = nearest.get((site, dtype))
+            # The same site in several ranks is one row, with the value nearest to the limit.
+            if nearest_so_far is None or most > nearest_so_far[2]:
                 nearest[site, dtype] = (site, dtype, most, bits)
     outcome = WatchOutcome(
         plan,
@@ -166,15 +170,15 @@ def judge(
         stopped,
         calls,
         len(watched),
-        sum(int(one["propagators"]) for one in watched),
-        sum(int(one["repeats"]) for one in watched),
+        sum(int(report["propagators"]) for report in watched),
+        sum(int(report["repeats"]) for report in watched),
         tuple(sorted(nearest.values(), key=_by_headroom)),
-        remarks=tuple(dict.fromkeys(told)),
-        silent=max(0, marks.began - len(watched)),
+        remarks=tuple(dict.fromkeys(all_remarks)),
+        silent=max(0, messages.started - len(watched)),
     )
     if calls or findings or stopped is not None:
         return outcome
-    reason, hint = _why_nothing(plan, marks, len(watched))
+    reason, hint = _explain_nothing(plan, messages, len(watched))
     return replace(outcome, reason=reason, hint=hint)
 
 
@@ -182,11 +186,12 @@ def _by_headroom(row: Headroom) -> tuple[float, str]:
     return (float("inf") if row[3] is None else row[3], row[0])
 
 
-def _why_nothing(plan: WatchPlan, marks: Marks, reported: int) -> tuple[str, str]:
-    if marks.began == 0:
-        reason, hint = why_not_begun(marks)
+def _explain_nothing(plan: WatchPlan, messages: Messages, reported: int) -> tuple[str, str]:
+    if messages.started == 0:
+        reason, hint = explain_no_start(messages)
+        # The reasons are shared with capture, whose verb stands in them.
         return reason.replace("captur", "watch"), hint
-    if reported < marks.began:
+    if reported < messages.started:
         return (
             "nothing was found up to the end of the program, which did not end by itself: how much "
             "was watched is not known",
@@ -203,6 +208,7 @@ def _why_nothing(plan: WatchPlan, marks: Marks, reported: int) -> tuple[str, str
 
 def _require_writable(output: Path) -> None:
     """Raise when a finding could not be written; makes nothing."""
+    # The output is made with the first finding, so the nearest existing parent is asked.
     folder = output
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -214,33 +220,35 @@ def _require_writable(output: Path) -> None:
         )
 
 
-# --- marks
+# --- messages
 
 
-def _read_marks(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """The marks of one kind, those that can be read."""
-    found: list[dict[str, Any]] = []
+def _read_messages(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The messages of one kind, those that can be read."""
+    messages: list[dict[str, Any]] = []
     for path in sorted(folder.glob(f"{kind}.*")):
-        if path.stat().st_size > LARGEST_MARK:
+        if path.stat().st_size > LARGEST_MESSAGE:
             continue
         with contextlib.suppress(ValueError):
             data: object = json.loads(path.read_text(encoding="utf-8", errors="replace"))
             if isinstance(data, dict):
-                found.append(cast("dict[str, Any]", data))
-    return found
+                messages.append(cast("dict[str, Any]", data))
+    return messages
 
 
 def _read_stop(folder: Path) -> Finding | None:
-    stops = [Finding.from_json(json.dumps(data)) for data in _read_marks(folder, "stopped")]
-    return min(stops, key=lambda one: one.time, default=None)
+    # Several ranks may stop at once; the earliest finding is reported.
+    stops = [Finding.from_json(json.dumps(data)) for data in _read_messages(folder, "stopped")]
+    return min(stops, key=lambda finding: finding.time, default=None)
 
 
 def _stop_the_rest(folder: Path, plan_path: str) -> None:
     """Other ranks and children of a program that was stopped; only those that carry its plan."""
     sign = f"{settings.LAUNCH}={plan_path}".encode()
-    for path in folder.glob("woken.*"):
+    for path in folder.glob("reached.*"):
         word = path.name.split(".")[1]
         with contextlib.suppress(OSError, ValueError):
+            # A process id may have been reused: only a process that carries this plan is stopped.
             carried = Path(f"/proc/{word}/environ").read_bytes().split(b"\0")
             if sign in carried:
                 os.kill(int(word), signal.SIGTERM)
@@ -265,27 +273,28 @@ def atb_orders(plan: WatchPlan, base: Mapping[str, str], probe: Path) -> dict[st
 def _results(plan: WatchPlan) -> dict[Path, tuple[int, int]]:
     """Result files that are there, with what tells a new one from an old one."""
     folder = Path(plan.output)
-    found: dict[Path, tuple[int, int]] = {}
+    stamps: dict[Path, tuple[int, int]] = {}
     for pattern in _RESULTS:
         for path in sorted(folder.glob(pattern)):
             with contextlib.suppress(OSError):
                 facts = path.stat()
-                found[path] = facts.st_mtime_ns, facts.st_size
-    return found
+                stamps[path] = facts.st_mtime_ns, facts.st_size
+    return stamps
 
 
 def _found_by_probe(
     plan: WatchPlan, before: Mapping[Path, tuple[int, int]]
 ) -> tuple[AtbFinding, ...]:
-    found: list[AtbFinding] = []
+    findings: list[AtbFinding] = []
     for path, facts in _results(plan).items():
+        # Unchanged since before the program.
         if before.get(path) == facts:
             continue
         with contextlib.suppress(OSError), path.open("rb") as file:
             text = file.read(_LARGEST_TEXT).decode("utf-8", "replace")
             names = [match[1].strip() for match in _OPERATOR.finditer(text)]
-            found += [AtbFinding(name, path) for name in names or ["(no operator is named)"]]
-    return tuple(found)
+            findings += [AtbFinding(name, path) for name in names or ["(no operator is named)"]]
+    return tuple(findings)
 
 
 def _beside_torch(outcome: WatchOutcome, atb: tuple[AtbFinding, ...]) -> WatchOutcome:

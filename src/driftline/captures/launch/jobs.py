@@ -1,7 +1,8 @@
-"""The capture plan: everything a launched program must know to capture itself, as one frozen value.
+"""What a launched program must do, as one frozen value: capture itself, or check itself for errors.
 
-Made by the command line or by a caller of `run_command`, written as JSON next to the program, read
-in every process of it that imports a framework, and printed by `dump --dry-run`. It starts nothing.
+A plan is made by the command line or by a caller of `run_command`, written as JSON next to the
+program, read in every process of it that imports a framework, and printed by `--dry-run`. This file
+starts nothing.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, cast, get_args
 
+from driftline.captures import framework
 from driftline.captures.errcheck.findings import TYPES
 from driftline.captures.options import Budgets, Reduction
 from driftline.captures.selection import Selection, require_visible
 from driftline.errors import BadInput, did_you_mean
 
+# Plans are read by the version that wrote them; another one refuses rather than guesses.
 SCHEMA = 1
 
 Layout = Literal["run", "ait"]
@@ -24,7 +27,7 @@ Level = Literal["modules", "ops", "gradients", "params"]
 DumpType = Literal["tensor", "model", "layer", "op", "kernel", "cpu_profiling", "onnx"]
 GraphEngine = Literal["", "fx", "inductor"]
 Engine = Literal["torch", "atb"]
-FRAMEWORKS = ("torch", "paddle")
+FRAMEWORKS = tuple(framework.FRAMEWORKS)
 """What is captured where a program imports it."""
 TORCH_LISTS: tuple[DumpType, ...] = ("op", "kernel", "cpu_profiling", "onnx")
 """Types of a dump that only torch's operators and its profiler can fill."""
@@ -81,8 +84,9 @@ class CapturePlan:
     graph: GraphEngine = ""
     fusion: bool = True
 
+    # Checked here, before the program starts, because it may run for an hour.
     def __post_init__(self) -> None:
-        for name, value, known in (
+        for name, value, allowed in (
             ("level", self.levels, LEVELS),
             ("type", self.types, get_args(DumpType)),
             ("layout", (self.layout,), get_args(Layout)),
@@ -91,8 +95,9 @@ class CapturePlan:
             ("log level", (self.log_level,), LOG_LEVELS),
         ):
             for word in value:
-                if word not in known:
-                    raise BadInput(f"there is no {name} '{word}'", hint=did_you_mean(word, known))
+                if word not in allowed:
+                    raise BadInput(f"there is no {name} '{word}'", hint=did_you_mean(word, allowed))
+        # Without tensors the ports of the selection have no meaning.
         if self.wants_tensors:
             require_visible(self.selection.ports, self.levels)
         if "onnx" in self.types and not {"model", "layer"} & set(self.types):
@@ -103,12 +108,15 @@ class CapturePlan:
         self._check_graph()
         if self.max_bytes < 0:
             raise BadInput("the limit of bytes cannot be negative")
+        # The probe and the ait layout write many files in place; only a run can be sent as it
+        # grows.
         if self.url and (self.layout != "run" or self.engine == "atb"):
             what = "the ait layout" if self.layout != "run" else "what the ATB probe writes"
             raise BadInput(
                 f"{what} stays on this machine, and -o is an address elsewhere",
                 hint="give a folder, and copy it afterwards; or --layout run --engine torch",
             )
+        # The files of the ait layout have no field for a reduction.
         if self.layout == "ait" and self.wants_tensors and self.reduction.kept != "full":
             raise BadInput(
                 f"the ait layout holds whole tensors, it has no place for '{self.reduction}'",
@@ -127,6 +135,7 @@ class CapturePlan:
                 f"--graph {self.graph} records tensors into a run",
                 hint="leave out --layout ait, and --type or give it tensor",
             )
+        # Compiled graphs run no operators that level ops could see.
         if "ops" in self.levels:
             raise BadInput(
                 f"--graph {self.graph} records the operators of compiled graphs, --level ops those "
@@ -153,7 +162,7 @@ class CapturePlan:
         return LOG_LEVELS.index(level) >= LOG_LEVELS.index(self.log_level)
 
     def to_json(self) -> str:
-        """The plan as indented JSON; what is printed is what is run."""
+        """The plan as indented JSON: the text that `--dry-run` prints and the program reads."""
         return json.dumps(
             {
                 "schema": SCHEMA,
@@ -168,6 +177,7 @@ class CapturePlan:
                 "log_level": self.log_level,
                 "command": self.command,
                 "engine": self.engine,
+                # Defaults are left out, so that a printed plan shows what was asked for.
                 **({"frameworks": self.frameworks} if self.frameworks != FRAMEWORKS else {}),
                 **({"experiment": self.experiment} if self.experiment else {}),
                 **({"url": self.url} if self.url else {}),
@@ -188,6 +198,7 @@ class CapturePlan:
         if not isinstance(parsed, dict):
             raise BadInput("the capture plan is no JSON object")
         data = cast("Mapping[str, Any]", parsed)
+        # A program may import its own installed Driftline instead of the launcher's.
         if data.get("schema") != SCHEMA:
             raise BadInput(
                 f"the capture plan has schema {data.get('schema')!r}, this version reads {SCHEMA}",
@@ -205,6 +216,7 @@ class CapturePlan:
             log_level=data["log_level"],
             command=tuple(data["command"]),
             engine=data["engine"],
+            # Keys that are written only when they differ from the default need one here.
             frameworks=tuple(data.get("frameworks", FRAMEWORKS)),
             experiment=data.get("experiment", {}),
             url=data.get("url", ""),
@@ -219,7 +231,7 @@ def read_plan(path: str | Path) -> CapturePlan:
     return CapturePlan.from_json(Path(path).read_text(encoding="utf-8"))
 
 
-# What a launched program must know to watch itself for errors, as one frozen value.
+# The error check's plan.
 
 
 TASK = "errcheck"
@@ -257,15 +269,15 @@ class WatchPlan:
     launcher: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, known in (
+        for name, value, allowed in (
             ("type", self.types, TYPES),
             ("level", (self.level,), get_args(WatchLevel)),
             ("engine", (self.engine,), get_args(Engine)),
             ("log level", (self.log_level,), LOG_LEVELS),
         ):
             for word in value:
-                if word not in known:
-                    raise BadInput(f"there is no {name} '{word}'", hint=did_you_mean(word, known))
+                if word not in allowed:
+                    raise BadInput(f"there is no {name} '{word}'", hint=did_you_mean(word, allowed))
 
     def says(self, level: LogLevel) -> bool:
         """Whether a message of that level is to be shown."""

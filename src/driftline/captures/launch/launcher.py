@@ -1,9 +1,8 @@
-"""Run an unchanged command with capture switched on in every Python process it starts, and say what
-came of it.
+"""Run an unchanged command with capture in every Python process it starts, and report the outcome.
 
-The command's own terminal, signals and exit status stay its own (`launch.child`); this file decides
-what to report: a program's failure wins over everything, then a dump without a single tensor, with
-the reason that the processes' marks give.
+The command's own terminal, signals and exit status stay its own (`child`). This file decides what
+to report: a program's failure wins over everything, then a dump without a single tensor, with the
+reason that the processes' messages give.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from driftline.captures.launch.atb import (
 )
 from driftline.captures.launch.child import require_command, run_child
 from driftline.captures.launch.derived_files import Sheets, draw_atb, finish_sheets
-from driftline.captures.launch.environment import build_doorstep
+from driftline.captures.launch.environment import build_environment
 from driftline.captures.launch.jobs import CapturePlan
-from driftline.captures.launch.messages import Marks, Place, read_marks
-from driftline.captures.launch.outcome import Harvest, gather, why_nothing
+from driftline.captures.launch.messages import Messages, Place, read_messages
+from driftline.captures.launch.outcome import Harvest, explain_empty_dump, gather
 from driftline.errors import EXIT_COULD_NOT, EXIT_FINE, AlreadyThere, BadInput, DriftlineError
 from driftline.runs.layout import MANIFEST
 from driftline.runs.provenance import hold_path
@@ -49,7 +48,7 @@ class Outcome:
         plan: What was asked for.
         program_status: The program's exit status as a shell reports it.
         harvest: What lies on disk.
-        marks: What the processes told.
+        messages: What the processes told.
         skipped_steps: Steps that ran and were not selected.
         unmatched: Sentences about patterns that matched nothing, with the nearest names.
         reason: Why nothing was captured; empty when something was.
@@ -63,7 +62,7 @@ class Outcome:
     plan: CapturePlan
     program_status: int
     harvest: Harvest
-    marks: Marks
+    messages: Messages
     skipped_steps: tuple[int, ...] = ()
     unmatched: tuple[str, ...] = ()
     reason: str = ""
@@ -84,9 +83,11 @@ class Outcome:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences of processes and of the run, each once."""
-        told = [note for report in self.marks.reports for note in report.notes]
+        reported = [note for report in self.messages.reports for note in report.notes]
         probes = [] if self.atb is None else [*not_for_the_probe(self.plan), *self.atb.trouble]
-        return tuple(dict.fromkeys([*told, *self.harvest.events, *self.sheets.trouble, *probes]))
+        return tuple(
+            dict.fromkeys([*reported, *self.harvest.events, *self.sheets.trouble, *probes])
+        )
 
 
 def run_command(
@@ -106,6 +107,7 @@ def run_command(
         Unreachable: The plan's address does not answer.
         NoProbe: The probe is needed and not there.
     """
+    # Checked first, so that a misspelt command leaves nothing on disk.
     require_command(argv, settings.environment())
     base = settings.environment()
     without_probe = ""
@@ -121,6 +123,7 @@ def run_command(
     if plan.wants_profile:
         # The profiler's library talks on the program's terminal otherwise.
         base = {settings.PROFILER_LOG_LEVEL: "99", **base}
+    # The remote address is claimed before the local folder is made: it may be refused.
     sending = _begin_sending(plan, force=force)
     try:
         prepare_output(plan, force=force and not plan.url)
@@ -128,29 +131,35 @@ def run_command(
         if sending is not None:
             sending.abandon()
         raise
+    # The lock lasts until everything below has been read and sent.
     lock = _hold(plan)
+    # Earlier dumps in the same folder are not this program's work.
     already = frozenset(dumps_in(Path(plan.output))) if plan.engine == "atb" else frozenset[Path]()
+    # The folder may still be in use by a process that outlives the program.
     with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:
-        doorstep = build_doorstep(Path(folder).resolve(), plan)
+        program_environment = build_environment(Path(folder).resolve(), plan)
         try:
             if sending is not None:
                 sending.begin()
-            status = run_child(argv, doorstep.environment(base))
+            status = run_child(argv, program_environment.environment(base))
+        # The command could not be started, so nothing of the attempt is kept.
         except BadInput:
             if sending is not None:
                 sending.abandon()
             clear_empty_output(plan)
             raise
-        marks = read_marks(doorstep.marks)
+        messages = read_messages(program_environment.messages)
     sheets = finish_sheets(plan)
-    outcome = judge(plan, status, marks, gather(plan), sheets)
+    outcome = judge(plan, status, messages, gather(plan), sheets)
     if plan.engine == "atb":
         outcome = beside_torch(outcome, gather_atb(plan, already))
         if "onnx" in plan.types and outcome.atb is not None:
             drawn = draw_atb(outcome.atb.roots)
-            said = Sheets(outcome.sheets.words, outcome.sheets.trouble + drawn.trouble)
-            beside = (*outcome.atb.beside, *drawn.words)
-            outcome = replace(outcome, sheets=said, atb=replace(outcome.atb, beside=beside))
+            side_files = Sheets(outcome.sheets.words, outcome.sheets.trouble + drawn.trouble)
+            also_written = (*outcome.atb.also_written, *drawn.words)
+            outcome = replace(
+                outcome, sheets=side_files, atb=replace(outcome.atb, also_written=also_written)
+            )
     empty = not outcome.harvest.tensors and not outcome.harvest.topologies and not sheets.words
     if sending is not None:
         if empty:
@@ -184,8 +193,9 @@ def _hold(plan: CapturePlan) -> int | None:
 
 
 def beside_torch(outcome: Outcome, atb: AtbHarvest) -> Outcome:
-    """What torch's capture and the probe of the ATB library say together."""
-    if atb.tensors or atb.beside:
+    """Combine the outcome of torch's capture with that of the ATB probe."""
+    # The probe's tensors count as a dump, even where torch captured nothing.
+    if atb.tensors or atb.also_written:
         return replace(outcome, atb=atb, reason="", hint="")
     if not outcome.reason:
         return replace(outcome, atb=atb)
@@ -203,6 +213,7 @@ def prepare_output(plan: CapturePlan, *, force: bool) -> None:
     output = Path(plan.output)
     if force and plan.engine == "atb":
         for dump in dumps_in(output):
+            # The output itself may hold other files of the user; only the dumps in it are removed.
             if dump != output:
                 shutil.rmtree(dump, ignore_errors=True)
     if plan.layout == "run":
@@ -228,7 +239,7 @@ def prepare_output(plan: CapturePlan, *, force: bool) -> None:
 
 
 def clear_empty_output(plan: CapturePlan) -> None:
-    """Take away what `prepare_output` made when nothing came into it, so that the next try can use
+    """Remove what `prepare_output` made when nothing came into it, so that the next try can use
     the name.
     """
     output = Path(plan.output)
@@ -236,20 +247,26 @@ def clear_empty_output(plan: CapturePlan) -> None:
         tree = output / "ait_dump"
         if not any(path.is_file() for path in tree.rglob("*")):
             shutil.rmtree(tree, ignore_errors=True)
+    # Only files that `prepare_output` makes are removed, never a user's own.
     elif not any(output.glob("rank*")):
         for name in ("run.json", "events.jsonl"):
             (output / name).unlink(missing_ok=True)
+    # The current folder is kept, because the user's shell stands in it.
     if output.is_dir() and output != Path.cwd() and not any(output.iterdir()):
         output.rmdir()
 
 
 def judge(
-    plan: CapturePlan, status: int, marks: Marks, harvest: Harvest, sheets: Sheets | None = None
+    plan: CapturePlan,
+    status: int,
+    messages: Messages,
+    harvest: Harvest,
+    sheets: Sheets | None = None,
 ) -> Outcome:
-    """What the marks and the disk say together; pure, so that every reason has a test."""
-    ran = sorted({step for report in marks.reports for step in report.steps_seen})
+    """Combine messages and files into an outcome; pure, so that every reason has a test."""
+    ran = sorted({step for report in messages.reports for step in report.steps_seen})
     skipped = tuple(step for step in ran if not plan.selection.takes_step(step))
-    unmatched = tuple(_unmatched(plan, marks.places)) if marks.places else ()
+    unmatched = tuple(_unmatched(plan, messages.places)) if messages.places else ()
     sheets = sheets or Sheets()
     topology = "model" in plan.types or "layer" in plan.types
     got_something = (
@@ -257,10 +274,11 @@ def judge(
         or bool(sheets.words)
         or (harvest.topologies > 0 and topology and not plan.wants_tensors)
     )
+    # A refused run has its own reason, better than any guess.
     reason, hint = harvest.refused
     if not got_something and not reason:
-        reason, hint = why_nothing(plan, marks, skipped, unmatched)
-    return Outcome(plan, status, harvest, marks, skipped, unmatched, reason, hint, sheets=sheets)
+        reason, hint = explain_empty_dump(plan, messages, skipped, unmatched)
+    return Outcome(plan, status, harvest, messages, skipped, unmatched, reason, hint, sheets=sheets)
 
 
 def _unmatched(plan: CapturePlan, places: Iterable[Place]) -> Iterable[str]:

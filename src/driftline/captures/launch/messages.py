@@ -1,7 +1,7 @@
-"""What the launched processes tell their launcher: small files that `wake` and `begin` leave
-behind.
+"""Messages of launched processes to their launcher: small files, read when the program has ended.
 
-A process that was killed leaves its early marks and no report: the run on disk says the rest.
+A message's kind is the beginning of its file name. A process that was killed leaves its early
+messages and no report; the run on disk says the rest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-LARGEST_MARK = 16 << 20
+# Bounds against a program that writes into the folder itself, or calls modules without end.
+LARGEST_MESSAGE = 16 << 20
 MOST_PLACES = 20_000
 
 
@@ -27,7 +28,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """What one process says of its capture at its end.
+    """Report of one process about its capture, written when the process ends.
 
     Attributes:
         pid: Process.
@@ -56,6 +57,7 @@ class ProcessReport:
 
     @classmethod
     def from_json(cls, text: str) -> ProcessReport:
+        # Written by another process, maybe of another version: every field is converted.
         data = cast("dict[str, Any]", json.loads(text))
         return cls(
             pid=int(data["pid"]),
@@ -71,12 +73,12 @@ class ProcessReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
-    """All marks of one launch.
+class Messages:
+    """All messages of one launch.
 
     Attributes:
-        woken: Python processes that were reached.
-        began: Processes that imported the framework, with capture running.
+        reached: Python processes that were reached.
+        started: Processes that imported the framework, with capture running.
         failed: Why capture could not start, one sentence per process.
         too_old: Pythons that are too old, as they call themselves.
         reports: What processes said at their end.
@@ -87,8 +89,8 @@ class Marks:
         unasked: Frameworks that were imported and that nobody asked to look at.
     """
 
-    woken: int = 0
-    began: int = 0
+    reached: int = 0
+    started: int = 0
     failed: tuple[str, ...] = ()
     too_old: tuple[str, ...] = ()
     reports: tuple[ProcessReport, ...] = field(default=())
@@ -103,23 +105,25 @@ class Marks:
         return {place for report in self.reports for place in report.places}
 
 
-def read_marks(folder: Path) -> Marks:
-    """Read what is there; a mark that was cut short by a kill is passed over."""
+def read_messages(folder: Path) -> Messages:
+    # The same text from many ranks is one sentence for the reader.
+    """Read all messages; one that was cut short by a kill is passed over."""
     texts: dict[str, list[str]] = {}
     for path in sorted(folder.iterdir()):
-        if path.stat().st_size > LARGEST_MARK:
+        if path.stat().st_size > LARGEST_MESSAGE:
             continue
         texts.setdefault(path.name.partition(".")[0], []).append(
             path.read_text(encoding="utf-8", errors="replace")
         )
-    return Marks(
-        woken=len(texts.get("woken", [])),
-        began=len(texts.get("began", [])),
+    return Messages(
+        reached=len(texts.get("reached", [])),
+        started=len(texts.get("started", [])),
         failed=tuple(dict.fromkeys(texts.get("failed", []))),
         too_old=tuple(dict.fromkeys(texts.get("too-old", []))),
         reports=tuple(_reports(texts.get("report", []))),
         experiments=tuple(texts.get("experiment", [])),
-        frameworks=tuple(sorted(set(filter(None, texts.get("began", []))))) or ("torch",),
+        # An empty text stands for torch.
+        frameworks=tuple(sorted(set(filter(None, texts.get("started", []))))) or ("torch",),
         apart=tuple(sorted(set(texts.get("apart", [])))),
         absent=tuple(sorted(set(texts.get("absent", [])))),
         unasked=tuple(sorted(set(texts.get("unasked", [])))),

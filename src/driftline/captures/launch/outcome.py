@@ -1,4 +1,8 @@
-"""What lies on disk after a launched program has ended, counted; for either layout."""
+"""What a launched program left on disk, and, where it left nothing, why.
+
+Counts a dump of either layout. For an empty one, goes through the stages of a capture in order and
+names the first that was not reached. Prints nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from driftline.captures.events import is_shown
 from driftline.captures.launch.jobs import TORCH_LISTS, CapturePlan
-from driftline.captures.launch.messages import Marks
+from driftline.captures.launch.messages import Messages
 from driftline.errors import BadInput, DriftlineError
 
 if TYPE_CHECKING:
     from driftline.runs.run import Loss
 
 
-QUIET_EVENTS = frozenset({"step", "label", "no-match", "steps-skipped", "estimate"})
-"""Events that the summary says in its own words, or that are for the reader of the run only."""
-
-
 @dataclass(frozen=True, slots=True)
 class Harvest:
-    """A dump in numbers.
+    """Counts of a dump.
 
     Attributes:
         tensors: Captured tensors.
@@ -62,8 +63,9 @@ def _gather_run(output: Path) -> Harvest:
     except DriftlineError as problem:
         return Harvest(refused=(str(problem), problem.hint))
     folders = sorted(path.parent.name for path in output.glob("rank*/index.jsonl"))
+    # Tensors with equal bytes share one blob, which is counted once.
     stored = {(r.key.rank, r.key.process, r.blob) for r in run.records if r.blob is not None}
-    messages = [e for e in run.events() if str(e.get("kind")) not in QUIET_EVENTS]
+    messages = [e for e in run.events() if is_shown(str(e.get("kind")))]
     return Harvest(
         tensors=len(run),
         bytes=sum(blob.length for _, _, blob in stored),
@@ -91,6 +93,7 @@ def _in_short(losses: Sequence[Loss]) -> Iterable[str]:
 
 
 def _gather_tree(root: Path) -> Harvest:
+    # Folders: process, step, site, file.
     files = list(root.glob("*/*/*/*.pth"))
     return Harvest(
         tensors=len(files),
@@ -111,51 +114,33 @@ def _events_of_tree(root: Path) -> Iterable[str]:
                 event: Any = json.loads(line)
             except ValueError:  # cut off by a kill or a full disk
                 continue
-            if str(event.get("kind")) not in QUIET_EVENTS:
+            if is_shown(str(event.get("kind"))):
                 yield str(event.get("message"))
 
 
-# Why a launched program left nothing, and what to try: the first thing that was in the way.
+# Why a launched program left nothing, and what to try: the first stage that was not reached.
 
 
 SHOWN_STEPS = 12
 
 
-def why_nothing(
-    plan: CapturePlan, marks: Marks, skipped: Sequence[int], unmatched: Sequence[str]
+def explain_empty_dump(
+    plan: CapturePlan, messages: Messages, skipped: Sequence[int], unmatched: Sequence[str]
 ) -> tuple[str, str]:
     """The reason of an empty dump, and what to try: the first thing on the way that stopped it."""
-    if marks.began == 0:
-        return why_not_begun(marks)
-    if sum(report.calls for report in marks.reports) == 0:
-        if len(marks.reports) < marks.began:
-            return (
-                "nothing was captured: the program ended before anything of it was written",
-                "its own messages above say why it ended",
-            )
-        if "ops" in plan.levels:
-            return (
-                f"nothing was captured: {_imported(marks)}, but no module was called and no "
-                "operator ran",
-                "is this the command that runs the model?",
-            )
-        if plan.graph:
-            return (
-                f"nothing was captured: {_imported(marks)}, but no graph and no module ran",
-                "does the program get to what it compiles? its own messages say why it ended",
-            )
+    # The order of the checks is the order of the stages: process, module call, tensor, filter.
+    if messages.started == 0:
+        return explain_no_start(messages)
+    if sum(report.calls for report in messages.reports) == 0:
+        return _explain_no_call(plan, messages)
+    if "torch" not in messages.frameworks and (unseen := _of_torch_only(plan)):
         return (
-            f"nothing was captured: {_imported(marks)}, but no module was called",
-            "--level ops also sees operators that run in no torch.nn.Module"
-            if marks.frameworks == ("torch",)
-            else "a static graph calls no layers; is this a dynamic program, and its command?",
-        )
-    if "torch" not in marks.frameworks and (unseen := _of_torch_only(plan)):
-        return (
-            f"nothing was captured: {unseen}, and this one uses {' and '.join(marks.frameworks)}",
+            f"nothing was captured: {unseen}, and this one uses "
+            f"{' and '.join(messages.frameworks)}",
             "of its layers there are --level modules, gradients and params, and --type model",
         )
-    wanted = [report for report in marks.reports if plan.selection.takes_rank(report.rank)]
+    # A rank that was not selected writes nothing, on purpose.
+    wanted = [report for report in messages.reports if plan.selection.takes_rank(report.rank)]
     handed_over = sum(report.tensors for report in wanted)
     if handed_over and plan.wants_tensors:
         return (
@@ -167,14 +152,48 @@ def why_nothing(
             f"nothing was captured: {unmatched[0]}",
             "driftline dump --type model lists every name",
         )
-    taken = any(report.steps_taken for report in marks.reports)
-    if skipped and not taken:
+    return _explain_filters(plan, messages, skipped)
+
+
+def _explain_no_call(plan: CapturePlan, messages: Messages) -> tuple[str, str]:
+    """Capture was running, and the program called nothing that it watches."""
+    # A process without a report was killed, so its counts are unknown rather than zero.
+    if len(messages.reports) < messages.started:
+        return (
+            "nothing was captured: the program ended before anything of it was written",
+            "its own messages above say why it ended",
+        )
+    if "ops" in plan.levels:
+        return (
+            f"nothing was captured: {_imported(messages)}, but no module was called and no "
+            "operator ran",
+            "is this the command that runs the model?",
+        )
+    if plan.graph:
+        return (
+            f"nothing was captured: {_imported(messages)}, but no graph and no module ran",
+            "does the program get to what it compiles? its own messages say why it ended",
+        )
+    return (
+        f"nothing was captured: {_imported(messages)}, but no module was called",
+        "--level ops also sees operators that run in no torch.nn.Module"
+        if messages.frameworks == ("torch",)
+        else "a static graph calls no layers; is this a dynamic program, and its command?",
+    )
+
+
+def _explain_filters(
+    plan: CapturePlan, messages: Messages, skipped: Sequence[int]
+) -> tuple[str, str]:
+    """Something was called, and no tensor of it was wanted."""
+    any_selected = any(report.steps_taken for report in messages.reports)
+    if skipped and not any_selected:
         ran = say_steps(skipped)
         return (
             f"nothing was captured: {ran} ran, and none of them is selected",
             f"select one of them: -er {skipped[0]},{skipped[-1]}",
         )
-    ranks = sorted({report.rank for report in marks.reports})
+    ranks = sorted({report.rank for report in messages.reports})
     if not any(plan.selection.takes_rank(rank) for rank in ranks):
         return (
             f"nothing was captured: --rank selects none of the ranks {', '.join(map(str, ranks))}",
@@ -202,52 +221,54 @@ def _of_torch_only(plan: CapturePlan) -> str:
     return f"--type {' '.join(lists)} lists what torch programs do" if lists else ""
 
 
-def _imported(marks: Marks) -> str:
-    verb = "was" if len(marks.frameworks) == 1 else "were"
-    return f"{' and '.join(marks.frameworks)} {verb} imported"
+def _imported(messages: Messages) -> str:
+    verb = "was" if len(messages.frameworks) == 1 else "were"
+    return f"{' and '.join(messages.frameworks)} {verb} imported"
 
 
-def why_not_begun(marks: Marks) -> tuple[str, str]:
+def explain_no_start(messages: Messages) -> tuple[str, str]:
     """Why no process of a program came so far as to begin, and what to try."""
-    if marks.failed:
-        if marks.failed[0].startswith(f"{BadInput.__name__}: "):  # asked for what cannot be had
-            return f"nothing was captured: {marks.failed[0].partition(': ')[2]}", ""
+    if messages.failed:
+        # Text of our own refusals needs no class name and no advice about versions.
+        if messages.failed[0].startswith(f"{BadInput.__name__}: "):  # asked for what cannot be had
+            return f"nothing was captured: {messages.failed[0].partition(': ')[2]}", ""
         return (
-            f"nothing was captured: capture could not start ({marks.failed[0]})",
+            f"nothing was captured: capture could not start ({messages.failed[0]})",
             "the environment of the program needs Python 3.11, numpy, and torch 2.4 or Paddle 3.0 "
             "or newer",
         )
-    if marks.too_old:
+    if messages.too_old:
         return (
-            f"nothing was captured: the program runs on {marks.too_old[0]}",
+            f"nothing was captured: the program runs on {messages.too_old[0]}",
             "driftline captures programs on Python 3.11 or newer",
         )
-    if marks.woken == 0:
+    # Isolated interpreters skip both ways in which the bootstrap is found.
+    if messages.reached == 0:
         return (
             "nothing was captured: no Python process could be reached",
             "does the command start Python here, without `env -i`, `python -S` or a container? "
             "Installed in the program's own environment, driftline also reaches `python -I` and "
             "scripts that set PYTHONPATH",
         )
-    if marks.apart:
+    if messages.apart:
         return (
-            f"nothing was captured: the program imported {' and '.join(marks.apart)}, not torch",
+            f"nothing was captured: the program imported {' and '.join(messages.apart)}, not torch",
             "this command works on torch programs; dump and compare work on Paddle's too",
         )
-    if marks.absent:
-        extras = " ".join(f"'driftline[{name}]'" for name in marks.absent)
+    if messages.absent:
+        extras = " ".join(f"'driftline[{name}]'" for name in messages.absent)
         return (
-            f"nothing was captured: the program looked for {' and '.join(marks.absent)}, which "
-            f"{'is' if len(marks.absent) == 1 else 'are'} not installed in its environment",
+            f"nothing was captured: the program looked for {' and '.join(messages.absent)}, which "
+            f"{'is' if len(messages.absent) == 1 else 'are'} not installed in its environment",
             f"pip install {extras} there",
         )
-    if marks.unasked:
+    if messages.unasked:
         return (
-            f"nothing was captured: the program imported {' and '.join(marks.unasked)}, and "
+            f"nothing was captured: the program imported {' and '.join(messages.unasked)}, and "
             "--engine looks at another one",
             "leave --engine out: what a program imports is recognised",
         )
-    some = "1 Python process" if marks.woken == 1 else f"{marks.woken} Python processes"
+    some = "1 Python process" if messages.reached == 1 else f"{messages.reached} Python processes"
     return (
         f"nothing was captured: {some} ran, none imported torch or paddle",
         "is this the command that runs the model?",
@@ -261,7 +282,7 @@ def _filters_in_words(plan: CapturePlan) -> str:
 
 
 def say_steps(steps: Sequence[int]) -> str:
-    """Steps in words, ranges closed up.
+    """Steps in words, neighbouring ones joined to ranges.
 
     >>> say_steps([1, 2, 3, 7]), say_steps([0])
     ('steps 1-3, 7', 'step 0')

@@ -1,7 +1,7 @@
 # pyright: reportUnknownMemberType=false
 """Start the capture of a launched process, and end it with the process.
 
-Called once a framework is imported, by `wake`. Knows what a plan means: which sink, which rank,
+Called by `bootstrap` once a framework is imported. Knows what a plan means: which sink, which rank,
 when to seal. A process may end in five ways: interpreter exit (atexit), multiprocessing's own exit
 (its finalizers), a fork's exit, `os._exit` and `os.exec*`, which are waited for, or a kill, after
 which the run is readable and unsealed.
@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 from driftline import settings
 from driftline.captures.errcheck.findings import Finding, FindingsFile, headroom_rows
-from driftline.captures.launch.bootstrap import leave_mark
+from driftline.captures.events import is_sent
+from driftline.captures.framework import FRAMEWORKS
+from driftline.captures.launch.bootstrap import send_message
 from driftline.captures.launch.jobs import TORCH_LISTS, CapturePlan, WatchPlan, is_watch_plan
 from driftline.captures.launch.messages import MOST_PLACES, Place, ProcessReport
 from driftline.captures.options import Reduction
@@ -40,19 +42,11 @@ if TYPE_CHECKING:
     from driftline.runs.sinks import Sink
 
 
-SESSIONS = {
-    "torch": "driftline.captures.torch.session:CaptureSession",
-    "paddle": "driftline.captures.paddle.session:PaddleSession",
-}
-PROVENANCE = {
-    "torch": "driftline.captures.torch.framework",
-    "paddle": "driftline.captures.paddle.layers",
-}
 CALLS_TAP = "driftline.captures.torch.operators.call_list:CallTap"
 PROFILE_TAP = "driftline.captures.torch.profiler:ProfileTap"
 GRAPH_TAP = "driftline.captures.torch.compile.tap:GraphTap"
 AIT_TREE = "driftline.dialects.ait.dump_tree:AitTree"
-"""A dialect stands above this room, so it is found by its address and only when asked for."""
+"""A dialect is a layer above this one, so it is loaded by its address and only when asked for."""
 
 EXPERIMENTS = {
     "replay": "driftline.diagnosis.experiments.live.experiments:LiveReplay",
@@ -60,34 +54,34 @@ EXPERIMENTS = {
     "substitute": "driftline.diagnosis.experiments.live.experiments:LiveSubstitution",
     "batch": "driftline.diagnosis.experiments.live.experiments:LiveBatch",
 }
-"""What may be done to a program besides looking at it; the same holds for these."""
+"""Experiments on a running program, by kind; also layers above, loaded by address."""
 
-TOLD_ELSEWHERE = frozenset({"no-match", "steps-skipped", "estimate", "step", "tiling"})
 _LONGEST_GOODBYE = 2.0  # seconds: a signal handler may leave while its own thread is writing
 _SEAL_FIRST = 10  # multiprocessing runs finalizers of higher priority first; the writer's own has 0
 
 
 def begin(plan_path: str, framework: str) -> None:
-    """Read the plan, start the capture of a framework that is there now, and see to its end."""
+    """Read the plan and start the capture of a framework that was just imported."""
     _stand_on_real_ground()
     text = Path(plan_path).read_text(encoding="utf-8")
     if is_watch_plan(text):
         if framework != "torch":
-            leave_mark(plan_path, "apart", framework)
+            send_message(plan_path, "apart", framework)
             return
 
         launched: Launched = Watched(WatchPlan.from_json(text), plan_path)
     else:
         plan = CapturePlan.from_json(text)
         if framework not in plan.frameworks:
-            leave_mark(plan_path, "unasked", framework)
+            send_message(plan_path, "unasked", framework)
             return
+        # Experiments replace calls of modules, and are written for torch only.
         if framework != "torch" and plan.experiment:
-            leave_mark(plan_path, "apart", framework)
+            send_message(plan_path, "apart", framework)
             return
         launched = Launched(plan, plan_path, framework)
     launched.start()
-    leave_mark(plan_path, "began", framework)
+    send_message(plan_path, "started", framework)
 
 
 def _stand_on_real_ground() -> None:
@@ -127,17 +121,19 @@ class Launched:
             # The program may tell torch.distributed its rank later: filter when the sink is made.
             selection = dataclasses.replace(selection, ranks=())
         self.sink = Late(self._make_sink, tree_is_enough=not plan.wants_tensors)
-        self.session: Session = _load(SESSIONS[framework])(
+        self.session: Session = _load(FRAMEWORKS[framework].session)(
             self.sink,
             selection,
             plan.reduction if plan.wants_tensors else Reduction("describe"),
             plan.levels if plan.wants_tensors else ("modules",),
             rank=self.place.rank,
         )
-        arrivals: Any = getattr(self.session, "arrivals", None)
-        if arrivals is not None:
-            arrivals.budgets = plan.budgets
-        self.session.intake.prepare = lambda: importlib.import_module("driftline.runs.writer")
+        # Only sessions with a device backend have budgets.
+        device_backend: Any = getattr(self.session, "device_backend", None)
+        if device_backend is not None:
+            device_backend.budgets = plan.budgets
+        # Imported by the program's thread: a fork must not find another thread inside an import.
+        self.session.recorder.prepare = lambda: importlib.import_module("driftline.runs.writer")
         self.experiment: Experiment | None = None
         if plan.experiment:
             kind = EXPERIMENTS[plan.experiment["kind"]]
@@ -201,9 +197,9 @@ class Launched:
         self.session.stop()
         if self.experiment is not None:
             with contextlib.suppress(OSError):
-                leave_mark(self.plan_path, "experiment", json.dumps(self.experiment.finish()))
+                send_message(self.plan_path, "experiment", json.dumps(self.experiment.finish()))
         with contextlib.suppress(OSError):  # the launcher is gone, nobody reads reports any more
-            leave_mark(self.plan_path, "report", self.report().to_json())
+            send_message(self.plan_path, "report", self.report().to_json())
 
     def report(self) -> ProcessReport:
         session = self.session
@@ -218,9 +214,7 @@ class Launched:
             tensors=session.tensors,
             bytes=self.sink.bytes_written,
             places=tuple(places[:MOST_PLACES]),
-            notes=tuple(
-                message for kind, message in self.sink.waiting_events if kind not in TOLD_ELSEWHERE
-            ),
+            notes=tuple(message for kind, message in self.sink.waiting_events if is_sent(kind)),
         )
 
     def _end_with_multiprocessing(self) -> None:
@@ -269,6 +263,7 @@ class Launched:
         rank, world_size = self._rank()
         if not self.plan.selection.takes_rank(rank):
             return Nowhere()
+        # The limit is for the whole dump; each rank gets an equal share.
         share = self.plan.max_bytes // max(1, world_size)
         if self.plan.layout == "ait":
             return self._make_tree(share)
@@ -281,11 +276,13 @@ class Launched:
             command=self.plan.command,
             max_bytes=share or None,
             shard_bytes=self.plan.shard_bytes or SHARD_BYTES,
+            # The launched process seals in `end`, whichever way it leaves.
             seal_at_exit=False,
         )
-        writer.describe(**importlib.import_module(PROVENANCE[self.framework]).facts())
+        writer.describe(**self._provenance().facts())
         if self.plan.selection.ranks:
             writer.describe(only_ranks=list(self.plan.selection.ranks))
+        # Without tensors nothing else would make the writer create its files.
         if not self.plan.wants_tensors:
             writer.open()
         return Limited(writer, limit=share, say=self._say) if share else writer
@@ -300,11 +297,14 @@ class Launched:
         if self.plan.says("info"):
             print_to_stderr(sentence)
 
+    def _provenance(self) -> Any:
+        return importlib.import_module(FRAMEWORKS[self.framework].provenance)
+
     def _rank(self) -> tuple[int, int]:
         """Rank and world size: as the framework says, else as the launcher's variables do."""
         if self.framework != "torch":
-            told = importlib.import_module(PROVENANCE[self.framework]).rank()
-            return told or (self.place.rank, self.place.world_size)
+            place = self._provenance().rank()
+            return place or (self.place.rank, self.place.world_size)
         distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
         if distributed is not None and distributed.is_available() and distributed.is_initialized():
             return int(distributed.get_rank()), int(distributed.get_world_size())
@@ -326,7 +326,7 @@ def _load(address: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-# The error watch of one launched process: begun when torch is imported, ended with the process.
+# The error check of one launched process: starts when torch is imported, ends with the process.
 
 
 DOOR = "driftline.captures.torch.errcheck.api"
@@ -371,7 +371,7 @@ class Watched(Launched):
             return
         super().end()
         with contextlib.suppress(OSError):
-            leave_mark(self.plan_path, "watched", json.dumps(self._counts()))
+            send_message(self.plan_path, "watched", json.dumps(self._counts()))
 
     def _counts(self) -> dict[str, Any]:
         reporter = self.reporter
@@ -381,12 +381,15 @@ class Watched(Launched):
             "rank": self._rank()[0],
             "calls": reporter.calls,
             # Those on disk are read there; these are for a disk that takes nothing.
-            "unwritten_findings": [one.to_json() for one in reporter.findings[:MOST_UNWRITTEN]]
+            "unwritten_findings": [
+                finding.to_json() for finding in reporter.findings[:MOST_UNWRITTEN]
+            ]
             if self.file.failure
             else [],
             "propagators": reporter.propagators,
             "repeats": reporter.repeats,
             "remarks": [*reporter.remarks, *filter(None, (self.file.failure,))],
+            # Enough for a model of any size; the message stays below the limit on messages.
             "headroom": rows[:MOST_SITES],
         }
 
@@ -416,13 +419,15 @@ class Watched(Launched):
 
     def _stop(self, finding: Finding) -> NoReturn:
         """End this process, and those between it and the launcher, which prints the finding."""
+        # A process that is being stopped must end, whatever its message or its sink does.
         with contextlib.suppress(Exception):
-            leave_mark(self.plan_path, "stopped", finding.to_json())
+            send_message(self.plan_path, "stopped", finding.to_json())
         with contextlib.suppress(Exception):
             self.end()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
+        # A shell script or torchrun would otherwise go on after its child has ended.
         for pid in ancestors(self.watch.launcher):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGTERM)
@@ -434,13 +439,14 @@ def ancestors(launcher: int) -> list[int]:
 
     None where they cannot be followed up to it.
     """
-    found: list[int] = []
+    pids: list[int] = []
     pid = os.getppid()
-    while pid != launcher and pid > 1 and len(found) < _MOST_ANCESTORS:
-        found.insert(0, pid)
+    while pid != launcher and pid > 1 and len(pids) < _MOST_ANCESTORS:
+        pids.insert(0, pid)
         try:
+            # The name in parentheses may contain blanks, so fields are counted after it.
             after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             pid = int(after_name[1])
         except (OSError, ValueError, IndexError):
             return []
-    return found if pid == launcher else []
+    return pids if pid == launcher else []

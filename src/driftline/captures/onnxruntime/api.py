@@ -1,4 +1,7 @@
-"""The Python door: `driftline.capture_onnx("m.onnx", {"x": x}, "run")` runs and keeps a model."""
+"""The Python entry for ONNX models: `driftline.capture_onnx("m.onnx", {"x": x}, "run")`.
+
+Checks the arguments, then lets `capture.ModelCapture` optimise, execute and record the model.
+"""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
@@ -12,14 +15,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from driftline.captures.onnxruntime import model_file, sessions
-from driftline.captures.onnxruntime.capture import Budget, Work
+from driftline.captures.onnxruntime.capture import Budget, ModelCapture
 from driftline.captures.onnxruntime.graph import Graph
 from driftline.captures.onnxruntime.inputs import Source, feeds_of
 from driftline.captures.onnxruntime.sessions import Level
 from driftline.captures.onnxruntime.tensors import look
 from driftline.captures.onnxruntime.topology import facts
 from driftline.captures.options import Reduction
-from driftline.captures.recorder import Intake
+from driftline.captures.recorder import Recorder
 from driftline.captures.selection import Selection, patterns, require_visible
 from driftline.errors import BadInput
 from driftline.runs.provenance import check_room, create_run, refuse_addresses
@@ -121,6 +124,7 @@ def capture_onnx(
     shown = _levels(levels)
     require_visible(chosen.ports, shown)
     reduction = Reduction.parse(keep)
+    # A budget of no bytes could never hold a tensor; no limit on the count is written 0.
     for name, number in (("memory", memory), ("values_at_once", values_at_once)):
         if type(number) is not int or number < 0 or (name == "memory" and not number):
             raise BadInput(f"{name} is a number above nought, not {number!r}")
@@ -137,6 +141,7 @@ def capture_onnx(
     proto = model_file.load_graph(file)
     files = [file, *model_file.check_external(file, proto)]
     exported = Graph(proto)
+    # The protobuf of a large graph takes as much memory again as the graph made of it.
     del proto
     writes = isinstance(path, str | os.PathLike)
     if writes:  # before minutes of work
@@ -144,26 +149,31 @@ def capture_onnx(
         check_room(Path(path), force=force)
     place = Path(path) if writes else path.path if isinstance(path, RunWriter) else None
     with contextlib.ExitStack() as stack:
+        # In the run's own folder, because an optimised model may be too large for the system's.
         folder = _scratch(stack, place.absolute().parent if place is not None else None)
-        work = Work(file, plan, exported, folder)
-        every = feeds_of(inputs, work.wanted)
-        feeds = [(step, feed) for step, feed in every if chosen.takes_step(step)]
+        work = ModelCapture(file, plan, exported, folder)
+        # After the session exists: it says which inputs the model takes.
+        all_feeds = feeds_of(inputs, work.wanted)
+        feeds = [(step, feed) for step, feed in all_feeds if chosen.takes_step(step)]
         if not feeds:
+            steps_there = ", ".join(str(step) for step, _ in all_feeds)
             raise BadInput(
-                f"no step is selected; the steps are {', '.join(str(step) for step, _ in every)}",
+                f"no step is selected; the steps are {steps_there}",
                 hint="each set of inputs is a step",
             )
-        taken = work.choose(chosen, shown)
+        selected = work.choose(chosen, shown)
+        # Outputs without capture come first, so that the session that made them can be freed.
         expected = [work.plain_digests(feed) for _, feed in feeds]
-        work.let_go()
+        work.free_plain_session()
+        # The run is created only now: everything that can be refused has been checked.
         sink, written = _sink(path, max_bytes=max_bytes, force=force)
         stack.callback(sink.close)
-        sink.describe(**facts(file, files, plan, work.seen))
-        intake = Intake(sink, chosen, reduction, 0, 0, look)
+        sink.describe(**facts(file, files, plan, work.traced))
+        recorder = Recorder(sink, chosen, reduction, 0, look)
         executions, faithful = work.capture(
-            intake,
+            recorder,
             sink,
-            taken,
+            selected,
             feeds,
             expected,
             Budget(memory, values_at_once),
@@ -174,7 +184,7 @@ def capture_onnx(
             sink.tensors_written,
             sink.bytes_written,
             tuple(step for step, _ in feeds),
-            len(work.seen.optimised.nodes),
+            len(work.traced.optimised.nodes),
             len(exported.nodes),
             executions,
             faithful,
@@ -182,12 +192,13 @@ def capture_onnx(
         )
 
 
-def _notes(sink: Sink, work: Work, *, faithful: bool) -> tuple[str, ...]:
+def _notes(sink: Sink, work: ModelCapture, *, faithful: bool) -> tuple[str, ...]:
     notes = work.unseen()
-    if whole := work.integer_nodes():
+    if integer_nodes := work.integer_nodes():
+        # Integers have to be multiplied by their scales before they can be compared.
         notes.append(
-            f"{whole} nodes compute with integers: against a float model their values are taken "
-            "times their scales; with optimize 'none' all of a QDQ model is floats"
+            f"{integer_nodes} nodes compute with integers: against a float model their values are "
+            "taken times their scales; with optimize 'none' all of a QDQ model is floats"
         )
     if not faithful:
         notes.append(
@@ -221,24 +232,24 @@ def _selection(
 
 
 def _levels(levels: str | Iterable[str]) -> tuple[str, ...]:
-    found = patterns(levels)
-    for level in found:
+    chosen = patterns(levels)
+    for level in chosen:
         if level not in LEVELS:
             raise BadInput(
                 f"ONNX Runtime has no level '{level}'", hint=f"levels are {', '.join(LEVELS)}"
             )
-    if not found:
+    if not chosen:
         raise BadInput("no level was given", hint=f"levels are {', '.join(LEVELS)}")
-    return found
+    return chosen
 
 
-def _scratch(stack: contextlib.ExitStack, beside: Path | None) -> Path:
+def _scratch(stack: contextlib.ExitStack, parent: Path | None) -> Path:
     """A folder for the optimised model: where the run will lie, which has room for large ones."""
-    if beside is not None:
+    if parent is not None:
         with contextlib.suppress(OSError):
-            beside.mkdir(parents=True, exist_ok=True)
+            parent.mkdir(parents=True, exist_ok=True)
             return Path(
-                stack.enter_context(tempfile.TemporaryDirectory(prefix=".driftline-", dir=beside))
+                stack.enter_context(tempfile.TemporaryDirectory(prefix=".driftline-", dir=parent))
             )
     return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="driftline-")))
 

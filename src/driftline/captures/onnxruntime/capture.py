@@ -1,4 +1,9 @@
-"""One capture under way: a model is optimised, executed as often as memory needs, and recorded."""
+"""One capture of an ONNX model: optimise it, execute it in portions, record its values.
+
+The outputs are compared with those of the session without capture, bit by bit: capture must not
+change the computation. This file knows sessions and the recorder; which values exist and what they
+stand for is decided in `graph`, `scopes` and `recorder`.
+"""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
@@ -10,10 +15,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from driftline.captures.onnxruntime import model_file, sessions
-from driftline.captures.onnxruntime.graph import Graph, placed
+from driftline.captures.onnxruntime.graph import Graph, lineage_of
 from driftline.captures.onnxruntime.inputs import Feed, Wanted, wanted_by
 from driftline.captures.onnxruntime.model_file import Weights
-from driftline.captures.onnxruntime.recorder import Seen, Sight, portions, sights, sizes_of, wanted
+from driftline.captures.onnxruntime.recorder import (
+    Observation,
+    TracedGraph,
+    observations_of,
+    portions,
+    sizes_of,
+    wanted,
+)
 from driftline.captures.onnxruntime.scopes import Names
 from driftline.captures.onnxruntime.sessions import SessionPlan
 from driftline.captures.onnxruntime.stored_forms import (
@@ -26,7 +38,7 @@ from driftline.captures.onnxruntime.stored_forms import (
 )
 from driftline.captures.onnxruntime.tensors import look
 from driftline.captures.onnxruntime.topology import ids_of, module_tree, topology
-from driftline.captures.recorder import Intake, Refusal, Snapshot
+from driftline.captures.recorder import Recorder, Refusal, Snapshot, TensorAddress
 from driftline.captures.selection import Selection
 from driftline.errors import BadInput
 from driftline.numerics import kernel
@@ -34,6 +46,7 @@ from driftline.runs.records import usual_moment
 from driftline.runs.sinks import Sink
 
 Progress = Callable[[int, int], None]
+# Beginnings of operator types that compute with integers.
 _INTEGERS = ("QLinear", "QGemm", "QAttention", "MatMulInteger", "ConvInteger", "DynamicQuantizeM")
 
 
@@ -49,29 +62,35 @@ class Budget(NamedTuple):
     values: int = 0
 
 
-class Work:
+class ModelCapture:
     """A model on its way into a run."""
 
     def __init__(self, file: Path, plan: SessionPlan, exported: Graph, folder: Path) -> None:
         self._plan = plan
         self._name = file.name
-        made = sessions.optimise(file, plan, folder)
-        self._path = made.path
-        self._plain: Any = made.session
-        self.wanted: list[Wanted] = wanted_by(made.session)
-        self.outputs: list[str] = [one.name for one in made.session.get_outputs()]
-        optimised = Graph(model_file.load_graph(made.path))
+        optimised_model = sessions.optimise(file, plan, folder)
+        self._path = optimised_model.path
+        self._plain: Any = optimised_model.session
+        self.wanted: list[Wanted] = wanted_by(optimised_model.session)
+        self.outputs: list[str] = [output.name for output in optimised_model.session.get_outputs()]
+        optimised = Graph(model_file.load_graph(optimised_model.path))
         blocked = blocked_values(exported, optimised)
+        # The block size costs a session of its own, so it is asked only where blocks occur.
         self._block = block_size() if blocked else 0
         self._stored = {
+            # Later entries win: a value in blocks is described by its blocks alone.
             **flat_values(exported, optimised),
             **widened_values(exported, optimised),
             **integer_values(exported, optimised),
             **blocked,
         }
-        optimised.rename({one.name: value for value, one in self._stored.items()})
-        self.seen = Seen.of(exported, optimised, Names(exported), placed(exported, optimised))
-        self._tree = module_tree(self.seen)
+        # Values in a form of their own get the exported names, so that runs of any level can be
+        # compared.
+        optimised.rename({stored.name: value for value, stored in self._stored.items()})
+        self.traced = TracedGraph.of(
+            exported, optimised, Names(exported), lineage_of(exported, optimised)
+        )
+        self._tree = module_tree(self.traced)
         self._session: tuple[int, Any] | None = None
         self._weights: Weights | None = None
         self._no_tensors: set[str] = set()
@@ -83,11 +102,11 @@ class Work:
 
     def integer_nodes(self) -> int:
         """How many nodes of the optimised graph were made of quantised ones."""
-        return sum(node.op.startswith(_INTEGERS) for node in self.seen.optimised.nodes)
+        return sum(node.op.startswith(_INTEGERS) for node in self.traced.optimised.nodes)
 
     def unseen(self) -> list[str]:
         """What of a capture that is over is not in the run, one sentence each."""
-        inner = Counter(node.op for node in self.seen.optimised.nodes if node.subgraphs)
+        inner = Counter(node.op for node in self.traced.optimised.nodes if node.subgraphs)
         notes = [
             f"the inside of {_counted(count, op)} is not seen, only what goes in and comes out"
             for op, count in inner.items()
@@ -101,27 +120,27 @@ class Work:
             )
         return notes
 
-    def let_go(self) -> None:
+    def free_plain_session(self) -> None:
         """The session without capture has done its part; its weights need not stay in memory."""
         self._plain = None
 
-    def choose(self, selection: Selection, levels: Sequence[str]) -> list[Sight]:
+    def choose(self, selection: Selection, levels: Sequence[str]) -> list[Observation]:
         """What is recorded of every step.
 
         Raises:
             BadInput: Nothing is.
         """
-        found = sights(self.seen, levels)
-        taken = wanted(found, selection, ids_of(self._tree))
-        if not taken:
-            raise _nothing(selection, found)
-        return taken
+        observations = observations_of(self.traced, levels)
+        selected = wanted(observations, selection, ids_of(self._tree))
+        if not selected:
+            raise _nothing(selection, observations)
+        return selected
 
     def capture(
         self,
-        intake: Intake,
+        recorder: Recorder,
         sink: Sink,
-        taken: Sequence[Sight],
+        selected: Sequence[Observation],
         feeds: Sequence[tuple[int, Feed]],
         expected: Sequence[Sequence[str]],
         budget: Budget,
@@ -132,33 +151,46 @@ class Work:
         Returns:
             How often each step was executed, and whether all gave what was expected.
         """
-        sink.topology(topology(self.seen, self._tree, taken))
-        self._say_unseen(intake)
-        most = 0
+        sink.topology(topology(self.traced, self._tree, selected))
+        self._say_unseen(recorder)
+        executions = 0
         faithful = True
         for number, (step, feed) in enumerate(feeds):
-            sizes = sizes_of(self.seen.optimised, {name: one.shape for name, one in feed.items()})
-            parts = portions(taken, sizes, budget.memory, budget.values)
-            most = max(most, len(parts))
-            for at, part in enumerate(parts):
-                values = self._values(part, at, len(parts), feed, sizes)
-                if at == 0:
-                    given = [_digest(values[name]) for name in self.outputs]
-                    faithful = self._faithful(intake, given, expected[number], step) and faithful
-                counted = number * len(taken) + sum(map(len, parts[:at]))
-                for sight in part:
-                    self._record(intake, sight, values, feed, step)
+            sizes = sizes_of(
+                self.traced.optimised, {name: tensor.shape for name, tensor in feed.items()}
+            )
+            parts = portions(selected, sizes, budget.memory, budget.values)
+            executions = max(executions, len(parts))
+            for index, part in enumerate(parts):
+                values = self._values(part, index, len(parts), feed, sizes)
+                # The first portion carries the model's outputs too; one comparison per step is
+                # enough.
+                if index == 0:
+                    digests = [_digest(values[name]) for name in self.outputs]
+                    faithful = (
+                        self._faithful(recorder, digests, expected[number], step) and faithful
+                    )
+                counted = number * len(selected) + sum(map(len, parts[:index]))
+                for observation in part:
+                    self._record(recorder, observation, values, feed, step)
                     counted += 1
                     if progress is not None:
-                        progress(counted, len(feeds) * len(taken))
+                        progress(counted, len(feeds) * len(selected))
+                # Freed before the next execution, or two portions would be in memory.
                 del values
             sink.step_done(step)
-        return most, faithful
+        return executions, faithful
 
     def _values(
-        self, part: Sequence[Sight], at: int, many: int, feed: Feed, sizes: Mapping[str, int]
+        self,
+        part: Sequence[Observation],
+        index: int,
+        portions: int,
+        feed: Feed,
+        sizes: Mapping[str, int],
     ) -> dict[str, Any]:
         """The values of one portion, by an execution of the graph with them as outputs."""
+        # A value that lies as a matrix needs the shape of another value to be restored.
         likes = [self._stored[s.value].like for s in part if s.value in self._stored]
         names = [
             value
@@ -166,67 +198,76 @@ class Work:
             if value in sizes or value in self.outputs
         ]
         stored = [self._stored[name].name if name in self._stored else name for name in names]
-        if self._session is None or self._session[0] != at or many > 1:
+        # With several portions each needs its own outputs, so sessions cannot be kept.
+        if self._session is None or self._session[0] != index or portions > 1:
             self._session = None  # its memory first
-            path = sessions.with_outputs(self._path, stored, at)
-            self._session = (at, sessions.capturing(path, self._plan, self._name))
+            path = sessions.with_outputs(self._path, stored, index)
+            self._session = (index, sessions.capturing(path, self._plan, self._name))
         values = sessions.run(self._session[1], stored, _ort_feed(feed), self._name)
         return dict(zip(names, values, strict=True))
 
     def _record(
-        self, intake: Intake, sight: Sight, values: Mapping[str, Any], feed: Feed, step: int
+        self,
+        recorder: Recorder,
+        observation: Observation,
+        values: Mapping[str, Any],
+        feed: Feed,
+        step: int,
     ) -> None:
-        tensor: Any = values.get(sight.value, feed.get(sight.value))
-        if sight.port == "param":
+        tensor: Any = values.get(observation.value, feed.get(observation.value))
+        if observation.port == "param":
+            # Weights are read from the optimised file: an optimiser may have folded others into
+            # them.
             self._weights = self._weights or Weights(self._path)
-            tensor = self._weights.read(sight.value)
-        elif sight.value in self._stored and tensor is not None:
-            stored = self._stored[sight.value]
+            tensor = self._weights.read(observation.value)
+        elif observation.value in self._stored and tensor is not None:
+            stored = self._stored[observation.value]
             like = tuple(values[stored.like].shape()) if stored.like else ()
             tensor = usual(tensor, stored, self._block, like)
         if tensor is None:
             return
+        # Asked before recording, so that the note at the end can name what was refused.
         if isinstance(look(tensor, values=False), Refusal):
-            self._no_tensors.add(sight.value)
-        intake.shielded(
-            sight.site,
-            intake.take,
-            sight.site,
-            sight.port,
-            sight.slot,
-            tensor,
-            sight.alias,
-            sight.class_name,
-            sight.visit,
-            "forward",
-            usual_moment(sight.port),
+            self._no_tensors.add(observation.value)
+        address = TensorAddress(
+            observation.site,
+            observation.port,
+            observation.slot,
             step,
+            observation.visit,
+            "forward",
+            usual_moment(observation.port),
+            observation.alias,
+            observation.class_name,
         )
+        recorder.guarded(observation.site, recorder.take, address, tensor)
 
     def _faithful(
-        self, intake: Intake, given: Sequence[str], expected: Sequence[str], step: int
+        self, recorder: Recorder, digests: Sequence[str], expected: Sequence[str], step: int
     ) -> bool:
-        other = [
-            name for name, one, two in zip(self.outputs, given, expected, strict=True) if one != two
+        changed = [
+            name
+            for name, digest, expected_digest in zip(self.outputs, digests, expected, strict=True)
+            if digest != expected_digest
         ]
-        if other:
-            intake.event(
+        if changed:
+            recorder.event(
                 "differs",
-                f"step {step}: {', '.join(other)} is not bit for bit what the session without "
+                f"step {step}: {', '.join(changed)} is not bit for bit what the session without "
                 "capture gives; does the model draw random numbers, or add in no fixed order?",
                 step=step,
             )
-        return not other
+        return not changed
 
-    def _say_unseen(self, intake: Intake) -> None:
-        for node in self.seen.optimised.nodes:
+    def _say_unseen(self, recorder: Recorder) -> None:
+        for node in self.traced.optimised.nodes:
             if node.subgraphs:
                 made = next((value for value in node.outputs if value), "")
-                intake.event(
+                recorder.event(
                     "inside",
                     f"what happens inside the {node.op} '{node.name or made}' is not seen, "
                     "only what goes in and comes out",
-                    site=self.seen.site(made),
+                    site=self.traced.site(made),
                 )
 
 
@@ -246,8 +287,10 @@ def _digest(value: Any) -> str:
     return f"{shot.dtype} {shot.shape} {kernel.digest_at(shot.address, shot.length)}"
 
 
-def _nothing(selection: Selection, found: Sequence[Sight]) -> BadInput:
-    missed = selection.unmatched((sight.site, sight.class_name, None) for sight in found)
+def _nothing(selection: Selection, observations: Sequence[Observation]) -> BadInput:
+    missed = selection.unmatched(
+        (observation.site, observation.class_name, None) for observation in observations
+    )
     if missed:
         kind, text, hint = missed[0]
         return BadInput(f"no {kind} of the model matches '{text}'", hint=hint)

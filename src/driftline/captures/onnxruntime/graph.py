@@ -1,9 +1,10 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""A graph of ONNX as plain values: nodes, who makes which tensor, who reads it.
+"""An ONNX graph as plain values, and the relation between an exported graph and its optimised form.
 
-Values have the names that the file gives them; those are what an optimiser leaves alone, so they
-tell what a fused node stands for. Knows the protobuf of a model and nothing of sessions.
+Nodes, which of them makes a tensor, which read it. Values keep the names that the file gives them:
+an optimiser leaves those alone, so they tell which exported nodes a fused node replaces. Knows the
+protobuf of a model and nothing of sessions.
 """
 
 from __future__ import annotations
@@ -65,18 +66,20 @@ class Graph:
     def __init__(self, model: Any) -> None:
         graph = model.graph
         self.nodes = [_node(node) for node in graph.node]
+        # Older exporters list initializers among the inputs too; a caller does not supply those.
         weights = {tensor.name for tensor in graph.initializer}
         weights |= {sparse.values.name for sparse in graph.sparse_initializer}
-        self.inputs = [one.name for one in graph.input if one.name not in weights]
-        self.outputs = [one.name for one in graph.output]
+        self.inputs = [info.name for info in graph.input if info.name not in weights]
+        self.outputs = [info.name for info in graph.output]
+        # Constant nodes and initializers are the same to a reader of the graph.
         constant = {n.outputs[0] for n in self.nodes if n.op == "Constant" and n.outputs}
         self.weights: frozenset[str] = frozenset(weights)
         self.constants: frozenset[str] = frozenset(weights | constant)
         self._wire()
         self.shapes: dict[str, tuple[int | str | None, ...]] = {}
         self.types: dict[str, int] = {}
-        for one in (*graph.value_info, *graph.input, *graph.output):
-            self._learn(one)
+        for info in (*graph.value_info, *graph.input, *graph.output):
+            self._learn(info)
         for tensor in graph.initializer:
             self.shapes[tensor.name] = tuple(tensor.dims)
             self.types[tensor.name] = tensor.data_type
@@ -91,6 +94,7 @@ class Graph:
         self.readers: dict[str, list[int]] = {}
         for number, node in enumerate(self.nodes):
             for value in node.outputs:
+                # An output that is not wanted has an empty name.
                 if value:
                     self.maker[value] = number
             for value in dict.fromkeys(node.inputs):
@@ -112,14 +116,14 @@ class Graph:
                 self.shapes[new] = self.shapes[old]
                 self.types[new] = self.types.get(old, 0)
 
-    def _learn(self, one: Any) -> None:
-        if one.type.WhichOneof("value") == "tensor_type":
-            told = one.type.tensor_type
-            self.types[one.name] = told.elem_type
-            if told.HasField("shape"):
-                self.shapes[one.name] = tuple(sizes_in(told.shape))
+    def _learn(self, info: Any) -> None:
+        if info.type.WhichOneof("value") == "tensor_type":
+            tensor_type = info.type.tensor_type
+            self.types[info.name] = tensor_type.elem_type
+            if tensor_type.HasField("shape"):
+                self.shapes[info.name] = tuple(sizes_in(tensor_type.shape))
 
-    def known(self, value: str) -> bool:
+    def has_value(self, value: str) -> bool:
         """Whether the graph has a value of this name, made, given or constant."""
         return value in self.maker or value in self.constants or value in self.inputs
 
@@ -181,22 +185,23 @@ def _subgraphs(attributes: Iterable[Any]) -> Iterable[Any]:
 
 def _outer(graph: Any) -> list[str]:
     """What the body of a loop or branch reads of the graph around it."""
-    own = {one.name for one in graph.input} | {one.name for one in graph.initializer}
+    own = {info.name for info in graph.input} | {info.name for info in graph.initializer}
     own.update(value for node in graph.node for value in node.output)
     read = [value for node in graph.node for value in node.input]
+    # Bodies of loops and branches may hold further ones.
     read += [v for n in graph.node for inner in _subgraphs(n.attribute) for v in _outer(inner)]
-    read += [one.name for one in graph.output]
+    read += [info.name for info in graph.output]
     return [value for value in dict.fromkeys(read) if value and value not in own]
 
 
-# What an optimiser did to a graph: which nodes of the exported one each of its nodes stands
-# for.
+# Lineage: which exported nodes each node of an optimised graph stands for.
 
 
+# Nodes that only change the layout or the width of what another node computed.
 _LAYOUTS = ("ReorderOutput", "ReorderInput", "Cast")
 
 
-class Placed(NamedTuple):
+class Lineage(NamedTuple):
     """The nodes of an optimised graph, seen from the exported one.
 
     Attributes:
@@ -214,7 +219,7 @@ class Placed(NamedTuple):
     gives: list[tuple[str, ...]]
 
 
-def placed(exported: Graph, optimised: Graph) -> Placed:
+def lineage_of(exported: Graph, optimised: Graph) -> Lineage:
     """Say what each node of an optimised graph stands for."""
     members: list[tuple[int, ...]] = []
     holder: dict[int, int] = {}
@@ -232,11 +237,11 @@ def placed(exported: Graph, optimised: Graph) -> Placed:
                 owned.setdefault(worker[number], set()).add(exported.maker[value])
                 gives.setdefault(worker[number], []).append(value)
     for number in range(len(optimised.nodes)):
-        found = _replaced(owned.get(number, set()), exported, optimised)
-        for one in found:
-            holder.setdefault(one, number)
-        members.append(tuple(sorted(found)))
-    return Placed(
+        replaced = _replaced(owned.get(number, set()), exported, optimised)
+        for member in replaced:
+            holder.setdefault(member, number)
+        members.append(tuple(sorted(replaced)))
+    return Lineage(
         members, holder, near, [tuple(gives.get(n, ())) for n in range(len(optimised.nodes))]
     )
 
@@ -255,21 +260,23 @@ def _worker(number: int, exported: Graph, optimised: Graph) -> int:
 
 
 def _replaced(own: set[int], exported: Graph, optimised: Graph) -> set[int]:
-    found = set(own)
+    replaced = set(own)
     waiting = list(own)
     while waiting:
         for value in exported.nodes[waiting.pop()].inputs:
             maker = exported.maker.get(value)
-            if maker is None or maker in found or optimised.known(value):
+            # What the optimised graph still makes is not hidden inside this node.
+            if maker is None or maker in replaced or optimised.has_value(value):
                 continue
-            found.add(maker)
+            replaced.add(maker)
             waiting.append(maker)
-    return found
+    return replaced
 
 
 def _near(exported: Graph, optimised: Graph) -> dict[str, str]:
     """For values of the optimiser's own, from the graph's end: where they lead."""
     near: dict[str, str] = {}
+    # Backwards, so that the readers of a value have been placed before it.
     for node in reversed(optimised.nodes):
         for value in node.outputs:
             if value and value not in exported.maker:

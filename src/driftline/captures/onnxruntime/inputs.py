@@ -1,7 +1,7 @@
-"""What a model is fed: arrays by name, `.npz` files, or the inputs that another run captured.
+"""Inputs of an ONNX model: arrays by name, `.npz` files, or the inputs that another run captured.
 
-Each set of inputs is a step. Names, types and shapes are held against the model before anything is
-run, and every refusal says what the model takes.
+Each set of inputs is a step. Names, types and shapes are checked against the model before anything
+is run, and every refusal says what the model takes.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -24,6 +24,7 @@ from driftline.runs.reader import open_run
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 
+# Sites that stand for the model as a whole.
 ROOTS = ("(root)", "")
 _TEXTS = "tensor(string)"
 NOTHING_TAKEN = "the model takes no inputs"
@@ -56,23 +57,25 @@ Feed = dict[str, HostTensor | TextTensor]
 def wanted_by(session: Any) -> list[Wanted]:
     """The inputs of a session, in order."""
     return [
-        Wanted(one.name, dtype_in(one.type), tuple(one.shape), one.type)
-        for one in session.get_inputs()
+        Wanted(info.name, dtype_in(info.type), tuple(info.shape), info.type)
+        for info in session.get_inputs()
     ]
 
 
 def declared(model: Any) -> str:
     """What a model takes, as its file says it."""
     weights = {tensor.name for tensor in model.graph.initializer}
-    found: list[Wanted] = []
-    for one in model.graph.input:
-        if one.name not in weights:
-            told = one.type.tensor_type
-            shape = tuple(sizes_in(told.shape))
-            kind = (one.type.WhichOneof("value") or "value").removesuffix("_type")
+    declared_inputs: list[Wanted] = []
+    for info in model.graph.input:
+        if info.name not in weights:
+            tensor_type = info.type.tensor_type
+            shape = tuple(sizes_in(tensor_type.shape))
+            kind = (info.type.WhichOneof("value") or "value").removesuffix("_type")
             kind = "texts" if kind == "tensor" else kind
-            found.append(Wanted(one.name, TYPES.get(told.elem_type, ""), shape, kind))
-    return _takes(found)
+            declared_inputs.append(
+                Wanted(info.name, TYPES.get(tensor_type.elem_type, ""), shape, kind)
+            )
+    return _takes(declared_inputs)
 
 
 def feeds_of(
@@ -83,17 +86,20 @@ def feeds_of(
     Raises:
         DriftlineError: One cannot be read, or is not what the model takes.
     """
-    many = [sources] if isinstance(sources, (str, os.PathLike, Mapping, Run)) else list(sources)
-    if not many and not wanted:
+    source_list = (
+        [sources] if isinstance(sources, (str, os.PathLike, Mapping, Run)) else list(sources)
+    )
+    if not source_list and not wanted:
         return [(0, {})]
-    if not many:
+    if not source_list:
         raise BadInput("no inputs were given", hint=_takes(wanted))
-    found: list[tuple[int, Feed]] = []
-    for source in many:
+    feeds: list[tuple[int, Feed]] = []
+    for source in source_list:
         for step, arrays, where in _sets(cast(Source, source), wanted):
-            number = step if len(many) == 1 else len(found)
-            found.append((number, checked(arrays, wanted, where)))
-    return found
+            # Steps of a single run keep their numbers; sets from several sources are counted.
+            number = step if len(source_list) == 1 else len(feeds)
+            feeds.append((number, checked(arrays, wanted, where)))
+    return feeds
 
 
 def _sets(source: Source, wanted: Sequence[Wanted]) -> list[tuple[int, Mapping[str, Any], str]]:
@@ -110,6 +116,7 @@ def _sets(source: Source, wanted: Sequence[Wanted]) -> list[tuple[int, Mapping[s
 def _from_file(path: Path, wanted: Sequence[Wanted]) -> Mapping[str, Any]:
     """Arrays of an `.npz`; a single `.npy` is the only input there is."""
     try:
+        # A lone array needs no name where the model has only one input.
         if path.suffix == ".npy" and len(wanted) == 1:
             return {wanted[0].name: np.load(path, allow_pickle=False)}
         if not zipfile.is_zipfile(path):
@@ -132,12 +139,13 @@ def _from_file(path: Path, wanted: Sequence[Wanted]) -> Mapping[str, Any]:
 
 def _from_run(run: Run, wanted: Sequence[Wanted]) -> list[tuple[int, Mapping[str, Any], str]]:
     """What the model of another run was given, step by step."""
-    given: dict[int, list[Record]] = {}
+    by_step: dict[int, list[Record]] = {}
     for record in run.records:
         key = record.key
+        # Rank 0 and the first call stand for all: the model's inputs are what is fed again.
         if key.port == "input" and key.site in ROOTS and (key.rank, key.visit) == (0, 0):
-            given.setdefault(key.step, []).append(record)
-    if not given:
+            by_step.setdefault(key.step, []).append(record)
+    if not by_step:
         raise BadInput(
             f"run '{run.name}' has no inputs of the whole model",
             hint="dump it again without --site, --class and --port, or give an .npz file",
@@ -145,7 +153,7 @@ def _from_run(run: Run, wanted: Sequence[Wanted]) -> list[tuple[int, Mapping[str
     where = f"run '{run.name}'"
     return [
         (step, _named(records, run, wanted, where), f"{where}, step {step}")
-        for step, records in sorted(given.items())
+        for step, records in sorted(by_step.items())
     ]
 
 
@@ -157,47 +165,59 @@ def _named(
     By name; then by position, where type and shape fit; then what is the only one of its look.
     """
     by_name = {record.key.slot: record for record in records}
-    chosen: dict[str, Record] = {}
-    for one in wanted:
-        if one.name in by_name:
-            chosen[one.name] = by_name[one.name]
+    chosen = {need.name: by_name[need.name] for need in wanted if need.name in by_name}
     left = [record for record in records if record not in chosen.values()]
-    open_ = [one for one in wanted if one.name not in chosen]
-    for place, one in enumerate(wanted):
-        if one.name not in chosen:
-            at = [r for r in left if (r.alias or r.key.slot) == str(place) and _fits(r, one)]
-            if at:
-                chosen[one.name] = at[0]
-                left.remove(at[0])
-                open_.remove(one)
-    for one in list(open_):
-        alike = [record for record in left if _fits(record, one)]
-        rivals = [other for other in open_ if alike and _fits(alike[0], other)]
-        if len(alike) == 1 and len(rivals) == 1:
-            chosen[one.name] = alike[0]
-            left.remove(alike[0])
-            open_.remove(one)
-    if open_:
+    _choose_by_position(wanted, left, chosen)
+    _choose_the_only_ones(wanted, left, chosen)
+    missing = [need for need in wanted if need.name not in chosen]
+    if missing:
         slots = ", ".join(sorted(by_name)) or "none"
         raise BadInput(
-            f"{where} has no input for {_list(one.name for one in open_)}",
+            f"{where} has no input for {_list(need.name for need in missing)}",
             hint=f"it has {slots}; {_takes(wanted)}",
         )
     return {name: _host(run, record, where) for name, record in chosen.items()}
 
 
-def _fits(record: Record, one: Wanted) -> bool:
-    return record.dtype == one.dtype and _shape_fits(record.shape, one)
+def _choose_by_position(
+    wanted: Sequence[Wanted], left: list[Record], chosen: dict[str, Record]
+) -> None:
+    for place, need in enumerate(wanted):
+        if need.name not in chosen:
+            at_place = [r for r in left if (r.alias or r.key.slot) == str(place)]
+            fitting = next((record for record in at_place if _fits(record, need)), None)
+            if fitting is not None:
+                chosen[need.name] = fitting
+                left.remove(fitting)
 
 
-def _shape_fits(shape: tuple[int, ...], one: Wanted) -> bool:
-    return len(shape) == len(one.shape) and all(
-        not isinstance(size, int) or size == given
-        for size, given in zip(one.shape, shape, strict=True)
+def _choose_the_only_ones(
+    wanted: Sequence[Wanted], left: list[Record], chosen: dict[str, Record]
+) -> None:
+    """The last resort: pairs in which neither side has another candidate."""
+    open_needs = [need for need in wanted if need.name not in chosen]
+    for need in list(open_needs):
+        candidates = [record for record in left if _fits(record, need)]
+        rivals = [other for other in open_needs if candidates and _fits(candidates[0], other)]
+        if len(candidates) == 1 and len(rivals) == 1:
+            chosen[need.name] = candidates[0]
+            left.remove(candidates[0])
+            open_needs.remove(need)
+
+
+def _fits(record: Record, need: Wanted) -> bool:
+    return record.dtype == need.dtype and _shape_fits(record.shape, need)
+
+
+def _shape_fits(shape: tuple[int, ...], need: Wanted) -> bool:
+    return len(shape) == len(need.shape) and all(
+        not isinstance(size, int) or size == actual
+        for size, actual in zip(need.shape, shape, strict=True)
     )
 
 
 def _host(run: Run, record: Record, where: str) -> HostTensor:
+    # A reduced tensor cannot be fed to a model.
     if record.kept != "full":
         raise BadInput(
             f"{where} keeps only a {record.kept} of {record.key}",
@@ -212,77 +232,80 @@ def checked(arrays: Mapping[str, Any], wanted: Sequence[Wanted], where: str) -> 
     Raises:
         BadInput: A name is missing or unknown, a type or a shape is another one.
     """
-    known = {one.name: one for one in wanted}
+    by_name = {need.name: need for need in wanted}
     for name in arrays:
-        if name not in known:
+        if name not in by_name:
             raise BadInput(
                 f"the model has no input '{name}', which is in {where}",
-                hint=f"{_near(name, known)}{_takes(wanted)}",
+                hint=f"{_near(name, by_name)}{_takes(wanted)}",
             )
-    missing = [one for one in wanted if one.name not in arrays]
+    missing = [need for need in wanted if need.name not in arrays]
     if missing:
         raise BadInput(
-            f"{_list(one.name for one in missing)} is not in {where}", hint=_takes(wanted)
+            f"{_list(need.name for need in missing)} is not in {where}", hint=_takes(wanted)
         )
-    return {one.name: _one(arrays[one.name], one, where) for one in wanted}
+    return {need.name: _one(arrays[need.name], need, where) for need in wanted}
 
 
-def _one(given: Any, one: Wanted, where: str) -> HostTensor | TextTensor:
-    if one.kind == _TEXTS and not isinstance(given, HostTensor):
-        return _texts(given, one, where)
-    tensor = given if isinstance(given, HostTensor) else _array(given, one, where)
-    if not one.dtype or DTYPES[one.dtype].bits < 8:
+def _one(value: Any, need: Wanted, where: str) -> HostTensor | TextTensor:
+    if need.kind == _TEXTS and not isinstance(value, HostTensor):
+        return _texts(value, need, where)
+    tensor = value if isinstance(value, HostTensor) else _array(value, need, where)
+    # ONNX Runtime cannot build tensors of less than a byte per element from Python.
+    if not need.dtype or DTYPES[need.dtype].bits < 8:
         raise BadInput(
-            f"the input '{one.name}' is a {one.kind}, which cannot be given from here",
+            f"the input '{need.name}' is a {need.kind}, which cannot be given from here",
             hint="tensors of numbers and of texts can",
         )
-    if tensor.dtype != one.dtype:
+    if tensor.dtype != need.dtype:
         raise BadInput(
-            f"input '{one.name}' is {tensor.dtype} in {where}, the model takes {one.dtype}",
-            hint=f"convert it, such as with .astype('{one.dtype}')",
+            f"input '{need.name}' is {tensor.dtype} in {where}, the model takes {need.dtype}",
+            hint=f"convert it, such as with .astype('{need.dtype}')",
         )
-    if not _shape_fits(tensor.shape, one):
+    if not _shape_fits(tensor.shape, need):
         raise BadInput(
-            f"input '{one.name}' has the shape {list(tensor.shape)} in {where}, "
-            f"the model takes {str(one).rpartition(' [')[2].join(('[', ''))}",
-            hint=_takes([one]),
+            f"input '{need.name}' has the shape {list(tensor.shape)} in {where}, "
+            f"the model takes {str(need).rpartition(' [')[2].join(('[', ''))}",
+            hint=_takes([need]),
         )
     return tensor
 
 
-def _texts(given: Any, one: Wanted, where: str) -> TextTensor:
-    array: AnyArray = np.asarray(given)
+def _texts(value: Any, need: Wanted, where: str) -> TextTensor:
+    array: AnyArray = np.asarray(value)
+    # numpy holds texts as U, S or object; numbers in an object array would pass as well.
     if array.dtype.kind not in "US" and not all(isinstance(text, str) for text in array.flat):
         raise BadInput(
-            f"input '{one.name}' of {where} is {array.dtype.name}, the model takes texts",
+            f"input '{need.name}' of {where} is {array.dtype.name}, the model takes texts",
             hint="such as numpy.array(['one', 'two'])",
         )
-    if not _shape_fits(array.shape, one):
+    if not _shape_fits(array.shape, need):
         raise BadInput(
-            f"input '{one.name}' has the shape {list(array.shape)} in {where}", hint=_takes([one])
+            f"input '{need.name}' has the shape {list(array.shape)} in {where}", hint=_takes([need])
         )
     return TextTensor(array.astype(str))
 
 
-def _array(given: Any, one: Wanted, where: str) -> HostTensor:
+def _array(value: Any, need: Wanted, where: str) -> HostTensor:
     # A torch tensor of the host is an array to numpy; one of a device, or bfloat16, is not.
     try:
-        array: AnyArray = np.asarray(given.detach() if hasattr(given, "detach") else given)
+        array: AnyArray = np.asarray(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise BadInput(f"input '{one.name}' of {where} is no array: {error}") from None
+        raise BadInput(f"input '{need.name}' of {where} is no array: {error}") from None
     dtype = array.dtype.name
     if dtype not in DTYPES:
-        raise BadInput(f"input '{one.name}' of {where} is of type {dtype}, which has no numbers")
+        raise BadInput(f"input '{need.name}' of {where} is of type {dtype}, which has no numbers")
     return HostTensor(array, dtype, array.shape)
 
 
 def _takes(wanted: Sequence[Wanted]) -> str:
+    # A hint with a hundred inputs would hide the ones that matter.
     shown = "; ".join(map(str, wanted[:6])) + (" and more" if len(wanted) > 6 else "")
     return f"the model takes {shown}" if wanted else NOTHING_TAKEN
 
 
-def _near(name: str, known: Mapping[str, Wanted]) -> str:
-    hint = did_you_mean(name, known)
+def _near(name: str, by_name: Mapping[str, Wanted]) -> str:
+    hint = did_you_mean(name, by_name)
     return f"{hint} " if hint.startswith("did") else ""
 
 

@@ -1,6 +1,6 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""An ONNX file's graph without its weights, the packages that read it, and what identifies it.
+"""ONNX model files: the graph without its weights, the weights one at a time, and a digest.
 
 A model of gigabytes is mapped and skimmed: tensors lose their values on the way into the protobuf,
 so that its graph costs what its nodes cost. Knows the wire format of protobuf and no session.
@@ -27,9 +27,11 @@ INSTALL = "driftline[onnxruntime]"
 SMALL = 1024
 """Values of tensors up to so many bytes stay in the graph: shapes, axes, scales."""
 
+# Field numbers of ModelProto.graph and GraphProto.initializer.
 _GRAPH, _INITIALIZER = 7, 5
 _VALUES = frozenset({4, 5, 6, 7, 9, 10, 11})
 """Fields of a TensorProto that hold values; 13 says where they lie outside."""
+# Wire type of length-delimited fields: messages, texts and packed numbers.
 _BYTES = 2
 
 
@@ -105,9 +107,11 @@ def _without_values(data: memoryview) -> bytes | None:
 def _copied(data: memoryview, way: tuple[int, ...]) -> bytes:
     out: list[bytes] = []
     for field, start, first, end in _fields(data):
+        # At the end of the way stands a tensor: its long value fields are left out.
         if not way and field in _VALUES and end - first > SMALL:
             continue
         if way and field == way[0]:
+            # A message that lost fields needs a new length.
             inner = _copied(data[first:end], way[1:])
             out.append(_varint(field << 3 | _BYTES) + _varint(len(inner)) + inner)
         else:
@@ -117,35 +121,38 @@ def _copied(data: memoryview, way: tuple[int, ...]) -> bytes:
 
 def _fields(data: memoryview) -> Iterator[tuple[int, int, int, int]]:
     """Number, where the field begins, where its content begins, and where it ends."""
-    at, size = 0, len(data)
-    while at < size:
-        start = at
-        tag, at = _read(data, at)
+    offset, size = 0, len(data)
+    while offset < size:
+        start = offset
+        tag, offset = _read(data, offset)
         kind = tag & 7
+        # The wire types of protobuf: varint, bytes, and fixed 64 or 32 bits.
         if kind == 0:
-            first = at
-            _, at = _read(data, at)
+            first = offset
+            _, offset = _read(data, offset)
         elif kind == _BYTES:
-            length, first = _read(data, at)
-            at = first + length
+            length, first = _read(data, offset)
+            offset = first + length
         elif kind in (1, 5):
-            first, at = at, at + (8 if kind == 1 else 4)
+            first, offset = offset, offset + (8 if kind == 1 else 4)
         else:
             raise ValueError("no field of protobuf")
-        if at > size or not tag >> 3:
+        # Field number 0 does not exist; such a file is no protobuf.
+        if offset > size or not tag >> 3:
             raise ValueError("a field ends beyond its message")
-        yield tag >> 3, start, first, at
+        yield tag >> 3, start, first, offset
 
 
-def _read(data: memoryview, at: int) -> tuple[int, int]:
+def _read(data: memoryview, offset: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        byte = data[at]
-        at += 1
+        byte = data[offset]
+        offset += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, at
+            return value, offset
         shift += 7
+        # A varint has ten bytes at most; more is a damaged file, not a large number.
         if shift > 63:
             raise ValueError("a number is too long")
 
@@ -177,10 +184,11 @@ def check_external(path: Path, model: Any) -> list[Path]:
     Raises:
         BadFile: One is missing, or lies outside of the model's folder.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for name in external_files(model):
         folder = path.parent.resolve()
         place = (folder / name).resolve()
+        # A model file may come from anywhere: it must not make Driftline read other files.
         if not place.is_relative_to(folder):
             raise BadFile(
                 f"'{path.name}' keeps weights in '{name}', which is not below its own folder",
@@ -191,19 +199,21 @@ def check_external(path: Path, model: Any) -> list[Path]:
                 f"'{path.name}' keeps weights in '{name}', which is not there",
                 hint="the exporter writes two files; copy both",
             )
-        found.append(place)
-    return found
+        files.append(place)
+    return files
 
 
 def digest_of(files: list[Path]) -> str:
     """One digest of some files, one after the other: what identifies a model."""
     parts: list[str] = []
     for path in files:
+        # An empty file cannot be mapped.
         if not path.stat().st_size:
             continue
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             view = np.frombuffer(data, np.uint8)
             parts.append(kernel.digest(view))
+            # The map cannot be closed while an array looks into it.
             del view
     if len(parts) == 1:
         return parts[0]
@@ -235,6 +245,7 @@ class Weights:
     def _bytes(self, tensor: Any, size: int) -> AnyArray | None:
         if tensor.external_data:
             where = {entry.key: entry.value for entry in tensor.external_data}
+            # An empty region cannot be mapped either.
             if not size:
                 return np.empty(0, np.uint8)
             return np.memmap(

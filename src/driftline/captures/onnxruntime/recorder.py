@@ -1,8 +1,8 @@
-"""What is recorded of an optimised graph, in the order of its execution, and in which portions.
+"""Which values of an optimised graph are recorded, in execution order, and in which portions.
 
-A sight is one tensor at one place: a node's input, its output, a module's. Portions of sights are
-captured one after the other, each by an execution of its own, so that no more than one portion's
-tensors are in memory. Knows graphs and sizes; no session.
+An observation is one tensor at one place: a node's input, its output, a module's. Portions of
+observations are captured one after the other, each by an execution of its own, so that no more than
+one portion's tensors are in memory. Knows graphs and sizes; no session.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from driftline.captures.onnxruntime.graph import QUANTISED, Graph, Placed
+from driftline.captures.onnxruntime.graph import QUANTISED, Graph, Lineage
 from driftline.captures.onnxruntime.scopes import ROOT, ModuleCall, Names, module_calls, root_call
 from driftline.captures.onnxruntime.tensors import TYPES
 from driftline.captures.selection import Selection
@@ -21,7 +21,7 @@ _UNKNOWN = 16 << 20
 """Bytes that a value is taken for where no size of the graph is known."""
 
 
-class Sight(NamedTuple):
+class Observation(NamedTuple):
     """One tensor at one place.
 
     Attributes:
@@ -43,102 +43,110 @@ class Sight(NamedTuple):
     alias: str = ""
 
 
-class Seen(NamedTuple):
+class TracedGraph(NamedTuple):
     """An optimised graph and everything that is known of where it comes from."""
 
     exported: Graph
     optimised: Graph
     names: Names
-    placed: Placed
+    lineage: Lineage
     modules: list[ModuleCall]
 
     @classmethod
-    def of(cls, exported: Graph, optimised: Graph, names: Names, where: Placed) -> Seen:
+    def of(cls, exported: Graph, optimised: Graph, names: Names, where: Lineage) -> TracedGraph:
         return cls(exported, optimised, names, where, module_calls(exported, names))
 
     def site(self, value: str) -> str:
-        return self.names.site(value, self.placed.near.get(value, ""))
+        return self.names.site(value, self.lineage.near.get(value, ""))
 
     def is_there(self, value: str) -> bool:
         """Whether the optimised graph still has a value as a tensor that is computed or given."""
         return value in self.optimised.maker or value in self.optimised.inputs
 
 
-def sights(seen: Seen, levels: Sequence[str]) -> list[Sight]:
+def observations_of(traced: TracedGraph, levels: Sequence[str]) -> list[Observation]:
     """Everything that can be recorded, in order."""
-    before, after = _module_sights(seen) if "modules" in levels else ({}, {})
-    found: list[Sight] = []
-    root = root_call(seen.exported, seen.names)
+    before, after = _module_observations(traced) if "modules" in levels else ({}, {})
+    observations: list[Observation] = []
+    root = root_call(traced.exported, traced.names)
     if "modules" in levels:
-        found += [
-            Sight(ROOT, "input", value, value, root.class_name, alias=str(place))
-            for place, value in enumerate(seen.optimised.inputs)
+        observations += [
+            Observation(ROOT, "input", value, value, root.class_name, alias=str(place))
+            for place, value in enumerate(traced.optimised.inputs)
         ]
-    for number, node in enumerate(seen.optimised.nodes):
+    for number, node in enumerate(traced.optimised.nodes):
         made = [value for value in node.outputs if value]
         if node.op == "Constant" or not made:
+            # Constants are part of the model, not of what it computes.
             continue
-        found += before.get(number, [])
-        site = seen.site(made[0])
+        observations += before.get(number, [])
+        site = traced.site(made[0])
         if "params" in levels:
-            found += [
-                _parameter(value, site, node.op, number, seen)
+            observations += [
+                _parameter(value, site, node.op, number, traced)
                 for value in dict.fromkeys(node.inputs)
-                if value in seen.optimised.weights
+                if value in traced.optimised.weights
             ]
         if "ops" in levels:
-            found += [
-                Sight(site, "input", value, value, node.op)
-                for value in seen.optimised.data_inputs(node)
+            observations += [
+                Observation(site, "input", value, value, node.op)
+                for value in traced.optimised.data_inputs(node)
             ]
-            found += [Sight(seen.site(value), "output", "0", value, node.op) for value in made]
-        found += after.get(number, [])
+            observations += [
+                Observation(traced.site(value), "output", "0", value, node.op) for value in made
+            ]
+        observations += after.get(number, [])
     if "modules" in levels:
-        found += [
-            Sight(ROOT, "output", str(place), value, root.class_name, alias=value)
-            for place, value in enumerate(seen.optimised.outputs)
+        observations += [
+            Observation(ROOT, "output", str(place), value, root.class_name, alias=value)
+            for place, value in enumerate(traced.optimised.outputs)
         ]
-    return found
+    return observations
 
 
-def _parameter(value: str, site: str, op: str, number: int, seen: Seen) -> Sight:
+def _parameter(value: str, site: str, op: str, number: int, traced: TracedGraph) -> Observation:
     """A weight at the module whose name it has, if that is the one that reads it; else at the node.
 
     Where an exporter merged modules the weights have their old names and other values.
     """
     path, _, slot = value.rpartition(".")
-    for one in seen.placed.members[number]:
-        scope = seen.names.scopes[one]
-        if path and scope.module == path and value in seen.exported.weights:
+    for member in traced.lineage.members[number]:
+        scope = traced.names.scopes[member]
+        if path and scope.module == path and value in traced.exported.weights:
             kind = scope.classes[-1] if scope.classes else ""
-            return Sight(path, "param", slot, value, kind)
-    return Sight(site, "param", value, value, op)
+            return Observation(path, "param", slot, value, kind)
+    return Observation(site, "param", value, value, op)
 
 
-def _module_sights(seen: Seen) -> tuple[dict[int, list[Sight]], dict[int, list[Sight]]]:
+def _module_observations(
+    traced: TracedGraph,
+) -> tuple[dict[int, list[Observation]], dict[int, list[Observation]]]:
     """What modules are given, before their first node, and what they give, after the one that
     makes it.
     """
-    before: dict[int, list[Sight]] = {}
-    after: dict[int, list[Sight]] = {}
-    for call in seen.modules:
-        held = [seen.placed.holder[n] for n in call.nodes if n in seen.placed.holder]
+    before: dict[int, list[Observation]] = {}
+    after: dict[int, list[Observation]] = {}
+    for call in traced.modules:
+        held = [traced.lineage.holder[n] for n in call.nodes if n in traced.lineage.holder]
         if not held:
             continue
-        there = [value for value in call.inputs if seen.is_there(value)]
+        # An input that was fused away is computed nowhere.
+        present = [value for value in call.inputs if traced.is_there(value)]
         before.setdefault(min(held), []).extend(
-            Sight(call.site, "input", value, value, call.class_name, call.visit) for value in there
+            Observation(call.site, "input", value, value, call.class_name, call.visit)
+            for value in present
         )
         # Of integers only the nodes know what they mean.
         left = [
             value
             for value in call.outputs
-            if value in seen.optimised.maker and not value.endswith(QUANTISED)
+            if value in traced.optimised.maker and not value.endswith(QUANTISED)
         ]
         for value in left:
             slot = slot_of(value, call)
-            after.setdefault(seen.optimised.maker[value], []).insert(
-                0, Sight(call.site, "output", slot, value, call.class_name, call.visit)
+            # In front: calls come outermost first, and an inner module ends before the outer ones.
+            after.setdefault(traced.optimised.maker[value], []).insert(
+                0, Observation(call.site, "output", slot, value, call.class_name, call.visit)
             )
     return before, after
 
@@ -150,20 +158,24 @@ def slot_of(value: str, call: ModuleCall) -> str:
     return "0" if len(call.outputs) == 1 else value
 
 
-def wanted(found: Iterable[Sight], selection: Selection, ids: Mapping[str, str]) -> list[Sight]:
-    """The sights that a selection takes."""
+def wanted(
+    observations: Iterable[Observation], selection: Selection, ids: Mapping[str, str]
+) -> list[Observation]:
+    """The observations that a selection takes."""
     return [
-        sight
-        for sight in found
-        if selection.takes_port(sight.port)
-        and selection.takes_place(sight.site, sight.class_name, ids.get(sight.site))
+        observation
+        for observation in observations
+        if selection.takes_port(observation.port)
+        and selection.takes_place(
+            observation.site, observation.class_name, ids.get(observation.site)
+        )
     ]
 
 
 def portions(
-    found: Sequence[Sight], sizes: Mapping[str, int], memory: int, most: int
-) -> list[list[Sight]]:
-    """Consecutive sights whose distinct values take no more than some bytes.
+    observations: Sequence[Observation], sizes: Mapping[str, int], memory: int, max_values: int
+) -> list[list[Observation]]:
+    """Consecutive observations whose distinct values take no more than some bytes.
 
     Args:
         found: All of them.
@@ -171,23 +183,27 @@ def portions(
         memory: The bytes.
         most: How many values a portion may have at most; 0 is no limit.
     """
-    parts: list[list[Sight]] = [[]] if found else []
-    inside: set[str] = set()
+    parts: list[list[Observation]] = [[]] if observations else []
+    in_portion: set[str] = set()
     total = 0
-    for sight in found:
-        if sight.value in sizes and sight.value not in inside:
-            size = sizes[sight.value]
-            if inside and (total + size > memory or (most and len(inside) >= most)):
+    for observation in observations:
+        # A value that several observations share is held once.
+        if observation.value in sizes and observation.value not in in_portion:
+            size = sizes[observation.value]
+            # A portion has one value at least, however large it is.
+            if in_portion and (
+                total + size > memory or (max_values and len(in_portion) >= max_values)
+            ):
                 parts.append([])
-                inside = set[str]()
+                in_portion = set[str]()
                 total = 0
-            inside.add(sight.value)
+            in_portion.add(observation.value)
             total += size
-        parts[-1].append(sight)
+        parts[-1].append(observation)
     return parts
 
 
-def sizes_of(graph: Graph, given: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+def sizes_of(graph: Graph, input_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """How many bytes every computed value takes, as far as the graph says; a guess where not.
 
     Args:
@@ -195,17 +211,21 @@ def sizes_of(graph: Graph, given: Mapping[str, tuple[int, ...]]) -> dict[str, in
         given: Shapes of the inputs, which say what named sizes are.
     """
     named: dict[str, int] = {}
-    for name, shape in given.items():
+    for name, shape in input_shapes.items():
+        # Named sizes such as `batch` get their number from the inputs of this step.
         for size, actual in zip(graph.shapes.get(name, ()), shape, strict=False):
             if isinstance(size, str):
                 named[size] = actual
-    known: dict[str, int] = {}
+    byte_counts: dict[str, int] = {}
     for value in graph.maker:
         shape, dtype = graph.shapes.get(value), TYPES.get(graph.types.get(value, 0), "")
         if shape is None or not dtype:
             continue
         sizes = [named.get(size) if isinstance(size, str) else size for size in shape]
         if None not in sizes:
-            known[value] = DTYPES[dtype].byte_count(math.prod(s for s in sizes if s is not None))
-    guess = max(known.values(), default=_UNKNOWN)
-    return {value: known.get(value, guess) for value in graph.maker}
+            byte_counts[value] = DTYPES[dtype].byte_count(
+                math.prod(s for s in sizes if s is not None)
+            )
+    # The largest known value is the safe guess for one of unknown shape.
+    guess = max(byte_counts.values(), default=_UNKNOWN)
+    return {value: byte_counts.get(value, guess) for value in graph.maker}

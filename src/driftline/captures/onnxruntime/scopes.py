@@ -1,9 +1,9 @@
-"""Which module of the model it was exported from a node belongs to, and how its values are called.
+"""Which module of the original model a node belongs to, and what its values are called.
 
 torch's exporter writes the modules around a node beside it (`pkg.torch.onnx.name_scopes`); the
-older one, and others' exporters, put the path into the node's name (`/model/layers.0/mlp/Mul`).
-Read from the file as it was exported: an optimiser keeps neither. Knows names and who reads whom;
-how calls of torch's graph are counted is in `calls.py`.
+older one, and other exporters, put the path into the node's name (`/model/layers.0/mlp/Mul`). Both
+are read from the exported file, because an optimiser keeps neither. Knows names and who reads whom;
+how calls of torch's graph are counted is in `torch_calls`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
 _STACK = "pkg.torch.onnx.stack_trace"
 _OUTPUT = re.compile(r"_output_(\d+)$|:(\d+)$")
+# A longer text is no list of scopes, and parsing it would take its time.
 _LONGEST = 1 << 16
 _FARTHEST = 8
 """So many nodes that a quantiser put in are gone back to find one that the exporter wrote."""
@@ -62,8 +63,10 @@ def scope_of(node: Node) -> Scope:
         # The last of both is the operator itself; a module that has no name is the root.
         paths = tuple(name for name in names[:-1] if name)
         kinds = tuple(kind.rpartition(".")[2] for kind in classes[:-1])
+        # Both lists describe the same modules; if they do not, classes cannot be assigned.
         if len(kinds) != len(names) - 1:
             kinds = ()
+        # Without a nameless first entry the root is missing; its class is then unknown.
         elif names[0]:
             kinds = ("", *kinds)
         return Scope(
@@ -79,20 +82,22 @@ def _listed(text: str | None) -> list[str]:
     if not text or len(text) > _LONGEST:
         return []
     try:
+        # `literal_eval` reads literals only, so a model file cannot run code here.
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return []
     if not isinstance(value, list):
         return []
-    return [str(one) for one in cast("list[object]", value)]
+    return [str(entry) for entry in cast("list[object]", value)]
 
 
 def _line(stack: str | None) -> str:
     """The innermost line of the program in a stack."""
-    found = _FRAME.findall(stack or "")
-    if not found:
+    frames = _FRAME.findall(stack or "")
+    if not frames:
         return ""
-    path, line = found[-1]
+    # The last frame is the innermost one, the line of the model itself.
+    path, line = frames[-1]
     return f"{path.rpartition('/')[2]}:{line}"
 
 
@@ -101,14 +106,14 @@ def _around(parts: list[str]) -> tuple[str, ...]:
 
     Of a Sequential the older exporter writes both it and its part: `/layer1/layer1.0/conv`.
     """
-    found: list[str] = []
+    paths: list[str] = []
     for part in filter(None, parts):
         holder, dot, number = part.rpartition(".")
-        if found and dot and found[-1].rpartition(".")[2] == holder:
-            found.append(f"{found[-1]}.{number}")
+        if paths and dot and paths[-1].rpartition(".")[2] == holder:
+            paths.append(f"{paths[-1]}.{number}")
         else:
-            found.append(f"{found[-1]}.{part}" if found else part)
-    return tuple(found)
+            paths.append(f"{paths[-1]}.{part}" if paths else part)
+    return tuple(paths)
 
 
 class Names:
@@ -119,21 +124,21 @@ class Names:
 
     def __init__(self, graph: Graph) -> None:
         self.scopes = [scope_of(node) for node in graph.nodes]
-        self.told = any(_SCOPES in node.about for node in graph.nodes)
+        self.has_scopes = any(_SCOPES in node.about for node in graph.nodes)
         self._graph = graph
-        if self.told:
-            self._place_the_silent()
+        if self.has_scopes:
+            self._place_silent_nodes()
         self._sites: dict[str, str] = {}
         self._taken: set[str] = set()
         for number, node in enumerate(graph.nodes):
             scope = self.scopes[number]
-            if self.told and scope is NOWHERE:
+            if self.has_scopes and scope is NOWHERE:
                 scope = self._beside(node)
             for output, value in enumerate(node.outputs):
                 if value:
                     self._name(value, scope, node, output)
 
-    def _place_the_silent(self) -> None:
+    def _place_silent_nodes(self) -> None:
         """Nodes that a rewriter put in and said nothing of: in the module around their neighbours.
 
         A `Split` that was a sequence before. What rounds to integers and back stays outside.
@@ -143,8 +148,9 @@ class Names:
             for number, node in enumerate(self._graph.nodes)
             if self.scopes[number] is NOWHERE and node.op not in _ROUNDING
         }
-        found = {number: self._neighbourhood(number) for number in silent}
-        for number, scope in found.items():
+        # All are computed before any is assigned: a guess must not be the reason for the next one.
+        scopes_by_node = {number: self._neighbourhood(number) for number in silent}
+        for number, scope in scopes_by_node.items():
             self.scopes[number] = scope
 
     def _neighbourhood(self, number: int) -> Scope:
@@ -152,6 +158,7 @@ class Names:
         graph = self._graph
         scopes: list[Scope] = []
         for before in (True, False):
+            # Backwards and forwards, through other nodes that say nothing.
             waiting, seen = [number], {number}
             while waiting and len(seen) < _MOST:
                 node = graph.nodes[waiting.pop()]
@@ -205,11 +212,12 @@ class Names:
         label = value
         if "/" in value:
             label = _OUTPUT.sub(_numbered, value.rpartition("/")[2])
-        elif not self.told and node is not None and scope.operator:
+        elif not self.has_scopes and node is not None and scope.operator:
             label = scope.operator + (f".{output}" if output else "")
-        if self.told or scope.modules:
+        if self.has_scopes or scope.modules:
             label = f"{scope.module or ROOT}/{label}"
         site, number = label, 1
+        # Two values of one module may end in the same label.
         while site in self._taken:
             site, number = f"{label}~{number}", number + 1
         self._taken.add(site)
@@ -218,18 +226,18 @@ class Names:
 
 def _common(scopes: Iterable[Scope]) -> Scope:
     """The modules that are around all of some nodes."""
-    found: Scope | None = None
+    common: Scope | None = None
     for scope in scopes:
-        if found is None:
-            found = Scope(scope.modules, scope.classes)
+        if common is None:
+            common = Scope(scope.modules, scope.classes)
             continue
-        deep = 0
-        for mine, other in zip(found.modules, scope.modules, strict=False):
-            if mine != other:
+        depth = 0
+        for module, other in zip(common.modules, scope.modules, strict=False):
+            if module != other:
                 break
-            deep += 1
-        found = Scope(found.modules[:deep], found.classes[: deep + 1])
-    return found if found is not None else NOWHERE
+            depth += 1
+        common = Scope(common.modules[:depth], common.classes[: depth + 1])
+    return common if common is not None else NOWHERE
 
 
 def _numbered(match: re.Match[str]) -> str:
@@ -281,23 +289,23 @@ def module_calls(graph: Graph, names: Names) -> list[ModuleCall]:
             members.setdefault(path, []).append(number)
             if len(scope.classes) == len(scope.modules) + 1:
                 classes.setdefault(path, scope.classes[depth + 1])
-    found: list[ModuleCall] = []
+    calls: list[ModuleCall] = []
     for path, numbers in members.items():
         for visit, part in enumerate(_calls(numbers, names.scopes)):
-            found.append(_call(path, visit, classes.get(path, ""), part, graph, names))
+            calls.append(_call(path, visit, classes.get(path, ""), part, graph, names))
     merged = list(_merged(graph, members))
-    taken = {
+    merged_inputs = {
         (names.scopes[number].module, value)
         for call in merged
         for number in call.nodes
         for value in call.inputs
     }
     # What the first of merged modules is given is not what the other one is given.
-    found = [
-        call._replace(inputs=tuple(v for v in call.inputs if (call.site, v) not in taken))
-        for call in found
+    calls = [
+        call._replace(inputs=tuple(v for v in call.inputs if (call.site, v) not in merged_inputs))
+        for call in calls
     ]
-    return [*found, *merged]
+    return [*calls, *merged]
 
 
 def _calls(numbers: Sequence[int], scopes: Sequence[Scope]) -> list[list[int]]:
@@ -310,14 +318,16 @@ def _calls(numbers: Sequence[int], scopes: Sequence[Scope]) -> list[list[int]]:
             stretches[-1].append(number)
         else:
             stretches.append([number])
+    # The shortest stretch is taken for one call; the others must be repetitions of it.
     unit = min(stretches, key=len)
     called = [scopes[number].target for number in unit]
     pieces = [
-        stretch[at : at + len(unit)]
+        stretch[start : start + len(unit)]
         for stretch in stretches
-        for at in range(0, len(stretch), len(unit))
+        for start in range(0, len(stretch), len(unit))
     ]
     alike = all([scopes[number].target for number in piece] == called for piece in pieces)
+    # Without targets nothing tells a second call from a module whose nodes lie apart.
     return pieces if len(stretches) > 1 and all(called) and alike else [list(numbers)]
 
 
@@ -334,11 +344,12 @@ def _call(
                 inputs.setdefault(value)
         for value in node.outputs:
             readers = graph.readers.get(value, ())
+            # A value leaves when anything outside reads it, or the caller gets it.
             leaves = value in graph.outputs or not inside.issuperset(readers)
             if value and leaves and value not in graph.constants:
                 outputs.setdefault(_as_numbers(value, graph, names))
     reworked = ""
-    if not names.told and any(_reworked(graph.nodes[number]) for number in numbers):
+    if not names.has_scopes and any(_reworked(graph.nodes[number]) for number in numbers):
         last = graph.nodes[numbers[-1]]
         reworked = last.outputs[0] if len(outputs) == 1 and _reworked(last) else ""
         if reworked:  # a container may end with it too: what it gives is right
@@ -373,6 +384,7 @@ def _merged(graph: Graph, members: dict[str, list[int]]) -> Iterator[ModuleCall]
             path, _, name = _weight(value, graph).rpartition(".")
             if name != "weight" or path in members or not path:
                 continue
+            # A table that is looked up, or a transposed weight, may be shared by several modules.
             if path not in seen and node.op not in ("Gather", "Transpose"):
                 seen.add(path)
                 inputs = tuple(graph.data_inputs(node)[:1])

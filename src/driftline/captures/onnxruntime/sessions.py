@@ -1,9 +1,8 @@
-"""Sessions of ONNX Runtime: one that optimises, and those that let inner values be seen.
+"""Sessions of ONNX Runtime: the one a user would have, and those that expose inner values.
 
-Asking a session for inner values before it optimises keeps it from fusing them away: another
-program is measured. So the model is optimised first, by the session a user would have; that graph
-is written down, gets its values as outputs, and runs as it is, with optimisation off: the same
-nodes.
+Asking a session for inner values before it optimises keeps it from fusing them: another program
+would be measured. So the model is optimised first, by the session a user would have; that graph is
+written down, gets its values as outputs, and runs with optimisation off: the same nodes.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -33,6 +32,7 @@ _LEVELS = {
 _ENDING = "ExecutionProvider"
 _SILENT = 4
 """What ONNX Runtime has to say of a failure is in the error that it raises."""
+# Fragments of the messages that name a missing operator, in several versions.
 _NO_OPERATOR = ("not a registered", "no op registered", "not implemented", "could not find an impl")
 _LONGEST = 600
 """Characters of what ONNX Runtime says that are passed on."""
@@ -87,10 +87,11 @@ def plan_of(
     for library in custom_ops:
         if not Path(library).is_file():
             raise BadFile(f"there is no library of operators '{library}'")
-    known = list(model_file.engine().get_available_providers())
+    # Only providers of the installed build can be used.
+    available = list(model_file.engine().get_available_providers())
     return SessionPlan(
         level,
-        tuple(_provider(word, known) for word in providers) or ("CPUExecutionProvider",),
+        tuple(_provider(word, available) for word in providers) or ("CPUExecutionProvider",),
         threads,
         parallel_nodes,
         tuple(str(Path(library).absolute()) for library in custom_ops),
@@ -98,13 +99,13 @@ def plan_of(
     )
 
 
-def _provider(word: str, known: Sequence[str]) -> str:
+def _provider(word: str, available: Sequence[str]) -> str:
     """A provider by its name, with or without its ending, in any case."""
     wanted = word.strip().lower().removesuffix(_ENDING.lower())
-    for name in known:
+    for name in available:
         if name.lower().removesuffix(_ENDING.lower()) == wanted:
             return name
-    shown = [name.removesuffix(_ENDING) for name in known]
+    shown = [name.removesuffix(_ENDING) for name in available]
     raise BadInput(
         f"this ONNX Runtime has no provider '{word}'",
         hint=f"it has {', '.join(shown)}; others come with other packages, "
@@ -138,6 +139,7 @@ def optimise(model: Path, plan: SessionPlan, folder: Path) -> Optimised:
     place = folder / "optimised.onnx"
     options = _options(plan, _LEVELS[plan.level])
     options.optimized_model_filepath = str(place)
+    # Weights go into a file of their own, because a protobuf cannot exceed 2 GB.
     named = "session.optimized_model_external_initializers"
     options.add_session_config_entry(f"{named}_file_name", _WEIGHTS)
     options.add_session_config_entry(f"{named}_min_size_in_bytes", str(model_file.SMALL))
@@ -154,7 +156,8 @@ def with_outputs(optimised: Path, values: Sequence[str], number: int) -> Path:
     """The optimised graph with further outputs, as a file beside it."""
     onnx = model_file.protobuf()
     model = onnx.load(str(optimised), load_external_data=False)
-    have = {one.name for one in model.graph.output}
+    # An output must not be listed twice.
+    have = {output.name for output in model.graph.output}
     for value in values:
         if value not in have:
             model.graph.output.add().name = value
@@ -182,12 +185,12 @@ def _options(plan: SessionPlan, level: str) -> Any:
         try:
             options.register_custom_ops_library(library)
         except Exception as error:
-            raise BadFile(f"'{library}' cannot be loaded: {said(error)}") from None
+            raise BadFile(f"'{library}' cannot be loaded: {message_of(error)}") from None
     for name, value in plan.config.items():
         try:
             options.add_session_config_entry(name, value)
         except Exception as error:
-            raise BadInput(f"session entry '{name}': {said(error)}") from None
+            raise BadInput(f"session entry '{name}': {message_of(error)}") from None
     return options
 
 
@@ -203,7 +206,7 @@ def _session(path: Path, options: Any, plan: SessionPlan, name: str) -> Any:
 
 
 def _refused(error: Exception, name: str) -> BadFile:
-    text = said(error)
+    text = message_of(error)
     kind = type(error).__name__
     hint = "driftline says no more than ONNX Runtime does; is the file whole?"
     lower = text.lower()
@@ -222,7 +225,7 @@ def _refused(error: Exception, name: str) -> BadFile:
     return BadFile(f"ONNX Runtime cannot load '{name}': {text}", hint=hint)
 
 
-def said(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """What ONNX Runtime said, without its own source lines and numbers."""
     text = " ".join(str(error).split())
     parts = text.split(" : ")
@@ -246,7 +249,7 @@ def run(session: Any, outputs: Sequence[str], feed: Mapping[str, Any], name: str
         return list(session.run_with_ort_values(list(outputs), dict(feed)))
     except Exception as error:
         raise BadInput(
-            f"'{name}' failed: {said(error)}",
+            f"'{name}' failed: {message_of(error)}",
             hint="it fails without driftline too; are the inputs the right ones?",
         ) from None
 

@@ -1,11 +1,11 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Values that ONNX Runtime keeps in a form of its own, and what they are in the exported graph.
+"""Values that ONNX Runtime stores in its own form, and what they are in the exported graph.
 
-On a CPU its highest level runs convolutions in a layout of its own: 8 or 16 channels lie together,
-the last block is filled up, and values get new names. Which value of the exported graph one is, the
-node's name and its inputs say together; one that fits nothing keeps its own name and its blocks.
-Values of 16 bits that have no kernel are computed in 32, under another name too.
+Four forms: channels in blocks (NCHWc, at the highest level on a CPU, where 8 or 16 channels lie
+together and the last block is padded), 16-bit values computed in 32 bits, products stored as plain
+matrices, and quantised integers. Each gets a new name from ONNX Runtime; which exported value it is
+follows from the node's name together with its inputs. A value that fits nothing keeps its own name.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ _WIDENED = "InsertedPrecisionFreeCast_"
 _SUMS = ("Add", "Sum")
 _BIASED = "/MatMulAddFusion"
 """How ONNX Runtime calls a product with its bias."""
+# A sum and an activation are the most that ONNX Runtime works into a convolution.
 _FUSED_MOST = 3
+# Axes of a batch of images, the only kind that is stored with channels last.
 _IMAGES = 4
 
 
 class Stored(NamedTuple):
-    """A value in a form of its own.
+    """How a value is stored in a form of its own.
 
     Attributes:
         name: Its name in the optimised graph.
@@ -50,17 +52,19 @@ class Stored(NamedTuple):
 
 def blocked_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
     """Value of the exported graph → the one that holds it in blocks."""
-    found: dict[str, Stored] = {}
+    stored_by_value: dict[str, Stored] = {}
     plain: dict[str, str] = {}
     tokens: set[str] = set()
     by_name: dict[str, list[int]] = {}
     for number, node in enumerate(exported.nodes):
         by_name.setdefault(node.name, []).append(number)
     for node in optimised.nodes:
+        # Nodes of the block domain, and ordinary ones that were left to work on blocks.
         own = node.domain == _DOMAIN and node.op != "ReorderOutput"
         kept = node.op != "ReorderOutput" and any(value in tokens for value in node.inputs)
         if not (own or kept) or not node.outputs or node.outputs[0] in exported.maker:
             continue
+        # A reordering only changes the layout: the value before it is the plain one.
         if node.op == "ReorderInput":
             tokens.add(node.outputs[0])
             plain[node.outputs[0]] = plain.get(node.inputs[0], node.inputs[0])
@@ -72,19 +76,20 @@ def blocked_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
         if value:
             plain[token] = value
         channels = _channels(value, exported) if value else 0
-        if channels and value not in optimised.maker and value not in found:
-            found[value] = Stored(token, channels)
-    return found
+        # The first holder is kept; a later one would be a copy.
+        if channels and value not in optimised.maker and value not in stored_by_value:
+            stored_by_value[value] = Stored(token, channels)
+    return stored_by_value
 
 
 def widened_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
     """Value of the exported graph → the one that holds it with more bits."""
-    found: dict[str, Stored] = {}
+    stored_by_value: dict[str, Stored] = {}
     for name in optimised.maker:
         value = name.removeprefix(_WIDENED)
         if value != name and value in exported.maker and value not in optimised.maker:
-            found[value] = Stored(name)
-    return found
+            stored_by_value[value] = Stored(name)
+    return stored_by_value
 
 
 def flat_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
@@ -94,19 +99,20 @@ def flat_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
     reshape behind it may have been merged with another one.
     """
     products = {node.name: node for node in exported.nodes if node.op == "MatMul" and node.name}
-    found: dict[str, Stored] = {}
+    stored_by_value: dict[str, Stored] = {}
     for node in optimised.nodes:
         product = products.get(node.name.removesuffix(_BIASED))
         if node.op != "Gemm" or not node.name.endswith(_BIASED) or product is None:
             continue
         after = exported.readers.get(product.outputs[0], [])
         sums = [exported.nodes[n].outputs[0] for n in after if exported.nodes[n].op in _SUMS]
+        # With further readers the bare product is needed, and was not merged.
         if len(after) != 1 or not sums or sums[0] in optimised.maker:
             continue
         like = _made_flat(node.inputs[0], optimised)
         if like in exported.maker and node.outputs[0] not in exported.maker:
-            found[sums[0]] = Stored(node.outputs[0], like=like)
-    return found
+            stored_by_value[sums[0]] = Stored(node.outputs[0], like=like)
+    return stored_by_value
 
 
 def _made_flat(value: str, optimised: Graph) -> str:
@@ -138,10 +144,11 @@ def _value_by_name(
     """
     wanted: set[str] = set()
     for value in optimised.data_inputs(node):
-        known = plain.get(value, value).removeprefix(_WIDENED)
-        if not exported.known(known):
+        # A cast that ONNX Runtime inserted stands for the value it widens.
+        exported_name = plain.get(value, value).removeprefix(_WIDENED)
+        if not exported.has_value(exported_name):
             return ""
-        wanted.add(known)
+        wanted.add(exported_name)
     for value in _led_to(start, node.activation, exported):
         maker = exported.nodes[exported.maker[value]].op
         fused = not node.activation or maker == node.activation
@@ -157,6 +164,8 @@ def _led_to(start: str, activation: str, exported: Graph) -> Iterator[str]:
             return
         yield value
         readers = exported.readers.get(value, [])
+        # A value that others read, or that the caller gets, cannot have been worked into the next
+        # node.
         if len(readers) != 1 or value in exported.outputs:
             return
         reader = exported.nodes[readers[0]]
@@ -167,23 +176,24 @@ def _led_to(start: str, activation: str, exported: Graph) -> Iterator[str]:
 
 def needs(value: str, stop: set[str], exported: Graph) -> set[str]:
     """What a value is computed from, back to the values at which to stop, or to the graph's end."""
-    found: set[str] = set()
+    sources: set[str] = set()
     waiting, seen = [value], {value}
     while waiting:
         number = exported.maker.get(waiting.pop())
-        for one in exported.data_inputs(exported.nodes[number]) if number is not None else ():
-            if one in seen:
+        for source in exported.data_inputs(exported.nodes[number]) if number is not None else ():
+            if source in seen:
                 continue
-            seen.add(one)
-            if one in stop or one not in exported.maker:
-                found.add(one)
+            seen.add(source)
+            if source in stop or source not in exported.maker:
+                sources.add(source)
             else:
-                waiting.append(one)
-    return found
+                waiting.append(source)
+    return sources
 
 
 def _channels(value: str, exported: Graph) -> int:
     """Channels of a value: by its shape, else by the weights of the convolution that made it."""
+    # Bounded: activations and sums between a value and its convolution are few.
     for _ in range(4 * _FUSED_MOST):
         shape = exported.shapes.get(value, ())
         if len(shape) > 1 and isinstance(shape[1], int):
@@ -197,7 +207,7 @@ def _channels(value: str, exported: Graph) -> int:
             return weight[0] if weight and isinstance(weight[0], int) else 0
         before = exported.data_inputs(node)
         if node.op == "Concat":  # along the channels, or the blocks would not have been kept
-            parts = [_channels(one, exported) for one in before]
+            parts = [_channels(part, exported) for part in before]
             return sum(parts) if all(parts) else 0
         if not before:
             return 0
@@ -208,6 +218,7 @@ def _channels(value: str, exported: Graph) -> int:
 def block_size() -> int:
     """How many channels lie together on this machine; asked of ONNX Runtime itself."""
     onnx, ort = model_file.protobuf(), model_file.engine()
+    # Divisible by every block size in use, 8 and 16, so that no padding disturbs the answer.
     size = 48
     node = onnx.helper.make_node(
         "ReorderOutput", ["x"], ["y"], domain=_DOMAIN, channels=size, channels_last=0
@@ -221,9 +232,9 @@ def block_size() -> int:
     session = ort.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
-    given = np.arange(2 * size, dtype=np.float32).reshape(1, size, 1, 2)
+    channels_input = np.arange(2 * size, dtype=np.float32).reshape(1, size, 1, 2)
     # The second pixel of the first channel lies one block after the first.
-    return int(session.run(None, {"x": given})[0][0, 0, 0, 1])
+    return int(session.run(None, {"x": channels_input})[0][0, 0, 0, 1])
 
 
 def usual(value: Any, stored: Stored, block: int, like: tuple[int, ...] = ()) -> Any:
@@ -237,6 +248,7 @@ def usual(value: Any, stored: Stored, block: int, like: tuple[int, ...] = ()) ->
     """
     if not stored.channels and not stored.channels_last and not stored.like:
         return value
+    # Only values in another form are copied; the others stay in the session's memory.
     array: AnyArray = value.numpy()
     if stored.like:
         turned = array.reshape(*like[:-1], array.shape[-1])
@@ -249,14 +261,14 @@ def usual(value: Any, stored: Stored, block: int, like: tuple[int, ...] = ()) ->
     return HostTensor(np.ascontiguousarray(turned), array.dtype.name, turned.shape)
 
 
-# Integers that stand for numbers: which value of the exported graph each is, and its scale.
+# Quantised values: which value of the exported graph each is, and its scale.
 
 
 _MADE = ("QLinear", "QGemm", "NhwcMaxPool", "MaxPool", "QuantizeLinear")
 
 
 class Code(NamedTuple):
-    """What the integers of a value mean: `(integer - zero) * scale` is the value `of`.
+    """Meaning of the integers of a quantised value: `(integer - zero) * scale` is the value `of`.
 
     ONNX Runtime may compute with uint8 what the file has as int8, 128 more; `dtype` is the file's.
     """
@@ -272,21 +284,22 @@ def codes_of(exported: Graph) -> dict[str, Code]:
 
     Rows of a quantised table are looked up as integers, and may be used as such.
     """
-    found: dict[str, Code] = {}
+    codes: dict[str, Code] = {}
     for node in exported.nodes:
         if node.op == "QuantizeLinear" and len(node.inputs) > 1 and node.outputs:
+            # A scale per channel is an array, and one integer would then mean several numbers.
             scale = exported.scalars.get(node.inputs[1])
             zero = exported.scalars.get(node.inputs[2]) if len(node.inputs) > 2 else 0.0
             if scale is not None and zero is not None:
                 kind = exported.types.get(node.inputs[2], 0) if len(node.inputs) > 2 else 0
-                found[node.outputs[0]] = Code(node.inputs[0], scale, zero, TYPES.get(kind, "uint8"))
+                codes[node.outputs[0]] = Code(node.inputs[0], scale, zero, TYPES.get(kind, "uint8"))
         elif table := _table(node, exported):
             scale, zero = (exported.scalars.get(table + end) for end in ("_scale", "_zero_point"))
             if scale is not None and zero is not None:
                 kind = TYPES.get(exported.types.get(table + QUANTISED, 0), "uint8")
                 value = node.outputs[0]
-                found[value] = Code(value.removesuffix(QUANTISED), scale, zero, kind)
-    return found
+                codes[value] = Code(value.removesuffix(QUANTISED), scale, zero, kind)
+    return codes
 
 
 def _table(node: Node, exported: Graph) -> str:
@@ -304,7 +317,7 @@ def integer_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
         if node.op == "QuantizeLinear" and len(node.inputs) > 1 and node.outputs:
             by_scale.setdefault(node.inputs[1], []).append(node.outputs[0])
             scale_of[node.outputs[0]] = node.inputs[1]
-    found: dict[str, Stored] = {}
+    stored_by_value: dict[str, Stored] = {}
     plain: dict[str, str] = {}
     last: set[str] = set()
     for node in optimised.nodes if by_scale else ():
@@ -313,12 +326,14 @@ def integer_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
         if not inputs or token in exported.maker:
             continue
         if node.op == "Transpose":
+            # Layout changes around integer nodes are followed, not compared.
             plain[token] = plain.get(inputs[0], inputs[0])
             if inputs[0] not in last:
                 last.add(token)
             continue
         if not node.op.startswith(_MADE):
             continue
+        # Once channels are last they stay last until a transpose turns them back.
         is_last = node.channels_last or node.op.startswith("Nhwc") or not last.isdisjoint(inputs)
         wanted = {plain.get(value, value) for value in inputs}
         value = _value_by_scale(node, wanted, exported, by_scale, scale_of)
@@ -326,9 +341,9 @@ def integer_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
             plain[token] = value
             if is_last:
                 last.add(token)
-            if value not in optimised.maker and value not in found:
-                found[value] = Stored(token, channels_last=is_last)
-    return found
+            if value not in optimised.maker and value not in stored_by_value:
+                stored_by_value[value] = Stored(token, channels_last=is_last)
+    return stored_by_value
 
 
 def _value_by_scale(
@@ -338,12 +353,12 @@ def _value_by_scale(
     by_scale: dict[str, list[str]],
     scale_of: dict[str, str],
 ) -> str:
-    if not all(exported.known(value) for value in wanted):
+    if not all(exported.has_value(value) for value in wanted):
         return ""
     named = [name for name in node.inputs if name in by_scale]
     # A pool has no scale of its own: it gives what it was given.
-    given = [scale_of[value] for value in wanted if value in scale_of]
-    scales = named[-1:] if not node.op.endswith("MaxPool") else given[:1]
+    input_scales = [scale_of[value] for value in wanted if value in scale_of]
+    scales = named[-1:] if not node.op.endswith("MaxPool") else input_scales[:1]
     fitting = [
         value
         for scale in scales

@@ -1,7 +1,7 @@
-"""Tensors of ONNX Runtime: their types, a look at their bytes, and bytes made into one.
+"""Tensors of ONNX Runtime: their element types, snapshots of their bytes, and tensors from bytes.
 
-Formats that numpy has no type for (bfloat16, the 8-bit floats, 4-bit integers) are taken from
-memory as they lie there.
+Formats that numpy has no type for (bfloat16, the 8-bit floats, 4-bit integers) are read from memory
+as they lie there.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -21,6 +21,7 @@ TYPES: dict[int, str] = {d.onnx: d.name for d in DTYPES.values() if d.onnx}
 """ONNX's numbers of element types, as our names. 8 is a text, which has no numbers."""
 
 NUMBERS = {name: number for number, name in TYPES.items()}
+# Sessions print C++ names for these; the others are spelt as here.
 _WORDS = {
     "float": "float32", "double": "float64", "bool": "bool", "float16": "float16",
     "bfloat16": "bfloat16",
@@ -56,6 +57,7 @@ class HostTensor:
         storage = self.data.view(np.dtype(DTYPES[self.dtype].storage))
         if np.dtype(storage.dtype).name == self.dtype:
             return ort.OrtValue.ortvalue_from_numpy(storage.reshape(self.shape))
+        # Python bindings cannot build a value of less than a byte per element.
         if DTYPES[self.dtype].bits < 8:
             return None
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
@@ -80,9 +82,9 @@ class TextTensor:
 
 
 def look(value: Any, *, values: bool = True) -> Snapshot | Refusal:
-    """Look at a tensor of a session, or at one that is fed to it.
+    """Snapshot of a tensor of a session, or of one that is fed to it.
 
-    What is handed out is a window on live memory: read it before the value is let go.
+    The snapshot is a window on live memory: read it before the value is freed.
     """
     if isinstance(value, HostTensor):
         count = math.prod(value.shape)
@@ -97,13 +99,16 @@ def look(value: Any, *, values: bool = True) -> Snapshot | Refusal:
         return Refusal("a sequence, map or optional value is no tensor")
     dtype = TYPES.get(value.element_type(), "")
     if not dtype:
+        # Element type 8 of ONNX, the only one without a row in the table.
         return Refusal("texts have no numbers")
     shape = tuple(value.shape())
     count = math.prod(shape)
     length = DTYPES[dtype].byte_count(count)
     device = str(value.device_name())
     address, owner = 0, value
+    # An empty tensor may have no address at all.
     if values and length:
+        # Values on a device are copied to the host first.
         if device == "cpu":
             address = value.data_ptr()
         else:

@@ -1,8 +1,8 @@
-"""What modules took and gave before a node made one of them: who lies inside which fusion.
+"""The topology of a captured ONNX model: module tree, edges, fusions; and the facts of its run.
 
-A convolution, the batch norm and the activation after it become one node. What the first two gave
-is computed nowhere; what the node gives was computed from it, and is there to be compared at every
-module that gives or takes it. Knows graphs and modules; no session, no run.
+A convolution, the batch norm and the activation after it become one node. The values of the first
+two exist nowhere; the node's own value was computed from them, and can be compared at every module
+that gives or takes it. Knows graphs and modules; no session, no run.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from driftline.captures.onnxruntime import model_file
-from driftline.captures.onnxruntime.recorder import Seen, Sight, slot_of
+from driftline.captures.onnxruntime.graph import Node
+from driftline.captures.onnxruntime.recorder import Observation, TracedGraph, slot_of
 from driftline.captures.onnxruntime.scopes import MERGED, ROOT, ModuleCall, root_call
 from driftline.captures.onnxruntime.sessions import SessionPlan
 from driftline.captures.onnxruntime.stored_forms import codes_of
-from driftline.captures.onnxruntime.torch_calls import count, line_ends, results, works
+from driftline.captures.onnxruntime.torch_calls import count, line_ends, results, weighted_nodes
 from driftline.graphs.module_tree import ModuleNode, ModuleTree
 from driftline.runs.sinks import JSON
 
@@ -35,49 +36,50 @@ class Fusion(NamedTuple):
         node: Site of the last value that it stands for.
         op: Its type.
         holds: What modules took and gave that it computes no longer.
-        at: Where what it gives is taken and given instead.
+        delivered: Modules' inputs and outputs at which its value can be compared instead.
     """
 
     node: str
     op: str
     holds: tuple[Place, ...]
-    at: tuple[Tensor, ...]
+    delivered: tuple[Tensor, ...]
 
 
-def fusions(seen: Seen) -> list[Fusion]:
+def fusions(traced: TracedGraph) -> list[Fusion]:
     """Every node in which something lies that modules took or gave."""
     holds: dict[int, dict[Place, None]] = {}
-    at: dict[str, dict[Tensor, None]] = {}
-    for call in seen.modules:
-        for place, number in _folded(call, seen):
+    deliveries: dict[str, dict[Tensor, None]] = {}
+    for call in traced.modules:
+        for place, number in _folded(call, traced):
             holds.setdefault(number, {}).setdefault(place)
         for value in call.outputs:
             slot = slot_of(value, call)
-            at.setdefault(value, {}).setdefault((call.site, call.visit, "output", slot))
+            deliveries.setdefault(value, {}).setdefault((call.site, call.visit, "output", slot))
         for value in call.inputs:
-            at.setdefault(value, {}).setdefault((call.site, call.visit, "input", value))
-    for place, value in enumerate(seen.exported.outputs):
-        at.setdefault(value, {}).setdefault((ROOT, 0, "output", str(place)))
+            deliveries.setdefault(value, {}).setdefault((call.site, call.visit, "input", value))
+    for place, value in enumerate(traced.exported.outputs):
+        deliveries.setdefault(value, {}).setdefault((ROOT, 0, "output", str(place)))
     return [
         Fusion(
-            seen.site(values[-1]),
-            seen.optimised.nodes[number].op,
+            traced.site(values[-1]),
+            traced.optimised.nodes[number].op,
             tuple(held),
-            tuple(dict.fromkeys(place for value in values for place in at.get(value, ()))),
+            tuple(dict.fromkeys(place for value in values for place in deliveries.get(value, ()))),
         )
         for number, held in sorted(holds.items())
-        if (values := seen.placed.gives[number]) and _is_whole(number, seen)
+        # A node that reads values of another name computes only a part of what it seems to hold.
+        if (values := traced.lineage.gives[number]) and _is_whole(number, traced)
     ]
 
 
-def _is_whole(number: int, seen: Seen) -> bool:
+def _is_whole(number: int, traced: TracedGraph) -> bool:
     """Whether a node takes nothing but values of the exported graph.
 
     One that takes a value of another name computes less than it seems: who made that did the rest.
     """
-    graph = seen.optimised
+    graph = traced.optimised
     for value in graph.data_inputs(graph.nodes[number]):
-        while value not in seen.exported.maker and value not in graph.inputs:
+        while value not in traced.exported.maker and value not in graph.inputs:
             maker = graph.maker.get(value)
             if maker is None or graph.nodes[maker].op not in _PLUMBING:
                 return False
@@ -88,54 +90,56 @@ def _is_whole(number: int, seen: Seen) -> bool:
     return True
 
 
-def _folded(call: ModuleCall, seen: Seen) -> Iterator[tuple[Place, int]]:
+def _folded(call: ModuleCall, traced: TracedGraph) -> Iterator[tuple[Place, int]]:
     """What of a call is nowhere, with the node that it went into."""
     if not call.outputs:  # merged with its neighbour before any optimiser saw it
-        holders = {seen.placed.holder.get(number, -1) for number in call.nodes}
+        holders = {traced.lineage.holder.get(number, -1) for number in call.nodes}
     else:
-        holders = {_holder(value, seen) for value in call.outputs}
+        holders = {_holder(value, traced) for value in call.outputs}
+    # A module whose values went into several nodes has no single place to look at.
     if len(holders) == 1 and (number := holders.pop()) >= 0:
         yield (call.site, call.visit, "output"), number
-    takers = {_holder(value, seen) for value in call.inputs}
+    takers = {_holder(value, traced) for value in call.inputs}
     if len(takers) == 1 and (number := takers.pop()) >= 0:
         yield (call.site, call.visit, "input"), number
     if call.class_name == MERGED:
         # What it handed to the module that it was merged with is inside the same node.
         for number in call.nodes:
-            scope = seen.names.scopes[number]
-            if scope.module and number in seen.placed.holder:
-                yield (scope.module, call.visit, "input"), seen.placed.holder[number]
+            scope = traced.names.scopes[number]
+            if scope.module and number in traced.lineage.holder:
+                yield (scope.module, call.visit, "input"), traced.lineage.holder[number]
 
 
-def _holder(value: str, seen: Seen) -> int:
+def _holder(value: str, traced: TracedGraph) -> int:
     """The node that a value went into; -1 for one that is still there, or a constant."""
-    maker = seen.exported.maker.get(value)
-    if maker is None or seen.optimised.known(value):
+    maker = traced.exported.maker.get(value)
+    if maker is None or traced.optimised.has_value(value):
         return -1
-    return seen.placed.holder.get(maker, -1)
+    return traced.lineage.holder.get(maker, -1)
 
 
-# The topology of a captured ONNX model: its modules as a tree, who feeds whom, what was fused.
+# Topology: modules as a tree, edges between values, what was fused.
 
 
-def module_tree(seen: Seen) -> ModuleTree:
+def module_tree(traced: TracedGraph) -> ModuleTree:
     """The modules that the exporter names; a model without any has nothing but its root."""
-    classes = {call.site: call.class_name for call in seen.modules}
+    classes = {call.site: call.class_name for call in traced.modules}
     below: dict[str, list[str]] = {}
     for path in classes:
         parent = path.rpartition(".")[0]
+        # Modules without nodes of their own are not named by the exporter; children go one higher.
         while parent and parent not in classes:
             parent = parent.rpartition(".")[0]
         below.setdefault(parent, []).append(path)
-    root = root_call(seen.exported, seen.names)
+    root = root_call(traced.exported, traced.names)
 
     def node(path: str, ids: str) -> ModuleNode:
         children = [
             (
                 child[len(path) + 1 :] if path else child,
-                node(child, f"{ids}_{at}" if ids else str(at)),
+                node(child, f"{ids}_{index}" if ids else str(index)),
             )
-            for at, child in enumerate(below.get(path, ()))
+            for index, child in enumerate(below.get(path, ()))
         ]
         return ModuleNode(
             path or ROOT, classes.get(path, root.class_name), ids, (), tuple(children)
@@ -149,45 +153,36 @@ def ids_of(tree: ModuleTree) -> dict[str, str]:
     return {node.site: node.ids or "" for node in tree.walk()}
 
 
-def topology(seen: Seen, tree: ModuleTree, found: Sequence[Sight]) -> dict[str, Any]:
+def topology(
+    traced: TracedGraph, tree: ModuleTree, observations: Sequence[Observation]
+) -> dict[str, Any]:
     """The tree with the edges of the optimised graph, and what its nodes stand for."""
-    edges: list[list[str]] = []
     nodes: list[dict[str, Any]] = []
-    graph = seen.optimised
     inside: dict[str, str] = {}
-    told = _Told(seen)
-    for number, node in enumerate(graph.nodes):
+    torch_calls = _TorchCalls(traced)
+    for number, node in enumerate(traced.optimised.nodes):
         made = [value for value in node.outputs if value]
         if node.op == "Constant" or not made:
             continue
-        site = seen.site(made[0])
-        for value in graph.data_inputs(node):
-            if value in graph.maker:
-                edges.append([seen.site(value), "0", site, value])
-            else:
-                edges.append([ROOT, value, site, value])
-        members = seen.placed.members[number]
-        about: dict[str, Any] = {"site": site, "class": node.op, "name": node.name}
-        about["values"] = made
-        if node.domain:
-            about["domain"] = node.domain
-        if len(made) > 1:
-            about["outputs"] = [seen.site(value) for value in made]
-        about |= told.of(made)
-        gone = _gone(members, seen)
+        about = _described(node, made, traced) | torch_calls.of(made)
+        gone = _gone(traced.lineage.members[number], traced)
         if gone:
             about["replaces"] = gone
-            given = seen.placed.gives[number]
-            inside |= dict.fromkeys(gone, seen.site(given[-1]) if given else site)
+            values = traced.lineage.gives[number]
+            # The value that replaces what is gone, for readers who look for it.
+            inside |= dict.fromkeys(gone, traced.site(values[-1]) if values else about["site"])
         nodes.append(about)
-    together = fusions(seen)
-    for fusion in together:
+    fused_nodes = fusions(traced)
+    for fusion in fused_nodes:
         for place, _, port in fusion.holds:
+            # Inputs of modules are listed with the fusion itself.
             if port == "output":
                 inside.setdefault(place, fusion.node)
     return {
-        **ModuleTree(tree.roots, tuple(dict.fromkeys(sight.site for sight in found))).to_json(),
-        "edges": edges,
+        **ModuleTree(
+            tree.roots, tuple(dict.fromkeys(observation.site for observation in observations))
+        ).to_json(),
+        "edges": _edges(traced),
         "exported": {
             "by": "onnx",
             "nodes": nodes,
@@ -197,35 +192,66 @@ def topology(seen: Seen, tree: ModuleTree, found: Sequence[Sight]) -> dict[str, 
                     "node": fusion.node,
                     "op": fusion.op,
                     "holds": [list(place) for place in fusion.holds],
-                    "at": [list(place) for place in fusion.at],
+                    "at": [list(place) for place in fusion.delivered],
                 }
-                for fusion in together
+                for fusion in fused_nodes
             ],
             "codes": {
-                seen.site(value): [code.of, code.scale, code.zero, code.dtype]
-                for value, code in codes_of(seen.exported).items()
-                if seen.exported.known(value)
+                traced.site(value): [code.of, code.scale, code.zero, code.dtype]
+                for value, code in codes_of(traced.exported).items()
+                if traced.exported.has_value(value)
             },
-            "reworked": {c.site: seen.site(c.reworked) for c in seen.modules if c.reworked},
-            "works": works(seen.exported, seen.names),
+            "reworked": {c.site: traced.site(c.reworked) for c in traced.modules if c.reworked},
+            "works": weighted_nodes(traced.exported, traced.names),
         },
     }
 
 
-class _Told:
+def _edges(traced: TracedGraph) -> list[list[str]]:
+    """Site and slot that a value comes from, site and slot that it goes to."""
+    graph = traced.optimised
+    edges: list[list[str]] = []
+    for node in graph.nodes:
+        made = [value for value in node.outputs if value]
+        if node.op == "Constant" or not made:
+            continue
+        site = traced.site(made[0])
+        for value in graph.data_inputs(node):
+            # What no node makes comes from the caller, so the edge starts at the root.
+            source = [traced.site(value), "0"] if value in graph.maker else [ROOT, value]
+            edges.append([*source, site, value])
+    return edges
+
+
+def _described(node: Node, made: Sequence[str], traced: TracedGraph) -> dict[str, Any]:
+    about: dict[str, Any] = {
+        "site": traced.site(made[0]),
+        "class": node.op,
+        "name": node.name,
+        "values": list(made),
+    }
+    if node.domain:
+        about["domain"] = node.domain
+    if len(made) > 1:
+        about["outputs"] = [traced.site(value) for value in made]
+    return about
+
+
+class _TorchCalls:
     """What torch's exporter says of the calls that nodes were made for."""
 
-    def __init__(self, seen: Seen) -> None:
-        self._names = names = seen.names
-        scopes = names.scopes if names.told else []
+    def __init__(self, traced: TracedGraph) -> None:
+        self._names = names = traced.names
+        # Only torch's exporter writes calls; others leave the fields out.
+        scopes = names.scopes if names.has_scopes else []
         self._calls = count(scopes)
-        self._results = results(seen.exported, scopes) if scopes else {}
-        self._ends = line_ends(seen.exported, scopes) if scopes else set[str]()
+        self._results = results(traced.exported, scopes) if scopes else {}
+        self._ends = line_ends(traced.exported, scopes) if scopes else set[str]()
 
     def of(self, made: Sequence[str]) -> dict[str, Any]:
         """The fields of a node; values that are no result are steps on the way to one."""
         scope = self._names.scope(made[0])
-        if not scope.operator or not self._names.told:
+        if not scope.operator or not self._names.has_scopes:
             return {}
         about = {"fx": scope.operator, "target": scope.target, "line": scope.line}
         calls = [self._call(value) for value in made]
@@ -247,29 +273,31 @@ class _Told:
         }
 
 
-def _gone(members: Sequence[int], seen: Seen) -> list[str]:
+def _gone(members: Sequence[int], traced: TracedGraph) -> list[str]:
     """Sites of the values that a fused node no longer makes."""
     return [
-        seen.names.site(value)
+        traced.names.site(value)
         for number in members
-        for value in seen.exported.nodes[number].outputs
+        for value in traced.exported.nodes[number].outputs
         if value
-        and not seen.optimised.known(value)
-        and seen.exported.nodes[number].op != "Constant"
+        and not traced.optimised.has_value(value)
+        and traced.exported.nodes[number].op != "Constant"
     ]
 
 
-# What identifies a run of ONNX Runtime: versions, providers, the optimisation level, the model.
+# Facts of a run: versions, providers, the optimisation level, the model.
 
 
-def facts(file: Path, files: Sequence[Path], plan: SessionPlan, seen: Seen) -> dict[str, JSON]:
+def facts(
+    file: Path, files: Sequence[Path], plan: SessionPlan, traced: TracedGraph
+) -> dict[str, JSON]:
     """What a run says of itself.
 
     Args:
         file: The model.
         files: It and what holds its weights.
         plan: How it is run.
-        seen: The graph that was made of it.
+        traced: The graph that was made of it.
     """
     return {
         "framework": "onnxruntime",
@@ -284,8 +312,8 @@ def facts(file: Path, files: Sequence[Path], plan: SessionPlan, seen: Seen) -> d
             "threads": plan.threads,
             "parallel_nodes": plan.parallel_nodes,
             "session_config": dict(plan.config),
-            "nodes": len(seen.optimised.nodes),
-            "exported_nodes": len(seen.exported.nodes),
+            "nodes": len(traced.optimised.nodes),
+            "exported_nodes": len(traced.exported.nodes),
         },
         "devices": [name.removesuffix("ExecutionProvider").lower() for name in plan.providers],
     }

@@ -1,8 +1,8 @@
-"""Which call of torch's graph a value of an exported file is the result of, and how it is counted.
+"""Which call of torch's graph produced a value of an exported file, and which nodes use weights.
 
 torch's exporter writes the call that a node was made for beside it: a name (`mul_3`), an operator
 and a line of the program. A compiled run of the same model counts its calls in each module, so the
-two can be set against each other. Reads names and who reads whom.
+two can be matched. Reads names and who reads whom.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Call(NamedTuple):
     """One call.
 
     Attributes:
-        nth: The how manieth of its operator in its module.
+        nth: Index among the calls of its operator in its module.
         total: How many the file has there.
         sure: Nothing hints at a call that the exporter left out.
-        on_line: The how manieth on its line of the program, there.
+        on_line: Index among those on its line of the program.
         in_line: How many the file has of that line.
     """
 
@@ -68,32 +68,41 @@ def count(scopes: Iterable[Scope]) -> dict[str, Call]:
             base, number = _base(scope.operator)
             modules.setdefault(base, {})[number] = scope.module
     doubtful: set[tuple[str, str]] = set()
-    for base, at in modules.items():
+    for base, module_by_number in modules.items():
         first = int(hasattr(builtins, base))  # torch calls no node `pow`, but `pow_1`
-        for number in range(first, max(at) + 1):
-            if number not in at:
-                beside = (at[n] for n in (_next(at, number, -1), _next(at, number, 1)) if n in at)
-                doubtful.update((module, base) for module in beside)
+        # A number that is missing belongs to a call that the exporter left out, or merged.
+        for number in range(first, max(module_by_number) + 1):
+            if number not in module_by_number:
+                neighbours = (
+                    module_by_number[n]
+                    for n in (
+                        _next(module_by_number, number, -1),
+                        _next(module_by_number, number, 1),
+                    )
+                    if n in module_by_number
+                )
+                doubtful.update((module, base) for module in neighbours)
     calls: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, place in places.items():
         calls[place].append(name)
-    found: dict[str, Call] = {}
+    calls_by_name: dict[str, Call] = {}
     for (module, _), names in calls.items():
+        # With one base name torch's own numbers give the order of the program.
         if len({_base(name)[0] for name in names}) == 1:
             names.sort(key=lambda name: _base(name)[1])
         by_line: dict[str, list[str]] = defaultdict(list)
         for nth, name in enumerate(names):
-            found[name] = Call(nth, len(names), (module, _base(name)[0]) not in doubtful)
+            calls_by_name[name] = Call(nth, len(names), (module, _base(name)[0]) not in doubtful)
             by_line[lines[name]].append(name)
         for same in by_line.values():
             for nth, name in enumerate(same):
-                found[name] = found[name]._replace(on_line=nth, in_line=len(same))
-    return found
+                calls_by_name[name] = calls_by_name[name]._replace(on_line=nth, in_line=len(same))
+    return calls_by_name
 
 
-def _next(at: Mapping[int, str], number: int, step: int) -> int:
+def _next(module_by_number: Mapping[int, str], number: int, step: int) -> int:
     """The nearest number that is there, on one side."""
-    while number not in at and 0 <= number <= max(at):
+    while number not in module_by_number and 0 <= number <= max(module_by_number):
         number += step
     return number
 
@@ -109,19 +118,22 @@ def results(graph: Graph, scopes: Sequence[Scope]) -> dict[str, Result]:
     A value has the name of its call. Of several results each has one that says only that it is a
     part; they are the outputs of one node, in order.
     """
-    found: dict[str, Result] = {}
+    results_by_value: dict[str, Result] = {}
     parts: dict[str, list[tuple[str, ...]]] = defaultdict(list)
     for node, scope in zip(graph.nodes, scopes, strict=True):
         if not scope.operator or not scope.target:
             continue
         if scope.operator in node.outputs:
-            found[scope.operator] = Result(scope.operator)
+            results_by_value[scope.operator] = Result(scope.operator)
         elif node.outputs and all(not v or _PART.fullmatch(v) for v in node.outputs):
             parts[scope.operator].append(node.outputs)
-    for call, given in parts.items():
-        if call not in found and len(given) == 1:
-            found |= {value: Result(call, at) for at, value in enumerate(given[0]) if value}
-    return found
+    for call, outputs in parts.items():
+        # Several nodes for one call: nothing says which of them holds the parts.
+        if call not in results_by_value and len(outputs) == 1:
+            results_by_value |= {
+                value: Result(call, slot) for slot, value in enumerate(outputs[0]) if value
+            }
+    return results_by_value
 
 
 def line_ends(graph: Graph, scopes: Sequence[Scope]) -> set[str]:
@@ -136,10 +148,11 @@ def line_ends(graph: Graph, scopes: Sequence[Scope]) -> set[str]:
             readers = graph.readers.get(value, ())
             if value and (value in outputs or any(places[r] != places[number] for r in readers)):
                 groups[places[number]].append(value)
+    # A line with one value to others can be compared as a whole, however it was decomposed.
     return {values[0] for values in groups.values() if len(values) == 1}
 
 
-# What a graph does with its weights, node by node: products, convolutions, norms, look-ups.
+# Nodes with weights: products, convolutions, norms, look-ups.
 
 
 _KINDS = {
@@ -157,35 +170,36 @@ _KINDS = {
 }
 
 
-def works(graph: Graph, names: Names) -> list[dict[str, Any]]:
+def weighted_nodes(graph: Graph, names: Names) -> list[dict[str, Any]]:
     """Every node with weights: its kind, the value it takes, the site of what it makes."""
     constant = _constants(graph)
-    found: list[dict[str, Any]] = []
+    weighted_nodes: list[dict[str, Any]] = []
     for node in graph.nodes:
         kind = _KINDS.get(node.op)
         if kind is None or not node.outputs:
             continue
-        taken = _taken(node, constant, graph)
-        if not taken:
+        data_input = _taken(node, constant, graph)
+        if not data_input:
             continue
         made = _with_bias(node, constant, graph)
-        about: dict[str, Any] = {"kind": kind, "takes": taken, "makes": names.site(made)}
+        about: dict[str, Any] = {"kind": kind, "takes": data_input, "makes": names.site(made)}
         shape = graph.shapes.get(made)
         if shape is not None and all(isinstance(size, int) for size in shape):
             about["shape"] = list(shape)
         if any(graph.nodes[n].op == "BatchNormalization" for n in graph.readers.get(made, ())):
             about["norm_after"] = True
-        found.append(about)
-    return found
+        weighted_nodes.append(about)
+    return weighted_nodes
 
 
 def _constants(graph: Graph) -> set[str]:
     """Values that do not depend on any input: weights, and what is computed of them alone."""
-    known = set(graph.constants)
+    constants = set(graph.constants)
     for node in graph.nodes:
-        if all(value in known for value in node.inputs if value) and not node.subgraphs:
-            known.update(value for value in node.outputs if value)
-    return known
+        # A loop or branch may compute something else every time.
+        if all(value in constants for value in node.inputs if value) and not node.subgraphs:
+            constants.update(value for value in node.outputs if value)
+    return constants
 
 
 def _taken(node: Node, constant: set[str], graph: Graph) -> str:
@@ -194,6 +208,7 @@ def _taken(node: Node, constant: set[str], graph: Graph) -> str:
     if node.op == "Gather":
         table, ids = (*operands, "", "")[:2]
         shape = graph.shapes.get(table)
+        # An embedding table has two axes; other look-ups are indexing.
         is_table = table in constant and (shape is None or len(shape) == 2)
         return ids if is_table and ids not in constant else ""
     if node.op == "MatMul":
@@ -211,6 +226,7 @@ def _with_bias(node: Node, constant: set[str], graph: Graph) -> str:
         return made
     after = graph.nodes[readers[0]]
     other = [value for value in after.inputs if value and value != made]
+    # A bias has one axis; another sum is a residual connection.
     shape = graph.shapes.get(other[0]) if len(other) == 1 else None
     is_bias = after.op == "Add" and bool(other) and other[0] in constant
     return after.outputs[0] if is_bias and shape is not None and len(shape) == 1 else made

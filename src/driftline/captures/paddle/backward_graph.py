@@ -1,11 +1,12 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""Nodes of Paddle's backward graph, the edges that lead to given ones, and where a hook may stand.
+"""Paddle's backward graph: its nodes, the edges that lead to given nodes, and its passes.
 
-A hook behind a node hands the node's results back to Paddle, which does not take lists of tensors
-there: the program's backward would raise. So only nodes of operations without lists of tensors,
-by name, are ever hooked (`senders.py` has some of the others). Knows nothing of calls and sessions.
+A hook behind a node hands the node's results back to Paddle, which does not accept lists of tensors
+there: the program's backward would raise. So only nodes of operations without lists of tensors, by
+name, are ever hooked (`list_operations` covers some of the others). Knows nothing of calls and
+sessions.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ from typing import Any, NamedTuple, Protocol
 import paddle
 from paddle.base import core
 
+from driftline.captures.patching import PatchSet
+
+# The node that adds into a leaf's gradient; the graph ends there.
 _LEAF = "GradNodeAccumulation"
 _MOST_NODES = 20_000
 
+# An argument that is a list of tensors, as the C++ declaration spells it.
 _LIST = re.compile(r"vector<[^<>]*Tensor")
 _HEADER = "include/paddle/phi/api/include/api.h"
 _DECLARED = re.compile(r"^PADDLE_API\s+.*?\s(\w+)\((.*?)\);", re.M | re.S)
@@ -48,6 +53,7 @@ unstack view_dtype view_shape where
 USUAL = tuple(_USUAL.split())
 """Operations that take no list of tensors, by Paddle's names, for where its header is not there."""
 
+# Not an operation of the header, but a node that Paddle makes for convolutions.
 _EXTRA = ("Conv2dGradNodeFinal",)
 
 
@@ -66,6 +72,7 @@ def hookable() -> frozenset[str]:
     """Names of nodes whose operations take no list of tensors, as the installed header says."""
     try:
         text = (Path(paddle.__file__).parent / _HEADER).read_text(encoding="utf-8")
+    # A wheel without headers: the list above stands in for them.
     except OSError:
         text = ""
     declared = _DECLARED.findall(text)
@@ -100,10 +107,11 @@ def _surplus() -> bool:
         leaf = paddle.to_tensor([1.0], place=paddle.CPUPlace(), stop_gradient=False)
         node = (leaf * 2.0).grad_fn
     held = sys.getrefcount(node)
+    # Compared with a fresh object, because versions of Python count differently.
     return held == sys.getrefcount(object()) + 2  # the name `node`, and the one too many
 
 
-class Held:
+class ReturnedLists:
     """What hooks behind nodes have returned to Paddle: emptied once the backward pass is over.
 
     Paddle 3.3 keeps a reference to the returned list for ever, and to what is in it.
@@ -112,16 +120,17 @@ class Held:
     def __init__(self) -> None:
         self._lists: list[list[Any]] = []
 
-    def append(self, given: list[Any]) -> None:
-        self._lists.append(given)
+    def append(self, returned: list[Any]) -> None:
+        self._lists.append(returned)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Called when no hook is under way: Paddle has taken what it was given."""
         while self._lists:
-            given = self._lists.pop()
-            given.clear()
-            if sys.getrefcount(given) == sys.getrefcount(object()) + 2:
-                _forget(given)  # nobody else can reach it
+            returned = self._lists.pop()
+            returned.clear()
+            # The list is referred to by the variable, the call, and Paddle's surplus only.
+            if sys.getrefcount(returned) == sys.getrefcount(object()) + 2:
+                _forget(returned)  # nobody else can reach it
 
 
 class Edge(NamedTuple):
@@ -151,11 +160,12 @@ class Edge(NamedTuple):
             ValueError: It cannot be told which of the results it is.
         """
         if len(sent) == self.width:
-            found = sent[self.position]
-            return found if found is not None and found._is_initialized() else None
-        filled = [one for one in sent if one is not None and one._is_initialized()]
+            gradient = sent[self.position]
+            return gradient if gradient is not None and gradient._is_initialized() else None
+        filled = [tensor for tensor in sent if tensor is not None and tensor._is_initialized()]
         if len(filled) == self.present:
             return filled[self.before]
+        # Nothing was sent: a branch of the program that does not depend on its inputs.
         if not filled:
             return None
         raise ValueError(f"{len(sent)} results and {self.width} next functions do not match")
@@ -183,18 +193,19 @@ def edges_into(
     Raises:
         TooMany: There are more.
     """
-    found: list[tuple[Any, list[Edge]]] = []
+    nodes_with_edges: list[tuple[Any, list[Edge]]] = []
     stack: list[Any] = []
     seen: set[int] = set()
     for node in ends:
         pointer = node.node_ptr()
+        # A source is an end, too, where a module returns its input unchanged.
         if pointer not in seen and pointer not in sources and node.name() != _LEAF:
             seen.add(pointer)
             stack.append(node)
     while stack:
         node = stack.pop()
         following = node.next_functions
-        present = sum(one is not None for one in following)
+        present = sum(function is not None for function in following)
         edges: list[Edge] = []
         before = 0
         for position, after in enumerate(following):
@@ -208,13 +219,14 @@ def edges_into(
                 stack.append(after)
             before += 1
         if edges:
-            found.append((node, edges))
+            nodes_with_edges.append((node, edges))
+        # A graph of this size takes seconds to walk in Python; the caller reports the loss.
         if len(seen) > most:
             raise TooMany
-    return found
+    return nodes_with_edges
 
 
-# Notices backward passes: from which tensors one begins, and when it is over.
+# Backward passes: from which tensors one begins, and when it is over.
 
 
 _eager: Any = core.eager
@@ -222,7 +234,7 @@ _NAMES = ("run_backward", "run_partial_grad")
 
 
 class Listener(Protocol):
-    """Told of every pass of the process; never raises."""
+    """Informed of every pass of the process; never raises."""
 
     def begins(self, roots: list[Any]) -> None:
         """A pass, or one within a pass, is about to begin at these tensors."""
@@ -240,8 +252,7 @@ class _Pass(threading.local):
 
 _lock = threading.Lock()
 _listeners: list[Listener] = []
-_plain: dict[str, Callable[..., Any]] = {}
-_ours: dict[str, Callable[..., Any]] = {}
+_patches = PatchSet()
 _numbers = itertools.count(1)
 _pass = _Pass()
 
@@ -255,9 +266,7 @@ def watch(listener: Listener) -> None:
     with _lock:
         if not _listeners:
             for name in _NAMES:
-                _plain[name] = getattr(_eager, name)
-                _ours[name] = _telling(_plain[name])
-                setattr(_eager, name, _ours[name])
+                _patches.replace(_eager, name, _telling)
         _listeners.append(listener)
 
 
@@ -266,10 +275,8 @@ def unwatch(listener: Listener) -> None:
         if listener not in _listeners:
             return
         _listeners.remove(listener)
-        for name in () if _listeners else _NAMES:
-            # Somebody else may have wrapped it after us; then ours stays below, doing nothing.
-            if getattr(_eager, name) is _ours[name]:
-                setattr(_eager, name, _plain[name])
+        if not _listeners:
+            _patches.restore()
 
 
 def _telling(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -277,6 +284,7 @@ def _telling(plain: Callable[..., Any]) -> Callable[..., Any]:
         if not _pass.depth:
             _pass.number = next(_numbers)
         for listener in tuple(_listeners):
+            # Listeners learn of inner passes, which double differentiation starts.
             listener.begins([*roots] if isinstance(roots, (list, tuple)) else [roots])
         _pass.depth += 1
         try:

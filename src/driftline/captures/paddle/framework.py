@@ -1,6 +1,9 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Paddle, as the saving hook sees it; see `adapters.saving`."""
+"""Paddle, as capture and the saving hook see it: models, leaf layers, sessions, hooks.
+
+The counterpart of `torch/framework.py`; the interface is described in `captures.framework`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from driftline.captures.naming import unwrapped
 from driftline.captures.options import Reduction
 from driftline.captures.paddle import layers as flatten
 from driftline.captures.paddle import module_calls
-from driftline.captures.paddle.layers import FAMILY, Layer, facts, rank
+from driftline.captures.paddle.layers import STRUCTURE, Layer, facts, rank
 from driftline.captures.paddle.session import NO_OPERATORS, PaddleSession
 from driftline.captures.paddle.tensors import snapshot, undisturbed
 from driftline.captures.recorder import Refusal, Snapshot
@@ -28,23 +31,24 @@ __all__ = ["active", "check_levels", "facts", "is_model", "session_for"]
 
 
 class Engine:
-    """Paddle's answers."""
+    """The view of the saving hook; see `captures.framework.Engine`."""
 
     def is_model(self, model: object) -> bool:
         return isinstance(model, Layer)
 
     def leaves(self, model: Any) -> list[Leaf]:
-        layers = list(unwrapped(FAMILY, model).named_sublayers(include_self=True))
+        layers = list(unwrapped(STRUCTURE, model).named_sublayers(include_self=True))
         # One operator computes an LSTM; its cells hold the weights and are never called.
-        cells = [one for _, layer in layers if isinstance(layer, RNNBase) for one in layer]
-        silent = {id(one) for cell in cells for one in cell.sublayers(include_self=True)}
+        cells = [cell for _, layer in layers if isinstance(layer, RNNBase) for cell in layer]
+        silent = {id(part) for cell in cells for part in cell.sublayers(include_self=True)}
         return [
             Leaf(layer, name, str(layer.full_name()), id(layer) not in silent)
             for name, layer in layers
-            if not any(True for _ in FAMILY.children(layer))
+            if not any(True for _ in STRUCTURE.children(layer))
         ]
 
     def after_forward(self, layer: Any, look: Callable[[Any], None]) -> None:
+        # The hook must return nothing, or Paddle would replace the output.
         def hook(_layer: object, _inputs: object, output: object) -> None:
             look(output)
 
@@ -56,6 +60,7 @@ class Engine:
                 yield short, str(parameter.name), parameter
 
     def at_gradient(self, parameter: Any, look: Callable[[Any], None]) -> None:
+        # The same for gradients.
         def hook(gradient: Any) -> None:
             if gradient is not None:
                 look(gradient)
@@ -81,7 +86,7 @@ class Engine:
         return facts()
 
 
-# What the doors of capture need of Paddle: a session for one model, and who runs now.
+# Entry points for `captures.api`.
 
 
 active = module_calls.active

@@ -1,10 +1,11 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""What comes back to one input of one call, put together from what passes in the backward graph.
+"""Gradients of Paddle layers and parameters, read without touching what autograd computes.
 
-What the call's own operations send, as hooks show it, an `Inflow` adds up. `Rest` is for inputs
-where one of them shows nothing: the input's total, less what everybody else sends to it. Nothing is
-put into the graph; what cannot be told is said, never guessed.
+The gradient of a call's input is put together from what passes in the backward graph. What the
+call's own operations send, as hooks show it, is added up by `GradientSum`. `GradientByDifference`
+is for inputs where an operation shows nothing: the input's total, less what all others send to it.
+Nothing is put into the graph; what cannot be determined is reported, never guessed.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from driftline.captures.gradients import CallGradients, Inflow, PassedCall
+from driftline.captures.gradients import CallGradients, GradientSum, PassedCall
 from driftline.captures.paddle import backward_graph, list_operations
 from driftline.captures.paddle.backward_graph import (
     Edge,
-    Held,
+    ReturnedLists,
     TooMany,
     edges_into,
     hookable,
@@ -32,6 +33,7 @@ from driftline.captures.paddle.backward_graph import (
 from driftline.captures.paddle.optimizers import ParameterGradients
 from driftline.captures.paddle.tensors import grad_enabled, undisturbed
 
+# More terms would mean more than 2**14 choices, too many to try during a backward pass.
 _MOST_TERMS, _LOOKED_AT = 14, 256
 _UNSEEN = "operations of a pass that nobody saw begin"
 
@@ -45,7 +47,9 @@ def shows(node: Any) -> bool:
     return node.name() in hookable() or list_operations.find(node.node_ptr()) is not None
 
 
-def look_at(node: Any, edges: list[tuple[Edge, Arrived]], held: Held, failed: Failed) -> Any:
+def look_at(
+    node: Any, edges: list[tuple[Edge, Arrived]], held: ReturnedLists, failed: Failed
+) -> Any:
     """Show what a node sends along some of its edges; gives what takes the hook away again."""
     watch = _Watch(edges, failed)
     if node.name() in hookable():
@@ -78,19 +82,19 @@ class _NodeHook:
 
     __slots__ = ("_held", "_watch")
 
-    def __init__(self, watch: _Watch, held: Held) -> None:
+    def __init__(self, watch: _Watch, held: ReturnedLists) -> None:
         self._watch = watch
         self._held = held.append
 
     def __call__(self, sent: Any, _: Any) -> Any:
         self._watch(sent)
         # Paddle goes on with what a hook returns, the very same tensors, and never lets it go.
-        given = list(sent)
-        self._held(given)
-        return given
+        returned = list(sent)
+        self._held(returned)
+        return returned
 
 
-class Rest:
+class GradientByDifference:
     """One input of one call, by its total: the hook on the input itself.
 
     Which edges lead to it from outside of the call is known when a backward pass begins. None: the
@@ -136,14 +140,16 @@ class Rest:
         self._why: str | None = _UNSEEN
         self._remove: list[Callable[[], None]] = []
 
-    def begin(self, reached: list[tuple[Any, list[Edge]]], held: Held, failed: Failed) -> None:
+    def begin(
+        self, reached: list[tuple[Any, list[Edge]]], held: ReturnedLists, failed: Failed
+    ) -> None:
         """A pass begins in which these edges lead to the input's origin."""
         own: list[tuple[Any, list[Edge]]] = []
         foreign: list[tuple[Any, list[Edge]]] = []
         for node, edges in reached:
-            mine = [edge for edge in edges if edge.source == self.source]
-            inside = [edge for edge in mine if (node.node_ptr(), edge.position) in self.edges]
-            outside = [edge for edge in mine if edge not in inside]
+            edges_here = [edge for edge in edges if edge.source == self.source]
+            inside = [edge for edge in edges_here if (node.node_ptr(), edge.position) in self.edges]
+            outside = [edge for edge in edges_here if edge not in inside]
             own += [(node, inside)] if inside else []
             foreign += [(node, outside)] if outside else []
         if not own:
@@ -154,8 +160,10 @@ class Rest:
         if not foreign:
             return
         watched = [(node, edges, self._foreign) for node, edges in foreign]
+        # Of parts of one result the call's own terms are needed too, to tell the parts apart.
         if self.is_part:
             watched += [(node, edges, self._mine) for node, edges in own]
+        # One operation that shows nothing makes the difference unknown.
         blind = [node.name() for node, *_ in watched if not shows(node)]
         if blind:
             self._why = blind[0].removesuffix("GradNode")
@@ -196,6 +204,8 @@ class Rest:
         """What of the total is the call's own; None, and the reason in `_why`, if unknown."""
         if self._why is not None or not self._expected:
             return total if self._why is None else None
+        # A neighbour that did not run sent nothing, or was not seen; the difference would be a
+        # guess.
         if len(self._others) != self._expected:
             self._why = "neighbours that did not run"
             return None
@@ -206,8 +216,8 @@ class Rest:
         if others is None:
             return None
         with undisturbed():
-            for one in others:
-                total = total if one is None else total - one
+            for gradient in others:
+                total = total if gradient is None else total - gradient
         return total
 
 
@@ -216,21 +226,26 @@ def _addressed_here(total: Any, own: list[Any], others: list[Any]) -> list[Any] 
 
     None if more than one choice of terms gives the total, or none does.
     """
-    terms = [(one, False) for one in own] + [(one, True) for one in others]
-    terms = [(one, far) for one, far in terms if one is not None and one.shape == total.shape]
+    terms = [(tensor, False) for tensor in own] + [(tensor, True) for tensor in others]
+    terms = [
+        (tensor, far) for tensor, far in terms if tensor is not None and tensor.shape == total.shape
+    ]
+    # Every further term doubles the number of choices.
     if len(terms) > _MOST_TERMS:
         return None
-    goal, *values = (_some_of(one) for one in (total, *(one for one, _ in terms)))
+    goal, *values = (_some_of(tensor) for tensor in (total, *(tensor for tensor, _ in terms)))
+    # Rounding of the sum: 16-bit formats keep three digits, float32 seven.
     allowed = np.abs(values).sum(axis=0) * (0.02 if total.element_size() == 2 else 1e-5)
     fitting: list[tuple[int, ...]] = []
     for count in range(len(terms) + 1):
         for chosen in itertools.combinations(range(len(terms)), count):
-            apart = np.abs(sum((values[at] for at in chosen), np.zeros_like(goal)) - goal)
+            apart = np.abs(sum((values[index] for index in chosen), np.zeros_like(goal)) - goal)
             if bool((apart <= allowed).all()):
                 fitting.append(chosen)
+    # Two choices that both fit would name different gradients.
     if len(fitting) != 1:
         return None
-    return [terms[at][0] for at in fitting[0] if terms[at][1]]
+    return [terms[index][0] for index in fitting[0] if terms[index][1]]
 
 
 def _some_of(tensor: Any) -> Any:
@@ -247,11 +262,11 @@ def _copied(gradient: Any) -> Any:
         return gradient.clone()
 
 
-# Gradients of layers and parameters, read without touching what autograd computes.
+# The tap: hooks of a session's calls.
 
 
 Named = Sequence[tuple[str, str, Any]]
-"""Slot, alias and tensor, as `modules.py` hands them out."""
+"""Slot, alias and tensor, as `module_calls` hands them out."""
 
 _WHOLE_GRAPH = 400_000
 """Nodes of a whole backward graph that are looked at; about a second of Python."""
@@ -266,10 +281,10 @@ class GradientTap(CallGradients):
         self._parameters = ParameterGradients(session)
         self._calls = _Calls()
         self._lock = threading.Lock()
-        self._open: list[tuple[Inflow[Any], int]] = []
-        self._held = Held()
+        self._open: list[tuple[GradientSum[Any], int]] = []
+        self._held = ReturnedLists()
         self._on_leaves: list[tuple[int, Any]] = []
-        self._rests: weakref.WeakSet[Rest] = weakref.WeakSet()
+        self._differences: weakref.WeakSet[GradientByDifference] = weakref.WeakSet()
 
     def install(self) -> None:
         self.active = True
@@ -288,7 +303,7 @@ class GradientTap(CallGradients):
 
     @contextmanager
     def around_root(self, module: Any) -> Generator[None]:
-        """Called by `modules.py` around each call of a root layer."""
+        """Called by `module_calls` around each call of a root layer."""
         calls = self._calls
         depth = len(calls.items)
         self._parameters.watch(module)
@@ -309,6 +324,8 @@ class GradientTap(CallGradients):
         origins = [node_of(tensor) for _, _, tensor in inputs]
         for node in origins:
             if node is not None:
+                # A node is numbered by the first call that saw it, which may be older than this
+                # one.
                 calls.met.setdefault(node.node_ptr(), (calls.serial - 1, node))
         calls.items.append((frame, calls.serial, origins))
 
@@ -336,9 +353,9 @@ class GradientTap(CallGradients):
             node = node_of(tensor)
             if node is None:
                 continue
-            known = calls.met.get(node.node_ptr())
+            met_before = calls.met.get(node.node_ptr())
             handed_through = any(o is not None and o.node_ptr() == node.node_ptr() for o in origins)
-            if known is not None and known[0] < began and not handed_through:
+            if met_before is not None and met_before[0] < began and not handed_through:
                 continue  # made before this call, and not given to it: a cached tensor
             ends.append((slot, alias, tensor, node))
         wants = self.session.wants
@@ -359,72 +376,91 @@ class GradientTap(CallGradients):
         inputs: Named,
         ends: list[Any],
     ) -> None:
-        given: dict[int, list[tuple[str, str, Any]]] = {}
-        for (slot, alias, tensor), node in zip(inputs, origins, strict=True):
-            if node is not None:
-                known = given.setdefault(node.node_ptr(), [])
-                if not any(_same(one, tensor) for *_, one in known):
-                    known.append((slot, alias, tensor))
-        if not given:
+        parts_by_node = _parts_by_node(inputs, origins)
+        if not parts_by_node:
             return
         met = self._calls.met
 
         def is_older(pointer: int) -> bool:
-            known = met.get(pointer)
-            return known is not None and known[0] < began
+            met_node = met.get(pointer)
+            return met_node is not None and met_node[0] < began
 
         try:
-            reached = edges_into(given.keys(), ends, is_older)
+            reached = edges_into(parts_by_node.keys(), ends, is_older)
         except TooMany:
             self.without(call, "more operations than are looked at")
             return
-        unclear = {pointer for pointer, parts in given.items() if len(parts) > 1}
+        # Where several inputs share a node, or a node shows nothing, sums cannot be assigned to
+        # one.
+        unclear = {pointer for pointer, parts in parts_by_node.items() if len(parts) > 1}
         unclear |= {edge.source for node, edges in reached if not shows(node) for edge in edges}
-        inflows = {p: Inflow(call, *parts[0][:2]) for p, parts in given.items() if p not in unclear}
+        sums = {
+            pointer: GradientSum(call, *parts[0][:2])
+            for pointer, parts in parts_by_node.items()
+            if pointer not in unclear
+        }
         for node, edges in reached:
-            watched = [(edge, inflows[edge.source]) for edge in edges if edge.source in inflows]
-            for _, inflow in watched:
-                inflow.expected += 1
+            watched = [(edge, sums[edge.source]) for edge in edges if edge.source in sums]
+            for _, gradient_sum in watched:
+                gradient_sum.expected += 1
             if watched:
-                arrivals = [(edge, inflow.arrived) for edge, inflow in watched]
+                arrivals = [(edge, gradient_sum.arrived) for edge, gradient_sum in watched]
                 look_at(node, arrivals, self._held, functools.partial(self.lost, call.site))
         for pointer in unclear:
-            own = {
-                (node.node_ptr(), edge.position)
-                for node, edges in reached
-                for edge in edges
-                if edge.source == pointer
-            }
-            is_part = len(given[pointer]) > 1
-            for slot, alias, tensor in given[pointer] if own else ():
-                self._hook_total(Rest(call, slot, alias, pointer, own, is_part=is_part), tensor)
+            self._hook_unclear(call, pointer, parts_by_node[pointer], reached)
 
-    def _hook_total(self, rest: Rest, tensor: Any) -> None:
+    def _hook_unclear(
+        self,
+        call: PassedCall[GradientTap],
+        pointer: int,
+        parts: list[tuple[str, str, Any]],
+        reached: list[tuple[Any, list[Edge]]],
+    ) -> None:
+        """Inputs whose gradient is known by its total only."""
+        own = {
+            (node.node_ptr(), edge.position)
+            for node, edges in reached
+            for edge in edges
+            if edge.source == pointer
+        }
+        for slot, alias, tensor in parts if own else ():
+            difference = GradientByDifference(
+                call, slot, alias, pointer, own, is_part=len(parts) > 1
+            )
+            self._hook_total(difference, tensor)
+
+    def _hook_total(self, difference: GradientByDifference, tensor: Any) -> None:
+        # An in-place operation has given the tensor another origin; its hook would see the wrong
+        # total.
         now = node_of(tensor)
-        if now is None or now.node_ptr() != rest.source:
-            self.without(rest.call, "an input that was changed in place")
+        if now is None or now.node_ptr() != difference.source:
+            self.without(difference.call, "an input that was changed in place")
             return
-        handle = tensor.register_hook(rest)
+        handle = tensor.register_hook(difference)
         if tensor.is_leaf:  # which outlives this call's graph
-            self._on_leaves.append((rest.call.step, handle))
-            while self._on_leaves[0][0] < rest.call.step:
+            self._on_leaves.append((difference.call.step, handle))
+            while self._on_leaves[0][0] < difference.call.step:
                 self._on_leaves.pop(0)[1].remove()
-        self._rests.add(rest)
+        self._differences.add(difference)
 
     def begins(self, roots: list[Any]) -> None:
         """A backward pass begins: who else sends something to inputs that are known by totals?"""
-        rests = list(self._rests)
-        if not rests or not self.active:
+        differences = list(self._differences)
+        if not differences or not self.active:
             return
         try:
             nodes = [node for node in map(node_of, roots) if node is not None]
-            reached = edges_into({rest.source for rest in rests}, nodes, most=_WHOLE_GRAPH)
-            for rest in rests:
-                rest.begin(reached, self._held, functools.partial(self.lost, rest.call.site))
+            reached = edges_into(
+                {difference.source for difference in differences}, nodes, most=_WHOLE_GRAPH
+            )
+            for difference in differences:
+                difference.begin(
+                    reached, self._held, functools.partial(self.lost, difference.call.site)
+                )
         except TooMany:
             return  # the hooks on the inputs say that nobody has seen it
         except Exception as error:
-            self.lost(rests[0].call.site, error)
+            self.lost(differences[0].call.site, error)
 
     def without(self, call: PassedCall[GradientTap], what: str) -> None:
         """An input gradient of a call cannot be had."""
@@ -442,21 +478,37 @@ class GradientTap(CallGradients):
     def over(self) -> None:
         with self._lock:
             waiting, self._open = self._open, []
-        for rest in list(self._rests):
-            rest.forget()
-        self._held.let_go()
-        for inflow, task in waiting:
-            inflow.finish(task)
+        # Before the sums are emitted, so that hooks of this pass do not stay for the next.
+        for difference in list(self._differences):
+            difference.forget()
+        self._held.release()
+        for gradient_sum, task in waiting:
+            gradient_sum.finish(task)
 
-    def expect(self, inflow: Inflow[Any], task: int) -> None:
+    def expect(self, gradient_sum: GradientSum[Any], task: int) -> None:
         with self._lock:
-            self._open.append((inflow, task))
+            self._open.append((gradient_sum, task))
 
 
-def _same(one: Any, other: Any) -> bool:
+def _parts_by_node(inputs: Named, origins: list[Any]) -> dict[int, list[tuple[str, str, Any]]]:
+    """The inputs of a call by the node that made them; several may be parts of one result."""
+    parts_by_node: dict[int, list[tuple[str, str, Any]]] = {}
+    for (slot, alias, tensor), node in zip(inputs, origins, strict=True):
+        # Inputs that need no gradient have no origin.
+        if node is not None:
+            same_node = parts_by_node.setdefault(node.node_ptr(), [])
+            # One tensor that is given twice has one gradient.
+            if not any(_same(tensor_before, tensor) for *_, tensor_before in same_node):
+                same_node.append((slot, alias, tensor))
+    return parts_by_node
+
+
+def _same(tensor: Any, other: Any) -> bool:
     """Whether two inputs are one tensor, given twice."""
-    return one is other or (
-        one.shape == other.shape and one._is_initialized() and one.data_ptr() == other.data_ptr()
+    return tensor is other or (
+        tensor.shape == other.shape
+        and tensor._is_initialized()
+        and tensor.data_ptr() == other.data_ptr()
     )
 
 

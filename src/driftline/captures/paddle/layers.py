@@ -1,6 +1,9 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""What Paddle layers are made of, for `adapters.names`: wrappers, classes, static regions."""
+"""The structure of Paddle layers: wrappers, the layer tree, flattened calls, static regions.
+
+Also the facts of Paddle's own state that belong into the record of a run.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,14 @@ _WRAPPERS = {
 }
 
 
-class PaddleFamily:
-    """Paddle's answers to `adapters.names.Family`."""
+class PaddleStructure:
+    """Structure of Paddle layers; see `naming.ModuleStructure`."""
 
     kind: type = Layer
     table = "_sub_layers"
 
     def wrapped(self, module: Any) -> Any | None:
+        # By name, so that no optional part of Paddle has to be imported.
         attribute = _WRAPPERS.get(type(module).__name__)
         return module._sub_layers.get(attribute) if attribute else None
 
@@ -58,18 +62,19 @@ class PaddleFamily:
         return False
 
 
-FAMILY = PaddleFamily()
+STRUCTURE = PaddleStructure()
 
 
 def is_static(layer: Any) -> bool:
     """Whether calling this layer runs a static graph (`paddle.jit.to_static(layer)`)."""
+    # `to_static` replaces the forward of an instance, or of a class.
     forward = layer.__dict__.get("forward") or type(layer).forward
     return type(forward).__module__.startswith("paddle.jit.") or hasattr(
         forward, "concrete_program"
     )
 
 
-# The layer tree of the models a session has met, as the value that topology keeps.
+# The layer tree, as the topology of a run keeps it.
 
 
 def layer_tree(names: ModuleNames, order: Iterable[str]) -> ModuleTree:
@@ -77,6 +82,7 @@ def layer_tree(names: ModuleNames, order: Iterable[str]) -> ModuleTree:
     roots: list[ModuleNode] = []
     for root in names.roots:
         layer = root.module()
+        # A model that was freed keeps the tree it had when it was last seen.
         if layer is not None:
             root.tree = _node(layer, names, set())
         if root.tree is not None:
@@ -85,15 +91,16 @@ def layer_tree(names: ModuleNames, order: Iterable[str]) -> ModuleTree:
 
 
 def _node(layer: Any, names: ModuleNames, seen: set[int]) -> ModuleNode:
-    layer = unwrapped(FAMILY, layer)
+    layer = unwrapped(STRUCTURE, layer)
     place = names.known(layer)
-    class_name = FAMILY.class_name(layer)
+    class_name = STRUCTURE.class_name(layer)
     site = place.site if place else class_name
     ids = place.ids if place else None
+    # A layer that is used twice is listed in full once.
     if id(layer) in seen:
         return ModuleNode(site, class_name, ids, shared=True)
     seen.add(id(layer))
-    below = tuple((name, _node(child, names, seen)) for name, child in FAMILY.children(layer))
+    below = tuple((name, _node(child, names, seen)) for name, child in STRUCTURE.children(layer))
     return ModuleNode(site, class_name, ids, _parameters(layer), below)
 
 
@@ -111,7 +118,7 @@ def _parameters(layer: Any) -> tuple[Parameter, ...]:
     )
 
 
-# Calls of Paddle layers as flat lists of named tensors; the rule is `adapters.flatten`'s.
+# Calls as flat lists of named tensors; the rule is in `captures.flatten`.
 
 
 _core: Any = core

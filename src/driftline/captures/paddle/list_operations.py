@@ -1,11 +1,11 @@
-"""Operations behind which no hook can stand, and what they send back all the same.
+"""Operations whose nodes cannot carry a hook, and how their gradients are obtained all the same.
 
-Paddle takes no lists back from a hook behind a node (`edges.py`), so the nodes of operations that
+Paddle accepts no lists from a hook behind a node (`backward_graph`), so nodes of operations that
 take lists of tensors, and those of a `PyLayer`, are never hooked. What some of them send is known
-without: `concat`, `stack` and `add_n` hand out parts of what arrives at their result, `einsum`
-multiplies it with the other operands, and a `PyLayer` is Python. So the Python functions are
-wrapped while somebody watches, a hook on the result says what arrives, and nothing of the graph is
-touched.
+without a hook: `concat`, `stack` and `add_n` hand out parts of what arrives at their result,
+`einsum` multiplies it with the other operands, and a `PyLayer` is Python. So the Python functions
+are wrapped while a session watches, a hook on the result says what arrives, and nothing of the
+graph is touched.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -35,6 +35,7 @@ _lock = threading.Lock()
 _watching = 0
 _plain: dict[str, Callable[..., Any]] = {}
 _plain_backward: Callable[..., Any] = _PyLayerBackward.backward
+# Weak: the hook on the result keeps a sender alive, and both go with the graph.
 _senders: weakref.WeakValueDictionary[int, _Sender] = weakref.WeakValueDictionary()
 
 
@@ -63,6 +64,7 @@ class _Sender:
 
     def __call__(self, gradient: Any) -> None:
         """The hook on the result: called right before its node runs."""
+        # What a PyLayer sends is seen when its own backward has run, not here.
         if self._divide is None:
             _running.layer = self
         elif self._listeners and gradient is not None:
@@ -104,6 +106,7 @@ def unwatch() -> None:
             # Somebody else may have wrapped it after us; then ours stays below, doing nothing.
             if getattr(_ops, name) is wrapped:
                 setattr(_ops, name, _plain[name])
+        # `apply` is inherited, so the wrapper is removed rather than replaced by the original.
         if vars(_PyLayer).get("apply") is not None:
             del _PyLayer.apply
         if _PyLayerBackward.backward is _backward:
@@ -120,6 +123,7 @@ def _note(results: Any, divide: Callable[[Any], Sent] | None) -> None:
         for tensor in tensors:
             node = node_of(tensor) if isinstance(tensor, paddle.Tensor) else None
             if node is not None:
+                # Several results of one operation share one node, and one sender.
                 sender = sender or _Sender(divide)
                 _senders[node.node_ptr()] = sender
                 tensor.register_hook(sender)
@@ -160,6 +164,7 @@ def _add_n(tensors: Any, *rest: Any, **named: Any) -> Any:
 def _einsum(operands: Any, equation: str, *rest: Any, **named: Any) -> Any:
     result = _plain["einsum"](operands, equation, *rest, **named)
     if paddle.in_dynamic_mode() and (labels := _labels(operands, equation)) is not None:
+        # Detached: the operands' own graph must not be kept alive by the hook.
         held = [operand.detach() for operand in operands]
         _note(result[0], lambda gradient: _factors(gradient, held, labels))
     return result
@@ -167,11 +172,13 @@ def _einsum(operands: Any, equation: str, *rest: Any, **named: Any) -> Any:
 
 def _labels(operands: Any, equation: str) -> list[str] | None:
     """The labels of the result and of each operand; None for what is better left to others."""
-    given, arrow, out = equation.replace(" ", "").partition("->")
-    parts = given.split(",")
+    operand_labels, arrow, out = equation.replace(" ", "").partition("->")
+    parts = operand_labels.split(",")
+    # A repeated label is a diagonal, whose gradient is no product.
     plain = all(part.isalpha() and len(set(part)) == len(part) for part in parts)
     if not plain or not arrow or "." in out or len(parts) != len(operands):
         return None
+    # Gradients of complex factors need conjugates, which the product below does not have.
     if any(operand.is_complex() for operand in operands):
         return None
     return [out, *parts]
@@ -180,15 +187,15 @@ def _labels(operands: Any, equation: str) -> list[str] | None:
 def _factors(gradient: Any, operands: list[Any], labels: list[str]) -> Sent:
     """A product's gradients: what arrives, times all the other factors."""
     sent: Sent = []
-    for at, (operand, own) in enumerate(zip(operands, labels[1:], strict=True)):
-        others = [one for n, one in enumerate(operands) if n != at]
-        theirs = [one for n, one in enumerate(labels) if n != at + 1]
-        known = "".join(label for label in own if any(label in one for one in theirs))
-        one = _plain["einsum"]([gradient, *others], f"{','.join(theirs)}->{known}")[0]
+    for index, (operand, own) in enumerate(zip(operands, labels[1:], strict=True)):
+        others = [factor for n, factor in enumerate(operands) if n != index]
+        other_labels = [factor for n, factor in enumerate(labels) if n != index + 1]
+        shared = "".join(label for label in own if any(label in factor for factor in other_labels))
+        factor = _plain["einsum"]([gradient, *others], f"{','.join(other_labels)}->{shared}")[0]
         for axis, label in enumerate(own):
-            if label not in known:  # it was added up over alone
-                one = one.unsqueeze(axis)
-        sent.append(one.expand(operand.shape))
+            if label not in shared:  # it was added up over alone
+                factor = factor.unsqueeze(axis)
+        sent.append(factor.expand(operand.shape))
     return sent
 
 

@@ -1,4 +1,4 @@
-"""Notices every call of a layer: what went in, before it runs, and what came out.
+"""Intercept every call of a Paddle layer: record what goes in before it runs, and what comes out.
 
 `Layer.__call__` is wrapped once for all sessions. Hooks would not do: Paddle has none for all
 layers at once, and a layer that has one is called another way. While a static graph is made or a
@@ -25,15 +25,15 @@ from driftline.captures.calls import Frame
 from driftline.captures.module_calls import (
     DEEP,
     fault,
-    give_room_back,
-    more_room,
     note_failure,
     optimizer_stepped,
+    raise_recursion_limit,
+    restore_recursion_limit,
     tell_taps,
 )
 from driftline.captures.naming import Place, unwrapped
 from driftline.captures.paddle import layers, optimizers
-from driftline.captures.paddle.layers import FAMILY, is_static
+from driftline.captures.paddle.layers import STRUCTURE, is_static
 from driftline.captures.paddle.session import PaddleSession
 from driftline.captures.paddle.tensors import undisturbed
 
@@ -56,12 +56,13 @@ def _unset(callback: Any) -> Any:
 _in_backward: Callable[[], bool] = _core.eager._is_run_in_backward
 _in_dynamic: Callable[[], bool] = framework.in_dygraph_mode
 _in_tracing: Callable[[], bool] = base.in_to_static_mode
+# Not every version of Paddle has this one.
 _in_translation: Callable[[], bool] = getattr(base, "in_sot_simulation_mode", _never)
 _set_eval_frame: Callable[[Any], Any] = getattr(_core, "set_eval_frame", _unset)
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """What stands in for `Layer.__call__` while a session runs."""
+    """Replaces `Layer.__call__` while a session runs."""
     if _in_translation() or _in_tracing() or not _in_dynamic():  # inlined: this is translated too
         return _original(self, *args, **kwargs)
     call = _original
@@ -83,7 +84,7 @@ def in_backward() -> bool:
 def _watched(
     session: PaddleSession, call: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a layer under the eyes of one session. The program's exceptions pass through."""
+    """Call a layer while one session watches. The program's exceptions pass through."""
     # Where a translated program breaks off, Paddle looks at every frame: not at the capture's own.
     translator = _set_eval_frame(None)
     stack = session.thread.stack
@@ -99,28 +100,30 @@ def _watched(
         _set_eval_frame(translator)
     if frame is None:
         return call(self, *args, **kwargs)
-    room = more_room() if depth % DEEP == DEEP - 1 else 0
+    room = raise_recursion_limit() if depth % DEEP == DEEP - 1 else 0
     try:
         result = call(self, *args, **kwargs)
     except BaseException as error:
         if room:
-            give_room_back(room)
+            restore_recursion_limit(room)
+        # Deeper frames are still there where an exception skipped their cleanup; the innermost
+        # reports.
         if len(stack) == depth + 1:
-            session.shielded(frame.site, note_failure, session, frame, error)
+            session.guarded(frame.site, note_failure, session, frame, error)
         if frame.around is not None:
-            session.shielded(frame.site, frame.around.close)
+            session.guarded(frame.site, frame.around.close)
         del stack[depth:]
         raise
     translator = _set_eval_frame(None)
     try:
         if room:
-            give_room_back(room)
+            restore_recursion_limit(room)
         _leave(session, frame, result)
     except Exception as error:
         fault(session, self, error)
     finally:
         if frame.around is not None:
-            session.shielded(frame.site, frame.around.close)
+            session.guarded(frame.site, frame.around.close)
         del stack[depth:]
         _set_eval_frame(translator)
     return result
@@ -134,6 +137,7 @@ def _enter(
     kwargs: dict[str, Any],
 ) -> Frame | None:
     """A layer is about to run: name it, count it, take its inputs."""
+    # Workers of a data loader run layers for preprocessing, not the model.
     if not session.running or _is_data_worker():
         return None
     place = session.names.of(layer, stack[-1].place if stack else None)
@@ -141,6 +145,7 @@ def _enter(
         return None
     recompute = _in_backward()
     clock = session.clock
+    # A recomputation belongs to the step whose backward pass asks for it.
     if not stack and not recompute:
         clock.enter(place, layer)
     step = clock.step_of(place.root)
@@ -152,6 +157,7 @@ def _enter(
     if is_static(layer):
         _explain_static(session, place)
     look = place.look
+    # Flattening is skipped where nobody looks at the inputs.
     if look.inputs_before or look.inputs_after or session.taps:
         frame.inputs = layers.inputs(layers.binding_of(_forward(layer)), args, kwargs)
         if look.inputs_before and frame.inputs and session.selection.takes_step(step):
@@ -169,11 +175,11 @@ def _leave(session: PaddleSession, frame: Frame, result: Any) -> None:
         wanted = session.selection.takes_step(frame.step)
         if look.inputs_after and wanted and frame.inputs:
             _take_all(session, frame, "input", frame.inputs, "after")
-        found = layers.outputs(result)
-        if look.outputs and wanted and found:
-            _take_all(session, frame, "output", found, "after")
+        tensors = layers.outputs(result)
+        if look.outputs and wanted and tensors:
+            _take_all(session, frame, "output", tensors, "after")
         for tap in taps:
-            session.shielded(frame.site, tap.on_forward, frame, frame.inputs, found)
+            session.guarded(frame.site, tap.on_forward, frame, frame.inputs, tensors)
     if outermost:
         session.root_done()
 
@@ -182,12 +188,12 @@ def _take_all(
     session: PaddleSession, frame: Frame, port: str, tensors: layers.Tensors, moment: str
 ) -> None:
     with undisturbed():
-        session.intake.take_all(frame, port, tensors, moment)
+        session.recorder.take_all(frame, port, tensors, moment)
 
 
 def _forward(layer: Any) -> Callable[..., Any]:
     """The forward as the program wrote it; a static region keeps it aside."""
-    forward = unwrapped(FAMILY, layer).forward
+    forward = unwrapped(STRUCTURE, layer).forward
     return getattr(forward, "dygraph_function", None) or forward
 
 
@@ -214,10 +220,12 @@ def watch(session: PaddleSession) -> None:
     global _sessions, _original, _fork_hook_set
     with _lock:
         if not _sessions:
+            # A second watch must not wrap the wrapper.
             if _Layer.__call__ is not _call:
                 _original = _Layer.__call__
                 _Layer.__call__ = _call
             optimizers.watch(_optimizer_stepped)
+            # Fork hooks cannot be removed, so it is set once per process.
             if not _fork_hook_set:
                 os.register_at_fork(after_in_child=_after_fork)
                 _fork_hook_set = True

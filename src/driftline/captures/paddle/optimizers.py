@@ -1,11 +1,11 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Notices optimizers: which gradients they are given, and when a step of theirs is over.
+"""Paddle's optimizers and parameters: when a step ends, which gradients are used, parameter values.
 
-Paddle has no hooks for this, and every optimizer may bring its own `step`. So `step` is wrapped
+Paddle has no hooks for optimizers, and every one may bring its own `step`. So `step` is wrapped
 wherever a class defines it, also in classes that are made later, and the outermost call counts. A
 parallel wrapper goes straight to `_apply_optimize`, as `minimize` does: outside a `step` that is
-one. Gradients are looked at between clipping and weight decay: what torch's optimizers find.
+one. Gradients are looked at between clipping and weight decay: what torch's optimizers receive.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 import paddle
 
 from driftline.captures.gradients import Contributions, Owner
-from driftline.captures.paddle.layers import FAMILY
+from driftline.captures.paddle.layers import STRUCTURE
+from driftline.captures.recorder import TensorAddress
 
 _Optimizer: Any = paddle.optimizer.Optimizer
 _OURS = "_driftline_original"
@@ -51,26 +52,27 @@ def unwatch(stepped: Stepped) -> None:
     _drop(_stepped, stepped)
 
 
-def watch_gradients(given: Given) -> None:
+def watch_gradients(listener: Given) -> None:
     """Call `given` with the gradients of every step, before they are used."""
-    _add(_given, given)
+    _add(_given, listener)
 
 
-def unwatch_gradients(given: Given) -> None:
-    _drop(_given, given)
+def unwatch_gradients(listener: Given) -> None:
+    _drop(_given, listener)
 
 
-def _add(listeners: list[Any], one: Any) -> None:
+def _add(listeners: list[Any], listener: Any) -> None:
     with _lock:
+        # Optimizers are wrapped only while somebody listens.
         if not _stepped and not _given:
             _wrap_all()
-        listeners.append(one)
+        listeners.append(listener)
 
 
-def _drop(listeners: list[Any], one: Any) -> None:
+def _drop(listeners: list[Any], listener: Any) -> None:
     with _lock:
-        if one in listeners:
-            listeners.remove(one)
+        if listener in listeners:
+            listeners.remove(listener)
         if not _stepped and not _given:
             _unwrap_all()
 
@@ -89,6 +91,7 @@ def _wrap_step(kind: Any) -> None:
 
 
 def _wrap(kind: Any, name: str, instead: Callable[..., Any]) -> None:
+    # Only what the class itself defines; an inherited method is wrapped in its own class.
     original = vars(kind).get(name)
     if original is None or not callable(original):
         return
@@ -103,6 +106,7 @@ def _wrap(kind: Any, name: str, instead: Callable[..., Any]) -> None:
 
 
 def _unwrap_all() -> None:
+    # In reverse, so that a class that was wrapped twice ends with its original.
     for kind, name in reversed(_wrapped):
         # Somebody else may have wrapped it after us; then ours stays below, doing nothing.
         original = getattr(vars(kind).get(name), _OURS, None)
@@ -133,6 +137,7 @@ def _on_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
         result = original(self, *args, **kwargs)
     finally:
         _depth.value -= 1
+    # An optimizer may call another one's step; the outermost ends the step.
     if _depth.value == 0:
         _tell_stepped()
     return result
@@ -140,6 +145,7 @@ def _on_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
 
 def _on_applying(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(self, *args, **kwargs)
+    # Parameter groups are applied one by one; the first stands for the step.
     group = kwargs.get("param_group_idx", args[3] if len(args) > 3 else 0)
     if _depth.value == 0 and group == 0 and paddle.in_dynamic_mode():
         _tell_stepped()
@@ -150,8 +156,8 @@ def _on_regularizing(
     original: Callable[..., Any], self: Any, pairs: Any, *args: Any, **kwargs: Any
 ) -> Any:
     if _given and isinstance(pairs, list) and paddle.in_dynamic_mode():
-        for given in tuple(_given):
-            given(self, pairs)
+        for listener in tuple(_given):
+            listener(self, pairs)
     return original(self, pairs, *args, **kwargs)
 
 
@@ -160,10 +166,10 @@ def _tell_stepped() -> None:
         stepped()
 
 
-# Parameters and buffers: whose they are, their values when asked for, the gradients they get.
+# Parameters and buffers: their owners, their values, and the gradients they receive.
 
 
-_AS_ELSEWHERE = {"_mean": "running_mean", "_variance": "running_var"}
+_TORCH_NAMES = {"_mean": "running_mean", "_variance": "running_var"}
 """What other frameworks call the buffers of a batch norm."""
 
 
@@ -177,7 +183,8 @@ def layers_of(root: Any) -> Iterator[Any]:
             continue
         seen.add(id(layer))
         yield layer
-        waiting.extend(child for _, child in reversed([*FAMILY.children(layer)]))
+        # Reversed because the list is a stack: children come in their own order.
+        waiting.extend(child for _, child in reversed([*STRUCTURE.children(layer)]))
 
 
 class ParameterTap:
@@ -221,7 +228,7 @@ class ParameterTap:
             return
         for layer in layers_of(root):
             site: str = session.site_of(layer)
-            class_name = FAMILY.class_name(layer)
+            class_name = STRUCTURE.class_name(layer)
             if not session.wants(site, class_name, "param"):
                 continue
             for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
@@ -230,15 +237,17 @@ class ParameterTap:
                 if not tensor._is_initialized():  # an LSTM has a buffer that is never filled
                     continue
                 self._written[id(tensor)] = weakref.ref(tensor)
-                alias = _AS_ELSEWHERE.get(name, "")
-                session.emit(
-                    site, "param", name, tensor, alias=alias, class_name=class_name, step=step
+                alias = _TORCH_NAMES.get(name, "")
+                address = TensorAddress(
+                    site, "param", name, step, alias=alias, class_name=class_name
                 )
+                session.emit(address, tensor)
+        # A root whose step was not wanted is looked at again in a later step.
         self._done.add(root)
 
     def _is_written(self, tensor: Any) -> bool:
-        known = self._written.get(id(tensor))
-        return known is not None and known() is tensor
+        reference = self._written.get(id(tensor))
+        return reference is not None and reference() is tensor
 
 
 class ParameterGradients:
@@ -279,7 +288,7 @@ class ParameterGradients:
         entry = self._owners.get(id(parameter))
         # The id of a dead parameter may be given to a new one: the reference decides.
         if entry is None or entry[0]() is not parameter:
-            owner = Owner(self._session.site_of(layer), name, FAMILY.class_name(layer))
+            owner = Owner(self._session.site_of(layer), name, STRUCTURE.class_name(layer))
             entry = self._owners[id(parameter)] = (weakref.ref(parameter), owner)
             self._hooked.discard(id(parameter))
         # A frozen parameter cannot carry a hook; it may be thawed between two calls.
@@ -303,10 +312,12 @@ class ParameterGradients:
                 if gradient is None:
                     continue
                 entry = self._owners.get(id(parameter))
-                known = entry is not None and entry[0]() is parameter
+                is_same = entry is not None and entry[0]() is parameter
                 owner = (
                     entry[1]
-                    if entry is not None and known
+                    if entry is not None and is_same
+                    # A tensor that belongs to no watched model is named by its position in the
+                    # optimizer.
                     else Owner("(optimizer)", str(position), type(optimizer).__name__)
                 )
                 self._given.take("optimizer_grad", owner, gradient)

@@ -1,12 +1,13 @@
 """One capture of Paddle layers.
 
-What a session decides is `adapters.session`'s. How calls are noticed is the business of
-`modules.py` for layer calls, `gradients.py` and `parameters.py` for the rest, loaded by level.
-Operators are not seen: Paddle has no place where every operator of a dynamic program passes by.
+What a session decides is in `captures.session`; this file adds what is Paddle's own. Calls are
+intercepted by `module_calls`; `gradients` and `optimizers` are loaded by level. Operators are not
+seen: Paddle has no place where every operator of a dynamic program passes by.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -16,15 +17,16 @@ import paddle
 
 from driftline.captures.calls import StepClock, StepsBy
 from driftline.captures.options import Reduction
-from driftline.captures.paddle.layers import FAMILY, layer_tree
+from driftline.captures.paddle.layers import STRUCTURE, layer_tree
 from driftline.captures.paddle.tensors import grad_enabled, snapshot, undisturbed
 from driftline.captures.selection import Selection
-from driftline.captures.session import Session
+from driftline.captures.session import Adapter, Session
 from driftline.runs.sinks import JSON
 
 if TYPE_CHECKING:
     from driftline.runs.sinks import Sink
 
+# Imported by level, because wrapping optimizers costs programs that need no gradients.
 _TAPS = {
     "gradients": ("driftline.captures.paddle.gradients", "GradientTap"),
     "params": ("driftline.captures.paddle.optimizers", "ParameterTap"),
@@ -33,7 +35,7 @@ NO_OPERATORS = "operators of Paddle programs are not seen; layers, gradients and
 
 
 class PaddleSession(Session):
-    """Captures Paddle layers until it is stopped; see `adapters.session.Session`.
+    """Captures Paddle layers until it is stopped; see `captures.session.Session`.
 
     Args:
         sink: Where tensors go, or a function that makes the sink when there is something to write.
@@ -42,8 +44,7 @@ class PaddleSession(Session):
         levels: Any of modules, gradients, params; ops becomes an event.
         model: The one model to watch; None watches every layer call of the process.
         rank: This process's rank.
-        process: Tells processes of one rank apart.
-        steps_by: What ends a step; see `adapters.steps`.
+        steps_by: What ends a step; see `captures.calls`.
     """
 
     def __init__(
@@ -55,7 +56,6 @@ class PaddleSession(Session):
         *,
         model: Any | None = None,
         rank: int = 0,
-        process: int = 0,
         steps_by: StepsBy = "auto",
     ) -> None:
         super().__init__(
@@ -65,15 +65,15 @@ class PaddleSession(Session):
             levels,
             model=model,
             rank=rank,
-            process=process,
-            family=FAMILY,
-            look=snapshot,
-            clock=lambda roots, done: StepClock(
-                steps_by,
-                roots,
-                done,
-                grad_enabled=grad_enabled,
-                optimizer=paddle.optimizer.Optimizer,
+            adapter=Adapter(
+                STRUCTURE,
+                snapshot,
+                functools.partial(
+                    StepClock,
+                    steps_by,
+                    grad_enabled=grad_enabled,
+                    optimizer=paddle.optimizer.Optimizer,
+                ),
             ),
         )
 
@@ -83,6 +83,7 @@ class PaddleSession(Session):
         for level, (where, name) in _TAPS.items():
             if level in self.levels:
                 self.taps.append(getattr(importlib.import_module(where), name)(self))
+        # An event rather than a refusal: a launched program may use torch as well.
         if "ops" in self.levels:
             self.event("level", NO_OPERATORS)
         module_calls.watch(self)

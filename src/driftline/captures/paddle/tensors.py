@@ -1,8 +1,7 @@
-"""A Paddle tensor as host bytes: without a copy where it can be, refused with a reason where it
-cannot.
+"""A Paddle tensor as host bytes: without a copy where possible, refused with a reason otherwise.
 
-What is handed out for a plain host tensor is a window on live memory: it must be read, or copied,
-before the program goes on. Callers hold `undisturbed()`, so that nothing here becomes part of the
+The snapshot of a plain host tensor is a window on live memory: it must be read, or copied, before
+the program goes on. Callers hold `undisturbed()`, so that nothing here becomes part of the
 program's graph. Knows nothing of names and sinks.
 """
 
@@ -21,6 +20,7 @@ from driftline.numerics.dtypes import DTYPES
 
 _CPU = "cpu"
 _NOTHING = -1
+# Turning a dtype into text is slow, and it is asked for every tensor.
 _NAMES: dict[Any, str] = {}
 _tracer: Any = framework._dygraph_tracer
 
@@ -70,6 +70,7 @@ def snapshot(tensor: Any, *, values: bool = True) -> Snapshot | Refusal:
         values: False describes it only.
     """
     placement = ""
+    # Of a distributed tensor this rank holds a part; how it lies is recorded beside it.
     if tensor.is_dist():
         placement = _placement(tensor)
         tensor = tensor._local_value()
@@ -86,7 +87,9 @@ def snapshot(tensor: Any, *, values: bool = True) -> Snapshot | Refusal:
     address, length, owner = 0, _NOTHING, tensor
     if values:
         length = elements * (DTYPES[dtype].bits // 8)
+        # An empty tensor has no storage to check.
         if length:
+            # An unfilled tensor has no address to read from.
             if not tensor._is_initialized():
                 return Refusal("its storage has been freed or was never filled")
             owner = _in_order(tensor, on_host=device == _CPU)
@@ -109,6 +112,6 @@ def _device(place: Any) -> tuple[str, int | None]:
 
 
 def _placement(tensor: Any) -> str:
-    placements = ", ".join(str(each) for each in tensor.placements)
+    placements = ", ".join(str(placement) for placement in tensor.placements)
     shape = tuple(int(size) for size in tensor.shape)
     return f"[{placements}] of {shape} over mesh {tuple(tensor.process_mesh.shape)}"

@@ -1,11 +1,11 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportUnknownMemberType=false
-"""How tensors lie over ranks, as torch's own tensors and meshes say it; nothing is communicated.
+"""Distributed tensors: how they are placed over ranks, and results of collectives that are pending.
 
-A DTensor knows its placements. A plain tensor may be the local part of one: while autograd records,
-the node that made it still holds what it was. Results of collectives that the program has not
-waited for yet have no values: they are noticed here, and taken later (`awaited.py`).
+Placements are read from torch's own tensors and meshes; nothing is communicated. A plain tensor may
+be the local part of a DTensor: while autograd records, the node that made it still says so. Results
+of collectives that the program has not waited for have no values yet, and are taken later.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from driftline.runs.sinks import JSON
 _DTENSOR = "torch.distributed.tensor"
 _FUNCTIONAL = "torch.distributed._functional_collectives"
 _LOCAL_PART = "_ToTorchTensorBackward"
+# Jobs with thousands of groups need no list of them all in every run.
 _MOST_MESHES = 32
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether this is a DTensor."""
+    # `sys.modules` is asked: importing it would initialise parts of torch the program does not use.
     module = sys.modules.get(_DTENSOR)
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -51,8 +53,8 @@ def placement_text(spec: Any) -> str:
     text = f"[{placed}] of {tuple(spec.shape)} over mesh {tuple(mesh.shape)}"
     if mesh.mesh_dim_names:
         text += f" named ({', '.join(mesh.mesh_dim_names)})"
-    here = mesh.get_coordinate()
-    return text if here is None else f"{text} at {tuple(here)}"
+    coordinate = mesh.get_coordinate()
+    return text if coordinate is None else f"{text} at {tuple(coordinate)}"
 
 
 def placement_of_plain(tensor: torch.Tensor) -> str:
@@ -75,6 +77,7 @@ def job_facts(site_of: Callable[[Any], str | None] | None = None) -> dict[str, J
     distributed: Any = getattr(torch, "distributed", None)
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return {}
+    # A single process has nothing to say about its job.
     if distributed.get_world_size() < 2:
         return {}
     facts: dict[str, JSON] = {"backend": str(distributed.get_backend())}
@@ -90,11 +93,11 @@ def job_facts(site_of: Callable[[Any], str | None] | None = None) -> dict[str, J
 
 def _groups(distributed: Any) -> list[JSON]:
     """Ranks of every process group this process is a member of, the largest first."""
-    known = distributed.distributed_c10d._world.pg_group_ranks
+    ranks_by_group = distributed.distributed_c10d._world.pg_group_ranks
     me = distributed.get_rank()
-    found = {tuple(sorted(int(rank) for rank in ranks)) for ranks in known.values()}
-    mine = sorted((ranks for ranks in found if me in ranks), key=lambda r: (-len(r), r))
-    return [list(ranks) for ranks in mine[:_MOST_MESHES]]
+    groups = {tuple(sorted(int(rank) for rank in ranks)) for ranks in ranks_by_group.values()}
+    own_groups = sorted((ranks for ranks in groups if me in ranks), key=lambda r: (-len(r), r))
+    return [list(ranks) for ranks in own_groups[:_MOST_MESHES]]
 
 
 def _meshes() -> list[JSON]:
@@ -102,18 +105,21 @@ def _meshes() -> list[JSON]:
     module = sys.modules.get("torch.distributed.device_mesh")
     if module is None:
         return []
-    found: dict[str, JSON] = {}
+    meshes: dict[str, JSON] = {}
     for mesh in _alive(module.DeviceMesh):
+        # Sub-meshes repeat what their root says.
         root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
-        here = root.get_coordinate()
+        coordinate = root.get_coordinate()
         shown: dict[str, JSON] = {
             "names": cast("JSON", list(root.mesh_dim_names or ())),
             "shape": cast("JSON", [int(size) for size in root.mesh.shape]),
             "ranks": cast("JSON", [int(rank) for rank in root.mesh.flatten().tolist()]),
-            "coordinate": None if here is None else cast("JSON", [int(at) for at in here]),
+            "coordinate": None
+            if coordinate is None
+            else cast("JSON", [int(position) for position in coordinate]),
         }
-        found.setdefault(str(shown), shown)
-    return list(found.values())[:_MOST_MESHES]
+        meshes.setdefault(str(shown), shown)
+    return list(meshes.values())[:_MOST_MESHES]
 
 
 def _stages(site_of: Callable[[Any], str | None] | None) -> list[JSON]:
@@ -122,21 +128,22 @@ def _stages(site_of: Callable[[Any], str | None] | None) -> list[JSON]:
     base = getattr(module, "_PipelineStageBase", None)
     if base is None:
         return []
-    found: dict[tuple[int, int], dict[str, JSON]] = {}
-    for each in _alive(base):
-        stage, count = int(each.stage_index), int(each.num_stages)
-        shown = found.setdefault((stage, count), {"stage": stage, "of": count})
-        if site_of is not None and (site := site_of(each.submod)) is not None:
+    stages: dict[tuple[int, int], dict[str, JSON]] = {}
+    for stage_object in _alive(base):
+        stage, count = int(stage_object.stage_index), int(stage_object.num_stages)
+        shown = stages.setdefault((stage, count), {"stage": stage, "of": count})
+        if site_of is not None and (site := site_of(stage_object.submod)) is not None:
             shown["site"] = site
-    return [found[each] for each in sorted(found)]
+    return [stages[stage_object] for stage_object in sorted(stages)]
 
 
 def _alive(kind: type) -> Iterable[Any]:
-    """Objects of a class. By `type`: asking a stranger for its `__class__` may run its code."""
-    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    """Objects of a class, by `type`: asking for their `__class__` may run their code."""
+    # `issubclass` of the type: `isinstance` would ask `__class__`, which lazy proxies compute.
+    return [candidate for candidate in gc.get_objects() if issubclass(type(candidate), kind)]
 
 
-# Results of collectives: taken when the program itself waits for them, never before.
+# Pending collectives: taken when the program itself waits for them, never before.
 
 
 Take = Callable[[Any], None]
@@ -152,6 +159,7 @@ def when_there(tensor: Any) -> Callable[[Take], None]:
 
     def arrange(take: Take) -> None:
         inner: torch.Tensor = tensor.elem
+        # The program has waited for it already, so the values are there.
         if tensor.completed:
             take(inner)
             return
@@ -171,11 +179,12 @@ def forget() -> int:
 
 
 def _watch(kind: Any) -> None:
-    """Stays: without anything put aside it costs one look at an empty dictionary."""
+    """Wrap a class for good: without pending tensors it costs one look at an empty dictionary."""
     if kind in _watched:
         return
     _watched.add(kind)
     for name in ("trigger_wait", "wait"):
+        # Two spellings in torch's versions, and both are called by programs.
         setattr(kind, name, _after(getattr(kind, name)))
 
 
@@ -183,6 +192,7 @@ def _after(wait: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]
     @functools.wraps(wait)
     def waited(tensor: Any) -> torch.Tensor:
         result = wait(tensor)
+        # The dictionary is empty in almost every program, and this runs at every wait.
         if _waiting:
             _arrived(tensor.elem)
         return result
@@ -195,8 +205,9 @@ def _arrived(inner: torch.Tensor) -> None:
 
     with undisturbed():
         with _lock:
-            there = _waiting.pop(_place(inner), [])
-        for tensor, take in there:
+            arrived = _waiting.pop(_place(inner), [])
+        # Outside the lock: taking a tensor may wait for the disk.
+        for tensor, take in arrived:
             take(tensor)
 
 

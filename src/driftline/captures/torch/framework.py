@@ -1,10 +1,10 @@
 # pyright: reportUnknownMemberType=false
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Whether torch may take float32 for less: what CUDA computes in TF32, and how to have it not.
+"""torch, as capture and the saving hook see it: models, leaf modules, sessions, facts, TF32.
 
-torch convolves in TF32 unless it is told not to. It has older switches and newer ones; where a
-program used the newer, the older raise when they are asked.
+The counterpart of `paddle/framework.py`; the interface is described in `captures.framework`. The
+facts are what of torch's own state can change a number.
 """
 
 from __future__ import annotations
@@ -45,19 +45,21 @@ __all__ = [
 ]
 
 
-def allowed() -> list[str]:
-    """What may be computed so: `products`, `convolutions`."""
+def tf32_allowed() -> list[str]:
+    """What CUDA may compute in TF32: `products`, `convolutions`."""
     return [
-        name for name, of, switch, off in _switches() if getattr(of, switch) not in (off, "none")
+        name
+        for name, of, switch, off in _tf32_switches()
+        if getattr(of, switch) not in (off, "none")
     ]
 
 
 @contextlib.contextmanager
-def switched_off() -> Generator[None]:
-    """All digits of float32, and afterwards what the program has chosen."""
-    before = [(of, switch, getattr(of, switch)) for _, of, switch, _ in _switches()]
+def tf32_switched_off() -> Generator[None]:
+    """Compute float32 in full inside, and restore the program's own choice afterwards."""
+    before = [(of, switch, getattr(of, switch)) for _, of, switch, _ in _tf32_switches()]
     try:
-        for _, of, switch, off in _switches():
+        for _, of, switch, off in _tf32_switches():
             setattr(of, switch, off)
         yield
     finally:
@@ -65,11 +67,12 @@ def switched_off() -> Generator[None]:
             setattr(of, switch, value)
 
 
-def _switches() -> list[tuple[str, Any, str, Any]]:
+def _tf32_switches() -> list[tuple[str, Any, str, Any]]:
     """(name, where its switch is, what it is called, what is off)."""
     products: Any = torch.backends.cuda.matmul
     convolutions: Any = torch.backends.cudnn
     try:
+        # torch has older switches and newer ones; where a program used the newer, the older raise.
         _ = products.allow_tf32, convolutions.allow_tf32
     except RuntimeError:
         return [
@@ -82,18 +85,20 @@ def _switches() -> list[tuple[str, Any, str, Any]]:
     ]
 
 
-# What of torch's own state can change a number, for the record of a run.
+# Facts for the record of a run.
 
 
 def facts() -> dict[str, JSON]:
     """Asking neither draws a random number nor wakes a device."""
     devices = ["cpu"]
+    # Asking an uninitialised CUDA for its devices would initialise it, and forks would fail.
     if torch.cuda.is_initialized():
         devices += [
             f"cuda:{index} {torch.cuda.get_device_name(index)}"
             for index in range(torch.cuda.device_count())
         ]
-    digits: dict[str, JSON] = {"tf32": list(allowed())} if torch.version.cuda else {}
+    # TF32 exists on CUDA only; a run on a CPU should not mention it.
+    digits: dict[str, JSON] = {"tf32": list(tf32_allowed())} if torch.version.cuda else {}
     return {
         "framework": "torch",
         "devices": devices,
@@ -106,11 +111,11 @@ def facts() -> dict[str, JSON]:
     }
 
 
-# torch, as the saving hook sees it; see `adapters.saving`.
+# The view of the saving hook.
 
 
 class Engine:
-    """torch's answers."""
+    """The view of the saving hook; see `captures.framework.Engine`."""
 
     def is_model(self, model: object) -> bool:
         return isinstance(model, nn.Module)
@@ -127,6 +132,7 @@ class Engine:
         ]
 
     def after_forward(self, layer: nn.Module, look: Callable[[Any], None]) -> None:
+        # The hook must return nothing, or torch would replace the output.
         def hook(_layer: object, _inputs: object, output: object) -> None:
             look(output)
 
@@ -166,7 +172,7 @@ class Engine:
         return facts()
 
 
-# What the doors of capture need of torch: a session for one model, and who runs now.
+# Entry points for `captures.api`.
 
 
 def is_model(thing: object) -> bool:
@@ -193,6 +199,7 @@ def session_for(
     session = CaptureSession(
         sink, selection, reduction, levels, model=model, rank=rank, steps_by=steps_by
     )
+    # Operators can be executed again only from a run that keeps them in full.
     if to_folder and session.replayable and isinstance(sink, Sheets):
         from driftline.captures.torch.operators.call_list import CallTap
 
@@ -207,9 +214,9 @@ def check_graph(graph: str | None, levels: Sequence[str], *, fusion: bool) -> No
     Raises:
         BadInput: No such graph, or levels that cannot be seen at the same time.
     """
-    from driftline.captures.torch.compile.tap import known_graph
+    from driftline.captures.torch.compile.tap import check_graph_engine
 
-    known_graph(graph, levels, fusion=fusion)
+    check_graph_engine(graph, levels, fusion=fusion)
 
 
 def watch_graphs(

@@ -1,10 +1,11 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Parameters and buffers: whose they are, their values when asked for, the gradients they get.
+"""Gradients and parameters of torch modules, read without touching what autograd computes.
 
-Knows which module owns a parameter, when a root is called, when an optimizer steps. How a tensor is
-copied, summarised or stored it does not know: the session's `emit` does that.
+Knows which module owns a parameter, when a root is called, when an optimizer steps, and how the
+graph of a call is walked to find where its inputs' gradients pass. How a tensor is copied,
+summarised or stored is the business of the session's `emit`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from driftline.captures.gradients import CallGradients, Contributions, Inflow, Owner, PassedCall
+from driftline.captures.gradients import (
+    CallGradients,
+    Contributions,
+    GradientSum,
+    Owner,
+    PassedCall,
+)
+from driftline.captures.recorder import TensorAddress
 from driftline.captures.torch.layers import class_name_of
 from driftline.captures.torch.operators.dispatch import break_graphs, hide_from_compiler
 
@@ -31,6 +39,7 @@ _FLAT = "torch.distributed.fsdp._flat_param"
 
 def _is_piece_of_flat(tensor: torch.Tensor) -> bool:
     """Whether FSDP1 has put this in the place of a parameter: a view of the one that holds all."""
+    # Without FSDP1 in the process no base has to be looked at.
     base = tensor._base if _FLAT in sys.modules else None
     return base is not None and bool(getattr(base, "_is_flat_param", False))
 
@@ -49,17 +58,17 @@ class ParameterNames:
     def learn(self, root: nn.Module) -> list[tuple[torch.Tensor, Owner]]:
         """Parameters of `root` that were not known before, with their owners."""
         fresh: list[tuple[torch.Tensor, Owner]] = []
-        known = self._known
+        owners = self._known
         for module in root.modules():
             for name, parameter in module._parameters.items():
                 if parameter is None or is_lazy(parameter):
                     continue
                 # The id of a dead parameter may be given to a new one: the reference decides.
-                entry = known.get(id(parameter))
+                entry = owners.get(id(parameter))
                 if entry is not None and entry[0]() is parameter:
                     continue
                 owner = Owner(self._session.site_of(module), name, class_name_of(module))
-                known[id(parameter)] = (weakref.ref(parameter), owner)
+                owners[id(parameter)] = (weakref.ref(parameter), owner)
                 fresh.append((parameter, owner))
         return fresh
 
@@ -94,7 +103,7 @@ class ParameterTap:
 
     @contextmanager
     def around_root(self, module: nn.Module) -> Generator[None]:
-        """Called by `modules.py` around each call of a root module."""
+        """Called by `module_calls` around each call of a root module."""
         if self._active:
             try:
                 self._write(module)
@@ -112,6 +121,7 @@ class ParameterTap:
         session = self._session
         step: int = session.step
         last = self._done.get(root)
+        # Done for the run, or for this step.
         if last is not None and (self._every == "run" or last == step):
             return
         waiting = False
@@ -127,7 +137,10 @@ class ParameterTap:
                     waiting = True
                     continue
                 self._written[id(tensor)] = (weakref.ref(tensor), step)
-                session.emit(site, "param", name, tensor, class_name=class_name, step=step)
+                session.emit(
+                    TensorAddress(site, "param", name, step, class_name=class_name), tensor
+                )
+        # A root with lazy parameters is looked at again at its next call.
         if not waiting:
             self._done[root] = step
 
@@ -161,6 +174,7 @@ class ParameterGradients:
 
     def watch(self, root: nn.Module) -> None:
         """Hook the parameters of `root` that are new; cheap when there are none."""
+        # Inference mode makes tensors that cannot carry hooks.
         if not self._active or torch.is_inference_mode_enabled():
             return
         try:
@@ -182,21 +196,28 @@ class ParameterGradients:
         """What FSDP computes with in place of its shards: it is there that gradients arrive."""
         if "torch.distributed.fsdp" not in sys.modules:
             return []
-        found: list[tuple[torch.Tensor, Owner]] = []
+        unsharded: list[tuple[torch.Tensor, Owner]] = []
         for module in root.modules():
             state_of: Any = getattr(type(module), "_get_fsdp_state", None)
             state: Any = None if state_of is None else state_of(module)
+            # FSDP2 keeps one group per module, or several in newer versions of torch.
             groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [
                 getattr(state, "_fsdp_param_group", None)
             ]
-            for each in (each for group in groups if group for each in group.fsdp_params):
-                whole = getattr(each, "_unsharded_param", None)
-                owner = self._names.owner(each.sharded_param)
-                if whole is None or owner is None or self._names.owner(whole) is not None:
+            for fsdp_param in (
+                fsdp_param for group in groups if group for fsdp_param in group.fsdp_params
+            ):
+                full_parameter = getattr(fsdp_param, "_unsharded_param", None)
+                owner = self._names.owner(fsdp_param.sharded_param)
+                if (
+                    full_parameter is None
+                    or owner is None
+                    or self._names.owner(full_parameter) is not None
+                ):
                     continue
-                self._names.add(whole, owner)
-                found.append((whole, owner))
-        return found
+                self._names.add(full_parameter, owner)
+                unsharded.append((full_parameter, owner))
+        return unsharded
 
     def _hook(self, parameter: torch.Tensor, owner: Owner) -> Any:
         reference = weakref.ref(self)
@@ -214,13 +235,13 @@ class ParameterGradients:
 
     def _owner(self, parameter: torch.Tensor) -> Owner | None:
         """Whose a parameter is. FSDP1 puts other tensors in their place while a model runs."""
-        found = self._names.owner(parameter)
-        if found is None and _FLAT in sys.modules:
+        owner = self._names.owner(parameter)
+        if owner is None and _FLAT in sys.modules:
             for root in self._session.names.roots:
                 if (module := root.module()) is not None:
                     self._names.learn(module)
-            found = self._names.owner(parameter)
-        return found
+            owner = self._names.owner(parameter)
+        return owner
 
     def _at_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if not self._active:
@@ -230,6 +251,8 @@ class ParameterGradients:
                 for position, parameter in enumerate(group["params"]):
                     gradient = parameter.grad
                     if gradient is not None:
+                        # A tensor that belongs to no watched model is named by its position in the
+                        # optimizer.
                         owner = self._owner(parameter) or Owner(
                             "(optimizer)", f"{index}.{position}", type(optimizer).__name__
                         )
@@ -241,11 +264,11 @@ class ParameterGradients:
 break_graphs(ParameterGradients._at_optimizer)
 
 
-# Gradients of modules and parameters, read without touching what autograd computes.
+# The tap: hooks of a session's calls.
 
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
-"""Slot, alias and tensor, as `modules.py` hands them out."""
+"""Slot, alias and tensor, as `module_calls` hands them out."""
 Gradients = tuple[torch.Tensor | None, ...]
 _Entry = tuple[Any, int, list[tuple[int, int]]]
 """A call under way: frame, next sequence number, sequence and output number behind each input."""
@@ -261,9 +284,9 @@ _LEAF = 2**64 - 1
 class GradientTap(CallGradients):
     """Reads gradients of modules, of parameters, and of what the optimizer is given.
 
-    `modules.py` calls `around_root` around a root's call, `before_forward` before and `on_forward`
-    after each module's. Between the last two only numbers are kept: an exception in between leaves
-    nothing alive.
+    `module_calls` calls `around_root` around a root's call, `before_forward` before and
+    `on_forward` after each module's. Between the last two only numbers are kept: an exception in
+    between leaves nothing alive.
     """
 
     def __init__(self, session: Any) -> None:
@@ -271,7 +294,7 @@ class GradientTap(CallGradients):
         self._calls = _CallStack()
         self._parameters = ParameterGradients(session)
         self._lock = threading.Lock()
-        self._open: dict[int, list[Inflow[Any]]] = {}
+        self._open: dict[int, list[GradientSum[Any]]] = {}
 
     def install(self) -> None:
         self.active = True
@@ -285,7 +308,7 @@ class GradientTap(CallGradients):
 
     @contextmanager
     def around_root(self, module: nn.Module) -> Generator[None]:
-        """Called by `modules.py` around each call of a root module."""
+        """Called by `module_calls` around each call of a root module."""
         calls = self._calls.items
         depth = len(calls)
         self._parameters.watch(module)
@@ -302,6 +325,7 @@ class GradientTap(CallGradients):
         origins: list[tuple[int, int]] = []
         try:
             for _, _, tensor in inputs:
+                # Numbers, not nodes: a node would keep the graph alive if the call raises.
                 node = tensor.grad_fn if tensor.requires_grad else None
                 origins.append((-1, 0) if node is None else (node._sequence_nr(), tensor.output_nr))
         except Exception as error:
@@ -332,6 +356,7 @@ class GradientTap(CallGradients):
             if node is None:
                 continue
             number = node._sequence_nr()
+            # The output was made by this call, or is an input that was handed through.
             if number >= first or (number, output) in origins:
                 ends.setdefault(node, []).append((output, slot, alias))
         if not ends:
@@ -353,34 +378,38 @@ class GradientTap(CallGradients):
         self, call: PassedCall[GradientTap], entry: _Entry, inputs: Named, ends: list[Any]
     ) -> None:
         _, first, origins = entry
-        sources: dict[tuple[Any, int], Inflow[Any]] = {}
+        sources: dict[tuple[Any, int], GradientSum[Any]] = {}
         for (slot, alias, tensor), (number, output) in zip(inputs, origins, strict=True):
             if number >= 0:
-                sources.setdefault((number, output), Inflow(call, slot, alias))
+                # One tensor that is given twice has one gradient.
+                sources.setdefault((number, output), GradientSum(call, slot, alias))
             elif tensor.is_leaf and tensor.requires_grad:
-                sources.setdefault((get_gradient_edge(tensor).node, 0), Inflow(call, slot, alias))
+                sources.setdefault(
+                    (get_gradient_edge(tensor).node, 0), GradientSum(call, slot, alias)
+                )
         if not sources:
             return
         for node, edges in _edges_into(sources, ends, first):
-            for _, inflow in edges:
-                inflow.expected += 1
+            for _, gradient_sum in edges:
+                gradient_sum.expected += 1
             node.register_hook(_InputHook(edges))
 
-    def expect(self, inflow: Inflow[Any], task: int) -> None:
+    def expect(self, gradient_sum: GradientSum[Any], task: int) -> None:
         with self._lock:
             waiting = self._open.get(task)
             if waiting is not None:
-                waiting.append(inflow)
+                waiting.append(gradient_sum)
                 return
-            self._open[task] = [inflow]
+            self._open[task] = [gradient_sum]
+        # The engine calls back at the end of this very pass, also when some edges never run.
         engine = _autograd.Variable._execution_engine
         engine.queue_callback(lambda: self._finish(task))
 
     def _finish(self, task: int) -> None:
         with self._lock:
             waiting = self._open.pop(task, [])
-        for inflow in waiting:
-            inflow.finish(task)
+        for gradient_sum in waiting:
+            gradient_sum.finish(task)
 
     def task(self) -> int:
         return _C._current_graph_task_id()
@@ -431,56 +460,57 @@ class _InputHook:
 
     __slots__ = ("_edges",)
 
-    def __init__(self, edges: list[tuple[int, Inflow[Any]]]) -> None:
+    def __init__(self, edges: list[tuple[int, GradientSum[Any]]]) -> None:
         self._edges = edges
 
     def __call__(self, gradients: Gradients, _: Gradients) -> None:
-        for index, inflow in self._edges:
+        for index, gradient_sum in self._edges:
             try:
-                inflow.arrived(gradients[index])
+                gradient_sum.arrived(gradients[index])
             except Exception as error:
-                tap = inflow.call.tap()
+                tap = gradient_sum.call.tap()
                 if tap is not None:
-                    tap.lost(inflow.call.site, error)
+                    tap.lost(gradient_sum.call.site, error)
 
 
 hide_from_compiler(_OutputHook.__call__, _InputHook.__call__)
 
 
 def _edges_into(
-    sources: dict[tuple[Any, int], Inflow[Any]], ends: list[Any], first: int
-) -> list[tuple[Any, list[tuple[int, Inflow[Any]]]]]:
+    sources: dict[tuple[Any, int], GradientSum[Any]], ends: list[Any], first: int
+) -> list[tuple[Any, list[tuple[int, GradientSum[Any]]]]]:
     """Nodes between `ends` and `sources` that have an edge into a source, with those edges.
 
     Sources are known by sequence number and output number, leaves by node. Nodes numbered below
     `first` were made before the module was called: the walk stops there, so it costs what the
     module itself put into the graph.
     """
-    found: list[tuple[Any, list[tuple[int, Inflow[Any]]]]] = []
+    nodes_with_edges: list[tuple[Any, list[tuple[int, GradientSum[Any]]]]] = []
     seen = {node for node in ends if first <= node._sequence_nr() != _LEAF}
     stack = [*seen]
     while stack:
         node = stack.pop()
-        hits: list[tuple[int, Inflow[Any]]] | None = None
+        hits: list[tuple[int, GradientSum[Any]]] | None = None
         for index, (following, output) in enumerate(node.next_functions):
             if following is None:
                 continue
             number = following._sequence_nr()
+            # Leaves all have the same number, so they are told apart by their node.
             if number == _LEAF:
-                inflow = sources.get((following, output))
+                gradient_sum = sources.get((following, output))
             elif number >= first:
                 if following not in seen:
                     seen.add(following)
                     stack.append(following)
                 continue
             else:
-                inflow = sources.get((number, output))
-            if inflow is not None:
+                gradient_sum = sources.get((number, output))
+            if gradient_sum is not None:
                 hits = hits or []
-                hits.append((index, inflow))
+                hits.append((index, gradient_sum))
         if hits:
-            found.append((node, hits))
-    return found
+            nodes_with_edges.append((node, hits))
+    return nodes_with_edges
 
 
 def _is_transformed(tensor: torch.Tensor) -> bool:

@@ -1,7 +1,10 @@
 # pyright: reportPrivateUsage=false
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportAttributeAccessIssue=false
 # pyright: reportUnknownMemberType=false
-"""What torch modules are made of, for `adapters.names`: wrappers, classes, compiled graphs."""
+"""The structure of torch modules: wrappers, the module tree, flattened calls, compiled regions.
+
+Also the module calls that are not watched at all.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +61,7 @@ _WRAPPERS = {
 
 def wrapped(module: nn.Module) -> nn.Module | None:
     """What a known wrapper wraps; None for any other module."""
+    # By name, so that no optional part of torch has to be imported.
     attribute = _WRAPPERS.get(type(module).__name__)
     return module._modules.get(attribute) if attribute else None
 
@@ -73,6 +77,7 @@ def class_name_of(module: nn.Module) -> str:
     kind = type(module)
     sharded = any(base.__name__ == "FSDPModule" for base in kind.__bases__)
     if sharded or "parametrizations" in module._modules:
+        # Both derive a new class from the program's; the program's own is the last base.
         return kind.__bases__[-1].__name__
     return kind.__name__
 
@@ -89,6 +94,7 @@ def is_transparent(module: nn.Module) -> bool:
         return False
     if type(module).__name__ != "OptimizedModule":
         return True
+    # The callable that Dynamo compiled: if it is the module's plain call, that call is seen.
     compiled = getattr(module, "_forward", None) or module.forward
     origin = getattr(compiled, "_torchdynamo_orig_callable", None)
     return (
@@ -103,8 +109,8 @@ def children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-class TorchFamily:
-    """torch's answers to `adapters.names.Family`."""
+class TorchStructure:
+    """Structure of torch modules; see `naming.ModuleStructure`."""
 
     kind = nn.Module
     table = "_modules"
@@ -136,12 +142,12 @@ class TorchFamily:
         )
 
 
-FAMILY = TorchFamily()
+STRUCTURE = TorchStructure()
 
 
 def topmost(module: nn.Module) -> nn.Module:
     """The outermost model a module is part of; itself when it is part of none."""
-    return cast(nn.Module, naming.topmost(FAMILY, module))
+    return cast(nn.Module, naming.topmost(STRUCTURE, module))
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -151,7 +157,7 @@ def is_compiled(module: nn.Module) -> bool:
     )
 
 
-# The module tree of the models a session has met, as the value that topology keeps.
+# The module tree, as the topology of a run keeps it.
 
 
 def module_tree(names: ModuleNames, order: Iterable[str]) -> ModuleTree:
@@ -159,6 +165,7 @@ def module_tree(names: ModuleNames, order: Iterable[str]) -> ModuleTree:
     roots: list[ModuleNode] = []
     for root in names.roots:
         module = root.module()
+        # A model that was freed keeps the tree it had when it was last seen.
         if module is not None:
             root.tree = _node(module, names, set())
         if root.tree is not None:
@@ -172,6 +179,7 @@ def _node(module: nn.Module, names: ModuleNames, seen: set[int]) -> ModuleNode:
     class_name = class_name_of(module)
     site = place.site if place else class_name
     ids = place.ids if place else None
+    # A module that is used twice is listed in full once.
     if id(module) in seen:
         return ModuleNode(site, class_name, ids, shared=True)
     seen.add(id(module))
@@ -186,6 +194,7 @@ def _parameters(module: nn.Module) -> tuple[Parameter, ...]:
         Parameter(
             name,
             str(tensor.dtype).removeprefix("torch."),
+            # Asking a lazy parameter for its shape raises.
             tuple(tensor.shape) if not nn.parameter.is_lazy(tensor) else (),
             is_parameter and tensor.requires_grad,
         )
@@ -193,7 +202,7 @@ def _parameters(module: nn.Module) -> tuple[Parameter, ...]:
     )
 
 
-# Calls of torch modules as flat lists of named tensors; the rule is `adapters.flatten`'s.
+# Calls as flat lists of named tensors; the rule is in `captures.flatten`.
 
 
 Tensors = list[tuple[str, str, torch.Tensor]]
@@ -210,22 +219,24 @@ def cache_part(module: nn.Module, stack: Sequence[object]) -> int:
         module: It is being called.
         stack: The calls under way, this one included.
     """
+    # The root is given the whole cache, and its layers a part of it each.
     if len(stack) <= 1:
         return WHOLE_CACHE
     layer = module.__dict__.get("layer_idx")
     return layer if type(layer) is int else NO_CACHE
 
 
-# Module calls that are not to be looked at: it would be noise, or leave traces.
+# Module calls that are not watched.
 
 
 PIPELINING = "torch.distributed.pipelining.stage"
 _REHEARSALS = frozenset({"_forward_metadata_inference", "_shape_inference"})
+# A stage infers shapes a few frames above the module; the whole stack would be slow to read.
 _REHEARSAL_DEPTH = 12
 _tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 
 
-def is_unwelcome() -> bool:
+def must_not_watch() -> bool:
     """Where looking would be noise or leave traces: data workers, scripts being traced."""
     if _tracing_state() is not None:
         return True
@@ -235,6 +246,7 @@ def is_unwelcome() -> bool:
 
 def is_rehearsal() -> bool:
     """Whether a pipeline stage only finds out which shapes it gives: no call of the program's."""
+    # Frame 2: this function, the wrapper that asks, then the program.
     frame = sys._getframe(2)
     for _ in range(_REHEARSAL_DEPTH):
         if frame.f_code.co_name in _REHEARSALS:
@@ -245,7 +257,7 @@ def is_rehearsal() -> bool:
     return False
 
 
-# What a capture says of regions that torch.compile has compiled: it does not see inside them.
+# Compiled regions, whose inside a capture does not see.
 
 
 def explain(session: CaptureSession, place: Place) -> None:

@@ -1,9 +1,9 @@
-"""Two models side by side: each waits for the other at every tensor, and both are compared there.
+"""Lockstep: two models run side by side and are compared tensor by tensor.
 
 The reference runs in a thread of its own, the candidate in the caller's; only one of them runs at a
-time. What one hands over is compared with what the other hands over at the same place, at once and
-where it lies, so neither a copy of the activations nor a run is kept. Random numbers are drawn by
-each as if it were alone. What is measured is `PairMoments`; what they mean is decided elsewhere.
+time. Each waits for the other at every tensor, and the two are compared at once where they lie, so
+neither a copy of the activations nor a run is kept. Random numbers are drawn by each as if it were
+alone. What is measured is `PairMoments`; what they mean is decided elsewhere.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -13,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from driftline.captures.options import Reduction
-from driftline.captures.recorder import Refusal
+from driftline.captures.recorder import Refusal, TensorAddress
 from driftline.captures.selection import Selection
 from driftline.captures.torch import tensors as snapshots
 from driftline.captures.torch.session import CaptureSession
@@ -41,7 +41,7 @@ MOST_WAITING = 1 << 30
 
 
 class Steps:
-    """What came of it.
+    """Records of both models and the figures of their pairs.
 
     Attributes:
         reference: Records of the reference, without values.
@@ -58,7 +58,7 @@ class Steps:
 
 
 class _Meeting:
-    """Whose turn it is, what waits, and what was measured."""
+    """State that both threads share: whose turn it is, waiting tensors, figures."""
 
     def __init__(self, steps: Steps, elementwise: Elementwise) -> None:
         self.steps = steps
@@ -94,6 +94,7 @@ class _Meeting:
         with self._turn:
             if other in self._over:
                 return
+            # Both threads share torch's generators, so each restores its own state when it goes on.
             self._chance[side] = _random_states()
             self._now = other
             self._turn.notify_all()
@@ -117,6 +118,7 @@ class _Meeting:
             self._bytes += tensor.nbytes
         self._hand_over(side)
         held = self._waiting[side].get(key)
+        # The partner did not come: the program may now change the tensor, so it is copied.
         if held is not None and held[1] is tensor:
             if self._bytes > MOST_WAITING:
                 self._give_up("too many tensors have no partner at the same place")
@@ -136,25 +138,30 @@ class _Meeting:
         self._bytes = 0
 
     def _measure(
-        self, key: TensorKey, ours: tuple[str, torch.Tensor], theirs: tuple[str, torch.Tensor]
+        self,
+        key: TensorKey,
+        reference: tuple[str, torch.Tensor],
+        candidate: tuple[str, torch.Tensor],
     ) -> None:
-        r, c = ours[1], theirs[1]
+        r, c = reference[1], candidate[1]
+        # Figures of tensors of different shapes have no meaning; the models are not built alike.
         if r.shape != c.shape:
             self.steps.apart = f"{key.site} has other shapes"
             return
-        rtol, atol = self._elementwise(ours[0], theirs[0])
+        rtol, atol = self._elementwise(reference[0], candidate[0])
+        # The candidate's device is where the figures are computed.
         if r.device != c.device and c.is_cuda:
             r = r.to(c.device)
         if can_pair(r, c) and c.is_cuda:
             with contextlib.suppress(CannotLaunch):  # then on the host
                 self._rows.append((key, c.numel(), pair_on_device(r, c, rtol=rtol, atol=atol)))
                 return
-        here, there = (t.detach().cpu().contiguous() for t in (r, c))
+        reference_host, candidate_host = (t.detach().cpu().contiguous() for t in (r, c))
         self.steps.moments[key] = kernel.pair_moments(
-            _raw(here),
-            DTYPES[ours[0]],
-            _raw(there),
-            DTYPES[theirs[0]],
+            _raw(reference_host),
+            DTYPES[reference[0]],
+            _raw(candidate_host),
+            DTYPES[candidate[0]],
             count=math.prod(r.shape),
             atol=atol,
             rtol=rtol,
@@ -162,18 +169,19 @@ class _Meeting:
 
     def fetch(self) -> None:
         """Bring the figures that lie on devices here, in one copy for each."""
+        # One copy per device instead of one per tensor, each of which would wait.
         by_device: dict[torch.device, list[int]] = {}
-        for at, (_, _, row) in enumerate(self._rows):
-            by_device.setdefault(row.device, []).append(at)
+        for index, (_, _, row) in enumerate(self._rows):
+            by_device.setdefault(row.device, []).append(index)
         for places in by_device.values():
-            found = torch.stack([self._rows[at][2] for at in places]).cpu()
-            for at, row in zip(places, found, strict=True):
-                key, count, _ = self._rows[at]
+            rows = torch.stack([self._rows[index][2] for index in places]).cpu()
+            for index, row in zip(places, rows, strict=True):
+                key, count, _ = self._rows[index]
                 self.steps.moments[key] = moments_of(row, count)
 
 
 class _Side:
-    """One model's tensors, on their way to the meeting; see `intake.Elsewhere`."""
+    """One model's tensors, on their way to the meeting; see `captures.recorder`."""
 
     under_way = degraded = False
 
@@ -185,14 +193,21 @@ class _Side:
     def takes(self, tensor: Any) -> bool:
         return isinstance(tensor, torch.Tensor)
 
-    def take(self, tensor: torch.Tensor, address: Sequence[Any], placement: str) -> bool:
+    def take(self, tensor: torch.Tensor, address: TensorAddress, placement: str) -> bool:
         shot = snapshots.on_device(tensor)
+        # Shards and placed tensors have to be joined before they can be compared.
         if shot is None or isinstance(shot, Refusal) or shot.placement or placement:
-            self._meeting.steps.apart = f"a tensor of {address[0]} has no plain values"
+            self._meeting.steps.apart = f"a tensor of {address.site} has no plain values"
             return False
-        site, port, slot, step, visit, phase, moment, alias, class_name = address
-        key = TensorKey(site, port, slot, step, visit, 0, 0, phase, moment)
-        record = Record(key, 0, shot.dtype, shot.shape, alias, class_name, shot.device)
+        record = Record(
+            address.key(0),
+            0,
+            shot.dtype,
+            shot.shape,
+            address.alias,
+            address.class_name,
+            shot.device,
+        )
         self._meeting.arrive(self._side, record, shot.owner)
         return True
 
@@ -245,7 +260,7 @@ def in_step(
 
     surroundings = _surroundings()
 
-    def beside() -> None:
+    def run_reference() -> None:
         with surroundings():
             run("reference", *reference)
 
@@ -253,10 +268,11 @@ def in_step(
         name: Name = "reference" if side == "reference" else "candidate"
         sink = steps.reference if name == "reference" else steps.candidate
         session = CaptureSession(sink, selection, Reduction(), model=model)
-        session.intake.elsewhere = _Side(meeting, name, session)
+        session.recorder.device_backend = _Side(meeting, name, session)
         sessions[name] = session
     devices = _devices()
-    thread = threading.Thread(target=beside, name="driftline-reference", daemon=True)
+    thread = threading.Thread(target=run_reference, name="driftline-reference", daemon=True)
+    # The caller's random state is the same afterwards as before.
     with torch.no_grad(), torch.random.fork_rng(devices):
         for session in sessions.values():
             session.start()
@@ -267,6 +283,7 @@ def in_step(
         finally:
             for session in sessions.values():
                 session.stop()
+    # The reference's error comes first, because the candidate's often follows from it.
     for side in ("reference", "candidate"):
         if side in raised:
             raise raised[side]
@@ -276,15 +293,17 @@ def in_step(
 
 def can_be_in_step(reference: nn.Module, candidate: nn.Module) -> bool:
     """Whether two models are built alike, of modules of their own."""
-    ours = dict(reference.named_modules(remove_duplicate=False))
-    theirs = dict(candidate.named_modules(remove_duplicate=False))
-    return list(ours) == list(theirs) and not (
-        {id(module) for module in ours.values()} & {id(module) for module in theirs.values()}
+    reference_modules = dict(reference.named_modules(remove_duplicate=False))
+    candidate_modules = dict(candidate.named_modules(remove_duplicate=False))
+    return list(reference_modules) == list(candidate_modules) and not (
+        {id(module) for module in reference_modules.values()}
+        & {id(module) for module in candidate_modules.values()}
     )
 
 
 def _raw(tensor: torch.Tensor) -> Any:
     flat = tensor.reshape(-1)
+    # An empty tensor cannot be viewed as bytes.
     return flat.view(torch.uint8).numpy() if flat.numel() else flat.to(torch.uint8).numpy()
 
 
@@ -303,7 +322,7 @@ def _restore(states: list[torch.Tensor]) -> None:
 
 
 def _surroundings() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """What holds in this thread, to hold in another one: modes, autocast, the current stream."""
+    """Copy this thread's modes, autocast and stream into a context for another thread."""
     inference = torch.is_inference_mode_enabled()
     modes = list(torch.overrides._get_current_function_mode_stack())
     kinds = ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
@@ -313,7 +332,7 @@ def _surroundings() -> Callable[[], contextlib.AbstractContextManager[None]]:
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     @contextlib.contextmanager
-    def here() -> Generator[None]:
+    def applied() -> Generator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.no_grad())
@@ -325,4 +344,4 @@ def _surroundings() -> Callable[[], contextlib.AbstractContextManager[None]]:
                 stack.enter_context(mode)
             yield
 
-    return here
+    return applied

@@ -1,4 +1,4 @@
-"""Notices every call of a module: what went in, before it runs, and what came out.
+"""Intercept every call of a torch module: record what goes in before it runs, and what comes out.
 
 `nn.Module.__call__` is wrapped once for all sessions. Hooks would not do: the global ones see no
 keyword arguments before the call, fire for wrappers twice and cut compiled graphs. While Dynamo
@@ -25,10 +25,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from driftline.captures.module_calls import (
     DEEP,
     fault,
-    give_room_back,
-    more_room,
     note_failure,
     optimizer_stepped,
+    raise_recursion_limit,
+    restore_recursion_limit,
     tell_taps,
 )
 from driftline.captures.torch import layers
@@ -40,7 +40,7 @@ from driftline.captures.torch.layers import (
     is_compiled,
     is_rehearsal,
     is_transparent,
-    is_unwelcome,
+    must_not_watch,
     unwrapped,
 )
 from driftline.captures.torch.operators.dispatch import break_graphs
@@ -80,15 +80,18 @@ if _eval_frame is not None:
 
 
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What stands in for `nn.Module.__call__` while a session runs."""
+    """Replaces `nn.Module.__call__` while a session runs."""
+    # Dynamo inlines this function: up to here it must do nothing that a trace cannot hold.
     if torch.compiler.is_compiling():
         return _original(self, *args, **kwargs)
     if _aside.answer is not None:
         return _aside.answer(_original, self, args, kwargs)
+    # A stage that infers shapes runs its modules on fake tensors.
     if PIPELINING in sys.modules and is_rehearsal():
         with aside(_plainly):
             return _original(self, *args, **kwargs)
     sessions = _sessions
+    # One session is the usual case; no closure is made for it.
     if len(sessions) == 1:
         return _watched(sessions[0], _original, self, *args, **kwargs)
     call = _original
@@ -100,12 +103,13 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _watched(
     session: CaptureSession, call: Callable[..., Any], self: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a module under the eyes of one session. The program's exceptions pass through."""
+    """Call a module while one session watches. The program's exceptions pass through."""
     # Inside a compiled program Dynamo looks at every frame it meets: not at those of the capture
     # itself.
     compiler = _set_eval_frame(None)
     stack = session.thread.stack
     depth = len(stack)
+    # Only inner calls take the short way, because an outermost one may end a step.
     if compiler is None and depth:
         place = session.names.known(self)
         if place is not None and place.last is not None and _is_usual(session, self, depth):
@@ -121,10 +125,11 @@ def _watched(
         if compiler is not None:
             _set_eval_frame(compiler)
     if frame is None:
-        if session.taps and not depth and session.is_stranger(self):
+        # A module outside the watched model is remembered, so that operators in it are not its own.
+        if session.taps and not depth and session.is_outside_model(self):
             return _unwatched(session, call, self, args, kwargs)
         return call(self, *args, **kwargs)
-    room = more_room() if depth % DEEP == DEEP - 1 else 0
+    room = raise_recursion_limit() if depth % DEEP == DEEP - 1 else 0
     try:
         if session.stand_in is None:
             result = call(self, *args, **kwargs)
@@ -134,7 +139,7 @@ def _watched(
         compiler = _set_eval_frame(None)
         try:
             if room:
-                give_room_back(room)
+                restore_recursion_limit(room)
             _raised(session, stack, depth, frame, error)
         finally:
             _set_eval_frame(compiler)
@@ -143,13 +148,13 @@ def _watched(
         compiler = _set_eval_frame(None)
     try:
         if room:
-            give_room_back(room)
+            restore_recursion_limit(room)
         leave(session, stack, frame, result)
     except Exception as error:
         fault(session, self, error)
     finally:
         if frame.around is not None:
-            session.shielded(frame.site, frame.around.close)
+            session.guarded(frame.site, frame.around.close)
         del stack[depth:]
         if compiler is not None:
             _set_eval_frame(compiler)
@@ -157,12 +162,13 @@ def _watched(
 
 
 def _is_usual(session: CaptureSession, module: nn.Module, depth: int) -> bool:
-    """Whether a call inside another one has nothing about it that its last one had not."""
+    """Whether an inner call can take the short way of the previous call of its module."""
     return (
         session.running
         and not session.taps
         and session.stand_in is None
         and module._compiled_call_impl is None
+        # At these depths the recursion limit has to be raised, which the short way does not do.
         and depth % DEEP != DEEP - 1
         and _graph_task() == -1
         and _tracing_state() is None
@@ -195,11 +201,12 @@ def _watched_again(
         if type(out) is tuple and len(out) == 2 and out[1] is None:
             out = out[0]  # an attention, without its weights: the slot is the same
         if (
+            # Anything unusual goes the long way, which decides again from the beginning.
             type(out) is not torch.Tensor
             or _function_modes()
             or _dispatch_modes()
             or not session.selection.takes_step(step)
-            or not session.arrivals.take_last(last, frame, out)
+            or not session.device_backend.take_last(last, frame, out)
         ):
             leave(session, stack, frame, result)
     except Exception as error:
@@ -215,10 +222,10 @@ def _raised(
     """A module's call has ended with an exception, which goes on."""
     try:
         if len(stack) == depth + 1:
-            session.shielded(frame.site, note_failure, session, frame, error)
+            session.guarded(frame.site, note_failure, session, frame, error)
     finally:
         if frame.around is not None:
-            session.shielded(frame.site, frame.around.close)
+            session.guarded(frame.site, frame.around.close)
         del stack[depth:]
 
 
@@ -231,12 +238,12 @@ def _unwatched(
 ) -> Any:
     """Call a module that is no part of the watched model; its class is kept in mind meanwhile."""
     thread = session.thread
-    before = thread.stranger
-    thread.stranger = before or type(module).__name__
+    before = thread.unwatched_class
+    thread.unwatched_class = before or type(module).__name__
     try:
         return call(module, *args, **kwargs)
     finally:
-        thread.stranger = before
+        thread.unwatched_class = before
 
 
 def enter(
@@ -247,16 +254,18 @@ def enter(
     kwargs: dict[str, Any],
 ) -> Frame | None:
     """A module is about to run: name it, count it, take its inputs."""
-    if not session.running or is_unwelcome():
+    if not session.running or must_not_watch():
         return None
     place = session.names.of(module, stack[-1].place if stack else None)
     if place is None:
         return None
     recompute = _graph_task() != -1
+    # A transparent wrapper is skipped: the wrapped module speaks for itself.
     if place.wraps and is_transparent(module):
         if is_compiled(module):
             explain(session, place)
         return None
+    # A recomputation belongs to the step whose backward pass asks for it.
     if not stack and not recompute:
         session.clock.enter(place, module)
     root = place.root
@@ -275,6 +284,7 @@ def enter(
         explain(session, place)
     look = place.look
     taps = session.taps
+    # Flattening is skipped where nobody looks at the inputs.
     if look.inputs_before or look.inputs_after or taps:
         forward = unwrapped(module).forward if place.wraps else module.forward
         binding = layers.binding_of(forward)
@@ -294,17 +304,19 @@ def leave(session: CaptureSession, stack: list[Frame], frame: Frame, result: Any
         wanted = session.selection.takes_step(frame.step)
         if look.inputs_after and wanted and frame.inputs:
             _take_all(session, frame, "input", frame.inputs, "after")
+        # Most modules return one tensor; no container has to be walked.
         if isinstance(result, torch.Tensor):
-            found = [("0", "", result)]
+            tensors = [("0", "", result)]
         else:
-            found = layers.outputs(result, layers.cache_part(frame.module, stack))
-        if look.outputs and wanted and found:
-            _take_all(session, frame, "output", found, "after")
+            tensors = layers.outputs(result, layers.cache_part(frame.module, stack))
+        if look.outputs and wanted and tensors:
+            _take_all(session, frame, "output", tensors, "after")
+            # Only a plain call whose inputs nobody wants can take the short way next time.
             if place.last is None and not (place.wraps or place.root.helper or frame.inputs):
                 visits = session.visits_of(place.site, recompute=False)
-                place.last = session.arrivals.last_of(frame, found, visits)
+                place.last = session.device_backend.last_of(frame, tensors, visits)
         for tap in taps:
-            session.shielded(frame.site, tap.on_forward, frame, frame.inputs, found)
+            session.guarded(frame.site, tap.on_forward, frame, frame.inputs, tensors)
     if len(stack) == 1:
         session.root_done()
 
@@ -312,18 +324,18 @@ def leave(session: CaptureSession, stack: list[Frame], frame: Frame, result: Any
 def _take_all(
     session: CaptureSession, frame: Frame, port: str, tensors: layers.Tensors, moment: str
 ) -> None:
-    arrivals = session.arrivals
-    if arrivals.alike and not _function_modes() and not _dispatch_modes():
+    device_backend = session.device_backend
+    if device_backend.known_tensors and not _function_modes() and not _dispatch_modes():
         # Nobody could see that a tensor is looked at: those like the last ones take no more.
-        again = arrivals.take_again
-        for at, (slot, alias, tensor) in enumerate(tensors):
+        again = device_backend.take_again
+        for index, (slot, alias, tensor) in enumerate(tensors):
             if not again(frame, port, slot, alias, tensor, moment):
-                tensors = tensors[at:]
+                tensors = tensors[index:]
                 break
         else:
             return
     with undisturbed():
-        session.intake.take_all(frame, port, tensors, moment)
+        session.recorder.take_all(frame, port, tensors, moment)
 
 
 def _plainly(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -346,6 +358,7 @@ def watch(session: CaptureSession) -> None:
                 _left_below = False
             _hide_from_compiler()
             _optimizer_hook = register_optimizer_step_post_hook(_optimizer_stepped)
+            # Fork hooks cannot be removed, so it is set once per process.
             if not _fork_hook_set:
                 os.register_at_fork(after_in_child=_after_fork)
                 _fork_hook_set = True
@@ -393,6 +406,7 @@ def _hide_from_compiler() -> None:
     """Dynamo must not begin a graph at our wrapper; called inside a graph it is inlined."""
     codes = (_call.__code__, _watched.__code__, _watched_again.__code__, _unwatched.__code__)
     for code in codes:
+        # The way to skip a code object has changed between torch versions.
         if hasattr(_eval_frame, "set_code_exec_strategy"):
             action = _eval_frame._FrameAction
             _eval_frame.set_code_exec_strategy(

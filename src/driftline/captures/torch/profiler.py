@@ -1,10 +1,11 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Events of torch's profiler → kernels with their operators, and times by operator and site.
+"""torch's profiler in a capture: kernels with their operators, and times by operator and site.
 
-On a GPU a kernel is what the device ran, and its operator the one that launched it. On a CPU it is
-the innermost native function that computes something itself: views and allocations are none.
-Reads results only; who ran the profiler, and when, is not known here.
+`read_profile` turns the profiler's events into values; `ProfileTap` runs the profiler in the
+selected steps. On a GPU a kernel is what the device ran, and its operator the one that launched it.
+On a CPU it is the innermost native function that computes something itself: views and allocations
+are none.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ SITE = "driftline site:"
 OWN = "driftline itself"
 OUTSIDE = "(program)"
 BACKWARD = "(backward)"
+# A csv of this size is already more than a person or a spreadsheet can read.
 MOST_KERNELS = 1_000_000
 _OPERATOR = re.compile(r"[A-Za-z_]\w*::[\w.]+")
 _WATCHED = "PythonDispatchMode"
@@ -138,8 +140,9 @@ def read_profile(results: Any) -> Profiled:
     host, device = [], []
     for raw in results.events():
         on_host = str(raw.device_type()).endswith("CPU")
-        ours = raw.name().startswith(SITE) or raw.name() == OWN
-        if on_host and (ours or not raw.is_user_annotation()):
+        own_mark = raw.name().startswith(SITE) or raw.name() == OWN
+        # Annotations of the program are no work of torch.
+        if on_host and (own_mark or not raw.is_user_annotation()):
             host.append(raw)
         elif not on_host and raw.duration_ns() >= 0:
             device.append(raw)
@@ -148,16 +151,18 @@ def read_profile(results: Any) -> Profiled:
     kernels: list[tuple[int, Kernel]] = []
     for raw in device:
         event = launched.get(raw.linked_correlation_id())
+        # Copies that the capture itself made are not the program's kernels.
         if raw.is_user_annotation() or raw.name().startswith(SITE) or (event and event.own):
             continue
         if event is not None:
             event.device_us += raw.duration_ns() / 1000
         kernels.append((raw.start_ns(), _device_kernel(raw, event)))
+    # Where a device ran, host functions only launch; else they are the kernels.
     if not device:
         kernels = [
             (event.raw.start_ns(), _host_kernel(event)) for event in events if _is_kernel(event)
         ]
-    kernels.sort(key=lambda one: one[0])
+    kernels.sort(key=lambda started: started[0])
     return Profiled(tuple(kernel for _, kernel in kernels[:MOST_KERNELS]), tuple(_times(events)))
 
 
@@ -168,9 +173,11 @@ def _nested(host: Sequence[Any]) -> list[_Event]:
         threads.setdefault(raw.start_thread_id(), []).append(raw)
     events: list[_Event] = []
     for those in threads.values():
+        # The longer of two events that start together encloses the other.
         those.sort(key=lambda raw: (raw.start_ns(), -raw.end_ns()))
         stack: list[_Event] = []
         for raw in those:
+            # Equal ends: an event of no duration lies inside, not after.
             while stack and stack[-1].end <= raw.start_ns() and stack[-1].end < raw.end_ns():
                 stack.pop()
             event = _Event(raw, stack[-1] if stack else None)
@@ -206,6 +213,7 @@ def _repeats(event: _Event) -> bool:
 def _is_kernel(event: _Event) -> bool:
     if not _is_operator(event) or _repeats(event) or _is_silent(event.name):
         return False
+    # A composite operator without a kernel only calls others, which are listed themselves.
     return not event.computing or _has_own_kernel(event.name)
 
 
@@ -222,7 +230,7 @@ def _overloads(name: str) -> tuple[Any, ...]:
 @functools.lru_cache(4096)
 def _is_silent(name: str) -> bool:
     overloads = _overloads(name)
-    return bool(overloads) and all(Operator(one).silent for one in overloads)
+    return bool(overloads) and all(Operator(overload).silent for overload in overloads)
 
 
 @functools.lru_cache(4096)
@@ -230,9 +238,9 @@ def _has_own_kernel(name: str) -> bool:
     has: Any = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
     if has is None:
         return False
-    for one in _overloads(name):
+    for overload in _overloads(name):
         try:
-            if has(one.name(), "CPU"):
+            if has(overload.name(), "CPU"):
                 return True
         except RuntimeError:  # known to TorchScript only
             continue
@@ -277,24 +285,25 @@ def _inputs(raw: Any) -> tuple[Described, ...]:
 
 
 def _times(events: Sequence[_Event]) -> list[Timed]:
-    found: dict[tuple[str, str], Timed] = {}
+    times_by_place: dict[tuple[str, str], Timed] = {}
     for event in events:
         if not _is_operator(event):
             continue
         key = (event.site or OUTSIDE, event.name)
-        before = found.get(key, Timed(*key, 0, 0.0, 0.0, 0.0))
+        before = times_by_place.get(key, Timed(*key, 0, 0.0, 0.0, 0.0))
         again = _repeats(event)
-        found[key] = Timed(
+        times_by_place[key] = Timed(
             *key,
+            # An overload that calls another of its name is one call; its own time still adds up.
             before.calls + (not again),
             before.total + (0.0 if again else event.microseconds),
             before.own + max(0.0, event.microseconds - event.inner_us),
             before.device + event.device_us,
         )
-    return list(found.values())
+    return list(times_by_place.values())
 
 
-# What torch's own profiler sees of the selected steps: kernels with their operators, and times.
+# Running the profiler in the selected steps.
 
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
@@ -302,7 +311,7 @@ Named = Sequence[tuple[str, str, torch.Tensor]]
 _torch_profiler: Any = profiler
 _C: Any = torch._C
 _Mark: Any = getattr(_C._profiler, "_RecordFunctionFast", None)
-_DOORS = ("_prepare_profiler", "_enable_profiler")
+_ENTRY_POINTS = ("_prepare_profiler", "_enable_profiler")
 """Functions of torch through which every profiler begins, looked up by name at each call."""
 
 
@@ -347,14 +356,16 @@ class ProfileTap:
 
     def install(self) -> None:
         self.active = True
-        for name in _DOORS:
+        # torch runs one profiler at a time: ours has to stop before the program's begins.
+        for name in _ENTRY_POINTS:
             self._before[name] = getattr(_torch_profiler, name)
             setattr(_torch_profiler, name, self._giving_way(self._before[name]))
-        intake = self.session.intake
+        recorder = self.session.recorder
+        # The capture's work is marked, so that its kernels and times can be left out.
         for name in ("take", "take_all"):
-            self._parts[name] = getattr(intake, name)
-            setattr(intake, name, _marked(self._parts[name]))
-        self.session.take = intake.take
+            self._parts[name] = getattr(recorder, name)
+            setattr(recorder, name, _marked(self._parts[name]))
+        self.session.take = recorder.take
         if not torch.cuda.is_initialized():
             lazily: Any = getattr(torch.cuda, "_lazy_call", None)
             if lazily is not None:
@@ -384,13 +395,14 @@ class ProfileTap:
             )
         for name, function in self._before.items():
             setattr(_torch_profiler, name, function)
+        # The wrapped methods were set on the instance; deleting them shows the class's own.
         for name in self._parts:
-            delattr(self.session.intake, name)
-        self.session.take = self.session.intake.take
+            delattr(self.session.recorder, name)
+        self.session.take = self.session.recorder.take
 
     @contextmanager
     def around_root(self, module: nn.Module) -> Generator[None]:
-        """Called by `modules.py` around each call of a root module."""
+        """Called by `module_calls` around each call of a root module."""
         frame = self.session.current_frame()
         if self.active and frame is not None and not frame.place.root.helper:
             with self._lock:
@@ -402,6 +414,7 @@ class ProfileTap:
             self._close_marks(open_)
 
     def before_forward(self, frame: Frame, inputs: Named) -> None:
+        # Without the fast marks of newer versions, kernels have no sites.
         if self._running is not None and _Mark is not None:
             mark = _Mark(f"{SITE}{frame.site}")
             mark.__enter__()
@@ -444,6 +457,7 @@ class ProfileTap:
                 "not listed",
             )
             return
+        # The library below supports one profiler at a time.
         if getattr(_torch_profiler, "_is_profiler_enabled", False):
             self.session.event_once(
                 "profiler",
@@ -469,7 +483,7 @@ class ProfileTap:
 
     def _device_came(self) -> None:
         """The program begins to use a GPU: what runs there is to be seen too."""
-        self.session.shielded("profile", self._start_again)
+        self.session.guarded("profile", self._start_again)
 
     def _start_again(self) -> None:
         with self._lock:
@@ -498,7 +512,7 @@ class ProfileTap:
     def _finish(self) -> None:
         results = self._stop()
         if results is not None:
-            self.session.shielded("profile", self._write_sheets, read_profile(results))
+            self.session.guarded("profile", self._write_sheets, read_profile(results))
 
     def _giving_way(self, begin: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(begin)
@@ -530,6 +544,7 @@ class ProfileTap:
             header = [] if before else [KERNEL_HEADER]
             self._write(KERNELS.format(step), "\n".join((*header, *lines)) + "\n")
         if self._times and seen.times:
+            # A statistic is written anew each time, because sums cannot be appended to.
             self._timed[step] = added(self._timed.get(step, ()), seen.times)
             self._write(STATISTIC.format(step), statistic_text(self._timed[step]), anew=True)
             self._write(TIMES.format(step), times_table(self._timed[step]), anew=True)

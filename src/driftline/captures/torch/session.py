@@ -1,7 +1,12 @@
-"""Which step a call of a torch module belongs to; the rule is `adapters.steps`'s."""
+"""One capture of torch modules: the session, its step clock, and the protocol of its taps.
+
+What a session decides is in `captures.session`; this file adds what is torch's own: the taps of
+each level, the device backend, compiled graphs and distributed jobs.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -15,11 +20,11 @@ from driftline.captures.calls import StepClock as CommonClock
 from driftline.captures.naming import Root
 from driftline.captures.options import Reduction
 from driftline.captures.selection import Selection
-from driftline.captures.session import LEVELS, Session, known_levels
+from driftline.captures.session import LEVELS, Adapter, Session, checked_levels
 from driftline.captures.torch.device import cuda
-from driftline.captures.torch.device.backend import Arrivals
+from driftline.captures.torch.device.backend import TorchDeviceBackend
 from driftline.captures.torch.distributed import job_facts
-from driftline.captures.torch.layers import FAMILY, compiled_graphs, module_tree, unwrapped
+from driftline.captures.torch.layers import STRUCTURE, compiled_graphs, module_tree, unwrapped
 from driftline.captures.torch.tensors import snapshot, undisturbed
 from driftline.runs.sinks import JSON
 
@@ -34,12 +39,12 @@ __all__ = [
     "StepsBy",
     "Tap",
     "Tensors",
-    "known_levels",
+    "checked_levels",
 ]
 
 
 class StepClock(CommonClock):
-    """Counts steps for all models of a session; see `adapters.steps`."""
+    """Counts steps for all models of a session; see `captures.calls`."""
 
     def __init__(self, by: StepsBy, roots: list[Root], on_done: Callable[[int], None]) -> None:
         super().__init__(
@@ -51,7 +56,7 @@ class StepClock(CommonClock):
         )
 
 
-# What a session and its taps talk about: a module call under way, and who wants to hear of it.
+# Taps.
 
 
 Tensors = list[tuple[str, str, torch.Tensor]]
@@ -76,9 +81,10 @@ class Tap(Protocol):
     def on_forward(self, frame: Frame, inputs: Tensors, outputs: Tensors) -> None: ...
 
 
-# One capture of torch modules.
+# The session.
 
 
+# Imported by level, because a tap for operators loads much of torch.
 _TAPS = {
     "ops": ("driftline.captures.torch.operators.tensors", "OperatorTap"),
     "gradients": ("driftline.captures.torch.gradients", "GradientTap"),
@@ -96,9 +102,7 @@ class CaptureSession(Session):
         levels: Any of modules, ops, gradients, params.
         model: The one model to watch; None watches every module call of the process.
         rank: This process's rank.
-        process: Tells processes of one rank apart.
-        steps_by: What ends a step; see `steps.py`.
-        module_types: If given, only modules of these classes (subclasses too).
+        steps_by: What ends a step; see `captures.calls`.
     """
 
     def __init__(
@@ -110,9 +114,7 @@ class CaptureSession(Session):
         *,
         model: nn.Module | None = None,
         rank: int = 0,
-        process: int = 0,
         steps_by: StepsBy = "auto",
-        module_types: tuple[type, ...] = (),
     ) -> None:
         super().__init__(
             sink,
@@ -121,14 +123,10 @@ class CaptureSession(Session):
             levels,
             model=model,
             rank=rank,
-            process=process,
-            module_types=module_types,
-            family=FAMILY,
-            look=snapshot,
-            clock=lambda roots, done: StepClock(steps_by, roots, done),
+            adapter=Adapter(STRUCTURE, snapshot, functools.partial(StepClock, steps_by)),
         )
-        self.arrivals = self.intake.elsewhere = Arrivals(
-            self.intake, self.selection, self.reduction, rank, process
+        self.device_backend = self.recorder.device_backend = TorchDeviceBackend(
+            self.recorder, self.selection, self.reduction, rank
         )
         self._graphs_before = 0
         self.sees_graphs = False  # a tap looks into compiled graphs
@@ -136,22 +134,25 @@ class CaptureSession(Session):
     def watch(self) -> None:
         from driftline.captures.torch import module_calls
 
+        # The modules themselves need no tap; the wrapper of their calls is always there.
         for level in LEVELS[1:]:
             if level in self.levels:
                 where, name = _TAPS[level]
                 self.taps.append(getattr(importlib.import_module(where), name)(self))
         self._graphs_before = compiled_graphs()
-        cuda.watch(self.arrivals)
+        # Before the first call, so that no allocation of the program is missed.
+        cuda.watch(self.device_backend)
         module_calls.watch(self)
 
     def unwatch(self) -> None:
         from driftline.captures.torch import module_calls
 
+        # Calls end first: a tensor that arrives after the device backend has stopped would be lost.
         module_calls.unwatch(self)
-        cuda.unwatch(self.arrivals)
+        cuda.unwatch(self.device_backend)
 
     def after_fork(self) -> None:
-        self.arrivals.after_fork()
+        self.device_backend.after_fork()
         super().after_fork()
 
     def undisturbed(self) -> AbstractContextManager[None]:
@@ -178,7 +179,8 @@ class CaptureSession(Session):
                 f"{never} results of collectives were never waited for; they were not captured",
             )
         graphs = compiled_graphs() - self._graphs_before
-        if graphs > 0 and not self.sees_graphs and not self.intake.has_said("compiled"):
+        # A module that is known to be compiled has been reported with its name already.
+        if graphs > 0 and not self.sees_graphs and not self.recorder.has_event("compiled"):
             self.event(
                 "compiled",
                 f"torch.compile made {graphs} graphs; modules inside them are not seen: run the "

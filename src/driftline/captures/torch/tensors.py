@@ -1,9 +1,8 @@
-"""A torch tensor as host bytes: without a copy where it can be, refused with a reason where it
-cannot.
+"""A torch tensor as host bytes: without a copy where possible, refused with a reason otherwise.
 
-What is handed out for a plain host tensor is a window on live memory: it must be read, or copied,
-before the program goes on. Nothing here touches autograd, random state or the program's dispatch
-modes; callers hold `undisturbed()` around a group of snapshots. Knows nothing of names and sinks.
+The snapshot of a plain host tensor is a window on live memory: it must be read, or copied, before
+the program goes on. Nothing here touches autograd, random state or the program's dispatch modes;
+callers hold `undisturbed()` around a group of snapshots. Knows nothing of names and sinks.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -53,13 +52,14 @@ is_zero: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
 """Whether a tensor is zeros without memory, as tangents and second derivatives have them."""
 _grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 _set_grad: Callable[[bool], None] = torch._C._set_grad_enabled
+# Subclasses may run code of their own when they are asked anything.
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 _NOTHING = -1
 recording: Callable[[], bool] = torch.cuda.is_current_stream_capturing
 
 
 class undisturbed:
-    """No modes of the program see what happens inside, and autograd records nothing of it."""
+    """Hide what happens inside from the program's modes and from autograd."""
 
     __slots__ = ("_dispatch", "_function", "_grad")
 
@@ -68,6 +68,8 @@ class undisturbed:
         self._function.__enter__()
         self._dispatch = _NoDispatch()
         self._dispatch.__enter__()
+        # The cheaper query first: grad mode is off in inference, and then nothing is to be
+        # restored.
         self._grad = _grad_enabled()
         if self._grad:
             _set_grad(False)
@@ -93,6 +95,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     name = _NAMES.get(dtype)
     if name is None:
         name = str(dtype).removeprefix("torch.")
+        # torch's int4 and uint4 use a byte per element; ours pack two.
         if name not in DTYPES or (name in ("int4", "uint4")):
             if name == "bits16":
                 name = "uint16"
@@ -107,18 +110,20 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def snapshot(tensor: torch.Tensor, *, values: bool = True) -> Snapshot | Refusal | Pending:
-    """Look at one tensor.
+    """Snapshot of one tensor.
 
     Args:
         tensor: Any tensor.
         values: Whether its bytes are wanted, or only dtype, shape and device.
     """
+    # The fast path: a plain host tensor needs none of the checks below.
     if values and type(tensor) in _ORDINARY and _is_simple(tensor):
         simple = _SIMPLE.get(tensor.dtype)
         if simple is not None:
             name, size = simple
             count = tensor.numel()
             address = tensor.data_ptr()
+            # A freed storage has the address 0; the slow path gives the reason.
             if address and count:
                 return Snapshot(
                     name,
@@ -179,6 +184,7 @@ def _any_snapshot(tensor: torch.Tensor, *, values: bool) -> Snapshot | Refusal |
     if dtype == "float4_e2m1fn_x2":  # torch counts bytes of two elements each
         count *= 2
         shape = (*shape[:-1], shape[-1] * 2) if shape else (2,)
+    # From now on this dtype takes the fast path.
     elif values and owner.dtype is tensor.dtype:
         _SIMPLE[tensor.dtype] = dtype, owner.element_size()
     return Snapshot(
@@ -220,6 +226,7 @@ def on_device(tensor: torch.Tensor) -> Snapshot | Refusal | None:
         return None
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.detach().resolve_conj().resolve_neg()
+    # torch computes nothing with complex32; its bytes are read as integers.
     if tensor.dtype is torch.complex32:
         tensor = tensor.detach().view(torch.int32)
     device = tensor.device
@@ -273,6 +280,7 @@ def as_before(tensor: torch.Tensor, shot: Snapshot, dtype: torch.dtype) -> bool:
             or _is_wrapped(tensor)
             or _is_functional(tensor)
             or is_zero(tensor)
+            # A graph that is being recorded must not get a copy among its kernels.
             or (tensor.is_cuda and recording())
         )
         and placement_of_plain(tensor) == ""
@@ -286,6 +294,7 @@ def _refusal(tensor: torch.Tensor, *, values: bool) -> str:
         return f"{str(tensor.layout).removeprefix('torch.')} tensors are not stored"
     if tensor.is_quantized:
         return f"a quantised tensor ({tensor.dtype}) has no plain values; dequantise it to see it"
+    # A description needs no memory, so these refusals concern values only.
     if values:
         if tensor.is_meta:
             return "a tensor on the meta device has no values"
@@ -314,6 +323,7 @@ def _plain(tensor: Any) -> tuple[torch.Tensor, str] | Refusal | Pending:
     if torch.nn.parameter.is_lazy(tensor):
         return Refusal("a lazy parameter has no values yet")
     dispatch = getattr(kind, "__torch_dispatch__", None)
+    # Subclasses with a dispatch of their own (quantised, sparse, fake) may hold anything.
     if dispatch is not None and dispatch is not torch._C._disabled_torch_dispatch_impl:
         return Refusal(f"a {kind.__name__} decides itself what its values are")
     return torch.Tensor.as_subclass(tensor, torch.Tensor), ""
@@ -323,6 +333,7 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in host memory; of what is scattered the device may have to make one first."""
     try:
         return tensor.cpu()
+    # Copied in parts: the device may need a contiguous copy of the whole first.
     except torch.OutOfMemoryError:
         if not tensor.dim():
             raise

@@ -353,8 +353,8 @@ def _warnings(outcome: Outcome) -> list[str]:
     lines += [f"  note: {note}" for note in outcome.notes[:MOST_NOTES]]
     if len(outcome.notes) > MOST_NOTES:
         lines.append(f"  and {len(outcome.notes) - MOST_NOTES} more notes in the run")
-    if outcome.marks.failed and not outcome.reason:
-        lines.append(f"  capture failed in a process: {outcome.marks.failed[0]}")
+    if outcome.messages.failed and not outcome.reason:
+        lines.append(f"  capture failed in a process: {outcome.messages.failed[0]}")
     if outcome.without_probe:
         lines.append(f"  note: {outcome.without_probe}")
     return lines
@@ -396,7 +396,7 @@ def _captured_lines_of_both(outcome: Outcome, atb: AtbHarvest) -> list[str]:
             f"{atb.tensors} tensors, {say_size(atb.bytes)}, "
             f"device{'s' if len(atb.devices) > 1 else ''} {devices}, {say_steps(atb.steps)}"
         )
-    parts += atb.beside
+    parts += atb.also_written
     folders = ", ".join(short_path(str(root)) for root in atb.roots)
     lines = [torch, f"driftline: atb: {', '.join(parts) or 'no tensor'} in {folders}"]
     if atb.tensors:

@@ -153,7 +153,7 @@ class _Desk:
                 hint="its own messages above say why",
             )
         if not (place / "run.json").is_file():
-            why = "no module was called" if ended.marks.began else ended.why_not
+            why = "no module was called" if ended.messages.started else ended.why_not
             raise BadInput(f"nothing was captured: {why}", hint="is this the command that runs it?")
 
     def threads(self, base: Run) -> Side:

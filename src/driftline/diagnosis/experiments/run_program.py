@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, cast
 
 from driftline import settings
 from driftline.captures.launch.child import require_command, run_child
-from driftline.captures.launch.environment import build_doorstep
+from driftline.captures.launch.environment import build_environment
 from driftline.captures.launch.jobs import CapturePlan
-from driftline.captures.launch.messages import Marks, read_marks
+from driftline.captures.launch.messages import Messages, read_messages
 
 
 class Ended(NamedTuple):
@@ -21,23 +21,23 @@ class Ended(NamedTuple):
     Attributes:
         status: Its exit status, as a shell reports it.
         reports: What each process says of the experiment.
-        marks: Everything else they told.
+        messages: Everything else they told.
     """
 
     status: int
     reports: tuple[Mapping[str, Any], ...]
-    marks: Marks
+    messages: Messages
 
     @property
     def why_not(self) -> str:
         """Why no process has anything to say; empty if one has."""
         if self.reports:
             return ""
-        if self.marks.failed:
-            return f"the experiment could not start ({self.marks.failed[0]})"
-        if self.marks.woken == 0:
+        if self.messages.failed:
+            return f"the experiment could not start ({self.messages.failed[0]})"
+        if self.messages.reached == 0:
             return "no Python process could be reached"
-        if self.marks.began == 0:
+        if self.messages.started == 0:
             return "no Python process of the program imported torch"
         return "the program ended before it could say anything"
 
@@ -64,10 +64,10 @@ def run_with(
     base = {**settings.environment(), **(variables or {})}
     require_command(argv, base)
     with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:
-        doorstep = build_doorstep(Path(folder).resolve(), plan)
-        status = run_child(argv, doorstep.environment(base), aside=aside)
-        marks = read_marks(doorstep.marks)
-    return Ended(status, tuple(_read(marks.experiments)), marks)
+        program_environment = build_environment(Path(folder).resolve(), plan)
+        status = run_child(argv, program_environment.environment(base), to_stderr=aside)
+        messages = read_messages(program_environment.messages)
+    return Ended(status, tuple(_read(messages.experiments)), messages)
 
 
 def _read(texts: Sequence[str]) -> list[Mapping[str, Any]]:

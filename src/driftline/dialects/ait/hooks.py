@@ -176,14 +176,18 @@ def _start(model: Any, config: DumpConfig) -> CaptureSession:
         tree.topology(module_tree(session.names, ()).to_json())
         return tree
 
-    session = CaptureSession(
+    class ListedModules(CaptureSession):
+        """Captures modules of the classes in the list only."""
+
+        module_types = tuple(config.module_list)
+
+    session = ListedModules(
         make_sink,
         Selection(steps=tuple(map(str, config.token_range)) or ("none",), part=config.tensor_part),
         Reduction("full"),
         ("modules",),
         model=model,
         steps_by="call",
-        module_types=tuple(config.module_list),
     )
     session.start()
     weakref.finalize(model, session.stop)  # when the model is gone, or at the end of the program

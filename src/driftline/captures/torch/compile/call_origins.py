@@ -1,9 +1,9 @@
 """Which operator call of the program a node of a traced graph stems from.
 
-A compiler that traces a program takes operators apart (a softmax becomes six nodes) and throws
-nodes away. What it keeps of their origin is the operator's name, not which call of it. Here every
-call is counted before it is taken apart, and the nodes that give its results are stamped with
-operator and number; so a graph that was taken apart and one that was not speak of the same calls.
+A compiler that traces a program decomposes operators (a softmax becomes six nodes) and throws nodes
+away. What it keeps of their origin is the operator's name, not which call of it. Here every call is
+counted before it is decomposed, and the nodes that give its results are stamped with operator and
+number; so a graph that was decomposed and one that was not refer to the same calls.
 
 Stamps lie in a node's `meta`, which the compiler hands on and otherwise ignores. Where a pass puts
 another node in place of a stamped one, that one gets the stamp: it gives what the old one gave.
@@ -28,6 +28,7 @@ from driftline.graphs.sources.graph_files import Origin
 STAMP = "driftline_origins"
 STACK = "driftline_modules"
 """The modules around a stamped node: a node that a pass puts in its place knows none."""
+# Old traces are forgotten; a program that recompiles without end must not grow.
 _MOST_TRACES = 512
 _proxy: Any = None
 _traceback: Any = importlib.import_module("torch.fx.traceback")
@@ -105,6 +106,7 @@ class _Counts:
         """Where an operator belongs that is traced now: its phase and module."""
         meta: dict[str, Any] = _traceback.current_meta
         numbers = meta.get("grad_fn_seq_nr")
+        # Operators of a gradient formula are traced with the number of their forward node.
         if meta.get("in_grad_fn", 0) and numbers:
             self.backward = True
             return f"backward {self.made.get(numbers[-1], '')}"
@@ -112,6 +114,7 @@ class _Counts:
             return "backward +"
         stack = meta.get("nn_module_stack")
         module = str(next(reversed(stack))).partition("@")[0] if stack else ""
+        # The node just made has the number before the next one.
         self.made[_autograd._get_sequence_nr() - 1] = module
         return f"forward {module}"
 
@@ -151,12 +154,12 @@ def remove() -> None:
 
 def of_node(node: Any) -> tuple[Origin, ...]:
     """The calls whose results a node gives."""
-    found: list[Origin] = []
+    origins: list[Origin] = []
     for operator, slot, nth, place, trace in node.meta.get(STAMP, ()):
         counts = _traces.get(trace)
         total = counts.calls.get((place, name_of(operator)), 0) if counts is not None else 0
-        found.append(Origin(operator, nth, slot, total))
-    return tuple(found)
+        origins.append(Origin(operator, nth, slot, total))
+    return tuple(origins)
 
 
 def results_of(node: Any) -> list[Result]:
@@ -180,8 +183,9 @@ def name_of(operator: str) -> str:
 
 
 def _call(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """What stands in for `proxy_call`: one operator of a program that is traced."""
+    """Replaces `proxy_call`: one operator of a program that is traced."""
     original = _original or _proxy.proxy_call
+    # Only the outermost call is the program's own.
     if _thread.depth:  # what an operator is taken apart into
         return original(mode, func, *args, **kwargs)
     _thread.depth = 1
@@ -198,13 +202,13 @@ def _call(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _replaced(self: Any, replace_with: Any, *args: Any, **kwargs: Any) -> Any:
-    """What stands in for `Node.replace_all_uses_with`: a pass puts one node in place of another."""
+    """Replaces `Node.replace_all_uses_with`: a pass puts one node in place of another."""
     result = _replace(self, replace_with, *args, **kwargs)
     # A node that is still read elsewhere was not replaced: something was put behind it.
     if result and not self.users and STAMP in self.meta and _can_stand_in(self, replace_with):
-        known = replace_with.meta.get(STAMP, [])
-        new = [one for one in self.meta[STAMP] if one not in known]
-        replace_with.meta[STAMP] = [*known, *new]
+        stamps = replace_with.meta.get(STAMP, [])
+        new = [stamp for stamp in self.meta[STAMP] if stamp not in stamps]
+        replace_with.meta[STAMP] = [*stamps, *new]
         if STACK in self.meta:
             replace_with.meta.setdefault(STACK, self.meta[STACK])
     return result
@@ -216,6 +220,7 @@ def _can_stand_in(old: Any, new: Any) -> bool:
         return False
     before, after = old.meta.get("val"), new.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        # Values that are no tensors cannot be compared; the pass is trusted.
         return True
     return before.dtype == after.dtype and before.dim() == after.dim()
 
@@ -225,6 +230,7 @@ def _stamp(tracer: Any, func: Any, result: Any, args: Any, kwargs: Any) -> None:
     if trace is None:
         trace = tracer.__dict__[STAMP] = next(_numbers)
         _traces[trace] = _Counts()
+        # The oldest trace goes first.
         while len(_traces) > _MOST_TRACES:
             _traces.popitem(last=False)
     counts = _traces.get(trace)
@@ -257,6 +263,7 @@ def _given(tracer: Any, arguments: Any) -> Any:
             node = getattr(getattr(held, "proxy", held), "node", None)
             if node is None:
                 return Given((), "")
+            # A placeholder has no origin: its stamps would be those of another trace.
             results = () if node.op == "placeholder" else tuple(results_of(node))
             return Given(results, node.name, getattr(held, "constant", None))
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):

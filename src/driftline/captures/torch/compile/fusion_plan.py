@@ -1,8 +1,10 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Steps that are taken beside the kernels of a graph, and which operators they may repeat.
+"""What is computed beside the kernels of a graph, to see inside of what they fuse: the plan.
 
-Knows operators by their schemas; plans nothing and computes nothing.
+For each kernel a turn: steps to take before it is called, values to show, checks to make, values to
+forget. A step repeats a node of the graph, or an operator as the program called it. Knows operators
+by their schemas; computes nothing (`fusion_values` does).
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from driftline.captures.torch.compile import call_origins
 
 _pytree: Any = importlib.import_module("torch.utils._pytree")
 _SEES = ("view", "reshape", "_unsafe_view", "alias", "detach", "getitem")
+# Results that depend on memory or chance rather than on the arguments.
 _NOT_REPEATED = ("as_strided", "empty", "new_empty", "empty_like", "empty_strided", "bernoulli")
 _PURE_SPACES = ("_operator", "operator", "math", "torch", "builtins")
+# Namespaces whose operators act on other ranks, random state or memory.
 _EFFECTS = ("_c10d_functional", "c10d_functional", "c10d", "fsdp", "rngprims", "inductor", "bucket")
 
 
@@ -74,24 +78,24 @@ class Check(NamedTuple):
 
     Attributes:
         node: Which.
-        ours: What the compiler made of it.
+        actual: What the compiler made of it.
         should: The value that it should have.
         kernel: Whether a generated kernel is asked, not a decomposition.
         limit: They may be so far apart.
-        shaken: The step that says how much rounding alone does to it.
+        perturbed: The step that says how much rounding alone does to it.
         slot: Which of that step's results.
     """
 
     node: str
-    ours: str
+    actual: str
     should: str
     kernel: bool
     limit: float
-    shaken: str
+    perturbed: str
     slot: int
 
 
-class Turn:
+class Stage:
     """What is done before a kernel is called, in this order."""
 
     def __init__(self) -> None:
@@ -101,30 +105,30 @@ class Turn:
         self.forget: list[str] = []
 
 
-class Workings:
-    """All turns of a graph.
+class FusionPlan:
+    """All stages of a graph.
 
     Attributes:
-        turns: One for each kernel and one after the last.
+        stages: One for each kernel and one after the last.
         sources: By buffer or input: the nodes whose value it is, as far as they are needed.
         constants: Values that are known already.
         symbols: Sizes that vary: symbol, the input that tells it, and which of its axes.
-        shaken: Steps that are also taken with inputs that are off by this share of themselves.
-        twins: The same for all steps inside of a kernel: from inputs that are off to a result that
-            is, each step rounding anew.
+        perturbed: Steps that are also taken with inputs that are off by this share of themselves.
+        perturbed_chains: The same for all steps inside of a kernel: from inputs that are off to a
+            result that is, each step rounding anew.
     """
 
     def __init__(self, units: int) -> None:
-        self.turns = [Turn() for _ in range(units + 1)]
+        self.stages = [Stage() for _ in range(units + 1)]
         self.sources: dict[str, str] = {}
         self.constants: dict[str, Any] = {}
         self.symbols: list[tuple[Any, str, int | None]] = []
-        self.shaken: dict[str, float] = {}
-        self.twins: dict[str, float] = {}
+        self.perturbed: dict[str, float] = {}
+        self.perturbed_chains: dict[str, float] = {}
 
     @property
     def is_empty(self) -> bool:
-        return not any(turn.shown or turn.checks for turn in self.turns)
+        return not any(stage.shown or stage.checks for stage in self.stages)
 
 
 def renamed(value: Any, names: Mapping[str, str]) -> Any:
@@ -137,10 +141,10 @@ def renamed(value: Any, names: Mapping[str, str]) -> Any:
     return value
 
 
-def are_alike(one: Step, other: Step) -> bool:
-    if one.needs != other.needs:
+def are_alike(step: Step, other_step: Step) -> bool:
+    if step.needs != other_step.needs:
         return False
-    first, second = (_pytree.tree_flatten(step.arguments)[0] for step in (one, other))
+    first, second = (_pytree.tree_flatten(either.arguments)[0] for either in (step, other_step))
     return [str(value) for value in first] == [str(value) for value in second]
 
 
@@ -151,6 +155,7 @@ def can_repeat(target: Any) -> bool:
     if target.namespace in _EFFECTS or target._schema.is_mutable:
         return False
     name = target._opname
+    # Random operators would draw numbers that the program draws next.
     if torch.Tag.nondeterministic_seeded in target.tags or "seed" in name or "rand" in name:
         return False
     return name not in _NOT_REPEATED
@@ -164,12 +169,13 @@ def sees(target: Any) -> bool:
         return False
     if target.namespace == "aten" and target._opname in _SEES:
         return True
-    return any(one.alias_info is not None for one in target._schema.returns)
+    return any(output.alias_info is not None for output in target._schema.returns)
 
 
 def function_of(target: Any) -> Callable[..., Any]:
     """What computes a node; memory of kernels may lie otherwise than the graph believes."""
     aten = torch.ops.aten
+    # A kernel's buffer may have other strides than the graph says; `view` would refuse it.
     if target in (aten.view.default, aten._unsafe_view.default):
         return aten.reshape.default
     return target
@@ -177,7 +183,7 @@ def function_of(target: Any) -> Callable[..., Any]:
 
 def takes_tensors(call: call_origins.Call) -> bool:
     leaves = _pytree.tree_flatten(call.arguments, is_leaf=is_one)[0]
-    return any(isinstance(one, call_origins.Given) for one in leaves)
+    return any(isinstance(leaf, call_origins.Given) for leaf in leaves)
 
 
 def is_one(value: Any) -> bool:
@@ -192,28 +198,32 @@ def of_node(node: Any) -> Of:
 
 def roughest(values: Iterable[Any]) -> torch.dtype:
     """The least precise type of floating point among traced values; float64 where none is."""
-    found = torch.float64
+    least_precise = torch.float64
     for value in values:
-        for one in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(one, torch.Tensor) and one.dtype in LIMITS:
-                found = max(found, one.dtype, key=LIMITS.__getitem__)
-    return found
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype in LIMITS:
+                least_precise = max(least_precise, tensor.dtype, key=LIMITS.__getitem__)
+    return least_precise
 
 
-# What is to be computed beside the kernels of a graph, to see inside of what they fuse.
+# The planner.
 
 
 _fx: Any = importlib.import_module("torch.fx.node")
 _NEVER = 1 << 60
+# Elements that may always be computed, whatever the sizes of the graph.
 _ROOM = 1 << 24
 _TIMES = 4
 """A node of more elements than these, and so many times the largest input or result, is left out:
 a compiler never has it in memory."""
 
 
-def workings_of(
-    module: torch.fx.GraphModule, units: Sequence[Unit], ends: Mapping[str, int], given: set[str]
-) -> Workings:
+def plan_fusion(
+    module: torch.fx.GraphModule,
+    units: Sequence[Unit],
+    ends: Mapping[str, int],
+    shown_inputs: set[str],
+) -> FusionPlan:
     """Plan what is computed beside a graph.
 
     Args:
@@ -222,20 +232,20 @@ def workings_of(
         ends: By buffer or input: the last kernel that reads it.
         given: Inputs that the program shows us.
     """
-    return _Planning(module, units, ends, given).planned()
+    return _Planner(module, units, ends, shown_inputs).planned()
 
 
-class _Planning:
+class _Planner:
     def __init__(
         self,
         module: torch.fx.GraphModule,
         units: Sequence[Unit],
         ends: Mapping[str, int],
-        given: set[str],
+        shown_inputs: set[str],
     ) -> None:
         self._module = module
         self._units = units
-        self._workings = Workings(len(units))
+        self._fusion_plan = FusionPlan(len(units))
         self._nodes = {node.name: node for node in module.graph.nodes}
         self._results = {
             result: node.name
@@ -248,13 +258,13 @@ class _Planning:
         self._planned: dict[str, int] = {}
         self._steps: dict[str, Step | None] = {}
         self._largest = 0
-        self._find_sources(ends, given)
+        self._find_sources(ends, shown_inputs)
 
-    def _find_sources(self, ends: Mapping[str, int], given: set[str]) -> None:
+    def _find_sources(self, ends: Mapping[str, int], shown_inputs: set[str]) -> None:
         """Values that need not be computed: inputs, constants, what kernels keep."""
-        works = self._workings
+        works = self._fusion_plan
         for name, node in self._nodes.items():
-            if node.op == "placeholder" and name in given:
+            if node.op == "placeholder" and name in shown_inputs:
                 self._from[name], self._until[name] = 0, ends.get(name, _NEVER)
                 works.sources[name] = name
                 works.symbols += _symbols(node)
@@ -263,89 +273,96 @@ class _Planning:
             ):
                 self._from[name], self._until[name] = 0, _NEVER
                 works.constants[name] = value
-        for at, unit in enumerate(self._units):
+        for index, unit in enumerate(self._units):
             for name in unit.nodes:
-                self._maker.setdefault(name, at)
+                self._maker.setdefault(name, index)
             for buffer, exact, origins in unit.results:
                 for name in origins:
-                    self._maker.setdefault(name, at)
+                    self._maker.setdefault(name, index)
                 if exact and exact not in self._from:
-                    self._from[exact], self._until[exact] = at + 1, ends.get(buffer, _NEVER)
-                    self._maker[exact] = at
+                    self._from[exact], self._until[exact] = index + 1, ends.get(buffer, _NEVER)
+                    self._maker[exact] = index
                     works.sources[buffer] = exact
         sizes = [_elements(self._nodes[name]) for name in self._from]
         self._largest = max(_ROOM, _TIMES * max(sizes, default=0))
 
-    def planned(self) -> Workings:
-        made = [(at, name) for name, at in self._maker.items() if name in self._nodes]
-        order = {name: at for at, name in enumerate(self._nodes)}
-        for at, name in sorted(made, key=lambda one: (one[0], order[one[1]])):
-            node, unit = self._nodes[name], self._units[at]
+    def planned(self) -> FusionPlan:
+        made = [(index, name) for name, index in self._maker.items() if name in self._nodes]
+        order = {name: index for index, name in enumerate(self._nodes)}
+        for index, name in sorted(made, key=lambda maker: (maker[0], order[maker[1]])):
+            node, unit = self._nodes[name], self._units[index]
+            # Only results of calls can be checked against the program's operators.
             if node.op != "call_function" or not call_origins.results_of(node):
                 continue
             if name in self._from:
                 if not unit.library or not self._is_as_called(node):
-                    self._check_kept(node, unit, at)
+                    self._check_kept(node, unit, index)
+            # A view has no values of its own.
             elif not sees(node.target) or node.target is operator.getitem:
-                self._look_inside(node, unit, at)
+                self._look_inside(node, unit, index)
         self._forget()
-        return self._workings
+        return self._fusion_plan
 
-    def _look_inside(self, node: Any, unit: Unit, at: int) -> None:
-        turn = self._plan(node.name, at)
-        if turn is None:
+    def _look_inside(self, node: Any, unit: Unit, index: int) -> None:
+        stage = self._plan(node.name, index)
+        if stage is None:
             return
-        self._workings.turns[turn].shown.append((node.name, unit.name))
+        self._fusion_plan.stages[stage].shown.append((node.name, unit.name))
         if not self._is_as_called(node) and (called := self._called(node)):
-            self._expect(node, node.name, called, at, turn)
+            self._expect(node, node.name, called, index, stage)
 
-    def _check_kept(self, node: Any, unit: Unit, at: int) -> None:
+    def _check_kept(self, node: Any, unit: Unit, index: int) -> None:
         """What a kernel kept, against the operator as it was called and against its own node."""
-        ours, before = node.name, self._from[node.name]
+        actual, before = node.name, self._from[node.name]
         called = None if self._is_as_called(node) else self._called(node)
         if unit.library:
             if called is not None:
-                self._expect(node, ours, called, at, before)
+                self._expect(node, actual, called, index, before)
             return
-        again = self._again(ours)
-        turn = self._plan(again, at)
-        if turn is None:
+        again = self._again(actual)
+        stage = self._plan(again, index)
+        if stage is None:
             return
         # A kernel rounds nothing on its way; nodes that are computed one by one do.
-        names = (ours, *unit.nodes)
+        names = (actual, *unit.nodes)
+        # The roughest type among the fused nodes sets how much may differ.
         rough = roughest(self._nodes[name].meta.get("val") for name in names if name in self._nodes)
-        check = Check(ours, ours, again, True, LIMITS[rough], again, 0)
-        self._workings.turns[before].checks.append(check)
-        self._twin(again, torch.finfo(rough).eps)
+        check = Check(actual, actual, again, True, LIMITS[rough], again, 0)
+        self._fusion_plan.stages[before].checks.append(check)
+        self._perturb_chain(again, torch.finfo(rough).eps)
         if called is not None:
-            self._expect(node, again, called, at, turn)
+            self._expect(node, again, called, index, stage)
 
-    def _twin(self, name: str, share: float) -> None:
-        """Have a step and those before it, up to what lies in memory, taken by a twin, too."""
-        waiting, twins = [name], self._workings.twins
-        taken = {step.name: step for turn in self._workings.turns for step in turn.steps}
+    def _perturb_chain(self, name: str, share: float) -> None:
+        """Have a step and all it needs computed from perturbed inputs, too."""
+        waiting, perturbed_chains = [name], self._fusion_plan.perturbed_chains
+        planned_steps = {
+            step.name: step for stage in self._fusion_plan.stages for step in stage.steps
+        }
         while waiting:
-            step = taken.get(waiting.pop())
-            if step is not None and twins.get(step.name, 0.0) < share:
-                twins[step.name] = share
+            step = planned_steps.get(waiting.pop())
+            # The larger perturbation wins where several checks share a step.
+            if step is not None and perturbed_chains.get(step.name, 0.0) < share:
+                perturbed_chains[step.name] = share
                 waiting += step.needs
 
-    def _expect(self, node: Any, ours: str, should: str, latest: int, known: int) -> None:
+    def _expect(self, node: Any, actual: str, should: str, latest: int, earliest_turn: int) -> None:
         """Have something that the compiler made of an operator checked against the operator."""
-        turn = self._plan(should, latest)
-        if turn is None:
+        stage = self._plan(should, latest)
+        if stage is None:
             return
         rough = roughest([node.meta.get("val")])
         step, slot = self._steps.get(should), 0
+        # The perturbed run is of the operator, not of the item taken from its result.
         if step is not None and step.function is operator.getitem:
-            (whole,), slot = step.needs, int(step.arguments[0][1])
-            step = self._steps.get(whole)
+            (parent,), slot = step.needs, int(step.arguments[0][1])
+            step = self._steps.get(parent)
         if step is None:
             return
-        shaken = self._workings.shaken
-        shaken[step.name] = max(shaken.get(step.name, 0.0), torch.finfo(rough).eps)
-        check = Check(node.name, ours, should, False, LIMITS[rough], step.name, slot)
-        self._workings.turns[max(turn, known)].checks.append(check)
+        perturbed = self._fusion_plan.perturbed
+        perturbed[step.name] = max(perturbed.get(step.name, 0.0), torch.finfo(rough).eps)
+        check = Check(node.name, actual, should, False, LIMITS[rough], step.name, slot)
+        self._fusion_plan.stages[max(stage, earliest_turn)].checks.append(check)
 
     # --- operator calls as the program makes them
 
@@ -369,17 +386,18 @@ class _Planning:
         return None
 
     def _result(self, result: call_origins.Result, call: call_origins.Call) -> str | None:
-        whole = f"call {result[:-1]}"
-        if whole not in self._steps:
-            self._steps[whole] = self._of_call(result, call)
-        if self._steps[whole] is None:
+        call_name = f"call {result[:-1]}"
+        if call_name not in self._steps:
+            self._steps[call_name] = self._of_call(result, call)
+        if self._steps[call_name] is None:
             return None
+        # An operator with one result is its own value.
         if len(call.operator._schema.returns) < 2 or not result[-1].isdigit():
-            return whole
-        part = f"{whole} {result[-1]}"
-        arguments = ((Of(whole), int(result[-1])), {})
+            return call_name
+        part = f"{call_name} {result[-1]}"
+        arguments = ((Of(call_name), int(result[-1])), {})
         seen = sees(call.operator)
-        self._steps[part] = Step(part, operator.getitem, arguments, (whole,), seen)
+        self._steps[part] = Step(part, operator.getitem, arguments, (call_name,), seen)
         return part
 
     def _of_call(self, result: call_origins.Result, call: call_origins.Call) -> Step | None:
@@ -407,19 +425,20 @@ class _Planning:
         name = f"call {result[:-1]}"
         return Step(name, function_of(call.operator), arguments, tuple(needs), sees(call.operator))
 
-    def _given(self, given: call_origins.Given) -> str | None:
-        for result in given.results:
+    def _given(self, tensor: call_origins.Given) -> str | None:
+        for result in tensor.results:
             if result in self._results:
                 return self._results[result]
-        node = self._nodes.get(given.name) if not given.results else None
+        node = self._nodes.get(tensor.name) if not tensor.results else None
+        # An input of the graph is known by its own name.
         if node is not None and node.op == "placeholder":
-            return given.name
-        if given.constant is not None:
-            name = f"constant {id(given.constant)}"
-            self._workings.constants[name] = given.constant
+            return tensor.name
+        if tensor.constant is not None:
+            name = f"constant {id(tensor.constant)}"
+            self._fusion_plan.constants[name] = tensor.constant
             self._from[name], self._until[name] = 0, _NEVER
             return name
-        for result in given.results:  # a view that the compiler took out, or a new tensor
+        for result in tensor.results:  # a view that the compiler took out, or a new tensor
             call = call_origins.call_of(result)
             if call is not None and (sees(call.operator) or not takes_tensors(call)):
                 return self._result(result, call)
@@ -429,33 +448,38 @@ class _Planning:
 
     def _plan(self, name: str, latest: int) -> int | None:
         """The turn in which something is computed, with all it needs; None where it cannot be."""
-        if (known := self._planned.get(name)) is not None:
-            return known if known <= latest else None
+        if (planned_turn := self._planned.get(name)) is not None:
+            return planned_turn if planned_turn <= latest else None
         needed: dict[str, Step] = {}
         earliest, last = 0, latest
         waiting = [name]
         while waiting:
-            one = waiting.pop()
-            if one in needed:
+            value_name = waiting.pop()
+            if value_name in needed:
                 continue
-            if one in self._from:
-                earliest, last = max(earliest, self._from[one]), min(last, self._until[one])
+            if value_name in self._from:
+                earliest, last = (
+                    max(earliest, self._from[value_name]),
+                    min(last, self._until[value_name]),
+                )
                 continue
-            if one in self._planned:
-                earliest = max(earliest, self._planned[one])
+            if value_name in self._planned:
+                earliest = max(earliest, self._planned[value_name])
                 continue
-            step = self._step(one)
+            step = self._step(value_name)
             if step is None:
                 return None
-            step = needed[one] = self._before(step, latest)
+            step = needed[value_name] = self._before(step, latest)
             waiting += step.needs
+        # A value it needs is overwritten before another one exists.
         if earliest > last:
             return None
-        turn = self._workings.turns[last]
-        there = {step.name for step in turn.steps}
+        stage = self._fusion_plan.stages[last]
+        present = {step.name for step in stage.steps}
         for step in _in_order(needed, name):
-            if step.name not in there:
-                turn.steps.append(step)
+            if step.name not in present:
+                stage.steps.append(step)
+            # What shares memory is computed anew in every turn.
             if not step.sees:
                 self._planned[step.name] = last
         return last
@@ -489,7 +513,7 @@ class _Planning:
         if _elements(node) > self._largest:
             return None
         arguments = _fx.map_arg((node.args, node.kwargs), of_node)
-        needs = tuple(one.name for one in node.all_input_nodes)
+        needs = tuple(source.name for source in node.all_input_nodes)
         maker = node.args[0] if node.target is operator.getitem else node
         seen = sees(getattr(maker, "target", operator.getitem))
         return Step(node.name, function_of(node.target), arguments, needs, seen)
@@ -497,21 +521,22 @@ class _Planning:
     def _forget(self) -> None:
         """Say in each turn what nobody needs after it."""
         last: dict[str, int] = {}
-        for at, turn in enumerate(self._workings.turns):
-            for step in turn.steps:
-                last.update(dict.fromkeys((step.name, *step.needs), at))
-            last.update({name: at for name, _ in turn.shown})
-            for check in turn.checks:
-                last.update({check.ours: at, check.should: at})
-        for name, at in last.items():
-            if name not in self._workings.constants:
-                self._workings.turns[at].forget.append(name)
+        for index, stage in enumerate(self._fusion_plan.stages):
+            for step in stage.steps:
+                # The last turn that reads a value is the one after which it can go.
+                last.update(dict.fromkeys((step.name, *step.needs), index))
+            last.update({name: index for name, _ in stage.shown})
+            for check in stage.checks:
+                last.update({check.actual: index, check.should: index})
+        for name, index in last.items():
+            if name not in self._fusion_plan.constants:
+                self._fusion_plan.stages[index].forget.append(name)
         # What only shows memory is not trusted any longer than its turn.
-        for turn in self._workings.turns:
-            seen = [step.name for step in turn.steps if step.sees]
-            turn.forget += [name for name in seen if name not in turn.forget]
-        sources = self._workings.sources
-        self._workings.sources = {key: name for key, name in sources.items() if name in last}
+        for stage in self._fusion_plan.stages:
+            seen = [step.name for step in stage.steps if step.sees]
+            stage.forget += [name for name in seen if name not in stage.forget]
+        sources = self._fusion_plan.sources
+        self._fusion_plan.sources = {key: name for key, name in sources.items() if name in last}
 
 
 def _in_order(steps: Mapping[str, Step], name: str) -> Iterator[Step]:
@@ -519,24 +544,24 @@ def _in_order(steps: Mapping[str, Step], name: str) -> Iterator[Step]:
     done: set[str] = set()
     waiting = [(name, False)]
     while waiting:
-        one, ready = waiting.pop()
-        if one in done or one not in steps:
+        current, ready = waiting.pop()
+        if current in done or current not in steps:
             continue
         if ready:
-            done.add(one)
-            yield steps[one]
+            done.add(current)
+            yield steps[current]
         else:
-            waiting.append((one, True))
-            waiting += [(need, False) for need in steps[one].needs]
+            waiting.append((current, True))
+            waiting += [(need, False) for need in steps[current].needs]
 
 
 def _elements(node: Any) -> int:
     """How many elements a node has; 0 where that varies."""
     value = node.meta.get("val")
     parts = value if isinstance(value, (list, tuple)) else (value,)
-    sizes = [tuple(one.shape) for one in parts if isinstance(one, torch.Tensor)]
-    known = [size for size in sizes if all(type(extent) is int for extent in size)]
-    return max(map(math.prod, known), default=0)
+    sizes = [tuple(part.shape) for part in parts if isinstance(part, torch.Tensor)]
+    fixed_sizes = [size for size in sizes if all(type(extent) is int for extent in size)]
+    return max(map(math.prod, fixed_sizes), default=0)
 
 
 def _symbols(node: Any) -> Iterator[tuple[Any, str, int | None]]:

@@ -1,8 +1,8 @@
-"""Graphs executed node by node: what a program compiles, run by torch's own operators.
+"""Compiled graphs executed node by node by torch's own operators.
 
-The graph that Dynamo found is split into forward and backward by AOTAutograd, without taking
-operators apart, and each node is then executed as the operator it names, in order. The backend that
-the program asked for is not called: this says what the graph means, not what a compiler made of it.
+The graph that Dynamo found is split into forward and backward by AOTAutograd, without decomposing
+operators, and each node is then executed as the operator it names, in order. The backend that the
+program asked for is not called: this shows what the graph means, not what a compiler made of it.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import fx
 
-from driftline.captures.torch.compile.graph_recorder import Compiled, Execution, Recorder
+from driftline.captures.torch.compile.graph_recorder import Compiled, Execution, GraphRecorder
 from driftline.captures.torch.compile.nodes import body_of, compile_id
 from driftline.captures.torch.operators.dispatch import hide_from_compiler
 
-Announce = Callable[[], Sequence[Recorder]]
+Announce = Callable[[], Sequence[GraphRecorder]]
 
 
 def compile_by_nodes(
@@ -35,12 +35,14 @@ def compile_by_nodes(
         backend: Name of the backend that the program asked for.
         recorders: Who is shown the values, asked when a graph is described.
     """
+    # Imported here: they load the compiler, which is there when this is called.
     common: Any = importlib.import_module("torch._dynamo.backends.common")
     partitioners: Any = importlib.import_module("torch._functorch.partitioners")
-    bases: list[tuple[Recorder, str]] = []
-    for one in recorders():
-        one.meet(compile_id(), inputs)
-        bases.append((one, one.base(compile_id())))
+    bases: list[tuple[GraphRecorder, str]] = []
+    for recorder in recorders():
+        # Now, while the module that runs is known; graphs are described later.
+        recorder.meet(compile_id(), inputs)
+        bases.append((recorder, recorder.base(compile_id())))
 
     def kind(name: str, *, backward: bool = False) -> Callable[..., Any]:
         def compiler(module: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
@@ -48,16 +50,16 @@ def compile_by_nodes(
                 _without_idle(module)
             shown = [
                 (
-                    one,
-                    one.add(
-                        one.describe(module.graph, compile_id(), base, backward=backward),
+                    recorder,
+                    recorder.add(
+                        recorder.describe(module.graph, compile_id(), base, backward=backward),
                         compile_id(),
                         name,
                         "fx",
                         backend,
                     ),
                 )
-                for one, base in bases
+                for recorder, base in bases
             ]
             return _boxed(ByNodes(module, shown))
 
@@ -67,6 +69,7 @@ def compile_by_nodes(
         fw_compiler=kind("forward"),
         bw_compiler=kind("backward", backward=True),
         inference_compiler=kind("inference"),
+        # The default partition recomputes nothing, so every node runs once.
         partition_fn=partitioners.default_partition,
         keep_inference_input_mutations=True,
     )
@@ -90,9 +93,9 @@ def _boxed(call: Callable[..., Any]) -> Callable[..., Any]:
     """Takes its arguments as one list, which is emptied: so nothing lives longer than it must."""
 
     def boxed(arguments: list[Any]) -> Any:
-        given = list(arguments)
+        values = list(arguments)
         arguments.clear()
-        return call(*given)
+        return call(*values)
 
     boxed.__dict__["_boxed_call"] = True  # says so to AOTAutograd
     hide_from_compiler(boxed)
@@ -102,7 +105,7 @@ def _boxed(call: Callable[..., Any]) -> Callable[..., Any]:
 class ByNodes(fx.Interpreter):
     """Executes a graph and shows every value."""
 
-    def __init__(self, module: fx.GraphModule, shown: list[tuple[Recorder, Compiled]]) -> None:
+    def __init__(self, module: fx.GraphModule, shown: list[tuple[GraphRecorder, Compiled]]) -> None:
         super().__init__(module)
         self._shown = shown
         self._plain = module
@@ -110,9 +113,10 @@ class ByNodes(fx.Interpreter):
     def __call__(self, *arguments: Any) -> Any:
         executions = [
             execution
-            for one, compiled in self._shown
-            if (execution := one.execution(compiled)) is not None
+            for recorder, compiled in self._shown
+            if (execution := recorder.execution(compiled)) is not None
         ]
+        # A step that nobody wants runs the plain graph.
         if not executions:
             return self._plain(*arguments)
         return _Run(self.module, executions).run(*arguments)
@@ -137,6 +141,7 @@ class _Run(fx.Interpreter):
         if body is not None:
             return self._shown(body, f"{self._within}{n.name}.")
         value = super().run_node(n)
+        # An item of a tuple is recorded with the tuple.
         if n.op != "output" and n.target is not operator.getitem:
             for execution in self._executions:
                 execution.take_node(self._within + n.name, value)

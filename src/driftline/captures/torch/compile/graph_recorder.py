@@ -1,4 +1,4 @@
-"""Where the values of compiled graphs go: into the sessions that asked for them.
+"""Values of compiled graphs on their way into the sessions that asked for them.
 
 A graph is described once, when it is compiled; its values come with every execution. Knows the
 session and the names of nodes, not who executes them.
@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from driftline.captures.recorder import TensorAddress
 from driftline.captures.torch.compile.nodes import (
     Naming,
     Owner,
@@ -35,6 +36,7 @@ from driftline.graphs.sources.graph_files import (
 )
 
 Write = Callable[[str], None]
+# Bounds the table for programs whose backward passes never come.
 _MOST_MADE = 200_000
 _C: Any = torch._C
 _autograd: Any = torch.autograd
@@ -65,7 +67,7 @@ class Execution:
 
     __slots__ = ("_recorder", "compiled", "step")
 
-    def __init__(self, recorder: Recorder, compiled: Compiled, step: int) -> None:
+    def __init__(self, recorder: GraphRecorder, compiled: Compiled, step: int) -> None:
         self._recorder = recorder
         self.compiled = compiled
         self.step = step
@@ -81,20 +83,21 @@ class Execution:
         """Show what a kernel wrote, or what the graph was given; never raises."""
         kernel, kept = self.compiled.kept.get(buffer, ("", None))
         if kept is None:
-            self._recorder.session.shielded(buffer, self.take_node, buffer, value)
+            self._recorder.session.guarded(buffer, self.take_node, buffer, value)
             return
         node = self.compiled.nodes.get(kept.node or kept.nodes[-1])
         if node is not None:
-            shielded = self._recorder.session.shielded
-            shielded(kept.site, self._take, node, kept.site, value, kernel)
+            guarded = self._recorder.session.guarded
+            guarded(kept.site, self._take, node, kept.site, value, kernel)
 
     def take_inside(self, name: str, kernel: str, value: Any) -> None:
         """Show what a node inside of a fused kernel gives; never raises."""
         node = self.compiled.nodes.get(name)
+        # A recomputed value was recorded in the forward pass already.
         if node is not None and node.phase != "recompute":
             what = f"{node.target}{INSIDE}{kernel}"
             self._recorder.inside += 1
-            self._recorder.session.shielded(node.site, self._take, node, node.site, value, what)
+            self._recorder.session.guarded(node.site, self._take, node, node.site, value, what)
 
     def take_error(self, name: str, error: float, *, kernel: bool) -> None:
         """Say how far off a node's value is from what it should be for the same inputs."""
@@ -102,28 +105,23 @@ class Execution:
         if node is not None:
             number = self.compiled.graph.number
             operator = node.origins[0].operator if node.origins else node.target
+            # The first error of a node is reported; later steps repeat it.
             self._recorder.off.setdefault((node.site, node.phase), (operator, node.line, error))
             self._recorder.write(Off(number, name, self.step, error, kernel).to_line())
 
     def _take(self, node: GraphNode, site: str, value: Any, class_name: str) -> None:
-        tensors = [one for one in _tensors(value, "") if has_values(one[1])]
+        tensors = [named for named in _tensors(value, "") if has_values(named[1])]
         if not tensors:
             return
         visit = self._recorder.count(site, self.step, node.phase)
         for slot, tensor in tensors:
-            self._recorder.session.emit(
-                site,
-                "output",
-                slot or "0",
-                tensor,
-                class_name=class_name,
-                visit=visit,
-                phase=node.phase,
-                step=self.step,
+            address = TensorAddress(
+                site, "output", slot or "0", self.step, visit, node.phase, class_name=class_name
             )
+            self._recorder.session.emit(address, tensor)
 
 
-class Recorder:
+class GraphRecorder:
     """The graphs of one session.
 
     Args:
@@ -156,6 +154,7 @@ class Recorder:
     ) -> None:
         """A piece of the program is about to be compiled for these inputs, and calls these."""
         self.base(compile_id)
+        # Outside of any module call nobody else would give these models names.
         if self.session.current_frame() is None:
             for model in models:
                 self.session.names.of(model, None)
@@ -185,6 +184,7 @@ class Recorder:
         Where a piece is cut into several graphs, their inputs are counted anew in each.
         """
         owners = self._owners.get(compile_id, ())
+        # Counted anew in a part of a piece, positions would name the wrong parameters.
         if not backward and len(owners) != sum(is_plain_input(node) for node in graph.nodes):
             owners = self._owners[compile_id] = ()
         return owners
@@ -194,11 +194,11 @@ class Recorder:
 
         Backward graphs are compiled later, when no module is running.
         """
-        known = self._bases.get(compile_id)
-        if known is None:
+        base_site = self._bases.get(compile_id)
+        if base_site is None:
             frame = self.session.current_frame()
-            known = self._bases[compile_id] = frame.site if frame is not None else PROGRAM
-        return known
+            base_site = self._bases[compile_id] = frame.site if frame is not None else PROGRAM
+        return base_site
 
     def add(
         self,
@@ -236,19 +236,22 @@ class Recorder:
         frame = session.current_frame()
         site = self._caller(compiled.graph, frame.site if frame is not None else "")
         step = frame.step if frame is not None else session.step
+        # A compiled training step calls no module, so the clock is told here.
         if frame is None and compiled.graph.kind == "forward":
             session.clock.trained_by_graph()
         if not session.wants_step(step):
             return None
+        # A program whose modules are all compiled has its steps from graphs.
         if frame is None and not session.execution_order:
             session.steps_seen.add(step)
             session.outside += 1
-        found = compiled.elsewhere.get(site)
-        if found is None:
-            found = compiled.elsewhere[site] = self._listed(
+        at_site = compiled.elsewhere.get(site)
+        if at_site is None:
+            # Layers that share one compiled graph each get a description of their own.
+            at_site = compiled.elsewhere[site] = self._listed(
                 rebased(compiled.graph, site)._replace(number=self._lines)
             )
-        return Execution(self, found, step)
+        return Execution(self, at_site, step)
 
     def _caller(self, graph: Graph, now: str) -> str:
         """The module that executes a graph.
@@ -262,6 +265,7 @@ class Recorder:
         if graph.kind == "forward":
             if len(self._made) >= _MOST_MADE:
                 self._made.clear()
+            # The node took its number just before this graph was executed.
             self._made[_autograd._get_sequence_nr() - 1] = now or graph.base
         return now or graph.base
 

@@ -1,7 +1,13 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-"""What a scheduled node of inductor left in memory, and by which kernel. Only reads its objects."""
+"""Results of inductor's kernels, read where each kernel has written them.
+
+Inductor writes a Python program that calls its kernels. Lines are added to it that hand each
+kernel's results to the recorder, before their memory is used again. `CompiledProgram` is such a
+program at run time, `Scheduled` one that is being written; the functions at the end replace methods
+of inductor while a capture watches.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +17,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from driftline.captures.torch.compile.fusion_plan import Unit, Workings, workings_of
-from driftline.captures.torch.compile.fusion_values import Insight
-from driftline.captures.torch.compile.graph_recorder import Compiled, Execution, Recorder
+from driftline.captures.patching import PatchSet
+from driftline.captures.torch.compile.fusion_plan import FusionPlan, Unit, plan_fusion
+from driftline.captures.torch.compile.fusion_values import FusionValues
+from driftline.captures.torch.compile.graph_recorder import Compiled, Execution, GraphRecorder
 from driftline.captures.torch.compile.nodes import compile_id
 from driftline.captures.torch.operators.dispatch import hide_from_compiler
 from driftline.graphs.sources.graph_files import GraphNode, Kept, Kernel
@@ -23,6 +30,7 @@ def is_called(scheduler: Any, node: Any) -> bool:
     """Whether the kernel of a scheduled node has been called by now."""
     if node is scheduler.current_node:
         return True
+    # A node is done when all of its buffers exist.
     names = node.get_buffer_names()
     return all(name in scheduler.available_buffer_names for name in names)
 
@@ -30,6 +38,7 @@ def is_called(scheduler: Any, node: Any) -> bool:
 def kernel_name(lines: list[Any], done: list[Any]) -> str:
     """The kernel that was called last, for these nodes: a generated one, or one of a library."""
     for line in reversed(lines):
+        # Inductor keeps the lines of its program; the last call is the kernel of these nodes.
         if type(line).__name__ == "KernelCallLine":
             if not any(node.is_extern() for node in done):
                 return str(line.kernel_name)
@@ -45,47 +54,53 @@ def kernel_name(lines: list[Any], done: list[Any]) -> str:
 
 def nodes_of(graph: Any, node: Any) -> list[str]:
     """The nodes that a scheduled node computes, also where it keeps nothing of them."""
-    places = {one.name: index for index, one in enumerate(graph.module.graph.nodes)}
-    found = {
+    places = {
+        node_of_graph.name: index for index, node_of_graph in enumerate(graph.module.graph.nodes)
+    }
+    origins = {
         origin.name
         for output in node.get_outputs()
         for origin in output.node.get_origins()
         if origin.name in places
     }
-    return sorted(found, key=places.__getitem__)
+    return sorted(origins, key=places.__getitem__)
 
 
 def results(graph: Any, wrapper: Any, node: Any) -> list[tuple[str, str, str, tuple[str, ...]]]:
     """Buffer, variable, exact origin and all origins of what a scheduled node left in memory."""
     ir: Any = importlib.import_module("torch._inductor.ir")
-    places = {one.name: index for index, one in enumerate(graph.module.graph.nodes)}
-    found: list[tuple[str, str, str, tuple[str, ...]]] = []
+    places = {origin.name: index for index, origin in enumerate(graph.module.graph.nodes)}
+    kept_results: list[tuple[str, str, str, tuple[str, ...]]] = []
     for output in node.get_outputs():
         buffer = output.node
         name = buffer.get_name()
+        # A buffer that was optimised away, or whose memory was reused, cannot be read any more.
         gone = (graph.removed_buffers, graph.inplaced_to_remove, wrapper.freed)
         if any(name in names for names in gone):
             continue
         layout = buffer.layout
+        # Layouts without memory of their own.
         if isinstance(layout, (ir.NoneLayout, ir.MultiOutputLayout)):
             continue
         variable = name
+        # A mutation is written into another buffer, which is the one to read.
         if isinstance(layout, ir.MutationLayoutSHOULDREMOVE):
             variable = layout.get_buffer().get_name()
         exact = buffer.get_origin_node()
         origins = sorted(
-            {one.name for one in buffer.get_origins() if one.name in places}, key=places.__getitem__
+            {origin.name for origin in buffer.get_origins() if origin.name in places},
+            key=places.__getitem__,
         )
         named = exact.name if exact is not None and exact.name in places else ""
         if named or origins:
-            found.append((name, variable, named, tuple(origins)))
-    return found
+            kept_results.append((name, variable, named, tuple(origins)))
+    return kept_results
 
 
-# Programs that inductor wrote: what each shows while it runs, and to whom.
+# Programs at run time and while they are written.
 
 
-class Programme:
+class CompiledProgram:
     """One compiled graph, and the executions of it that are under way, by thread.
 
     Attributes:
@@ -94,50 +109,51 @@ class Programme:
         silent: Inputs that are not recorded: parameters.
         part_of: The graph that executes it, for the body of a control flow operator.
         within: What comes before the names of such a body.
-        workings: What is computed beside its kernels.
+        fusion_plan: What is computed beside its kernels.
     """
 
     def __init__(self) -> None:
-        self.shown: list[tuple[Recorder, Compiled]] = []
+        self.shown: list[tuple[GraphRecorder, Compiled]] = []
         self.first = ""
         self.silent: set[str] = set()
-        self.part_of: Programme | None = None
+        self.part_of: CompiledProgram | None = None
         self.within = ""
-        self.workings: Workings | None = None
+        self.fusion_plan: FusionPlan | None = None
         self._thread = threading.local()
 
     def take(self, buffer: str, value: Any) -> None:
         """A kernel has written this, or the graph was given it."""
-        executions, insight = self._under_way(buffer)
-        if insight is not None:
-            insight.give(buffer, value)
+        executions, fusion_values = self._under_way(buffer)
+        if fusion_values is not None:
+            fusion_values.give(buffer, value)
         if buffer not in self.silent:
             for execution in executions:
                 execution.take_kept(buffer, value)
 
     def called(self, unit: int) -> None:
         """A kernel was called; -1 for the inputs."""
-        if self.workings is None:
+        if self.fusion_plan is None:
             return
-        insight = self._under_way("")[1]
-        if insight is not None:
-            insight.turn(unit + 1)
+        fusion_values = self._under_way("")[1]
+        if fusion_values is not None:
+            fusion_values.stage(unit + 1)
 
-    def _under_way(self, buffer: str) -> tuple[list[Execution], Insight | None]:
+    def _under_way(self, buffer: str) -> tuple[list[Execution], FusionValues | None]:
         """Of this thread; the first buffer of the graph begins a new one."""
-        found = getattr(self._thread, "executions", None)
-        if found is None or (buffer and buffer == self.first):
+        under_way = getattr(self._thread, "executions", None)
+        # Programs have no line for their beginning; the first buffer marks it.
+        if under_way is None or (buffer and buffer == self.first):
             executions = [
                 execution
-                for one, compiled in self.shown
-                if (execution := one.execution(compiled)) is not None
+                for recorder, compiled in self.shown
+                if (execution := recorder.execution(compiled)) is not None
             ]
-            found = executions, self._insight(executions)
-            self._thread.executions = found
-        return found
+            under_way = executions, self._fusion_values(executions)
+            self._thread.executions = under_way
+        return under_way
 
-    def _insight(self, executions: list[Execution]) -> Insight | None:
-        if self.workings is None or not executions:
+    def _fusion_values(self, executions: list[Execution]) -> FusionValues | None:
+        if self.fusion_plan is None or not executions:
             return None
 
         def show(node: str, kernel: str, value: Any) -> None:
@@ -148,7 +164,7 @@ class Programme:
             for execution in executions:
                 execution.take_error(node, error, kernel=kernel)
 
-        return Insight(self.workings, show, tell)
+        return FusionValues(self.fusion_plan, show, tell)
 
 
 class Scheduled:
@@ -172,12 +188,14 @@ class Scheduled:
         self.bodies: list[tuple[str, Scheduled]] = []
 
 
-# What inductor's kernels compute, read where each kernel has written it.
+# Switching on: inductor's methods are replaced while a capture watches.
 
 
+# Found through `sys.modules`: the program is a file of its own, and may outlive the capture.
 _LINE = "__import__('sys').modules[{module!r}].kept({graph}, {buffer!r}, {variable})"
 _DONE = "__import__('sys').modules[{module!r}].called({graph}, {unit})"
 MODULE = "torch._inductor.graph"
+# A cached program lacks the lines that are added here.
 _CACHES = {
     "torch._functorch.config": ("enable_autograd_cache", "enable_remote_autograd_cache"),
     "torch._inductor.config": ("fx_graph_cache", "fx_graph_remote_cache"),
@@ -185,35 +203,36 @@ _CACHES = {
 _lock = threading.Lock()
 _watchers: tuple[Watcher, ...] = ()
 _settings: list[tuple[Any, str, Any]] = []
-_replaced: list[tuple[Any, str, Any, Any]] = []
+_patches = PatchSet()
 _under_way: weakref.WeakKeyDictionary[Any, Scheduled] = weakref.WeakKeyDictionary()
-_graphs: dict[int, Programme] = {}
+_graphs: dict[int, CompiledProgram] = {}
 
 
 class Watcher(Protocol):
     """Whose recorder is shown what kernels compute."""
 
     session: Any
-    recorder: Recorder
+    recorder: GraphRecorder
     fusion: bool
 
 
 def kept(graph: int, buffer: str, value: Any) -> None:
     """Called by compiled programs: a kernel has written this. Never raises."""
-    programme = _graphs.get(graph)
-    if programme is None or not _watchers:
+    program = _graphs.get(graph)
+    if program is None or not _watchers:
         return
-    if programme.part_of is not None:
-        programme, buffer = programme.part_of, programme.within + buffer
+    if program.part_of is not None:
+        program, buffer = program.part_of, program.within + buffer
+    # One session guards the call for all, as the values are the same.
     for watcher in _watchers[:1]:
-        watcher.session.shielded("inductor", programme.take, buffer, value)
+        watcher.session.guarded("inductor", program.take, buffer, value)
 
 
 def called(graph: int, unit: int) -> None:
     """Called by compiled programs: a kernel has written all it writes. Never raises."""
-    programme = _graphs.get(graph)
-    if programme is not None and _watchers:
-        _watchers[0].session.shielded("inductor", programme.called, unit)
+    program = _graphs.get(graph)
+    if program is not None and _watchers:
+        _watchers[0].session.guarded("inductor", program.called, unit)
 
 
 # --- switching on and off
@@ -248,12 +267,10 @@ def install(watcher: Watcher) -> bool:
                 return False
             _no_caches("torch._inductor.config")
             for owner, name, make in places:
-                original = getattr(owner, name)
-                ours = make(original)
-                _replaced.append((owner, name, original, ours))
-                setattr(owner, name, ours)
+                _patches.replace(owner, name, make)
         if not watcher.fusion:
             config: Any = importlib.import_module("torch._inductor.config")
+            # Settings that together keep inductor from fusing anything.
             _set(config, "max_fusion_size", 1)
             _set(config.cpp, "max_horizontal_fusion_size", 1)
             _set(config, "epilogue_fusion", False)
@@ -265,13 +282,10 @@ def install(watcher: Watcher) -> bool:
 def remove(watcher: Watcher) -> None:
     global _watchers
     with _lock:
-        _watchers = tuple(one for one in _watchers if one is not watcher)
+        _watchers = tuple(other for other in _watchers if other is not watcher)
         if _watchers:
             return
-        for owner, name, original, ours in reversed(_replaced):
-            if getattr(owner, name) is ours:
-                setattr(owner, name, original)
-        _replaced.clear()
+        _patches.restore()
         for config, name, before in reversed(_settings):
             setattr(config, name, before)
         _settings.clear()
@@ -293,10 +307,10 @@ def _codegen(original: Callable[..., Any]) -> Callable[..., Any]:
     def codegen(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _watchers:
             return original(self, *args, **kwargs)
-        _watchers[0].session.shielded("inductor", _no_cuda_graph, self)
+        _watchers[0].session.guarded("inductor", _no_cuda_graph, self)
         result = original(self, *args, **kwargs)
         for watcher in _watchers:
-            watcher.session.shielded("inductor", _describe, self)
+            watcher.session.guarded("inductor", _describe, self)
             break
         return result
 
@@ -305,6 +319,7 @@ def _codegen(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _no_cuda_graph(lowering: Any) -> None:
     """Have kernels called one by one: a CUDA graph replays them without us, and owns its memory."""
+    # A CUDA graph would replay kernels without returning to Python.
     if importlib.import_module("torch._inductor.config").triton.cudagraphs:
         lowering.disable_cudagraphs_reason = "Driftline reads what each kernel has written"
         for watcher in _watchers:
@@ -322,7 +337,7 @@ def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
         if _watchers:
             if not all(watcher.fusion for watcher in _watchers):
                 self.flush()  # what was scheduled so far becomes a kernel of its own
-            _watchers[0].session.shielded("inductor", _comes, self, node)
+            _watchers[0].session.guarded("inductor", _comes, self, node)
         return original(self, node)
 
     return enter_context
@@ -333,7 +348,7 @@ def _free(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def free_buffers(self: Any) -> Any:
         if _watchers:
-            _watchers[0].session.shielded("inductor", _called, self)
+            _watchers[0].session.guarded("inductor", _called, self)
         return original(self)
 
     return free_buffers
@@ -345,7 +360,7 @@ def _run_node(original: Callable[..., Any]) -> Callable[..., Any]:
     def run_node(self: Any, node: Any) -> Any:
         result = original(self, node)
         if _watchers and not all(watcher.fusion for watcher in _watchers):
-            _watchers[0].session.shielded("inductor", _realise, result)
+            _watchers[0].session.guarded("inductor", _realise, result)
         return result
 
     return run_node
@@ -372,9 +387,10 @@ def _comes(scheduler: Any, node: Any) -> None:
 def _begun() -> Scheduled:
     """A graph whose first node comes; before it, the program shows us what it was given."""
     number = len(_graphs)
+    # Numbers are in the text of compiled programs, so one is never given twice.
     while number in _graphs:
         number += 1
-    _graphs[number] = Programme()
+    _graphs[number] = CompiledProgram()
     scheduled = Scheduled(number)
     graph: Any = importlib.import_module("torch._inductor.virtualized").V.graph
     wrapper = graph.wrapper_code
@@ -417,6 +433,7 @@ def _called(scheduler: Any) -> None:
     virtual: Any = importlib.import_module("torch._inductor.virtualized").V
     graph = virtual.graph
     wrapper = graph.wrapper_code
+    # C++ has no place where Python could be called.
     if graph.cpp_wrapper or not hasattr(wrapper, "lines"):
         for watcher in _watchers:
             watcher.session.event_once(
@@ -429,18 +446,19 @@ def _called(scheduler: Any) -> None:
         return
     scheduled.waiting = [node for node in scheduled.waiting if node not in done]
     name = kernel_name(wrapper.lines, done)
-    found: list[tuple[str, str, tuple[str, ...]]] = []
+    kept_results: list[tuple[str, str, tuple[str, ...]]] = []
     nodes: dict[str, None] = {}
     for node in done:
         nodes.update(dict.fromkeys(nodes_of(graph, node)))
+        # Right behind the kernel's own line: the next kernel may reuse the memory.
         for buffer, variable, exact, origins in results(graph, wrapper, node):
-            found.append((buffer, exact, origins))
+            kept_results.append((buffer, exact, origins))
             wrapper.writeline(_line(scheduled.number, buffer, variable))
         scheduled.ends.update(dict.fromkeys(node.last_usage, len(scheduled.units)))
     line = _DONE.format(module=__name__, graph=scheduled.number, unit=len(scheduled.units))
     wrapper.writeline(line)
     library = all(node.is_extern() for node in done)
-    scheduled.units.append(Unit(name, library, found, tuple(nodes)))
+    scheduled.units.append(Unit(name, library, kept_results, tuple(nodes)))
 
 
 def _describe(lowering: Any) -> None:
@@ -448,15 +466,15 @@ def _describe(lowering: Any) -> None:
     scheduled = _under_way.pop(getattr(lowering, "scheduler", None), None)
     if scheduled is None:
         return
-    programme = _graphs[scheduled.number]
+    program = _graphs[scheduled.number]
     if within := _within(lowering):
         # Its nodes are listed with those of the graph that executes it, which comes later.
-        whole = lowering
-        while (parent := getattr(whole, "parent", None)) is not None:
-            whole = parent
-        outer = _under_way.get(whole.scheduler)
+        outermost = lowering
+        while (parent := getattr(outermost, "parent", None)) is not None:
+            outermost = parent
+        outer = _under_way.get(outermost.scheduler)
         if outer is not None:
-            programme.part_of, programme.within = _graphs[outer.number], within
+            program.part_of, program.within = _graphs[outer.number], within
             outer.bodies.append((within, scheduled))
         return
     parts = [("", scheduled), *scheduled.bodies]
@@ -475,19 +493,20 @@ def _describe(lowering: Any) -> None:
         kernels = tuple(
             Kernel(
                 unit.name,
-                tuple(_kept(by_name, within, *one) for one in unit.results),
+                tuple(_kept(by_name, within, *result) for result in unit.results),
                 tuple(within + node for node in unit.nodes),
             )
             for within, part in parts
             for unit in part.units
         )
         compiled = recorder.add(nodes, compile_id(), kind, "inductor", "inductor", kernels)
-        programme.shown.append((recorder, compiled))
-        programme.first = next(iter((*scheduled.inputs, *compiled.kept)), "")
+        program.shown.append((recorder, compiled))
+        # The first value that every execution shows.
+        program.first = next(iter((*scheduled.inputs, *compiled.kept)), "")
     if scheduled.inputs:
-        known = set(scheduled.inputs)
-        workings = workings_of(lowering.module, scheduled.units, scheduled.ends, known)
-        programme.workings = None if workings.is_empty else workings
+        shown_inputs = set(scheduled.inputs)
+        fusion_plan = plan_fusion(lowering.module, scheduled.units, scheduled.ends, shown_inputs)
+        program.fusion_plan = None if fusion_plan.is_empty else fusion_plan
 
 
 def _kept(

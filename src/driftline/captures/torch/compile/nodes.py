@@ -1,4 +1,4 @@
-"""The nodes of a compiled graph in our words: module, line, shape, and what they stem from.
+"""Nodes of a compiled graph: their module, line, shape, and the call they stem from.
 
 Reads what the compiler left in each node's `meta`; executes nothing and changes nothing.
 """
@@ -23,7 +23,7 @@ from driftline.graphs.sources.graph_files import GraphNode, Origin
 
 _FILE = re.compile(r'File "([^"\n]+)", line (\d+), in ([^\n]+)')
 _TORCH = re.compile(r"[/\\](torch|torchgen)[/\\]")
-_OWN = re.compile(r"[/\\]driftline[/\\](adapters|launch)[/\\]")
+_OWN = re.compile(r"[/\\]driftline[/\\]captures[/\\]")
 _SOURCE = re.compile(r"^(?:[LG]\['?[^\]]*'?\]|self)\.?")
 _BRACKETS = re.compile(r"\['?([^'\]]+)'?\]")
 
@@ -38,11 +38,21 @@ class Owner(NamedTuple):
     name: str
 
 
+class _Piece(NamedTuple):
+    """What all nodes of a graph have in common; see `Naming.describe`."""
+
+    base: str
+    number: str
+    owners: Sequence[Owner | None]
+    within: str
+    backward: bool
+
+
 def compile_id() -> str:
     """Dynamo's name of what is compiled now: `0/0`, `0/1` for its recompilation, `1/0`, ..."""
     guards: Any = importlib.import_module("torch._guards")
-    found = guards.CompileContext.current_compile_id()
-    return str(found) if found is not None else "-"
+    current = guards.CompileContext.current_compile_id()
+    return str(current) if current is not None else "-"
 
 
 class Naming:
@@ -80,24 +90,24 @@ class Naming:
             within: What comes before the names of nodes: the body they are in, and a dot.
         """
         leaving = _leaving(graph) if not within else set()
-        found: dict[str, GraphNode] = {}
+        piece_of = _Piece(base, piece, owners, within, backward)
+        nodes: dict[str, GraphNode] = {}
         for node in graph.nodes:
             if node.op == "output":
                 continue
             body = body_of(node)
+            # A body has exactly one user, its control flow operator.
             if body is not None:
                 (caller,) = node.users
                 inner = f"{within}{node.name}."
                 around = self._module(caller.meta, base)
-                for one in self.describe(
+                for inner_node in self.describe(
                     body.graph, around, piece, backward=backward, within=inner
                 ):
-                    found[one.name] = one
-            made = self._node(
-                node, base, piece, found, owners, within, leaves=node in leaving, backward=backward
-            )
-            found[made.name] = made
-        return tuple(found.values())
+                    nodes[inner_node.name] = inner_node
+            made = self._node(node, piece_of, nodes, leaves=node in leaving)
+            nodes[made.name] = made
+        return tuple(nodes.values())
 
     def _module(self, meta: Mapping[str, Any], base: str) -> str:
         """The innermost module around a node."""
@@ -107,20 +117,17 @@ class Naming:
     def _node(
         self,
         node: Any,
-        base: str,
-        piece: str,
-        found: Mapping[str, GraphNode],
-        owners: Sequence[Owner | None],
-        within: str,
+        piece: _Piece,
+        nodes: Mapping[str, GraphNode],
         *,
         leaves: bool,
-        backward: bool,
     ) -> GraphNode:
+        base, _, owners, within, backward = piece
         meta: Mapping[str, Any] = node.meta
         target = _target(node)
         of = None
         if node.target is operator.getitem and isinstance(node.args[0], torch.fx.Node):
-            source = found.get(within + node.args[0].name)
+            source = nodes.get(within + node.args[0].name)
             if source is not None and isinstance(node.args[1], int):
                 of = source.name, int(node.args[1])
         phase = "forward"
@@ -137,11 +144,11 @@ class Naming:
         name = within + node.name
         return GraphNode(
             name,
-            self._site(module, name, piece, backward=backward),
+            self._site(module, name, piece.number, backward=backward),
             module,
             target,
             phase,
-            tuple(within + one.name for one in node.all_input_nodes),
+            tuple(within + source_node.name for source_node in node.all_input_nodes),
             shape,
             dtype,
             _line(meta.get("stack_trace")),
@@ -156,19 +163,21 @@ class Naming:
 
     def _site(self, module: str, name: str, piece: str, *, backward: bool) -> str:
         site = f"{module}/{name}"
+        # The first piece keeps the plain name; a later one with the same name is numbered.
         owner = self._owners.setdefault((site, backward), piece)
         return site if owner == piece else f"{site}@{piece}"
 
     def _calls(self, stack: Mapping[str, Any], base: str) -> list[str]:
         """Sites of the modules around a node, outermost first; a repeated call has an `@`."""
-        found: list[str] = []
+        sites: list[str] = []
         for key, (path, _) in stack.items():
             text, _, again = str(key).partition("@")
             place = self._names._places.get(int(text)) if text.isdigit() else None
             site = place.site if place is not None else _by_path(str(path), base)
-            if site and (not found or found[-1].partition("@")[0] != site):
-                found.append(f"{site}@{again}" if again else site)
-        return found
+            # Wrappers repeat the site of what they wrap.
+            if site and (not sites or sites[-1].partition("@")[0] != site):
+                sites.append(f"{site}@{again}" if again else site)
+        return sites
 
 
 def body_of(node: Any) -> torch.fx.GraphModule | None:
@@ -190,27 +199,29 @@ def _of_control_flow(node: Any) -> tuple[Origin, ...]:
 
     The compiler does not trace these as it does operators, so they have no stamp.
     """
-    whole, slot = node, "0"
+    caller, slot = node, "0"
     if node.target is operator.getitem and isinstance(node.args[0], torch.fx.Node):
-        whole, slot = node.args[0], str(node.args[1])
-    name = str(whole.target)
-    if whole.op != "call_function" or name not in CONTROL_FLOW:
+        caller, slot = node.args[0], str(node.args[1])
+    name = str(caller.target)
+    if caller.op != "call_function" or name not in CONTROL_FLOW:
         return ()
-    alike = [one for one in whole.graph.nodes if one.op == whole.op and str(one.target) == name]
-    return (Origin(f"control.{name}.default", alike.index(whole), slot, len(alike)),)
+    alike = [
+        other for other in caller.graph.nodes if other.op == caller.op and str(other.target) == name
+    ]
+    return (Origin(f"control.{name}.default", alike.index(caller), slot, len(alike)),)
 
 
 def owners_of(names: ModuleNames, inputs: Sequence[Any]) -> list[Owner | None]:
     """For each input of a piece of the program: the module and parameter that it is, if it is."""
-    known: dict[int, Owner] = {}
+    owner_by_id: dict[int, Owner] = {}
     for root in names.roots:
         module = root.module()
         for part in module.modules() if module is not None else ():
             place = names._places.get(id(part))
             for name, tensor in (*part._parameters.items(), *part._buffers.items()):
                 if place is not None and tensor is not None:
-                    known.setdefault(id(tensor), Owner(place.site, name))
-    return [known.get(id(one)) for one in inputs]
+                    owner_by_id.setdefault(id(tensor), Owner(place.site, name))
+    return [owner_by_id.get(id(tensor_given)) for tensor_given in inputs]
 
 
 def owner_of(node: Any, owners: Sequence[Owner | None]) -> Owner | None:
@@ -274,9 +285,14 @@ def _line(trace: object) -> str:
     """The innermost line of a stack trace that is the program's own."""
     if not isinstance(trace, str):
         return ""
-    found = [one for one in _FILE.findall(trace) if not _OWN.search(one[0])]
-    theirs = [one for one in found if not _TORCH.search(one[0])] or found
-    return f"{theirs[-1][0]}:{theirs[-1][1]} in {theirs[-1][2]}" if theirs else ""
+    frames = [frame for frame in _FILE.findall(trace) if not _OWN.search(frame[0])]
+    # A line inside torch is better than none.
+    program_frames = [frame for frame in frames if not _TORCH.search(frame[0])] or frames
+    return (
+        f"{program_frames[-1][0]}:{program_frames[-1][1]} in {program_frames[-1][2]}"
+        if program_frames
+        else ""
+    )
 
 
 def _axes(node: Any, shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
@@ -291,8 +307,8 @@ def _axes(node: Any, shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
         return tuple(int(axis) % rank for axis in node.args[1])
     if name == "aten.transpose.int" and rank:
         axes = list(range(rank))
-        one, other = (int(axis) % rank for axis in node.args[1:3])
-        axes[one], axes[other] = axes[other], axes[one]
+        first, other = (int(axis) % rank for axis in node.args[1:3])
+        axes[first], axes[other] = axes[other], axes[first]
         return tuple(axes)
     return None
 
@@ -300,16 +316,17 @@ def _axes(node: Any, shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
 def _leaving(graph: torch.fx.Graph) -> set[Any]:
     """Nodes that the program gets back; what is only saved for the backward pass is not."""
     last = next(iter(reversed(graph.nodes)))  # torch 2.11 gives no iterator
-    given = last.args[0] if last.args else ()
-    outputs = list(given) if isinstance(given, (list, tuple)) else [given]
+    returned = last.args[0] if last.args else ()
+    outputs = list(returned) if isinstance(returned, (list, tuple)) else [returned]
+    # Newer versions mark visible outputs, older ones describe each output.
     seen = last.meta.get("user_visible_output_idxs")
     described = last.meta.get("desc")
     if seen is not None:
         outputs = [outputs[index] for index in seen if index < len(outputs)]
     elif isinstance(described, (list, tuple)) and len(described) == len(outputs):
         outputs = [
-            one
-            for one, what in zip(outputs, described, strict=True)
+            output
+            for output, what in zip(outputs, described, strict=True)
             if not type(what).__name__.startswith("SavedFor")
         ]
-    return {one for one in outputs if isinstance(one, torch.fx.Node)}
+    return {output for output in outputs if isinstance(output, torch.fx.Node)}

@@ -1,11 +1,12 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false
-"""Where a program's graphs are handed to its backend: graphs are recorded on this way.
+"""Sees the graphs of `torch.compile`: where Dynamo hands them to a backend, they are recorded.
 
 Dynamo calls the backend in one place, whatever it is called and whenever `torch.compile` was. What
 the compiler raises is the program's own error and passes through as it is; what goes wrong in
-recording becomes an event, and the program's own backend compiles the graph instead.
+recording becomes an event, and the program's own backend compiles the graph instead. `GraphTap`
+belongs to a capture; `RecordedGraphs` is a backend of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from driftline import settings
 from driftline.captures.patching import when_imported
 from driftline.captures.torch.compile import call_origins, inductor
 from driftline.captures.torch.compile.fx import compile_by_nodes
-from driftline.captures.torch.compile.graph_recorder import Recorder, Write
+from driftline.captures.torch.compile.graph_recorder import GraphRecorder, Write
 from driftline.captures.torch.compile.nodes import compile_id
 from driftline.captures.torch.framework import facts
 from driftline.captures.torch.layers import unwrapped
@@ -77,6 +78,7 @@ def install(listener: Listener) -> bool:
     with _lock:
         module: Any = importlib.import_module(MODULE)
         _output_graph = getattr(module, "OutputGraph", None)
+        # A private method of torch; a version without it gets an event instead of a crash.
         if not hasattr(_output_graph, _METHOD):
             return False
         if _original is None:
@@ -89,29 +91,31 @@ def install(listener: Listener) -> bool:
 def remove(listener: Listener) -> None:
     global _original, _listeners
     with _lock:
-        _listeners = tuple(one for one in _listeners if one is not listener)
+        _listeners = tuple(other for other in _listeners if other is not listener)
         if _listeners or _original is None:
             return
+        # Somebody else may have wrapped it since; then the wrapper stays below, doing nothing.
         if getattr(_output_graph, _METHOD) is _call:
             setattr(_output_graph, _METHOD, _original)
             _original = None
 
 
 def _call(self: Any, graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """What stands in for the place where Dynamo calls a backend."""
+    """Replaces the method with which Dynamo calls a backend."""
     original = _original
     assert original is not None
+    # An export is no program that runs.
     if not _listeners or getattr(self, "export", False) or self.compiler_fn is None:
         return original(self, graph, inputs, *args, **kwargs)
     backend = self.compiler_fn
     name = name_of(backend)
     models = _models(self, graph)
-    ours = [
-        (one, found)
-        for one in _listeners
-        if (found := one.backend(name, inputs, models)) is not None
+    replacements = [
+        (watcher, replacement)
+        for watcher in _listeners
+        if (replacement := watcher.backend(name, inputs, models)) is not None
     ]
-    for listener, instead in ours:
+    for listener, instead in replacements:
         self.compiler_fn = instead
         try:
             return original(self, graph, inputs, *args, **kwargs)
@@ -121,6 +125,7 @@ def _call(self: Any, graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
                 raise
             listener.not_recorded(error)
         finally:
+            # The program's own backend is back in place, whatever happened.
             self.compiler_fn = backend
     try:
         return original(self, graph, inputs, *args, **kwargs)
@@ -141,6 +146,7 @@ def _models(output: Any, graph: Any) -> list[nn.Module]:
     seen: list[nn.Module] = []
     for scope in (getattr(output, "local_scope", {}), getattr(output, "global_scope", {})):
         for value in list(scope.values()):
+            # Module stacks name modules by their ids.
             if isinstance(value, nn.Module) and str(id(unwrapped(value))) in met:
                 seen.append(value)
     return seen
@@ -158,18 +164,19 @@ def name_of(backend: Any) -> str:
     if cutting is not None and cutting is not backend:
         return name_of(cutting)
     for name in ("compiler_name", "__name__"):
-        found = getattr(inner, name, None)
-        if isinstance(found, str) and found:
-            return found
+        text = getattr(inner, name, None)
+        if isinstance(text, str) and text:
+            return text
     return type(inner).__name__
 
 
 hide_from_compiler(_call)
 
 
-# Sees the graphs of `torch.compile`: node by node (`fx`), or kernel by kernel (`inductor`).
+# The tap: node by node (`fx`), or kernel by kernel (`inductor`).
 
 
+# Three examples are enough for a message; the events list all sites.
 _TOLD = 3
 GraphEngine = Literal["fx", "inductor"]
 WHAT_RAN = {
@@ -182,7 +189,7 @@ WHAT_RAN = {
 }
 
 
-def known_graph(name: str | None, levels: Sequence[str], *, fusion: bool) -> None:
+def check_graph_engine(name: str | None, levels: Sequence[str], *, fusion: bool) -> None:
     """What a person asked to see of compiled graphs.
 
     Raises:
@@ -226,7 +233,7 @@ class GraphTap:
         self.session = session
         self.engine = engine
         self.fusion = fusion
-        self.recorder = Recorder(session, write)
+        self.recorder = GraphRecorder(session, write)
         self._afresh = afresh
         self._backends: dict[str, int] = {}
         self._failures = 0
@@ -237,6 +244,7 @@ class GraphTap:
     def install(self) -> None:
         if self._afresh:
             _forget_compiled()
+        # Importing the compiler takes seconds, so it is waited for.
         self._call_off = when_imported(MODULE, self._compiler_is_here)
 
     def _compiler_is_here(self) -> None:
@@ -251,6 +259,7 @@ class GraphTap:
         if not call_origins.install():
             self._unseen()
         if self.engine == "inductor":
+            # A graph from a cache would never be compiled, and so never be seen.
             inductor.forget_graphs()
             self._call_off = when_imported(inductor.MODULE, self._inductor_is_here)
 
@@ -266,6 +275,7 @@ class GraphTap:
         )
 
     def remove(self) -> None:
+        # In case the compiler was never imported.
         self._call_off()
         remove(self)
         if self._begun:
@@ -278,7 +288,7 @@ class GraphTap:
 
     def _say_what_ran(self) -> None:
         recorder, session = self.recorder, self.session
-        said = f"--graph {self.engine}" + ("" if self.fusion else " --no-fusion")
+        option = f"--graph {self.engine}" + ("" if self.fusion else " --no-fusion")
         if not recorder.graphs:
             asked = ", ".join(sorted(self._backends))
             why = (
@@ -286,19 +296,20 @@ class GraphTap:
                 if asked and self.engine == "inductor"
                 else "the program compiled no graph"
             )
+            # A compiler that failed has been reported already; so has a program that ran nothing.
             if not self._failures and session.execution_order:
-                session.event("no-graph", f"{said}: {why}")
+                session.event("no-graph", f"{option}: {why}")
             return
         names = ", ".join(sorted(self._backends)) or "unknown"
-        what = WHAT_RAN[said.removeprefix("--graph ")].format(backends=names)
+        what = WHAT_RAN[option.removeprefix("--graph ")].format(backends=names)
         counts = recorder.totals()
         if self.engine == "inductor":
             counts += f", kernels: {recorder.kernels}"
             if recorder.inside:
                 counts += f"; {recorder.inside} values inside of fusions were computed beside them"
-        session.event("graphs", f"{said}: {what} ({counts})", **self.counts())
+        session.event("graphs", f"{option}: {what} ({counts})", **self.counts())
         if recorder.off:
-            told = [
+            examples = [
                 f"{operator} at {line or site} (relative_l2 {error:.3g})"
                 for (site, _), (operator, line, error) in list(recorder.off.items())[:_TOLD]
             ]
@@ -306,7 +317,7 @@ class GraphTap:
             session.event(
                 "operators-off",
                 "what the compiler made of some operators gives something else than torch's own "
-                f"for the same inputs: {', '.join(told)}{more}",
+                f"for the same inputs: {', '.join(examples)}{more}",
                 sites=[site for site, _ in recorder.off][:100],
             )
 
@@ -326,8 +337,8 @@ class GraphTap:
         self, name: str, inputs: Sequence[Any], models: Sequence[nn.Module]
     ) -> Callable[..., Any] | None:
         self._backends[name] = self._backends.get(name, 0) + 1
-        self.session.shielded("graphs", self._begin)
-        self.session.shielded("graphs", self.recorder.meet, compile_id(), inputs, models)
+        self.session.guarded("graphs", self._begin)
+        self.session.guarded("graphs", self.recorder.meet, compile_id(), inputs, models)
         if self.engine != "fx":
             return None
 
@@ -363,6 +374,7 @@ class GraphTap:
 
 
 def _first_line(error: BaseException) -> str:
+    # Messages of the compiler span pages; the first line or two say what happened.
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
     return f"{type(error).__name__}: {text}"[:300]
@@ -396,7 +408,7 @@ class RecordedGraphs:
         # No level: modules are watched for their names and for the steps, and not recorded.
         self._session = CaptureSession(self._make_writer, levels=())
         self._session.sees_graphs = True
-        self._recorder = Recorder(
+        self._recorder = GraphRecorder(
             self._session, lambda line: self._make_writer().sheet(GRAPHS, line)
         )
         call_origins.install()

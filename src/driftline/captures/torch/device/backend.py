@@ -1,34 +1,44 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
-"""What a place gave last: a tensor like it is taken without being described again."""
+"""The device backend of a capture: tensors are taken on the device, and recorded when they arrive.
+
+`TorchDeviceBackend` implements the protocol of `captures.recorder`. A site mostly gives the same
+kind of tensor: what it gave last is remembered, and a tensor like it is taken without being
+described again, which is what keeps the cost per tensor in microseconds.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from driftline.captures.calls import Visits
 from driftline.captures.options import Budgets, Reduction
-from driftline.captures.recorder import Refusal, Snapshot
+from driftline.captures.recorder import Refusal, Snapshot, TensorAddress
 from driftline.captures.selection import Selection
 from driftline.captures.torch import tensors as snapshots
 from driftline.captures.torch.device.cuda import abandon
 from driftline.captures.torch.device.delivery import Delivery, Repeat, Waiting
-from driftline.captures.torch.device.memory import Desk, Parcel, Ticket, Transfers
-from driftline.captures.torch.device.summaries import Constant, Reading, Sheet, kind_of
+from driftline.captures.torch.device.memory import (
+    DeviceMemory,
+    PendingSummary,
+    StagedTensor,
+    Transfers,
+)
+from driftline.captures.torch.device.summaries import Constant, Reading, SummaryBatch, kind_of
 from driftline.captures.torch.distributed import placement_of_plain
 from driftline.runs.records import Record, TensorKey
 
 if TYPE_CHECKING:
     from driftline.captures.calls import Frame, Visits
-    from driftline.captures.recorder import Intake, Tensors
+    from driftline.captures.recorder import Recorder, Tensors
     from driftline.runs.sinks import Bytes
 
 
-class Alike(NamedTuple):
+class KnownTensor(NamedTuple):
     """What a place gave last, and how it was summarised."""
 
     dtype: torch.dtype
@@ -37,7 +47,7 @@ class Alike(NamedTuple):
     stream: int
     alias: str
     constant: Constant
-    sheet: Sheet
+    batch: SummaryBatch
     reading: Reading | None  # None: its bytes are kept
     transfers: Transfers
     size: int
@@ -55,7 +65,7 @@ class Last:
     def __init__(self, key: tuple[str, ...], visits: Visits) -> None:
         self.key = key
         self.visits = visits
-        self.known: Alike | None = None
+        self.known: KnownTensor | None = None
         self.changes = -1
 
 
@@ -63,62 +73,66 @@ class Last:
 # here.
 
 
+# Bounds the memory of programs that never give the same place twice.
 _MOST_KNOWN = 100_000
 _stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 
 
-class Arrivals:
-    """The device side of one intake; see `Elsewhere` for what the methods promise.
+class TorchDeviceBackend:
+    """The device side of a recorder; `recorder.DeviceBackend` says what the methods promise.
 
     Attributes:
         budgets: Memory that may be used; set before the first tensor comes.
         pretends: For tests: tensors of the CPU go the way of those of a device.
-        desk: Takes tensors in; None until there was one.
-        alike: What each place gave last, where the next one can be taken at once.
+        device_memory: Takes tensors in; None until there was one.
+        known_tensors: What each place gave last, where the next one can be taken at once.
     """
 
     def __init__(
         self,
-        intake: Intake,
+        recorder: Recorder,
         selection: Selection,
         reduction: Reduction,
         rank: int,
-        process: int,
     ) -> None:
-        self._intake = intake
+        self._recorder = recorder
         self._selection = selection
         self._reduction = reduction
         self._rank = rank
-        self._process = process
         self.budgets = Budgets()
         self.pretends = False
         self.forget()
 
     def after_fork(self) -> None:
         """This process is a copy, and cannot use its parent's devices, not even to let go."""
-        abandon(self.desk, self.delivery, self.alike)
+        # Freeing them would call the driver, which fails in a forked child.
+        abandon(self.device_memory, self.delivery, self.known_tensors)
         self.forget()
 
     def forget(self) -> None:
         """Nothing has come yet."""
         self._lock = threading.RLock()  # never held by the thread that hands over
-        self.desk: Desk | None = None
-        intake = self._intake
+        self.device_memory: DeviceMemory | None = None
+        recorder = self._recorder
         self.delivery = Delivery(
-            intake.hand_over, intake.hand_over_group, intake.shielded, self._pressed, self._failed
+            recorder.hand_over,
+            recorder.hand_over_group,
+            recorder.guarded,
+            self._pressed,
+            self._failed,
         )
         self._still = False
         self._replays = 0
-        self.alike: dict[tuple[str, ...], Alike] = {}
+        self.known_tensors: dict[tuple[str, ...], KnownTensor] = {}
         self._changes = 0
         self._known: dict[tuple[str, ...], tuple[Snapshot, torch.dtype]] = {}
 
     def _pressed(self) -> bool:
-        return self.desk is not None and self.desk.pressure
+        return self.device_memory is not None and self.device_memory.pressure
 
     def _failed(self) -> None:
         """A device can be used no more."""
-        abandon(self.desk, self.alike)
+        abandon(self.device_memory, self.known_tensors)
 
     @property
     def under_way(self) -> bool:
@@ -126,7 +140,7 @@ class Arrivals:
 
     @property
     def degraded(self) -> bool:
-        return self.desk is not None and self.desk.degraded
+        return self.device_memory is not None and self.device_memory.degraded
 
     def takes(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda or self.pretends
@@ -134,96 +148,107 @@ class Arrivals:
     def take_again(
         self, frame: Frame, port: str, slot: str, alias: str, tensor: torch.Tensor, moment: str
     ) -> bool:
-        known = self.alike.get((frame.site, port, slot, moment, frame.phase))
-        return known is not None and known.alias == alias and self._again(known, frame, tensor)
+        like = self.known_tensors.get((frame.site, port, slot, moment, frame.phase))
+        return like is not None and like.alias == alias and self._again(like, frame, tensor)
 
     def last_of(self, frame: Frame, tensors: Tensors, visits: Visits) -> Last | None:
         """For `take_last`; None where an output was not taken in at once."""
         key = (frame.site, "output", "0", "after", "forward")
-        known = self.alike.get(key) if len(tensors) == 1 else None
-        return Last(key, visits) if known is not None and not known.alias else None
+        like = self.known_tensors.get(key) if len(tensors) == 1 else None
+        return Last(key, visits) if like is not None and not like.alias else None
 
     def take_last(self, last: Last, frame: Frame, tensor: torch.Tensor) -> bool:
         """`take_again` for the only output of a forward call."""
+        # The number of changes is compared instead of looking the key up in every call.
         if last.changes != self._changes:
-            last.changes, last.known = self._changes, self.alike.get(last.key)
-        known = last.known
-        return known is not None and self._again(known, frame, tensor)
+            last.changes, last.known = self._changes, self.known_tensors.get(last.key)
+        like = last.known
+        return like is not None and self._again(like, frame, tensor)
 
-    def _again(self, known: Alike, frame: Frame, tensor: torch.Tensor) -> bool:
-        index = known.index
+    def _again(self, like: KnownTensor, frame: Frame, tensor: torch.Tensor) -> bool:
+        index = like.index
         try:
-            address = snapshots.address_alike(tensor, known.dtype, known.shape, index)
+            address = snapshots.address_alike(tensor, like.dtype, like.shape, index)
+        # A tensor of vmap or of a traced graph has no single address.
         except RuntimeError:
             return False
         stream = _stream(index) if index >= 0 else 0
         if (
             not address
+            # The kernel reads 16 bytes at a time.
             or address & 15
-            or stream != known.stream
+            or stream != like.stream
             or (tensor.grad_fn is not None and placement_of_plain(tensor))
         ):
             return False
-        reading = known.reading
+        reading = like.reading
+        # Launch and queue under one lock: rows and queue must have the same order.
         with self._lock:
             if reading is None:
-                return self._carried_again(known, tensor, address, frame)
+                return self._carried_again(like, tensor, address, frame)
             if index >= 0 and not reading.at and snapshots.recording():
                 return False  # the driver is asked at its launch otherwise
-            sheet = known.sheet
-            taken = sheet.take_known(reading, stream, address)
-            if taken < 0:
+            batch = like.batch
+            slot = batch.take_known(reading, stream, address)
+            if slot < 0:
                 return False
             delivery = self.delivery
             group = delivery.tail
-            if group is None or group.flight is not sheet.flight:
-                group = delivery.new_group(sheet.flight, taken)
-            group.add(known.constant, frame.step, frame.visit)
+            # A group holds consecutive slots of one transfer only.
+            if group is None or group.transfer is not batch.transfer:
+                group = delivery.new_group(batch.transfer, slot)
+            group.add(like.constant, frame.step, frame.visit)
         return True
 
     def _carried_again(
-        self, known: Alike, tensor: torch.Tensor, address: int, frame: Frame
+        self, like: KnownTensor, tensor: torch.Tensor, address: int, frame: Frame
     ) -> bool:
-        """Copy the bytes of a tensor like the last one aside; False if no crate has room."""
-        assert self.desk is not None
-        if self.desk.degraded:
+        """Stage the bytes of a tensor like the last one; False if no staging buffer has room."""
+        assert self.device_memory is not None
+        if self.device_memory.degraded:
             return False
         # What torch copies would become part of a graph that is being recorded.
-        insist = known.index < 0
-        parcel = known.transfers.put(tensor, address, known.size, known.stream, insist=insist)
-        if parcel is None:
+        insist = like.index < 0
+        staged = like.transfers.put(tensor, address, like.size, like.stream, insist=insist)
+        if staged is None:
             return False
-        self.delivery.add(Repeat(known.constant, frame.step, frame.visit, parcel))
+        self.delivery.add(Repeat(like.constant, frame.step, frame.visit, staged))
         return True
 
-    def take(self, tensor: torch.Tensor, address: Sequence[Any], placement: str) -> bool:
-        desk = self.desk or self._new_desk()
+    def take(self, tensor: torch.Tensor, address: TensorAddress, placement: str) -> bool:
+        device_memory = self.device_memory or self._new_device_memory()
+        # After a failure tensors are counted as lost rather than taken.
         if self.delivery.failure:
             return True
-        if not desk.usable:
+        if not device_memory.usable:
             return False
         try:
-            return self._take(desk, tensor, address, placement)
+            return self._take(device_memory, tensor, address, placement)
         except RuntimeError as error:
-            if desk.is_sound:
+            # A sound device means an error of ours, which has to be seen.
+            if device_memory.is_sound:
                 raise
             self.delivery.fail(str(error))
             return True
 
     def _take(
-        self, desk: Desk, tensor: torch.Tensor, address: Sequence[Any], placement: str
+        self,
+        device_memory: DeviceMemory,
+        tensor: torch.Tensor,
+        address: TensorAddress,
+        placement: str,
     ) -> bool:
-        site, port, slot, step, visit, phase, moment, alias, class_name = address
-        place = (site, port, slot, moment)
-        known = self._known.get(place)
-        if known is not None and not placement and snapshots.as_before(tensor, *known):
-            shot = known[0]
+        site, port, slot = address.site, address.port, address.slot
+        place = (site, port, slot, address.moment)
+        described = self._known.get(place)
+        if described is not None and not placement and snapshots.as_before(tensor, *described):
+            shot = described[0]
         else:
             shot = snapshots.on_device(tensor)
             if shot is None:
                 return False
             if isinstance(shot, Refusal):
-                self._intake.event_once(
+                self._recorder.event_once(
                     "refused", f"not stored: {shot.reason}", site=site, port=port, slot=slot
                 )
                 return True
@@ -231,26 +256,27 @@ class Arrivals:
                 return True
             if placement:
                 shot = shot._replace(placement=placement)
+            # Only a tensor that is stored as it is can be recognised by its description.
             if shot.owner is tensor and not shot.placement and not tensor.is_complex():
                 if len(self._known) > _MOST_KNOWN:
                     self._known.clear()
-                    self.alike.clear()
+                    self.known_tensors.clear()
                     self._changes += 1
                 self._known[place] = shot._replace(owner=None), tensor.dtype
             tensor = shot.owner
-        key = TensorKey(site, port, slot, step, visit, self._rank, self._process, phase, moment)
+        key = address.key(self._rank)
         with self._lock:
-            return self._taken(desk, key, shot, tensor, alias, class_name)
+            return self._taken(device_memory, key, shot, tensor, address.alias, address.class_name)
 
-    def _new_desk(self) -> Desk:
+    def _new_device_memory(self) -> DeviceMemory:
         with self._lock:  # threads may come at the same time
-            if self.desk is None:
-                self.desk = Desk(self.budgets, self._intake.event_once)
-            return self.desk
+            if self.device_memory is None:
+                self.device_memory = DeviceMemory(self.budgets, self._recorder.event_once)
+            return self.device_memory
 
     def _remember(
         self,
-        desk: Desk,
+        device_memory: DeviceMemory,
         key: TensorKey,
         shot: Snapshot,
         tensor: torch.Tensor,
@@ -260,42 +286,43 @@ class Arrivals:
         """The same place mostly gives the same kind of tensor: next time it is taken at once."""
         kept = self._reduction.kept
         kind = kind_of(shot.dtype)
+        # Kinds that need more than one launch, or have no kernel, take the long way.
         if (
             kind is None
             or kind.reals > 1
             or shot.placement
             or not shot.elements
             or kept not in ("full", "summary", "digest")
-            or desk.degraded
+            or device_memory.degraded
         ):
             return
-        device = desk.device_of(tensor)
-        sheet = device.sheet()
+        device = device_memory.device_of(tensor)
+        batch = device.batch()
         place = (key.site, key.port, key.slot, key.moment, key.phase)
-        known = self.alike.get(place)
+        like = self.known_tensors.get(place)
         if (
-            known is not None
-            and known.sheet is sheet
-            and (known.dtype, known.shape, known.alias) == (tensor.dtype, tensor.shape, alias)
+            like is not None
+            and like.batch is batch
+            and (like.dtype, like.shape, like.alias) == (tensor.dtype, tensor.shape, alias)
         ):
             return  # it was not taken at once for a reason that will pass
         self._changes += 1
-        self.alike[place] = Alike(
+        self.known_tensors[place] = KnownTensor(
             tensor.dtype,
             tensor.shape,
             device.place.index,
             device.place.stream(),
             alias,
             Constant(key, shot, alias, class_name, kept, kind.width),
-            sheet,
-            None if kept == "full" else sheet.reading(kind, shot.elements),
+            batch,
+            None if kept == "full" else batch.reading(kind, shot.elements),
             device.transfers,
             shot.elements * kind.width,
         )
 
     def _taken(
         self,
-        desk: Desk,
+        device_memory: DeviceMemory,
         key: TensorKey,
         shot: Snapshot,
         tensor: torch.Tensor,
@@ -303,31 +330,33 @@ class Arrivals:
         class_name: str,
     ) -> bool:
         kept = self._reduction.kept
-        what: Ticket | Parcel | None = None
+        what: PendingSummary | StagedTensor | None = None
         stride, lost = 1, ""
-        if kept in ("full", "sample") and not desk.degraded:
-            whole: torch.Tensor | None = tensor
+        if kept in ("full", "sample") and not device_memory.degraded:
+            values: torch.Tensor | None = tensor
             if kept == "sample":
                 stride = self._reduction.stride(shot.elements)
                 if stride > 1:
-                    whole = desk.every_nth(tensor, stride)
-            carried: Parcel | str | None = None
-            if whole is not None:
-                size = whole.numel() * whole.element_size()
-                carried = desk.carry(whole, size, self.send)
+                    values = device_memory.every_nth(tensor, stride)
+            carried: StagedTensor | str | None = None
+            if values is not None:
+                size = values.numel() * values.element_size()
+                carried = device_memory.carry(values, size, self.send)
+            # The budget is used up, and the user chose to drop tensors then.
             if isinstance(carried, str):
                 lost = carried
             elif carried is not None:
                 what = carried
-                self.delivery.in_background(self._intake.prepare)
-                self._remember(desk, key, shot, tensor, alias, class_name)
+                self.delivery.in_background(self._recorder.prepare)
+                self._remember(device_memory, key, shot, tensor, alias, class_name)
         if what is None and not lost:
+            # No memory for the bytes: a summary is kept instead.
             if kept in ("full", "sample"):
                 kept, stride = "summary", 1
-            what = desk.summarise(tensor, shot.dtype)
+            what = device_memory.summarise(tensor, shot.dtype)
             if what is None:
                 return False
-            self._remember(desk, key, shot, tensor, alias, class_name)
+            self._remember(device_memory, key, shot, tensor, alias, class_name)
         self.delivery.add(
             Waiting(
                 key,
@@ -360,15 +389,15 @@ class Arrivals:
 
     def send(self) -> None:
         """Start the copies of what was taken, and hand over what has come."""
-        desk = self.desk
-        if desk is None or self._still:
+        device_memory = self.device_memory
+        if device_memory is None or self._still:
             return
         try:
             # Where operators are watched, copies of ours would be taken for the program's.
             with self._lock, snapshots.undisturbed():
-                desk.send()
+                device_memory.send()
         except RuntimeError as error:
-            if desk.is_sound:
+            if device_memory.is_sound:
                 raise
             self.delivery.fail(str(error))
         self.delivery.sent()
@@ -383,35 +412,35 @@ class Arrivals:
     def finish(self) -> None:
         """The same for good; says what was left out."""
         self._still = False  # whoever recorded a graph until now has left it
-        self._intake.shielded("sending", self.send)
+        self._recorder.guarded("sending", self.send)
         self.delivery.finish()
         if self.delivery.failure:
-            self._intake.event(
+            self._recorder.event(
                 "device-failed",
                 f"{self.delivery.failure}: what was on its way is lost, nothing after it was taken",
                 tensors=self.delivery.lost,
             )
         if self._replays:
-            self._intake.event(
+            self._recorder.event(
                 "cuda-graph",
                 f"CUDA graphs were replayed {self._replays} times: modules inside them are not "
                 "called then, and were not seen; run the program without CUDA graphs to see them",
                 replays=self._replays,
             )
-        desk = self.desk
-        if desk is None:
+        device_memory = self.device_memory
+        if device_memory is None:
             return
-        if desk.is_sound:
-            desk.close()
+        if device_memory.is_sound:
+            device_memory.close()
         else:
             self._failed()
-        desk.report(self._intake.event)
+        device_memory.report(self._recorder.event)
 
     # --- CUDA graphs, and memory
 
     def recording_begins(self) -> None:
         """While a CUDA graph is recorded nobody may ask a device anything, in no thread."""
-        self._intake.shielded("CUDA graph", self.drain)
+        self._recorder.guarded("CUDA graph", self.drain)
         self._still = True
 
     def recording_ends(self) -> None:
@@ -422,5 +451,5 @@ class Arrivals:
 
     def memory_wanted(self) -> None:
         """The program has no memory left on a device."""
-        if self.desk is not None:
-            self.desk.memory_wanted()
+        if self.device_memory is not None:
+            self.device_memory.memory_wanted()

@@ -5,7 +5,8 @@
 """A device as capture uses it: marks in its work, copies beside its work, memory of both kinds.
 
 `CudaPlace` is the real one. `HostPlace` is the CPU, where everything has happened when a call
-returns: with it, and with Triton's interpreter, the whole path is tested without a device.
+returns: with it, and with Triton's interpreter, the whole path is tested without a device. Also
+CUDA graphs, memory that runs out, and objects that must never be freed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from driftline.captures.torch.device.backend import Arrivals
+    from driftline.captures.torch.device.backend import TorchDeviceBackend
 
 
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -161,6 +162,7 @@ class CudaPlace:
     def copy_aside(self, copies: Copies, stream: int) -> Mark:
         if self._aside is None:
             self._aside = torch.cuda.Stream(self._device)
+        # The copy starts after what the program has put into its queue so far.
         so_far = torch.cuda.Event()
         so_far.record(self.queue(stream))
         self._aside.wait_event(so_far)
@@ -175,6 +177,7 @@ class CudaPlace:
         """The queue that goes by a number."""
         if stream == self.stream():
             return torch.cuda.current_stream(self._device)
+        # Queue 0 is the default one and cannot be wrapped as an external one.
         if not stream:
             return torch.cuda.default_stream(self._device)
         return torch.cuda.ExternalStream(stream, device=self._device)
@@ -183,6 +186,7 @@ class CudaPlace:
         try:
             torch.cuda.current_stream(self._device).query()
         except RuntimeError as error:
+            # While a graph is recorded every question is refused; the device is sound all the same.
             return "captur" in str(error)
         return True
 
@@ -193,22 +197,23 @@ class CudaPlace:
         return int(free + held)
 
 
-# CUDA graphs and memory that runs out, as far as capture must know of them.
+# CUDA graphs, and memory that runs out.
 
 
 _lock = threading.Lock()
-_watching: list[Arrivals] = []
+_watching: list[TorchDeviceBackend] = []
 _plain: dict[str, Any] = {}
 _observed = False
 
 
-def watch(arrivals: Arrivals) -> None:
+def watch(device_backend: TorchDeviceBackend) -> None:
     """Tell this one from now on. No device is woken: a program may fork before it uses one."""
     with _lock:
-        _watching.append(arrivals)
+        _watching.append(device_backend)
         kind: Any = getattr(torch.cuda, "CUDAGraph", None)
         if kind is None or not torch.backends.cuda.is_built():
             return
+        # torch's methods are wrapped for the first session only.
         if not _plain:
             for name, instead in _INSTEAD.items():
                 method = getattr(kind, name, None)
@@ -228,32 +233,34 @@ def watch_memory() -> None:
                 observe(_out_of_memory)
 
 
-def unwatch(arrivals: Arrivals) -> None:
+def unwatch(device_backend: TorchDeviceBackend) -> None:
     """Tell it no more; the last one leaves torch as it was."""
     with _lock:
-        if arrivals in _watching:
-            _watching.remove(arrivals)
+        if device_backend in _watching:
+            _watching.remove(device_backend)
         if not _watching and _plain:
             kind: Any = torch.cuda.CUDAGraph
             for name, method in _plain.items():
+                # Somebody else may have wrapped it since; then ours stays below, doing nothing.
                 if getattr(kind, name) is _INSTEAD[name]:
                     setattr(kind, name, method)
             _plain.clear()
 
 
 def _out_of_memory(device: int, size: int, allocated: int, free: int) -> None:
-    for arrivals in list(_watching):
-        arrivals.memory_wanted()
+    # A copy, because a session may stop while it is told.
+    for device_backend in list(_watching):
+        device_backend.memory_wanted()
 
 
 def _capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
-    for arrivals in list(_watching):
-        arrivals.recording_begins()
+    for device_backend in list(_watching):
+        device_backend.recording_begins()
     try:
         return _plain["capture_begin"](self, *args, **kwargs)
     except BaseException:  # nothing is recorded, and nobody will end it
-        for arrivals in list(_watching):
-            arrivals.recording_ends()
+        for device_backend in list(_watching):
+            device_backend.recording_ends()
         raise
 
 
@@ -261,20 +268,20 @@ def _capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return _plain["capture_end"](self, *args, **kwargs)
     finally:
-        for arrivals in list(_watching):
-            arrivals.recording_ends()
+        for device_backend in list(_watching):
+            device_backend.recording_ends()
 
 
 def _replay(self: Any, *args: Any, **kwargs: Any) -> Any:
-    for arrivals in list(_watching):
-        arrivals.graph_replayed()
+    for device_backend in list(_watching):
+        device_backend.graph_replayed()
     return _plain["replay"](self, *args, **kwargs)
 
 
 _INSTEAD = {"capture_begin": _capture_begin, "capture_end": _capture_end, "replay": _replay}
 
 
-# Things that must never be given back, not even when the interpreter ends.
+# Objects that must never be freed, not even when the interpreter ends.
 
 
 _keep = ctypes.pythonapi.Py_IncRef
@@ -285,4 +292,5 @@ _keep.restype = None
 def abandon(*things: object) -> None:
     """Hold these, and all that they hold, for as long as there is a process."""
     for thing in things:
+        # An extra reference that nobody owns: the object outlives the interpreter.
         _keep(thing)

@@ -1,4 +1,4 @@
-"""From devices to the sink, in the order in which things happened.
+"""The queue from devices to the sink, in the order in which things happened.
 
 What was taken from a device is not there yet; what came after it from the host has to queue behind
 it, because a sink numbers what it is given. Summaries are handed over by the program's own thread
@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from driftline.captures.torch.device.cuda import abandon
-from driftline.captures.torch.device.memory import Parcel, Ticket
-from driftline.captures.torch.device.summaries import Constant, Flight, Group
+from driftline.captures.torch.device.memory import PendingSummary, StagedTensor
+from driftline.captures.torch.device.summaries import Constant, Group, SummaryTransfer
 from driftline.numerics.fields import Summary
 from driftline.numerics.kernel import bytes_at
 from driftline.runs.records import Kept, Record, TensorKey
@@ -26,6 +26,7 @@ from driftline.runs.sinks import Bytes
 HandOver = Callable[[Record, "Bytes | None"], None]
 _QUIET = 0.003
 """Seconds without a new tensor after which the model is taken to be doing something else."""
+# A queue of this length is emptied even in the middle of a call.
 _MANY = 4096
 
 
@@ -33,7 +34,7 @@ class Waiting(NamedTuple):
     """A tensor in the queue: its record's fields, and what is still to come.
 
     Attributes:
-        what: A ticket, a parcel, bytes of our own, or None when the record is complete.
+        what: A pending summary, a staged tensor, bytes, or None when the record is complete.
     """
 
     key: TensorKey
@@ -48,7 +49,7 @@ class Waiting(NamedTuple):
     summary: Summary | None
     placement: str
     lost: str
-    what: Ticket | Parcel | Bytes | None
+    what: PendingSummary | StagedTensor | Bytes | None
 
     @classmethod
     def of(cls, record: Record, data: Bytes | None) -> Waiting:
@@ -96,19 +97,19 @@ class Repeat(NamedTuple):
     constant: Constant
     step: int
     visit: int
-    parcel: Parcel
+    staged: StagedTensor
 
 
-def _carrier(first: Waiting | Repeat | Group) -> Flight | Parcel | None:
+def _carrier(first: Waiting | Repeat | Group) -> SummaryTransfer | StagedTensor | None:
     """What brings the values of something in the queue; None if they are here."""
     if isinstance(first, Group):
-        return first.flight
+        return first.transfer
     if isinstance(first, Repeat):
-        return first.parcel
+        return first.staged
     what = first.what
-    if isinstance(what, Ticket):
-        return what.flight
-    return what if isinstance(what, Parcel) else None
+    if isinstance(what, PendingSummary):
+        return what.transfer
+    return what if isinstance(what, StagedTensor) else None
 
 
 class Delivery:
@@ -117,7 +118,7 @@ class Delivery:
     Args:
         hand_over: Takes a record and its bytes; may be called from a thread of our own.
         hand_over_group: Takes summaries that have no records yet; likewise.
-        shielded: Does something so that it cannot raise.
+        guarded: Does something so that it cannot raise.
         pressed: Whether the room for what waits is running out.
         failed: Told once when a device can be used no more.
 
@@ -131,13 +132,13 @@ class Delivery:
         self,
         hand_over: HandOver,
         hand_over_group: Callable[[Group], None],
-        shielded: Callable[..., None],
+        guarded: Callable[..., None],
         pressed: Callable[[], bool],
         failed: Callable[[], None],
     ) -> None:
         self._hand_over = hand_over
         self._hand_over_group = hand_over_group
-        self._shielded = shielded
+        self._guarded = guarded
         self._pressed = pressed
         self._failed = failed
         self._queue: deque[Waiting | Repeat | Group | Callable[[], None]] = deque()
@@ -156,15 +157,16 @@ class Delivery:
     def add(self, waiting: Waiting | Repeat | Group | Callable[[], None]) -> None:
         """Queue a tensor, or something to be done when all before it is handed over."""
         self._queue.append(waiting)
+        # Whatever comes behind a group ends it.
         self.tail = None
         if self._thread is not None:
             self._last = time.monotonic()
         elif len(self._queue) >= _MANY:
             self.deliver(wait=False)
 
-    def new_group(self, flight: Flight, slot: int) -> Group:
-        """A group at the end of the queue, for what a flight has from this slot on."""
-        group = Group(flight, slot)
+    def new_group(self, transfer: SummaryTransfer, slot: int) -> Group:
+        """A group at the end of the queue, for what a transfer has from this slot on."""
+        group = Group(transfer, slot)
         self.add(group)
         self.tail = group
         return group
@@ -185,12 +187,14 @@ class Delivery:
         if self._thread is None:
             self.deliver(wait=False)
             return
+        # No pause is waited for: the call is over.
         self._last = 0.0
         with self._changed:
             self._changed.notify_all()
 
     def deliver(self, *, wait: bool) -> None:
         """Hand over what has arrived; or everything that was sent, after waiting for it."""
+        # Two threads must not hand over at once; whoever comes second has nothing to do.
         if not self._emptying.acquire(blocking=wait):
             return
         try:
@@ -233,6 +237,7 @@ class Delivery:
                         return
                     self._changed.wait(0.05)
                     continue
+            # As long as there is room, writing waits for a pause of the model.
             if not self._closing and not self._pressed():
                 quiet = time.monotonic() - self._last
                 if quiet < _QUIET:
@@ -253,26 +258,27 @@ class Delivery:
         first = self._queue[0]
         if not isinstance(first, (Group, Repeat, Waiting)):
             self._queue.popleft()
-            self._shielded("delivery", first)
+            self._guarded("delivery", first)
             return True
         carrier = _carrier(first)
-        here = carrier is None or self._arrived(carrier, wait=wait)
-        if not here and not self.failure:
+        arrived = carrier is None or self._arrived(carrier, wait=wait)
+        # Order is kept: nothing behind it is handed over before it.
+        if not arrived and not self.failure:
             return False
         self._queue.popleft()
-        if not here:
-            self._shielded("delivery", self._lose, first)
+        if not arrived:
+            self._guarded("delivery", self._lose, first)
         elif isinstance(first, Group):
-            self._shielded("summaries", self._hand_over_group, first)
+            self._guarded("summaries", self._hand_over_group, first)
         elif isinstance(first, Repeat):
             record = first.constant.recorded(first.step, first.visit)
-            self._shielded(record.key.site, self._deliver_bytes, record, first.parcel)
+            self._guarded(record.key.site, self._deliver_bytes, record, first.staged)
         else:
-            self._shielded(first.key.site, self._deliver, first)
+            self._guarded(first.key.site, self._deliver, first)
         return True
 
-    def _arrived(self, carrier: Flight | Parcel, *, wait: bool) -> bool:
-        if isinstance(carrier, Flight) and carrier.there:
+    def _arrived(self, carrier: SummaryTransfer | StagedTensor, *, wait: bool) -> bool:
+        if isinstance(carrier, SummaryTransfer) and carrier.there:
             return True
         mark = carrier.mark
         if mark is None or self.failure:
@@ -286,7 +292,7 @@ class Delivery:
             if "captur" not in str(error):  # the program records a graph: nobody may ask
                 self.fail(str(error))
             return False
-        if isinstance(carrier, Flight):
+        if isinstance(carrier, SummaryTransfer):
             carrier.there = True
         return True
 
@@ -296,6 +302,7 @@ class Delivery:
             return
         lines = why.strip().splitlines() or ["the device failed"]
         self.failure = lines[0][:200]
+        # Freeing memory of a failed device would raise again.
         abandon(list(self._queue))
         self._failed()
 
@@ -304,10 +311,10 @@ class Delivery:
             records = list(first.described())
         elif isinstance(first, Repeat):
             records = [first.constant.recorded(first.step, first.visit)]
-            first.parcel.done()
+            first.staged.done()
         else:
             records = [first.recorded()]
-            if isinstance(first.what, Parcel):
+            if isinstance(first.what, StagedTensor):
                 first.what.done()
         for record in records:
             self.lost += 1
@@ -315,18 +322,19 @@ class Delivery:
 
     def _deliver(self, waiting: Waiting) -> None:
         record, what = waiting.recorded(), waiting.what
-        if isinstance(what, Parcel):
+        if isinstance(what, StagedTensor):
             self._deliver_bytes(record, what)
-        elif isinstance(what, Ticket):
-            digest, summary = what.flight.result(what.slot, what.count, what.width)
+        elif isinstance(what, PendingSummary):
+            digest, summary = what.transfer.result(what.slot, what.count, what.width)
             if record.kept == "digest":
                 summary = None
             self._hand_over(record._replace(digest=digest, summary=summary), None)
         else:
             self._hand_over(record, what)
 
-    def _deliver_bytes(self, record: Record, parcel: Parcel) -> None:
+    def _deliver_bytes(self, record: Record, staged: StagedTensor) -> None:
         try:
-            self._hand_over(record, bytes_at(parcel.address, parcel.size))
+            self._hand_over(record, bytes_at(staged.address, staged.size))
+        # The region is given back even when the sink fails.
         finally:
-            parcel.done()
+            staged.done()

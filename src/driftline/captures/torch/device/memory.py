@@ -2,10 +2,12 @@
 # pyright: reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
-"""A ring of pinned host memory, within a budget: where tensors land before they are written.
+"""Memory of the device path: budgets, a pool of pinned host memory, staging buffers.
 
-Blocks are filled one after the other and used again when everything in them has been given back.
-Knows bytes only.
+`PinnedPool` lends regions of pinned memory; blocks are filled one after the other and used again
+when everything in them has been given back. `Transfers` copies tensors into staging buffers on the
+device, which are sent beside the program's work. `DeviceMemory` decides what becomes of each
+tensor, and what is done when memory is short.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ import torch
 from driftline.captures.options import Budgets
 from driftline.captures.torch.device import cuda
 from driftline.captures.torch.device.cuda import CudaPlace, HostPlace, Mark, Place
-from driftline.captures.torch.device.summaries import Flight, Sheet, Tables, kind_of
+from driftline.captures.torch.device.summaries import SummaryBatch, SummaryTransfer, Tables, kind_of
 from driftline.numerics.gpu import launcher
 
+# Pinning is slow, so it is done in large blocks.
 BLOCK = 128 << 20
+# Alignment of vector loads on host and device.
 ALIGNMENT = 64
 
 
@@ -42,19 +46,19 @@ class _Block:
 class Region:
     """Bytes that were lent; give them back once."""
 
-    __slots__ = ("_block", "_ring", "memory", "size")
+    __slots__ = ("_block", "_pool", "memory", "size")
 
-    def __init__(self, ring: Ring, block: _Block, memory: torch.Tensor, size: int) -> None:
-        self._ring = ring
+    def __init__(self, pool: PinnedPool, block: _Block, memory: torch.Tensor, size: int) -> None:
+        self._pool = pool
         self._block = block
         self.memory = memory
         self.size = size
 
     def give_back(self) -> None:
-        self._ring.give_back(self._block, self.size)
+        self._pool.give_back(self._block, self.size)
 
 
-class Ring:
+class PinnedPool:
     """Lends regions of pinned memory, at most `budget` bytes in all.
 
     Attributes:
@@ -97,18 +101,20 @@ class Ring:
                 left = until - time.monotonic()
                 if left <= 0:
                     return None
+                # Woken at least this often, in case a notification was missed.
                 self._changed.wait(min(left, 0.05))
 
     def give_back(self, block: _Block, size: int) -> None:
         with self._changed:
             block.out -= 1
             self.lent -= size
+            # Regions are given back in any order; a block is reused only as a whole.
             if not block.out:
                 block.used = 0
             self._changed.notify_all()
 
     def free(self) -> None:
-        """Let go of what is not lent."""
+        """Free the blocks of which nothing is lent."""
         with self._changed:
             self._blocks = [block for block in self._blocks if block.out]
             self._current = None
@@ -123,6 +129,7 @@ class Ring:
                 self._current = block
                 return block
         held = sum(block.size for block in self._blocks)
+        # A tensor larger than a block gets one of its own size.
         size = min(max(step, BLOCK), self.budget)
         if size < step:
             return None
@@ -141,16 +148,16 @@ class Ring:
         return block
 
 
-# Whole tensors on their way to the host: copied aside at once, sent beside the program's work.
+# Staging: whole tensors are copied aside at once, and sent beside the program's work.
 
 
-CRATE = 64 << 20
+STAGING_BYTES = 64 << 20
 """Bytes of copies that are gathered before they are sent."""
 _SHARE = 8
-"""A budget is room for so many crates at least, each smaller then."""
+"""A budget is room for so many staging buffers at least, each smaller then."""
 
 
-class Crate:
+class StagingBuffer:
     """Copies of tensors, one behind the other, and the region of host memory they go to.
 
     Attributes:
@@ -169,15 +176,15 @@ class Crate:
         self._out = 0
         self._lock = threading.Lock()
 
-    def add(self, size: int) -> Parcel:
-        parcel = Parcel(self, self.used, size)
+    def add(self, size: int) -> StagedTensor:
+        staged = StagedTensor(self, self.used, size)
         self.used += -(-size // ALIGNMENT) * ALIGNMENT
         with self._lock:
             self._out += 1
-        return parcel
+        return staged
 
-    def parcel_done(self) -> None:
-        """Somebody has what he wanted of it. Only after its arrival: nothing is added any more."""
+    def staged_done(self) -> None:
+        """One of its tensors is no longer needed. Only after arrival: nothing is added any more."""
         with self._lock:
             self._out -= 1
             last = not self._out
@@ -185,32 +192,32 @@ class Crate:
             self.region.give_back()
 
 
-class Parcel:
+class StagedTensor:
     """One tensor's bytes on their way to host memory; say when they are no longer needed."""
 
-    __slots__ = ("_crate", "_offset", "done", "size")
+    __slots__ = ("_offset", "_staging", "done", "size")
 
-    def __init__(self, crate: Crate, offset: int, size: int) -> None:
-        self._crate = crate
+    def __init__(self, staging: StagingBuffer, offset: int, size: int) -> None:
+        self._staging = staging
         self._offset = offset
         self.size = size
-        self.done = crate.parcel_done
+        self.done = staging.staged_done
 
     @property
     def mark(self) -> Mark | None:
-        return self._crate.mark
+        return self._staging.mark
 
     @property
     def address(self) -> int:
         """Where they are, after their arrival."""
-        return self._crate.region.memory.data_ptr() + self._offset
+        return self._staging.region.memory.data_ptr() + self._offset
 
 
 class Transfers:
     """Copies tensors of one device to the host.
 
     Attributes:
-        budget: Bytes of crates that may exist on the device at a time.
+        budget: Bytes of staging buffers that may exist on the device at a time.
         direct: How many tensors were copied without one.
     """
 
@@ -218,8 +225,8 @@ class Transfers:
         self._place = place
         self.budget = budget
         self.direct = 0
-        self._open: Crate | None = None
-        self._under_way: deque[Crate] = deque()
+        self._open: StagingBuffer | None = None
+        self._under_way: deque[StagingBuffer] = deque()
         self._alive = 0
         driver = launcher.driver() if place.index >= 0 else None
         self._copy = driver.copy if driver is not None else None
@@ -232,8 +239,8 @@ class Transfers:
 
     def put(
         self, tensor: torch.Tensor, address: int, size: int, stream: int, *, insist: bool
-    ) -> Parcel | None:
-        """Copy a contiguous tensor as it is now into the open crate.
+    ) -> StagedTensor | None:
+        """Copy a contiguous tensor as it is now into the open staging buffer.
 
         Args:
             tensor: It may change as soon as this returns.
@@ -244,69 +251,73 @@ class Transfers:
                 current one.
 
         Returns:
-            None if there is no crate with room for it, or something stands in the way.
+            None if there is no staging buffer with room for it, or something stands in the way.
         """
-        crate = self._open
-        if crate is None or crate.stream != stream or crate.used + size > crate.region.size:
+        staging = self._open
+        # A buffer belongs to one queue: only there are its copies ordered after the program's work.
+        if staging is None or staging.stream != stream or staging.used + size > staging.region.size:
             return None
-        to = crate.used
-        if self._copy is None or self._copy(self._context, stream, crate.at + to, address, size):
+        to = staging.used
+        # The driver's copy costs a fraction of torch's; torch does it where the driver cannot.
+        if self._copy is None or self._copy(self._context, stream, staging.at + to, address, size):
             if not insist:
                 return None
-            assert crate.memory is not None
-            crate.memory[to : to + size].copy_(_bytes(tensor))
-        return crate.add(size)
+            assert staging.memory is not None
+            staging.memory[to : to + size].copy_(_bytes(tensor))
+        return staging.add(size)
 
     def room_for(self, size: int, host_budget: int) -> int:
-        """How large the next crate is, for a tensor that has no place; 0 if there can be none."""
+        """Size of the next staging buffer, for a tensor without a place; 0 if there can be none."""
+        # A staging buffer that has no room for this tensor is as full as it gets.
         self.send()
         self._bury()
         left = self.budget - self._alive
-        usual = min(CRATE, host_budget // _SHARE, self.budget // _SHARE, left)
+        usual = min(STAGING_BYTES, host_budget // _SHARE, self.budget // _SHARE, left)
         return max(size, usual) if size <= left else 0
 
     def open(self, region: Region) -> None:
-        """Begin a crate as large as a region of host memory.
+        """Begin a staging buffer as large as a region of host memory.
 
         Raises:
             torch.OutOfMemoryError: There is no memory for it.
         """
         memory = self._place.empty((region.size,), torch.uint8)
-        self._open = Crate(region, memory, self._place.stream())
+        self._open = StagingBuffer(region, memory, self._place.stream())
+        # Counted until the copy has arrived, not until it was sent.
         self._alive += region.size
 
-    def take_direct(self, tensor: torch.Tensor, region: Region) -> Parcel:
-        """Have a contiguous tensor copied to a region as large, without a crate."""
+    def take_direct(self, tensor: torch.Tensor, region: Region) -> StagedTensor:
+        """Have a contiguous tensor copied to a region as large, without a staging buffer."""
         self.direct += 1
-        crate = Crate(region, None, 0)
-        parcel = crate.add(region.size)
-        crate.mark = self._place.copy_here([(region.memory, _bytes(tensor))])
-        return parcel
+        staging = StagingBuffer(region, None, 0)
+        staged = staging.add(region.size)
+        staging.mark = self._place.copy_here([(region.memory, _bytes(tensor))])
+        return staged
 
     def send(self) -> None:
-        """Start the copy of the open crate."""
-        crate, self._open = self._open, None
-        if crate is None:
+        """Start the copy of the open staging buffer."""
+        staging, self._open = self._open, None
+        if staging is None:
             return
-        assert crate.memory is not None
-        used = min(crate.used, crate.region.size)
-        copies = [(crate.region.memory[:used], crate.memory[:used])]
-        crate.mark = self._place.copy_aside(copies, crate.stream)
-        self._under_way.append(crate)
+        assert staging.memory is not None
+        used = min(staging.used, staging.region.size)
+        copies = [(staging.region.memory[:used], staging.memory[:used])]
+        staging.mark = self._place.copy_aside(copies, staging.stream)
+        self._under_way.append(staging)
 
     def free(self) -> None:
-        """Let go of crates whose copies are there; call it when memory is short."""
+        """Let go of staging buffers whose copies are there; call it when memory is short."""
         self._bury()
 
     def _bury(self) -> None:
-        """Crates are held until their copy is there: the allocator knows nothing of it."""
+        """Staging buffers are held until their copy is there: the allocator knows nothing of it."""
         while self._under_way:
-            crate = self._under_way[0]
-            if crate.mark is not None and not crate.mark.query():
+            staging = self._under_way[0]
+            if staging.mark is not None and not staging.mark.query():
                 return
             self._under_way.popleft()
-            crate.memory = None
-            self._alive -= crate.region.size
+            staging.memory = None
+            self._alive -= staging.region.size
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -321,15 +332,16 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 LEFT_FREE = 1 / 16
 """Of a device's memory: below it no clones are made, so that the program can have it."""
+# Longer than any disk stalls; then the tensor is dropped rather than the program held up.
 _LONGEST_WAIT = 3600.0
 _CHECK_EVERY = 0.5
 DROPPED = "dropped: the run could not be written as fast as the program ran"
 
 
-class Ticket(NamedTuple):
+class PendingSummary(NamedTuple):
     """A summary on its way."""
 
-    flight: Flight
+    transfer: SummaryTransfer
     slot: int
     count: int  # pyright: ignore[reportIncompatibleMethodOverride] - nobody counts in this tuple
     width: int
@@ -341,19 +353,19 @@ class Device:
     def __init__(self, place: Place, budgets: Budgets) -> None:
         self.place = place
         self.tables = Tables(place)
-        self.sheets: dict[int, Sheet] = {}
+        self.batches: dict[int, SummaryBatch] = {}
         self.transfers = Transfers(place, budgets.device)
         self.checked = 0.0
 
-    def sheet(self) -> Sheet:
+    def batch(self) -> SummaryBatch:
         stream = self.place.stream()
-        sheet = self.sheets.get(stream)
-        if sheet is None:
-            sheet = self.sheets[stream] = Sheet(self.place, self.tables)
-        return sheet
+        batch = self.batches.get(stream)
+        if batch is None:
+            batch = self.batches[stream] = SummaryBatch(self.place, self.tables)
+        return batch
 
 
-class Desk:
+class DeviceMemory:
     """Takes tensors of devices in.
 
     Args:
@@ -372,7 +384,7 @@ class Desk:
         self.waited = 0
         self._say = say
         self._devices: dict[int, Device] = {}
-        self._ring: Ring | None = None
+        self._pool: PinnedPool | None = None
         self.usable = True
         if why_not := launcher.why_not():
             self._do_without(why_not)
@@ -389,7 +401,7 @@ class Desk:
 
     # --- summaries
 
-    def summarise(self, tensor: torch.Tensor, dtype: str) -> Ticket | None:
+    def summarise(self, tensor: torch.Tensor, dtype: str) -> PendingSummary | None:
         """Have a tensor summarised; None when that is the host's business."""
         kind = kind_of(dtype) if self.usable else None
         count = tensor.numel()
@@ -401,15 +413,16 @@ class Desk:
                 tensor = tensor.contiguous()
             if tensor.data_ptr() & 15:  # the kernel reads 16 bytes at a time
                 tensor = tensor.clone()
+            # Complex elements are read as two numbers each.
             count *= kind.reals
-            flight, slot = device.sheet().take(tensor, kind, count)
+            transfer, slot = device.batch().take(tensor, kind, count)
         except torch.OutOfMemoryError:
             self._free(device)
             return None
         except launcher.CannotLaunch as error:
             self._do_without(str(error))
             return None
-        return Ticket(flight, slot, count, kind.width)
+        return PendingSummary(transfer, slot, count, kind.width)
 
     def _do_without(self, why_not: str) -> None:
         """No kernels: whatever is summarised is copied to the host for it."""
@@ -420,7 +433,7 @@ class Desk:
 
     def carry(
         self, tensor: torch.Tensor, size: int, progress: Callable[[], None]
-    ) -> Parcel | str | None:
+    ) -> StagedTensor | str | None:
         """Have a tensor's bytes copied to the host.
 
         Args:
@@ -429,7 +442,7 @@ class Desk:
             progress: Called before anything is waited for: what was taken so far must go its way.
 
         Returns:
-            The parcel; why it was dropped; or None when only its summary can be kept.
+            The staged tensor; why it was dropped; or None when only its summary can be kept.
         """
         device = self.device_of(tensor)
         transfers, stream = device.transfers, device.place.stream()
@@ -437,21 +450,23 @@ class Desk:
             if not tensor.is_contiguous():
                 tensor = tensor.contiguous()
             address = tensor.data_ptr()
-            parcel = transfers.put(tensor, address, size, stream, insist=True)
-            if parcel is not None:
-                return parcel
+            staged = transfers.put(tensor, address, size, stream, insist=True)
+            if staged is not None:
+                return staged
+            # Before a new staging buffer only, because asking the driver takes time.
             self._leave_room(device)
-            crate = transfers.room_for(size, self.budgets.host)
-            region = self._lend(device, crate or size, size, progress)
+            staging = transfers.room_for(size, self.budgets.host)
+            region = self._lend(device, staging or size, size, progress)
             if isinstance(region, str) or region is None:
                 return region
             try:
-                if crate:
+                if staging:
                     transfers.open(region)
-                    parcel = transfers.put(tensor, address, size, stream, insist=True)
-                    assert parcel is not None
-                    return parcel
+                    staged = transfers.put(tensor, address, size, stream, insist=True)
+                    assert staged is not None
+                    return staged
                 return transfers.take_direct(tensor, region)
+            # Not lent for ever when something fails in between.
             except BaseException:
                 region.give_back()
                 raise
@@ -471,30 +486,31 @@ class Desk:
         self, device: Device, size: int, tensor: int, progress: Callable[[], None]
     ) -> Region | str | None:
         """Host memory of a size for a tensor that has so many bytes of it."""
-        ring = self._ring
-        if ring is None:
-            ring = self._ring = Ring(device.place, self.budgets.host)
-        if size > ring.budget:
+        pool = self._pool
+        if pool is None:
+            pool = self._pool = PinnedPool(device.place, self.budgets.host)
+        if size > pool.budget:
             self._say(
                 "too-large",
-                f"tensors beyond the host budget of {ring.budget} bytes are summarised; "
+                f"tensors beyond the host budget of {pool.budget} bytes are summarised; "
                 "--host-budget sets it",
             )
             return None
         try:
-            region = ring.lend(size)
+            region = pool.lend(size)
             if region is not None:
                 return region
+            # What was taken so far must be on its way, or nothing will ever be given back.
             progress()
             if self.budgets.when_full == "wait":
                 self.waited += 1
-                region = ring.wait_for(size, _LONGEST_WAIT)
+                region = pool.wait_for(size, _LONGEST_WAIT)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # pinning fails with a plain one
             if "memory" not in str(error).lower():
                 raise
-            ring.free()
+            pool.free()
             self._degrade("the host has no memory left to pin")
             return None
         if region is None:
@@ -506,6 +522,7 @@ class Desk:
     def _leave_room(self, device: Device) -> None:
         """Now and then, whether the device is nearly full: then no more clones."""
         now = time.monotonic()
+        # Asking for free memory costs microseconds; twice a second is enough.
         if now < device.checked:
             return
         device.checked = now + _CHECK_EVERY
@@ -520,7 +537,7 @@ class Desk:
     @property
     def waiting(self) -> bool:
         return any(
-            device.transfers.waiting or any(sheet.waiting for sheet in device.sheets.values())
+            device.transfers.waiting or any(batch.waiting for batch in device.batches.values())
             for device in self._devices.values()
         )
 
@@ -528,16 +545,16 @@ class Desk:
         """Start the copies of everything that was taken."""
         for device in self._devices.values():
             device.transfers.send()
-            for stream, sheet in device.sheets.items():
-                if sheet.waiting:
+            for stream, batch in device.batches.items():
+                if batch.waiting:
                     with _on(device.place, stream):
-                        sheet.send()
+                        batch.send()
 
     @property
     def pressure(self) -> bool:
         """Whether host memory is so far used up that the sink should not wait for a pause."""
-        ring = self._ring
-        return ring is not None and ring.lent * 2 > ring.budget
+        pool = self._pool
+        return pool is not None and pool.lent * 2 > pool.budget
 
     def out_of_memory(self, tensor: torch.Tensor) -> None:
         """There was no memory for what a tensor needs beside itself: summaries from now on."""
@@ -547,6 +564,7 @@ class Desk:
     def _free(self, device: Device) -> None:
         device.transfers.free()
         if device.place.index >= 0:
+            # torch keeps freed memory for itself; the program may need it in another size.
             torch.cuda.empty_cache()
 
     def _degrade(self, why: str) -> None:
@@ -578,12 +596,13 @@ class Desk:
 
     def close(self) -> None:
         """Nothing comes any more: give host memory back, as long as the device can be asked."""
-        self._ring = None
+        self._pool = None
 
     def memory_wanted(self) -> None:
         """The program itself has no memory left: let go of all that can be had."""
         for device in self._devices.values():
             device.transfers.budget = 0
+            # The budget stays at zero: the program has shown that it needs the memory.
             device.checked = float("inf")
             device.transfers.free()
 

@@ -1,10 +1,11 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
-"""Summaries on their way to the host, and what they become there: records, or lines at once.
+"""Summaries of device tensors: computed by kernels, joined, fetched in one copy, turned into lines.
 
-A flight is one copy of joined rows. The tensors of a call that are like those of the call before
-are not described one by one: a group notes their steps and visits, and the lines of an index are
-written from it in one go, by a thread that does not hold up the program.
+A batch gathers the rows that kernels write; a transfer is one copy of joined rows to the host.
+Tensors of a call that are like those of the call before are not described one by one: a group notes
+their steps and visits, and the lines of an index are written from it in one go, by a thread that
+does not hold up the program.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from driftline.numerics.gpu.launcher import NUMBERS, Kernel, Launch, level
 from driftline.runs.index_lines import encode_line, line_ends
 from driftline.runs.records import Kept, Record, TensorKey
 
+# 80 numbers of 8 bytes: nine figures, the digest in two, and the sketch from 16 on.
 ROW_BYTES = 640
 
 
-class Flight:
+class SummaryTransfer:
     """What one copy brings: the summaries of some tensors.
 
     Attributes:
@@ -56,12 +58,15 @@ class Flight:
 
     def result(self, slot: int, count: int, width: int) -> tuple[str, Summary]:
         """Digest and summary of the tensor in a slot; only after its arrival."""
+        # Converted once for all slots of the transfer; each conversion has a fixed cost.
         if not self._rows and self._host is not None:
             self._rows = self._host.tolist()
+            # The digest lies in two numbers whose bits are integers.
             self._digests = self._host[:, 9:11].view(torch.int64).tolist()
         row = self._rows[slot]
         finite, mean, spread, low, high, zeros, nans, above, below = row[:9]
         a, b = self._digests[slot]
+        # Welford's sum of squared deviations, as the kernels keep it.
         if finite:
             std, l2 = math.sqrt(spread / finite), math.sqrt(spread + finite * mean * mean)
         else:
@@ -90,7 +95,7 @@ class Constant:
         record: One of them, of step 0 and visit 0, without digest and summary.
         count: Numbers in the tensor; two for each complex element.
         width: Bytes of a number.
-        at: Address of the words.
+        at: TensorAddress of the words.
     """
 
     def __init__(
@@ -116,28 +121,29 @@ class Constant:
         self, step: int, visit: int, digest: str = "", summary: Summary | None = None
     ) -> Record:
         """The record of one of them."""
-        one = self.record
-        site, port, slot, _, _, rank, process, phase, moment = one.key
+        template = self.record
+        site, port, slot, _, _, rank, process, phase, moment = template.key
         key = TensorKey(site, port, slot, step, visit, rank, process, phase, moment)
-        kept = summary if one.kept == "summary" else None
-        return Record(key, *one[1:8], digest, None, 1, kept)
+        kept = summary if template.kept == "summary" else None
+        return Record(key, *template[1:8], digest, None, 1, kept)
 
 
 class Group:
-    """Tensors in consecutive slots of a flight, each like one that came before.
+    """Tensors in consecutive slots of a transfer, each like one that came before.
 
     Attributes:
-        flight: Brings their summaries.
+        transfer: Brings their summaries.
     """
 
-    def __init__(self, flight: Flight, first: int) -> None:
-        self.flight = flight
+    def __init__(self, transfer: SummaryTransfer, first: int) -> None:
+        self.transfer = transfer
         self._first = first
         self._constants: list[Constant] = []
         self._notes: array[int] = array("q")
 
     def add(self, constant: Constant, step: int, visit: int) -> None:
         self._constants.append(constant)
+        # Three integers per tensor instead of a record: this runs for every tensor.
         self._notes.extend((constant.at, step, visit))
 
     def __len__(self) -> int:
@@ -148,21 +154,22 @@ class Group:
         return {constant.record.dtype for constant in self._constants}
 
     def described(self) -> Iterator[Record]:
-        """The records without what the flight brings."""
+        """The records without what the transfer brings."""
         notes = self._notes
         for i, constant in enumerate(self._constants):
             yield constant.recorded(notes[3 * i + 1], notes[3 * i + 2])
 
     def records(self) -> Iterator[Record]:
-        """The records; only after the flight's arrival."""
+        """The records; only after the transfer's arrival."""
         notes = self._notes
         for i, constant in enumerate(self._constants):
-            found = self.flight.result(self._first + i, constant.count, constant.width)
-            yield constant.recorded(notes[3 * i + 1], notes[3 * i + 2], *found)
+            result = self.transfer.result(self._first + i, constant.count, constant.width)
+            yield constant.recorded(notes[3 * i + 1], notes[3 * i + 2], *result)
 
     def lines(self, order: int) -> bytes:
-        """Their index lines; only after the flight's arrival."""
-        text = launcher.lines(self._notes, self.flight.row_at(self._first), order)
+        """Their index lines; only after the transfer's arrival."""
+        text = launcher.lines(self._notes, self.transfer.row_at(self._first), order)
+        # Without the compiled helper the lines are made in Python, slower and equal.
         if text is not None:
             return text
         made = [
@@ -172,7 +179,7 @@ class Group:
         return "\n".join([*made, ""]).encode("ascii", "replace")
 
 
-# Summaries on their way: rows on the device, joined and fetched in one copy per step.
+# Rows on the device, joined and fetched in one copy per step.
 
 
 ROWS = 32768
@@ -180,7 +187,7 @@ ROWS = 32768
 FEWEST_ROWS = 2048
 """Where there is no memory for them: a megabyte, and still enough for the largest tensor."""
 SLOTS = 1024
-"""Tensors of one flight."""
+"""Tensors of one transfer."""
 MOST_PROGRAMS = 1024
 _FIRST_TABLE = 1 << 16
 _TABLE_BLOCK = 1024
@@ -247,9 +254,10 @@ def _filling() -> Kernel:
 
 def shares(count: int) -> tuple[int, int]:
     """Chunks of a program, and programs, for a tensor of so many numbers."""
+    # A program of the kernel reads chunks of 32768 numbers.
     chunks = (count + 32767) >> 15
-    each = (chunks + MOST_PROGRAMS - 1) // MOST_PROGRAMS or 1
-    return each, (chunks + each - 1) // each or 1
+    per_program = (chunks + MOST_PROGRAMS - 1) // MOST_PROGRAMS or 1
+    return per_program, (chunks + per_program - 1) // per_program or 1
 
 
 class Tables:
@@ -266,9 +274,11 @@ class Tables:
 
     def reach(self, groups: int) -> None:
         """Have at least so many groups; what was there stays, kernels may be reading it."""
+        # Powers of two, so that a growing model seldom needs new tables.
         size = max(_FIRST_TABLE, 1 << (groups - 1).bit_length())
         signs = self._place.empty((size,), torch.int64)
         flips = self._place.empty((size,), torch.int16)
+        # Old tables stay: kernels that were launched before may still read them.
         self._kept += [signs, flips]
         _filling()(size // _TABLE_BLOCK, self._place.index, signs.data_ptr(), flips.data_ptr(), 0)
         self.signs, self.flips, self.groups = signs.data_ptr(), flips.data_ptr(), size
@@ -279,7 +289,7 @@ class Reading:
     """The reading of tensors of one kind into one sheet, prepared.
 
     Attributes:
-        at: Address of what the driver is given; 0 where Python launches.
+        at: TensorAddress of what the driver is given; 0 where Python launches.
         programs: Rows that it takes.
     """
 
@@ -291,6 +301,7 @@ class Reading:
         self.at = 0
         self._launch: Launch | None = None
         made = kernel.made(tables.index)
+        # Without the native launcher Python launches, with the same arguments.
         if made is None or launcher.driver() is None:
             return
         rows, meta = where
@@ -306,11 +317,11 @@ class Reading:
         self.at = ctypes.addressof(self._launch)
 
 
-class Sheet:
+class SummaryBatch:
     """Summaries of tensors of one queue of a device.
 
     Attributes:
-        flight: Will bring what is taken now.
+        transfer: Will bring what is taken now.
     """
 
     def __init__(self, place: Place, tables: Tables) -> None:
@@ -318,6 +329,7 @@ class Sheet:
         self._tables = tables
         try:
             self._rows = place.empty((ROWS, 80), torch.float64)
+        # On a full device a smaller arena is used, and joined more often.
         except torch.OutOfMemoryError:
             self._rows = place.empty((FEWEST_ROWS, 80), torch.float64)
         self._most = len(self._rows)
@@ -325,7 +337,7 @@ class Sheet:
         self._results = place.empty((SLOTS, 80), torch.float64)
         self._rows_at, self._meta_at = self._rows.data_ptr(), self._meta.data_ptr()
         self._row = self._joined = self._slot = 0
-        self.flight = Flight()
+        self.transfer = SummaryTransfer()
         self._known = 0
         driver = launcher.driver()
         self._launch = driver.launch if driver is not None else _never
@@ -335,15 +347,16 @@ class Sheet:
         """Whether anything was taken and not sent."""
         return self._slot > 0
 
-    def take(self, tensor: torch.Tensor, kind: Kind, count: int) -> tuple[Flight, int]:
+    def take(self, tensor: torch.Tensor, kind: Kind, count: int) -> tuple[SummaryTransfer, int]:
         """Launch the reading of a tensor whose elements lie in C order, at a word's boundary."""
         tables = self._tables
+        # The sketch assigns signs to groups of 64 numbers.
         groups = (count + 63) >> 6
         if groups > tables.groups:
             tables.reach(groups)
         if self._known != tables.groups:
             self._meet_tables()
-        each, programs = shares(count)
+        per_program, programs = shares(count)
         if self._row + programs > self._most:
             self._join()
         if self._slot >= SLOTS:
@@ -354,7 +367,7 @@ class Sheet:
             self._place.index,
             tensor.data_ptr(),
             count,
-            each,
+            per_program,
             self._rows_at,
             self._row,
             self._meta_at,
@@ -365,7 +378,7 @@ class Sheet:
         )
         self._row += programs
         self._slot = slot + 1
-        return self.flight, slot
+        return self.transfer, slot
 
     def reading(self, kind: Kind, count: int) -> Reading:
         """What `take_known` is given, for tensors like the one that was taken just now."""
@@ -376,7 +389,7 @@ class Sheet:
 
         Args:
             reading: As prepared then.
-            stream: The queue that this sheet belongs to.
+            stream: The queue that this batch belongs to.
             address: Of the tensor's elements.
 
         Returns:
@@ -384,6 +397,7 @@ class Sheet:
         """
         slot, row = self._slot, self._row
         end = row + reading.programs
+        # The slow path joins or sends, and comes back.
         if slot >= SLOTS or end > self._most:
             return -1
         if reading.at:
@@ -417,11 +431,12 @@ class Sheet:
         if not self._slot:
             return
         self._join()
+        # Pinned, so that the copy does not wait for the device.
         host = self._host(self._slot * ROW_BYTES).view(torch.float64).view(self._slot, 80)
         # In this queue: the next kernels write to the same results.
         mark = self._place.copy_here([(host, self._results[: self._slot])])
-        self.flight.depart(host, mark)
-        self.flight = Flight()
+        self.transfer.depart(host, mark)
+        self.transfer = SummaryTransfer()
         self._slot = self._joined = 0
 
     def _host(self, size: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The Python door to the error watch: `with watch_errors("out") as watch: ...`."""
+"""The Python entry to the error check: `with watch_errors("out") as watch: ...`."""
 
 from __future__ import annotations
 
@@ -70,6 +70,7 @@ def watch_errors(
     """
     from driftline.runs.writer import RunWriter
 
+    # The run is made with the first finding, so a clean program leaves nothing on disk.
     folder = Path(path)
     place = settings.job_place()
 
@@ -85,11 +86,11 @@ def watch_errors(
 
 def watch_options(types: Iterable[str], allow: Iterable[str]) -> WatchOptions:
     """Options from words, each of which means something."""
-    given = tuple(types)
-    for word in given:
+    words = tuple(types)
+    for word in words:
         if word not in TYPES:
             raise BadInput(f"there is no type '{word}'", hint=did_you_mean(word, TYPES))
-    return WatchOptions(wanted_types(given or ("overflow",)), tuple(allow))
+    return WatchOptions(wanted_types(words or ("overflow",)), tuple(allow))
 
 
 def make_watch(
@@ -105,8 +106,10 @@ def make_watch(
     """A session that captures nothing and watches; not started."""
     if level not in LEVELS:
         raise BadInput(f"there is no level '{level}'", hint=did_you_mean(level, LEVELS))
+    # Without levels the session records nothing by itself; the tap below does the work.
     session = CaptureSession(sink, levels=(), model=model, rank=rank)
     reporter = Reporter(session, options, file, after)
+    # Imported by level: the operator level loads much of torch.
     if level == "operator":
         from driftline.captures.torch.errcheck.operators import ErrorTap
 

@@ -1,17 +1,18 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-"""Figures of device tensors on their way to the host: nobody waits for them.
+"""The error check for tensors on a device: nothing is waited for while the program runs.
 
 Kernels write the smallest and the largest element of a tensor, and how many of its elements are
-zero or nearly so, into sheets on the device; a sheet travels in one copy. Judges nothing.
+zero or nearly so, into batches on the device; a batch travels to the host in one copy. When its
+figures have arrived, the calls that needed them are judged by the same rule as on the host.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,12 +30,21 @@ from driftline.captures.torch.errcheck.inspect import (
     tensors_in,
 )
 from driftline.captures.torch.errcheck.reporter import Call, Part, Reporter
-from driftline.captures.torch.errcheck.rules import LOGARITHMS, UNDERFLOWS, Input, Numbers, judge
+from driftline.captures.torch.errcheck.rules import (
+    LOGARITHMS,
+    UNDERFLOWS,
+    Input,
+    Numbers,
+    Verdict,
+    judge,
+)
 from driftline.captures.torch.operators.schema import WatchedOperator
 from driftline.numerics.dtypes import Pattern
 
+# More would delay verdicts, fewer would cost a copy for every few calls.
 TOGETHER = 512
 """Readings that travel to the host in one copy."""
+# Types for which every device has a kernel for extremes.
 _REDUCED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -98,10 +108,11 @@ class Value:
         self.before = None
 
 
-class Sheet:
+class FigureBatch:
     """Room for extremes on one device, in one type: kernels write straight into it."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        # Allocated once: an allocation for each tensor would change the program's memory.
         self.rows = torch.empty((TOGETHER, 2), device=device, dtype=dtype)
         cells = self.rows.view(-1).unbind(0)
         self.places = list(zip(cells[0::2], cells[1::2], strict=True))
@@ -120,18 +131,21 @@ class Sheet:
         self.values.append(count)
 
 
-class Flight:
-    """Sheets on their way to the host, and the calls that wait for them."""
+class FigureTransfer:
+    """Batches on their way to the host, and the calls that wait for them."""
 
-    def __init__(self, sheets: list[Sheet], values: list[Value | Count], calls: list[Any]) -> None:
-        self.sheets = sheets
+    def __init__(
+        self, batches: list[FigureBatch], values: list[Value | Count], calls: list[Any]
+    ) -> None:
+        self.batches = batches
         self.values = values
         self.calls = calls
         self.hosts: list[torch.Tensor] = []
         self.arrivals: list[Any] = []
-        for sheet in sheets:
-            used = sheet.rows[: len(sheet.values)]
+        for batch in batches:
+            used = batch.rows[: len(batch.values)]
             if used.is_cuda:
+                # Only a copy into pinned memory returns before it is done.
                 host = torch.empty(used.shape, dtype=used.dtype, pin_memory=True)
                 host.copy_(used, non_blocking=True)
                 arrival = torch.cuda.Event()
@@ -150,10 +164,10 @@ class Flight:
         return True
 
     def extremes(self) -> dict[int, list[float]]:
-        found: dict[int, list[float]] = {}
-        for sheet, host in zip(self.sheets, self.hosts, strict=True):
-            found.update(zip(map(id, sheet.values), host.double().tolist(), strict=True))
-        return found
+        figures: dict[int, list[float]] = {}
+        for batch, host in zip(self.batches, self.hosts, strict=True):
+            figures.update(zip(map(id, batch.values), host.double().tolist(), strict=True))
+        return figures
 
 
 def reals_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,7 +176,7 @@ def reals_of(tensor: torch.Tensor) -> torch.Tensor:
     return shown if shown.dtype in _REDUCED else shown.to(torch.float32)
 
 
-# The watch for tensors on a device: nothing is waited for while the program runs.
+# The watch: from a call to its verdict.
 
 
 ASK_EVERY = 64
@@ -172,22 +186,31 @@ HELD = 256 << 20
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
+class WatchedCall(NamedTuple):
+    """A call whose tensors lie on a device, as the rule needs to know it.
+
+    Attributes:
+        call: For the report.
+        name: The operator without its namespace; empty for a module.
+        numbers: Written into the call; None for a module.
+        allowed: The user allows it whatever it makes.
+        begun: For a module: how many calls there were when it began; those since are inside it.
+    """
+
+    call: Call
+    name: str
+    numbers: Numbers | None
+    allowed: bool
+    begun: int = -1
+
+
 class _Waiting:
     """A call whose readings are on their way."""
 
-    __slots__ = (
-        *("allowed", "begun", "call", "given", "held", "inputs", "made", "name", "numbers"),
-        *("outputs", "size"),
-    )
+    __slots__ = ("about", "given", "held", "inputs", "made", "outputs", "size")
 
-    def __init__(
-        self, call: Call, name: str, numbers: Numbers | None, *, allowed: bool, begun: int
-    ) -> None:
-        self.call = call
-        self.begun = begun
-        self.name = name
-        self.numbers = numbers
-        self.allowed = allowed
+    def __init__(self, about: WatchedCall) -> None:
+        self.about = about
         self.inputs: list[tuple[str, str, torch.dtype, tuple[int, ...], Value | None]] = []
         self.outputs: list[tuple[str, torch.dtype, tuple[int, ...], Value]] = []
         self.held: dict[str, tuple[torch.Tensor, int | None]] = {}
@@ -205,9 +228,9 @@ class DeviceWatch:
         self._gathering: list[Value | Count] = []
         self._counting = UNDERFLOWS if "underflow" in reporter.options.types else frozenset[str]()
         self._calls: list[_Waiting] = []
-        self._sheets: dict[tuple[torch.device, torch.dtype], Sheet] = {}
-        self._spare: dict[tuple[torch.device, torch.dtype], list[Sheet]] = {}
-        self._flights: deque[Flight] = deque()
+        self._batches: dict[tuple[torch.device, torch.dtype], FigureBatch] = {}
+        self._spare: dict[tuple[torch.device, torch.dtype], list[FigureBatch]] = {}
+        self._transfers: deque[FigureTransfer] = deque()
         self._held = 0
         self._since = 0
         self.added = 0
@@ -218,29 +241,29 @@ class DeviceWatch:
         """Memory was allocated, or given to a collective: whoever reads it has to look at it."""
         pattern = pattern_of(tensor.dtype)
         if pattern is not None:
-            known = self._values.get(tensor)
-            if known is None or known.origin is not Origin.MADE:
+            before = self._values.get(tensor)
+            # What follows from a finding stays so, even if the memory is allocated anew.
+            if before is None or before.origin is not Origin.MADE:
                 self._values.put(tensor, Value(pattern, tensor.numel(), origin, asked=False))
 
     def add(
         self,
-        call: Call,
-        name: str,
+        watched: WatchedCall,
         inputs: Sequence[tuple[str, str, torch.Tensor]],
         outputs: Sequence[tuple[str, torch.Tensor]],
-        numbers: Numbers | None,
-        allowed: bool,
-        begun: int = -1,
         before: Mapping[str, Count] | None = None,
     ) -> None:
         """A call has been made; its readings are sent for.
 
         Args:
+            watched: The call.
+            inputs: Name, position and tensor of what it read.
+            outputs: Slot and tensor of what it wrote.
             before: Counts of what it has overwritten since.
-            begun: For a module: how many calls there were when it began; those since are inside it.
         """
+        name = watched.name
         with self._reporter.lock:
-            waiting = _Waiting(call, name, numbers, allowed=allowed, begun=begun)
+            waiting = _Waiting(watched)
             self.added += 1
             for slot, alias, tensor in inputs:
                 value = self._input(tensor)
@@ -248,8 +271,8 @@ class DeviceWatch:
                 waiting.inputs.append((slot, alias, tensor.dtype, shape, value))
                 self._hold(waiting, slot, tensor)
                 if name in self._counting:
-                    known = before.get(slot) if before else None
-                    count = known or self.count(tensor)
+                    counted = before.get(slot) if before else None
+                    count = counted or self.count(tensor)
                     if count is not None:
                         waiting.given[slot] = count
             for slot, tensor in outputs:
@@ -261,6 +284,7 @@ class DeviceWatch:
                         waiting.made[slot] = count
             self._calls.append(waiting)
             self._since += 1
+            # Inputs that are held for a report must not fill the device.
             if len(self._gathering) >= TOGETHER or self._held > HELD // 2:
                 self._send()
             if self._since >= ASK_EVERY:
@@ -269,7 +293,7 @@ class DeviceWatch:
 
     def step_may_be_over(self) -> None:
         """A module call has ended: what has arrived is judged."""
-        if self._flights:
+        if self._transfers:
             with self._reporter.lock:
                 self._collect(wait=False)
 
@@ -287,38 +311,40 @@ class DeviceWatch:
         if value is None or pattern is None or not value.numel():
             return None
         if value.is_cpu:  # a number beside device tensors
-            known = Value(pattern, value.numel())
-            known.reading = read(value, pattern)
-            return known
-        known = self._values.get(value)
-        if known is None or not known.asked:
-            origin = known.origin if known is not None else Origin.UNKNOWN
-            known = self._ask(value, pattern, origin, None)
-            known.single = known.single and not tensor.requires_grad
-            self._values.put(value, known)
-        return known
+            state = Value(pattern, value.numel())
+            state.reading = read(value, pattern)
+            return state
+        state = self._values.get(value)
+        # A state that was never asked for has no figures on their way.
+        if state is None or not state.asked:
+            origin = state.origin if state is not None else Origin.UNKNOWN
+            state = self._ask(value, pattern, origin, None)
+            state.single = state.single and not tensor.requires_grad
+            self._values.put(value, state)
+        return state
 
     def _output(self, tensor: torch.Tensor) -> Value | None:
         value = plain(tensor)
         pattern = pattern_of(value.dtype) if value is not None else None
         if value is None or pattern is None or not value.numel() or value.is_cpu:
             return None
+        # A partial write leaves the rest of the storage as it was.
         before = None if is_whole(value) else self._values.get(value)
-        known = self._ask(value, pattern, Origin.UNKNOWN, before)
+        state = self._ask(value, pattern, Origin.UNKNOWN, before)
         if is_whole(value) or (before is not None and before.asked):
-            self._values.put(value, known)
+            self._values.put(value, state)
         # Else the rest of the storage was never looked at: whoever reads it has to.
-        return known
+        return state
 
     def _ask(
         self, tensor: torch.Tensor, pattern: Pattern, origin: Origin, before: Value | None
     ) -> Value:
         shown = reals_of(tensor)
-        sheet = self._sheet(shown.device, shown.dtype)
+        batch = self._batch(shown.device, shown.dtype)
         value = Value(pattern, tensor.numel() * pattern.reals, origin, before)
-        sheet.take(shown, value)
+        batch.take(shown, value)
         self._gathering.append(value)
-        if sheet.full:
+        if batch.full:
             self._send()
         return value
 
@@ -330,10 +356,10 @@ class DeviceWatch:
             return None
         with self._reporter.lock:
             count = Count(value.numel() * pattern.reals)
-            sheet = self._sheet(value.device, torch.int64)
-            sheet.take_count(reals_of(value), pattern, count)
+            batch = self._batch(value.device, torch.int64)
+            batch.take_count(reals_of(value), pattern, count)
             self._gathering.append(count)
-            if sheet.full:
+            if batch.full:
                 self._send()
         return count
 
@@ -341,28 +367,29 @@ class DeviceWatch:
         self, operator: WatchedOperator, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> dict[str, Count]:
         """Zeros in what a call is about to overwrite, where they are counted."""
-        found: dict[str, Count] = {}
+        counts: dict[str, Count] = {}
         if operator.short in self._counting:
             for index, name in operator.overwrites:
-                given = args[index] if index < len(args) else kwargs.get(name)
-                for slot, tensor in tensors_in(given, name):
+                value = args[index] if index < len(args) else kwargs.get(name)
+                for slot, tensor in tensors_in(value, name):
                     count = self.count(tensor)
                     if count is not None:
-                        found[slot] = count
-        return found
+                        counts[slot] = count
+        return counts
 
-    def _sheet(self, device: torch.device, dtype: torch.dtype) -> Sheet:
+    def _batch(self, device: torch.device, dtype: torch.dtype) -> FigureBatch:
         key = (device, dtype)
-        sheet = self._sheets.get(key)
-        if sheet is None:
+        batch = self._batches.get(key)
+        if batch is None:
             spare = self._spare.get(key)
-            sheet = self._sheets[key] = spare.pop() if spare else Sheet(*key)
-        return sheet
+            batch = self._batches[key] = spare.pop() if spare else FigureBatch(*key)
+        return batch
 
     # --- inputs for replay
 
     def _hold(self, waiting: _Waiting, slot: str, tensor: torch.Tensor) -> None:
         size = tensor.numel() * tensor.element_size()
+        # Without its tensors a finding is still reported, only not replayable.
         if self._held + size > HELD or type(tensor) not in _ORDINARY:
             return
         try:
@@ -379,69 +406,47 @@ class DeviceWatch:
     def _send(self) -> None:
         values, self._gathering = self._gathering, []
         calls, self._calls = self._calls, []
-        sheets, self._sheets = list(self._sheets.values()), {}
+        batches, self._batches = list(self._batches.values()), {}
         if values or calls:
-            self._flights.append(Flight(sheets, values, calls))
+            self._transfers.append(FigureTransfer(batches, values, calls))
 
     def _collect(self, *, wait: bool) -> None:
-        while self._flights and self._flights[0].arrived(wait=wait):
-            flight = self._flights.popleft()
-            extremes = flight.extremes()
-            for value in flight.values:  # in their order: one may be a part of the one before
+        while self._transfers and self._transfers[0].arrived(wait=wait):
+            transfer = self._transfers.popleft()
+            extremes = transfer.extremes()
+            for value in transfer.values:  # in their order: one may be a part of the one before
                 value.arrived(*extremes[id(value)])
-            for sheet in flight.sheets:
-                sheet.values = []
-                key = (sheet.rows.device, sheet.rows.dtype)
-                self._spare.setdefault(key, []).append(sheet)
-            for waiting in flight.calls:
+            for batch in transfer.batches:
+                batch.values = []
+                key = (batch.rows.device, batch.rows.dtype)
+                self._spare.setdefault(key, []).append(batch)
+            for waiting in transfer.calls:
                 self._judge(waiting)
 
     def _judge(self, waiting: _Waiting) -> None:
-        reporter, call = self._reporter, waiting.call
+        reporter, about = self._reporter, waiting.about
         self._held -= waiting.size
         outputs = [
             Part(slot, None, value.reading, dtype, shape)
             for slot, dtype, shape, value in waiting.outputs
         ]
         readings = [
-            made.put_into(one.reading) if (made := waiting.made.get(one.name)) else one.reading
-            for one in outputs
-            if one.reading is not None
+            made.put_into(output.reading)
+            if (made := waiting.made.get(output.name))
+            else output.reading
+            for output in outputs
+            if output.reading is not None
         ]
-        for reading in readings:
-            if not reading.nonfinite:
-                key = (call.site, reading.pattern.name)
-                if reading.peak > reporter.device_peaks.get(key, -1.0):
-                    reporter.device_peaks[key] = reading.peak
-        judged = [
-            Input(
-                slot,
-                given.put_into(value.reading)
-                if (given := waiting.given.get(slot))
-                else value.reading,
-                Origin.MEANT if value.single and value.origin is Origin.UNKNOWN else value.origin,
-                waiting.name in LOGARITHMS and value.reading.peak == 1.0,
-            )
-            for slot, _, _, _, value in waiting.inputs
-            if value is not None and value.reading is not None
-        ]
-        if waiting.made:  # whole numbers among its inputs may be a mask
-            judged += [Input(slot, UNREAD) for slot, *_, value in waiting.inputs if value is None]
+        self._note_headroom(about.call.site, readings)
         verdict = judge(
-            waiting.name,
-            judged,
+            about.name,
+            _judged_inputs(waiting),
             readings,
-            waiting.numbers,
+            about.numbers,
             reporter.options.types,
-            allowed=waiting.allowed,
+            allowed=about.allowed,
         )
-        if verdict.origin is not Origin.UNKNOWN:
-            for *_, value in waiting.outputs:
-                if value.reading is not None and value.reading.nonfinite:
-                    value.origin = max(value.origin, verdict.origin)
-        for slot, *_, value in waiting.inputs:
-            if slot in verdict.entered and value is not None:
-                value.origin = Origin.MADE
+        _learn_origins(waiting, verdict)
         if verdict.types or verdict.propagates:
             self._troubled = self._judged
         self._judged += 1
@@ -450,9 +455,18 @@ class DeviceWatch:
                 Part(slot, _unchanged(waiting.held.get(slot)), _seen(value), dtype, shape, alias)
                 for slot, alias, dtype, shape, value in waiting.inputs
             ]
-            reporter.report(verdict, call, inputs, outputs, exact=False)
+            reporter.report(verdict, about.call, inputs, outputs, exact=False)
         else:
-            reporter.note(verdict, call.site)
+            reporter.note(verdict, about.call.site)
+
+    def _note_headroom(self, site: str, readings: Sequence[Reading]) -> None:
+        """Remember the largest finite value of a site."""
+        peaks = self._reporter.device_peaks
+        for reading in readings:
+            if not reading.nonfinite:
+                key = (site, reading.pattern.name)
+                if reading.peak > peaks.get(key, -1.0):
+                    peaks[key] = reading.peak
 
     def _origin(self, value: Value, waiting: _Waiting) -> Origin:
         origin = self._reporter.origin(value.origin)
@@ -461,7 +475,36 @@ class DeviceWatch:
         if value.single:
             return Origin.MEANT  # a number that the program wrote down
         # What functions do between modules is not seen: it may be the consequence.
-        return Origin.MADE if waiting.begun >= 0 and self._troubled >= 0 else Origin.UNKNOWN
+        return Origin.MADE if waiting.about.begun >= 0 and self._troubled >= 0 else Origin.UNKNOWN
+
+
+def _judged_inputs(waiting: _Waiting) -> list[Input]:
+    """The inputs of a call as the rule takes them, with what has arrived of them."""
+    judged = [
+        Input(
+            slot,
+            count.put_into(value.reading) if (count := waiting.given.get(slot)) else value.reading,
+            # A single number is taken for a constant that the program wrote.
+            Origin.MEANT if value.single and value.origin is Origin.UNKNOWN else value.origin,
+            waiting.about.name in LOGARITHMS and value.reading.peak == 1.0,
+        )
+        for slot, _, _, _, value in waiting.inputs
+        if value is not None and value.reading is not None
+    ]
+    if waiting.made:  # whole numbers among its inputs may be a mask
+        judged += [Input(slot, UNREAD) for slot, *_, value in waiting.inputs if value is None]
+    return judged
+
+
+def _learn_origins(waiting: _Waiting, verdict: Verdict) -> None:
+    """Outputs of this call may be inputs of calls that are judged next."""
+    if verdict.origin is not Origin.UNKNOWN:
+        for *_, value in waiting.outputs:
+            if value.reading is not None and value.reading.nonfinite:
+                value.origin = max(value.origin, verdict.origin)
+    for slot, *_, value in waiting.inputs:
+        if slot in verdict.entered and value is not None:
+            value.origin = Origin.MADE
 
 
 def _seen(value: Value | None) -> Reading | None:

@@ -1,10 +1,10 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false
-"""What stands in a tensor, seen cheaply: its largest magnitude, and counts where they matter.
+"""Contents of a tensor, read cheaply: its largest magnitude, counts where they matter, its origin.
 
 Reads host memory where it lies, whatever the order of its strides; a tensor that decides itself
-what its values are has none here. Judges nothing.
+what its values are cannot be read here. Does not judge.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from driftline.numerics.dtypes import PATTERNS, Pattern
 from driftline.numerics.peaks import peak_at, tally_at
 
 _BY_DTYPE: dict[torch.dtype, Pattern | None] = {}
+# Fewer whole numbers can be anything; positions come in larger numbers, in 64ths at most.
 _FEW, _FRACTION = 16, 64
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
@@ -71,11 +72,12 @@ UNREAD = Reading(PATTERNS["float32"], 0, 0.0)
 
 def pattern_of(dtype: torch.dtype) -> Pattern | None:
     """The format of an element type; None for those that are always finite."""
+    # An exception is cheaper than a test here: after the first call the key is always there.
     try:
         return _BY_DTYPE[dtype]
     except KeyError:
-        found = _BY_DTYPE[dtype] = PATTERNS.get(str(dtype).removeprefix("torch."))
-        return found
+        pattern = _BY_DTYPE[dtype] = PATTERNS.get(str(dtype).removeprefix("torch."))
+        return pattern
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -115,9 +117,10 @@ def tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 def peak(tensor: torch.Tensor, pattern: Pattern) -> int:
     """The largest magnitude pattern of a plain host tensor with elements."""
     address, owner = _where(tensor)
-    found = peak_at(address, tensor.numel(), pattern) if address else 0
+    largest = peak_at(address, tensor.numel(), pattern) if address else 0
+    # The copy of a tensor with gaps has to live until its memory has been read.
     del owner
-    return found
+    return largest
 
 
 def read(tensor: torch.Tensor, pattern: Pattern) -> Reading:
@@ -167,6 +170,7 @@ def is_mask(tensor: torch.Tensor) -> bool:
     The logarithm of either is taken for the sake of the others; zeros alone may be anybody's.
     """
     ones = tensor == 1
+    # Zeros and ones, with at least one of them.
     if bool(ones.any()) and bool((ones | (tensor == 0)).all()):
         return True
     if tensor.numel() < _FEW or tensor.is_complex() or not bool(tensor.any()):
@@ -180,13 +184,14 @@ def _where(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
     if not tensor.is_contiguous():
         span = 1
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            # Strides of any order cover a gapless block when they span as many places as elements.
             span += (size - 1) * stride
         if span != tensor.numel():  # there are gaps, and nobody's values in them
             tensor = tensor.contiguous()
     return tensor.data_ptr(), tensor
 
 
-# What is known of memory that holds more than finite numbers: who meant it, and who did not.
+# Origins: what is known of memory that holds more than finite numbers.
 
 
 T = TypeVar("T")
@@ -215,14 +220,15 @@ class ByStorage(Generic[T]):
     """Something to remember of storages, for as long as they live."""
 
     def __init__(self) -> None:
+        # By id of the storage with a weak reference, because storages cannot be dictionary keys.
         self._known: dict[int, tuple[Any, T]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._known)
 
     def get(self, tensor: torch.Tensor) -> T | None:
-        found = self._known.get(id(tensor.untyped_storage())) if self._known else None
-        return found[1] if found is not None else None
+        entry = self._known.get(id(tensor.untyped_storage())) if self._known else None
+        return entry[1] if entry is not None else None
 
     def put(self, tensor: torch.Tensor, what: T) -> None:
         storage = tensor.untyped_storage()

@@ -1,8 +1,8 @@
-"""The watch at module level: cheaper, and as exact as a module.
+"""The error check at module level: cheaper, and as exact as a module.
 
-What a module gave is screened; where that is suspicious its inputs are looked at. The producer is
-the innermost module whose inputs were finite and whose output was not. Backward passes are not
-seen; the gradients that an optimizer is about to use are.
+The outputs of a module are screened; where they are suspicious its inputs are looked at. The
+producer is the innermost module whose inputs were finite and whose output was not. Backward passes
+are not seen; the gradients that an optimizer is about to use are.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from driftline.captures.torch.errcheck.devices import DeviceWatch
+from driftline.captures.torch.errcheck.devices import DeviceWatch, WatchedCall
 from driftline.captures.torch.errcheck.inspect import (
     Origin,
     Origins,
@@ -45,7 +45,7 @@ class _Thread(threading.local):
 
 
 class ModuleTap:
-    """Looks at what modules give; see `taps.Tap`."""
+    """Looks at what modules give; see `session.Tap`."""
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class ModuleTap:
         self._saturation = "saturation" in reporter.options.types
 
     def install(self) -> None:
+        # Zeros of a whole module say nothing about which product lost them.
         if "underflow" in self.reporter.options.types:
             self.reporter.remarks.setdefault("underflow is looked for at operator level only")
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
@@ -84,17 +85,20 @@ class ModuleTap:
     def on_forward(self, frame: Any, inputs: Named, outputs: Named) -> None:
         self.reporter.calls += 1
         calls = self._thread.calls
-        found, added = self._found, self._device.added
+        found_before, added = self._found, self._device.added
         while calls:  # one that raised has left its own behind
-            begun, found, added = calls.pop()
+            begun, found_before, added = calls.pop()
             if begun is frame:
                 break
         with undisturbed():
-            self._look(frame, inputs, outputs, found, added)
+            self._look(frame, inputs, outputs, found_before, added)
+        # Outermost call: the figures of a step are complete about now.
         if not calls:
             self._device.step_may_be_over()
 
-    def _look(self, frame: Any, inputs: Named, outputs: Named, found: int, added: int) -> None:
+    def _look(
+        self, frame: Any, inputs: Named, outputs: Named, found_before: int, added: int
+    ) -> None:
         suspicious = elsewhere = False
         peaks = self.reporter.peaks
         for _, _, tensor in outputs:
@@ -119,27 +123,31 @@ class ModuleTap:
             lines = [line_of(place)] if place is not None else []
             call = self._call(frame, lines)
             allowed = self.reporter.allows(frame.site, frame.class_name)
-            given = [(slot, tensor) for slot, _, tensor in outputs]
-            self._device.add(call, "", inputs, given, None, allowed, added)
+            named_outputs = [(slot, tensor) for slot, _, tensor in outputs]
+            watched = WatchedCall(call, "", None, allowed, added)
+            self._device.add(watched, inputs, named_outputs)
         elif suspicious:
             with self.reporter.lock:
-                self._inspect(frame, inputs, outputs, found)
+                self._inspect(frame, inputs, outputs, found_before)
 
-    def _inspect(self, frame: Any, inputs: Named, outputs: Named, found: int) -> None:
-        parts, judged = self._read(inputs, known=True)
+    def _inspect(self, frame: Any, inputs: Named, outputs: Named, found_before: int) -> None:
+        parts, judged = self._read(inputs, with_origin=True)
         if self._found:
             # What functions do between modules is not seen: it may be the consequence.
             judged = [
-                one._replace(origin=Origin.MADE) if one.origin is Origin.UNKNOWN else one
-                for one in judged
+                operand._replace(origin=Origin.MADE)
+                if operand.origin is Origin.UNKNOWN
+                else operand
+                for operand in judged
             ]
+        # A parameter that is not finite enters the module like an input.
         for name, parameter in frame.module.named_parameters(recurse=False):
-            own, seen = self._read([(name, "", parameter)], known=True)
+            own, seen = self._read([(name, "", parameter)], with_origin=True)
             if seen and seen[0].reading.nonfinite:
                 parts += own
                 judged += seen
-        outs, _ = self._read(outputs, known=False)
-        if found != self._found or any(self._known(out) is Origin.MADE for out in outs):
+        outs, _ = self._read(outputs, with_origin=False)
+        if found_before != self._found or any(self._known(out) is Origin.MADE for out in outs):
             # Something inside has been found already; this is its consequence.
             judged = [*judged, *(Input("", o.reading, Origin.MADE) for o in outs if o.reading)]
         readings = [
@@ -166,7 +174,7 @@ class ModuleTap:
         value = plain(part.tensor) if part.tensor is not None else None
         return self._origins.of(value) if value is not None else Origin.UNKNOWN
 
-    def _read(self, tensors: Named, *, known: bool) -> tuple[list[Part], list[Input]]:
+    def _read(self, tensors: Named, *, with_origin: bool) -> tuple[list[Part], list[Input]]:
         parts: list[Part] = []
         judged: list[Input] = []
         for slot, alias, tensor in tensors:
@@ -174,7 +182,7 @@ class ModuleTap:
             pattern = pattern_of(value.dtype) if value is not None else None
             reading = read(value, pattern) if value is not None and pattern is not None else None
             parts.append(Part(slot, tensor, reading, tensor.dtype, shape_of(tensor), alias))
-            if known and value is not None and reading is not None:
+            if with_origin and value is not None and reading is not None:
                 judged.append(Input(slot, reading, self._origins.of(value)))
         return parts, judged
 
@@ -186,7 +194,7 @@ class ModuleTap:
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             with undisturbed():
-                self.session.shielded("optimizer", self._gradients, optimizer)
+                self.session.guarded("optimizer", self._gradients, optimizer)
 
     def _gradients(self, optimizer: Any) -> None:
         """Gradients that are about to be used; they came out of a backward pass nobody watched."""
@@ -199,17 +207,20 @@ class ModuleTap:
                 pattern = pattern_of(value.dtype) if value is not None else None
                 if value is None or pattern is None or not value.is_cpu or not value.numel():
                     continue
+                # A gradient that is finite again clears what was known of its memory.
                 if peak(value, pattern) <= pattern.top:
                     self._origins.overwritten(value)
                     continue
-                parts, _ = self._read([(f"grad {index}", "", parameter.grad)], known=False)
+                parts, _ = self._read([(f"grad {index}", "", parameter.grad)], with_origin=False)
                 reading = parts[0].reading
                 assert reading is not None
+                # Reported before, or the consequence of something that was.
                 if self._origins.of(value) is not Origin.UNKNOWN:
                     continue
-                given = [Input("", reading._replace(nan=0, pos_inf=0, neg_inf=0))]
+                # The backward pass was not watched: its inputs are taken for finite.
+                finite_input = [Input("", reading._replace(nan=0, pos_inf=0, neg_inf=0))]
                 types = self.reporter.options.types
-                verdict = judge("", given, [reading], Numbers(), types)
+                verdict = judge("", finite_input, [reading], Numbers(), types)
                 self._origins.add(value, Origin.MADE)
                 if verdict.types:
                     name = type(optimizer).__name__

@@ -1,9 +1,9 @@
-"""Watches every aten call for the first value that is not finite.
+"""The error check at operator level: which aten call gave the first value that is not finite.
 
 Outputs are screened as they appear: one pass for the largest magnitude. Only a call whose output is
 suspicious is looked at closely: its inputs are read then, from where they still lie; what it
-overwrote was copied before. On other devices than the CPU nothing is waited for, see
-`device_watch.py`. What makes a producer is decided in `judging.py`.
+overwrote was copied before. On other devices than the CPU nothing is waited for, see `devices`.
+What makes a producer is decided in `rules`.
 
 Nothing here changes what the program computes: tensors are read, never written.
 """
@@ -12,14 +12,14 @@ Nothing here changes what the program computes: tensors are read, never written.
 # pyright: reportUnknownArgumentType=false
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from driftline.captures.torch.errcheck.devices import Count, DeviceWatch
+from driftline.captures.torch.errcheck.devices import Count, DeviceWatch, WatchedCall
 from driftline.captures.torch.errcheck.inspect import (
     UNREAD,
     Origin,
@@ -42,8 +42,8 @@ from driftline.captures.torch.operators.dispatch import (
     begin_watching,
     end_watching,
     hide_from_compiler,
-    unwatch_delicate,
-    watch_delicate,
+    unwatch_mode_sensitive,
+    watch_mode_sensitive,
     watching,
 )
 from driftline.captures.torch.operators.schema import (
@@ -54,7 +54,7 @@ from driftline.captures.torch.operators.schema import (
     parameters_in,
     with_tensors,
 )
-from driftline.captures.torch.operators.sites import Spot, Whereabouts
+from driftline.captures.torch.operators.sites import OperatorSite, SiteTracker
 from driftline.captures.torch.tensors import undisturbed
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
@@ -67,15 +67,45 @@ Gone = dict[str, tuple[torch.Tensor | None, Reading | None]]
 """What a call has overwritten, by argument: a copy, or what was read of it."""
 
 
+class _Executed(NamedTuple):
+    """One operator call that has run.
+
+    Attributes:
+        before: What it has overwritten.
+        counted: Small elements of what it has overwritten on a device.
+    """
+
+    operator: WatchedOperator
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    before: Gone | None
+    counted: dict[str, Count]
+
+    def inputs(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        return inputs_of(self.operator, self.args, self.kwargs)
+
+    def outputs(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return outputs_of(self.operator, self.args, self.kwargs, self.result)
+
+
+class _ReadInput(NamedTuple):
+    """An input of a suspicious call: for the report, for the rule, and its memory."""
+
+    part: Part
+    judged: Input
+    value: torch.Tensor | None
+
+
 class ErrorTap:
-    """The watch at operator level; see `taps.Tap` and `dispatch.Watcher` for its two faces."""
+    """The watch at operator level: both a `session.Tap` and a `dispatch.Watcher`."""
 
     def __init__(self, session: Any, reporter: Reporter) -> None:
         self.session = session
         self.reporter = reporter
         self.active = False
         self._operators: dict[Any, WatchedOperator] = {}
-        self._where = Whereabouts(session)
+        self._where = SiteTracker(session)
         self._origins = Origins()
         self._device = DeviceWatch(reporter)
         self._regions = ModuleTap(session, reporter, self._origins, self._device)
@@ -89,7 +119,8 @@ class ErrorTap:
     def install(self) -> None:
         self.active = True
         self._where.install()
-        if not watch_delicate(self):
+        # Before the mode goes on: functions that are sensitive to modes must be wrapped by then.
+        if not watch_mode_sensitive(self):
             self.reporter.remarks.setdefault(
                 "backward passes are not watched: this version of torch does not show them"
             )
@@ -98,9 +129,10 @@ class ErrorTap:
     def remove(self) -> None:
         self.active = False
         end_watching(self)
-        unwatch_delicate(self)
+        unwatch_mode_sensitive(self)
         self._where.remove()
         with undisturbed():
+            # The last verdicts need the last figures, so the device is waited for here.
             self._device.finish()
 
     @contextmanager
@@ -151,6 +183,7 @@ class ErrorTap:
                 operator = self._operators[func] = WatchedOperator(func)
             if operator.tensors:
                 args = with_tensors(args, operator.tensors)
+            # A view or an allocation computes nothing, but fresh memory must be known as unwritten.
             if operator.silent or operator.collective:
                 looking = operator.allocates or operator.collective
             elif operator.overwrites:
@@ -163,6 +196,7 @@ class ErrorTap:
         result = func(*args, **kwargs)
         if not looking or operator is None:
             return result
+        # Asked before `undisturbed` switches it off.
         recording = torch.is_grad_enabled()
         try:
             with undisturbed():
@@ -171,34 +205,53 @@ class ErrorTap:
                 elif operator.collective:
                     self._received((*args, *kwargs.values(), result))
                 else:
-                    self._look(func, operator, args, kwargs, before, result, recording, counted)
+                    executed = _Executed(operator, args, kwargs, result, before, counted)
+                    self._look(func, executed, recording=recording)
         except Exception as error:
             self._lost(func, error)
         return result
 
-    def _look(
-        self,
-        func: Any,
-        operator: WatchedOperator,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        before: Gone | None,
-        result: Any,
-        recording: bool,
-        counted: dict[str, Count],
-    ) -> None:
-        spot = self._where.spot(func, operator)
-        if spot is None:
+    def _look(self, func: Any, executed: _Executed, *, recording: bool) -> None:
+        operator, args, kwargs = executed.operator, executed.args, executed.kwargs
+        operator_site = self._where.operator_site(func, operator)
+        if operator_site is None:
             return
-        visit = spot.next_visit()
-        reporter, origins = self.reporter, self._origins
-        reporter.calls += 1
-        if recording and spot.phase == "forward":
+        visit = operator_site.next_visit()
+        self.reporter.calls += 1
+        # Only a forward pass makes nodes whose lines a backward pass will want.
+        if recording and operator_site.phase == "forward":
             self._lines.mark()
+        suspicious, on_device = self._screen(executed, operator_site)
+        if on_device:
+            call = self._call(
+                operator_site,
+                operator,
+                visit,
+                parameters_in(operator, args, kwargs),
+                full_stack=False,
+            )
+            watched = WatchedCall(
+                call,
+                operator.short,
+                numbers_in(args, kwargs),
+                self.reporter.allows(operator_site.site, operator.full_name),
+            )
+            inputs, outputs = list(executed.inputs()), list(executed.outputs())
+            self._device.add(watched, inputs, outputs, executed.counted)
+        elif suspicious:
+            with self.reporter.lock:
+                self._inspect(executed, operator_site, visit)
+
+    def _screen(self, executed: _Executed, operator_site: OperatorSite) -> tuple[bool, bool]:
+        """Whether the outputs of a call have to be looked at closely, and whether on a device."""
+        operator = executed.operator
+        reporter, origins = self.reporter, self._origins
         suspicious = operator.short in self._closely
-        elsewhere = False
-        for _, tensor in outputs_of(operator, args, kwargs, result):
-            value = tensor
+        on_device = False
+        for _, tensor in executed.outputs():
+            value: torch.Tensor | None = tensor
+            # The test for ordinary tensors stands here because a call would cost more than the
+            # test.
             if (
                 type(tensor) not in _ORDINARY
                 or tensor.layout is not torch.strided
@@ -211,96 +264,74 @@ class ErrorTap:
             if pattern is None or not value.numel():
                 continue
             if not value.is_cpu:
-                elsewhere = elsewhere or not value.is_meta
+                on_device = on_device or not value.is_meta
                 continue
+            # One pass over the values; everything else depends on its result.
             most = peak(value, pattern)
             if most > pattern.top:
                 suspicious = True
                 continue
-            key = (spot.site, pattern.name)
+            key = (operator_site.site, pattern.name)
             if most > reporter.peaks.get(key, -1):
                 reporter.peaks[key] = most
             if most == pattern.top and self._saturation and pattern.narrow:
                 suspicious = True
+            # New finite values replace what an earlier operator left in this memory.
             if operator.mutates and origins:
                 origins.overwritten(value)
-        if elsewhere:
-            param = parameters_in(operator, args, kwargs)
-            call = self._call(spot, operator, visit, param, whole=False)
-            inputs = list(inputs_of(operator, args, kwargs))
-            outputs = list(outputs_of(operator, args, kwargs, result))
-            allowed = reporter.allows(spot.site, operator.full_name)
-            numbers = numbers_in(args, kwargs)
-            self._device.add(
-                call, operator.short, inputs, outputs, numbers, allowed, before=counted
-            )
-        elif suspicious:
-            with reporter.lock:
-                self._inspect(operator, spot, visit, args, kwargs, before, result)
+        return suspicious, on_device
 
-    def _inspect(
-        self,
-        operator: WatchedOperator,
-        spot: Spot,
-        visit: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        before: Gone | None,
-        result: Any,
-    ) -> None:
+    def _inspect(self, executed: _Executed, operator_site: OperatorSite, visit: int) -> None:
+        operator, args, kwargs = executed.operator, executed.args, executed.kwargs
         reporter, origins = self.reporter, self._origins
-        parts: list[Part] = []
-        read_from: dict[str, torch.Tensor] = {}
-        judged: list[Input] = []
-        for name, alias, tensor in inputs_of(operator, args, kwargs):
-            value = plain(tensor)
-            pattern = pattern_of(value.dtype) if value is not None else None
-            if value is None or pattern is None:
-                parts.append(Part(name, tensor, None, tensor.dtype, shape_of(tensor), alias))
-                judged.append(Input(name, UNREAD))
-                continue
-            source, reading = tensor, None
-            if before is not None and name in before:
-                source, reading = before[name]
-            # A subclass's own operators are out of reach here, even reading it would end badly.
-            shown = value if source is None or source is tensor else source
-            if reading is None:
-                reading = read(shown, pattern)
-            parts.append(Part(name, source, reading, tensor.dtype, shape_of(tensor), alias))
-            read_from[name] = value
-            origin = reporter.origin(origins.of(value))
-            if origin is Origin.UNKNOWN and value.numel() == 1 and not tensor.requires_grad:
-                origin = Origin.MEANT  # a number that the program wrote down
-            mask = operator.short in LOGARITHMS and source is not None and is_mask(shown)
-            judged.append(Input(name, reading, origin, mask))
-        outs: list[Part] = []
-        for slot, tensor in outputs_of(operator, args, kwargs, result):
-            value = plain(tensor)
-            pattern = pattern_of(value.dtype) if value is not None else None
-            if value is not None and pattern is not None:
-                reading = read(value, pattern)
-                outs.append(Part(slot, value, reading, tensor.dtype, shape_of(tensor)))
-        allowed = reporter.allows(spot.site, operator.full_name)
+        inputs = [self._read_input(executed, *named) for named in executed.inputs()]
+        outputs = _read_outputs(executed)
         verdict = judge(
             operator.short,
-            judged,
-            [out.reading for out in outs if out.reading is not None],
+            [read_input.judged for read_input in inputs],
+            [out.reading for out in outputs if out.reading is not None],
             numbers_in(args, kwargs),
             reporter.options.types,
-            allowed=allowed,
+            allowed=reporter.allows(operator_site.site, operator.full_name),
         )
+        # Later calls that read these outputs are then known to be consequences.
         if verdict.origin is not Origin.UNKNOWN:
-            for out in outs:
+            for out in outputs:
                 if out.tensor is not None and out.reading is not None and out.reading.nonfinite:
                     origins.add(out.tensor, verdict.origin)
-        for name in verdict.entered:
-            origins.add(read_from[name], Origin.MADE)
+        for read_input in inputs:
+            if read_input.value is not None and read_input.judged.name in verdict.entered:
+                origins.add(read_input.value, Origin.MADE)
         if verdict.types:
             param = parameters_in(operator, args, kwargs)
-            call = self._call(spot, operator, visit, param, whole=True)
-            reporter.report(verdict, call, parts, outs)
+            call = self._call(operator_site, operator, visit, param, full_stack=True)
+            reporter.report(verdict, call, [read_input.part for read_input in inputs], outputs)
         else:
-            reporter.note(verdict, spot.site)
+            reporter.note(verdict, operator_site.site)
+
+    def _read_input(
+        self, executed: _Executed, name: str, alias: str, tensor: torch.Tensor
+    ) -> _ReadInput:
+        """Read one input as it was before the call, and say what is known of its origin."""
+        operator, before = executed.operator, executed.before
+        value = plain(tensor)
+        pattern = pattern_of(value.dtype) if value is not None else None
+        if value is None or pattern is None:
+            part = Part(name, tensor, None, tensor.dtype, shape_of(tensor), alias)
+            return _ReadInput(part, Input(name, UNREAD), None)
+        source, reading = tensor, None
+        if before is not None and name in before:
+            source, reading = before[name]
+        # A subclass's own operators are out of reach here, even reading it would end badly.
+        shown = value if source is None or source is tensor else source
+        if reading is None:
+            reading = read(shown, pattern)
+        part = Part(name, source, reading, tensor.dtype, shape_of(tensor), alias)
+        origin = self.reporter.origin(self._origins.of(value))
+        if origin is Origin.UNKNOWN and value.numel() == 1 and not tensor.requires_grad:
+            origin = Origin.MEANT  # a number that the program wrote down
+        mask = operator.short in LOGARITHMS and source is not None and is_mask(shown)
+        return _ReadInput(part, Input(name, reading, origin, mask), value)
 
     # --- what a call reads and writes
 
@@ -311,12 +342,13 @@ class ErrorTap:
         kept: Gone = {}
         room = COPIED
         for index, name in operator.overwrites:
-            given = args[index] if index < len(args) else kwargs.get(name)
-            for slot, tensor in tensors_in(given, name):
+            value_given = args[index] if index < len(args) else kwargs.get(name)
+            for slot, tensor in tensors_in(value_given, name):
                 value = plain(tensor)
                 pattern = pattern_of(value.dtype) if value is not None else None
                 if value is None or pattern is None or not value.is_cpu or not value.numel():
                     continue
+                # Copying more would slow down programs that update large weights in place.
                 size = value.numel() * value.element_size()
                 if size <= room:
                     room -= size
@@ -336,13 +368,14 @@ class ErrorTap:
 
     def _received(self, values: tuple[Any, ...]) -> None:
         """A collective is under way: what its tensors will hold is other ranks' work too."""
-        for given in values:
-            for _, tensor in tensors_in(given, ""):
+        for value_given in values:
+            for _, tensor in tensors_in(value_given, ""):
                 value = plain(tensor)
                 if value is None or pattern_of(value.dtype) is None or not value.numel():
                     continue
                 if not value.is_cpu:
                     self._device.unread(value, Origin.RECEIVED)
+                # What a finding left in a buffer is not excused by sending it.
                 elif self._origins.of(value) is not Origin.MADE:
                     self._origins.put(value, Origin.RECEIVED)
 
@@ -350,27 +383,27 @@ class ErrorTap:
 
     def _call(
         self,
-        spot: Spot,
+        operator_site: OperatorSite,
         operator: WatchedOperator,
         visit: int,
         param: dict[str, Any],
         *,
-        whole: bool,
+        full_stack: bool,
     ) -> Call:
-        if whole:
+        if full_stack:
             lines = stack()
         else:
             place = here()
             lines = [line_of(place)] if place is not None else []
         return Call(
-            spot.site,
-            spot.site.rpartition("/")[0],
+            operator_site.site,
+            operator_site.site.rpartition("/")[0],
             operator.full_name,
-            spot.phase,
-            spot.step,
+            operator_site.phase,
+            operator_site.step,
             visit,
             lines,
-            self._forward_line() if spot.phase == "backward" else "",
+            self._forward_line() if operator_site.phase == "backward" else "",
             param,
         )
 
@@ -384,6 +417,17 @@ class ErrorTap:
 
     def _lost(self, func: Any, error: Exception) -> None:
         self.reporter.remarks.setdefault(f"{func} could not be looked at: {error}")
+
+
+def _read_outputs(executed: _Executed) -> list[Part]:
+    outputs: list[Part] = []
+    for slot, tensor in executed.outputs():
+        value = plain(tensor)
+        pattern = pattern_of(value.dtype) if value is not None else None
+        if value is not None and pattern is not None:
+            reading = read(value, pattern)
+            outputs.append(Part(slot, value, reading, tensor.dtype, shape_of(tensor)))
+    return outputs
 
 
 hide_from_compiler(ErrorTap.around_backward)

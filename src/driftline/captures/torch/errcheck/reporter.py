@@ -1,7 +1,7 @@
 """From a verdict to a finding on disk: described, written at once, its tensors kept for replay.
 
-One reporter serves all levels and devices of a process. What is a finding was decided before; how
-a run is stored is the session's sink's.
+One reporter serves all levels and devices of a process. What counts as a finding is decided in
+`rules`; how a run is stored is decided by the session's sink.
 """
 
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from driftline.captures.errcheck.findings import Finding, FindingsFile, Side
+from driftline.captures.recorder import TensorAddress
 from driftline.captures.torch.errcheck.inspect import Origin, Reading
 from driftline.captures.torch.errcheck.rules import Verdict
 from driftline.captures.torch.errcheck.source_lines import Line
@@ -104,7 +105,7 @@ class Reporter:
         self.file = file
         self._after = after
         self.findings: list[Finding] = []
-        self._said: set[tuple[str, str]] = set()
+        self._seen_events: set[tuple[str, str]] = set()
         self._allowed: dict[tuple[str, str], bool] = {}
         self.peaks: dict[tuple[str, str], int] = {}
         self.device_peaks: dict[tuple[str, str], float] = {}
@@ -119,18 +120,20 @@ class Reporter:
 
     def allows(self, site: str, operator: str) -> bool:
         """Whether the user allows a site or an operator to make what it likes."""
+        # Most programs allow nothing, and this is asked for every suspicious call.
         if not self.options.allow:
             return False
         key = (site, operator)
-        found = self._allowed.get(key)
-        if found is None:
+        allowed = self._allowed.get(key)
+        if allowed is None:
+            # A pattern may name an operator with or without its overload.
             short = operator.rpartition(".")[0]
-            found = self._allowed[key] = any(
+            allowed = self._allowed[key] = any(
                 fnmatch.fnmatchcase(text, pattern)
                 for pattern in self.options.allow
                 for text in (site, operator, short)
             )
-        return found
+        return allowed
 
     def origin(self, origin: Origin) -> Origin:
         """What other ranks made is reported once; afterwards it is a consequence.
@@ -167,6 +170,7 @@ class Reporter:
     ) -> None:
         """Write a finding and keep its tensors; returns when both would outlive a kill."""
         with self.lock:
+            # A layer that saturates does so in every step; one report per site is enough.
             types = [t for t in verdict.types if t not in _ONCE or self._is_new(call.site, t)]
             if not types:
                 self.repeats += 1
@@ -196,15 +200,17 @@ class Reporter:
                 time=time.time(),
             )
             self.received = self.received or verdict.received
+            # The line is on disk before the tensors, which may be large or fail.
             self.file.write(finding)
             self.findings.append(finding)
             self._keep(finding, call, inputs, outputs)
+        # Outside the lock, because the callback may end the process.
         if self._after is not None:
             self._after(finding)
 
     def _is_new(self, site: str, kind: str) -> bool:
-        new = (site, kind) not in self._said
-        self._said.add((site, kind))
+        new = (site, kind) not in self._seen_events
+        self._seen_events.add((site, kind))
         return new
 
     def _keep(
@@ -215,26 +221,25 @@ class Reporter:
             for port, moment, parts in (("input", "before", inputs), ("output", "after", outputs)):
                 for part in parts:
                     if part.tensor is not None:
-                        session.shielded(
-                            call.site,
-                            session.take,
+                        address = TensorAddress(
                             call.site,
                             port,
                             part.name,
-                            part.tensor,
-                            part.alias,
-                            call.operator,
+                            call.step,
                             call.visit,
                             call.phase,
                             moment,
-                            call.step,
+                            part.alias,
+                            call.operator,
                         )
-        session.shielded(call.site, self._flush, finding, call, inputs, outputs)
+                        session.guarded(call.site, session.take, address, part.tensor)
+        session.guarded(call.site, self._flush, finding, call, inputs, outputs)
 
     def _flush(
         self, finding: Finding, call: Call, inputs: Sequence[Part], outputs: Sequence[Part]
     ) -> None:
-        sink: Sink = self.session.intake._open_sink()
+        sink: Sink = self.session.recorder._open_sink()
+        # With its arguments the finding can be replayed like a call of a capture.
         if call.param is not None and isinstance(sink, Sheets):
             line = CallLine(
                 finding.number - 1,
@@ -250,7 +255,7 @@ class Reporter:
             )
             sink.sheet(CALLS, line.to_line())
         self.session.event("finding", finding.sentence(), number=finding.number, site=finding.site)
-        self.session.intake._open_sink().flush()
+        self.session.recorder._open_sink().flush()
 
 
 def _several_ranks() -> bool:

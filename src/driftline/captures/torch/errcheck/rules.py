@@ -1,14 +1,14 @@
-"""Who made the first value that is not finite: the rule, on what was read of one operator call.
+"""The rule of the error check: which operator produced the first value that is not finite.
 
-An operator is the *producer* when what it was given was finite, or infinite on purpose, and what it
-gave was not. With something that is not finite and nobody meant among its inputs it only hands it
-on: a *propagator*. Deliberate are numbers written into the call (`full(-inf)`,
-`masked_fill(-inf)`), infinities that came from such a tensor, the lowest value of a 16-bit or wider
-format (masks are filled with it: one step further down it is minus infinity), minus infinities that
-came with data, and the logarithm of a mask of zeros and ones, or of positions. A NaN out of
-deliberate infinities is nobody's intention, and is found. So is what comes of a NaN that was
-written down on purpose (a value that is not there) as soon as a product, norm or softmax spreads
-it, and of an infinity that is a factor in a product of matrices.
+An operator is the *producer* when its inputs were finite, or infinite on purpose, and its output
+was not. With something that is not finite and not deliberate among its inputs it only passes it on:
+a *propagator*. Deliberate are numbers written into the call (`full(-inf)`, `masked_fill(-inf)`),
+infinities that came from such a tensor, the lowest value of a 16-bit or wider format (masks are
+filled with it: one step further down it is minus infinity), minus infinities that came with data,
+and the logarithm of a mask of zeros and ones, or of positions. A NaN out of deliberate infinities
+is nobody's intention, and is reported. So is what comes of a NaN that was written on purpose (a
+missing value) as soon as a product, norm or softmax spreads it, and of an infinity that is a factor
+in a product of matrices.
 
 Reads no tensors: readings in, a verdict out.
 """
@@ -48,6 +48,7 @@ SPREADING = _PRODUCTS.union(
     ("_scaled_dot_product_efficient_attention",),
 )
 """Operators that put one element of an input into many of an output."""
+# Complex formats are left out: nobody clamps to the limit of a real part.
 _NARROW_TOPS = {p.largest: p for p in PATTERNS.values() if p.narrow and p.reals == 1}
 
 
@@ -122,9 +123,10 @@ def judge(
         allowed: The user allows it whatever it makes.
     """
     if numbers is None:
-        numbers = Numbers(infinite=not any(one.pos_inf for one in outputs))
-    if any(one.nonfinite for one in outputs):
+        numbers = Numbers(infinite=not any(output.pos_inf for output in outputs))
+    if any(output.nonfinite for output in outputs):
         verdict = _not_finite(name, inputs, outputs, numbers, wanted, allowed=allowed)
+        # Saturation beside a NaN is not worth a second finding.
         if verdict.types or verdict.origin in (Origin.MADE, Origin.RAW):
             return verdict
     else:
@@ -154,37 +156,23 @@ def _not_finite(
     *,
     allowed: bool,
 ) -> Verdict:
-    strange = [one for one in inputs if one.reading.nonfinite]
-    if any(one.origin is Origin.MADE for one in strange):
-        return Verdict(origin=Origin.MADE, propagates=True)
-    if allowed or any(one.origin is Origin.ALLOWED for one in strange):
-        return Verdict(origin=Origin.ALLOWED)
-    if any(one.origin is Origin.RAW for one in strange):
-        return Verdict(origin=Origin.RAW)
-    entered = tuple(one for one in strange if _came_in(one))
-    if entered:
-        return _entered(entered, wanted)
-    nan = any(one.nan for one in outputs)
-    infinite = any(one.infinite for one in outputs)
-    written = any(one.reading.nan for one in strange)
-    meant_nan = numbers.nan or (written and name not in SPREADING)
-    factors = [one for one in strange if not (name in _SUMS and one.name == "self")]
-    factors = factors if name in _PRODUCTS else []
-    meant_infinite = (
-        numbers.infinite
-        or any(one.reading.infinite for one in strange if one not in factors)
-        or _below_the_lowest(inputs, outputs)
-        or (name in LOGARITHMS and any(one.mask for one in inputs))
-    )
+    strange = [operand for operand in inputs if operand.reading.nonfinite]
+    verdict = _inherited(strange, wanted, allowed=allowed)
+    if verdict is not None:
+        return verdict
+    written_nan = any(operand.reading.nan for operand in strange)
+    factors = _infinite_factors(name, strange)
     made: list[FindingType] = []
-    if nan and not meant_nan and "nan" in wanted:
+    meant_nan = numbers.nan or (written_nan and name not in SPREADING)
+    if any(output.nan for output in outputs) and not meant_nan and "nan" in wanted:
         made.append("nan")
-    if infinite and not meant_infinite and "inf" in wanted:
+    infinite = any(output.infinite for output in outputs)
+    if infinite and "inf" in wanted and not _is_meant_infinite(name, inputs, outputs, numbers):
         made.append("inf")
     if not made:
         return Verdict(origin=Origin.MEANT)
     reason = ""
-    if written:
+    if written_nan:
         reason = "out of a NaN that the program wrote there itself"
     elif factors:
         reason = "out of an infinity that the program wrote there itself"
@@ -193,31 +181,68 @@ def _not_finite(
     return Verdict(tuple(made), Origin.MADE, reason=reason)
 
 
-def _came_in(one: Input) -> bool:
+def _inherited(
+    strange: Sequence[Input], wanted: frozenset[str], *, allowed: bool
+) -> Verdict | None:
+    """The verdict where an input says it all; None where the call itself has to be judged."""
+    origins = {operand.origin for operand in strange}
+    # The order matters: a consequence of a finding stays one, whatever else came in.
+    if Origin.MADE in origins:
+        return Verdict(origin=Origin.MADE, propagates=True)
+    if allowed or Origin.ALLOWED in origins:
+        return Verdict(origin=Origin.ALLOWED)
+    if Origin.RAW in origins:
+        return Verdict(origin=Origin.RAW)
+    entered = tuple(operand for operand in strange if _came_in(operand))
+    return _entered(entered, wanted) if entered else None
+
+
+def _infinite_factors(name: str, strange: Sequence[Input]) -> list[Input]:
+    """Inputs that are not finite and factors of a product; the sum beside it is none."""
+    if name not in _PRODUCTS:
+        return []
+    return [operand for operand in strange if not (name in _SUMS and operand.name == "self")]
+
+
+def _is_meant_infinite(
+    name: str, inputs: Sequence[Input], outputs: Sequence[Reading], numbers: Numbers
+) -> bool:
+    """Whether an infinity among the outputs is deliberate."""
+    factors = _infinite_factors(name, [operand for operand in inputs if operand.reading.nonfinite])
+    return (
+        numbers.infinite
+        or any(operand.reading.infinite for operand in inputs if operand not in factors)
+        or _below_the_lowest(inputs, outputs)
+        or (name in LOGARITHMS and any(operand.mask for operand in inputs))
+    )
+
+
+def _came_in(operand: Input) -> bool:
     """Not finite, of unknown origin, and more than the minus infinities of a mask."""
-    strange = bool(one.reading.nan or one.reading.pos_inf)
-    return one.origin in (Origin.UNKNOWN, Origin.RECEIVED) and strange
+    # Minus infinities alone are how masks come with data.
+    strange = bool(operand.reading.nan or operand.reading.pos_inf)
+    return operand.origin in (Origin.UNKNOWN, Origin.RECEIVED) and strange
 
 
 def _entered(entered: Sequence[Input], wanted: frozenset[str]) -> Verdict:
     types: list[FindingType] = []
-    if "nan" in wanted and any(one.reading.nan for one in entered):
+    if "nan" in wanted and any(operand.reading.nan for operand in entered):
         types.append("nan")
-    if "inf" in wanted and any(one.reading.infinite for one in entered):
+    if "inf" in wanted and any(operand.reading.infinite for operand in entered):
         types.append("inf")
     if not types:
         return Verdict(origin=Origin.MEANT)
-    names = tuple(one.name for one in entered)
-    received = any(one.origin is Origin.RECEIVED for one in entered)
+    names = tuple(operand.name for operand in entered)
+    received = any(operand.origin is Origin.RECEIVED for operand in entered)
     reason = "a collective left it there: another rank made it, or the sum" if received else ""
     return Verdict(tuple(types), Origin.MADE, names, reason=reason, received=received)
 
 
 def _below_the_lowest(inputs: Sequence[Input], outputs: Sequence[Reading]) -> bool:
     """Minus infinities only, from a mask that was filled with the lowest finite value."""
-    if any(one.pos_inf for one in outputs):
+    if any(operand.pos_inf for operand in outputs):
         return False
-    return any(one.reading.bottom and one.reading.pattern.bits >= 16 for one in inputs)
+    return any(operand.reading.bottom and operand.reading.pattern.bits >= 16 for operand in inputs)
 
 
 def _saturation(
@@ -231,13 +256,16 @@ def _saturation(
         if not pattern.narrow or not (out.top or out.bottom):
             continue
         handed_on = any(
-            (one.reading.top if out.top else one.reading.bottom)
-            and one.reading.pattern.name == pattern.name
-            for one in inputs
+            (operand.reading.top if out.top else operand.reading.bottom)
+            and operand.reading.pattern.name == pattern.name
+            for operand in inputs
         )
-        masked = not out.top and any(one.reading.bottom or one.reading.neg_inf for one in inputs)
+        masked = not out.top and any(
+            operand.reading.bottom or operand.reading.neg_inf for operand in inputs
+        )
         if handed_on or masked or pattern.largest in numbers.magnitudes:
             continue
+        # A conversion rounds; only what lies clearly beyond the limit was cut.
         if name in ("_to_copy", "copy_", "copy") and not _beyond(inputs, pattern.largest, pattern):
             continue  # it was exactly this number, or rounded to it
         return f"at the largest value of {pattern.name}, {pattern.largest:g}"
@@ -255,8 +283,11 @@ def _clamped(inputs: Sequence[Input], numbers: Numbers) -> str:
 
 def _beyond(inputs: Sequence[Input], bound: float, pattern: Pattern) -> bool:
     """Whether an input is so far beyond a format's largest value that it would not round to it."""
+    # Half a unit in the last place beyond the largest value still rounds to it.
     limit = bound * (1 + 2.0 ** -(pattern.mantissa + 2))
-    return any(not math.isnan(one.reading.peak) and one.reading.peak > limit for one in inputs)
+    return any(
+        not math.isnan(operand.reading.peak) and operand.reading.peak > limit for operand in inputs
+    )
 
 
 def _underflow(inputs: Sequence[Input], outputs: Sequence[Reading], numbers: Numbers) -> str:
@@ -267,13 +298,15 @@ def _underflow(inputs: Sequence[Input], outputs: Sequence[Reading], numbers: Num
         if out.zero < 0 or not out.elements:
             continue
         small = out.zero + out.subnormal
-        for one in inputs:
-            reading = one.reading
+        for operand in inputs:
+            reading = operand.reading
+            # Counts of other formats cannot be subtracted from each other.
             if reading.zero < 0 or reading.pattern.reals != out.pattern.reals:
                 return ""  # whole numbers, perhaps a mask; or imaginary parts that come into being
             if not reading.elements:
                 continue
             zeros = reading.zero + reading.subnormal
+            # A broadcast input puts each of its zeros into several outputs.
             small -= zeros * max(1, out.elements // reading.elements)
         if small > 0 and small >= UNDERFLOW_SHARE * out.elements:
             return f"{100 * small / out.elements:.0f} % of its elements became zero or subnormal"

@@ -1,4 +1,8 @@
-"""Which line of the program is running: the innermost frames that are neither torch's nor ours."""
+"""Source lines: which line of the program is running, and which one made an autograd node.
+
+The innermost frame counts that is neither torch's nor Driftline's. Nodes are needed for findings in
+backward passes, where the line of the forward pass is the one to show.
+"""
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 
@@ -19,7 +23,8 @@ import driftline
 MOST_LINES = 12
 MOST_MARKS = 200_000
 _autograd: Any = torch.autograd
-_NOT_THEIRS = tuple(
+# Code of these two packages is never the line a user looks for.
+_OTHER_CODE = tuple(
     str(Path(package.__file__ or "").resolve().parent) + "/" for package in (torch, driftline)
 )
 _foreign: dict[CodeType, bool] = {}
@@ -41,15 +46,16 @@ class Line(NamedTuple):
         return f"{self.file}:{self.number} in {self.function}"
 
 
-def _is_theirs(code: CodeType) -> bool:
-    found = _foreign.get(code)
-    if found is None:
+def _is_program_code(code: CodeType) -> bool:
+    is_program = _foreign.get(code)
+    if is_program is None:
+        # Generated code has no file that could be shown.
         name = code.co_filename
-        found = not name.startswith((*_NOT_THEIRS, "<frozen", "<eval_with_key>"))
-        if found and "/driftline/" in name:  # through the link a launched program sees us by
-            found = not str(Path(name).resolve()).startswith(_NOT_THEIRS)
-        _foreign[code] = found
-    return found
+        is_program = not name.startswith((*_OTHER_CODE, "<frozen", "<eval_with_key>"))
+        if is_program and "/driftline/" in name:  # through the link a launched program sees us by
+            is_program = not str(Path(name).resolve()).startswith(_OTHER_CODE)
+        _foreign[code] = is_program
+    return is_program
 
 
 def here() -> tuple[CodeType, int] | None:
@@ -57,8 +63,9 @@ def here() -> tuple[CodeType, int] | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        known = _foreign.get(code)
-        if known or (known is None and _is_theirs(code)):
+        # The cache is asked first without a call: this runs for every operator.
+        is_program = _foreign.get(code)
+        if is_program or (is_program is None and _is_program_code(code)):
             return code, frame.f_lineno
         frame = frame.f_back
     return None
@@ -74,7 +81,7 @@ def stack() -> list[Line]:
     lines: list[Line] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(lines) < MOST_LINES:
-        if _is_theirs(frame.f_code):
+        if _is_program_code(frame.f_code):
             lines.append(line_of((frame.f_code, frame.f_lineno)))
         frame = frame.f_back
     return lines
@@ -100,11 +107,13 @@ class LineMarks:
             return
         thread = self._thread
         number: int = _autograd._get_sequence_nr()
+        # A loop body marks the same line again and again; only its last number is needed.
         if thread.places and thread.places[-1] == place:
             thread.numbers[-1] = number
             return
         thread.numbers.append(number)
         thread.places.append(place)
+        # The oldest half goes, as long programs would otherwise grow without end.
         if len(thread.places) > MOST_MARKS:
             del thread.numbers[: MOST_MARKS // 2], thread.places[: MOST_MARKS // 2]
 
@@ -117,5 +126,6 @@ class LineMarks:
         numbers, places = self._thread.numbers, self._thread.places
         if not numbers:
             numbers, places = self._last
+        # The first mark at or beyond a number was set right after its node was made.
         index = bisect_right(numbers, number)
         return line_of(places[index]) if index < len(places) else None

@@ -1,10 +1,10 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Who filled the memory of a tensor: the last operator that did, or a parameter of the model.
+"""The list of calls: every operator and module that ran, its arguments, and who feeds whom.
 
-Every operator that fills memory is seen by whoever asks here, so what was filled last is what is
-read. Memory is held weakly: it goes when the program lets it go, and until this file lets go of it
-too no other memory can be taken for it. Reads no values, and knows no operators.
+`MemoryWriters` remembers which operator filled a tensor's memory last, or which parameter of the
+model it is. Memory is held weakly: it goes when the program frees it, and until then no other
+memory can be mistaken for it. `CallTap` writes the lines of `calls.jsonl`. Reads no values.
 """
 
 from __future__ import annotations
@@ -25,37 +25,38 @@ from driftline.captures.torch.operators.dispatch import (
     begin_watching,
     end_watching,
     hide_from_compiler,
-    unwatch_delicate,
-    watch_delicate,
+    unwatch_mode_sensitive,
+    watch_mode_sensitive,
     watching,
 )
 from driftline.captures.torch.operators.schema import Operator, memory_order, plain, with_tensors
 from driftline.captures.torch.operators.schema import argument_tensors as tensors_in
-from driftline.captures.torch.operators.sites import Spot, Whereabouts
+from driftline.captures.torch.operators.sites import OperatorSite, SiteTracker
 from driftline.captures.torch.session import Frame
 from driftline.captures.torch.tensors import undisturbed
 from driftline.runs.sidecars.calls import Call, CallTensor, Source
 
 OUTSIDE = "(outside)"
 """Begins the names of tensors that no operator made that was seen: a program's inputs."""
+# Tables are cleaned of freed memory when they reach this size.
 _MOST = 100_000
 
 
-class _Maker(NamedTuple):
+class _Writer(NamedTuple):
     memory: StorageWeakRef
     step: int
     call: int
     slot: str
 
 
-class Makers:
+class MemoryWriters:
     """Memory and who filled it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._makers: dict[int, _Maker] = {}
+        self._makers: dict[int, _Writer] = {}
         self._names: dict[int, tuple[StorageWeakRef, str]] = {}
-        self._strangers = 0
+        self._unknown = 0
 
     def described(
         self, slot: str, alias: str, tensor: torch.Tensor, *, step: int = 0
@@ -82,9 +83,11 @@ class Makers:
             if name is None:
                 if len(self._names) > _MOST:
                     self._names = {k: n for k, n in self._names.items() if not n[0].expired()}
-                name = (StorageWeakRef(memory), f"{OUTSIDE}.{self._strangers}")
+                # Memory that nobody was seen to fill gets a name of its own: an input of the
+                # program.
+                name = (StorageWeakRef(memory), f"{OUTSIDE}.{self._unknown}")
                 self._names[memory._cdata] = name
-                self._strangers += 1
+                self._unknown += 1
             return name[1]
 
     def is_kept(self, tensor: torch.Tensor) -> bool:
@@ -92,6 +95,7 @@ class Makers:
         memory = _memory(tensor)
         if memory is None:
             return False
+        # A tensor that covers all of its memory leaves nothing of what was there.
         partly = tensor.numel() * tensor.element_size() < memory.nbytes()
         return memory._cdata in self._makers or (partly and memory._cdata in self._names)
 
@@ -102,9 +106,10 @@ class Makers:
         with self._lock:
             if len(self._makers) > _MOST:
                 self._makers = {k: m for k, m in self._makers.items() if not m.memory.expired()}
+                # All of it is alive: the table would be cleaned at every call from now on.
                 if len(self._makers) > _MOST:
                     self._makers.clear()
-            self._makers[memory._cdata] = _Maker(StorageWeakRef(memory), step, call, slot)
+            self._makers[memory._cdata] = _Writer(StorageWeakRef(memory), step, call, slot)
 
     def made_unseen(self, tensor: torch.Tensor) -> None:
         """Somebody who is not listed filled it: who did so before no longer counts."""
@@ -119,8 +124,9 @@ class Makers:
             memory = _memory(tensor)
             if memory is None:
                 continue
-            known = self._names.get(memory._cdata)
-            if known is None or known[1].startswith(OUTSIDE):
+            named = self._names.get(memory._cdata)
+            # A parameter's own name is better than the number of an unknown tensor.
+            if named is None or named[1].startswith(OUTSIDE):
                 self._names[memory._cdata] = (StorageWeakRef(memory), f"{prefix}{name}")
 
     def forget_makers(self) -> None:
@@ -157,7 +163,7 @@ def _memory(tensor: torch.Tensor) -> Any | None:
         return None
 
 
-# A list of everything that ran: operators and modules, with parameters, and who feeds whom.
+# The tap.
 
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
@@ -165,6 +171,7 @@ Named = Sequence[tuple[str, str, torch.Tensor]]
 MOST_CALLS = 1_000_000
 """A program that runs for days must not fill the disk with a list."""
 MOST_WAITING = 20_000
+# Lines are written in batches; a kill loses one batch at most.
 _WRITTEN_AT_ONCE = 256
 
 
@@ -192,7 +199,7 @@ class CallTap:
         self.session = session
         self.active = False
         self._write = write
-        self._where = Whereabouts(session)
+        self._where = SiteTracker(session)
         self._thread = _Thread()
         self._operators: dict[Any, tuple[Operator, dict[str, Any]]] = {}
         self._building = False
@@ -205,7 +212,7 @@ class CallTap:
         self._written = self._begun = 0
         # A whole program begins with its building; a `with` block says itself where it begins.
         self._held: list[str] | None = [] if self.session.global_scope else None
-        self._memory = Makers()
+        self._memory = MemoryWriters()
         self._counts: dict[tuple[str, int], int] = {}
         self._children: dict[str, int] = {}
         self._full = False
@@ -215,13 +222,13 @@ class CallTap:
     def install(self) -> None:
         self.active = True
         self._where.install()
-        watch_delicate(self)
+        watch_mode_sensitive(self)
         begin_watching(self)
 
     def remove(self) -> None:
         self.active = False
         end_watching(self)
-        unwatch_delicate(self)
+        unwatch_mode_sensitive(self)
         self._where.remove()
         with self._lock:
             self._same_process()
@@ -233,7 +240,7 @@ class CallTap:
 
     @contextmanager
     def around_root(self, module: nn.Module) -> Generator[None]:
-        """Called by `modules.py` around each call of a root module."""
+        """Called by `module_calls` around each call of a root module."""
         if not self.active:
             yield
             return
@@ -296,18 +303,21 @@ class CallTap:
                 frame.visit,
                 frame.phase,
                 self._inside(),
-                tuple(self._memory.described(*one, step=frame.step) for one in inputs),
+                tuple(self._memory.described(*tensor, step=frame.step) for tensor in inputs),
             )
         self._thread.stack.append(_Open(frame, call))
 
     def on_forward(self, frame: Frame, inputs: Named, outputs: Named) -> None:
         self._where.leave(frame.site)
         stack = self._thread.stack
+        # A call that raised has left its entry on the stack.
         while stack:
             opened = stack.pop()
             if opened.frame is frame:
                 with undisturbed():
-                    made = tuple(self._memory.described(*one, step=frame.step) for one in outputs)
+                    made = tuple(
+                        self._memory.described(*tensor, step=frame.step) for tensor in outputs
+                    )
                 if self._wanted(frame.site, frame.class_name):
                     self._put(opened.call._replace(outputs=made), outside=False)
                 return
@@ -322,21 +332,25 @@ class CallTap:
         """Run one operator and note it."""
         if not self.active:
             return func(*args, **kwargs)
-        begun: tuple[Spot, Call] | None = None
+        begun: tuple[OperatorSite, Call] | None = None
         operator: Operator | None = None
         try:
             operator, defaults = self._operator(func)
             if operator.tensors:
                 args = with_tensors(args, operator.tensors)
             if not operator.silent:
-                spot = self._where.spot(func, operator)
-                if spot is not None:
-                    visit = spot.next_visit()
-                    if (spot.input or spot.output) and not (spot.outside and self._building):
+                operator_site = self._where.operator_site(func, operator)
+                if operator_site is not None:
+                    visit = operator_site.next_visit()
+                    if (operator_site.input or operator_site.output) and not (
+                        operator_site.outside and self._building
+                    ):
                         with undisturbed():
                             begun = (
-                                spot,
-                                self._begun_call(spot, operator, defaults, visit, args, kwargs),
+                                operator_site,
+                                self._begun_call(
+                                    operator_site, operator, defaults, visit, args, kwargs
+                                ),
                             )
         except Exception as error:
             self._lost(func, error)
@@ -345,6 +359,8 @@ class CallTap:
             if begun is not None and operator is not None:
                 with undisturbed():
                     self._end_call(*begun, operator, args, kwargs, result)
+            # An operator that is not listed still fills memory; its earlier maker must not be
+            # named.
             elif operator is not None and not operator.silent:
                 with undisturbed():
                     for _, tensor in tensors_in(result, ""):
@@ -354,20 +370,21 @@ class CallTap:
         return result
 
     def _operator(self, func: Any) -> tuple[Operator, dict[str, Any]]:
-        found = self._operators.get(func)
-        if found is None:
+        entry = self._operators.get(func)
+        if entry is None:
             schema = getattr(func, "_schema", None)
             defaults = {
                 argument.name: plain(argument.default_value)
                 for argument in (schema.arguments if schema is not None else ())
+                # Tensors are listed as inputs, not as parameters.
                 if argument.has_default_value() and "Tensor" not in str(argument.type)
             }
-            found = self._operators[func] = (Operator(func), defaults)
-        return found
+            entry = self._operators[func] = (Operator(func), defaults)
+        return entry
 
     def _begun_call(
         self,
-        spot: Spot,
+        operator_site: OperatorSite,
         operator: Operator,
         defaults: dict[str, Any],
         visit: int,
@@ -391,8 +408,9 @@ class CallTap:
                 tensors = []
             if tensors:
                 inputs += [
-                    described(one, alias, tensor, step=spot.step)
-                    for one, tensor in tensors
+                    described(name, alias, tensor, step=operator_site.step)
+                    for name, tensor in tensors
+                    # An argument that is overwritten entirely feeds nothing into the call.
                     if slot not in operator.unread or self._memory.is_kept(tensor)
                 ]
             else:
@@ -400,13 +418,14 @@ class CallTap:
         return Call(
             self._number(),
             "operator",
-            spot.site,
+            operator_site.site,
             operator.full_name,
-            self._ids(spot),
-            spot.step,
+            self._ids(operator_site),
+            operator_site.step,
             visit,
-            spot.phase,
-            self._inside() if spot.phase != "backward" else None,
+            operator_site.phase,
+            # In a backward pass the module is not running any more.
+            self._inside() if operator_site.phase != "backward" else None,
             tuple(inputs),
             (),
             param,
@@ -414,7 +433,7 @@ class CallTap:
 
     def _end_call(
         self,
-        spot: Spot,
+        operator_site: OperatorSite,
         call: Call,
         operator: Operator,
         args: tuple[Any, ...],
@@ -436,11 +455,12 @@ class CallTap:
         )
         with self._lock:
             for slot, tensor in made:
-                self._memory.made_by(tensor, spot.step, call.number, slot)
-            self._put(call._replace(outputs=outputs), outside=spot.outside)
+                self._memory.made_by(tensor, operator_site.step, call.number, slot)
+            self._put(call._replace(outputs=outputs), outside=operator_site.outside)
 
     def _learn_weights(self, root: nn.Module, site: str) -> None:
         try:
+            # The root's site stands in parentheses and is no prefix of a parameter's name.
             self._memory.learn_weights(root, "" if site.startswith("(") else f"{site}.")
         except Exception as error:
             self.session.event_once("weights-unknown", f"parameters have no names: {error}")
@@ -456,17 +476,17 @@ class CallTap:
         stack = self._thread.stack
         return stack[-1].call.number if stack else None
 
-    def _ids(self, spot: Spot) -> str:
+    def _ids(self, operator_site: OperatorSite) -> str:
         """The place of an operator: that of its module, and a number beyond its children."""
-        place = self.session.names.site(spot.site.rsplit("/", 1)[0])
+        place = self.session.names.site(operator_site.site.rsplit("/", 1)[0])
         above = (place.ids or "") if place is not None else ""
         children = self._children.get(above)
         if children is None:  # asked for once, while the module is alive
             module = place.ref() if place is not None else None
             children = self._children[above] = len(module._modules) if module is not None else 0
         with self._lock:
-            count = self._counts.get((above, spot.step), 0)
-            self._counts[above, spot.step] = count + 1
+            count = self._counts.get((above, operator_site.step), 0)
+            self._counts[above, operator_site.step] = count + 1
         number = str(children + count)
         return f"{above}_{number}" if above else number
 
@@ -476,6 +496,7 @@ class CallTap:
             if self._full:
                 return
             line = call.to_line()
+            # Calls of the build phase wait until it is known whether they matter.
             if outside and self._held is not None:
                 self._held.append(line)
                 if len(self._held) > MOST_WAITING:
@@ -499,7 +520,7 @@ class CallTap:
         with self._lock:
             lines, self._lines = self._lines, []
             if lines:
-                self.session.shielded("calls", self._write, "".join(lines))
+                self.session.guarded("calls", self._write, "".join(lines))
 
     def _same_process(self) -> None:
         """In a forked child: what was seen was its parent's."""

@@ -1,10 +1,11 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Whether a level of forward-mode differentiation is open, and who wants to know when one is.
+"""How operators are observed: a dispatch mode that sees each one and changes nothing.
 
-Inside a level (`torch.func.jvp`, `jacfwd`, `torch.autograd.forward_ad.dual_level`, ...) torch
-chooses the formulas of tangents anew at each operator, and chooses others, with other last bits,
-as soon as any dispatch mode is on. Which operators those are is not known here, nor what a mode is.
+Three parts. Forward-mode differentiation: inside a level (`torch.func.jvp`, dual levels) torch
+chooses the formulas of tangents anew at each operator, and chooses others, with other last bits, as
+soon as any dispatch mode is on; so the mode goes off. Mode-sensitive functions and nodes, for the
+same reason. And the mode itself with its place below all modes of the program.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
+from driftline.captures.patching import PatchSet
+
 _forward_ad: Any = forward_ad
 _open = False
 _opened: Callable[[], None] | None = None
 _closed: Callable[[], None] | None = None
-_replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
+_level_patches = PatchSet()
 
 
 def is_open() -> bool:
@@ -50,11 +53,13 @@ def follow(opened: Callable[[], None], closed: Callable[[], None]) -> None:
     """Call `opened` before the outermost level is opened, and `closed` after it is closed."""
     global _open, _opened, _closed
     _opened, _closed = opened, closed
+    # A level may be open already when a capture begins.
     _open = _forward_ad._current_level >= 0
     where, enter_name, exit_name = _doors()
     enter, leave = getattr(where, enter_name), getattr(where, exit_name)
 
     def watched_enter() -> int:
+        # Only the outermost level matters; inner ones change nothing more.
         global _open
         if _open or _opened is None:
             return enter()
@@ -62,6 +67,7 @@ def follow(opened: Callable[[], None], closed: Callable[[], None]) -> None:
         _opened()
         try:
             return enter()
+        # Opening failed, so no level is there to be closed later.
         except BaseException:
             _now_closed()
             raise
@@ -72,12 +78,8 @@ def follow(opened: Callable[[], None], closed: Callable[[], None]) -> None:
         if inmost == 0 and _open:
             _now_closed()
 
-    for name, plain, watched in (
-        (enter_name, enter, watched_enter),
-        (exit_name, leave, watched_leave),
-    ):
-        setattr(where, name, watched)
-        _replaced.append((where, name, plain, watched))
+    _level_patches.replace(where, enter_name, lambda _: watched_enter)
+    _level_patches.replace(where, exit_name, lambda _: watched_leave)
 
 
 def _now_closed() -> None:
@@ -91,16 +93,13 @@ def unfollow() -> None:
     """Call nobody any more; torch gets its own functions back."""
     global _opened, _closed
     _opened = _closed = None
-    for where, name, plain, watched in _replaced:
-        # Somebody else may have wrapped it after us; then ours stays below, doing nothing.
-        if getattr(where, name) is watched:
-            setattr(where, name, plain)
-    _replaced.clear()
+    _level_patches.restore()
 
 
-# What torch computes in another way, with other last bits, as soon as any dispatch mode is on.
+# Mode-sensitive functions: torch computes them in another way, with other last bits, under a mode.
 
 
+# Their results differ in the last bits with a mode on, whatever the mode does.
 FUNCTIONS = ("cond", "eigvalsh", "matrix_norm", "matrix_rank", "norm", "svdvals")
 """Of `torch.linalg`: they take eigenvalues or singular values and, when watched, vectors too."""
 _BY_SINGULAR_VALUES = ("nuc", 2, -2)
@@ -110,7 +109,7 @@ _NODES = frozenset({"ProdBackward0", "ProdBackward1", "CumprodBackward0", "Linal
 _MASKED_FILL = "MaskedFillBackward1"  # only where the value filled in has a gradient
 
 
-def is_delicate(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def is_mode_sensitive(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of one of `FUNCTIONS` is: norms only where they need singular values."""
     if name not in _NORMS:
         return True
@@ -118,26 +117,29 @@ def is_delicate(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
     return order in _BY_SINGULAR_VALUES
 
 
-def delicate_node(outputs: Sequence[Any]) -> str:
+def mode_sensitive_node(outputs: Sequence[Any]) -> str:
     """The first node of a graph whose gradient would change in its last bits; empty if none."""
     # Tensors have a `grad_fn`, gradient edges a `node`.
-    nodes = [getattr(one, "grad_fn", None) or getattr(one, "node", None) for one in outputs]
+    nodes = [
+        getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs
+    ]
     waiting = [node for node in nodes if node is not None]
     seen: set[Any] = set(waiting)
     while waiting:
         node = waiting.pop()
         following = node.next_functions
         name = type(node).__name__
+        # The gradient of the filled value is the one that changes.
         if name in _NODES or (name == _MASKED_FILL and following[1][0] is not None):
             return name
-        for one, _ in following:
-            if one is not None and one not in seen:
-                seen.add(one)
-                waiting.append(one)
+        for output, _ in following:
+            if output is not None and output not in seen:
+                seen.add(output)
+                waiting.append(output)
     return ""
 
 
-# How operators are noticed: a dispatch mode that sees each one and is in nobody's way.
+# The mode.
 
 
 # Private parts of torch, of which the stubs know nothing.
@@ -150,6 +152,7 @@ _TANGENTS = "forward-mode differentiation (torch.func.jvp, dual levels)"
 
 def hide_from_compiler(*functions: Any, callees: bool = True) -> None:
     """Keep Dynamo from compiling these when they run inside its programs, and what they call."""
+    # Dynamo may be missing from a build of torch, or have another interface.
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     for function in functions:
         code = inspect.unwrap(function).__code__
@@ -196,6 +199,7 @@ def watching(watcher: Watcher, *, lasting: bool = False) -> Generator[None]:
         begin_watching(watcher)
         yield
         return
+    # Tangents would change: the mode has to be off for the whole block.
     if is_open():
         watcher.unseen(_TANGENTS)
         on = _sees(watcher)  # another thread may have opened the level since
@@ -234,6 +238,7 @@ def begin_watching(watcher: Watcher) -> bool:
     _waiting.discard(watcher)
     if _sees(watcher):
         return False
+    # Ours has to lie below the program's modes, so those come off first and go back on.
     above = _take_off()
     _stack._push_mode(_OperatorMode(watcher))
     _put_back(above)
@@ -253,11 +258,12 @@ def end_watching(watcher: Watcher) -> None:
 
 def _take_off() -> list[Any]:
     """All modes of this thread but those of torch's own compilers, the lowest first."""
-    taken: list[Any] = []
+    modes: list[Any] = []
+    # Modes of the compiler have places of their own and cannot be popped here.
     while (mode := _stack._get_current_dispatch_mode()) is not None and not _is_infra(mode):
-        taken.append(_stack._pop_mode())
-    taken.reverse()
-    return taken
+        modes.append(_stack._pop_mode())
+    modes.reverse()
+    return modes
 
 
 def _put_back(modes: Sequence[Any]) -> None:
@@ -293,6 +299,7 @@ class _OperatorMode(_python_dispatch.TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Shapes without values have nothing to record.
         if types and any(kind.__name__ in _NOT_THERE for kind in types):
             return func(*args, **(kwargs or {}))
         return self.watcher.call(func, args, kwargs or {})
@@ -313,7 +320,7 @@ def has_values(tensor: torch.Tensor) -> bool:
 _ENGINE = "_engine_run_backward"
 _autograd: Any = torch.autograd
 _linalg: Any = torch.linalg
-_functions: dict[str, Callable[..., Any]] = {}
+_function_patches = PatchSet()
 _watchers: tuple[Watcher, ...] = ()
 _original: Callable[..., Any] | None = None
 _lock = threading.Lock()
@@ -323,14 +330,15 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     assert _original is not None
     if not _watchers or torch.compiler.is_compiling():
         return _original(*args, **kwargs)
+    # The graph is walked before the pass: no mode may be on when a sensitive node runs.
     with ExitStack() as around:
-        delicate = delicate_node(args[0] if args else kwargs.get("t_outputs", ()))
+        mode_sensitive = mode_sensitive_node(args[0] if args else kwargs.get("t_outputs", ()))
         for watcher in _watchers:
-            if delicate:
-                watcher.unseen(f"the backward pass of a graph with {delicate}")
+            if mode_sensitive:
+                watcher.unseen(f"the backward pass of a graph with {mode_sensitive}")
             else:
                 around.enter_context(watcher.around_backward())
-        if delicate:
+        if mode_sensitive:
             around.enter_context(_unwatched())
         return _original(*args, **kwargs)
 
@@ -338,13 +346,13 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def _unwatched() -> Generator[None]:
     """Take our modes off: inside another backward pass (reentrant checkpointing) they may be on."""
-    taken: list[Any] = []
+    modes: list[Any] = []
     while isinstance(_stack._get_current_dispatch_mode(), _OperatorMode):
-        taken.append(_stack._pop_mode())
+        modes.append(_stack._pop_mode())
     try:
         yield
     finally:
-        for mode in reversed(taken):
+        for mode in reversed(modes):
             _stack._push_mode(mode)
 
 
@@ -363,8 +371,8 @@ class _Waiting(threading.local):
             self._watchers.remove(watcher)
 
     def take(self) -> list[Watcher]:
-        taken, self._watchers = self._watchers, []
-        return taken
+        watchers, self._watchers = self._watchers, []
+        return watchers
 
 
 _waiting = _Waiting()
@@ -374,6 +382,7 @@ def _level_opened() -> None:
     """Tangents are about to be computed: their formulas are others as soon as a mode is on."""
     for watcher in _watchers:
         watcher.unseen(_TANGENTS)
+    # All modes come off, and only the program's own go back.
     modes = _take_off()
     for mode in modes:
         if isinstance(mode, _OperatorMode):
@@ -387,7 +396,7 @@ def _level_closed() -> None:
             begin_watching(watcher)
 
 
-hide_from_compiler(watching, begin_watching, end_watching, _sees, _unwatched, delicate_node)
+hide_from_compiler(watching, begin_watching, end_watching, _sees, _unwatched, mode_sensitive_node)
 hide_from_compiler(_level_opened, _level_closed)
 hide_from_compiler(_run_backward, callees=False)  # a backward pass may call compiled regions
 
@@ -398,7 +407,7 @@ def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not _watchers:
             return function(*args, **kwargs)
-        if not is_delicate(function.__name__, args, kwargs):
+        if not is_mode_sensitive(function.__name__, args, kwargs):
             return function(*args, **kwargs)
         for watcher in _watchers:
             watcher.unseen(f"torch.linalg.{function.__name__.removeprefix('linalg_')}")
@@ -409,8 +418,8 @@ def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
     return functools.update_wrapper(call, function)
 
 
-def watch_delicate(watcher: Watcher) -> bool:
-    """Enclose every backward pass in `watcher.around_backward`, and leave delicate functions alone.
+def watch_mode_sensitive(watcher: Watcher) -> bool:
+    """Enclose every backward pass in `watcher.around_backward`; mode-sensitive functions run alone.
 
     To be called before `begin_watching`.
 
@@ -418,10 +427,10 @@ def watch_delicate(watcher: Watcher) -> bool:
     """
     global _watchers, _original
     with _lock:
+        # torch's functions are wrapped for the first watcher only.
         if not _watchers:
             for name in FUNCTIONS:
-                _functions[name] = getattr(_linalg, name)
-                setattr(_linalg, name, _apart(_functions[name]))
+                _function_patches.replace(_linalg, name, _apart)
             follow(_level_opened, _level_closed)
             _original = getattr(_autograd, _ENGINE, None)
             if _original is not None:
@@ -430,17 +439,15 @@ def watch_delicate(watcher: Watcher) -> bool:
         return _original is not None
 
 
-def unwatch_delicate(watcher: Watcher) -> None:
+def unwatch_mode_sensitive(watcher: Watcher) -> None:
     global _watchers, _original
     with _lock:
         if watcher not in _watchers:
             return
-        _watchers = tuple(one for one in _watchers if one is not watcher)
+        _watchers = tuple(other for other in _watchers if other is not watcher)
         if _watchers:
             return
-        for name, function in _functions.items():
-            setattr(_linalg, name, function)
-        _functions.clear()
+        _function_patches.restore()
         unfollow()
         # Somebody else may have wrapped it after us; then ours stays below, doing nothing.
         if getattr(_autograd, _ENGINE, None) is _run_backward:

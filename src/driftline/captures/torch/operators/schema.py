@@ -1,10 +1,11 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""What an operator's schema says about its values, and what it fails to say.
+"""What an operator's schema says about its values, what it fails to say, and arguments by slot.
 
-Knows which outputs are views, which arguments are written, and which memory was never filled:
-reading that would make two equal runs differ. Sees schemas only, no tensors.
+Which outputs are views, which arguments are written, and which memory was never filled: reading
+that would make two equal runs differ. `WatchedOperator` adds what the error check needs to know.
+Sees schemas and arguments, no values.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ _UNDECLARED_WRITES = {  # older operators that write where their schema does not
 # Collectives return before they are done. What they send can be read; what they receive cannot,
 # and most of c10d's take the memory to receive into as an argument among others.
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
+# Operators of c10d that only send; what they are given can be read.
 _SENDERS = frozenset({"allreduce_", "allreduce_coalesced_", "reduce_", "send"})
 
 
@@ -99,44 +101,54 @@ class Operator:
         self.name = str(schema.name).replace("::", ".", 1)
         self.full_name = f"{self.name}.{schema.overload_name or 'default'}"
         self.arguments = [argument.name for argument in schema.arguments]
-        short = str(schema.name).partition("::")[2]
-        self.tensors = ()
-        if not torch._C._should_allow_numbers_as_tensors(short):
-            self.tensors = tuple(
-                index
-                for index, argument in enumerate(schema.arguments)
-                if str(argument.type) == "Tensor"
-            )
-        undeclared = _UNDECLARED_WRITES.get(str(schema.name), ())
-        written = [
-            (index, argument.name)
-            for index, argument in enumerate(schema.arguments)
-            if (argument.alias_info is not None and argument.alias_info.is_write)
-            or argument.name in undeclared
-        ]
-        # What is written and also returned (`add_`, `out=`) is an output already.
-        returned = sum(r.alias_info is not None and r.alias_info.is_write for r in schema.returns)
-        self.written = written if returned < len(written) else []
+        space, _, short = str(schema.name).partition("::")
+        self.tensors = _tensor_positions(schema, short)
+        self.written = _written_only(schema)
         self.unread = _SCRATCH.union(a.name for a in schema.arguments if a.is_out)
         if _OVERWRITES.fullmatch(schema.name):
             self.unread |= {"self"}
         self.scratch = frozenset(_SCRATCH_OUTPUTS.get(schema.name, ())).union(
-            index for index, one in enumerate(schema.returns) if one.name in _SCRATCH
+            index for index, output in enumerate(schema.returns) if output.name in _SCRATCH
         )
-        self.silent = bool(func.is_view) or str(schema.name) in _WITHOUT_VALUES
-        space = str(schema.name).partition("::")[0]
         self.in_flight = space in _COLLECTIVES and short != "wait_tensor"
-        if space == "c10d" and short not in _SENDERS:
-            self.silent = True
-        if space == "profiler":  # marks that torch's optimizers leave; they compute nothing
-            self.silent = True
+        self.silent = (
+            bool(func.is_view)
+            or str(schema.name) in _WITHOUT_VALUES
+            or (space == "c10d" and short not in _SENDERS)
+            or space == "profiler"  # marks that torch's optimizers leave; they compute nothing
+        )
 
 
-# The arguments of an operator: tensors in them by slot, the others as JSON. Reads no values.
+def _tensor_positions(schema: Any, short: str) -> tuple[int, ...]:
+    """Positions of arguments that must be tensors."""
+    # Where a number may stand for a tensor, torch converts it itself.
+    if torch._C._should_allow_numbers_as_tensors(short):
+        return ()
+    return tuple(
+        index for index, argument in enumerate(schema.arguments) if str(argument.type) == "Tensor"
+    )
+
+
+def _written_only(schema: Any) -> list[tuple[int, str]]:
+    """Position and name of arguments that are written but not returned."""
+    undeclared = _UNDECLARED_WRITES.get(str(schema.name), ())
+    written = [
+        (index, argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or argument.name in undeclared
+    ]
+    # What is written and also returned (`add_`, `out=`) is an output already.
+    returned = sum(r.alias_info is not None and r.alias_info.is_write for r in schema.returns)
+    return written if returned < len(written) else []
+
+
+# The arguments of an operator: tensors by slot, the others as JSON.
 
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 """What a number is as a tensor, where torch makes one of it by itself."""
+# Bounds the lines of the list of calls, not what an operator computes.
 _LONGEST_TEXT = 200
 _LONGEST_LIST = 1000
 
@@ -175,11 +187,12 @@ def plain(value: Any) -> Any:
     if type(value) is int:
         return value
     if isinstance(value, float):
+        # JSON has no infinity and no NaN.
         return value if math.isfinite(value) else str(value)
     if isinstance(value, complex):
         return str(value)
     if isinstance(value, (list, tuple)):
-        return [plain(one) for one in cast("Sequence[Any]", value)[:_LONGEST_LIST]]
+        return [plain(part) for part in cast("Sequence[Any]", value)[:_LONGEST_LIST]]
     if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
         return str(value)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -192,6 +205,7 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
     In that order a transposed weight has the bytes of the weight itself.
     """
+    # Order of axes has no meaning below two of them.
     if tensor.dim() < 2 or tensor.layout is not torch.strided or tensor.is_nested:
         return ()
     if tensor.is_contiguous():
@@ -201,7 +215,7 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     return () if order == tuple(range(len(strides))) else order
 
 
-# What the error watch has to know of an operator and of one call, from schema and arguments.
+# What the error check has to know of an operator and of one call.
 
 
 _ALLOCATES = frozenset(
@@ -210,6 +224,7 @@ _ALLOCATES = frozenset(
         *("aten.new_empty", "aten.new_empty_strided", "aten.resize_", "aten.empty_quantized"),
     )
 )
+# A larger integer does not fit a float, and is no value of a tensor either.
 _LARGEST_INT = 2**1023
 _COLLECTIVE_PREFIXES = ("c10d.", "_c10d_functional.")
 _LOGARITHMIC = {  # sums of exponentials for the backward pass: nothing has a logarithm of -inf
@@ -248,9 +263,9 @@ class WatchedOperator(Operator):
         schema = getattr(func, "_schema", None)
         arguments = schema.arguments if schema is not None else ()
         self.defaults: dict[str, Any] = {
-            one.name: one.default_value
-            for one in arguments
-            if one.has_default_value() and "Tensor" not in str(one.type)
+            argument.name: argument.default_value
+            for argument in arguments
+            if argument.has_default_value() and "Tensor" not in str(argument.type)
         }
         written = [
             (index, argument)
@@ -267,17 +282,17 @@ class WatchedOperator(Operator):
 
 def numbers_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Numbers:
     """Numbers that were written into a call."""
-    found: list[float] = []
+    numbers: list[float] = []
     for value in (*args, *kwargs.values()):
         items = value if isinstance(value, (list, tuple)) else (value,)
-        for one in items:
-            if type(one) is float or (type(one) is int and abs(one) < _LARGEST_INT):
-                found.append(float(one))
+        for number in items:
+            if type(number) is float or (type(number) is int and abs(number) < _LARGEST_INT):
+                numbers.append(float(number))
     infinite = float("inf")
     return Numbers(
-        any(one != one for one in found),
-        any(abs(one) == infinite for one in found),
-        tuple(abs(one) for one in found if abs(one) < infinite),
+        any(number != number for number in numbers),
+        any(abs(number) == infinite for number in numbers),
+        tuple(abs(number) for number in numbers if abs(number) < infinite),
     )
 
 
@@ -286,16 +301,16 @@ def parameters_in(
 ) -> dict[str, Any]:
     """The arguments of a call that are no tensors, as JSON: what a replay needs besides."""
     names = operator.arguments
-    found = dict(operator.defaults)
+    values = dict(operator.defaults)
     for index, value in enumerate(args):
-        found[names[index] if index < len(names) else str(index)] = value
-    found |= kwargs
-    return {name: plain(value) for name, value in found.items() if not _has_tensors(value)}
+        values[names[index] if index < len(names) else str(index)] = value
+    values |= kwargs
+    return {name: plain(value) for name, value in values.items() if not _has_tensors(value)}
 
 
 def _has_tensors(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return any(isinstance(one, torch.Tensor) for one in value)
+        return any(isinstance(part, torch.Tensor) for part in value)
     return isinstance(value, torch.Tensor)
 
 

@@ -1,9 +1,9 @@
-"""Where an operator belongs: its site, phase, step and visit.
+"""The site, phase, step and visit of an operator.
 
-Inside a module's call it is the module's. Outside of all, the module part of its site is the class
-of the optimizer that is stepping, or of a module that is not watched, and else `(program)`; the
-step is that of the model called last. In a backward pass it is the module whose forward made the
-graph node that runs, `(backward)` without one. Reads no tensors.
+Inside a module's call an operator belongs to the module. Outside of all modules, the module part of
+its site is the class of the optimizer that is stepping, or of a module that is not watched, and
+else `(program)`; the step is that of the model called last. In a backward pass it is the module
+whose forward made the graph node that runs, `(backward)` without one. Reads no tensors.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from driftline.captures.torch.layers import is_unwelcome
+from driftline.captures.torch.layers import must_not_watch
 from driftline.captures.torch.operators.dispatch import break_graphs
 from driftline.captures.torch.operators.schema import Operator
 
@@ -33,11 +33,13 @@ PROGRAM = "(program)"
 _C: Any = torch._C
 _autograd: Any = torch.autograd
 
+# Sequence number that torch gives all nodes of leaves; the others count up.
 _LEAF = 2**64 - 1
+# Bounds the memory of programs that run for days without a backward pass.
 _BOUNDARIES = 1_000_000
 
 
-class Spot:
+class OperatorSite:
     """One operator overload in one module, phase and step: what is wanted of it.
 
     Attributes:
@@ -84,6 +86,7 @@ class _Marks:
     def put(self, site: str) -> None:
         self.numbers.append(_autograd._get_sequence_nr())
         self.sites.append(site)
+        # The oldest half goes: nodes of long finished steps do not come back.
         if len(self.numbers) > _BOUNDARIES:
             del self.numbers[: _BOUNDARIES // 2], self.sites[: _BOUNDARIES // 2]
 
@@ -131,6 +134,7 @@ class _Steps:
         """Forget the steps that are not below `frame`: done, or left by an exception."""
         while self._steps:
             last, below = self._steps[-1], frame
+            # An id alone is not enough: a dead frame's id may be given to another function's frame.
             while below is not None and (id(below) != last.frame or below.f_code is not last.code):
                 below = below.f_back
             if below is not None:
@@ -147,12 +151,12 @@ class _Thread(threading.local):
         self.optimizers = _Steps()
 
 
-class Whereabouts:
+class SiteTracker:
     """Told what begins and ends, says where an operator is that runs now."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
-        self._spots: dict[tuple[str, Any, str], Spot] = {}
+        self._sites: dict[tuple[str, Any, str], OperatorSite] = {}
         self._calls: dict[tuple[str, str], tuple[int, list[int]]] = {}
         self._outside_calls: dict[tuple[str, str, int], list[int]] = {}
         self._thread = _Thread()
@@ -168,9 +172,9 @@ class Whereabouts:
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._spots.clear()
+        self._sites.clear()
 
-    def spot(self, func: Any, operator: Operator) -> Spot | None:
+    def operator_site(self, func: Any, operator: Operator) -> OperatorSite | None:
         """Where an operator runs now; None where looking would be noise."""
         session = self._session
         frame = session.current_frame()
@@ -178,17 +182,20 @@ class Whereabouts:
             site, phase, step, outside = frame.site, frame.phase, frame.step, False
         else:
             site, phase, outside = self._without_frame()
-            if outside and is_unwelcome():
+            # Data workers and traced scripts run operators that belong to no step.
+            if outside and must_not_watch():
                 return None
             step = session.step
-        spot = self._spots.get((site, func, phase))
-        if spot is None or spot.step != step:
+        operator_site = self._sites.get((site, func, phase))
+        # A new step needs new decisions; the same step is served from the cache.
+        if operator_site is None or operator_site.step != step:
             full = f"{site}/{operator.name}"
             wanted: bool = session.wants_step(step)
-            spot = self._spots[(site, func, phase)] = Spot(
+            operator_site = self._sites[(site, func, phase)] = OperatorSite(
                 full,
                 phase,
                 step,
+                # Nothing counts visits of a step that nobody wants.
                 self._count(full, phase, step, framed=frame is not None) if wanted else [0],
                 outside=outside,
                 wants_input=wanted and session.wants(full, operator.full_name, "input"),
@@ -196,11 +203,11 @@ class Whereabouts:
             )
             if outside:
                 session.ran_outside(step)
-        return spot
+        return operator_site
 
     def count_anew(self) -> None:
         """What ran outside modules so far does not count."""
-        self._spots.clear()
+        self._sites.clear()
         self._outside_calls.clear()
 
     def depth(self) -> int:
@@ -217,6 +224,7 @@ class Whereabouts:
 
     def leave(self, site: str) -> None:
         thread = self._thread
+        # An exception skips the `leave` of inner modules.
         while thread.stack and thread.stack.pop() != site:
             pass
         thread.marks.put(thread.stack[-1] if thread.stack else "")
@@ -247,6 +255,7 @@ class Whereabouts:
             site = self._session.unwatched_module() or thread.optimizers.current(sys._getframe())
             return site or PROGRAM, "forward", True
         number = node._sequence_nr()
+        # A thread of the engine has no marks of its own.
         marks = thread.marks if thread.marks.numbers else self._backward
         return (marks.site(number) if number != _LEAF else "") or BACKWARD, "backward", False
 
@@ -261,4 +270,4 @@ class Whereabouts:
             self._thread.optimizers.end(sys._getframe(1))
 
 
-break_graphs(Whereabouts._before_optimizer, Whereabouts._after_optimizer)
+break_graphs(SiteTracker._before_optimizer, SiteTracker._after_optimizer)

@@ -1,4 +1,4 @@
-"""Every aten call of a program, with the module it ran in.
+"""Level ops: the tensors of every aten call of a program, with the module it ran in.
 
 A dispatch mode lies below all modes of the program in the thread that began the capture, and around
 root modules' calls and backward passes in others; a capture of the whole process stays with every
@@ -10,7 +10,7 @@ Backward operators belong to the module whose forward made the graph node that r
 the module part is `(backward)`.
 
 What runs outside all modules before the first call of a model is left out, unless no model is ever
-called; see `held.py`.
+called; see `build_phase`.
 
 Views, and memory that was allocated but not yet written, have no values of their own and are left
 out; so is what an operator overwrites unread (`out=`, `bernoulli_`), and parameters as inputs: they
@@ -37,19 +37,25 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from driftline.captures.torch.operators.build_phase import Held, Waiting, a_model_is_there
+from driftline.captures.recorder import TensorAddress
+from driftline.captures.torch.operators.build_phase import (
+    BufferedTensor,
+    BuildPhaseBuffer,
+    a_model_is_there,
+)
 from driftline.captures.torch.operators.dispatch import (
     begin_watching,
     end_watching,
     has_values,
     hide_from_compiler,
-    unwatch_delicate,
-    watch_delicate,
+    unwatch_mode_sensitive,
+    watch_mode_sensitive,
     watching,
 )
 from driftline.captures.torch.operators.schema import Operator, memory_order, with_tensors
-from driftline.captures.torch.operators.sites import Spot, Whereabouts
+from driftline.captures.torch.operators.sites import OperatorSite, SiteTracker
 from driftline.captures.torch.tensors import is_zero, undisturbed
+from driftline.runs.records import usual_moment
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
 
@@ -57,7 +63,7 @@ Named = Sequence[tuple[str, str, torch.Tensor]]
 class OperatorTap:
     """Reads the operators of the program.
 
-    `modules.py` calls `around_root` around a root's call, and `before_forward` and `on_forward`
+    `module_calls` calls `around_root` around a root's call, and `before_forward` and `on_forward`
     around each module's, which tells the backward operators' modules.
     """
 
@@ -65,9 +71,9 @@ class OperatorTap:
         self.session = session
         self.active = False
         self._operators: dict[Any, Operator] = {}
-        self._where = Whereabouts(session)
+        self._where = SiteTracker(session)
         # A `with` block says itself where it begins; a whole program begins with its building.
-        self._held: Held | None = Held() if session.global_scope else None
+        self._held: BuildPhaseBuffer | None = BuildPhaseBuffer() if session.global_scope else None
         self._building = False
         self._roots: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
         self._weights: set[int] = set()
@@ -78,7 +84,8 @@ class OperatorTap:
     def install(self) -> None:
         self.active = True
         self._where.install()
-        encloses_backward = watch_delicate(self)
+        # Before the mode goes on: functions that are sensitive to modes must be wrapped by then.
+        encloses_backward = watch_mode_sensitive(self)
         begin_watching(self)
         if not encloses_backward:
             self.session.event_once(
@@ -90,7 +97,7 @@ class OperatorTap:
     def remove(self) -> None:
         self.active = False
         end_watching(self)
-        unwatch_delicate(self)
+        unwatch_mode_sensitive(self)
         self._where.remove()
         self._release(outside=True)
         if self._building:
@@ -104,11 +111,12 @@ class OperatorTap:
 
     @contextmanager
     def around_root(self, module: nn.Module) -> Generator[None]:
-        """Called by `modules.py` around each call of a root module."""
+        """Called by `module_calls` around each call of a root module."""
         if not self.active:
             yield
             return
         self._learn_weights(module)
+        # A helper such as a loss does not end the build phase; a model does.
         if self._held is not None or self._building:
             frame = self.session.current_frame()
             if frame is not None and not frame.place.root.helper:
@@ -128,11 +136,12 @@ class OperatorTap:
 
     def _release(self, *, outside: bool) -> None:
         """Let go of what waits; of operators outside modules, only if asked."""
-        with self.session.intake.lock:
+        # Under the lock, because another thread may be adding a tensor at this moment.
+        with self.session.recorder.lock:
             held, self._held = self._held, None
-            for one in held.release() if held is not None else ():
-                if outside or not one.outside:
-                    self._show(one)
+            for waiting in held.release() if held is not None else ():
+                if outside or not waiting.outside:
+                    self._show(waiting)
 
     @contextmanager
     def around_backward(self) -> Generator[None]:
@@ -157,8 +166,9 @@ class OperatorTap:
         """Run one operator and show its tensors to the session."""
         if not self.active:
             return func(*args, **kwargs)
-        spot = operator = None
+        operator_site = operator = None
         visit = 0
+        # Capture must not raise into the program: an operator that cannot be described just runs.
         try:
             operator = self._operators.get(func)
             if operator is None:
@@ -166,26 +176,29 @@ class OperatorTap:
             if operator.tensors:
                 args = with_tensors(args, operator.tensors)
             if not operator.silent:
-                spot = self._where.spot(func, operator)
-            if spot is not None:
-                visit = spot.next_visit()
-                if spot.outside and self._building:
-                    spot = None
-                elif spot.input:
+                operator_site = self._where.operator_site(func, operator)
+            if operator_site is not None:
+                # Counted even where nothing is taken, so that visits mean the same in every
+                # capture.
+                visit = operator_site.next_visit()
+                if operator_site.outside and self._building:
+                    operator_site = None
+                elif operator_site.input:
                     with undisturbed():
-                        self._emit_inputs(spot, operator, visit, args, kwargs)
+                        self._emit_inputs(operator_site, operator, visit, args, kwargs)
         except Exception as error:
-            spot = None
+            operator_site = None
             self._lost(func, error)
         result = func(*args, **kwargs)
-        if spot is None or operator is None or operator.in_flight:
+        # Outputs of a collective under way have no values yet; `wait_tensor` shows them.
+        if operator_site is None or operator is None or operator.in_flight:
             return result
-        if spot.output:
+        if operator_site.output:
             try:
                 with undisturbed():
-                    self._emit_outputs(spot, operator, visit, result)
+                    self._emit_outputs(operator_site, operator, visit, result)
                     if operator.written:
-                        self._emit_written(spot, operator, visit, args, kwargs)
+                        self._emit_written(operator_site, operator, visit, args, kwargs)
             except Exception as error:
                 self._lost(func, error)
         return result
@@ -197,6 +210,7 @@ class OperatorTap:
                 for tensor in (*root.parameters(), *root.buffers())
                 if type(tensor) in (torch.Tensor, nn.Parameter)
             }
+            # Tensors without memory all have the address 0.
             held.discard(0)
             self._roots[root] = held
             self._weights = set[int]().union(*self._roots.values())
@@ -205,7 +219,7 @@ class OperatorTap:
 
     def _emit_inputs(
         self,
-        spot: Spot,
+        operator_site: OperatorSite,
         operator: Operator,
         visit: int,
         args: tuple[Any, ...],
@@ -216,22 +230,24 @@ class OperatorTap:
             if isinstance(value, (torch.Tensor, list, tuple)):
                 name = names[index] if index < len(names) else str(index)
                 if name not in operator.unread:
-                    self._emit(spot, operator, visit, "input", name, str(index), value)
+                    self._emit(operator_site, operator, visit, "input", name, str(index), value)
         for name, value in kwargs.items():
             if name not in operator.unread and isinstance(value, (torch.Tensor, list, tuple)):
-                self._emit(spot, operator, visit, "input", name, "", value)
+                self._emit(operator_site, operator, visit, "input", name, "", value)
 
-    def _emit_outputs(self, spot: Spot, operator: Operator, visit: int, result: Any) -> None:
+    def _emit_outputs(
+        self, operator_site: OperatorSite, operator: Operator, visit: int, result: Any
+    ) -> None:
         if isinstance(result, torch.Tensor):
-            self._emit(spot, operator, visit, "output", "0", "", result)
+            self._emit(operator_site, operator, visit, "output", "0", "", result)
         elif isinstance(result, (list, tuple)):
             for index, value in enumerate(cast("Sequence[Any]", result)):
                 if index not in operator.scratch:
-                    self._emit(spot, operator, visit, "output", str(index), "", value)
+                    self._emit(operator_site, operator, visit, "output", str(index), "", value)
 
     def _emit_written(
         self,
-        spot: Spot,
+        operator_site: OperatorSite,
         operator: Operator,
         visit: int,
         args: tuple[Any, ...],
@@ -239,11 +255,11 @@ class OperatorTap:
     ) -> None:
         for index, name in operator.written:
             value = args[index] if index < len(args) else kwargs.get(name)
-            self._emit(spot, operator, visit, "output", name, "", value)
+            self._emit(operator_site, operator, visit, "output", name, "", value)
 
     def _emit(
         self,
-        spot: Spot,
+        operator_site: OperatorSite,
         operator: Operator,
         visit: int,
         port: str,
@@ -253,59 +269,52 @@ class OperatorTap:
     ) -> None:
         if isinstance(value, (list, tuple)):
             for index, part in enumerate(cast("Sequence[Any]", value)):
-                self._emit(spot, operator, visit, port, f"{slot}.{index}", alias, part)
+                self._emit(operator_site, operator, visit, port, f"{slot}.{index}", alias, part)
             return
         if not isinstance(value, torch.Tensor) or not has_values(value):
             return
+        # Parameters are recognised by their memory: views and transposes share it.
         if port == "input" and self._weights and value.layout is torch.strided:
             plain = type(value) in (torch.Tensor, nn.Parameter) and not is_zero(value)
             if plain and value.untyped_storage().data_ptr() in self._weights:
                 if not self._keeps_weights:
                     return
+                # In memory order the bytes of a transposed weight equal those of the weight itself.
                 port, value = (
                     "param",
                     value.permute(memory_order(value) or tuple(range(value.dim()))),
                 )
-        one = Waiting(
-            spot.outside,
-            spot.site,
+        address = TensorAddress(
+            operator_site.site,
             port,
             slot,
-            value,
+            operator_site.step,
+            visit,
+            operator_site.phase,
+            usual_moment(port),
             alias,
             operator.full_name,
-            visit,
-            spot.phase,
-            spot.step,
         )
+        waiting = BufferedTensor(operator_site.outside, address, value)
         if self._held is None:
-            self._show(one)
+            self._show(waiting)
         else:
-            self._hold(one)
+            self._hold(waiting)
 
-    def _hold(self, one: Waiting) -> None:
-        with self.session.intake.lock:
+    def _hold(self, waiting: BufferedTensor) -> None:
+        with self.session.recorder.lock:
             held = self._held
             if held is None:
-                self._show(one)
+                self._show(waiting)
                 return
-            held.keep(one)
+            held.keep(waiting)
             if held.full:
+                # The buffer is full: a program without any module has no build phase to end.
                 self._building = a_model_is_there()
                 self._release(outside=not self._building)
 
-    def _show(self, one: Waiting) -> None:
-        self.session.emit(
-            one.site,
-            one.port,
-            one.slot,
-            one.tensor,
-            alias=one.alias,
-            class_name=one.class_name,
-            visit=one.visit,
-            phase=one.phase,
-            step=one.step,
-        )
+    def _show(self, waiting: BufferedTensor) -> None:
+        self.session.emit(waiting.address, waiting.tensor)
 
     def _lost(self, func: Any, error: Exception) -> None:
         self.session.event_once(

@@ -345,7 +345,7 @@ class Recast:
 
 @contextlib.contextmanager
 def _all_digits(device: str) -> Generator[None]:
-    with framework.switched_off(), torch.autocast(device, enabled=False):
+    with framework.tf32_switched_off(), torch.autocast(device, enabled=False):
         yield
 
 
