@@ -16,6 +16,7 @@ from driftline.alignment.sites.kinds import is_known, kind_of, same_kind
 from driftline.alignment.sites.site_graph import ROOTS, enclosing, main_tensor
 from driftline.runs.records import Record
 
+# Only pairs that a name made can be accidents: a map was given by the user, a graph has edges.
 _BY_NAME = ("name", "alias", "normalised")
 
 
@@ -39,11 +40,15 @@ def in_doubt(
     doubted: set[str] = set()
     numbered: set[str] = set()
     for ours, theirs in links.items():
+        # A number alone does not prove anything; the other children of the same parent do.
+        # If their names differ too, all numbers of that parent are shifted and none can be
+        # trusted.
         if _other_work(here, ours, there, theirs):
             doubted.add(ours)
             holder, _, last = ours.rpartition(".")
             if last.isdigit() and here.below(holder) != there.below(theirs.rpartition(".")[0]):
                 numbered.add(holder)
+    # One shifted number moves every later one, so all sites below such a parent are in doubt.
     if numbered:
         doubted.update(site for site in links if _counted_by(site, numbered))
     return [pair for pair in named if pair.reference.key.site in doubted]
@@ -64,6 +69,9 @@ def still_alone(doubted: Sequence[Pair], found: Sequence[Pair]) -> list[Pair]:
             ("here", ours, theirs, there),
             ("there", theirs, ours, here),
         ):
+            # A leaf that found its partner elsewhere takes the containers around it
+            # along: if they do not hold that partner, their equal names were accidents
+            # as well.
             for around in enclosing(site):
                 if around in known and not partner.startswith(known[around] + "."):
                     taken.add((side, around))

@@ -43,6 +43,8 @@ def match_fused(
             _same_name(operator, twin, found)
         else:
             _fused(operator, theirs, graph, found)
+    # The second pass asks the same from the candidate's side, because either dump may be the
+    # fused one; its matches are turned back into reference order.
     for operator in theirs.values():
         if operator.name not in ours:
             _fused(operator, ours, graph, reverse)
@@ -69,9 +71,13 @@ def _fused(
     members = graph.members(operator.name, others)
     dumped = [name for name in members if name in others]
     if not dumped or members == [operator.name]:
+        # A name that cannot be taken apart into operators of the other dump has no fused
+        # meaning.
         for record in operator.records:
             found.ours.setdefault(record.key, "the other dump has no operator of this name")
         return
+    # Edges decide only if every member is in the graph text; half a graph would misplace
+    # inputs.
     known = all(name in graph.nodes for name in members)
     shown = len(operator.inputs)
     inputs, outputs = _ends(members, dumped, others, graph if known else None, shown)
@@ -118,6 +124,8 @@ def _matched(here: list[Record], there: list[Record | None], known: bool) -> lis
     if known and len(here) == len(there):
         return [Match(one, other) for one, other in zip(here, there, strict=True) if other]
     free = [record for record in there if record is not None]
+    # Without edges, shape is the only evidence left, and the first free tensor of a shape is
+    # the likeliest because both dumps list operands in call order.
     found: list[Match] = []
     for record in here:
         partner = next((one for one in free if one.shape == record.shape), None)
@@ -193,6 +201,8 @@ def _outputs(
     graph: OperatorGraph,
     found: Found,
 ) -> None:
+    # A GE operator stands for the last FX node it replaced, so its outputs are that node's
+    # unless the graph says that others leave the group too.
     made = [(members[-1], output) for output in range(len(operator.outputs))]
     if len(members) > 1:
         seen = graph.outputs_of(members)
@@ -219,12 +229,15 @@ def _inputs(
     found: Found,
 ) -> None:
     read = graph.inputs_of(members, len(operator.inputs))
+    # A dump may leave out operands that the graph lists; positions then mean nothing.
     known = len(read) == len(operator.inputs)
     places: list[Input | None] = list(read) if known else [None] * len(operator.inputs)
     wanted: dict[str, list[tuple[Record, Input | None]]] = defaultdict(list)
     first = next((owner for name in members if (owner := graph.owner(name))), "")
     for record, place in zip(operator.inputs, places, strict=True):
         owner = graph.owner(place.node) if place is not None else first
+        # GE decomposes one FX node into several steps; tensors between these steps never
+        # existed in FX.
         if place is not None and graph.is_inner(place.source, owner):
             why = f"a step on the way to {owner}" if owner else "no FX node reads it"
             _say(found, [record], f"{why}; FX has no such tensor")
@@ -251,12 +264,16 @@ def _assign(
         made = _made_by(place, fx, graph)
         if made is None:
             continue
+        # Known producers go first: what they leave over is then often the only one of its
+        # shape.
         alike = [one for one in free if (one.shape, one.dtype) == (made.shape, made.dtype)]
         if len(alike) > 1:
             alike = [one for one in alike if same(one, made)]
         if alike:
             chosen[at] = Match(record, alike[0])
             free.remove(alike[0])
+    # The second pass must count rivals before it hands them out, or the last one looks
+    # unambiguous.
     left = list(free)
     for at, (record, _) in enumerate(takers):
         if at not in chosen:
@@ -283,6 +300,7 @@ def _made_by(
 
 def _alike(offered: Record, record: Record) -> bool:
     """Same shape, and numbers of one kind: a weight is no index."""
+    # An index may be signed in one dump and unsigned in the other: int and uint count as one kind.
     ours, theirs = DTYPES.get(record.dtype), DTYPES.get(offered.dtype)
     if ours is None or theirs is None:
         return False
@@ -342,9 +360,12 @@ def align_graphs(
     for mine, other in ranks:
         if mine != other:
             notes.append(f"rank {mine[0]} of the reference is rank {other[0]} of the candidate")
+        # Graphs are matched before steps: one process may run several graphs in each step.
         for first, second in _graph_partners(ours.graphs[mine], theirs.graphs[other], notes):
             _steps(ours, theirs, (mine, other), (first, second), pairs, notes, reasons)
     notes += _unpaired("rank", [mine[0] for mine in ours.records], [o[0] for o in theirs.records])
+    # A fused GE dump still has names; GE against FX has nothing but the graph, so silence is an
+    # error that the user can act on.
     if not pairs and ours.kind != theirs.kind:
         raise _silent(ours if ours.kind == "ge" else theirs)
     used_here = {pair.reference.key for pair in pairs}
@@ -374,6 +395,7 @@ def narrowed(plan: Plan, sites: Sequence[str], ports: Sequence[str]) -> Plan:
     here = [*(pair.reference for pair in plan.pairs), *plan.missing]
     there = [*(pair.candidate for pair in plan.pairs), *plan.extra]
     select([*here, *there], sites, ports)  # says which glob matches nothing
+    # Selection comes last, because a site may be named as either side calls it.
     ours = {record.key for record in select(here, sites, ports, strict=False)}
     theirs = {record.key for record in select(there, sites, ports, strict=False)}
     return plan._replace(
@@ -400,6 +422,8 @@ def conversions(run: Run) -> list[tuple[Record, Record]]:
     for owner, graphs in side.graphs.items():
         for graph in (graph for graph in graphs if graph.kind == "ge"):
             for records in _by_step(side.records[owner], graph, graphs).values():
+                # A conversion that the graph lists has a partner by name and is
+                # compared there.
                 for operator in operators_of(records, graph.prefix).values():
                     lone = is_conversion(operator.class_name) and not graph.members(operator.name)
                     if lone and operator.inputs and operator.outputs:
@@ -411,6 +435,7 @@ def conversions(run: Run) -> list[tuple[Record, Record]]:
 
 def _cuts_off(got: str, gave: str) -> bool:
     """Whether a conversion between two types loses more than precision by what it is."""
+    # Casting floats to integers or truth values is meant to change them: no equality is owed.
     return gave != got and (gave == "bool" or ("float" in got and "float" not in gave))
 
 
@@ -491,6 +516,7 @@ def _by_step(
     """The records of one of a run's graphs; the longest prefix that fits is the graph's own."""
     found: dict[int, list[Record]] = defaultdict(list)
     prefixes = sorted((one.prefix for one in graphs), key=len, reverse=True)
+    # Prefixes may contain each other (`graph1_` and `graph1_2_`), so the longest one wins.
     for record in records:
         fitting = next((p for p in prefixes if record.key.site.startswith(p)), None)
         if fitting == graph.prefix and record.key.visit == 0:
@@ -541,6 +567,7 @@ def _found(
         return match_fused(mine, other, first if first.nodes else second)
     if first.kind == "ge":
         return match_fx(mine, other, first, _Bytes(theirs.run))
+    # FX to GE is solved as GE to FX and flipped: the matcher always starts from GE operators.
     turned = match_fx(other, mine, second, _Bytes(ours.run))
     return Found([match.turned for match in turned.matches], turned.theirs, turned.ours)
 
@@ -562,6 +589,8 @@ class _Bytes:
 
 
 def _seen(values: Storage) -> bytes:
+    # A large tensor is sampled at 16 places: enough to distinguish two inputs of one operator, and
+    # less than a megabyte is read.
     if values.nbytes <= SEEN_WHOLE:
         return values.tobytes()
     starts = range(0, values.size, -(-values.size // 16))

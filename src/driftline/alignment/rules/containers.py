@@ -17,6 +17,7 @@ from driftline.alignment.rules.leaves import Link, align_sequences
 from driftline.alignment.sites.kinds import container_kind, kind_of
 from driftline.alignment.sites.site_graph import ROOTS, Call, enclosing
 
+# Below a leaf's 0.9: which of several nested containers is meant is inferred, not observed.
 _CONFIDENCE = 0.85
 
 Marks = Mapping[int, frozenset[int]]
@@ -31,9 +32,13 @@ class Tree:
         by_site: dict[str, list[Call]] = defaultdict(list)
         for call in calls:
             by_site[call.site].append(call)
+        # Calls of one site are sorted by their end so that `_around` can find the one that
+        # contains a leaf by bisection.
         for group in by_site.values():
             group.sort(key=_ended)
         self.leaves: dict[int, list[Call]] = defaultdict(list)
+        # Inner calls and fused families are leaves of the comparison, whatever they
+        # contain.
         self.containers = [
             call for call in calls if not call.leaf and not call.inner and not call.parts
         ]
@@ -49,6 +54,9 @@ class Tree:
         total = 0
         for leaf in self.leaves[id(call)]:
             for mark in self.marks.get(id(leaf), ()):
+                # XOR over spread marks is an order-independent hash of the set: two
+                # containers hold the same leaves exactly if these numbers are
+                # equal, without building sets for every container.
                 total ^= _spread(mark)
         return total
 
@@ -68,6 +76,8 @@ def link_containers(
     groups_here, groups_there = _groups(here, taken), _groups(there, taken)
     links: list[Link] = []
     ties: dict[int, list[Call]] = {}
+    # Containers that hold the same linked leaves form a chain of wrappers; outermost first on
+    # both sides, so the chains can be aligned like sequences.
     for held, ours in groups_here.items():
         theirs = groups_there.get(held)
         if theirs is None:
@@ -76,6 +86,8 @@ def link_containers(
         matched = align_sequences(np.arange(len(ours)), np.arange(len(theirs)), worth)
         links += [Link(ours[i], theirs[j], _CONFIDENCE) for i, j in matched.pairs]
         used = {j for _, j in matched.pairs}
+        # A tie among wrappers that pass the same value through is harmless: any choice
+        # compares the same tensor, so the innermost one is taken.
         for i, places in matched.tied_here.items():
             options = [theirs[j] for j in places if j not in used]
             same = {(call.makes, call.fed_by) for call in options}
@@ -105,6 +117,8 @@ def link_across(
 def _across(
     leaves: Sequence[Call], mine: Tree, others: Sequence[Call], tree: Tree
 ) -> Iterator[tuple[Call, Call]]:
+    # Leaves between the same two linked neighbours compete for one place; only a single
+    # candidate of the right kind and size may take it.
     gaps_mine, gaps_tree = _gaps(leaves, mine.marks), _gaps(others, tree.marks)
     options: dict[tuple[int, str], list[Call]] = defaultdict(list)
     for call in tree.containers:
@@ -138,6 +152,7 @@ def link_uncalled(
     groups = [
         _uncalled(calls, around) for calls, around in zip((ours, theirs), numbers, strict=True)
     ]
+    # Exactly one on each side, or none: parameters have no execution order that could break a tie.
     return [
         Link(calls[0], groups[1][look][0], _CONFIDENCE)
         for look, calls in groups[0].items()
@@ -159,6 +174,8 @@ def _uncalled(calls: Sequence[Call], around: Mapping[str, int]) -> dict[object, 
 
 
 def _part(call: Call) -> str:
+    # An attention may be a leaf in one model and a container in the other; both names must
+    # meet.
     known = kind_of(call.class_name)
     return known if known == "core attention" else container_kind(call.class_name)
 
@@ -194,6 +211,7 @@ def _worth(here: Tree, ours: Call, there: Tree, theirs: Call) -> int:
     same = kinds[0] == kinds[1] != ""
     if all(kinds) and not same:
         return 0
+    # Unequal feature sizes cannot hold the same tensor, whatever the classes are called.
     if ours.features != theirs.features:
         return 0
     from_here, from_there = here.origin(ours), there.origin(theirs)
@@ -202,6 +220,8 @@ def _worth(here: Tree, ours: Call, there: Tree, theirs: Call) -> int:
         together = from_here & from_there if from_here else not from_there
         if not together:
             return 0
+    # Any fitting pair scores 4, so that kind and class only order the candidates among
+    # themselves.
     return 4 + 2 * same + (ours.class_name == theirs.class_name)
 
 

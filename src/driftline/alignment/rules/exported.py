@@ -40,6 +40,7 @@ from driftline.graphs.sources.exported import (
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
+# Only these kinds carry weights in every exported file; anything else may be folded or fused away.
 _KINDS = ("linear", "conv", "embedding", "norm", "norm.layer", "norm.rms", "norm.batch")
 
 
@@ -105,22 +106,29 @@ def _in_frame(
 ) -> Linked:
     made = {r.key.site: r for r in graph if r.key.port == "output" and not r.alias}
     read: dict[str, Record] = {}
+    # Several nodes may read one value; the first reader stands for all of them.
     for record in graph:
         if record.key.port == "input":
             read.setdefault(record.key.slot, record)
     leaves = [c for c in calls_of(model) if c.leaf and c.called and c.kind in _KINDS]
     norms = {call.fed_by: call for call in leaves if call.kind == "norm.batch" and call.fed_by}
+    # An export without a single batch norm has folded them all into the convolutions before
+    # them.
     merged = not any(work.kind == "norm.batch" for work in works)
     if merged:
         leaves = [call for call in leaves if call.kind != "norm.batch"]
     found = Linked([], [])
     for call, work in _matched(leaves, list(works), made):
+        # A folded convolution computes what the model's batch norm gives, so that is its
+        # partner, unless the graph still has a norm of its own after it.
         after = norms.get(call.makes) if merged and call.makes and not work.norm_after else None
         output = main_tensor((after or call).records, "output")
         source = main_tensor(call.records, "input")
         for own, other in ((source, read.get(work.takes)), (output, made.get(work.makes))):
             if own is not None and other is not None and own.shape == other.shape:
                 found.pairs.append((own, other))
+        # What the graph no longer computes lies inside the node that holds it; it is
+        # compared there.
         holds = [(call.site, call.visit, "output")] if after or work.makes not in made else []
         if after is not None:
             holds.append((after.site, after.visit, "input"))
@@ -143,8 +151,11 @@ def _matched(
     for row, call in enumerate(leaves):
         for column, (work, shape) in enumerate(zip(works, shapes, strict=True)):
             fits = shape is None or shape == call.out
+            # Only the same kind of work may pair: a guess between two classes is left
+            # to other rules.
             if fits and same_kind(call.kind, work.kind) == 2:
                 worth[row, column] = 2 if shape is not None else 1
+    # Equal counts with fitting shapes throughout need no alignment, and it is the usual case.
     if len(leaves) == len(works) and all(worth[at, at] for at in range(len(works))):
         return list(zip(leaves, works, strict=True))
     if not leaves or not works:
@@ -180,6 +191,8 @@ def pair_exported(
         theirs: The candidate's.
     """
     left = Left(plan)
+    # Two graphs name their values; a model and a graph share only modules. The order inside
+    # each branch goes from what names say to what bytes say.
     if ours is not None and theirs is not None:
         _by_value(left, ours, theirs)
         _by_code(left, ours, theirs)
@@ -188,6 +201,8 @@ def pair_exported(
         _same_bytes(left, exported_first=False, only_modules=ours)
     else:
         _repeated_modules(left, exported_first=ours is not None)
+        # Outputs by value first, then inputs, then outputs by signature: each step leaves
+        # fewer rivals for the next, weaker one.
         take_outputs(left, by_look=False)
         _inputs(left)
         take_outputs(left, by_look=True)
@@ -219,6 +234,7 @@ def pair_unnamed(
         both = (value, own) if first else (own, value)
         if id(both[0]) in left.here and id(both[1]) in left.there:
             left.take(*both, WORK, "structure")
+    # Without a single layer in order there is no evidence that the two belong together at all.
     if not left.found:
         return [], {}, []
     _same_bytes(left, exported_first=first)
@@ -239,6 +255,7 @@ def loosened(plan: Plan, ours: ExportedGraph | None, theirs: ExportedGraph | Non
         if graph is None:
             return plan
         return without_places(plan, graph, exported_first=ours is not None)
+    # A value that only one graph rounds has another content under the same name.
     rounded = ours.quantised() ^ theirs.quantised()
     sites = {site for value, site in ours.values().items() if value in rounded}
     loose = [
@@ -261,6 +278,8 @@ def _by_value(left: Left, ours: ExportedGraph, theirs: ExportedGraph) -> None:
     here, there = ours.values(), theirs.values()
     rounded = ours.quantised() ^ theirs.quantised()
     mine, others = _outputs(left.here.values()), _outputs(left.there.values())
+    # onnxruntime's quantiser appends a suffix to the values it rounds, so names are tried with
+    # and without it.
     for value, site in here.items():
         for name in (f"{value}{_DEQUANTISED}", value, value.removesuffix(_DEQUANTISED)):
             if name == value and value in rounded:
@@ -280,12 +299,16 @@ def _by_code(left: Left, ours: ExportedGraph, theirs: ExportedGraph) -> None:
         taken = _inputs_by_value((left.there if codes_first else left.here).values())
         makers = other.values()
         for site, about in graph.codes.items():
+            # The topology comes from a file that others write: a short or mistyped
+            # entry is skipped.
             of, scale, zero, dtype = (*listed(about), "", None, None, "")[:4]
             if site in other.codes or not isinstance(scale, float) or not isinstance(zero, float):
                 continue
             for record in coded.get(site, ()):
                 for value in (*plain.get(makers.get(str(of), ""), ()), *taken.get(str(of), ())):
                     if record.shape == value.shape and record.key.step == value.key.step:
+                        # onnxruntime may turn int8 codes into uint8 while it optimises, which moves
+                        # the zero point by 128.
                         step = Step("dequantise", factor=scale, zero=zero + _shift(dtype, record))
                         left.take_decoded(
                             record, value, Recipe((record,), (step,), record.shape), codes_first
@@ -324,6 +347,8 @@ def _fused(graph: ExportedGraph, left: Left, turned: bool) -> None:
             rank, process, step, site, _ = _call(record)
             reads[rank, process, step, site, record.key.slot].append(record)
     for record in list(fused.values()):
+        # A fused node may read what several of its members read, so partners are used up one by
+        # one.
         if record.key.port != "input":
             continue
         rank, process, step, site, _ = _call(record)
@@ -341,6 +366,7 @@ def _repeated_modules(left: Left, *, exported_first: bool) -> None:
     known: dict[_Call, list[Record]] = defaultdict(list)
     for record in model.values():
         known[_call(record)].append(record)
+    # Older exporters number repeated calls of one module instead of naming the call.
     for record in list(graph.values()):
         for site, number in without_number(record.key.site):
             key = record.key
@@ -356,6 +382,7 @@ def _worked_in(left: Left, graph: ExportedGraph | None, *, exported_first: bool)
     values, model = (left.here, left.there) if exported_first else (left.there, left.here)
     made = _outputs(values.values())
     given = _outputs(model.values())
+    # Within the model, equal bytes show which norm reads a convolution; the graph no longer says.
     takers = {
         (record.key.step, record.digest): record
         for record in model.values()
@@ -384,8 +411,10 @@ def _inputs(left: Left) -> None:
         if pair.reference.digest and pair.candidate.digest:
             twins[pair.reference.key.step, pair.reference.digest].add(pair.candidate.digest)
     for call in _calls(left.here.values(), left.there.values()):
-        partner.setdefault(call, call)  # a module whose output is computed nowhere
+        # A module whose output is computed nowhere in the graph still has inputs to compare.
+        partner.setdefault(call, call)
     here, there = _by_call(left.here.values()), _by_call(left.there.values())
+    # A value that some pair has claimed may not be paired again by its signature.
     made = set[str]().union(*twins.values())
     for call, mine in here.items():
         others = list(there.get(partner.get(call, call), ()))
@@ -398,6 +427,8 @@ def _inputs(left: Left) -> None:
                 mine.remove(record)
                 others.remove(same[0])
         for record in mine:
+            # Signature pairs are guesses, so each side must have exactly one tensor of
+            # that signature.
             rivals = [one for one in mine if _look(one) == _look(record)]
             alike = [one for one in others if _look(one) == _look(record)]
             unknown = (record.key.step, record.digest) not in twins
@@ -433,10 +464,13 @@ def _same_bytes(
             whole = (pair.candidate_recipe if exported_first else pair.reference_recipe) is None
             if model.digest and whole and (model.key.port == "output") is output:
                 known.setdefault(_bytes(model), pair)
+    # Modules repeat values: a wrapper returns what its last child made. One comparison in the
+    # graph then serves all of them.
     model_side = left.there if exported_first else left.here
     for record in list(model_side.values()):
         if record.key.port not in ("input", "output") or record.key.phase != "forward":
             continue
+        # Between two graphs only modules are looked at: nodes are paired by value already.
         if only_modules and (record.key.site in only_modules.nodes or record.key.port == "input"):
             continue
         pair = known.get(_bytes(record)) if record.digest and record.kept == "full" else None
@@ -465,6 +499,8 @@ def _reasons(
     twins: dict[str, dict[tuple[int, int, int, str, tuple[int, ...]], Record]] = {}
     for side in ("reference", "candidate"):
         paired: list[Record] = [getattr(pair, side) for pair in left.pairs]
+        # Outputs sort last, so that they overwrite inputs below: the maker of a value says
+        # more.
         paired.sort(key=lambda record: (record.key.port == "output", -record.order))
         twins[side] = {_bytes(record): record for record in paired if record.digest}
     for side, records, own, other in sides:
@@ -482,6 +518,8 @@ def _reasons(
 
 def _of_a_node(record: Record, own: ExportedGraph, twin: Record | None, *, model: bool) -> str:
     key = record.key
+    # The other run has no nodes at all, so a node can only be explained by where else it is
+    # compared.
     if key.site in own.nodes and model:
         if twin is not None:
             return f"a node; the same value is compared at '{twin.key.site}' {twin.key.port}"

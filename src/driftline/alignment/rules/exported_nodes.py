@@ -22,6 +22,7 @@ from driftline.runs.run import Run
 
 CALL, LINE = 0.95, 0.9
 """Confidence of a call that both have, and of what a line gives."""
+# Which attention kernel torch picks depends on the machine; all of them give the same result.
 _ATTENTION = tuple(
     f"aten._scaled_dot_product_{how}"
     for how in (
@@ -63,6 +64,8 @@ def pair_calls(
     pairs: list[Pair] = []
     paired: set[int] = set()
     nodes.wholes = _wholes(graph)
+    # Calls first, then source lines, then modules: a call is counted, a line may give several
+    # values.
     for find, confidence in ((nodes.by_call, CALL), (nodes.by_line, LINE), (nodes.by_module, CALL)):
         for value in values:
             if value is None or id(value.record) in paired:
@@ -96,6 +99,7 @@ class _Value(NamedTuple):
         if record.key.port != "output":
             return None
         call = graph.call(record.key.site)
+        # Without all four counts a call cannot be numbered, and so not be found on the other side.
         counts = [call.get(name) for name in ("nth", "total", "on_line", "in_line")]
         numbers = [count for count in counts if isinstance(count, int)]
         if len(numbers) < len(counts):
@@ -114,6 +118,8 @@ class _Value(NamedTuple):
 
 def _wholes(graph: ExportedGraph) -> Mapping[tuple[str, str], int]:
     """How many operators that the exporter keeps whole have their result from which one."""
+    # An exporter keeps `softmax` whole where torch traces `_softmax`. The result belongs to it
+    # only if no other whole operator of the module ends in the same one.
     found: dict[tuple[str, str], set[str]] = defaultdict(set)
     for site, node in graph.nodes.items():
         operator = str(node.get("target", "")).rpartition(".")[0]
@@ -146,8 +152,11 @@ class _Nodes:
                 continue
             self.nodes[record.key] = node
             for origin in node.origins:
+                # Only the first visit of a step: calls of an exported graph are counted within one
+                # execution.
                 if origin.nth >= 0 and record.key.visit == 0:
                     place = (record.key.step, node.module, origin.name, origin.nth, origin.slot)
+                    # A place that two values claim identifies neither of them.
                     self.known[place] = None if place in self.known else record
                     self._totals[node.module, origin.name].add(origin.total)
 
@@ -160,6 +169,8 @@ class _Nodes:
             for origin in node.origins:
                 if origin.nth >= 0:
                     self._on_line[place][origin.name].add(origin.nth)
+            # A value that only its own line reads is an intermediate, not what the line
+            # gives.
             others = (one for one in uses[node.name] if (one.module, _short(one.line)) != place)
             if node.shape is not None and (node.leaves or any(True for _ in others)):
                 self._ends[place].append((graphs, graph, node))
@@ -191,6 +202,8 @@ class _Nodes:
             if whole and self.wholes.get((value.module, operator)) != 1:
                 continue
             on_line = sorted(self._calls_on(value).get(operator, ()))
+            # Equal totals mean that the exporter left no call out, so the running
+            # number can be trusted.
             if self._totals.get((value.module, operator)) == {value.total}:
                 nth = value.nth
             elif value.line and value.on_line < len(on_line) == value.in_line:
@@ -219,6 +232,7 @@ class _Nodes:
             return None
         ends = self._ends.get((value.module, value.line), ())
         fitting = [end for end in ends if end[2].shape == value.record.shape]
+        # Two values of one shape on a line cannot be told apart.
         if len(fitting) != 1:
             return None
         graphs, graph, node = fitting[0]
@@ -243,6 +257,8 @@ def _reasons(
     exported, others = plan.missing, plan.extra
     if not exported_first:
         exported, others = others, exported
+    # A lone node may hold bytes that are compared elsewhere; then nothing is lost, and the
+    # reason names the place.
     twins: dict[tuple[int, str, tuple[int, ...]], Record] = {}
     for pair in plan.pairs:
         record = pair.reference if exported_first else pair.candidate

@@ -25,11 +25,15 @@ from driftline.numerics.dtypes import DTYPES, to_float64
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
+# Relative distances: below 0.05 counts as agreement, well above the rounding of half precision;
+# above 0.5 the data are unrelated. What lies between is a faulty tensor, and no reason to choose
+# another layout.
 _AGREE, _APART = 0.05, 0.5
 _LARGEST = 1 << 22
 """Elements that are read of one tensor: whole rows from its beginning."""
 _TRIES = 8
 """So many projections of a class are looked at before the usual cut is taken for all of them."""
+# Usual numbers of heads; trying every divisor would find accidental agreements.
 _HEADS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 25, 28, 32, 36, 40, 48, 56, 64, 80, 96, 128)
 
 F64 = npt.NDArray[np.float64]
@@ -55,10 +59,13 @@ class Interleaving:
             members_are_ours: Whether they are of the reference.
             holder: Class of the module around the fused site.
         """
+        # Layers of one class and size share a layout, so one decision serves all of them.
         about = (holder, fused.features)
         if about in self._known:
             return self._known[about]
         self._tries[about] = self._tries.get(about, 0) + 1
+        # After several layers that could not decide (zeros, faults), more reads are
+        # unlikely to help.
         if self._tries[about] > _TRIES:
             return None
         here, there = self._runs if members_are_ours else self._runs[::-1]
@@ -72,6 +79,8 @@ class Interleaving:
         self._known[about] = found or None
         if found:
             where = f"of {holder}" if holder else f"of '{fused.site}'"
+            # The number of groups is reported in the user's terms: tensor-parallel
+            # ranks, key groups or heads.
             output = main_tensor(fused.records, "output")
             origin = None if output is None else origins_of(there).get(output.key)
             ranks = len(origin.recipe.records) if isinstance(origin, Gathered) else 0
@@ -95,6 +104,7 @@ def _cut(whole: F64, parts: Sequence[F64]) -> int | None:
         share_off(part_of, part)
         for part_of, part in zip(_taken_apart(whole, sizes, 1), parts, strict=True)
     ]
+    # The usual layout is preferred whenever it fits.
     if max(plain) < _AGREE:
         return 0
     if min(plain) < _APART:
@@ -127,6 +137,7 @@ def rows_of(run: Run, record: Record | None) -> F64 | None:
         return None
     origin = origins_of(run).get(record.key)
     if isinstance(origin, Gathered):
+        # Ranks were joined along the last axis; only then do the rows of the parts line up.
         step = origin.recipe.steps[0]
         parts = [_stored(run, part) for part in origin.recipe.records]
         if len(origin.recipe.steps) > 1 or any(part is None for part in parts):
@@ -145,6 +156,7 @@ def _stored(run: Run, record: Record) -> F64 | None:
         return None
     width = record.shape[-1]
     dtype = DTYPES.get(record.dtype)
+    # Formats below 16 bits are codes that need scales, and their distances say nothing.
     if dtype is None or not dtype.is_floating or dtype.bits < 16 or not 0 < width <= _LARGEST:
         return None
     whole = run.whole if isinstance(run, SeenRun) else run
@@ -170,6 +182,7 @@ class Part(NamedTuple):
 
 
 _Family = tuple[Call, ...]
+# q, k, v and gate, up: the two families that frameworks fuse.
 _FAMILIES = (ROLE_ORDER[:3], ROLE_ORDER[3:])
 _Type = tuple[int, tuple[int, ...]]
 _Places = tuple[int, int, tuple[int, ...]]
@@ -184,6 +197,7 @@ def in_family_order(leaves: Sequence[Call]) -> list[Call]:
     placed: set[int] = set()
     ordered: list[Call] = []
     families = _families(leaves)
+    # Roles are needed before sorting, and names do not always give them.
     _tell_gates(leaves, families)
     by_first = {id(family[0]): family for family in families}
     for call in leaves:
@@ -197,6 +211,7 @@ def in_family_order(leaves: Sequence[Call]) -> list[Call]:
 
 def _tell_gates(leaves: Sequence[Call], families: Sequence[_Family]) -> None:
     """Of two projections that no name tells apart, the one that feeds an activation is the gate."""
+    # Activations are found by value, so an unnamed gate is recognised by who reads it.
     activated = {call.fed_by for call in leaves if call.kind == "activation" and call.fed_by}
     for family in families:
         if len(family) != 2 or any(call.role for call in family) or not family[0].fed_by:
@@ -234,6 +249,8 @@ def is_certain(call: Call) -> bool:
 
 def _families(leaves: Sequence[Call]) -> list[_Family]:
     """Projections of one tensor: same digest of the input, or roles that say so."""
+    # Equal inputs are the evidence for one family; names are used only where no digest was
+    # kept.
     groups: dict[object, list[Call]] = defaultdict(list)
     for call in leaves:
         if call.kind != "linear":
@@ -274,6 +291,8 @@ def _shares(leaves: Sequence[Call]) -> list[_Family]:
     found: list[_Family] = []
     for family in _families(leaves):
         members = _by_role(family)
+        # Three before two: a fused qkv must not be mistaken for a fused pair and a single
+        # projection.
         for size in (3, 2):
             found += [members[at : at + size] for at in range(len(members) - size + 1)]
     return found
@@ -299,6 +318,8 @@ def _to_fuse(split: list[Call], fused: list[Call]) -> list[_Family]:
     for share in shares:
         kind = _type(share)
         whole = look(kind[0], sum(kind[1]))
+        # Fuse only if the other side lacks these parts and has a single site of their total
+        # size to spare; otherwise the sites pair one to one.
         if types_there[kind] >= types_here[kind] or singles_there[whole] <= singles_here[whole]:
             continue
         if not taken.intersection(map(id, share)):
@@ -310,6 +331,7 @@ def _to_fuse(split: list[Call], fused: list[Call]) -> list[_Family]:
 def _fused(leaves: list[Call], families: list[_Family]) -> list[Call]:
     if not families:
         return leaves
+    # The family takes the place of its first call, which keeps the execution order intact.
     first = {id(min(family, key=lambda call: call.order)): family for family in families}
     members = {id(call) for family in families for call in family}
     result: list[Call] = []
@@ -327,6 +349,7 @@ def _as_one(family: _Family) -> Call:
     whole.parts = family
     whole.role = ""
     whole.kind = "linear"
+    # A fused call has several outputs, so no single value identifies it.
     whole.makes = ""
     if lead.out is not None:
         whole.out = (*lead.out[:-1], sum(call.features for call in family))
@@ -344,6 +367,7 @@ def parts_of(
         heads: Number of attention heads where the parts go head by head, if it is known.
         holder: Class of the module around the fused site.
     """
+    # A wrong cut would look like a fault of the model, so an unknown layout is refused.
     if len(members) == 3 and holder.startswith(OWN_LAYOUT):
         return [], f"the qkv of {holder} lies in an order of its own; a plan can say which"
     same_size = len({member.features for member in members}) == 1  # else the keys are shared
@@ -351,6 +375,8 @@ def parts_of(
     sizes = tuple(member.features for member in members)
     if len(members) == 3 and same_size and holder.startswith(PER_HEAD) and heads is None:
         return [], f"the qkv of {holder} goes head by head, and the number of heads is not known"
+    # Columns come from the dataflow where operators cut the output, else from the members'
+    # sizes.
     spans = _spans(fused, members)
     if not spans:
         shown = ", ".join(f"{role} {start}:{stop}" for role, start, stop in fused.layout)
@@ -365,11 +391,15 @@ def parts_of(
             partner = like_of(record, member.records)
             if partner is None:
                 continue
-            if record.key.port == "grad_input":  # of what all of them read: their shares add up
+            # Each member computes its own part of the gradient of the shared input;
+            # only their sum is comparable.
+            if record.key.port == "grad_input":
                 if which == 0 and (share := _added_up(record, members)) is not None:
                     found.append(Part(record, partner, None, share))
                 continue
             axis = _split_axis(record, fused)
+            # What is not as wide as the fused output (a scalar scale) belongs to all
+            # members and is not cut.
             if axis is None or record.shape[axis] != fused.features:
                 if axis is None:
                     found.append(Part(record, partner, None, None))
@@ -391,12 +421,15 @@ def _spans(fused: Call, members: Sequence[Call]) -> list[tuple[int, int]]:
     known = {role: (start, stop) for role, start, stop in fused.layout}
     ends = [0, *itertools.accumulate(member.features for member in members)]
     plain = list(itertools.pairwise(ends))
+    # If the known parts lie where the usual order puts them, so do the parts that nothing
+    # tells.
     told = [
         (known[m.role], span) for m, span in zip(members, plain, strict=True) if m.role in known
     ]
     in_order = list(known) == sorted(known, key=ROLE_ORDER.index)
     if all(span == usual for span, usual in told) and (told or in_order):
         return plain
+    # One unknown part is where the gap is; two of them could be swapped.
     gaps = gaps_of(fused)
     if len(told) < len(members) and not (len(told) == len(members) - 1 and len(gaps) == 1):
         return []
@@ -422,6 +455,7 @@ def _operand(
     mine = _weights_axis(record, fused)
     if mine is None or fused.width < 0:
         return None
+    # Parameters of two frameworks have names, which are stronger than sizes.
     same_slot = [r for r in member.records if r.key.port == record.key.port == "param"]
     if any(r.key.slot == record.key.slot for r in same_slot):
         return None  # two frameworks' parameters, which have names
@@ -463,6 +497,7 @@ def _weights_axis(record: Record, call: Call) -> int | None:
         return 0
     if len(record.shape) != 2 or sorted(record.shape) != sorted((call.features, call.width)):
         return None
+    # A square weight does not show its orientation; torch's (out, in) is the common one.
     if record.shape[0] == record.shape[1]:
         return 1 if call.class_name in TRANSPOSED else 0  # as nearly everybody keeps them
     return record.shape.index(call.features)
@@ -477,6 +512,7 @@ def like_of(record: Record, others: Sequence[Record]) -> Record | None:
         if (other.key.port, other.key.phase, other.key.moment) == (key.port, key.phase, key.moment)
     ]
     by_slot = [other for other in alike if other.key.slot == key.slot]
+    # Parameters are named: another parameter of the same call is never a substitute.
     if by_slot or "param" in key.port or key.port == "optimizer_grad":
         return by_slot[0] if by_slot else None
     if len(alike) != 1 or (key.port == "input" and alike[0].shape != record.shape):
@@ -503,6 +539,8 @@ def _split_axis(record: Record, fused: Call) -> int | None:
 
 
 def _per_head(axis: int, which: int, heads: int, sizes: tuple[int, ...]) -> Step:
+    # In a head-by-head layout every head holds a slice of each part; the selected columns are
+    # those of one part over all heads.
     size, first, all_of_head = (sum(n) // heads for n in (sizes[which:][:1], sizes[:which], sizes))
     places = [head * all_of_head + first + at for head in range(heads) for at in range(size)]
     return Step("select", axis, numbers=tuple(places))
@@ -528,6 +566,7 @@ def pair_parts(
     holders = (around.get((site, fused.visit)) for site in enclosing(fused.site))
     holder = next((call.class_name for call in holders if call is not None), "")
     heads = None
+    # Families known to interleave may show their number of heads in some 4-d tensor.
     if holder.startswith(PER_HEAD) and len({member.features for member in members}) == 1:
         every = (call for side in sides for call in side.values())
         heads = _heads(every, members[0].features)
@@ -555,6 +594,7 @@ def _could_interleave(fused: Call, members: list[Call]) -> bool:
 
 def pair_relaid(one: Call, other: Call, confidence: float) -> list[Pair]:
     """Two fused projections whose parts lie in another order, part by part; else nothing."""
+    # Both sides are fused, but their parts lie in different orders: compare part by part.
     spans = [{role: (a, b) for role, a, b in call.layout} for call in (one, other)]
     if not spans[0] or spans[0].keys() != spans[1].keys():
         return []
@@ -564,7 +604,8 @@ def pair_relaid(one: Call, other: Call, confidence: float) -> list[Pair]:
     if one.kind == other.kind == "cut":
         return _relaid_cuts(one, other, confidence)
     gaps = gaps_of(one), gaps_of(other)
-    if [len(gap) for gap in gaps] == [1, 1]:  # the only part that nothing tells, in both
+    # The only part that nothing identifies, on both sides: it must be the same one.
+    if [len(gap) for gap in gaps] == [1, 1]:
         for side, (gap,) in zip(spans, gaps, strict=True):
             side["the rest"] = gap
     if len({b - a for side in spans for a, b in (side.get("the rest", (0, 0)),)}) > 1:
@@ -589,6 +630,7 @@ def _relaid_cuts(one: Call, other: Call, confidence: float) -> list[Pair]:
     outputs = [[r for r in call.records if r.key.port == "output"] for call in (one, other)]
     if inputs[0] is None or inputs[1] is None:
         return []
+    # The input of a cut is compared part by part as well; its outputs only if each part has one.
     last = len(inputs[0].shape) - 1, len(inputs[1].shape) - 1
     for at, (role, *span) in enumerate(one.layout):
         place = [part[0] for part in other.layout].index(role)
@@ -615,6 +657,7 @@ def _heads(calls: Iterable[Call], features: int) -> int | None:
 # Attention whose three projections are one parameter, against one with a layer for each.
 
 
+# Names of torch's nn.MultiheadAttention, whose three projections are one parameter.
 _FUSED = {"in_proj_weight": "weight", "in_proj_bias": "bias"}
 _PARTS = ("q_proj", "k_proj", "v_proj")
 _PORTS = ("param", "param_grad", "optimizer_grad")
@@ -660,6 +703,7 @@ def _pairs(
         ]
         known = [part for part in parts if part is not None]
         width = record.shape[0] // len(_PARTS) if record.shape else 0
+        # Each part must be a third of the fused parameter and have the same number of axes.
         fits = all(width in part.shape and len(part.shape) == len(record.shape) for part in known)
         if len(known) < len(_PARTS) or not fits or width * len(_PARTS) != record.shape[0]:
             continue

@@ -55,12 +55,16 @@ def align_sequences(here: Ints, there: Ints, worth: Scores, extra: Scores | None
         raise ValueError("too long")
     if not n or not m:
         return Matched([], {}, {})
+    # Forward scores: forward[i, j] is the best total of the first i and j elements. Whole rows in
+    # numpy: a Python loop over every cell would be far slower.
     forward = np.zeros((n + 1, m + 1), np.int32)
     for i in range(n):
         row = _row(here[i], there, worth, extra, i)
         taken = forward[i, :-1] + row
         np.maximum(taken, forward[i, 1:], out=taken)
         np.maximum.accumulate(taken, out=forward[i + 1, 1:])
+    # Backward pass with one row of memory. A cell lies on some best alignment exactly if the
+    # score before it, its own and the one after it add up to the total.
     best = int(forward[n, m])
     after = np.zeros(m + 1, np.int32)
     rows: list[npt.NDArray[np.intp]] = [np.empty(0, np.intp)] * n
@@ -76,11 +80,15 @@ def align_sequences(here: Ints, there: Ints, worth: Scores, extra: Scores | None
     pairs: list[tuple[int, int]] = []
     tied_here: dict[int, list[int]] = {}
     tied_there: dict[int, list[int]] = {}
+    # A pair is certain only if it is the single option for both elements in all best
+    # alignments.
     for i, hits in enumerate(rows):
         if len(hits) == 1 and count_there[hits[0]] == 1:
             pairs.append((i, int(hits[0])))
         elif len(hits):
             tied_here[i] = [int(j) for j in hits[:2]]
+            # A few examples are enough for the reason that is printed; a thousand equal
+            # layers would make this quadratic.
             for j in hits[:64]:
                 known = tied_there.setdefault(int(j), [])
                 if len(known) < 2:
@@ -103,6 +111,7 @@ def increasing(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """
     import bisect
 
+    # Patience sorting: the longest increasing subsequence in n log n.
     tails: list[int] = []
     ends: list[int] = []
     before: list[int] = []
@@ -131,6 +140,7 @@ Alike = Callable[[Call, Call], bool]
 
 _TIES_READ = 64
 """So many tied calls of a side have their values looked at; more of them say little anyway."""
+# Confidence by how the link was made; the numbers only rank rules and are shown to the user.
 CERTAIN, LIKELY, TIE_BROKEN, UNKNOWN_CLASS = 0.9, 0.8, 0.6, 0.5
 
 
@@ -168,11 +178,15 @@ def link_leaves(
     found = LeafLinks([], {}, {}, [])
     fixed = _places(ours, theirs, anchors)
     anchored = {id(call) for pair in anchors for call in pair}
+    # Solid layers first: every implementation has them, so they divide the model into short
+    # stretches. Activations and dropouts are then looked for only between them.
     solid = [
         _solve(part, anchored, _is_solid, alike, found, exact=False)
         for part in _between(ours, theirs, fixed)
     ]
     firm = [(link.ours, link.theirs) for links in solid for link in links]
+    # If nearly all solid layers have equal shapes, the two runs saw the same input, and other
+    # layers must agree in shape as well.
     exact = sum(a.out == b.out for a, b in firm) >= 0.9 * len(firm)
     fixed = _places(ours, theirs, [*anchors, *firm])
     done = anchored | {id(call) for pair in firm for call in pair}
@@ -189,6 +203,8 @@ def _places(
     here = {id(call): at for at, call in enumerate(ours)}
     there = {id(call): at for at, call in enumerate(theirs)}
     placed = [(here[id(a)], there[id(b)]) for a, b in pairs if id(a) in here and id(b) in there]
+    # Anchors that cross each other cannot all be kept in one order; the longest consistent set
+    # stays.
     return increasing(sorted(placed))
 
 
@@ -227,6 +243,7 @@ def _solve(
     here, there = ([c for c in side if id(c) not in done and wanted(c)] for side in part)
     if not here or not there:
         return []
+    # The common case: equal counts and every pair fits. It needs no table.
     if len(here) == len(there) and all(
         _worth(a, b, exact) > 1 for a, b in zip(here, there, strict=True)
     ):
@@ -259,6 +276,7 @@ def _break_ties(
 ) -> list[Link]:
     labels_here, labels_there, worth = problem
     second = first
+    # Values are read only for a handful of ties: a model of equal layers would read everything.
     if max(len(first.tied_here), len(first.tied_there)) <= _TIES_READ:
         extra = np.zeros((len(here), len(there)), np.int32)
         for i in first.tied_here:
@@ -267,6 +285,8 @@ def _break_ties(
                 if worth[labels_here[i]][labels_there[j]] > 1 and alike(here[i], there[j]):
                     extra[i, j] = 1
         if extra.any():
+            # The bonus must never outweigh structure, so structure is scaled above the
+            # sum of all bonuses.
             scale = len(here) + len(there) + 1  # all of `extra` is less than one unit of worth
             second = align_sequences(labels_here, labels_there, worth * scale, extra)
             settled = [(i, j) for i, j in second.pairs if i in first.tied_here and extra[i, j]]
@@ -290,6 +310,8 @@ def _labels(calls: Sequence[Call]) -> tuple[Ints, list[Call]]:
     examples: list[Call] = []
     labels = np.empty(len(calls), np.int64)
     for at, call in enumerate(calls):
+        # Calls that agree in all of this are interchangeable: the score table has one row for each
+        # group.
         look = (call.kind, call.class_name, call.role, call.out, call.into, bool(call.parts))
         number = numbers.setdefault(look, len(numbers))
         if number == len(examples):
@@ -314,6 +336,7 @@ def _worths(ours: list[Call], theirs: list[Call], exact: bool) -> Scores:
         ]
         for name in ("out", "into")
     )
+    # Unequal feature sizes score zero anyway; only fitting sizes are compared.
     by_size: dict[int, list[int]] = {}
     for at, call in enumerate(few_there):
         by_size.setdefault(call.features, []).append(at)
@@ -323,6 +346,7 @@ def _worths(ours: list[Call], theirs: list[Call], exact: bool) -> Scores:
             for number, same in enumerate(((False, False), (True, False), (True, True))):
                 rated[number, row, at] = _rated(call, few_there[at], exact, *same)
     table = np.empty((len(ours), len(theirs)), np.int32)
+    # Three levels: other output shape, same output shape, and same input shape too.
     for row in range(len(ours)):
         same_out = outs[1] == outs[0][row]
         known = outs[0][row] > 0 and intos[0][row] > 0
@@ -352,6 +376,8 @@ def _worth(ours: Call, theirs: Call, exact: bool) -> int:
 
 def _rated(ours: Call, theirs: Call, exact: bool, same_out: bool, same_all: bool) -> int:
     alike = same_kind(ours.kind, theirs.kind)
+    # Roles contradict each other only if both are known: an unnamed projection may be any of
+    # them.
     if not alike or (ours.role and theirs.role and ours.role != theirs.role):
         return 0
     if ours.features != theirs.features:
@@ -366,6 +392,7 @@ def _rated(ours: Call, theirs: Call, exact: bool, same_out: bool, same_all: bool
     if exact and not is_solid(ours.kind) and not same_out:
         return 0
     same_class = ours.class_name == theirs.class_name
+    # 4 is the base score: one more pair always outweighs the bonuses for class and role of another.
     return 4 + same_class + (bool(ours.role) and ours.role == theirs.role)
 
 

@@ -17,6 +17,7 @@ from driftline.errors import BadFile, BadInput, did_you_mean
 from driftline.runs.records import Record
 
 SEED_NAME = "op_mapping_file.json"
+# Room for about a million pairs of names; a larger file is a mistake.
 _LARGEST = 64 << 20
 _PORTS = {"intensor": "input", "outtensor": "output", "input": "input", "output": "output"}
 _FILE = re.compile(r"_(intensor|outtensor|input|output)_?(\d+)?$")
@@ -75,9 +76,11 @@ def link_sites(
     Raises:
         BadInput: A map fits no site, or gives two sites one partner.
     """
+    # A dict keeps the order of execution and drops repeats.
     here, there = list(dict.fromkeys(ours)), set(theirs)
     links: dict[str, str] = {}
     given: dict[str, str] = {}
+    # Stars become groups, and the text they matched is put into the right side.
     for left, right in maps:
         pattern = re.compile("(.*)".join(re.escape(piece) for piece in left.split("*")))
         hits = [(site, hit) for site in here if (hit := pattern.fullmatch(site)) is not None]
@@ -89,6 +92,8 @@ def link_sites(
         named = 0
         for site, hit in hits:
             partner = _filled(right, hit.groups())
+            # A site that an earlier map has taken still counts as named: overlapping
+            # maps are not an error.
             if partner not in there or site in links:
                 named += site in links
                 continue
@@ -144,6 +149,8 @@ def read_mapping(path: Path) -> Said:
             f"{file} is no mapping", hint='it holds one table: {"reference site": "candidate site"}'
         )
     table = cast("Mapping[str, Any]", data)
+    # ait's own file holds classes only; ours may hold both tables, and plain site pairs need
+    # neither.
     if file.name == SEED_NAME or (set(table) <= {"classes", "sites"} and "classes" in table):
         classes = table if file.name == SEED_NAME else table["classes"]
         sites = () if file.name == SEED_NAME else _pairs(file, table.get("sites", {}))
@@ -205,6 +212,8 @@ def link_classes(
     used: set[int] = set()
     for each in maps:
         turned = ClassMap(each.theirs, each.ours, each.their_slot, each.our_slot)
+        # Users write both directions, so the map is tried the documented way first and then
+        # reversed.
         for choice in (turned, each):
             here = _calls(ours, choice.ours, choice.our_slot)
             there = _calls(theirs, choice.theirs, choice.their_slot)
@@ -223,6 +232,7 @@ def link_classes(
 def _calls(records: Sequence[Record], word: str, slot: tuple[str, str] | None) -> list[Record]:
     port, which = slot or ("output", "0")
     first: dict[tuple[object, ...], Record] = {}
+    # Class maps pair by position, which is only meaningful in execution order.
     for record in sorted(records, key=lambda r: (r.key.rank, r.key.process, r.key.step, r.order)):
         key = record.key
         if (
@@ -231,6 +241,8 @@ def _calls(records: Sequence[Record], word: str, slot: tuple[str, str] | None) -
             and key.moment == ("before" if port == "input" else "after")
         ):
             place = (key.rank, key.process, key.step, key.site, key.visit)
+            # ait counts outputs from 0; where a dump has named slots, the first one
+            # stands for 0.
             if which in (key.slot, record.alias) or (which == "0" and place not in first):
                 first[place] = record
     return list(first.values())

@@ -30,9 +30,12 @@ def pair_modules(records: Sequence[Record], graphs: Graphs, found: Found) -> Ite
     wanted = [r for r in records if r.key.port in ("input", "output") and "/" not in r.key.site]
     if not wanted:
         return
+    # Modules are compared in the forward pass only; gradients have ports of their own.
     forward = [graph for graph in graphs.graphs if graph.kind != "backward"]
     borders = {id(graph): _borders(graphs, graph) for graph in forward}
     held: dict[_Side, set[str]] = defaultdict(set)
+    # Two tensors of one shape on one side of a call cannot be told apart, unless their bytes
+    # are equal: then either is right.
     for record in wanted:
         held[_side(record)].add(record.digest)
     for record in wanted:
@@ -42,11 +45,15 @@ def pair_modules(records: Sequence[Record], graphs: Graphs, found: Found) -> Ite
             found.ours[key] = "one of several of its shape here: which is which is not known"
             continue
         holders = [graph for graph in forward if key.site in borders[id(graph)][key.port]]
+        # A module split over several graphs has no single set of nodes, so nothing leaves
+        # "it".
         if len({graphs.piece(graph) for graph in holders}) > 1:
             found.ours[key] = "its nodes lie in several graphs: none of them is the module"
             continue
         for graph in holders:
             calls = borders[id(graph)][key.port][key.site]
+            # A graph may contain several calls of a module and may be executed several
+            # times; calls are counted through all executions.
             visit, which = divmod(key.visit, len(calls))
             fitting = _of_shape(calls[which], record.shape)
             if len(fitting) != 1:
@@ -56,6 +63,8 @@ def pair_modules(records: Sequence[Record], graphs: Graphs, found: Found) -> Ite
                     "is not known"
                 )
                 continue
+            # The value itself may be a view, which inductor keeps no memory for; then
+            # the tensor behind it is taken with a recipe.
             reached = _reached(graphs, graph, fitting[0], key.step, visit, record.shape)
             if reached is not None:
                 yield Match(record, *reached, confidence=OF_A_MODULE)
@@ -86,6 +95,7 @@ def _borders(graphs: Graphs, graph: Graph) -> dict[str, dict[str, list[list[Grap
     leaving: dict[str, dict[str, dict[str, GraphNode]]] = defaultdict(lambda: defaultdict(dict))
     entering: dict[str, dict[str, dict[str, GraphNode]]] = defaultdict(lambda: defaultdict(dict))
     for node in graph.nodes:
+        # Nodes without shape and dtype give tuples or symbols, which are no tensors.
         valued = node.shape is not None or bool(node.dtype)
         for label in node.calls if node.target != "placeholder" else ():
             module = label.partition("@")[0]
@@ -116,6 +126,7 @@ def _reached(
     graphs: Graphs, graph: Graph, node: GraphNode, step: int, visit: int, shape: tuple[int, ...]
 ) -> tuple[Record, Recipe | None] | None:
     """The tensor that holds a node's value, directly or seen through views."""
+    # Steps are collected from the value back to memory, so each one is put in front.
     steps: list[Step] = []
     wanted = shape
     for _ in range(FARTHEST):
@@ -133,6 +144,8 @@ def _reached(
             return None
         node = source
         if node.shape is None:
+            # A transposition needs the exact axes of its input; with an unknown shape
+            # it cannot be checked.
             if any(step.kind == "transpose" for step in steps):
                 return None
         else:
@@ -162,6 +175,7 @@ def reshaped(record: Record, shape: tuple[int, ...], *, anyhow: bool = False) ->
     """Another shape of as many elements, where only axes of one come or go, or a view says so."""
     if record.shape == shape or math.prod(record.shape) != math.prod(shape):
         return None
+    # Axes of size one may come and go without moving any element.
     alike = [size for size in record.shape if size != 1] == [size for size in shape if size != 1]
     if not alike and not anyhow:
         return None
@@ -208,6 +222,7 @@ def without_places(plan: Plan, graph: ExportedGraph, *, exported_first: bool) ->
     """The plan without pairs that only the place in a tuple of several outputs has made."""
     alone = plan.extra if exported_first else plan.missing
     models = [pair.candidate if exported_first else pair.reference for pair in plan.pairs]
+    # A tuple position means the same on both sides only if the module returns one tensor.
     given = Counter(_call(record) for record in (*models, *alone) if _is_output(record, graph))
     loose = {
         id(pair)
@@ -230,6 +245,7 @@ def take_outputs(left: Left, *, by_look: bool) -> None:
         by_look: Those of whose shape and type each side has one are pairs, too.
     """
     twins: dict[tuple[int, str], set[str]] = defaultdict(set)
+    # Digests of paired tensors translate one run's bytes into the other's.
     for pair in left.pairs:
         if pair.reference.digest and pair.candidate.digest:
             twins[pair.reference.key.step, pair.reference.digest].add(pair.candidate.digest)
@@ -244,6 +260,8 @@ def take_outputs(left: Left, *, by_look: bool) -> None:
                 left.take(record, same[0], MADE)
                 mine.remove(record)
                 others.remove(same[0])
+        # Counted after pairs by value were removed: what remains of one signature is the
+        # only choice.
         looks = Counter(map(_look, mine)), Counter(map(_look, others))
         for record in mine if by_look else ():
             look = _look(record)
@@ -270,6 +288,7 @@ def take_turned(left: Left, *, exported_first: bool) -> None:
             if not _is_recurrent(model) or either_way(model) or len(fitting) != 1:
                 continue
             if sum(one.shape == model.shape for one in given) == 1:
+                # Only the first two axes are exchanged: time and batch.
                 step = Step("transpose", numbers=(1, 0, 2))
                 recipe = Recipe((fitting[0],), (step,), model.shape)
                 left.take_decoded(fitting[0], model, recipe, exported_first)

@@ -19,7 +19,9 @@ from driftline.runs.records import Record, TensorKey
 _WRAPPERS = frozenset(
     {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 )
+# Names that model libraries use for the list of layers.
 _STACKS = frozenset({"layers", "layer", "h", "blocks", "block", "decoder_layers", "encoder_layers"})
+# Longest first, because `base_model.` is a prefix of `base_model.model.`.
 _HEADS = ("base_model.model.", "base_model.", "model.", "transformer.")
 _INDEX = re.compile(r"\[(\d+)\]")
 _GLUED = re.compile(r"([A-Za-z_]*[A-Za-z])_?(\d+)")
@@ -38,6 +40,7 @@ def plain(site: str) -> str:
     spelt: list[str] = []
     for part in parts:
         glued = _GLUED.fullmatch(part)
+        # `layers3` and `h_3` have the number glued to the list's name.
         if glued is not None and glued.group(1) in _STACKS:
             spelt += ["layers", glued.group(2)]
         elif part.isdigit() and spelt and spelt[-1] in _STACKS:
@@ -50,6 +53,7 @@ def plain(site: str) -> str:
 def headless(site: str) -> str:
     """A plain name without what holds the whole model: `model.`, `transformer.`, an adapter's."""
     name = plain(site)
+    # Only one head is removed: deeper ones are parts of the model.
     for head in _HEADS:
         if name.startswith(head) and len(name) > len(head):
             return name.removeprefix(head)
@@ -60,6 +64,7 @@ def link_names(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
     """Sites of the reference → sites of the candidate whose plain names agree."""
     here, there = list(ours), list(theirs)
     links: dict[str, str] = {}
+    # Wrappers first, heads second: a name that agrees with its head is the stronger match.
     for simplify in (plain, headless):
         rest_here = _unique(simplify, (site for site in here if site not in links))
         used = set(links.values())
@@ -72,6 +77,7 @@ def link_names(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
 
 def _unique(simplify: object, sites: Iterable[str]) -> dict[str, str | None]:
     """Plain name → its only site; None where several have it."""
+    # A plain name that two sites share identifies neither of them.
     names: dict[str, str | None] = {}
     for site in sites:
         name = headless(site) if simplify is headless else plain(site)
@@ -108,6 +114,7 @@ def pair_by_name(reference: Iterable[Record], candidate: Iterable[Record]) -> Pl
         found, alone = _by_alias(alone, by_key)
         if found:
             pairs = sorted([*pairs, *found], key=lambda pair: _execution(pair.reference))
+    # Execution order everywhere, because plans are printed and compared in it.
     extra = tuple(sorted([*by_key.values(), *repeated], key=_execution))
     return Plan(tuple(pairs), tuple(alone), extra)
 
@@ -128,6 +135,8 @@ def select(
             hits = fnmatch.filter(known_sites, glob)
             if strict and not hits:
                 raise BadInput(f"no site matches '{glob}'", hint=did_you_mean(glob, known_sites))
+            # Globs are matched against the names there are, so that a typing error is
+            # refused, not ignored.
             wanted_sites.update(hits)
     known_ports = {record.key.port for record in records}
     for port in ports:
@@ -181,6 +190,7 @@ def nothing_in_common(ours: Sequence[Record], theirs: Sequence[Record]) -> BadIn
 
 def _why(ours: Sequence[Record], theirs: Sequence[Record]) -> str:
     """The sites agree, so another part of the key keeps everything apart: name it."""
+    # Steps and ranks come first: the first part of the key without a common value is the reason.
     for part in ("step", "rank", "process", "port", "phase", "moment", "visit"):
         here = {getattr(record.key, part) for record in ours}
         there = {getattr(record.key, part) for record in theirs}
@@ -197,6 +207,7 @@ def _prefix_hint(ours: set[str], theirs: set[str]) -> str:
     found: Counter[tuple[str, str]] = Counter()
     for side, longer, shorter in (("candidate", theirs, ours), ("reference", ours, theirs)):
         firsts = {site.partition(".")[0] + "." for site in longer if "." in site}
+        # Every first part of a name may be a prefix, also one that is in no list.
         for prefix in firsts.union(WRAPPERS):
             cut = {site[len(prefix) :] for site in longer if site.startswith(prefix)} - {""}
             if hits := len(cut & shorter):

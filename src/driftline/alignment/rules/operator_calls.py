@@ -43,12 +43,14 @@ def pair_operators(records: Sequence[Record], graphs: Graphs, found: Found) -> I
     if not calls:
         return
     called = _Called(graphs, calls)
+    # With kernels, the fusion is every call's reason to be alone, until a match removes it.
     if graphs.engine != "fx":
         for graph, node, step in called.executed():
             for ours in called.by(graph, node, step):
                 found.ours[ours.key] = graphs.why_not_kept(graph, node)
                 if whole := graphs.whole(graph, node, step, 0):
                     found.inside[ours.key] = whole.key
+    # The first value that fits a call is kept: later ones are views of it.
     once: set[TensorKey] = set()
     shown = [
         (bool(value.inside), node is not value.node, value, node)
@@ -99,9 +101,13 @@ class _Called:
     ) -> Iterator[Record]:
         """What a node's calls gave in one execution of its graph, or in all of a step."""
         for origin, there, each, ran in self._found(graph, node, step):
+            # Numbers mean the same on both sides only if both counted equally many
+            # calls.
             if each * ran == max(there) + 1:
                 pieces = self._totals[node.module, origin.name, node.phase]
                 mine = self._graphs.piece(graph)
+                # Pieces run in program order, so calls of earlier pieces come
+                # before this piece's own.
                 place = sum(n for piece, n in pieces.items() if piece < mine) + origin.nth
                 for time in range(ran) if visit is None else (visit,):
                     ours = there.get(time * each + place, {}).get(origin.slot)
@@ -125,6 +131,8 @@ class _Called:
             return
         ran = self._times[id(graph), step]
         for origin in node.origins:
+            # In-place operators have an underscore in eager mode; compilers trace the
+            # plain one.
             for name in (origin.name, f"{origin.name}_"):
                 there = self._calls.get((step, node.module, name, node.phase))
                 if there:
@@ -150,6 +158,8 @@ def _executions(graphs: Graphs) -> dict[tuple[int, int], int]:
     """How often a graph was executed in a step."""
     found: dict[tuple[int, int], int] = {}
     for value in graphs.values:
+        # A visit is counted from 0 within its step, so the highest one plus one is the
+        # number of runs.
         at = (id(value.graph), value.record.key.step)
         found[at] = max(found.get(at, 0), value.record.key.visit + 1)
     return found
@@ -179,11 +189,15 @@ def align_compiled(here: Owners, there: Owners, plan: Plan) -> Plan:
     for mine, other in _owners(list(ours), list(theirs)):
         a, b = here.get(mine), there.get(other)
         left, right = ours[mine], theirs[other]
+        # Modules around compiled regions have names on both sides; they pair as usual.
         by_name = pair_by_name(_others(a, left), _others(b, right))
         pairs += by_name.pairs
         taken = {id(record) for pair in by_name.pairs for record in pair.records}
         left = [record for record in left if id(record) not in taken]
         right = [record for record in right if id(record) not in taken]
+        # Both compiled: calls are keyed alike. One compiled: the other is a run of modules
+        # or operators. Solved from the plain side and flipped if the reference was
+        # compiled.
         if a is not None and b is not None:
             found = _by_calls(a, b)
             found.matches.extend(_parameters(left, b))
@@ -200,6 +214,7 @@ def align_compiled(here: Owners, there: Owners, plan: Plan) -> Plan:
             )
         else:
             continue
+        # A tensor is paired once, by the first match that claims it.
         free = {id(record) for record in (*left, *right)}
         for match in found.matches:
             if id(match.ours) not in free or id(match.theirs) not in free:
@@ -215,6 +230,7 @@ def align_compiled(here: Owners, there: Owners, plan: Plan) -> Plan:
                     candidate_recipe=None if first else match.recipe,
                 )
             )
+        # A fused result explains its inner values only if it is compared itself.
         known = {id(record): record.key for record in (*left, *right)}
         wholes = {known[id(r)] for pair in pairs for r in pair.records if id(r) in known}
         inside.update(
@@ -231,6 +247,7 @@ def align_compiled(here: Owners, there: Owners, plan: Plan) -> Plan:
     paired = {id(record) for pair in pairs for record in pair.records}
     missing = tuple(record for record in plan.missing if id(record) not in paired)
     extra = tuple(record for record in plan.extra if id(record) not in paired)
+    # Reasons of tensors that did find a partner are dropped.
     alone = {("reference", r.key) for r in missing} | {("candidate", r.key) for r in extra}
     return plan._replace(
         pairs=tuple(together),
@@ -274,6 +291,8 @@ def _said(side: str, graphs: Graphs | None) -> Iterator[str]:
 
 def _by_calls(a: Graphs, b: Graphs) -> Found:
     found = Found([], {}, {}, {})
+    # Three ranks of evidence: the node's own value, a view of it, and what was computed beside
+    # a fused kernel. The stronger one wins a place.
     index: dict[tuple[Place, int, int], Value] = {}
     shown: dict[tuple[Place, int, int], Value] = {}
     inside: dict[tuple[Place, int, int], Value] = {}
@@ -285,6 +304,8 @@ def _by_calls(a: Graphs, b: Graphs) -> Found:
                 known = index if node is value.node else shown
                 (inside if value.inside else known).setdefault(at, value)
     index = inside | shown | index
+    # Inputs have no call that made them; equal piece, phase and shape in order is all there is.
+    # Not for graphs that were cut, whose parts have inputs of their own.
     inputs: dict[_Input, list[Value]] = defaultdict(list)
     for value in b.values:
         if _is_input(value) and not b.is_cut(value.graph):
@@ -337,6 +358,7 @@ def _kind(node: GraphNode) -> str:
         return ""
     if node.body or node.target == "get_attr":
         return node.target
+    # Names that AOTAutograd gives to graph inputs.
     name = node.name.rstrip("_0123456789")
     return {"primals": "input", "arg": "input", "tangents": "gradient"}.get(name, "")
 
@@ -379,6 +401,8 @@ def _why_alone(
 def _plain(records: Sequence[Record], graphs: Graphs) -> Found:
     found = Found([], {}, {}, {})
     matched: set[int] = set()
+    # Operators first: a module's output is often the result of its last operator, which is
+    # exact.
     for match in (
         *pair_operators(records, graphs, found),
         *pair_modules(records, graphs, found),
@@ -388,6 +412,7 @@ def _plain(records: Sequence[Record], graphs: Graphs) -> Found:
         matched.add(id(match.theirs))
         found.ours.pop(match.ours.key, None)
     paired = {match.ours.key for match in found.matches}
+    # Inputs of operators are outputs of others and are compared there.
     for record in records:
         if record.key.port == "input" and "/" in record.key.site and record.key not in paired:
             found.ours[record.key] = _TAKEN

@@ -43,9 +43,14 @@ def pair_passed(plan: Plan, reference: Run, candidate: Run) -> list[Pair]:
         partners: dict[int, Pair | None] = {}
         for pair in plan.pairs:
             own = id(pair.reference if ours else pair.candidate)
+            # A recipe changes the value, so what equals the stored tensor does not
+            # equal the compared one; a tensor with two pairs has no single partner to
+            # share.
             whole = pair.reference_recipe is None and pair.candidate_recipe is None
             partners[own] = pair if whole and own not in partners else None
         other = candidate if ours else reference
+        # Library operators have no modules around them, so a model's containers would all
+        # be alone.
         modules = other.facts.operator_sites and not run.facts.operator_sites
         for record, pair in _passed(run, alone, partners, modules):
             sure = min(pair.confidence, PASSED)
@@ -63,6 +68,7 @@ def _passed(
         if frame not in wanted:
             continue
         calls = [call for call in calls_of(_in_order(records)) if call.called]
+        # Frames without a lone tensor are skipped before any byte is read.
         if not any(id(record) in lone for call in calls for record in call.records):
             continue
         leaves = [call for call in calls if call.leaf]
@@ -71,12 +77,16 @@ def _passed(
             own = [main_tensor(call.records, port) for port in ("input", "output")]
             if call.kind not in _KINDS or own[0] is None or own[1] is None:
                 continue
+            # A site of which one side is paired already needs no help.
             if not {id(own[0]), id(own[1])} <= lone:
                 continue
             same = bytes_of(run, own[0])
+            # Unequal bytes mean that the dropout was active: it changed the value.
             if not same or same != bytes_of(run, own[1]):
                 continue
             known = given.get(same)
+            # Chains of dropouts hand one value on; what an earlier one found holds for
+            # the next.
             for other, port in _around(leaves, at):
                 record = main_tensor(other.records, port)
                 if known is None and record is not None and record.shape == own[0].shape:
@@ -106,6 +116,8 @@ def _handed(
     inside = [leaf for leaf in leaves if leaf.site.startswith(prefix)]
     for record in alone:
         port = record.key.port
+        # An input is read by the first leaves, an output made by the last ones; looking
+        # further costs reads and finds unrelated equal values.
         ends = inside[:_ENDS] if port == "input" else inside[: -_ENDS - 1 : -1]
         same = bytes_of(run, record) if port in ("input", "output") else ""
         for leaf in ends if same else ():
@@ -129,6 +141,7 @@ def _around(leaves: Sequence[Call], at: int) -> Iterator[tuple[Call, str]]:
     holder = leaves[at].site.rpartition(".")[0]
     if at:
         yield leaves[at - 1], "output"
+    # Dumps of some tools list modules by registration, so the maker may come later in the list.
     for call in leaves[max(0, at - _NEAR) : at + _NEAR]:
         if call.site.rpartition(".")[0] == holder:
             yield call, "output"
@@ -179,6 +192,8 @@ class HandedOn:
             if id(record) not in free:
                 continue
             name = name_of(record, self._flows[0])
+            # Several inputs of one container may hold equal bytes, such as the norms'
+            # weights of a fresh model.
             nth = seen[name]  # equal bytes have equal names: the nth goes with the nth
             seen[name] += 1
             for pair in self._pairs.get(name, _NONE).values():
@@ -202,6 +217,8 @@ def _said(pair: Pair) -> object:
         (pair.reference, pair.reference_recipe),
         (pair.candidate, pair.candidate_recipe),
     ):
+        # Recipes with other sources are kept apart by identity: they cannot be moved to new
+        # tensors.
         alone = recipe is None or recipe.sources == (record,)
         steps = () if recipe is None else recipe.steps
         said.append((record.shape, record.dtype, steps, None if alone else id(recipe)))

@@ -91,11 +91,15 @@ def align_by_structure(
     found = Concluded([], {}, [])
     here = frames_of([*(pair.reference for pair in known), *missing])
     there = frames_of([*(pair.candidate for pair in known), *extra])
+    # Pairs that exist already anchor the order inside their own frame.
     links: dict[Frame, list[Pair]] = {}
     for pair in known:
         key = pair.reference.key
         links.setdefault(Frame(key.rank, key.process, key.step), []).append(pair)
+    # Steps of one run repeat the same calls; the alignment is solved once per distinct
+    # sequence.
     solved: dict[object, _Solution] = {}
+    # Records are compared by identity: equal keys may stand in both runs.
     free = {id(record) for record in (*missing, *extra)}
     looks = Looks(reference, candidate)
     interleaving = Interleaving(reference, candidate, found.notes)
@@ -110,9 +114,14 @@ def align_by_structure(
         _as_said(same_class, a, b)
         outline = (_names(a), _names(b), tuple(anchors.items()))
         flows = here_flows.of(frame, a, outline), there_flows.of(other, b, outline)
+        # Roles by dataflow come before matching, since unnamed q, k and v are
+        # indistinguishable by shape.
         tell_by_dataflow(a, flows[0])
         tell_by_dataflow(b, flows[1])
         tell_elementwise(a, b, flows)
+        # A bias that one library adds by an operator of its own is part of a Linear
+        # elsewhere, unless the other side has such operators, too: then they pair with each
+        # other.
         for side, other_side in ((a, b), (b, a)):
             if not any(call.class_name.startswith("Elewise") for call in other_side):
                 with_bias(side)
@@ -130,6 +139,7 @@ def align_by_structure(
 def _as_said(same_class: Sequence[tuple[str, str]], ours: list[Call], theirs: list[Call]) -> None:
     """Give leaves of classes that were mapped to each other one kind, if both sides have them."""
     for number, words in enumerate(same_class):
+        # A class map of the user outranks what classes are called.
         sides = [
             [call for call in side if call.leaf and any(word in call.class_name for word in words)]
             for side in (ours, theirs)
@@ -142,6 +152,7 @@ def _as_said(same_class: Sequence[tuple[str, str]], ours: list[Call], theirs: li
 def _frames(here: Iterable[Frame], there: Iterable[Frame]) -> list[tuple[Frame, Frame]]:
     ours, theirs = list(here), set(there)
     common = [(frame, frame) for frame in ours if frame in theirs]
+    # Two single steps belong together whatever their numbers are.
     if not common and len(ours) == len(theirs) == 1:
         return [(ours[0], theirs.pop())]
     return common
@@ -193,9 +204,11 @@ def _solve(
         return looks.alike(main_tensor(one.records, "output"), main_tensor(other.records, "output"))
 
     a, b = ([call for call in side if call.leaf] for side in (ours, theirs))
+    # Where calls were recorded, sites that only hold parameters are not part of the sequence.
     if all(any(call.called for call in side) for side in (a, b)):
         a, b = ([call for call in side if call.called] for side in (a, b))
     a, b = in_family_order(a), in_family_order(b)
+    # Fuse before aligning, so that both sequences have the same units.
     a, b = fuse_alike(a, b, taken)
     solution = _Solution([], {}, {}, [])
     leaves = link_leaves(a, b, [pair for pair in fixed if pair[0].leaf and pair[1].leaf], alike)
@@ -204,6 +217,7 @@ def _solve(
     inside = _inner(ours), _inner(theirs)
     for link in list(links):  # inside what counts as one: an adapted Linear, an operation's kernels
         links += _inside(link, inside)
+    # Containers are matched by the leaves they hold, so leaves must be linked first.
     marks_here, marks_there = _marks(fixed, links)
     here, there = Tree(ours, marks_here), Tree(theirs, marks_there)
     found, ties = link_containers(here, there, taken)
@@ -214,12 +228,14 @@ def _solve(
         if id(link.ours) not in taken and id(link.theirs) not in taken
     ]
     linked = {id(call) for link in links for call in (link.ours, link.theirs)} | taken
+    # Parameters without a call come last: they are found by the linked sites around them.
     links += link_uncalled(
         [call for call in ours if id(call) not in linked],
         [call for call in theirs if id(call) not in linked],
         [*fixed, *((link.ours, link.theirs) for link in links)],
     )
     for link in links:
+        # A family whose members are told apart by order only is less certain than its link.
         sure = link.confidence if is_certain(link.ours) and is_certain(link.theirs) else 0.7
         name = (link.ours.site, link.ours.visit), (link.theirs.site, link.theirs.visit)
         parts = _names(link.ours.parts), _names(link.theirs.parts)
@@ -242,6 +258,7 @@ def _inner(calls: Iterable[Call]) -> _Inner:
 def _inside(link: Link, inside: tuple[_Inner, _Inner]) -> list[Link]:
     here = inside[0].get((link.ours.site, link.ours.visit), [])
     there = inside[1].get((link.theirs.site, link.theirs.visit), [])
+    # Inner calls pair by position only if both sides have the same number and kinds of them.
     if len(here) != len(there) or not here or link.ours.parts or link.theirs.parts:
         return []
     same = all(
@@ -263,6 +280,8 @@ def _marks(
             mine, others = ours.parts or (ours,), theirs.parts or (theirs,)
             many = range(number, number + max(len(mine), len(others)))
             number += len(many)
+            # A fused call carries the marks of all its members, so that a container
+            # holds "the same leaves" on both sides even if only one of them is fused.
             for side, calls, whole in ((here, mine, ours), (there, others, theirs)):
                 side[id(whole)] = frozenset(many)
                 for place, call in enumerate(calls):
@@ -281,6 +300,7 @@ def _explain(
     classes = Counter(call.class_name for call in others)
     kinds = {call.kind for call in others}
     for call in calls:
+        # Ties are the most useful reason: they name what the user can decide with --map.
         if options := ties.get(id(call)):
             shown = " and ".join(f"'{option.site}'" for option in options[:2])
             reason = f"{shown} of the {side} are equally good"
