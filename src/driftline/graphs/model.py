@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from driftline.errors import BadFile, BadInput
 
+# Bounds for graphs from files: a hostile file must not exhaust memory or the stack.
 MOST_NODES = 500_000
 DEEPEST = 64
 """Nobody nests operations deeper; a file that does is not to be believed."""
@@ -117,6 +118,7 @@ def seen_at(graph: Graph, level: int | None = None) -> SeenGraph:
     settled = _Settling(graph)
     nodes = settled.nodes(graph.nodes)
     outputs = [settled.current[name] for name in graph.outputs if name in settled.current]
+    # Level 0 shows the model as a single node, which its source does not list.
     if level == 0:
         whole = _Settled(graph.name, graph.kind or graph.name, [], outputs, {}, nodes, "")
         nodes = [whole]
@@ -185,9 +187,13 @@ class _Settling:
         self._count += 1
         if self._count > MOST_NODES:
             raise BadFile(f"the graph has more than {MOST_NODES} nodes")
+        # Reading comes before writing: a node that works in place reads the old value under its old
+        # name.
         inputs = [self.current.get(name) or self._new(name) for name in node.inputs]
         children = self.nodes(node.children, depth + 1)
         made = {name for child in children for leaf in child.leaves() for name in leaf.outputs}
+        # A container that returns a child's tensor names that very tensor; otherwise it
+        # wrote a new one.
         outputs = [
             self.current[name] if self.current.get(name) in made else self._new(name)
             for name in node.outputs
@@ -207,6 +213,7 @@ class _Settling:
 def _unique(name: str, taken: dict[str, int]) -> str:
     """A name that is not taken; how often it was asked for is kept, so that many are quick."""
     own, number = name, taken.get(name, 0)
+    # The counter makes a thousand equal names linear instead of quadratic.
     while own in taken:
         number += 1
         own = f"{name}__{number + 1}"
@@ -234,6 +241,7 @@ def _in_order(nodes: Sequence[GraphNode], known: Mapping[str, str]) -> Sequence[
             if makers.get(name, index) > index and name not in known and name not in node.outputs
         }
 
+    # The usual case is checked first, because files are nearly always in order.
     if not any(waits_for(index) for index in range(len(nodes))):
         return nodes
     # Each name's first writer before all its readers, otherwise as listed.
@@ -245,6 +253,7 @@ def _in_order(nodes: Sequence[GraphNode], known: Mapping[str, str]) -> Sequence[
     for index, those in enumerate(before):
         for maker in those:
             readers.setdefault(maker, []).append(index)
+    # A heap keeps the file's order among nodes that are ready: graphs stay recognisable.
     import heapq
 
     ready = [index for index, those in enumerate(before) if not those]
@@ -282,6 +291,8 @@ def _cut(
     reads: list[dict[str, None]] = []
     makes: list[dict[str, None]] = []
     owner: dict[str, int] = {}
+    # Tensors between two leaves of one chosen node are invisible; only what crosses its border
+    # counts.
     for index, (node, _) in enumerate(chosen):
         leaves = list(node.leaves())
         inside = dict.fromkeys(name for leaf in leaves for name in leaf.outputs)
@@ -294,6 +305,8 @@ def _cut(
         makes.append(dict.fromkeys(n for n in node.outputs if n in inside or not node.children))
         for name in inside:
             owner.setdefault(name, index)
+    # Whatever another chosen node reads must be an output of its maker, even if its source did
+    # not list it.
     for index, wanted in enumerate(reads):
         for name in wanted:
             maker = owner.get(name)

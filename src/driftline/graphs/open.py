@@ -90,6 +90,7 @@ def read_graph(path: StrPath, *, step: int | None = None, rank: int = 0, process
         return _of_file(place)
     from driftline.formats.registry import open_run
 
+    # A list of calls is exact, so it wins over edges and bytes.
     if (place.is_dir() or url_of(path)) and (calls := _calls_of(place, rank, process)):
         from driftline.graphs.sources.calls import calls_graph
 
@@ -101,6 +102,8 @@ def read_graph(path: StrPath, *, step: int | None = None, rank: int = 0, process
 
     graph = run_graph(run, rank, process, step)
     if graph is None:
+        # The error names what there is: a wrong step or rank is the usual reason for an
+        # empty graph.
         steps = sorted({r.key.step for r in run.records if r.key.rank == rank})
         if step is not None and steps and step not in steps:
             raise BadInput(
@@ -127,6 +130,7 @@ def _of_file(place: Path) -> Graph:
         text = read_inside(place.resolve().parent, place, LARGEST).decode("utf-8", "replace")
     except OSError as trouble:
         raise BadFile(f"{place} cannot be read: {reason_of(trouble)}") from None
+    # This file looks like ATB's but describes a run; its graph needs the tensors beside it.
     if place.name == "topology.json" and parse_folder(place.resolve().parent.name) is not None:
         raise BadFile(
             f"{place} is a part of a run", hint=f"give the run's folder: {place.parent.parent}"
@@ -151,6 +155,7 @@ def _shapes_beside(place: Path) -> Shapes:
     """What the operation csv of the same process says, where the file lies in a dump."""
     from driftline.formats.ascend.atb.tables import read_operations
 
+    # ATB keeps topologies and operation tables in parallel folders of one dump.
     if place.parent.parent.name not in ("model", "layer"):
         return {}
     root = place.parent.parent.parent
@@ -160,6 +165,7 @@ def _shapes_beside(place: Path) -> Shapes:
         names = sorted(one.name for one in folder.iterdir())
     except OSError:
         return {}
+    # A bound for folders with unrelated files.
     for name in names[:1000]:
         if kind_of_sheet(name) != "operation_tensors":
             continue
@@ -203,6 +209,7 @@ def write_whole(place: Path, content: bytes) -> None:
     Raises:
         BadInput: It cannot be written.
     """
+    # A temporary file in the same folder: the rename is atomic and never crosses file systems.
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(

@@ -32,6 +32,7 @@ class Finding(NamedTuple):
     def badness(self) -> tuple[int, float]:
         """Sorts the worst first: by status, then by value."""
         at = ORDER.index(self.status) if self.status in ORDER else len(ORDER)
+        # NaN sorts last within its status: no number says how bad it is.
         return at, math.inf if math.isnan(self.value) else -self.value
 
 
@@ -42,6 +43,7 @@ def finding_of(node: SeenNode, findings: Mapping[str, Finding]) -> Finding | Non
     if not findings or not node.site:
         return None
     module, sign, _ = node.site.rpartition("/")
+    # The call, then the site, then the module that contains the operator.
     found = findings.get(f"{node.site}#{node.visit}") or findings.get(node.site)
     found = found or (findings.get(module) if sign else None)
     if found is not None:

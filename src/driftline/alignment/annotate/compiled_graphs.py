@@ -42,6 +42,8 @@ class Culprits:
         self._by_number = {graph.number: graph for graph in graphs.graphs}
         self._off: dict[tuple[int, int], dict[str, Off]] = defaultdict(dict)
         for error in errors:
+            # A kernel's own error is more specific than that of the nodes it was made
+            # of.
             known = self._off[error.graph, error.step].get(error.node)
             if known is None or (error.kernel and not known.kernel):
                 self._off[error.graph, error.step][error.node] = error
@@ -53,6 +55,8 @@ class Culprits:
         if at not in self._off:
             return ""
         if at not in self._first:
+            # Spreading is done once per graph and step, because every value of the
+            # graph asks for it.
             self._first[at] = _spread(value.graph, self._off[at])
         names = [value.node.name] if value.node is not None else []
         if value.kept is not None:
@@ -60,6 +64,7 @@ class Culprits:
         found = [first for name in names if (first := self._first[at].get(name)) is not None]
         if not found:
             return ""
+        # Execution order decides who is first, not the order in which errors were listed.
         order = {node.name: place for place, node in enumerate(value.graph.nodes)}
         return self._said(value.graph, min(found, key=lambda one: order[one.node]))
 
@@ -70,6 +75,8 @@ class Culprits:
             node = self._graphs.node(graph, error.node) if graph is not None else None
             if graph is None or node is None or error.step != step:
                 continue
+            # The root stands for every module; otherwise the node must lie inside the
+            # site.
             if site in _WHOLE or f"{node.module}.".startswith(f"{site}."):
                 return self._said(graph, self._off[error.graph, step][error.node])
         return ""
@@ -110,6 +117,7 @@ def _spread(graph: Graph, off: Mapping[str, Off]) -> Mapping[str, Off]:
         before = [found[name] for name in node.inputs if name in found]
         own = [off[node.name]] if node.name in off else []
         if before or own:
+            # The earliest fault upstream explains the later ones.
             found[node.name] = min((*before, *own), key=lambda one: order[one.node])
     return found
 
@@ -132,6 +140,7 @@ def with_lines(plan: Plan, reference: Owners, candidate: Owners) -> Plan:
     """
     ours, theirs = _values(reference), _values(candidate)
     lone: dict[tuple[str, TensorKey], str] = {}
+    # Lone tensors get their lines too: the reader wants to know which code has no partner.
     for side, records, values in (
         ("reference", plan.missing, ours),
         ("candidate", plan.extra, theirs),
@@ -174,6 +183,7 @@ def _with_culprit(
     """What was recorded around compiled graphs, of modules and gradients, knows a culprit, too."""
     if pair.culprit:
         return pair
+    # The candidate is usually the compiled run, so it is asked first.
     for record, blamed in ((pair.candidate, candidate), (pair.reference, reference)):
         key = record.key
         culprits = blamed.get((key.rank, key.process))
@@ -182,6 +192,7 @@ def _with_culprit(
         said = ""
         if key.port == "output":
             said = culprits.of_module(key.site, key.step)
+        # Any forward fault of the step precedes all gradients.
         elif key.port.endswith(("grad", "grad_input", "grad_output")):
             said = culprits.of_gradients(key.step)
         if said:
@@ -211,6 +222,7 @@ def _with_line(
 ) -> Pair:
     here, there = ours.get(pair.reference.key), theirs.get(pair.candidate.key)
     line = _line(here) or _line(there)
+    # The line is the reference's if it has one; the fusion is the candidate's, the run in question.
     fused = _fused(there) or _fused(here)
     culprit = next(
         (said for one in (there, here) if one and (said := one.culprits.of(one.value))), ""
@@ -238,6 +250,7 @@ def _fused(told: _Told | None) -> str:
         return f"{told.value.inside}, whose nodes were computed one by one"
     calls: dict[str, list[str]] = {}
     of_passes: list[str] = []
+    # Views and inputs compute nothing, so they are not part of what was fused.
     for node in told.graphs.computed_for(told.value):
         if node.target in _NOT_COMPUTED or is_view(node):
             continue
@@ -248,6 +261,7 @@ def _fused(told: _Told | None) -> str:
     if more := [name for name in of_passes if name not in everywhere]:
         base = calls.setdefault(told.value.graph.base, [])
         base += [name for name in more if name not in base]
+    # One operator is no fusion, and naming it would repeat the site.
     if sum(map(len, calls.values())) < 2:
         return ""
     return "; ".join(f"{module}: {', '.join(known)}" for module, known in calls.items())

@@ -34,6 +34,7 @@ def with_fusions(plan: Plan, ours: ExportedGraph | None, theirs: ExportedGraph |
     inside = dict(plan.inside)
     reasons = dict(plan.reasons)
     holds: dict[int, list[Record]] = defaultdict(list)
+    # Both sides may have fused something, if both are graphs.
     for side, other, lone, graph in sides:
         for record, node, pair in _inside(lone, graph, plan.pairs, other == "reference"):
             whole: Record = getattr(pair, other)
@@ -56,6 +57,7 @@ def _with_words(pair: Pair, held: Sequence[Record]) -> Pair:
     """A pair that says whose work its tensors are, where it is that of several."""
     if not held:
         return pair
+    # Execution order, so that the text reads as the data flows.
     owners = {r.key.site: r.class_name for r in sorted(held, key=lambda r: r.order)}
     owners.setdefault(pair.reference.key.site, pair.reference.class_name)
     said = "; ".join(f"{site}: {kind}" if kind else site for site, kind in owners.items())
@@ -76,12 +78,15 @@ def _inside(
     found: dict[int, tuple[Record, str, Pair]] = {}
     for place, node, at in (*_of_modules(graph), *_of_nodes(graph, lone)):
         for call, records in _calls(waiting, place):
+            # Two lone tensors of one port cannot be told apart inside a fusion.
             if len(records) != 1 or id(records[0]) in found:
                 continue
             pairs = [pair for w in at if (pair := wholes.get((*call[:3], *w))) is not None]
             if pairs:
                 pair = min(pairs, key=_first_given)
                 found[id(records[0])] = (records[0], node, pair)
+    # Bytes connect what one module gives with what the next one takes; only then are norms
+    # asked, and what they give is passed on the same way.
     _handed_on(lone, found)
     if graph.reworked:
         _norms(lone, found, waiting)
@@ -102,6 +107,7 @@ def _call(record: Record) -> _Call:
 def _calls(
     waiting: Mapping[_Call, list[Record]], place: Place
 ) -> Iterator[tuple[_Call, list[Record]]]:
+    # A place has no frame: the graph describes every step alike.
     frames = dict.fromkeys(call[:3] for call in waiting)
     for frame in frames:
         call: _Call = (*frame, *place)
@@ -135,6 +141,7 @@ def _handed_on(lone: Sequence[Record], found: dict[int, tuple[Record, str, Pair]
     for record in lone:
         if id(record) not in found and record.digest and record.key.phase == "forward":
             nodes = known.get(_bytes(record), {})
+            # Bytes that occur inside two fused nodes belong to neither for certain.
             for node, pair in nodes.items() if len(nodes) == 1 else ():
                 found[id(record)] = (record, node, pair)
 
@@ -174,6 +181,7 @@ def _leaves(plan: Plan, side: str) -> Iterator[str]:
     taken = {r.key.site for r in records}
     together = {k.site for s, k in plan.inside if s == side and k.port == "output"}
     sites = {r.key.site for r in (*records, *alone) if r.key.port in ("input", "output")}
+    # Every prefix of a site that ends at a dot is a container.
     holders = {site[:at] for site in sites for at in range(len(site)) if site[at] == "."}
     leaves = {site for site in sites - holders - {ROOT} if "/" not in site}
     if not leaves:

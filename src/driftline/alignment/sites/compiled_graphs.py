@@ -32,6 +32,7 @@ def counted_together(graphs: Sequence[Graph]) -> Sequence[Graph]:
     by itself. Backward parts are executed from the last to the first.
     """
     parts: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    # Parts of one piece share these three; recompilations have a compile id of their own.
     for at, graph in enumerate(graphs):
         parts[graph.compile_id, graph.kind, graph.base].append(at)
     found = list(graphs)
@@ -44,6 +45,8 @@ def counted_together(graphs: Sequence[Graph]) -> Sequence[Graph]:
             before[at] = dict(totals)
             for call, total in _calls_of(found[at]).items():
                 totals[call] += total
+        # Counts of earlier parts are added, so that a call has the same number as in the
+        # uncut graph.
         for at in group:
             found[at] = _recounted(found[at], before[at], totals)
     return found
@@ -67,6 +70,8 @@ def _recounted(
     def counted(node: GraphNode) -> GraphNode:
         if not node.origins or node.body:
             return node
+        # A placeholder of a backward graph stands for a value of the forward pass and keeps
+        # its number.
         phase = "forward" if node.target == "placeholder" else node.phase
         origins: list[Origin] = []
         for one in node.origins:
@@ -93,12 +98,14 @@ VIEWS = frozenset(
         *("unbind", "split_with_sizes", "view_as", "lift_fresh_copy"),
     )
 )
+# Of the views only these keep all elements in order; the others select, repeat or move them.
 RESHAPES = frozenset(
     f"aten.{name}"
     for name in ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "alias", "detach")
 )
 
 
+# An expand counts only if it repeats nothing, which is checked where it is met.
 _SAME_ELEMENTS = RESHAPES | {"aten.expand", "aten.clone"}
 FARTHEST = 8
 """So many views may lie between a value and the memory that holds it."""
@@ -176,6 +183,7 @@ class Graphs:
         self.graphs = graphs = counted_together(graphs)
         self.engine = graphs[0].engine if graphs else ""
         self._parts = Counter((graph.compile_id, graph.kind, graph.base) for graph in graphs)
+        # Pieces are numbered in program order, however often one of them was compiled.
         order = sorted({graph.piece for graph in graphs}, key=_natural)
         self._order = {piece: index for index, piece in enumerate(order)}
         self._nodes = {id(graph): {n.name: n for n in graph.nodes} for graph in graphs}
@@ -197,6 +205,8 @@ class Graphs:
         found = defaultdict(list)
         for graph in self.graphs:
             nodes, keeps = self._nodes[id(graph)], self._kept_nodes[id(graph)]
+            # A node whose value a kernel keeps is listed with its kernel below, not
+            # twice.
             for node in graph.nodes:
                 if node.name not in keeps:
                     found[node.site].append((graph, None, None, node))
@@ -213,6 +223,8 @@ class Graphs:
         if record.key.port != "output" or not there:
             return None
         backward = record.key.phase != "forward"
+        # Forward and backward graphs may use one site name; the phase of the record
+        # decides.
         fitting = [one for one in there if (one[0].kind == "backward") == backward] or there
         # A site may belong to several compilations of one piece: the shape says which.
         for graph, kernel, kept, node in fitting:
@@ -229,6 +241,8 @@ class Graphs:
         slots = self._slots[id(graph)]
         at = (node.name, int(slot))
         if at not in slots:
+            # Nobody reads this result, so the graph has no node for it; a sibling's
+            # origin tells the call.
             taken = [one for (name, _), one in slots.items() if name == node.name and one.origins]
             if not taken:
                 return node
@@ -265,6 +279,8 @@ class Graphs:
             key = value.record.key
             for node in self.same_elements(value):
                 at = (id(value.graph), node.name, key.step, key.visit)
+                # A node's own value wins over a view of it, and that over what was
+                # computed beside a kernel.
                 known = found if node is value.node else shown
                 (inside if value.inside else known).setdefault(at, value)
         return inside | shown | found
@@ -280,6 +296,8 @@ class Graphs:
                 return
             yield node
             operator = node.target.rpartition(".")[0]
+            # Each step must keep all elements, or the value would stand for a node it
+            # is only a part of.
             same = operator in _SAME_ELEMENTS and bool(node.inputs)
             source = self.node(value.graph, node.inputs[0]) if same else None
             if source is None or (operator == "aten.expand" and not _as_large(source, node)):
@@ -298,6 +316,8 @@ class Graphs:
 
     @cached_property
     def _fusions(self) -> dict[tuple[int, str], tuple[Kernel, Kept]]:
+        # What a kernel keeps explains the nodes on the way to it. Nodes of no kept result
+        # are explained by the kernel's last one.
         found: dict[tuple[int, str], tuple[Kernel, Kept]] = {}
         for graph in self.graphs:
             for kernel in graph.kernels:
@@ -360,6 +380,8 @@ class Graphs:
             return []
         graph, kept = value.graph, self._kept_nodes[id(value.graph)]
         went_in = set(value.kept.nodes)
+        # If no node has exactly the kept value, everything the kernel computed is on the
+        # way to it.
         waiting = [value.kept.node] if value.kept.node else list(went_in - kept)
         found = set(waiting)
         while waiting:
@@ -388,6 +410,7 @@ def _as_large(one: GraphNode, other: GraphNode) -> bool:
 
 def is_saved(node: GraphNode) -> bool:
     """Whether a backward graph is given it by the forward pass, which computed it."""
+    # Names that AOTAutograd gives: primals are inputs of the program, tangents its gradients.
     given = node.target == "placeholder" and node.phase == "backward"
     return given and not node.name.startswith(("primals_", "tangents_"))
 
@@ -430,4 +453,5 @@ def graphs_of(run: Run) -> dict[tuple[int, int], Graphs]:
 
 
 def _natural(text: str) -> tuple[int, str]:
+    # Numbers sort as numbers, so that piece 10 comes after piece 2; names come last.
     return (int(text), "") if text.isdigit() else (1 << 30, text)

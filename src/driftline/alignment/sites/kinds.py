@@ -61,6 +61,7 @@ _EXACT = {
     "Softmax": "softmax",
     "Flatten": "flatten",
 }
+# Activations are the last row of the table: their short endings (`act`, `elu`) fit many names.
 _ACTIVATIONS = (
     r"gelu|relu|silu|swish|swiglu|sigmoid|tanh|mish|elu|celu|selu|softplus|activation|glu|act"
 )
@@ -77,6 +78,7 @@ _ENDS = (  # tried in this order on the lower-case class name
     (_ACTIVATIONS, "activation"),
 )
 _COMPILED = tuple((re.compile(rf"(?:\w*?)(?:{end})"), kind) for end, kind in _ENDS)
+# Containers are guessed from any part of the name: frameworks add prefixes and versions freely.
 _CONTAINERS = (
     (re.compile(r"\w*attention\w*|\w*attn\w*"), "attention"),
     (re.compile(r"\w*(mlp|feed_?forward|ffn)\w*"), "mlp"),
@@ -115,11 +117,13 @@ def kind_of(class_name: str) -> str:
     """
     if (known := _EXACT.get(class_name)) is not None:
         return known
+    # All of ATB's classes end in "Operation"; with that, "AllGatherOperation" would contain "rope".
     lower = class_name.removesuffix("Operation").lower()
     for pattern, kind in _COMPILED:
         if pattern.fullmatch(lower):
             return kind
-    return container_kind(class_name) or f"?{class_name}"  # attention may be one call
+    # A fused attention may be a single call, so a leaf can have a container's kind.
+    return container_kind(class_name) or f"?{class_name}"
 
 
 @lru_cache(maxsize=4096)
@@ -135,6 +139,7 @@ def container_kind(class_name: str) -> str:
     return ""
 
 
+# Quantised variants (Linear4bit, LinearFP8) are still one linear layer.
 _ONE_LINEAR = re.compile(r"\w*(linear(_?\dbits?|fp\d|nf\d|lt)?|lm_?head)|dense")
 _ONE_NORM = frozenset({"norm.layer", "norm.rms", "norm", "dropout", "identity"})
 
@@ -149,6 +154,8 @@ def is_whole(class_name: str, inside: Iterable[str]) -> bool:
     (True, False)
     """
     kind = kind_of(class_name)
+    # The exact test keeps T5DenseActDense out: its name ends like a Linear, but it holds
+    # several.
     if kind == "linear":
         named = class_name in _EXACT or _ONE_LINEAR.fullmatch(class_name.lower()) is not None
         return named and not {"activation", "conv", *_NORMS}.intersection(inside)
@@ -182,6 +189,7 @@ def role_of(site: str) -> str:
     >>> role_of("model.layers.0.self_attn.q_proj"), role_of("h.0.attn.key"), role_of("h.0.fc")
     ('q', 'k', '')
     """
+    # The name of the parent counts too: `attn.q.linear` is a query projection.
     last, *holder = reversed(site.replace("/", ".").split(".")[-2:])
     for part in (last, *(name for name in holder if not name[-1:].isdigit())):  # not `k0`, `v2`
         word = re.sub(r"[^a-z]", "", part.lower().removesuffix("_linear").removesuffix("_layer"))

@@ -29,6 +29,7 @@ class OperatorSteps:
         """What was called in the step of a record, and the edges."""
         frame = _frame(record)
         if frame not in self._known:
+            # Grouping all records takes time, so it waits for the first question.
             if self._frames is None:
                 self._frames = frames_of(self.run.records)
             calls = calls_of(sorted(self._frames.get(frame, []), key=lambda each: each.order))
@@ -47,6 +48,8 @@ class OperatorSteps:
         frame = _frame(record)
         if frame not in self._taken:
             first: dict[str, Record] = {}
+            # Several operators may read one tensor; the first one stands for all of
+            # them.
             for each in (each for call in calls.values() for each in call.records):
                 called = flow.names.get((each.key.site, each.key.slot))
                 if called and each.key.port == "input":
@@ -114,6 +117,7 @@ def operators_of(records: Iterable[Record], prefix: str) -> dict[str, Operator]:
     """Operators by name, in the order of their first tensor."""
     found: dict[str, Operator] = {}
     for record in records:
+        # Dumps flatten the names of operators in file names, so sites are flattened alike.
         name = flat(record.key.site.removeprefix(prefix))
         operator = found.get(name)
         if operator is None:
@@ -134,4 +138,5 @@ def at_slot(records: Iterable[Record], slot: str) -> Record | None:
 
 def _slot(record: Record) -> tuple[int, ...]:
     parts = record.key.slot.split(".")
+    # Slots such as `0.1` are nested tuples; each level sorts as a number.
     return tuple(int(part) if part.isascii() and part.isdigit() else -1 for part in parts)

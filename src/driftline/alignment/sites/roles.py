@@ -18,12 +18,15 @@ from driftline.alignment.sites.values import Dataflow, Dataflows, Place
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 
+# A bound against cycles in damaged topologies as well.
 _STEPS = 16
 """So many operators between a projection and what uses it; more is no projection of it."""
 _ATTENTION = ("q", "k", "v")
 _CACHES = ("k", "v")
 _QUANTISE = (6, 17, 19)
 """Numbers of ATB's element-wise operations that quantise: by one scale, by columns, by rows."""
+# Operators that move, pad or retype elements without computing new ones, by the start of ATB's
+# class names.
 _PASSING = ("Transpose", "Reshape", "View", "Transdata", "TransData", "Cast", "Contiguous", "Pad",
             "Unpad", "Squeeze", "Unsqueeze", "AsStrided")  # fmt: skip
 
@@ -44,6 +47,7 @@ def tell_by_dataflow(calls: Sequence[Call], flow: Dataflow) -> None:
     """
     if not flow.makers:
         return
+    # First visits only: a site that is called again computes the same role again.
     leaves = {call.site: call for call in calls if call.leaf and call.called and not call.visit}
     for call in leaves.values():
         source, result = (main_tensor(call.records, port) for port in ("input", "output"))
@@ -52,6 +56,8 @@ def tell_by_dataflow(calls: Sequence[Call], flow: Dataflow) -> None:
         if not call.fed_by and source is not None:
             call.fed_by = _first_source(leaves, flow, call.site, source.key.slot)
     found: dict[int, list[tuple[str, tuple[int, int] | None]]] = {}
+    # Evidence is collected for all readers before any role is given: readers may contradict
+    # each other.
     by_id = {id(call): call for call in leaves.values()}
     for role, origin in _used(leaves, flow):
         told = found.setdefault(id(origin.linear), [])
@@ -59,6 +65,7 @@ def tell_by_dataflow(calls: Sequence[Call], flow: Dataflow) -> None:
             told.append((role, origin.span))
     for at, told in found.items():
         _say(by_id[at], told)
+    # The operator that cuts a projection has the same parts, in the same order.
     for call in leaves.values():
         maker = flow.makers.get((call.site, "0")) if call.kind == "cut" else None
         if maker is not None and maker[0] in leaves:
@@ -80,6 +87,7 @@ def tell_elementwise(
         [flow.params.get(call.site, {}).get("elewiseType") for call in side]
         for side, flow in zip(sides, flows, strict=True)
     ]
+    # All or none: kinds by parameter on one side only would match nothing on the other.
     if all(isinstance(each, int) for side in types for each in side):
         for side, numbers in zip(sides, types, strict=True):
             for call, number in zip(side, numbers, strict=True):
@@ -91,6 +99,7 @@ def _say(call: Call, told: Sequence[tuple[str, tuple[int, int] | None]]) -> None
     if len(told) == 1 and told[0][1] is None:
         call.role = call.role or told[0][0]
         return
+    # A projection that is used whole and in parts has no clear role.
     parts = [(span, role) for role, span in told if span is not None]
     # Two parts of the same bytes are not told apart; the others still are.
     clear = Counter(span for span, _ in parts), Counter(role for _, role in parts)
@@ -110,12 +119,16 @@ def _used(leaves: dict[str, Call], flow: Dataflow) -> Iterable[tuple[str, _Origi
             names = _ATTENTION
         elif call.class_name.startswith("ReshapeAndCache"):
             names = _CACHES
+        # Inputs 0, 1 and 2 of an attention are q, k and v; the operator that fills a cache takes k
+        # and v.
         for slot, role in enumerate(names):
             if (origin := _traced(leaves, flow, call.site, str(slot))) is not None:
                 yield role, origin
         if call.kind == "activation" and (origin := _traced(leaves, flow, call.site, "0")):
             wide = origin.linear.features if origin.span is None else 0
-            if wide and 2 * call.features == wide:  # the gated one takes both halves at once
+            # A fused SwiGLU takes gate and up as one tensor, and the gate is the first
+            # half.
+            if wide and 2 * call.features == wide:
                 half = wide // 2
                 yield "gate", _Origin(origin.linear, (0, half))
                 yield "up", _Origin(origin.linear, (half, wide))
@@ -129,6 +142,7 @@ def _used(leaves: dict[str, Call], flow: Dataflow) -> Iterable[tuple[str, _Origi
             maker = flow.makers.get((call.site, one.key.slot))
             gate = active.get(maker) if maker is not None else None
             up = _traced(leaves, flow, call.site, other.key.slot) if gate is not None else None
+            # Gate and up must read the same input, or the product is something else.
             if gate is None or up is None or gate == up or gate.linear.fed_by != up.linear.fed_by:
                 continue
             yield "gate", gate
@@ -145,6 +159,8 @@ def _first_source(leaves: dict[str, Call], flow: Dataflow, site: str, slot: str)
         maker = flow.makers.get((site, slot))
         call = leaves.get(maker[0]) if maker is not None else None
         inputs = [] if call is None else [r for r in _ports(call, "input") if r.shape == call.out]
+        # A quantising cast sits between a norm and the projections; they still share one
+        # input.
         rest = call is not None and call.class_name.startswith(("Elewise", "Cast"))
         if call is None or not rest or len(inputs) != 1:
             break
@@ -166,6 +182,7 @@ def _traced(leaves: dict[str, Call], flow: Dataflow, site: str, slot: str) -> _O
             return _Origin(call, span)
         piece = _piece(call, maker[1], flow)
         if piece is not None:
+            # A piece of a piece: offsets add up from the inner cut to the outer one.
             if span is not None:
                 piece = (piece[0] + span[0], piece[0] + span[1])
             span = piece
@@ -206,6 +223,7 @@ def _piece(call: Call, output: str, flow: Dataflow) -> tuple[int, int] | None:
 
 def _passed(call: Call, output: str, flow: Dataflow) -> str | None:
     """The slot of the input that an operator gives on as this output, if it is only one."""
+    # Rope rotates its first two inputs (q and k) and hands each on at the same position.
     if call.kind == "rope":
         return output if output in ("0", "1") else None
     result = next((r for r in _ports(call, "output") if r.key.slot == output), None)
@@ -228,6 +246,7 @@ def rewired(reference: Run, candidate: Run) -> str:
     ours = frames_of(reference.records)
     theirs = frames_of(candidate.records)
     seen: set[tuple[int, int]] = set()
+    # The first step of each process is enough: later steps call the same operators.
     for frame in ours:
         place = (frame.rank, frame.process)
         if place in seen or frame not in theirs:
@@ -259,6 +278,7 @@ def _told(run: Run, frame: Frame, calls: list[Call]) -> dict[str, object]:
     flow = Dataflows(run).of(frame, calls, None)
     if not flow.makers:
         return {}
+    # Roles by name would hide what the edges say.
     for call in calls:
         call.role = ""
     tell_by_dataflow(calls, flow)

@@ -72,6 +72,7 @@ class Call:
         self.into = None if source is None else source.shape
         self.makes = "" if output is None else output.digest
         self.fed_by = "" if source is None else source.digest
+        # Only unknown classes are guessed by shape; a known class is better evidence.
         if not is_known(self.kind) and output is not None and source is not None:
             self.kind = _by_shape(source, output) or self.kind
 
@@ -110,6 +111,7 @@ def main_tensor(records: Iterable[Record], port: str) -> Record | None:
         if record.key.port == port and record.key.phase == "forward":
             first = first or record
             if len(record.shape) > 1:
+                # Quantised activations are int8 or int4 matrices and count like floats.
                 if "float" in record.dtype or record.dtype in ("int8", "int4"):
                     return record
                 matrix = matrix or record
@@ -138,6 +140,7 @@ def frames_of(records: Iterable[Record]) -> dict[Frame, list[Record]]:
 def calls_of(records: Sequence[Record]) -> list[Call]:
     """The calls of one frame in execution order, with their places in the tree."""
     by_call: dict[tuple[str, int], list[Record]] = {}
+    # Grouped by call first: a run lists tensors in the order they were written.
     for record in records:
         by_call.setdefault((record.key.site, record.key.visit), []).append(record)
     calls = [Call(site, visit, group) for (site, visit), group in by_call.items()]
@@ -154,6 +157,8 @@ def with_bias(calls: list[Call]) -> None:
     """
     leaves = [call for call in calls if call.leaf]
     for call, after in itertools.pairwise(leaves):
+        # The bias must be the only other operand and a vector; a residual has the full
+        # shape.
         if call.kind != "linear" or not after.class_name.startswith("Elewise"):
             continue
         shapes = sorted(
@@ -163,6 +168,8 @@ def with_bias(calls: list[Call]) -> None:
             mine = [record for record in call.records if record.key.port != "output"]
             made = [record for record in after.records if record.key.port == "output"]
             raw = [record for record in call.records if record.key.port == "output"]
+            # The raw product keeps its tensor, now under the operator that adds the
+            # bias, so that nothing is lost from the plan.
             after.records = [r for r in after.records if r.key.port != "output"] + raw
             call.records = mine + made
             call.makes = after.makes
@@ -172,6 +179,7 @@ def with_bias(calls: list[Call]) -> None:
 def enclosing(site: str) -> Iterable[str]:
     """The sites around a site, nearest first, the root not included."""
     while True:
+        # Operators stand behind a slash, modules behind dots; both nest.
         cut = max(site.rfind("."), site.rfind("/"))
         if cut <= 0:
             return
@@ -188,6 +196,8 @@ def _place(calls: list[Call]) -> None:
     within: dict[str, list[str]] = {}
     for site in counted:
         for parent in enclosing(site):
+            # Only sites with records count as parents: names may contain levels that
+            # were not captured.
             if parent in kinds:
                 around.add(parent)
                 if kinds[parent] in WHOLE and parent not in ROOTS:

@@ -20,6 +20,7 @@ _Name = tuple[str, int]
 def pair_tensors(ours: Sequence[Record], theirs: Sequence[Record]) -> Pairs:
     """The pairs among the tensors of two calls; what has no partner is left out."""
     found: Pairs = []
+    # Input against output, or forward against backward, is never the same tensor.
     there = _by_port(theirs)
     for port, here in _by_port(ours).items():
         if (others := there.get(port)) is not None:
@@ -58,6 +59,7 @@ def _by_port(records: Iterable[Record]) -> dict[tuple[str, str, str], list[Recor
 
 
 def _pair_slots(ours: list[Record], theirs: list[Record]) -> Pairs:
+    # A single tensor on each side needs no slot; names may differ, if the shapes could agree.
     if len(ours) == 1 and len(theirs) == 1:
         same = ours[0].key.slot == theirs[0].key.slot and not ours[0].key.slot.isdigit()
         return [(ours[0], theirs[0])] if same or _could_be(ours[0], theirs[0]) else []
@@ -68,6 +70,7 @@ def _pair_slots(ours: list[Record], theirs: list[Record]) -> Pairs:
         if {record.key.slot for record in first} == {"0"} and _could_be(*first):
             found, ours, theirs = [first], ours[1:], theirs[1:]
         return found + _alone_of_their_look(ours, theirs)
+    # Names first, then aliases (a position on one side and an argument's name on the other).
     for names in (_slots, _any_names):
         known = {name: record for record in reversed(theirs) for name in names(record)}
         for record in list(ours):
@@ -94,6 +97,7 @@ def _any_names(record: Record) -> list[str]:
 
 def _by_place(ours: list[Record], theirs: list[Record]) -> Pairs:
     """What names leave over: in order if all fit, else only what there is one of on each side."""
+    # All fit in order, or only what is unique: a partial order would guess.
     if len(ours) == len(theirs) and all(map(_could_be, ours, theirs)):
         return list(zip(ours, theirs, strict=True))
     return _alone_of_their_look(ours, theirs)
@@ -101,6 +105,7 @@ def _by_place(ours: list[Record], theirs: list[Record]) -> Pairs:
 
 def _same_places(ours: list[Record], theirs: list[Record]) -> bool:
     """Whether numbers of slots can mean the same on both sides; names always can."""
+    # Only unnamed positions can be shifted by an additional operand.
     numbers = [[r for r in side if r.key.slot.isdigit() and not r.alias] for side in (ours, theirs)]
     if len(numbers[0]) < len(ours) or len(numbers[1]) < len(theirs):
         return True
@@ -121,6 +126,7 @@ def _look(record: Record) -> tuple[tuple[int, ...], str]:
 
 
 def _could_be(ours: Record, theirs: Record) -> bool:
+    # Dtypes may differ (that is what is compared), but floats and indices never pair.
     if _family(ours.dtype) != _family(theirs.dtype):
         return False
     if ours.shape == theirs.shape or math.prod(ours.shape) == math.prod(theirs.shape):
@@ -152,6 +158,7 @@ def pair_weights(ours: Sequence[Record], theirs: Sequence[Record]) -> Pairs:
     Shapes must tell them apart, a matrix in either direction; equal ones (scale and shift of a
     norm) pair in order if both sides have as many. One side must have no parameters at all.
     """
+    # Either side may be the one that takes weights as inputs.
     if found := _weights(ours, theirs):
         return found
     return [(ours_, theirs_) for theirs_, ours_ in _weights(theirs, ours)]
@@ -173,6 +180,8 @@ def _by_look(records: Sequence[Record], port: str) -> dict[_Look, list[Record]]:
     found: dict[_Look, list[Record]] = defaultdict(list)
     for record in records:
         key = record.key
+        # The first input of several axes is the activation, which has a port of its own
+        # elsewhere.
         first = port == "input" and key.slot == "0" and len(record.shape) > 2
         if key.port == port and key.phase == "forward" and "float" in record.dtype and not first:
             found[tuple(sorted(record.shape))].append(record)
@@ -184,6 +193,7 @@ def pair_codes(ours: Call, theirs: Call, free: set[int]) -> Pairs:
 
     The input and the weight of either, where they have no partner and one of the two is a code.
     """
+    # Only matrix products have codes on one side and floats on the other.
     if ours.kind != "linear" or theirs.kind != "linear":
         return []
     found: Pairs = []
@@ -210,6 +220,7 @@ def pair_codes(ours: Call, theirs: Call, free: set[int]) -> Pairs:
 
 
 def _one_is_code(ours: Record, theirs: Record) -> bool:
+    # Two codes or two floats are paired by the other rules; here exactly one must be a code.
     types = {ours.dtype, theirs.dtype}
     return bool(types & _CODES) and any("float" in dtype for dtype in types)
 
@@ -227,6 +238,8 @@ def pair_read(
     leaves = [call for call in calls if call.leaf and call.called]
     found: Pairs = []
     for at, call in enumerate(leaves[:-1]):
+        # The output of a fused attention and the input of the projection after it are one
+        # tensor; some libraries keep the first, others the second.
         reader = leaves[at + 1]
         if call.kind != "core attention" or (call.site, call.visit) in links:
             continue

@@ -70,6 +70,7 @@ class Dataflows:
         place = (frame.rank, frame.process)
         if place not in self._by_process:
             self._by_process[place] = edges_of(self._run, *place)
+        # Edges of the dump are certain; bytes are read only if there are none.
         known = self._by_process[place]
         if known.makers:
             return known
@@ -101,6 +102,7 @@ def _from_topology(topology: Mapping[str, Any]) -> Dataflow:
             makers[taker] = maker
     names: dict[Place, str] = {}
     params: dict[str, Mapping[str, Any]] = {}
+    # An explicit stack instead of recursion: the nesting comes from a file.
     below = [cast("object", root) for root in _list(topology.get("roots"))]
     while below:
         node = below.pop()
@@ -141,11 +143,14 @@ def _from_bytes(run: Run, calls: Sequence[Call]) -> tuple[dict[Place, Place], di
     names: dict[Place, str] = {}
     read = 0
     for call in sorted(calls, key=lambda call: call.order):
+        # Containers repeat the tensors of their leaves, so only their inputs are named.
         for port in ("input", "output") if call.leaf else ("input",):
             taken: dict[str, list[Place]] = {}
             for record in call.records:
                 if record.key.port != port or record.key.phase != "forward":
                     continue
+                # A record with a digest costs no read, however much was read
+                # before.
                 known = bool(record.digest) or (record.kept == "full" and read <= _MOST_READ)
                 if not known or not record.shape:
                     continue
@@ -156,6 +161,7 @@ def _from_bytes(run: Run, calls: Sequence[Call]) -> tuple[dict[Place, Place], di
                     names[place] = digest
                 if digest.startswith(_CONSTANT):
                     continue  # ones are the same everywhere, and say nothing of who made them
+                # Vectors are equal too often (biases, scales) to say who made them.
                 if not digest or len(record.shape) < 2 or not call.leaf:
                     continue
                 if port == "output":
@@ -187,9 +193,11 @@ def _sampled(run: Run, record: Record) -> tuple[str, int]:
         values = np.ascontiguousarray(run.raw(record)).reshape(-1).view(np.uint8)
     except (DriftlineError, OSError, ValueError):
         return "", 0  # comparing it will say why
+    # Both ends are enough to distinguish the tensors of one step; the middle is not read.
     ends = values if values.size <= 2 * _SAMPLE else _both_ends(values)
     if not (ends != ends[0]).any():
         return "", ends.size
+    # All elements equal: bytes repeat with the width of an element.
     width = values.size // math.prod(record.shape)
     same = "" if width and (ends[width:] != ends[:-width]).any() else _CONSTANT
     # Shapes count by their sizes only: a view of other axes is the same tensor.

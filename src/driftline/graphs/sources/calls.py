@@ -25,9 +25,12 @@ def calls_graph(calls: Sequence[Call], step: int | None = None) -> Graph | None:
         return None
     steps = sorted({call.step for call in forward})
     chosen = steps[0] if step is None else step
+    # Numbers give the order of the calls, whatever the order of the lines.
     mine = sorted((call for call in forward if call.step == chosen), key=lambda call: call.number)
     backward = [call.number for call in calls if call.step == chosen and call.phase != "forward"]
     if backward and any(call.kind == "module" for call in mine):
+        # Operators after the start of the backward pass and outside of modules are the
+        # optimizer's.
         turn = min(backward)
         mine = [c for c in mine if c.number < turn or c.inside is not None or c.kind == "module"]
     if not mine:
@@ -45,6 +48,7 @@ def calls_graph(calls: Sequence[Call], step: int | None = None) -> Graph | None:
             nodes = (*nodes[:at], *nodes[at].children, *nodes[at + 1 :])
         name = kind = root.class_name
         inputs = tuple(dict.fromkeys(building.name_of(one) for one in root.inputs))
+        # Operators after the model, such as a loss, give outputs of the program as well.
         after = tops[at + 1 :]
         read = {building.name_of(one) for call in after for one in call.inputs}
         last = [name for call in after for name in building.made(call) if name not in read]
@@ -81,6 +85,7 @@ class _Building:
     def node(self, call: Call) -> GraphNode:
         # A module runs nothing that is listed when it only makes views: it is a node itself.
         children = tuple(self.node(child) for child in self._children.get(call.number, ()))
+        # A tensor that is passed twice is one edge.
         inputs = tuple(dict.fromkeys(self.name_of(one) for one in call.inputs))
         return GraphNode(
             _name(call),
@@ -96,6 +101,7 @@ class _Building:
     def made(self, call: Call) -> list[str]:
         if call.kind == "module":
             return [self.name_of(one) for one in call.outputs]
+        # Operators make new tensors, so their outputs are named by the call.
         return [self._known(f"{_name(call)}_output_{one.slot}", one) for one in call.outputs]
 
     def name_of(self, tensor: CallTensor) -> str:

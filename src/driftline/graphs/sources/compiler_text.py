@@ -71,6 +71,7 @@ class OperatorGraph:
         for node in self.nodes.values():
             for tensor in node.inputs:
                 self.readers[tensor].append(node.name)
+        # Both are computed on first use: many dumps are matched by name and never ask.
         self._owners: dict[str, str] | None = None
         self._known: tuple[Collection[str], Vocabulary, dict[str, list[str]]] | None = None
 
@@ -94,6 +95,7 @@ class OperatorGraph:
 
     def fx_tensor(self, tensor: Tensor) -> tuple[str, str] | None:
         """The FX node and slot that an output stands for."""
+        # Texts may list fewer FX names than an operator has outputs.
         node = self.nodes.get(tensor[0])
         return node.fx[tensor[1]] if node is not None and 0 <= tensor[1] < len(node.fx) else None
 
@@ -136,6 +138,7 @@ class OperatorGraph:
             shown: How many inputs a dump has of them. A fused operator may read a tensor once that
                 several of its members read.
         """
+        # Tensors between members are internal to the fused operator.
         inside = set(members)
         read = [
             Input(name, position, source)
@@ -145,6 +148,8 @@ class OperatorGraph:
             if source[0] not in inside
         ]
         if len(read) != shown:
+            # The order of first reading is kept, because operands are matched by
+            # position.
             once = list({one.source: one for one in reversed(read)}.values())[::-1]
             read = once if len(once) == shown else read
         return read
@@ -175,6 +180,7 @@ class OperatorGraph:
             Nothing when the name is none of these.
         """
         name = flat(name)
+        # Keyed by identity: the caller passes the same collection for every name of a dump.
         if self._known is None or self._known[0] is not also:
             self._known = (also, Vocabulary({*self.nodes, *also}), {})
         _, words, found = self._known
@@ -184,6 +190,7 @@ class OperatorGraph:
 
     def _members(self, name: str, also: Collection[str], words: Vocabulary) -> list[str]:
         own = self.nodes.get(name)
+        # An operator with FX names of its own was not fused.
         if name in also or (own is not None and any(own.fx)):
             return [name]
         ways = [way for way in words.ways(name) if way != [name]]
@@ -206,6 +213,7 @@ class Vocabulary:
     """Known names, and how a longer one is written with them."""
 
     def __init__(self, words: Collection[str]) -> None:
+        # An empty name would match everywhere and never end.
         self.words = frozenset(words) - {""}
         self._lengths = sorted({len(word) for word in self.words}, reverse=True)
 
@@ -215,6 +223,7 @@ class Vocabulary:
         >>> list(Vocabulary({"Add_1", "Add_12", "2Relu", "Relu"}).ways("Add_12Relu"))
         [['Add_12', 'Relu'], ['Add_1', '2Relu']]
         """
+        # Names come from files, so length and number of ways are bounded.
         end, words = len(name), self.words
         if end > LONGEST_NAME:
             return

@@ -77,6 +77,8 @@ class ExportedGraph(NamedTuple):
         if node is None:
             return {}
         calls = listed(node.get("calls"))
+        # A node with several outputs lists one call for each of them, in the order of its
+        # sites.
         at = [*map(str, listed(node.get("outputs")) or [site])].index(site)
         return _object(calls[at]) if at < len(calls) else {}
 
@@ -112,6 +114,7 @@ _NO_GRAPH = ExportedGraph({}, {})
 
 def exported_graph(run: Run) -> ExportedGraph | None:
     """The graph of a run that was captured from an exported file; None for any other run."""
+    # Any process may hold the graph; the first one that does is taken.
     trees = (run.topology(r.key.rank, r.key.process) for r in first_records(run))
     graphs = (tree.get("exported") for tree in trees if tree is not None)
     about = next((graph for graph in graphs if isinstance(graph, Mapping)), None)
@@ -171,6 +174,7 @@ def names_fit(plan: Plan, ours: ExportedGraph | None, theirs: ExportedGraph | No
             ([pair.candidate for pair in plan.pairs], plan.extra),
         )
     ]
+    # Sites are compared as the reference names them, so that earlier pairs count as agreement.
     linked = {pair.candidate.key.site: pair.reference.key.site for pair in plan.pairs}
     named = [{linked.get(site, site) for site in sites[1]}, sites[0]]
     shared = (named[0] & named[1]) - {ROOT}
@@ -178,6 +182,7 @@ def names_fit(plan: Plan, ours: ExportedGraph | None, theirs: ExportedGraph | No
         modules = [sites[0] - set(ours.nodes), sites[1] - set(theirs.nodes)]
         values = ours.values().keys() & theirs.values().keys()
         return (
+            # `shared` leaves out the root, which both graphs have: hence one less.
             2 * len(shared) >= min(map(len, named)) - 1
             or len(modules[0] & modules[1] - {ROOT}) * 2 >= min(map(len, modules)) > 1
             or 2 * len(values) >= min(len(ours.nodes), len(theirs.nodes))
@@ -190,6 +195,7 @@ def names_fit(plan: Plan, ours: ExportedGraph | None, theirs: ExportedGraph | No
         for site in modules
         if site in others or any(base in others for base, _ in without_number(site))
     }
+    # Half of the modules: an exporter renames or wraps some of them.
     return bool(known) and 2 * len(known) >= len(modules)
 
 

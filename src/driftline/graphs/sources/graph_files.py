@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+# NaN is not JSON; an error that is not finite is written as null.
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 _LONGEST_LINE = 1 << 27
 INSIDE = " inside "
@@ -193,6 +194,7 @@ class Graph(NamedTuple):
 def rebased(graph: Graph, base: str) -> Graph:
     """A graph as another module executes it: layers that are alike share one compiled graph."""
     nodes = tuple(
+        # Sites begin with their module, so moving the module moves the site.
         node._replace(
             module=_moved(node.module, graph.base, base),
             site=_moved(node.module, graph.base, base) + node.site[len(node.module) :],
@@ -212,6 +214,7 @@ def rebased(graph: Graph, base: str) -> Graph:
 
 def _moved(module: str, old: str, new: str) -> str:
     """A module's name below another base; what does not lie below the old one stays."""
+    # `@n` marks a repeated call and stays behind the new name.
     if module.partition("@")[0] == old:
         return new + module[len(old) :]
     return new + module[len(old) :] if module.startswith(f"{old}.") else module
@@ -224,6 +227,7 @@ def _site_of(kept: Kept, sites: Mapping[str, str]) -> str:
 
 def _short(value: Any) -> dict[str, Any]:
     """Fields that say more than their default."""
+    # Defaults are left out: most fields of most nodes have them.
     defaults = value._field_defaults
     return {
         name: part
@@ -235,6 +239,7 @@ def _short(value: Any) -> dict[str, Any]:
 def read_graphs(text: str) -> Iterator[Graph]:
     """The graphs of a file, in order; damaged lines are passed over."""
     for line in text.splitlines():
+        # Errors share the file; their lines begin with their own key.
         if not line.strip() or len(line) > _LONGEST_LINE or line.startswith('{"off"'):
             continue
         try:

@@ -51,6 +51,7 @@ def run_graph(run: Run, rank: int = 0, process: int = 0, step: int | None = None
     chosen = steps[0] if step is None and steps else step
     records = [record for record in mine if record.key.step == chosen]
     if tree is not None and tree.get("edges"):
+        # Recorded edges are certain; equal bytes are not (two zero tensors are alike).
         return _by_edges(run.name, tree, records, str(run.manifest.get("format", "")))
     if records:
         return _by_bytes(run, records)
@@ -80,6 +81,7 @@ def _by_bytes(run: Run, records: Sequence[Record]) -> Graph:
 
     for record in records:
         call = calls[record.key.site, record.key.visit]
+        # Equal bytes of different types are different tensors.
         same = (_digest(run, record), record.dtype)
         own = f"{_shown(call)}_{record.key.port}_{record.key.slot}"
         known = names.get(same) if same[0] else None
@@ -89,6 +91,8 @@ def _by_bytes(run: Run, records: Sequence[Record]) -> Graph:
             name = known or note(own, record)
             call.inputs.append(name)
         else:
+            # A container returns what something inside it made; any other equal tensor
+            # is a coincidence.
             name = known if known is not None and known in call.made() else note(own, record)
             call.outputs.append(name)
         if same[0]:
@@ -96,6 +100,7 @@ def _by_bytes(run: Run, records: Sequence[Record]) -> Graph:
     nodes = tuple(_node(call) for call in tops)
     name, kind = "program", "Program"
     outputs: tuple[str, ...] = ()
+    # A single root adds a level without information.
     if len(nodes) == 1:
         name = kind = nodes[0].kind or nodes[0].name
         outputs = nodes[0].outputs
@@ -108,6 +113,7 @@ def _nested(calls: Sequence[_Call]) -> list[_Call]:
     by_site: dict[str, list[_Call]] = {}
     for call in calls:
         by_site.setdefault(call.site, []).append(call)
+    # Calls end after everything inside them, so the next one to end contains the call.
     for those in by_site.values():
         those.sort(key=lambda call: call.last)
     tops: list[_Call] = []
@@ -157,6 +163,7 @@ def _shown(call: _Call) -> str:
 
 
 def _digest(run: Run, record: Record) -> str:
+    # Values are read only where the record has no digest.
     if record.digest or record.kept != "full" or run.lost(record):
         return record.digest
     try:
@@ -182,6 +189,7 @@ def _by_edges(
     }
     outputs: dict[str, dict[str, None]] = {}
     feeding: dict[str, dict[str, str]] = {}
+    # Both forms of edges are reduced to names of tensors.
     for edge in tree["edges"]:
         source, out, to, slot = _edge(edge)
         outputs.setdefault(source, {})[out] = None
@@ -201,6 +209,7 @@ def _by_edges(
         named = bool(data.get("inputs") or data.get("outputs"))
         ins = [str(one) for one in data.get("inputs") or ()]
         outs = [str(one) for one in data.get("outputs") or ()]
+        # Files without names of tensors get one from the maker and its slot.
         if not named:
             slots = feeding.get(site, {})
             ins = [slots[slot] for slot in sorted(slots, key=_slot)]
@@ -236,6 +245,7 @@ def _with_operators(
     exported = tree.get("exported")
     if not isinstance(exported, Mapping) or not roots:
         return cast("list[Mapping[str, Any]]", roots)
+    # The first module of a name holds the nodes; repeated calls share it.
     holders: dict[str, list[Any]] = {}
     below: list[dict[str, Any]] = list(roots)
     while below:
@@ -251,6 +261,7 @@ def _with_operators(
         site = str(node.get("site", ""))
         made = [f"{output}:0" for output in node.get("outputs") or (site,)]
         own = {"site": site, "class": node.get("class"), "outputs": made}
+        # Order of the feeding table: slots as the file listed them.
         own["inputs"] = list(feeding.get(site, {}).values())
         holders.get(site.rpartition("/")[0], outermost).append(own)
         order[id(own)] = number

@@ -13,6 +13,7 @@ from typing import Any, cast
 from driftline.errors import BadFile
 from driftline.graphs.model import DEEPEST, MOST_NODES, Graph, GraphNode, TensorInfo
 
+# Bounds for files of others: far above what a model needs, and small enough to read.
 LARGEST = 64 << 20
 _MOST_TENSORS = 4096
 _LONGEST_NAME = 4096
@@ -50,6 +51,7 @@ def atb_graph(text: str, where: str, shapes: Shapes | None = None) -> Graph:
     reading = _Reading(where, shapes or {})
     whole = reading.node(top, 0)
     weights = reading.names(top.get("weightTensors"))
+    # A file of a single operation has no nodes; it is then its own only node.
     nodes = whole.children or (whole,)
     return Graph(
         name,
@@ -100,6 +102,7 @@ class _Reading:
         if not isinstance(value, list):
             raise BadFile(f"{self._where} is damaged: a list of tensors is no list")
         given = cast("list[object]", value)
+        # A weight list is longer than the operands of a node, hence the larger bound.
         if len(given) > _MOST_TENSORS * 16:
             raise BadFile(f"{self._where} lists {len(given)} tensors in one place")
         if not all(isinstance(name, str) for name in given):
@@ -138,6 +141,7 @@ def layers_of(graph: Graph) -> list[GraphNode]:
                 look(node.children, depth + 1)
 
     look(graph.nodes, 0)
+    # Without lists and modules the model itself is the only layer.
     whole = GraphNode(graph.name, graph.kind, graph.inputs, graph.outputs, {}, graph.nodes)
     return found or [node for node in graph.nodes if node.children] or [whole]
 
@@ -156,6 +160,7 @@ def layer_graph(graph: Graph, layer: GraphNode) -> Graph:
 
 def model_json(graph: Graph) -> str:
     """A graph in the form of ATB's `model/{pid}/{name}.json`."""
+    # What no node makes and the model is not given must be weights.
     weights = [name for name in _read_by(graph) if name not in graph.inputs]
     content = {
         "modelName": graph.name,

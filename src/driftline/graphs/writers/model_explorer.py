@@ -17,6 +17,7 @@ from driftline.graphs.overlay import Finding, finding_of
 from driftline.graphs.writers.onnx import flat_parameters, in_words
 
 _INPUTS = "inputs"
+# Longer values would fill the viewer's panel of attributes.
 _LONGEST = 400
 _COLOURS = {"fail": "#d93025", "incomparable": "#f9ab00", "pass": "#34a853"}
 
@@ -42,12 +43,14 @@ def model_explorer(graph: SeenGraph, findings: Mapping[str, Finding] | None = No
         for name in graph.inputs
     ]
     taken = {str(node["id"]) for node in nodes}
+    # Ids are unique over nodes and inputs, because edges refer to both.
     ids = {node.name: _free(node.name, taken) for node in graph.nodes}
     for node in graph.nodes:
         found = finding_of(node, findings or {})
         shown: dict[str, Any] = {
             "id": ids[node.name],
             "label": node.kind,
+            # A slash separates levels in the viewer, so slashes in names are replaced.
             "namespace": "/".join(part.replace("/", "_") for part in node.path),
             "attrs": [_pair(key, value) for key, value in flat_parameters(node.param)],
             "incomingEdges": [
@@ -94,6 +97,7 @@ def node_data(graph: SeenGraph, findings: Mapping[str, Finding], name: str = "")
     results: dict[str, Any] = {}
     for own, found in _found(graph, findings):
         if not math.isnan(found.value):
+            # JSON has no infinity.
             value = max(-sys.float_info.max, min(sys.float_info.max, found.value))
             results[own] = {"value": value, **_coloured(found)}
     return _data(graph, {"name": name, "results": results} if name else {"results": results})
@@ -109,6 +113,7 @@ def status_data(graph: SeenGraph, findings: Mapping[str, Finding]) -> str:
 
 
 def _found(graph: SeenGraph, findings: Mapping[str, Finding]) -> Iterator[tuple[str, Finding]]:
+    # Ids must be given in the same order as in the graph file, or colours miss their nodes.
     taken = set(graph.inputs)
     for node in graph.nodes:
         own = _free(node.name, taken)

@@ -16,9 +16,11 @@ from driftline.graphs.model import SeenGraph, SeenNode, TensorInfo
 from driftline.graphs.overlay import Finding, finding_of
 
 PRODUCER = "driftline"
+# Enough for every element type that is not in the table below.
 _IR_VERSION = 8
 _IR_VERSIONS = {17: 9, 18: 9, 19: 9, 20: 9, 21: 10, 22: 10, 23: 11, 24: 12}
 """Element types that came later, and the version of the format that brought them."""
+# Nodes are in a domain of their own, but the format requires an opset of the default one.
 _OPSET = 17
 _VARINT, _BYTES, _FIXED32 = 0, 2, 5
 _LONGEST_TEXT = 1 << 16
@@ -90,6 +92,7 @@ def _graph(graph: SeenGraph, findings: Mapping[str, Finding]) -> bytes:
         for name in node.outputs
         if name in graph.tensors and name not in graph.outputs
     ]
+    # Names of all tensors, because an added output must not collide with any of them.
     names = {name for node in graph.nodes for name in (*node.inputs, *node.outputs)}
     return b"".join(
         (
@@ -188,6 +191,7 @@ def flat_parameters(param: Mapping[str, Any], prefix: str = "") -> Iterable[tupl
     for key, value in param.items():
         name = f"{prefix}{key}" or "_"
         if isinstance(value, Mapping):
+            # A bound for nested parameters of hostile files.
             if prefix.count(".") < 16:
                 yield from flat_parameters(cast("Mapping[str, Any]", value), f"{name}.")
         elif value is not None:
@@ -206,6 +210,7 @@ def in_words(value: object) -> str:
 
 def _attribute(value: Any) -> bytes:
     """The value of an attribute, and its type."""
+    # Before int: in Python a bool is an int.
     if isinstance(value, bool):
         return _number(3, int(value)) + _number(20, _INT)
     if isinstance(value, int) and value in _INT64:
@@ -220,6 +225,7 @@ def _attribute(value: Any) -> bytes:
 
 
 def _list_attribute(values: Sequence[Any]) -> bytes | None:
+    # ONNX lists hold one type; mixed lists become text.
     if all(isinstance(one, int) and one in _INT64 for one in values):
         return b"".join(_number(8, int(one)) for one in values) + _number(20, _INTS)
     if all(isinstance(one, (int, float)) for one in values):
@@ -230,6 +236,7 @@ def _list_attribute(values: Sequence[Any]) -> bytes | None:
 
 
 def _varint(value: int) -> bytes:
+    # Negative numbers are written in two's complement of 64 bits, as protobuf requires.
     value &= 0xFFFF_FFFF_FFFF_FFFF
     out = bytearray()
     while value > 0x7F:
