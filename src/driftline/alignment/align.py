@@ -324,7 +324,7 @@ def _same_class(mapping: Path | None) -> list[tuple[str, str]]:
         return []
     from driftline.alignment.rules.maps import read_mapping
 
-    return [(each.ours, each.theirs) for each in read_mapping(mapping).classes]
+    return [(each.left, each.right) for each in read_mapping(mapping).classes]
 
 
 def _by_map(plan: Plan, options: AlignOptions) -> Plan:

@@ -1,7 +1,7 @@
 """A graph of operators, nested as its program nests them, and how deep one wants to look.
 
 Nodes come in the order in which they ran and name the tensors they read and write; a name may be
-written again (an operator that works in place). `seen_at` gives the nodes of one depth: every name
+written again (an operator that works in place). `at_level` gives the nodes of one depth: every name
 is written once there, and before it is read. Knows no files, and no framework.
 """
 
@@ -77,7 +77,7 @@ class Graph(NamedTuple):
         return max((_depth(node) for node in self.nodes), default=0)
 
 
-class SeenNode(NamedTuple):
+class LevelNode(NamedTuple):
     """A node at the chosen depth; `path` names what it lies in, outermost first."""
 
     name: str
@@ -91,18 +91,18 @@ class SeenNode(NamedTuple):
     visit: int = 0
 
 
-class SeenGraph(NamedTuple):
+class LevelGraph(NamedTuple):
     """The nodes of one depth: each tensor has one maker, which comes before its readers."""
 
     name: str
-    nodes: tuple[SeenNode, ...]
+    nodes: tuple[LevelNode, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     tensors: Mapping[str, TensorInfo]
     domain: str
 
 
-def seen_at(graph: Graph, level: int | None = None) -> SeenGraph:
+def at_level(graph: Graph, level: int | None = None) -> LevelGraph:
     """The graph at a depth.
 
     Args:
@@ -115,14 +115,14 @@ def seen_at(graph: Graph, level: int | None = None) -> SeenGraph:
         BadFile: The nodes feed each other in a circle, or there are too many.
     """
     require_level(level)
-    settled = _Settling(graph)
-    nodes = settled.nodes(graph.nodes)
-    outputs = [settled.current[name] for name in graph.outputs if name in settled.current]
+    names = _SsaNames(graph)
+    nodes = names.nodes(graph.nodes)
+    outputs = [names.current[name] for name in graph.outputs if name in names.current]
     # Level 0 shows the model as a single node, which its source does not list.
     if level == 0:
-        whole = _Settled(graph.name, graph.kind or graph.name, [], outputs, {}, nodes, "")
-        nodes = [whole]
-    return _cut(graph, settled, nodes, outputs, level)
+        model_node = _SsaNode(graph.name, graph.kind or graph.name, [], outputs, {}, nodes, "")
+        nodes = [model_node]
+    return _cut(graph, names, nodes, outputs, level)
 
 
 def require_level(level: int | None) -> None:
@@ -133,7 +133,7 @@ def require_level(level: int | None) -> None:
         )
 
 
-class _Settled:
+class _SsaNode:
     """A node whose tensors have names of their own."""
 
     __slots__ = ("children", "inputs", "kind", "name", "outputs", "param", "site", "visit")
@@ -145,7 +145,7 @@ class _Settled:
         inputs: list[str],
         outputs: list[str],
         param: Mapping[str, Any],
-        children: list[_Settled],
+        children: list[_SsaNode],
         site: str,
         visit: int = 0,
     ) -> None:
@@ -158,32 +158,32 @@ class _Settled:
         self.site = site
         self.visit = visit
 
-    def leaves(self) -> Iterator[_Settled]:
+    def leaves(self) -> Iterator[_SsaNode]:
         if not self.children:
             yield self
         for child in self.children:
             yield from child.leaves()
 
 
-class _Settling:
+class _SsaNames:
     """Gives each writing of a tensor a name of its own, in the order in which nodes ran."""
 
     def __init__(self, graph: Graph) -> None:
         self.current: dict[str, str] = {}
         self.tensors: dict[str, TensorInfo] = {}
-        self._known = graph.tensors
-        self._taken: dict[str, int] = {}
+        self._infos = graph.tensors
+        self._used: dict[str, int] = {}
         self._names: dict[str, int] = {}
         self._count = 0
         for name in graph.inputs:
             self._new(name)
 
-    def nodes(self, nodes: Sequence[GraphNode], depth: int = 1) -> list[_Settled]:
+    def nodes(self, nodes: Sequence[GraphNode], depth: int = 1) -> list[_SsaNode]:
         if depth > DEEPEST:
             raise BadFile(f"the graph is nested more than {DEEPEST} levels deep")
         return [self._node(node, depth) for node in _in_order(nodes, self.current)]
 
-    def _node(self, node: GraphNode, depth: int) -> _Settled:
+    def _node(self, node: GraphNode, depth: int) -> _SsaNode:
         self._count += 1
         if self._count > MOST_NODES:
             raise BadFile(f"the graph has more than {MOST_NODES} nodes")
@@ -200,29 +200,29 @@ class _Settling:
         ]
         name = _unique(node.name or node.kind or "node", self._names)
         kind = node.kind or "Operation"
-        return _Settled(name, kind, inputs, outputs, node.param, children, node.site, node.visit)
+        return _SsaNode(name, kind, inputs, outputs, node.param, children, node.site, node.visit)
 
     def _new(self, name: str) -> str:
-        own = _unique(name or "tensor", self._taken)
+        own = _unique(name or "tensor", self._used)
         self.current[name] = own
-        if name in self._known:
-            self.tensors[own] = self._known[name]
+        if name in self._infos:
+            self.tensors[own] = self._infos[name]
         return own
 
 
-def _unique(name: str, taken: dict[str, int]) -> str:
+def _unique(name: str, used: dict[str, int]) -> str:
     """A name that is not taken; how often it was asked for is kept, so that many are quick."""
-    own, number = name, taken.get(name, 0)
+    own, number = name, used.get(name, 0)
     # The counter makes a thousand equal names linear instead of quadratic.
-    while own in taken:
+    while own in used:
         number += 1
         own = f"{name}__{number + 1}"
-    taken[own] = 0
-    taken[name] = number
+    used[own] = 0
+    used[name] = number
     return own
 
 
-def _in_order(nodes: Sequence[GraphNode], known: Mapping[str, str]) -> Sequence[GraphNode]:
+def _in_order(nodes: Sequence[GraphNode], available: Mapping[str, str]) -> Sequence[GraphNode]:
     """Makers before readers. As a rule they are already; a file may list them otherwise.
 
     Raises:
@@ -238,7 +238,9 @@ def _in_order(nodes: Sequence[GraphNode], known: Mapping[str, str]) -> Sequence[
         return {
             makers[name]
             for name in node.inputs
-            if makers.get(name, index) > index and name not in known and name not in node.outputs
+            if makers.get(name, index) > index
+            and name not in available
+            and name not in node.outputs
         }
 
     # The usual case is checked first, because files are nearly always in order.
@@ -250,13 +252,13 @@ def _in_order(nodes: Sequence[GraphNode], known: Mapping[str, str]) -> Sequence[
         for index, node in enumerate(nodes)
     ]
     readers: dict[int, list[int]] = {}
-    for index, those in enumerate(before):
-        for maker in those:
+    for index, waits in enumerate(before):
+        for maker in waits:
             readers.setdefault(maker, []).append(index)
     # A heap keeps the file's order among nodes that are ready: graphs stay recognisable.
     import heapq
 
-    ready = [index for index, those in enumerate(before) if not those]
+    ready = [index for index, waits in enumerate(before) if not waits]
     ordered: list[GraphNode] = []
     while ready:
         index = heapq.heappop(ready)
@@ -266,22 +268,22 @@ def _in_order(nodes: Sequence[GraphNode], known: Mapping[str, str]) -> Sequence[
             if not before[reader]:
                 heapq.heappush(ready, reader)
     if len(ordered) < len(nodes):
-        stuck = [nodes[index].name for index, those in enumerate(before) if those][:2]
+        stuck = [nodes[index].name for index, waits in enumerate(before) if waits][:2]
         raise BadFile(f"the nodes feed each other in a circle: {' and '.join(map(repr, stuck))}")
     return ordered
 
 
 def _cut(
     graph: Graph,
-    settled: _Settling,
-    nodes: Sequence[_Settled],
+    names: _SsaNames,
+    nodes: Sequence[_SsaNode],
     outputs: Sequence[str],
     level: int | None,
-) -> SeenGraph:
-    chosen: list[tuple[_Settled, tuple[str, ...]]] = []
+) -> LevelGraph:
+    chosen: list[tuple[_SsaNode, tuple[str, ...]]] = []
 
-    def choose(those: Sequence[_Settled], path: tuple[str, ...]) -> None:
-        for node in those:
+    def choose(waits: Sequence[_SsaNode], path: tuple[str, ...]) -> None:
+        for node in waits:
             if not node.children or (level is not None and len(path) + 1 >= max(level, 1)):
                 chosen.append((node, path))
             else:
@@ -316,7 +318,7 @@ def _cut(
         if name in owner:
             makes[owner[name]].setdefault(name)
     seen = tuple(
-        SeenNode(
+        LevelNode(
             node.name,
             node.kind,
             tuple(wanted),
@@ -330,18 +332,18 @@ def _cut(
         for (node, path), wanted, made in zip(chosen, reads, makes, strict=True)
     )
     made_by_all = {name for node in seen for name in node.outputs}
-    given = dict.fromkeys(n for node in seen for n in node.inputs if n not in made_by_all)
+    inputs = dict.fromkeys(n for node in seen for n in node.inputs if n not in made_by_all)
     # What nobody reads is given to the outside, where the source does not say what is.
     read = {name for node in seen for name in node.inputs}
     last = [n for n in outputs if n in made_by_all] or [
         name for node in seen for name in node.outputs if name not in read
     ]
-    return SeenGraph(
+    return LevelGraph(
         graph.name,
         seen,
-        tuple(given),
+        tuple(inputs),
         tuple(dict.fromkeys(last)),
-        settled.tensors,
+        names.tensors,
         graph.domain,
     )
 
@@ -349,9 +351,9 @@ def _cut(
 def _depth(node: GraphNode) -> int:
     deepest, waiting = 1, [(node, 1)]
     while waiting:
-        one, depth = waiting.pop()
+        current, depth = waiting.pop()
         deepest = max(deepest, depth)
         if depth > DEEPEST:
             raise BadFile(f"the graph is nested more than {DEEPEST} levels deep")
-        waiting += [(child, depth + 1) for child in one.children]
+        waiting += [(child, depth + 1) for child in current.children]
     return deepest

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from driftline.errors import AlreadyThere, BadFile, BadInput, BadRun
-from driftline.graphs.model import Graph, TensorInfo, require_level, seen_at
+from driftline.graphs.model import Graph, TensorInfo, at_level, require_level
 from driftline.graphs.writers.atb import LARGEST, Shapes, atb_graph
 from driftline.graphs.writers.onnx import onnx_bytes
 from driftline.runs.layout import folder_name, parse_folder
@@ -64,7 +64,7 @@ def topology_to_onnx(
     graph = read_graph(path, step=step, rank=rank)
     from driftline import __version__
 
-    write_whole(place, onnx_bytes(seen_at(graph, model_level), __version__))
+    write_whole(place, onnx_bytes(at_level(graph, model_level), __version__))
     return place
 
 
@@ -135,7 +135,7 @@ def _of_file(place: Path) -> Graph:
         raise BadFile(
             f"{place} is a part of a run", hint=f"give the run's folder: {place.parent.parent}"
         )
-    return atb_graph(text, str(place), _shapes_beside(place.resolve()))
+    return atb_graph(text, str(place), _shapes_of_dump(place.resolve()))
 
 
 def _calls_of(place: Path, rank: int, process: int) -> list[Call]:
@@ -151,7 +151,7 @@ def _calls_of(place: Path, rank: int, process: int) -> list[Call]:
     return list(read_calls(content.decode("utf-8", "replace")))
 
 
-def _shapes_beside(place: Path) -> Shapes:
+def _shapes_of_dump(place: Path) -> Shapes:
     """What the operation csv of the same process says, where the file lies in a dump."""
     from driftline.formats.ascend.atb.tables import read_operations
 
@@ -162,7 +162,7 @@ def _shapes_beside(place: Path) -> Shapes:
     folder = root / FOLDERS["operation_tensors"] / place.parent.name
     shapes: dict[str, tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]] = {}
     try:
-        names = sorted(one.name for one in folder.iterdir())
+        names = sorted(entry.name for entry in folder.iterdir())
     except OSError:
         return {}
     # A bound for folders with unrelated files.
@@ -179,7 +179,7 @@ def _shapes_beside(place: Path) -> Shapes:
 
 
 def _infos(described: tuple[Described, ...]) -> tuple[TensorInfo, ...]:
-    return tuple(TensorInfo(one.dtype, one.shape) for one in described)
+    return tuple(TensorInfo(tensor.dtype, tensor.shape) for tensor in described)
 
 
 def output_for(source: Path, output: StrPath | None, suffix: str, *, force: bool) -> Path:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from driftline.graphs.model import SeenNode
+from driftline.graphs.model import LevelNode
 
 ORDER = ("fail", "incomparable", "missing", "extra", "pass")
 """Statuses, worst first."""
@@ -31,12 +31,12 @@ class Finding(NamedTuple):
     @property
     def badness(self) -> tuple[int, float]:
         """Sorts the worst first: by status, then by value."""
-        at = ORDER.index(self.status) if self.status in ORDER else len(ORDER)
+        rank = ORDER.index(self.status) if self.status in ORDER else len(ORDER)
         # NaN sorts last within its status: no number says how bad it is.
-        return at, math.inf if math.isnan(self.value) else -self.value
+        return rank, math.inf if math.isnan(self.value) else -self.value
 
 
-def finding_of(node: SeenNode, findings: Mapping[str, Finding]) -> Finding | None:
+def finding_of(node: LevelNode, findings: Mapping[str, Finding]) -> Finding | None:
     """A node's own finding; of an operator without one its module's, of a closed node the worst
     inside.
     """
@@ -44,13 +44,13 @@ def finding_of(node: SeenNode, findings: Mapping[str, Finding]) -> Finding | Non
         return None
     module, sign, _ = node.site.rpartition("/")
     # The call, then the site, then the module that contains the operator.
-    found = findings.get(f"{node.site}#{node.visit}") or findings.get(node.site)
-    found = found or (findings.get(module) if sign else None)
-    if found is not None:
-        return found
+    own = findings.get(f"{node.site}#{node.visit}") or findings.get(node.site)
+    own = own or (findings.get(module) if sign else None)
+    if own is not None:
+        return own
     inside = [
-        one
-        for site, one in findings.items()
+        finding
+        for site, finding in findings.items()
         if node.holds and site.startswith((f"{node.site}.", f"{node.site}/"))
     ]
-    return min(inside, key=lambda one: one.badness, default=None)
+    return min(inside, key=lambda finding: finding.badness, default=None)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from driftline.alignment.placements.mesh import Coordinate, Placed
 from driftline.alignment.recipe import Recipe, Source, joined
-from driftline.alignment.rules.fused_projections import rows_of, share_off
+from driftline.alignment.rules.fused_projections import relative_distance, rows_of
 from driftline.errors import BadInput, DriftlineError
 from driftline.numerics.dtypes import DTYPES, to_float64
 from driftline.numerics.sketch import sketch
@@ -303,11 +303,11 @@ def parts_by_values(
     joined = np.concatenate([piece[:count] for piece in known], axis=1)
     if not count or joined.shape[1] != target.shape[1]:
         return ()
-    if not share_off(joined, target[:count]) > APART:
+    if not relative_distance(joined, target[:count]) > APART:
         return ()
     fitting: list[tuple[int, ...]] = []
     for parts in _WAYS:
         places = positions([piece.shape[1] for piece in known], parts)
-        if places is not None and share_off(joined[:, places], target[:count]) < AGREE:
+        if places is not None and relative_distance(joined[:, places], target[:count]) < AGREE:
             fitting.append(parts)
     return fitting[0] if len(fitting) == 1 else ()

@@ -30,8 +30,8 @@ def in_doubt(
     for other work; unless both sides have the same sites around it.
     """
     named = [pair for pair in pairs if pair.by in _BY_NAME]
-    here = _Side([*(pair.reference for pair in pairs), *missing])
-    there = _Side([*(pair.candidate for pair in pairs), *extra])
+    reference_sites = _Side([*(pair.reference for pair in pairs), *missing])
+    candidate_sites = _Side([*(pair.candidate for pair in pairs), *extra])
     links = {
         pair.reference.key.site: pair.candidate.key.site
         for pair in named
@@ -39,14 +39,16 @@ def in_doubt(
     }
     doubted: set[str] = set()
     numbered: set[str] = set()
-    for ours, theirs in links.items():
+    for site, partner in links.items():
         # A number alone does not prove anything; the other children of the same parent do.
         # If their names differ too, all numbers of that parent are shifted and none can be
         # trusted.
-        if _other_work(here, ours, there, theirs):
-            doubted.add(ours)
-            holder, _, last = ours.rpartition(".")
-            if last.isdigit() and here.below(holder) != there.below(theirs.rpartition(".")[0]):
+        if _other_work(reference_sites, site, candidate_sites, partner):
+            doubted.add(site)
+            holder, _, last = site.rpartition(".")
+            if last.isdigit() and reference_sites.below(holder) != candidate_sites.below(
+                partner.rpartition(".")[0]
+            ):
                 numbered.add(holder)
     # One shifted number moves every later one, so all sites below such a parent are in doubt.
     if numbered:
@@ -54,32 +56,31 @@ def in_doubt(
     return [pair for pair in named if pair.reference.key.site in doubted]
 
 
-def still_alone(doubted: Sequence[Pair], found: Sequence[Pair]) -> list[Pair]:
+def still_alone(doubted: Sequence[Pair], new_pairs: Sequence[Pair]) -> list[Pair]:
     """Those of the doubted pairs whose sites have found nothing better.
 
     A container whose leaves have found partners elsewhere is not the one of the same name.
     """
-    taken: set[tuple[str, str]] = set()
-    there = {pair.reference.key.site: pair.candidate.key.site for pair in doubted}
-    here = {theirs: ours for ours, theirs in there.items()}
-    for pair in found:
-        ours, theirs = pair.reference.key.site, pair.candidate.key.site
-        taken.update((("here", ours), ("there", theirs)))
-        for side, site, partner, known in (
-            ("here", ours, theirs, there),
-            ("there", theirs, ours, here),
+    moved: set[tuple[str, str]] = set()
+    partner_of = {pair.reference.key.site: pair.candidate.key.site for pair in doubted}
+    reference_of = {partner: site for site, partner in partner_of.items()}
+    for pair in new_pairs:
+        reference, candidate = pair.reference.key.site, pair.candidate.key.site
+        moved.update((("reference", reference), ("candidate", candidate)))
+        for side, site, partner, by_name in (
+            ("reference", reference, candidate, partner_of),
+            ("candidate", candidate, reference, reference_of),
         ):
-            # A leaf that found its partner elsewhere takes the containers around it
-            # along: if they do not hold that partner, their equal names were accidents
-            # as well.
+            # A leaf that found its partner elsewhere takes the containers around it along: if they
+            # do not hold that partner, their equal names were accidents as well.
             for around in enclosing(site):
-                if around in known and not partner.startswith(known[around] + "."):
-                    taken.add((side, around))
+                if around in by_name and not partner.startswith(by_name[around] + "."):
+                    moved.add((side, around))
     return [
         pair
         for pair in doubted
-        if ("here", pair.reference.key.site) not in taken
-        and ("there", pair.candidate.key.site) not in taken
+        if ("reference", pair.reference.key.site) not in moved
+        and ("candidate", pair.candidate.key.site) not in moved
     ]
 
 
@@ -115,20 +116,20 @@ class _Side:
         return output.shape[-1] if output is not None and output.shape else -1
 
 
-def _other_work(here: _Side, ours: str, there: _Side, theirs: str) -> bool:
-    classes = here.sites[ours].class_name, there.sites[theirs].class_name
+def _other_work(reference_sites: _Side, site: str, candidate_sites: _Side, partner: str) -> bool:
+    classes = reference_sites.sites[site].class_name, candidate_sites.sites[partner].class_name
     if not all(classes) or classes[0] == classes[1]:
-        same_leaf = not here.count(ours) and not there.count(theirs)
-        sizes = here.features(ours), there.features(theirs)
-        return same_leaf and ours.rpartition(".")[2].isdigit() and sizes[0] != sizes[1]
-    inside = here.count(ours), there.count(theirs)
+        same_leaf = not reference_sites.count(site) and not candidate_sites.count(partner)
+        sizes = reference_sites.features(site), candidate_sites.features(partner)
+        return same_leaf and site.rpartition(".")[2].isdigit() and sizes[0] != sizes[1]
+    inside = reference_sites.count(site), candidate_sites.count(partner)
     if not any(inside):
         return same_kind(kind_of(classes[0]), kind_of(classes[1])) == 0
     if all(inside):
         return False
     leaf = classes[0] if not inside[0] else classes[1]
     # What holds one thing is a wrapper around it, and rightly called so.
-    return max(inside) > 1 and is_known(kind_of(leaf)) and ours.rpartition(".")[2].isdigit()
+    return max(inside) > 1 and is_known(kind_of(leaf)) and site.rpartition(".")[2].isdigit()
 
 
 def _counted_by(site: str, holders: set[str]) -> bool:

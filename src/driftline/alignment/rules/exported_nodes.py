@@ -72,8 +72,8 @@ def pair_calls(
                 continue
             partner = find(value)
             if partner is not None and id(partner) not in paired:
-                both = (value.record, partner) if exported_first else (partner, value.record)
-                pairs.append(Pair(*both, "graph", confidence))
+                ordered = (value.record, partner) if exported_first else (partner, value.record)
+                pairs.append(Pair(*ordered, "graph", confidence))
                 paired |= {id(value.record), id(partner)}
     return pairs, _reasons(plan.with_pairs(pairs), graph, nodes, exported_first=exported_first)
 
@@ -120,22 +120,22 @@ def _wholes(graph: ExportedGraph) -> Mapping[tuple[str, str], int]:
     """How many operators that the exporter keeps whole have their result from which one."""
     # An exporter keeps `softmax` whole where torch traces `_softmax`. The result belongs to it
     # only if no other whole operator of the module ends in the same one.
-    found: dict[tuple[str, str], set[str]] = defaultdict(set)
+    operators_of: dict[tuple[str, str], set[str]] = defaultdict(set)
     for site, node in graph.nodes.items():
         operator = str(node.get("target", "")).rpartition(".")[0]
         for inner in _RESULT_OF.get(operator, ()):
-            found[site.rpartition("/")[0], inner].add(operator)
-    return {place: len(operators) for place, operators in found.items()}
+            operators_of[site.rpartition("/")[0], inner].add(operator)
+    return {place: len(operators) for place, operators in operators_of.items()}
 
 
 class _Nodes:
     """The values of a compiled run, by the calls and the lines that they stem from."""
 
     def __init__(self, owners: Iterable[Graphs]) -> None:
-        self.known: dict[_Call, Record | None] = {}
+        self.by_place: dict[_Call, Record | None] = {}
         self.nodes: dict[TensorKey, GraphNode] = {}
         self.wholes: Mapping[tuple[str, str], int] = {}
-        self._given: dict[tuple[int, str, str, tuple[int, ...]], Record] = {}
+        self._module_outputs: dict[tuple[int, str, str, tuple[int, ...]], Record] = {}
         self._totals: dict[tuple[str, str], set[int]] = defaultdict(set)
         self._ends: dict[_Line, list[tuple[Graphs, Graph, GraphNode]]] = defaultdict(list)
         self._on_line: dict[_Line, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
@@ -157,7 +157,7 @@ class _Nodes:
                 if origin.nth >= 0 and record.key.visit == 0:
                     place = (record.key.step, node.module, origin.name, origin.nth, origin.slot)
                     # A place that two values claim identifies neither of them.
-                    self.known[place] = None if place in self.known else record
+                    self.by_place[place] = None if place in self.by_place else record
                     self._totals[node.module, origin.name].add(origin.total)
 
     def _learn_lines(self, graphs: Graphs, graph: Graph) -> None:
@@ -171,25 +171,29 @@ class _Nodes:
                     self._on_line[place][origin.name].add(origin.nth)
             # A value that only its own line reads is an intermediate, not what the line
             # gives.
-            others = (one for one in uses[node.name] if (one.module, _short(one.line)) != place)
+            others = (
+                reader
+                for reader in uses[node.name]
+                if (reader.module, _short(reader.line)) != place
+            )
             if node.shape is not None and (node.leaves or any(True for _ in others)):
                 self._ends[place].append((graphs, graph, node))
 
     def learn_modules(self, pairs: Iterable[Pair], *, exported_first: bool) -> None:
         """What modules of the exported graph give, and the node that it is paired with."""
         for pair in pairs:
-            both = pair.reference, pair.candidate
-            module, node = both if exported_first else both[::-1]
+            records = pair.reference, pair.candidate
+            module, node = records if exported_first else records[::-1]
             recipes = pair.reference_recipe or pair.candidate_recipe
             if module.key.port == "output" and module.digest and not recipes:
                 key = module.key
-                self._given[key.step, key.site, module.digest, module.shape] = node
+                self._module_outputs[key.step, key.site, module.digest, module.shape] = node
 
     def by_module(self, value: _Value) -> Record | None:
         """What a module gives is compared already: the node that gives it is that node, too."""
         record = value.record
         place = (record.key.step, value.module, record.digest, record.shape)
-        return self._given.get(place) if record.digest else None
+        return self._module_outputs.get(place) if record.digest else None
 
     def by_call(self, value: _Value) -> Record | None:
         """The value of the same call.
@@ -198,8 +202,8 @@ class _Nodes:
         the module or on the line of the program.
         """
         for operator in (value.operator, *_RESULT_OF.get(value.operator, ())):
-            whole = operator != value.operator
-            if whole and self.wholes.get((value.module, operator)) != 1:
+            is_part = operator != value.operator
+            if is_part and self.wholes.get((value.module, operator)) != 1:
                 continue
             on_line = sorted(self._calls_on(value).get(operator, ()))
             # Equal totals mean that the exporter left no call out, so the running
@@ -208,14 +212,14 @@ class _Nodes:
                 nth = value.nth
             elif value.line and value.on_line < len(on_line) == value.in_line:
                 nth = on_line[value.on_line]
-            elif value.sure and not whole:
+            elif value.sure and not is_part:
                 nth = value.nth
             else:
                 continue
             step = value.record.key.step
-            found = self.known.get((step, value.module, operator, nth, value.slot))
-            if found is not None and found.shape == value.record.shape:
-                return found
+            record = self.by_place.get((step, value.module, operator, nth, value.slot))
+            if record is not None and record.shape == value.record.shape:
+                return record
         return None
 
     def _calls_on(self, value: _Value) -> Mapping[str, set[int]]:
@@ -236,8 +240,8 @@ class _Nodes:
         if len(fitting) != 1:
             return None
         graphs, graph, node = fitting[0]
-        found = graphs.by_node.get((id(graph), node.name, value.record.key.step, 0))
-        return found.record if found and found.record.shape == value.record.shape else None
+        recorded = graphs.by_node.get((id(graph), node.name, value.record.key.step, 0))
+        return recorded.record if recorded and recorded.record.shape == value.record.shape else None
 
 
 def _short(line: str) -> str:
@@ -253,7 +257,9 @@ def _reasons(
     plan: Plan, graph: ExportedGraph, nodes: _Nodes, *, exported_first: bool
 ) -> dict[tuple[str, TensorKey], str]:
     """Why nodes of either are alone."""
-    ours, theirs = ("reference", "candidate") if exported_first else ("candidate", "reference")
+    exported_side, compiled_side = (
+        ("reference", "candidate") if exported_first else ("candidate", "reference")
+    )
     exported, others = plan.missing, plan.extra
     if not exported_first:
         exported, others = others, exported
@@ -264,9 +270,9 @@ def _reasons(
         record = pair.reference if exported_first else pair.candidate
         if record.digest:
             twins.setdefault((record.key.step, record.digest, record.shape), record)
-    found = {(ours, key): why for key, why in _of_exported(exported, graph, twins)}
-    found.update({(theirs, key): why for key, why in _of_compiled(others, nodes)})
-    return found
+    reasons = {(exported_side, key): why for key, why in _of_exported(exported, graph, twins)}
+    reasons.update({(compiled_side, key): why for key, why in _of_compiled(others, nodes)})
+    return reasons
 
 
 def _of_exported(
@@ -281,8 +287,8 @@ def _of_exported(
         if node is None:
             continue
         if twin is not None:
-            at = f"'{twin.key.site}' {twin.key.port}"
-            yield key, f"the same value is compared at {at}"
+            shown = f"'{twin.key.site}' {twin.key.port}"
+            yield key, f"the same value is compared at {shown}"
         elif key.port == "output":
             yield key, _why_alone(node, graph.call(key.site))
 

@@ -49,7 +49,7 @@ class Interleaving:
         self._notes = notes
 
     def heads(
-        self, fused: Call, members: Sequence[Call], members_are_ours: bool, holder: str
+        self, fused: Call, members: Sequence[Call], members_in_reference: bool, holder: str
     ) -> int | None:
         """The number of heads if the parts lie head by head; None if they do not, for all we know.
 
@@ -68,41 +68,41 @@ class Interleaving:
         # unlikely to help.
         if self._tries[about] > _TRIES:
             return None
-        here, there = self._runs if members_are_ours else self._runs[::-1]
-        whole = rows_of(there, main_tensor(fused.records, "output"))
-        parts = [rows_of(here, main_tensor(member.records, "output")) for member in members]
-        if whole is None or any(part is None for part in parts):
+        member_run, fused_run = self._runs if members_in_reference else self._runs[::-1]
+        fused_rows = rows_of(fused_run, main_tensor(fused.records, "output"))
+        parts = [rows_of(member_run, main_tensor(member.records, "output")) for member in members]
+        if fused_rows is None or any(part is None for part in parts):
             return None
-        found = _cut(whole, [part for part in parts if part is not None])
-        if found is None:
+        heads = _cut(fused_rows, [part for part in parts if part is not None])
+        if heads is None:
             return None
-        self._known[about] = found or None
-        if found:
+        self._known[about] = heads or None
+        if heads:
             where = f"of {holder}" if holder else f"of '{fused.site}'"
             # The number of groups is reported in the user's terms: tensor-parallel
             # ranks, key groups or heads.
             output = main_tensor(fused.records, "output")
-            origin = None if output is None else origins_of(there).get(output.key)
+            origin = None if output is None else origins_of(fused_run).get(output.key)
             ranks = len(origin.recipe.records) if isinstance(origin, Gathered) else 0
             shared = members[0].features != members[1].features  # several queries share a key
-            what = "rank" if ranks == found else "group" if shared else "head"
+            what = "rank" if ranks == heads else "group" if shared else "head"
             self._notes.append(
-                f"the fused q, k and v {where} lie {what} by {what} ({found} {what}s): so cut all "
+                f"the fused q, k and v {where} lie {what} by {what} ({heads} {what}s): so cut all "
                 "three agree, one after the other none does"
             )
         return self._known[about]
 
 
-def _cut(whole: F64, parts: Sequence[F64]) -> int | None:
+def _cut(fused: F64, parts: Sequence[F64]) -> int | None:
     """0 for one after the other, a number of heads for head by head, None if values do not say."""
     sizes = [part.shape[-1] for part in parts]
-    rows = min(len(whole), *(len(part) for part in parts))
-    if not rows or whole.shape[-1] != sum(sizes):
+    rows = min(len(fused), *(len(part) for part in parts))
+    if not rows or fused.shape[-1] != sum(sizes):
         return None
-    whole, parts = whole[:rows], [part[:rows] for part in parts]
+    fused, parts = fused[:rows], [part[:rows] for part in parts]
     plain = [
-        share_off(part_of, part)
-        for part_of, part in zip(_taken_apart(whole, sizes, 1), parts, strict=True)
+        relative_distance(part_of, part)
+        for part_of, part in zip(_split_columns(fused, sizes, 1), parts, strict=True)
     ]
     # The usual layout is preferred whenever it fits.
     if max(plain) < _AGREE:
@@ -112,23 +112,23 @@ def _cut(whole: F64, parts: Sequence[F64]) -> int | None:
     fitting: list[int] = []
     for heads in _HEADS:
         if heads > 1 and not any(size % heads for size in sizes):
-            cuts = zip(_taken_apart(whole, sizes, heads), parts, strict=True)
-            if all(share_off(part_of, part) < _AGREE for part_of, part in cuts):
+            cuts = zip(_split_columns(fused, sizes, heads), parts, strict=True)
+            if all(relative_distance(part_of, part) < _AGREE for part_of, part in cuts):
                 fitting.append(heads)
     return fitting[0] if len(fitting) == 1 else None
 
 
-def _taken_apart(whole: F64, sizes: Sequence[int], groups: int) -> list[F64]:
+def _split_columns(fused: F64, sizes: Sequence[int], groups: int) -> list[F64]:
     """The parts of a matrix that has one piece of each in every group of columns."""
-    split = whole.reshape(len(whole), groups, -1)
+    split = fused.reshape(len(fused), groups, -1)
     ends = [0, *itertools.accumulate(size // groups for size in sizes)]
-    return [split[:, :, a:b].reshape(len(whole), -1) for a, b in itertools.pairwise(ends)]
+    return [split[:, :, a:b].reshape(len(fused), -1) for a, b in itertools.pairwise(ends)]
 
 
-def share_off(ours: F64, theirs: F64) -> float:
+def relative_distance(values: F64, expected: F64) -> float:
     """How far off one matrix is, as a share of the other."""
-    scale = float(np.linalg.norm(theirs))
-    return float(np.linalg.norm(ours - theirs)) / scale if scale else math.inf
+    scale = float(np.linalg.norm(expected))
+    return float(np.linalg.norm(values - expected)) / scale if scale else math.inf
 
 
 def rows_of(run: Run, record: Record | None) -> F64 | None:
@@ -142,10 +142,10 @@ def rows_of(run: Run, record: Record | None) -> F64 | None:
         parts = [_stored(run, part) for part in origin.recipe.records]
         if len(origin.recipe.steps) > 1 or any(part is None for part in parts):
             return None
-        known = [part for part in parts if part is not None]
+        stored = [part for part in parts if part is not None]
         if step.kind != "concat" or step.axis != len(record.shape) - 1:
             return None
-        return np.concatenate([part[: min(map(len, known))] for part in known], axis=1)
+        return np.concatenate([part[: min(map(len, stored))] for part in stored], axis=1)
     if isinstance(origin, Replicas):
         return _stored(run, origin.records[0])
     return _stored(run, origin if isinstance(origin, Record) else record)
@@ -159,9 +159,9 @@ def _stored(run: Run, record: Record) -> F64 | None:
     # Formats below 16 bits are codes that need scales, and their distances say nothing.
     if dtype is None or not dtype.is_floating or dtype.bits < 16 or not 0 < width <= _LARGEST:
         return None
-    whole = run.whole if isinstance(run, SeenRun) else run
+    source = run.whole if isinstance(run, SeenRun) else run
     try:
-        raw: Any = whole.raw(record).reshape(-1, width)[: _LARGEST // width]
+        raw: Any = source.raw(record).reshape(-1, width)[: _LARGEST // width]
         numbers = to_float64(np.ascontiguousarray(raw).reshape(-1), dtype)
         return numbers.astype(np.float64, copy=False).reshape(-1, width)
     except (DriftlineError, OSError, ValueError):
@@ -198,7 +198,7 @@ def in_family_order(leaves: Sequence[Call]) -> list[Call]:
     ordered: list[Call] = []
     families = _families(leaves)
     # Roles are needed before sorting, and names do not always give them.
-    _tell_gates(leaves, families)
+    _assign_gates(leaves, families)
     by_first = {id(family[0]): family for family in families}
     for call in leaves:
         if id(call) in placed:
@@ -209,21 +209,23 @@ def in_family_order(leaves: Sequence[Call]) -> list[Call]:
     return ordered
 
 
-def _tell_gates(leaves: Sequence[Call], families: Sequence[_Family]) -> None:
+def _assign_gates(leaves: Sequence[Call], families: Sequence[_Family]) -> None:
     """Of two projections that no name tells apart, the one that feeds an activation is the gate."""
     # Activations are found by value, so an unnamed gate is recognised by who reads it.
-    activated = {call.fed_by for call in leaves if call.kind == "activation" and call.fed_by}
+    activated = {
+        call.input_value for call in leaves if call.kind == "activation" and call.input_value
+    }
     for family in families:
-        if len(family) != 2 or any(call.role for call in family) or not family[0].fed_by:
+        if len(family) != 2 or any(call.role for call in family) or not family[0].input_value:
             continue
-        gates = [call for call in family if call.makes in activated]
+        gates = [call for call in family if call.output_value in activated]
         if len(gates) == 1 and family[0].features == family[1].features:
             for call in family:
                 call.role = "gate" if call is gates[0] else "up"
 
 
 def fuse_alike(
-    ours: list[Call], theirs: list[Call], taken: set[int]
+    reference: list[Call], candidate: list[Call], paired: set[int]
 ) -> tuple[list[Call], list[Call]]:
     """Both sequences, with the families that the other side has as one site made one.
 
@@ -232,10 +234,10 @@ def fuse_alike(
         theirs: Leaves of the candidate.
         taken: What is paired already and stays as it is.
     """
-    free = [[call for call in side if id(call) not in taken] for side in (ours, theirs)]
-    fuse_here = _to_fuse(free[0], free[1])
-    fuse_there = _to_fuse(free[1], free[0])
-    return _fused(ours, fuse_here), _fused(theirs, fuse_there)
+    free = [[call for call in side if id(call) not in paired] for side in (reference, candidate)]
+    fuse_reference = _to_fuse(free[0], free[1])
+    fuse_candidate = _to_fuse(free[1], free[0])
+    return _fused(reference, fuse_reference), _fused(candidate, fuse_candidate)
 
 
 def is_certain(call: Call) -> bool:
@@ -255,8 +257,8 @@ def _families(leaves: Sequence[Call]) -> list[_Family]:
     for call in leaves:
         if call.kind != "linear":
             continue
-        if call.fed_by:
-            groups[call.fed_by].append(call)
+        if call.input_value:
+            groups[call.input_value].append(call)
         elif call.role:
             which = "qkv" if call.role in "qkv" else "mlp"
             groups[_holder(call.site), call.visit, which].append(call)
@@ -277,9 +279,9 @@ def _by_role(family: _Family) -> _Family:
         return tuple(sorted(family, key=lambda call: ROLE_ORDER.index(call.role)))
     # Those that nothing tells apart take the places that are left, in the order they were called.
     every = next((of for of in _FAMILIES if len(of) == len(family) and set(roles) <= set(of)), ())
-    known = {call.role: call for call in family if call.role}
+    by_role = {call.role: call for call in family if call.role}
     rest = (call for call in family if not call.role)
-    return tuple(known.get(role) or next(rest) for role in every) or family
+    return tuple(by_role.get(role) or next(rest) for role in every) or family
 
 
 def _type(family: _Family) -> _Type:
@@ -288,14 +290,14 @@ def _type(family: _Family) -> _Type:
 
 def _shares(leaves: Sequence[Call]) -> list[_Family]:
     """Every two or three neighbours of a family that could be one site elsewhere."""
-    found: list[_Family] = []
+    families: list[_Family] = []
     for family in _families(leaves):
         members = _by_role(family)
         # Three before two: a fused qkv must not be mistaken for a fused pair and a single
         # projection.
         for size in (3, 2):
-            found += [members[at : at + size] for at in range(len(members) - size + 1)]
-    return found
+            families += [members[first : first + size] for first in range(len(members) - size + 1)]
+    return families
 
 
 def _to_fuse(split: list[Call], fused: list[Call]) -> list[_Family]:
@@ -306,25 +308,28 @@ def _to_fuse(split: list[Call], fused: list[Call]) -> list[_Family]:
     # Widths are not known where inputs were not kept.
     kept = all(call.width >= 0 for call in (*split, *fused) if call.kind == "linear")
 
-    def look(width: int, features: int) -> tuple[int, int]:
+    def signature(width: int, features: int) -> tuple[int, int]:
         return (width if kept else -1, features)
 
-    singles_here = Counter(look(c.width, c.features) for c in split if c.kind == "linear")
-    singles_there = Counter(look(c.width, c.features) for c in fused if c.kind == "linear")
-    types_here = Counter(map(_type, shares))
-    types_there = Counter(map(_type, _shares(fused)))
+    own_singles = Counter(signature(c.width, c.features) for c in split if c.kind == "linear")
+    other_singles = Counter(signature(c.width, c.features) for c in fused if c.kind == "linear")
+    own_types = Counter(map(_type, shares))
+    other_types = Counter(map(_type, _shares(fused)))
     chosen: list[_Family] = []
-    taken: set[int] = set()
+    used: set[int] = set()
     for share in shares:
         kind = _type(share)
-        whole = look(kind[0], sum(kind[1]))
+        fused_signature = signature(kind[0], sum(kind[1]))
         # Fuse only if the other side lacks these parts and has a single site of their total
         # size to spare; otherwise the sites pair one to one.
-        if types_there[kind] >= types_here[kind] or singles_there[whole] <= singles_here[whole]:
+        if (
+            other_types[kind] >= own_types[kind]
+            or other_singles[fused_signature] <= own_singles[fused_signature]
+        ):
             continue
-        if not taken.intersection(map(id, share)):
+        if not used.intersection(map(id, share)):
             chosen.append(share)
-            taken.update(map(id, share))
+            used.update(map(id, share))
     return chosen
 
 
@@ -337,23 +342,23 @@ def _fused(leaves: list[Call], families: list[_Family]) -> list[Call]:
     result: list[Call] = []
     for call in leaves:
         if (family := first.get(id(call))) is not None:
-            result.append(_as_one(family))
+            result.append(_fused_call(family))
         elif id(call) not in members:
             result.append(call)
     return result
 
 
-def _as_one(family: _Family) -> Call:
+def _fused_call(family: _Family) -> Call:
     lead = min(family, key=lambda call: call.order)
-    whole = Call(lead.site, lead.visit, lead.records)
-    whole.parts = family
-    whole.role = ""
-    whole.kind = "linear"
+    fused = Call(lead.site, lead.visit, lead.records)
+    fused.parts = family
+    fused.role = ""
+    fused.kind = "linear"
     # A fused call has several outputs, so no single value identifies it.
-    whole.makes = ""
+    fused.output_value = ""
     if lead.out is not None:
-        whole.out = (*lead.out[:-1], sum(call.features for call in family))
-    return whole
+        fused.out = (*lead.out[:-1], sum(call.features for call in family))
+    return fused
 
 
 def parts_of(
@@ -381,36 +386,36 @@ def parts_of(
     if not spans:
         shown = ", ".join(f"{role} {start}:{stop}" for role, start, stop in fused.layout)
         return [], f"'{fused.site}' is cut into {shown}, and nothing says which part is which"
-    found: list[Part] = []
+    parts: list[Part] = []
     for which, (member, span) in enumerate(zip(members, spans, strict=True)):
         places = None if heads is None or not interleaved else (which, heads, sizes)
         for record in fused.records:
             if (operand := _operand(record, fused, member, span, places)) is not None:
-                found.append(operand)
+                parts.append(operand)
                 continue
-            partner = like_of(record, member.records)
+            partner = matching_tensor(record, member.records)
             if partner is None:
                 continue
             # Each member computes its own part of the gradient of the shared input;
             # only their sum is comparable.
             if record.key.port == "grad_input":
-                if which == 0 and (share := _added_up(record, members)) is not None:
-                    found.append(Part(record, partner, None, share))
+                if which == 0 and (share := _sum_of_members(record, members)) is not None:
+                    parts.append(Part(record, partner, None, share))
                 continue
             axis = _split_axis(record, fused)
             # What is not as wide as the fused output (a scalar scale) belongs to all
             # members and is not cut.
             if axis is None or record.shape[axis] != fused.features:
                 if axis is None:
-                    found.append(Part(record, partner, None, None))
+                    parts.append(Part(record, partner, None, None))
                 continue
             if places is not None:
                 step = _per_head(axis, *places)
             else:
                 step = Step("split", axis, *span)
             shape = (*record.shape[:axis], member.features, *record.shape[axis + 1 :])
-            found.append(Part(record, partner, Recipe((record,), (step,), shape), None))
-    return found, ""
+            parts.append(Part(record, partner, Recipe((record,), (step,), shape), None))
+    return parts, ""
 
 
 def _spans(fused: Call, members: Sequence[Call]) -> list[tuple[int, int]]:
@@ -418,22 +423,26 @@ def _spans(fused: Call, members: Sequence[Call]) -> list[tuple[int, int]]:
 
     Empty where what is cut is not what the members are.
     """
-    known = {role: (start, stop) for role, start, stop in fused.layout}
+    known_spans = {role: (start, stop) for role, start, stop in fused.layout}
     ends = [0, *itertools.accumulate(member.features for member in members)]
     plain = list(itertools.pairwise(ends))
     # If the known parts lie where the usual order puts them, so do the parts that nothing
     # tells.
-    told = [
-        (known[m.role], span) for m, span in zip(members, plain, strict=True) if m.role in known
+    confirmed = [
+        (known_spans[m.role], span)
+        for m, span in zip(members, plain, strict=True)
+        if m.role in known_spans
     ]
-    in_order = list(known) == sorted(known, key=ROLE_ORDER.index)
-    if all(span == usual for span, usual in told) and (told or in_order):
+    in_order = list(known_spans) == sorted(known_spans, key=ROLE_ORDER.index)
+    if all(span == usual for span, usual in confirmed) and (confirmed or in_order):
         return plain
     # One unknown part is where the gap is; two of them could be swapped.
     gaps = gaps_of(fused)
-    if len(told) < len(members) and not (len(told) == len(members) - 1 and len(gaps) == 1):
+    if len(confirmed) < len(members) and not (
+        len(confirmed) == len(members) - 1 and len(gaps) == 1
+    ):
         return []
-    spans = [known.get(member.role) or gaps[0] for member in members]
+    spans = [known_spans.get(member.role) or gaps[0] for member in members]
     fits = all(b - a == m.features for (a, b), m in zip(spans, members, strict=True))
     return spans if fits else []
 
@@ -452,8 +461,8 @@ def _operand(
     places: _Places | None,
 ) -> Part | None:
     """A weight, bias or scale that either side may take as a further input of an operator."""
-    mine = _weights_axis(record, fused)
-    if mine is None or fused.width < 0:
+    axis = _weights_axis(record, fused)
+    if axis is None or fused.width < 0:
         return None
     # Parameters of two frameworks have names, which are stronger than sizes.
     same_slot = [r for r in member.records if r.key.port == record.key.port == "param"]
@@ -466,10 +475,10 @@ def _operand(
     partner = fitting[0] if len(fitting) == 1 else (by_place[0] if len(by_place) == 1 else None)
     if partner is None:
         return None
-    whole = cut(record, mine, span)
+    recipe = cut(record, axis, span)
     if places is not None:
-        whole = whole._replace(steps=(_per_head(mine, *places),))
-    return Part(record, partner, whole, None)  # which way either lies is asked afterwards
+        recipe = recipe._replace(steps=(_per_head(axis, *places),))
+    return Part(record, partner, recipe, None)  # which way either lies is asked afterwards
 
 
 def columns_axis(record: Record, call: Call) -> int | None:
@@ -503,7 +512,7 @@ def _weights_axis(record: Record, call: Call) -> int | None:
     return record.shape.index(call.features)
 
 
-def like_of(record: Record, others: Sequence[Record]) -> Record | None:
+def matching_tensor(record: Record, others: Sequence[Record]) -> Record | None:
     """The tensor of a member that the fused site's tensor has a part in."""
     key = record.key
     alike = [
@@ -520,12 +529,12 @@ def like_of(record: Record, others: Sequence[Record]) -> Record | None:
     return alike[0]
 
 
-def _added_up(record: Record, members: Sequence[Call]) -> Recipe | None:
-    shares = [like_of(record, member.records) for member in members]
-    known = tuple(share for share in shares if share is not None)
-    if len(known) < len(members) or len({share.shape for share in known}) > 1:
+def _sum_of_members(record: Record, members: Sequence[Call]) -> Recipe | None:
+    shares = [matching_tensor(record, member.records) for member in members]
+    present = tuple(share for share in shares if share is not None)
+    if len(present) < len(members) or len({share.shape for share in present}) > 1:
         return None
-    return Recipe(known, (Step("sum"),), known[0].shape)
+    return Recipe(present, (Step("sum"),), present[0].shape)
 
 
 def _split_axis(record: Record, fused: Call) -> int | None:
@@ -542,7 +551,9 @@ def _per_head(axis: int, which: int, heads: int, sizes: tuple[int, ...]) -> Step
     # In a head-by-head layout every head holds a slice of each part; the selected columns are
     # those of one part over all heads.
     size, first, all_of_head = (sum(n) // heads for n in (sizes[which:][:1], sizes[:which], sizes))
-    places = [head * all_of_head + first + at for head in range(heads) for at in range(size)]
+    places = [
+        head * all_of_head + first + column for head in range(heads) for column in range(size)
+    ]
     return Step("select", axis, numbers=tuple(places))
 
 
@@ -555,14 +566,14 @@ Name = tuple[str, int]
 def pair_parts(
     fused: Call,
     members: list[Call],
-    members_are_ours: bool,
+    members_in_reference: bool,
     confidence: float,
-    found: list[Pair],
+    pairs: list[Pair],
     sides: tuple[Mapping[Name, Call], Mapping[Name, Call]],
     interleaving: Interleaving,
 ) -> str:
     """Pairs of a fused site and its members; a reason if the parts cannot be told."""
-    around = sides[1] if members_are_ours else sides[0]
+    around = sides[1] if members_in_reference else sides[0]
     holders = (around.get((site, fused.visit)) for site in enclosing(fused.site))
     holder = next((call.class_name for call in holders if call is not None), "")
     heads = None
@@ -571,16 +582,16 @@ def pair_parts(
         every = (call for side in sides for call in side.values())
         heads = _heads(every, members[0].features)
     if heads is None and _could_interleave(fused, members):
-        heads = interleaving.heads(fused, members, members_are_ours, holder)
+        heads = interleaving.heads(fused, members, members_in_reference, holder)
     parts, trouble = parts_of(fused, members, heads, holder)
     for part in parts:
-        records = (part.member, part.fused) if members_are_ours else (part.fused, part.member)
+        records = (part.member, part.fused) if members_in_reference else (part.fused, part.member)
         recipes = (
             (part.member_recipe, part.fused_recipe)
-            if members_are_ours
+            if members_in_reference
             else (part.fused_recipe, part.member_recipe)
         )
-        found.append(Pair(*records, "structure", confidence, *recipes))
+        pairs.append(Pair(*records, "structure", confidence, *recipes))
     return trouble
 
 
@@ -592,56 +603,66 @@ def _could_interleave(fused: Call, members: list[Call]) -> bool:
     return key == value > 0 and query % key == 0
 
 
-def pair_relaid(one: Call, other: Call, confidence: float) -> list[Pair]:
+def pair_reordered(reference: Call, candidate: Call, confidence: float) -> list[Pair]:
     """Two fused projections whose parts lie in another order, part by part; else nothing."""
     # Both sides are fused, but their parts lie in different orders: compare part by part.
-    spans = [{role: (a, b) for role, a, b in call.layout} for call in (one, other)]
+    spans = [{role: (a, b) for role, a, b in call.layout} for call in (reference, candidate)]
     if not spans[0] or spans[0].keys() != spans[1].keys():
         return []
     sizes = [{role: b - a for role, (a, b) in side.items()} for side in spans]
     if sizes[0] != sizes[1]:
         return []
-    if one.kind == other.kind == "cut":
-        return _relaid_cuts(one, other, confidence)
-    gaps = gaps_of(one), gaps_of(other)
+    if reference.kind == candidate.kind == "cut":
+        return _reordered_cuts(reference, candidate, confidence)
+    gaps = gaps_of(reference), gaps_of(candidate)
     # The only part that nothing identifies, on both sides: it must be the same one.
     if [len(gap) for gap in gaps] == [1, 1]:
         for side, (gap,) in zip(spans, gaps, strict=True):
             side["the rest"] = gap
     if len({b - a for side in spans for a, b in (side.get("the rest", (0, 0)),)}) > 1:
         return []
-    found: list[Pair] = []
+    pairs: list[Pair] = []
     for role, span in spans[0].items():
-        for record in one.records:
-            axis = columns_axis(record, one)
-            partner = None if axis is None else like_of(record, other.records)
-            there = None if partner is None else columns_axis(partner, other)
-            if axis is None or partner is None or there is None or record.shape != partner.shape:
+        for record in reference.records:
+            axis = columns_axis(record, reference)
+            partner = None if axis is None else matching_tensor(record, candidate.records)
+            partner_axis = None if partner is None else columns_axis(partner, candidate)
+            if (
+                axis is None
+                or partner is None
+                or partner_axis is None
+                or record.shape != partner.shape
+            ):
                 continue
-            mine, theirs = cut(record, axis, span), cut(partner, there, spans[1][role])
-            found.append(Pair(record, partner, "structure", confidence, mine, theirs))
-    return found
+            recipe, partner_recipe = (
+                cut(record, axis, span),
+                cut(partner, partner_axis, spans[1][role]),
+            )
+            pairs.append(Pair(record, partner, "structure", confidence, recipe, partner_recipe))
+    return pairs
 
 
-def _relaid_cuts(one: Call, other: Call, confidence: float) -> list[Pair]:
+def _reordered_cuts(reference: Call, candidate: Call, confidence: float) -> list[Pair]:
     """The operators that cut two such projections: outputs by their parts, not by their places."""
-    found: list[Pair] = []
-    inputs = [main_tensor(call.records, "input") for call in (one, other)]
-    outputs = [[r for r in call.records if r.key.port == "output"] for call in (one, other)]
+    pairs: list[Pair] = []
+    inputs = [main_tensor(call.records, "input") for call in (reference, candidate)]
+    outputs = [
+        [r for r in call.records if r.key.port == "output"] for call in (reference, candidate)
+    ]
     if inputs[0] is None or inputs[1] is None:
         return []
     # The input of a cut is compared part by part as well; its outputs only if each part has one.
     last = len(inputs[0].shape) - 1, len(inputs[1].shape) - 1
-    for at, (role, *span) in enumerate(one.layout):
-        place = [part[0] for part in other.layout].index(role)
-        span_there = other.layout[place][1:]
-        mine = cut(inputs[0], last[0], (span[0], span[1]))
-        theirs = cut(inputs[1], last[1], span_there)
-        found.append(Pair(inputs[0], inputs[1], "structure", confidence, mine, theirs))
-        if len(outputs[0]) == len(outputs[1]) == len(one.layout):
-            both = outputs[0][at], outputs[1][place]
-            found.append(Pair(*both, "structure", confidence))
-    return found
+    for index, (role, *span) in enumerate(reference.layout):
+        place = [part[0] for part in candidate.layout].index(role)
+        partner_span = candidate.layout[place][1:]
+        recipe = cut(inputs[0], last[0], (span[0], span[1]))
+        partner_recipe = cut(inputs[1], last[1], partner_span)
+        pairs.append(Pair(inputs[0], inputs[1], "structure", confidence, recipe, partner_recipe))
+        if len(outputs[0]) == len(outputs[1]) == len(reference.layout):
+            part_outputs = outputs[0][index], outputs[1][place]
+            pairs.append(Pair(*part_outputs, "structure", confidence))
+    return pairs
 
 
 def _heads(calls: Iterable[Call], features: int) -> int | None:
@@ -666,56 +687,58 @@ _SURE = 0.9
 
 def pair_in_projections(plan: Plan) -> list[Pair]:
     """Pairs for fused projections that are still alone."""
-    found = _pairs(plan.missing, plan.extra, _partners(plan, from_reference=True))
-    turned = _pairs(plan.extra, plan.missing, _partners(plan, from_reference=False))
-    found += [
+    pairs = _pairs(plan.missing, plan.extra, _partners(plan, from_reference=True))
+    flipped = _pairs(plan.extra, plan.missing, _partners(plan, from_reference=False))
+    pairs += [
         pair._replace(
             reference=pair.candidate,
             candidate=pair.reference,
             reference_recipe=pair.candidate_recipe,
             candidate_recipe=pair.reference_recipe,
         )
-        for pair in turned
+        for pair in flipped
     ]
-    return found
+    return pairs
 
 
 def _partners(plan: Plan, *, from_reference: bool) -> dict[str, str]:
     sites = ((pair.reference.key.site, pair.candidate.key.site) for pair in plan.pairs)
-    return dict(sites if from_reference else ((there, here) for here, there in sites))
+    return dict(
+        sites if from_reference else ((candidate, reference) for reference, candidate in sites)
+    )
 
 
 def _pairs(
     fused: Iterable[Record], members: Iterable[Record], partners: dict[str, str]
 ) -> list[Pair]:
     """The pairs with the fused side first."""
-    whole = [r for r in fused if r.key.slot in _FUSED and r.key.port in _PORTS]
-    if not whole:
+    fused_records = [r for r in fused if r.key.slot in _FUSED and r.key.port in _PORTS]
+    if not fused_records:
         return []
     by_key = {_place(r.key): r for r in members if r.key.port in _PORTS}
-    found: list[Pair] = []
-    for record in whole:
+    pairs: list[Pair] = []
+    for record in fused_records:
         holder = partners.get(record.key.site, record.key.site)
         slot = _FUSED[record.key.slot]
         parts = [
             by_key.get(_place(record.key._replace(site=f"{holder}.{part}", slot=slot)))
             for part in _PARTS
         ]
-        known = [part for part in parts if part is not None]
+        present = [part for part in parts if part is not None]
         width = record.shape[0] // len(_PARTS) if record.shape else 0
         # Each part must be a third of the fused parameter and have the same number of axes.
-        fits = all(width in part.shape and len(part.shape) == len(record.shape) for part in known)
-        if len(known) < len(_PARTS) or not fits or width * len(_PARTS) != record.shape[0]:
+        fits = all(width in part.shape and len(part.shape) == len(record.shape) for part in present)
+        if len(present) < len(_PARTS) or not fits or width * len(_PARTS) != record.shape[0]:
             continue
         if slot == "bias" and record.key.port != "param":
             # Of its key's part nothing but rounding is left: a share of the whole, not of itself.
-            joined = Recipe(tuple(known), (Step("concat", 0),), record.shape)
-            found.append(Pair(record, known[0], "structure", _SURE, None, joined))
+            joined = Recipe(tuple(present), (Step("concat", 0),), record.shape)
+            pairs.append(Pair(record, present[0], "structure", _SURE, None, joined))
             continue
-        for place, part in enumerate(known):
+        for place, part in enumerate(present):
             recipe = cut(record, 0, (place * width, (place + 1) * width))
-            found.append(Pair(record, part, "structure", _SURE, recipe))
-    return found
+            pairs.append(Pair(record, part, "structure", _SURE, recipe))
+    return pairs
 
 
 def _place(key: TensorKey) -> tuple[object, ...]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from driftline.alignment.plan import Pair, Plan, Rule
 from driftline.alignment.recipe import Recipe, Step, start
-from driftline.alignment.sites.compiled_graphs import FARTHEST, RESHAPES, Found, Graphs, Match
+from driftline.alignment.sites.compiled_graphs import FARTHEST, RESHAPES, Graphs, Match, Matching
 from driftline.graphs.sources.exported import ROOT, ExportedGraph
 from driftline.graphs.sources.graph_files import Graph, GraphNode
 from driftline.runs.records import Record
@@ -25,7 +25,7 @@ _Side = tuple[int, int, int, str, int, str, tuple[int, ...]]
 """One side of one call of a module, and a shape there."""
 
 
-def pair_modules(records: Sequence[Record], graphs: Graphs, found: Found) -> Iterator[Match]:
+def pair_modules(records: Sequence[Record], graphs: Graphs, matching: Matching) -> Iterator[Match]:
     """Inputs and outputs of modules, each with the value that enters or leaves its nodes."""
     wanted = [r for r in records if r.key.port in ("input", "output") and "/" not in r.key.site]
     if not wanted:
@@ -40,15 +40,15 @@ def pair_modules(records: Sequence[Record], graphs: Graphs, found: Found) -> Ite
         held[_side(record)].add(record.digest)
     for record in wanted:
         key = record.key
-        found.ours[key] = NO_NODE
+        matching.reasons[key] = NO_NODE
         if len(held[_side(record)]) > 1:
-            found.ours[key] = "one of several of its shape here: which is which is not known"
+            matching.reasons[key] = "one of several of its shape here: which is which is not known"
             continue
         holders = [graph for graph in forward if key.site in borders[id(graph)][key.port]]
         # A module split over several graphs has no single set of nodes, so nothing leaves
         # "it".
         if len({graphs.piece(graph) for graph in holders}) > 1:
-            found.ours[key] = "its nodes lie in several graphs: none of them is the module"
+            matching.reasons[key] = "its nodes lie in several graphs: none of them is the module"
             continue
         for graph in holders:
             calls = borders[id(graph)][key.port][key.site]
@@ -58,7 +58,7 @@ def pair_modules(records: Sequence[Record], graphs: Graphs, found: Found) -> Ite
             fitting = _of_shape(calls[which], record.shape)
             if len(fitting) != 1:
                 verb = "leave" if key.port == "output" else "enter"
-                found.ours[key] = (
+                matching.reasons[key] = (
                     f"{len(fitting)} values of its shape {verb} its nodes: which is its {key.port} "
                     "is not known"
                 )
@@ -71,11 +71,11 @@ def pair_modules(records: Sequence[Record], graphs: Graphs, found: Found) -> Ite
                 break
             behind = _behind_views(graphs, graph, fitting[0])
             if behind.target == "placeholder":
-                found.ours[key] = "an input of the graph, which no kernel gives"
+                matching.reasons[key] = "an input of the graph, which no kernel gives"
             elif graphs.engine != "fx":
-                found.ours[key] = graphs.why_not_kept(graph, behind)
-                if whole := graphs.whole(graph, behind, key.step, visit):
-                    found.inside[key] = whole.key
+                matching.reasons[key] = graphs.why_not_kept(graph, behind)
+                if fused := graphs.whole(graph, behind, key.step, visit):
+                    matching.inside[key] = fused.key
 
 
 def _side(record: Record) -> _Side:
@@ -99,18 +99,18 @@ def _borders(graphs: Graphs, graph: Graph) -> dict[str, dict[str, list[list[Grap
         valued = node.shape is not None or bool(node.dtype)
         for label in node.calls if node.target != "placeholder" else ():
             module = label.partition("@")[0]
-            given = leaving[module][label]
-            taken = entering[module][label]
-            if valued and (node.leaves or any(label not in one.calls for one in uses[node.name])):
-                given[node.name] = node
+            outputs = leaving[module][label]
+            inputs = entering[module][label]
+            if valued and (node.leaves or any(label not in item.calls for item in uses[node.name])):
+                outputs[node.name] = node
             for name in node.inputs:
                 source = graphs.node(graph, name)
                 outside = source is not None and label not in source.calls
                 if source is not None and outside and (source.shape is not None or source.dtype):
-                    taken[name] = source
+                    inputs[name] = source
     return {
         port: {
-            module: [list(labels[one].values()) for one in sorted(labels, key=_call_number)]
+            module: [list(labels[item].values()) for item in sorted(labels, key=_call_number)]
             for module, labels in sides.items()
         }
         for port, sides in (("output", leaving), ("input", entering))
@@ -185,49 +185,53 @@ def reshaped(record: Record, shape: tuple[int, ...], *, anyhow: bool = False) ->
 # Modules that give several tensors, against a graph in which only some of them are used.
 
 
-MADE, LOOK = 0.95, 0.9
+MADE, SIGNATURE = 0.95, 0.9
 """Confidence of a tensor by its maker, and of one by its look."""
 _RECURRENT = ("LSTM", "GRU", "RNN")
 _Call = tuple[int, int, int, str, int]
 
 
-class Left:
+class Draft:
     """What is paired and what is not, while rules are tried."""
 
     def __init__(self, plan: Plan) -> None:
         self.pairs = list(plan.pairs)
-        self.found: list[Pair] = []
-        self.here = {id(record): record for record in plan.missing}
-        self.there = {id(record): record for record in plan.extra}
+        self.new_pairs: list[Pair] = []
+        self.missing = {id(record): record for record in plan.missing}
+        self.extra = {id(record): record for record in plan.extra}
 
-    def take(self, ours: Record, theirs: Record, confidence: float, by: Rule = "graph") -> None:
-        pair = Pair(ours, theirs, by, confidence)
-        self.found.append(pair)
+    def pair(
+        self, reference: Record, candidate: Record, confidence: float, by: Rule = "graph"
+    ) -> None:
+        pair = Pair(reference, candidate, by, confidence)
+        self.new_pairs.append(pair)
         self.pairs.append(pair)
-        self.here.pop(id(ours), None)
-        self.there.pop(id(theirs), None)
+        self.missing.pop(id(reference), None)
+        self.extra.pop(id(candidate), None)
 
-    def take_decoded(self, codes: Record, value: Record, recipe: Recipe, codes_first: bool) -> None:
+    def pair_decoded(self, codes: Record, value: Record, recipe: Recipe, codes_first: bool) -> None:
         if codes_first:
             pair = Pair(codes, value, "graph", 1.0, reference_recipe=recipe)
         else:
             pair = Pair(value, codes, "graph", 1.0, candidate_recipe=recipe)
-        self.found.append(pair)
+        self.new_pairs.append(pair)
         self.pairs.append(pair)
-        self.here.pop(id(pair.reference), None)
-        self.there.pop(id(pair.candidate), None)
+        self.missing.pop(id(pair.reference), None)
+        self.extra.pop(id(pair.candidate), None)
 
 
-def without_places(plan: Plan, graph: ExportedGraph, *, exported_first: bool) -> Plan:
+def without_tuple_positions(plan: Plan, graph: ExportedGraph, *, exported_first: bool) -> Plan:
     """The plan without pairs that only the place in a tuple of several outputs has made."""
     alone = plan.extra if exported_first else plan.missing
     models = [pair.candidate if exported_first else pair.reference for pair in plan.pairs]
     # A tuple position means the same on both sides only if the module returns one tensor.
-    given = Counter(_call(record) for record in (*models, *alone) if _is_output(record, graph))
+    output_counts = Counter(
+        _call(record) for record in (*models, *alone) if _is_output(record, graph)
+    )
     loose = {
         id(pair)
         for pair, model in zip(plan.pairs, models, strict=True)
-        if _is_output(model, graph) and given[_call(model)] > 1
+        if _is_output(model, graph) and output_counts[_call(model)] > 1
     }
     gone = [pair for pair in plan.pairs if id(pair) in loose]
     return plan._replace(
@@ -237,61 +241,77 @@ def without_places(plan: Plan, graph: ExportedGraph, *, exported_first: bool) ->
     )
 
 
-def take_outputs(left: Left, *, by_look: bool) -> None:
+def pair_outputs(draft: Draft, *, by_signature: bool) -> None:
     """Outputs of one call that hold what is paired elsewhere.
 
     Args:
         left: What is paired already, and what is not.
-        by_look: Those of whose shape and type each side has one are pairs, too.
+        by_signature: Those of whose shape and type each side has one are pairs, too.
     """
     twins: dict[tuple[int, str], set[str]] = defaultdict(set)
     # Digests of paired tensors translate one run's bytes into the other's.
-    for pair in left.pairs:
+    for pair in draft.pairs:
         if pair.reference.digest and pair.candidate.digest:
             twins[pair.reference.key.step, pair.reference.digest].add(pair.candidate.digest)
-    here, there = _by_call(left.here.values()), _by_call(left.there.values())
+    reference_calls, candidate_calls = (
+        _by_call(draft.missing.values()),
+        _by_call(draft.extra.values()),
+    )
     made = set[str]().union(*twins.values())
-    for call, mine in here.items():
-        others = list(there.get(call, ()))
-        for record in list(mine):
+    for call, own in reference_calls.items():
+        others = list(candidate_calls.get(call, ()))
+        for record in list(own):
             digests = twins.get((record.key.step, record.digest), set())
-            same = [one for one in others if one.digest in digests and one.shape == record.shape]
+            same = [
+                option
+                for option in others
+                if option.digest in digests and option.shape == record.shape
+            ]
             if same:
-                left.take(record, same[0], MADE)
-                mine.remove(record)
+                draft.pair(record, same[0], MADE)
+                own.remove(record)
                 others.remove(same[0])
         # Counted after pairs by value were removed: what remains of one signature is the
         # only choice.
-        looks = Counter(map(_look, mine)), Counter(map(_look, others))
-        for record in mine if by_look else ():
-            look = _look(record)
-            unknown = (record.key.step, record.digest) not in twins and not either_way(record)
+        looks = Counter(map(_signature, own)), Counter(map(_signature, others))
+        for record in own if by_signature else ():
+            look = _signature(record)
+            unknown = (record.key.step, record.digest) not in twins and not is_square(record)
             if unknown and looks[0][look] == looks[1][look] == 1:
-                other = next(one for one in others if _look(one) == look)
+                other = next(option for option in others if _signature(option) == look)
                 if other.digest not in made:
-                    left.take(record, other, LOOK)
+                    draft.pair(record, other, SIGNATURE)
 
 
-def take_turned(left: Left, *, exported_first: bool) -> None:
+def pair_time_first(draft: Draft, *, exported_first: bool) -> None:
     """What a recurrent layer gives, batch first here and time first there.
 
     ONNX has time first, with a transposition on either side, which exporters take out between two
     layers.
     """
-    here, there = _by_call(left.here.values()), _by_call(left.there.values())
-    models, graphs = (there, here) if exported_first else (here, there)
-    for call, given in models.items():
+    reference_calls, candidate_calls = (
+        _by_call(draft.missing.values()),
+        _by_call(draft.extra.values()),
+    )
+    models, graphs = (
+        (candidate_calls, reference_calls) if exported_first else (reference_calls, candidate_calls)
+    )
+    for call, outputs in models.items():
         values = list(graphs.get(call, ()))
-        for model in given:
+        for model in outputs:
             turned = (*model.shape[1::-1], *model.shape[2:])
-            fitting = [one for one in values if one.shape == turned and one.dtype == model.dtype]
-            if not _is_recurrent(model) or either_way(model) or len(fitting) != 1:
+            fitting = [
+                option
+                for option in values
+                if option.shape == turned and option.dtype == model.dtype
+            ]
+            if not _is_recurrent(model) or is_square(model) or len(fitting) != 1:
                 continue
-            if sum(one.shape == model.shape for one in given) == 1:
+            if sum(option.shape == model.shape for option in outputs) == 1:
                 # Only the first two axes are exchanged: time and batch.
                 step = Step("transpose", numbers=(1, 0, 2))
                 recipe = Recipe((fitting[0],), (step,), model.shape)
-                left.take_decoded(fitting[0], model, recipe, exported_first)
+                draft.pair_decoded(fitting[0], model, recipe, exported_first)
                 values.remove(fitting[0])
 
 
@@ -299,7 +319,7 @@ def _is_recurrent(record: Record) -> bool:
     return record.class_name in _RECURRENT and len(record.shape) == 3
 
 
-def either_way(record: Record) -> bool:
+def is_square(record: Record) -> bool:
     """Whether its shape does not say if time or the batch comes first."""
     return _is_recurrent(record) and record.shape[0] == record.shape[1]
 
@@ -311,12 +331,12 @@ def _is_output(record: Record, graph: ExportedGraph) -> bool:
 
 
 def _by_call(records: Iterable[Record]) -> Mapping[_Call, list[Record]]:
-    found: dict[_Call, list[Record]] = defaultdict(list)
+    outputs: dict[_Call, list[Record]] = defaultdict(list)
     for record in records:
         key = record.key
         if key.port == "output" and "/" not in key.site and key.phase == "forward":
-            found[_call(record)].append(record)
-    return found
+            outputs[_call(record)].append(record)
+    return outputs
 
 
 def _call(record: Record) -> _Call:
@@ -324,5 +344,5 @@ def _call(record: Record) -> _Call:
     return (key.rank, key.process, key.step, key.site, key.visit)
 
 
-def _look(record: Record) -> tuple[tuple[int, ...], str]:
+def _signature(record: Record) -> tuple[tuple[int, ...], str]:
     return record.shape, record.dtype

@@ -60,17 +60,17 @@ def headless(site: str) -> str:
     return name
 
 
-def link_names(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
+def link_names(reference: Iterable[str], candidate: Iterable[str]) -> dict[str, str]:
     """Sites of the reference → sites of the candidate whose plain names agree."""
-    here, there = list(ours), list(theirs)
+    reference_sites, candidate_sites = list(reference), list(candidate)
     links: dict[str, str] = {}
     # Wrappers first, heads second: a name that agrees with its head is the stronger match.
     for simplify in (plain, headless):
-        rest_here = _unique(simplify, (site for site in here if site not in links))
+        free_sites = _unique(simplify, (site for site in reference_sites if site not in links))
         used = set(links.values())
-        rest_there = _unique(simplify, (site for site in there if site not in used))
-        for name, site in rest_here.items():
-            if site is not None and (partner := rest_there.get(name)) is not None:
+        free_partners = _unique(simplify, (site for site in candidate_sites if site not in used))
+        for name, site in free_sites.items():
+            if site is not None and (partner := free_partners.get(name)) is not None:
                 links[site] = partner
     return links
 
@@ -95,25 +95,25 @@ WRAPPERS = ("module.", "_orig_mod.", "model.", "base_model.model.", "transformer
 
 def pair_by_name(reference: Iterable[Record], candidate: Iterable[Record]) -> Plan:
     """Pair the tensors of two runs, as many as there are; none is an answer too."""
-    ours = sorted(reference, key=_execution)
-    theirs = sorted(candidate, key=_execution)
+    reference_records = sorted(reference, key=_execution)
+    candidate_records = sorted(candidate, key=_execution)
     by_key: dict[TensorKey, Record] = {}
     repeated: list[Record] = []  # a run of ours has no key twice; somebody else's dump may
-    for record in theirs:
+    for record in candidate_records:
         if by_key.setdefault(record.key, record) is not record:
             repeated.append(record)
     pairs: list[Pair] = []
     alone: list[Record] = []
-    for record in ours:
+    for record in reference_records:
         partner = by_key.pop(record.key, None)
         if partner is None:
             alone.append(record)
         else:
             pairs.append(Pair(record, partner))
     if alone and by_key:
-        found, alone = _by_alias(alone, by_key)
-        if found:
-            pairs = sorted([*pairs, *found], key=lambda pair: _execution(pair.reference))
+        by_alias, alone = _by_alias(alone, by_key)
+        if by_alias:
+            pairs = sorted([*pairs, *by_alias], key=lambda pair: _execution(pair.reference))
     # Execution order everywhere, because plans are printed and compared in it.
     extra = tuple(sorted([*by_key.values(), *repeated], key=_execution))
     return Plan(tuple(pairs), tuple(alone), extra)
@@ -176,50 +176,56 @@ def _by_alias(
     return pairs, still_alone
 
 
-def nothing_in_common(ours: Sequence[Record], theirs: Sequence[Record]) -> BadInput:
+def nothing_in_common(reference: Sequence[Record], candidate: Sequence[Record]) -> BadInput:
     """What to say when no tensor has a partner: the likely reason as a hint."""
-    our_sites = {record.key.site for record in ours}
-    their_sites = {record.key.site for record in theirs}
+    reference_sites = {record.key.site for record in reference}
+    candidate_sites = {record.key.site for record in candidate}
     return BadInput(
-        f"the two runs share no tensor: {len(ours)} names against {len(theirs)}, 0 in common",
-        hint=_why(ours, theirs)
-        if our_sites & their_sites
-        else _prefix_hint(our_sites, their_sites),
+        f"the two runs share no tensor: {len(reference)} names against {len(candidate)}, "
+        "0 in common",
+        hint=_why(reference, candidate)
+        if reference_sites & candidate_sites
+        else _prefix_hint(reference_sites, candidate_sites),
     )
 
 
-def _why(ours: Sequence[Record], theirs: Sequence[Record]) -> str:
+def _why(reference: Sequence[Record], candidate: Sequence[Record]) -> str:
     """The sites agree, so another part of the key keeps everything apart: name it."""
     # Steps and ranks come first: the first part of the key without a common value is the reason.
     for part in ("step", "rank", "process", "port", "phase", "moment", "visit"):
-        here = {getattr(record.key, part) for record in ours}
-        there = {getattr(record.key, part) for record in theirs}
-        if not here & there:
+        reference_values = {getattr(record.key, part) for record in reference}
+        candidate_values = {getattr(record.key, part) for record in candidate}
+        if not reference_values & candidate_values:
             return (
-                f"the sites agree, but the reference has {part} {_some(here)} "
-                f"and the candidate {part} {_some(there)}"
+                f"the sites agree, but the reference has {part} {_some(reference_values)} "
+                f"and the candidate {part} {_some(candidate_values)}"
             )
     return "the sites agree, but no port, slot, step and visit together do"
 
 
-def _prefix_hint(ours: set[str], theirs: set[str]) -> str:
+def _prefix_hint(reference: set[str], candidate: set[str]) -> str:
     """Say so when one side's names are the other's with something in front."""
-    found: Counter[tuple[str, str]] = Counter()
-    for side, longer, shorter in (("candidate", theirs, ours), ("reference", ours, theirs)):
+    prefixes: Counter[tuple[str, str]] = Counter()
+    for side, longer, shorter in (
+        ("candidate", candidate, reference),
+        ("reference", reference, candidate),
+    ):
         firsts = {site.partition(".")[0] + "." for site in longer if "." in site}
         # Every first part of a name may be a prefix, also one that is in no list.
         for prefix in firsts.union(WRAPPERS):
             cut = {site[len(prefix) :] for site in longer if site.startswith(prefix)} - {""}
             if hits := len(cut & shorter):
-                found[side, prefix] = hits
-    if found:
-        (side, prefix), hits = found.most_common(1)[0]
+                prefixes[side, prefix] = hits
+    if prefixes:
+        (side, prefix), hits = prefixes.most_common(1)[0]
         return (
             f"{hits} names differ by the prefix '{prefix}' in the {side}; "
             f"try --map '{_map_for(side, prefix)}'"
         )
-    here, there = next(iter(sorted(ours))), next(iter(sorted(theirs)))
-    return f"the reference has names like '{here}', the candidate like '{there}'"
+    first_reference, first_candidate = next(iter(sorted(reference))), next(iter(sorted(candidate)))
+    return (
+        f"the reference has names like '{first_reference}', the candidate like '{first_candidate}'"
+    )
 
 
 def _map_for(side: str, prefix: str) -> str:

@@ -25,7 +25,7 @@ from driftline.alignment.sites.values import Dataflow, bytes_of
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 
-PASSED = 0.8
+MOST_CONFIDENT = 0.8
 """Confidence, at most."""
 _ENDS = 4
 """So many leaves at either end of a container are looked at."""
@@ -36,30 +36,33 @@ _KINDS = frozenset({"dropout", "identity"})
 
 def pair_passed(plan: Plan, reference: Run, candidate: Run) -> list[Pair]:
     """Pairs for the lone tensors of sites that only give on what they were given."""
-    found: list[Pair] = []
-    for run, alone, ours in ((reference, plan.missing, True), (candidate, plan.extra, False)):
+    new_pairs: list[Pair] = []
+    for run, alone, in_reference in (
+        (reference, plan.missing, True),
+        (candidate, plan.extra, False),
+    ):
         if not alone:
             continue
         partners: dict[int, Pair | None] = {}
         for pair in plan.pairs:
-            own = id(pair.reference if ours else pair.candidate)
+            own = id(pair.reference if in_reference else pair.candidate)
             # A recipe changes the value, so what equals the stored tensor does not
             # equal the compared one; a tensor with two pairs has no single partner to
             # share.
-            whole = pair.reference_recipe is None and pair.candidate_recipe is None
-            partners[own] = pair if whole and own not in partners else None
-        other = candidate if ours else reference
+            unchanged = pair.reference_recipe is None and pair.candidate_recipe is None
+            partners[own] = pair if unchanged and own not in partners else None
+        other = candidate if in_reference else reference
         # Library operators have no modules around them, so a model's containers would all
         # be alone.
         modules = other.facts.operator_sites and not run.facts.operator_sites
-        for record, pair in _passed(run, alone, partners, modules):
-            sure = min(pair.confidence, PASSED)
-            both = (record, pair.candidate) if ours else (pair.reference, record)
-            found.append(Pair(*both, "structure", sure))
-    return found
+        for record, pair in _of_passing_sites(run, alone, partners, modules):
+            sure = min(pair.confidence, MOST_CONFIDENT)
+            ordered = (record, pair.candidate) if in_reference else (pair.reference, record)
+            new_pairs.append(Pair(*ordered, "structure", sure))
+    return new_pairs
 
 
-def _passed(
+def _of_passing_sites(
     run: Run, alone: Sequence[Record], partners: Mapping[int, Pair | None], modules: bool
 ) -> Iterator[tuple[Record, Pair]]:
     lone = {id(record) for record in alone}
@@ -72,8 +75,8 @@ def _passed(
         if not any(id(record) in lone for call in calls for record in call.records):
             continue
         leaves = [call for call in calls if call.leaf]
-        given: dict[str, Pair | None] = {}  # what sites that only give on gave
-        for at, call in enumerate(leaves):
+        passed_on: dict[str, Pair | None] = {}  # what sites that only give on gave
+        for index, call in enumerate(leaves):
             own = [main_tensor(call.records, port) for port in ("input", "output")]
             if call.kind not in _KINDS or own[0] is None or own[1] is None:
                 continue
@@ -84,24 +87,24 @@ def _passed(
             # Unequal bytes mean that the dropout was active: it changed the value.
             if not same or same != bytes_of(run, own[1]):
                 continue
-            known = given.get(same)
+            value_pair = passed_on.get(same)
             # Chains of dropouts hand one value on; what an earlier one found holds for
             # the next.
-            for other, port in _around(leaves, at):
+            for other, port in _around(leaves, index):
                 record = main_tensor(other.records, port)
-                if known is None and record is not None and record.shape == own[0].shape:
+                if value_pair is None and record is not None and record.shape == own[0].shape:
                     pair = partners.get(id(record))
-                    known = pair if pair and bytes_of(run, record) == same else None
-            given[same] = known
-            if known is not None:
-                yield own[0], known
-                yield own[1], known
+                    value_pair = pair if pair and bytes_of(run, record) == same else None
+            passed_on[same] = value_pair
+            if value_pair is not None:
+                yield own[0], value_pair
+                yield own[1], value_pair
         for call in calls if modules else ():
             if not call.leaf and not call.inner:
-                yield from _handed(run, call, leaves, lone, partners)
+                yield from _of_container(run, call, leaves, lone, partners)
 
 
-def _handed(
+def _of_container(
     run: Run,
     container: Call,
     leaves: Sequence[Call],
@@ -133,24 +136,24 @@ def _in_order(records: Iterable[Record]) -> list[Record]:
     return sorted(records, key=lambda record: record.order)
 
 
-def _around(leaves: Sequence[Call], at: int) -> Iterator[tuple[Call, str]]:
+def _around(leaves: Sequence[Call], index: int) -> Iterator[tuple[Call, str]]:
     """Who may have made what a site gives on, likeliest first, and who may read it.
 
     Beside the leaf before it those of the same module: a dump may list them in another order.
     """
-    holder = leaves[at].site.rpartition(".")[0]
-    if at:
-        yield leaves[at - 1], "output"
+    holder = leaves[index].site.rpartition(".")[0]
+    if index:
+        yield leaves[index - 1], "output"
     # Dumps of some tools list modules by registration, so the maker may come later in the list.
-    for call in leaves[max(0, at - _NEAR) : at + _NEAR]:
+    for call in leaves[max(0, index - _NEAR) : index + _NEAR]:
         if call.site.rpartition(".")[0] == holder:
             yield call, "output"
-    if (reader := _next(leaves, at)) is not None:
+    if (reader := _next(leaves, index)) is not None:
         yield reader, "input"
 
 
-def _next(leaves: Sequence[Call], at: int) -> Call | None:
-    return next((call for call in leaves[at + 1 :] if call.kind not in _KINDS), None)
+def _next(leaves: Sequence[Call], index: int) -> Call | None:
+    return next((call for call in leaves[index + 1 :] if call.kind not in _KINDS), None)
 
 
 # Inputs of a container that it only hands on: they pair as the operators that take them do.
@@ -166,29 +169,29 @@ def name_of(record: Record, flow: Dataflow) -> str:
     return flow.names.get((record.key.site, record.key.slot), "")
 
 
-class HandedOn:
+class ForwardedInputs:
     """The pairs of operators' inputs, by the names of the tensors."""
 
-    def __init__(self, pairs: Iterable[Pair], ours: Dataflow, theirs: Dataflow) -> None:
-        self._flows = (ours, theirs)
+    def __init__(self, pairs: Iterable[Pair], reference: Dataflow, candidate: Dataflow) -> None:
+        self._flows = (reference, candidate)
         self._pairs: dict[str, dict[object, Pair]] = {}
         for pair in pairs:
-            names = name_of(pair.reference, ours), name_of(pair.candidate, theirs)
+            names = name_of(pair.reference, reference), name_of(pair.candidate, candidate)
             if all(names):
                 # Norms of all layers may hold the same bytes: what says the same is said once.
-                self._pairs.setdefault(names[0], {}).setdefault((names[1], _said(pair)), pair)
+                self._pairs.setdefault(names[0], {}).setdefault((names[1], _signature(pair)), pair)
 
     def pairs_of(
-        self, one: Call, other: Call, free: set[int], confidence: float
+        self, container: Call, other: Call, free: set[int], confidence: float
     ) -> tuple[list[Pair], set[int]]:
         """Pairs of two containers' inputs, and the records in them."""
-        there: dict[str, list[Record]] = {}
+        by_name: dict[str, list[Record]] = {}
         for record in other.records:
             if id(record) in free:
-                there.setdefault(name_of(record, self._flows[1]), []).append(record)
+                by_name.setdefault(name_of(record, self._flows[1]), []).append(record)
         seen: Counter[str] = Counter()
-        found: dict[tuple[int, int, str], Pair] = {}
-        for record in one.records:
+        new_pairs: dict[tuple[int, int, str], Pair] = {}
+        for record in container.records:
             if id(record) not in free:
                 continue
             name = name_of(record, self._flows[0])
@@ -197,22 +200,22 @@ class HandedOn:
             nth = seen[name]  # equal bytes have equal names: the nth goes with the nth
             seen[name] += 1
             for pair in self._pairs.get(name, _NONE).values():
-                fitting = there.get(name_of(pair.candidate, self._flows[1]), ())
+                fitting = by_name.get(name_of(pair.candidate, self._flows[1]), ())
                 partner = fitting[min(nth, len(fitting) - 1)] if fitting else None
-                alike = partner is not None and _alike(record, pair.reference)
-                if partner is None or not alike or not _alike(partner, pair.candidate):
+                alike = partner is not None and _same_signature(record, pair.reference)
+                if partner is None or not alike or not _same_signature(partner, pair.candidate):
                     continue
-                mine = _instead(pair.reference_recipe, pair.reference, record)
-                theirs = _instead(pair.candidate_recipe, pair.candidate, partner)
-                both = Pair(record, partner, "structure", confidence, mine, theirs)
-                found.setdefault((id(record), id(partner), f"{mine} {theirs}"), both)
-        told = {id(record) for pair in found.values() for record in pair.records}
-        return list(found.values()), told
+                recipe = _with_source(pair.reference_recipe, pair.reference, record)
+                partner_recipe = _with_source(pair.candidate_recipe, pair.candidate, partner)
+                new = Pair(record, partner, "structure", confidence, recipe, partner_recipe)
+                new_pairs.setdefault((id(record), id(partner), f"{recipe} {partner_recipe}"), new)
+        used = {id(record) for pair in new_pairs.values() for record in pair.records}
+        return list(new_pairs.values()), used
 
 
-def _said(pair: Pair) -> object:
+def _signature(pair: Pair) -> object:
     """What a pair says of two tensors, whichever they are."""
-    said: list[object] = []
+    parts: list[object] = []
     for record, recipe in (
         (pair.reference, pair.reference_recipe),
         (pair.candidate, pair.candidate_recipe),
@@ -221,15 +224,15 @@ def _said(pair: Pair) -> object:
         # tensors.
         alone = recipe is None or recipe.sources == (record,)
         steps = () if recipe is None else recipe.steps
-        said.append((record.shape, record.dtype, steps, None if alone else id(recipe)))
-    return tuple(said)
+        parts.append((record.shape, record.dtype, steps, None if alone else id(recipe)))
+    return tuple(parts)
 
 
-def _alike(ours: Record, theirs: Record) -> bool:
-    return ours.shape == theirs.shape and ours.dtype == theirs.dtype
+def _same_signature(record: Record, other: Record) -> bool:
+    return record.shape == other.shape and record.dtype == other.dtype
 
 
-def _instead(recipe: Recipe | None, old: Record, new: Record) -> Recipe | None:
+def _with_source(recipe: Recipe | None, old: Record, new: Record) -> Recipe | None:
     if recipe is None:
         return None
     sources = tuple(new if source is old else source for source in recipe.sources)

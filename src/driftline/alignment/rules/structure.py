@@ -20,12 +20,12 @@ from driftline.alignment.rules.fused_projections import (
     in_family_order,
     is_certain,
     pair_parts,
-    pair_relaid,
+    pair_reordered,
 )
 from driftline.alignment.rules.leaves import Link, link_leaves
-from driftline.alignment.rules.same_value import HandedOn
+from driftline.alignment.rules.same_value import ForwardedInputs
 from driftline.alignment.sites.kinds import MAPPED
-from driftline.alignment.sites.roles import tell_by_dataflow, tell_elementwise
+from driftline.alignment.sites.roles import infer_elementwise_kinds, infer_roles
 from driftline.alignment.sites.site_graph import (
     Call,
     Frame,
@@ -53,7 +53,7 @@ _Name = tuple[str, int]
 _Inner = dict[_Name, list[Call]]
 
 
-class Concluded(NamedTuple):
+class Conclusion(NamedTuple):
     """What structure says: new pairs, and why the rest is alone."""
 
     pairs: list[Pair]
@@ -65,19 +65,19 @@ class _Solution(NamedTuple):
     """Links between two frames, in names, so that they hold for every frame with these calls."""
 
     links: list[tuple[_Name, _Name, tuple[_Name, ...], tuple[_Name, ...], float]]
-    why_here: dict[_Name, str]
-    why_there: dict[_Name, str]
+    reference_reasons: dict[_Name, str]
+    candidate_reasons: dict[_Name, str]
     notes: list[str]
 
 
 def align_by_structure(
     reference: Run,
     candidate: Run,
-    known: Sequence[Pair],
+    paired: Sequence[Pair],
     missing: Sequence[Record],
     extra: Sequence[Record],
     same_class: Sequence[tuple[str, str]] = (),
-) -> Concluded:
+) -> Conclusion:
     """Pair what stronger rules have left over.
 
     Args:
@@ -88,12 +88,12 @@ def align_by_structure(
         extra: What is left over of the candidate.
         same_class: Texts in class names that the user says mean the same work.
     """
-    found = Concluded([], {}, [])
-    here = frames_of([*(pair.reference for pair in known), *missing])
-    there = frames_of([*(pair.candidate for pair in known), *extra])
+    conclusion = Conclusion([], {}, [])
+    reference_frames = frames_of([*(pair.reference for pair in paired), *missing])
+    candidate_frames = frames_of([*(pair.candidate for pair in paired), *extra])
     # Pairs that exist already anchor the order inside their own frame.
     links: dict[Frame, list[Pair]] = {}
-    for pair in known:
+    for pair in paired:
         key = pair.reference.key
         links.setdefault(Frame(key.rank, key.process, key.step), []).append(pair)
     # Steps of one run repeat the same calls; the alignment is solved once per distinct
@@ -102,23 +102,26 @@ def align_by_structure(
     # Records are compared by identity: equal keys may stand in both runs.
     free = {id(record) for record in (*missing, *extra)}
     looks = Looks(reference, candidate)
-    interleaving = Interleaving(reference, candidate, found.notes)
-    here_flows, there_flows = Dataflows(reference), Dataflows(candidate)
-    for frame, other in _frames(here, there):
-        ours, theirs = _in_order(here[frame]), _in_order(there[other])
+    interleaving = Interleaving(reference, candidate, conclusion.notes)
+    reference_flows, candidate_flows = Dataflows(reference), Dataflows(candidate)
+    for frame, other in _frames(reference_frames, candidate_frames):
+        reference_records, candidate_records = (
+            _in_order(reference_frames[frame]),
+            _in_order(candidate_frames[other]),
+        )
         anchors = _anchors(links.get(frame, ()))
         mapped = _anchors(pair for pair in links.get(frame, ()) if pair.by == "map")
-        if not mapped and not _could_gain(ours, theirs, free, anchors):
+        if not mapped and not _could_gain(reference_records, candidate_records, free, anchors):
             continue
-        a, b = calls_of(ours), calls_of(theirs)
-        _as_said(same_class, a, b)
+        a, b = calls_of(reference_records), calls_of(candidate_records)
+        _apply_class_map(same_class, a, b)
         outline = (_names(a), _names(b), tuple(anchors.items()))
-        flows = here_flows.of(frame, a, outline), there_flows.of(other, b, outline)
+        flows = reference_flows.of(frame, a, outline), candidate_flows.of(other, b, outline)
         # Roles by dataflow come before matching, since unnamed q, k and v are
         # indistinguishable by shape.
-        tell_by_dataflow(a, flows[0])
-        tell_by_dataflow(b, flows[1])
-        tell_elementwise(a, b, flows)
+        infer_roles(a, flows[0])
+        infer_roles(b, flows[1])
+        infer_elementwise_kinds(a, b, flows)
         # A bias that one library adds by an operator of its own is part of a Linear
         # elsewhere, unless the other side has such operators, too: then they pair with each
         # other.
@@ -127,48 +130,53 @@ def align_by_structure(
                 with_bias(side)
         if outline not in solved:
             solved[outline] = _solve(a, b, anchors, looks)
-            found.notes.extend(solved[outline].notes)
-        for both in pair_rest(mapped, a, b, free):
-            found.pairs.append(Pair(*both, "structure", WEIGHTS))
-            free.difference_update(map(id, both))
-        _pair_up(solved[outline], a, b, anchors, free, found, flows, interleaving)
-    found.pairs.sort(key=lambda pair: pair.reference.order)
-    return found
+            conclusion.notes.extend(solved[outline].notes)
+        for rest_pair in pair_rest(mapped, a, b, free):
+            conclusion.pairs.append(Pair(*rest_pair, "structure", WEIGHTS))
+            free.difference_update(map(id, rest_pair))
+        _pair_up(solved[outline], a, b, anchors, free, conclusion, flows, interleaving)
+    conclusion.pairs.sort(key=lambda pair: pair.reference.order)
+    return conclusion
 
 
-def _as_said(same_class: Sequence[tuple[str, str]], ours: list[Call], theirs: list[Call]) -> None:
+def _apply_class_map(
+    same_class: Sequence[tuple[str, str]], reference: list[Call], candidate: list[Call]
+) -> None:
     """Give leaves of classes that were mapped to each other one kind, if both sides have them."""
     for number, words in enumerate(same_class):
         # A class map of the user outranks what classes are called.
         sides = [
             [call for call in side if call.leaf and any(word in call.class_name for word in words)]
-            for side in (ours, theirs)
+            for side in (reference, candidate)
         ]
         if all(sides):
             for call in (*sides[0], *sides[1]):
                 call.kind = f"{MAPPED} {number}"
 
 
-def _frames(here: Iterable[Frame], there: Iterable[Frame]) -> list[tuple[Frame, Frame]]:
-    ours, theirs = list(here), set(there)
-    common = [(frame, frame) for frame in ours if frame in theirs]
+def _frames(reference: Iterable[Frame], candidate: Iterable[Frame]) -> list[tuple[Frame, Frame]]:
+    reference_list, candidate_set = list(reference), set(candidate)
+    common = [(frame, frame) for frame in reference_list if frame in candidate_set]
     # Two single steps belong together whatever their numbers are.
-    if not common and len(ours) == len(theirs) == 1:
-        return [(ours[0], theirs.pop())]
+    if not common and len(reference_list) == len(candidate_set) == 1:
+        return [(reference_list[0], candidate_set.pop())]
     return common
 
 
 def _could_gain(
-    ours: Iterable[Record], theirs: Iterable[Record], free: set[int], anchors: Mapping[_Name, _Name]
+    reference: Iterable[Record],
+    candidate: Iterable[Record],
+    free: set[int],
+    anchors: Mapping[_Name, _Name],
 ) -> bool:
     """Whether both sides have sites without a partner, with tensors of a common port left over.
 
     Spares the work where names have paired all sites and only single tensors are alone.
     """
-    sides = (ours, set(anchors)), (theirs, set(anchors.values()))
+    sides = (reference, set(anchors)), (candidate, set(anchors.values()))
     alone = [
-        {r.key.port for r in side if id(r) in free and (r.key.site, r.key.visit) not in known}
-        for side, known in sides
+        {r.key.port for r in side if id(r) in free and (r.key.site, r.key.visit) not in anchored}
+        for side, anchored in sides
     ]
     return bool(alone[0] & alone[1])
 
@@ -182,89 +190,109 @@ def _names(calls: Iterable[Call]) -> tuple[_Name, ...]:
 
 
 def _anchors(pairs: Iterable[Pair]) -> dict[_Name, _Name]:
-    found: dict[_Name, _Name] = {}
+    anchors: dict[_Name, _Name] = {}
     for pair in pairs:
-        ours, theirs = pair.reference.key, pair.candidate.key
-        found.setdefault((ours.site, ours.visit), (theirs.site, theirs.visit))
-    return found
+        key, partner = pair.reference.key, pair.candidate.key
+        anchors.setdefault((key.site, key.visit), (partner.site, partner.visit))
+    return anchors
 
 
 def _solve(
-    ours: list[Call], theirs: list[Call], anchors: Mapping[_Name, _Name], looks: Looks
+    reference: list[Call], candidate: list[Call], anchors: Mapping[_Name, _Name], looks: Looks
 ) -> _Solution:
-    names_there = {(call.site, call.visit): call for call in theirs}
+    by_name = {(call.site, call.visit): call for call in candidate}
     fixed = [
-        (call, names_there[partner])
-        for call in ours
-        if (partner := anchors.get((call.site, call.visit))) in names_there
+        (call, by_name[partner])
+        for call in reference
+        if (partner := anchors.get((call.site, call.visit))) in by_name
     ]
-    taken = {id(call) for pair in fixed for call in pair}
+    paired = {id(call) for pair in fixed for call in pair}
 
-    def alike(one: Call, other: Call) -> bool:
-        return looks.alike(main_tensor(one.records, "output"), main_tensor(other.records, "output"))
+    def alike(call: Call, other: Call) -> bool:
+        return looks.alike(
+            main_tensor(call.records, "output"), main_tensor(other.records, "output")
+        )
 
-    a, b = ([call for call in side if call.leaf] for side in (ours, theirs))
+    a, b = ([call for call in side if call.leaf] for side in (reference, candidate))
     # Where calls were recorded, sites that only hold parameters are not part of the sequence.
     if all(any(call.called for call in side) for side in (a, b)):
         a, b = ([call for call in side if call.called] for side in (a, b))
     a, b = in_family_order(a), in_family_order(b)
     # Fuse before aligning, so that both sequences have the same units.
-    a, b = fuse_alike(a, b, taken)
+    a, b = fuse_alike(a, b, paired)
     solution = _Solution([], {}, {}, [])
     leaves = link_leaves(a, b, [pair for pair in fixed if pair[0].leaf and pair[1].leaf], alike)
     links = list(leaves.links)
     solution.notes.extend(leaves.notes)
-    inside = _inner(ours), _inner(theirs)
+    inside = _inner(reference), _inner(candidate)
     for link in list(links):  # inside what counts as one: an adapted Linear, an operation's kernels
         links += _inside(link, inside)
     # Containers are matched by the leaves they hold, so leaves must be linked first.
-    marks_here, marks_there = _marks(fixed, links)
-    here, there = Tree(ours, marks_here), Tree(theirs, marks_there)
-    found, ties = link_containers(here, there, taken)
-    links += found
+    reference_marks, candidate_marks = _marks(fixed, links)
+    reference_tree, candidate_tree = (
+        Tree(reference, reference_marks),
+        Tree(candidate, candidate_marks),
+    )
+    container_links, ties = link_containers(reference_tree, candidate_tree, paired)
+    links += container_links
     links += [
         link
-        for link in link_across(here, there, a, b)
-        if id(link.ours) not in taken and id(link.theirs) not in taken
+        for link in link_across(reference_tree, candidate_tree, a, b)
+        if id(link.reference) not in paired and id(link.candidate) not in paired
     ]
-    linked = {id(call) for link in links for call in (link.ours, link.theirs)} | taken
+    linked = {id(call) for link in links for call in (link.reference, link.candidate)} | paired
     # Parameters without a call come last: they are found by the linked sites around them.
     links += link_uncalled(
-        [call for call in ours if id(call) not in linked],
-        [call for call in theirs if id(call) not in linked],
-        [*fixed, *((link.ours, link.theirs) for link in links)],
+        [call for call in reference if id(call) not in linked],
+        [call for call in candidate if id(call) not in linked],
+        [*fixed, *((link.reference, link.candidate) for link in links)],
     )
     for link in links:
         # A family whose members are told apart by order only is less certain than its link.
-        sure = link.confidence if is_certain(link.ours) and is_certain(link.theirs) else 0.7
-        name = (link.ours.site, link.ours.visit), (link.theirs.site, link.theirs.visit)
-        parts = _names(link.ours.parts), _names(link.theirs.parts)
+        sure = link.confidence if is_certain(link.reference) and is_certain(link.candidate) else 0.7
+        name = (
+            (link.reference.site, link.reference.visit),
+            (link.candidate.site, link.candidate.visit),
+        )
+        parts = _names(link.reference.parts), _names(link.candidate.parts)
         solution.links.append((*name, *parts, min(sure, link.confidence)))
-    _explain(solution.why_here, ours, theirs, "candidate", {**leaves.ties_here, **ties})
-    _explain(solution.why_there, theirs, ours, "reference", {**leaves.ties_there, **ties})
+    _explain(
+        solution.reference_reasons,
+        reference,
+        candidate,
+        "candidate",
+        {**leaves.reference_ties, **ties},
+    )
+    _explain(
+        solution.candidate_reasons,
+        candidate,
+        reference,
+        "reference",
+        {**leaves.candidate_ties, **ties},
+    )
     return solution
 
 
 def _inner(calls: Iterable[Call]) -> _Inner:
     """What stands inside calls that count as one, by the site around it and the visit."""
-    found: _Inner = {}
+    inner: _Inner = {}
     for call in calls:
         if call.inner:
             for site in enclosing(call.site):
-                found.setdefault((site, call.visit), []).append(call)
-    return found
+                inner.setdefault((site, call.visit), []).append(call)
+    return inner
 
 
 def _inside(link: Link, inside: tuple[_Inner, _Inner]) -> list[Link]:
-    here = inside[0].get((link.ours.site, link.ours.visit), [])
-    there = inside[1].get((link.theirs.site, link.theirs.visit), [])
+    calls = inside[0].get((link.reference.site, link.reference.visit), [])
+    partners = inside[1].get((link.candidate.site, link.candidate.visit), [])
     # Inner calls pair by position only if both sides have the same number and kinds of them.
-    if len(here) != len(there) or not here or link.ours.parts or link.theirs.parts:
+    if len(calls) != len(partners) or not calls or link.reference.parts or link.candidate.parts:
         return []
     same = all(
-        a.kind == b.kind and a.features == b.features for a, b in zip(here, there, strict=True)
+        a.kind == b.kind and a.features == b.features for a, b in zip(calls, partners, strict=True)
     )
-    pairs = zip(here, there, strict=True)
+    pairs = zip(calls, partners, strict=True)
     return [Link(a, b, link.confidence) for a, b in pairs] if same else []
 
 
@@ -272,21 +300,24 @@ def _marks(
     fixed: Sequence[tuple[Call, Call]], links: Sequence[Link]
 ) -> tuple[dict[int, frozenset[int]], dict[int, frozenset[int]]]:
     """Numbers for what is linked; a fused call has those of all its parts."""
-    here: dict[int, frozenset[int]] = {}
-    there: dict[int, frozenset[int]] = {}
+    reference_marks: dict[int, frozenset[int]] = {}
+    candidate_marks: dict[int, frozenset[int]] = {}
     number = 0
-    for ours, theirs in (*fixed, *((link.ours, link.theirs) for link in links)):
-        if ours.leaf and theirs.leaf:
-            mine, others = ours.parts or (ours,), theirs.parts or (theirs,)
-            many = range(number, number + max(len(mine), len(others)))
+    for reference, candidate in (*fixed, *((link.reference, link.candidate) for link in links)):
+        if reference.leaf and candidate.leaf:
+            own_calls, others = reference.parts or (reference,), candidate.parts or (candidate,)
+            many = range(number, number + max(len(own_calls), len(others)))
             number += len(many)
             # A fused call carries the marks of all its members, so that a container
             # holds "the same leaves" on both sides even if only one of them is fused.
-            for side, calls, whole in ((here, mine, ours), (there, others, theirs)):
-                side[id(whole)] = frozenset(many)
+            for side, calls, fused in (
+                (reference_marks, own_calls, reference),
+                (candidate_marks, others, candidate),
+            ):
+                side[id(fused)] = frozenset(many)
                 for place, call in enumerate(calls):
                     side[id(call)] = frozenset(many if len(calls) == 1 else (many[place],))
-    return here, there
+    return reference_marks, candidate_marks
 
 
 def _explain(
@@ -319,77 +350,81 @@ def _explain(
 
 def _pair_up(
     solution: _Solution,
-    ours: list[Call],
-    theirs: list[Call],
+    reference: list[Call],
+    candidate: list[Call],
     anchors: Mapping[_Name, _Name],
     free: set[int],
-    found: Concluded,
+    conclusion: Conclusion,
     flows: tuple[Dataflow, Dataflow],
     interleaving: Interleaving,
 ) -> None:
-    first = len(found.pairs)
-    inside: HandedOn | None = None
-    here = {(call.site, call.visit): call for call in ours}
-    there = {(call.site, call.visit): call for call in theirs}
+    first = len(conclusion.pairs)
+    inside: ForwardedInputs | None = None
+    reference_calls = {(call.site, call.visit): call for call in reference}
+    candidate_calls = {(call.site, call.visit): call for call in candidate}
     linked: dict[tuple[str, _Name], str] = {}
     for name, partner in anchors.items():
         linked["reference", name] = partner[0]
         linked["candidate", partner] = name[0]
     # Leaves first: what a container hands on goes as they go.
-    ordered = sorted(solution.links, key=lambda link: not here[link[0]].leaf)
+    ordered = sorted(solution.links, key=lambda link: not reference_calls[link[0]].leaf)
     for name, partner, parts, other_parts, confidence in ordered:
-        one, other = here[name], there[partner]
+        call, other = reference_calls[name], candidate_calls[partner]
         linked["reference", name] = partner[0]
         linked["candidate", partner] = name[0]
         if parts or other_parts:
-            members = [here[part] for part in parts] or [there[part] for part in other_parts]
+            members = [reference_calls[part] for part in parts] or [
+                candidate_calls[part] for part in other_parts
+            ]
             side = "reference" if parts else "candidate"
             trouble = pair_parts(
-                other if parts else one,
+                other if parts else call,
                 members,
                 bool(parts),
                 confidence,
-                found.pairs,
-                (here, there),
+                conclusion.pairs,
+                (reference_calls, candidate_calls),
                 interleaving,
             )
             for member in members:
                 place = (member.site, member.visit)
-                linked[side, place] = (other if parts else one).site
+                linked[side, place] = (other if parts else call).site
                 if trouble:
-                    (solution.why_here if parts else solution.why_there)[place] = trouble
+                    (solution.reference_reasons if parts else solution.candidate_reasons)[place] = (
+                        trouble
+                    )
             continue
-        told: set[int] = set()
-        if not one.leaf and not other.leaf:
-            inside = inside or HandedOn(found.pairs[first:], *flows)
-            handed, told = inside.pairs_of(one, other, free, confidence)
-            found.pairs.extend(handed)
-        elif one.layout != other.layout and (parted := pair_relaid(one, other, confidence)):
-            found.pairs.extend(parted)
-            told = {id(record) for pair in parted for record in pair.records}
-        mine = [r for r in one.records if id(r) in free and id(r) not in told]
-        others = [r for r in other.records if id(r) in free and id(r) not in told]
-        both = pair_tensors(mine, others)
-        for record, match in both:
-            found.pairs.append(Pair(record, match, "structure", confidence))
-        used = {id(record) for pair in both for record in pair}
-        mine = [record for record in mine if id(record) not in used]
+        covered: set[int] = set()
+        if not call.leaf and not other.leaf:
+            inside = inside or ForwardedInputs(conclusion.pairs[first:], *flows)
+            handed, covered = inside.pairs_of(call, other, free, confidence)
+            conclusion.pairs.extend(handed)
+        elif call.layout != other.layout and (parted := pair_reordered(call, other, confidence)):
+            conclusion.pairs.extend(parted)
+            covered = {id(record) for pair in parted for record in pair.records}
+        own = [r for r in call.records if id(r) in free and id(r) not in covered]
+        others = [r for r in other.records if id(r) in free and id(r) not in covered]
+        tensor_pairs = pair_tensors(own, others)
+        for record, match in tensor_pairs:
+            conclusion.pairs.append(Pair(record, match, "structure", confidence))
+        used = {id(record) for pair in tensor_pairs for record in pair}
+        own = [record for record in own if id(record) not in used]
         others = [record for record in others if id(record) not in used]
-        for record, match in pair_weights(mine, others) if one.leaf and other.leaf else ():
-            found.pairs.append(Pair(record, match, "structure", min(confidence, WEIGHTS)))
-        used = {id(record) for record in (*mine, *others)}
-        for record, match in pair_codes(one, other, used):
-            found.pairs.append(Pair(record, match, "structure", min(confidence, WEIGHTS)))
-    partners = _partners(solution, anchors, here, there)
-    used = {id(record) for pair in found.pairs for record in pair.records}
-    for made, read in pair_read(ours, partners[0], free - used):
-        found.pairs.append(Pair(made, read, "structure", READ))
-    for made, read in pair_read(theirs, partners[1], free - used):
-        found.pairs.append(Pair(read, made, "structure", READ))
-    paired = {id(record) for pair in found.pairs for record in pair.records}
+        for record, match in pair_weights(own, others) if call.leaf and other.leaf else ():
+            conclusion.pairs.append(Pair(record, match, "structure", min(confidence, WEIGHTS)))
+        used = {id(record) for record in (*own, *others)}
+        for record, match in pair_codes(call, other, used):
+            conclusion.pairs.append(Pair(record, match, "structure", min(confidence, WEIGHTS)))
+    partners = _partners(solution, anchors, reference_calls, candidate_calls)
+    used = {id(record) for pair in conclusion.pairs for record in pair.records}
+    for made, read in pair_read(reference, partners[0], free - used):
+        conclusion.pairs.append(Pair(made, read, "structure", READ))
+    for made, read in pair_read(candidate, partners[1], free - used):
+        conclusion.pairs.append(Pair(read, made, "structure", READ))
+    paired = {id(record) for pair in conclusion.pairs for record in pair.records}
     for side, calls, why in (
-        ("reference", ours, solution.why_here),
-        ("candidate", theirs, solution.why_there),
+        ("reference", reference, solution.reference_reasons),
+        ("candidate", candidate, solution.candidate_reasons),
     ):
         for call in calls:
             name = (call.site, call.visit)
@@ -399,17 +434,21 @@ def _pair_up(
                     reason = (
                         f"its site goes with '{partner}', which has none that is surely the same"
                     )
-                    found.reasons[side, record.key] = reason if partner else why[name]
+                    conclusion.reasons[side, record.key] = reason if partner else why[name]
 
 
 def _partners(
     solution: _Solution,
     anchors: Mapping[_Name, _Name],
-    here: Mapping[_Name, Call],
-    there: Mapping[_Name, Call],
+    reference_calls: Mapping[_Name, Call],
+    candidate_calls: Mapping[_Name, Call],
 ) -> tuple[dict[_Name, Call], dict[_Name, Call]]:
     """Who goes with whom, seen from either side."""
     pairs = [*anchors.items(), *((link[0], link[1]) for link in solution.links)]
-    ours = {name: there[partner] for name, partner in pairs if partner in there}
-    theirs = {partner: here[name] for name, partner in pairs if name in here}
-    return ours, theirs
+    of_reference = {
+        name: candidate_calls[partner] for name, partner in pairs if partner in candidate_calls
+    }
+    of_candidate = {
+        partner: reference_calls[name] for name, partner in pairs if name in reference_calls
+    }
+    return of_reference, of_candidate

@@ -15,7 +15,7 @@ from driftline.graphs.sources.graph_files import (
     GraphNode,
     Kept,
     Kernel,
-    Off,
+    NodeError,
     Origin,
     read_errors,
     read_graphs,
@@ -33,23 +33,23 @@ def counted_together(graphs: Sequence[Graph]) -> Sequence[Graph]:
     """
     parts: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     # Parts of one piece share these three; recompilations have a compile id of their own.
-    for at, graph in enumerate(graphs):
-        parts[graph.compile_id, graph.kind, graph.base].append(at)
-    found = list(graphs)
+    for index, graph in enumerate(graphs):
+        parts[graph.compile_id, graph.kind, graph.base].append(index)
+    recounted = list(graphs)
     for group in parts.values():
         if len(group) == 1:
             continue
         totals: dict[tuple[str, str, str], int] = defaultdict(int)
         before: dict[int, dict[tuple[str, str, str], int]] = {}
-        for at in group:  # backward graphs are listed as they come: the last part first
-            before[at] = dict(totals)
-            for call, total in _calls_of(found[at]).items():
+        for index in group:  # backward graphs are listed as they come: the last part first
+            before[index] = dict(totals)
+            for call, total in _calls_of(recounted[index]).items():
                 totals[call] += total
         # Counts of earlier parts are added, so that a call has the same number as in the
         # uncut graph.
-        for at in group:
-            found[at] = _recounted(found[at], before[at], totals)
-    return found
+        for index in group:
+            recounted[index] = _recounted(recounted[index], before[index], totals)
+    return recounted
 
 
 def _calls_of(graph: Graph) -> dict[tuple[str, str, str], int]:
@@ -74,10 +74,10 @@ def _recounted(
         # its number.
         phase = "forward" if node.target == "placeholder" else node.phase
         origins: list[Origin] = []
-        for one in node.origins:
-            call = (phase, node.module, one.name)
-            nth = one.nth + before.get(call, 0)
-            origins.append(one._replace(nth=nth, total=totals.get(call, one.total)))
+        for origin in node.origins:
+            call = (phase, node.module, origin.name)
+            nth = origin.nth + before.get(call, 0)
+            origins.append(origin._replace(nth=nth, total=totals.get(call, origin.total)))
         return node._replace(origins=tuple(origins))
 
     return graph._replace(nodes=tuple(counted(node) for node in graph.nodes))
@@ -139,18 +139,18 @@ class Value(NamedTuple):
 class Match(NamedTuple):
     """A tensor of a plain or compiled run, and the compiled value it belongs to."""
 
-    ours: Record
-    theirs: Record
+    record: Record
+    partner: Record
     recipe: Recipe | None = None
     confidence: float = 1.0
 
 
-class Found(NamedTuple):
+class Matching(NamedTuple):
     """Pairs, why the rest of each side is alone, and which of them lie inside what other tensor."""
 
     matches: list[Match]
-    ours: dict[TensorKey, str]
-    theirs: dict[TensorKey, str]
+    reasons: dict[TensorKey, str]
+    partner_reasons: dict[TensorKey, str]
     inside: dict[TensorKey, TensorKey]
 
 
@@ -177,7 +177,7 @@ class Graphs:
     """The graphs of one process of a run, and the tensors that are values of their nodes."""
 
     def __init__(
-        self, graphs: Sequence[Graph], records: Sequence[Record], errors: Sequence[Off] = ()
+        self, graphs: Sequence[Graph], records: Sequence[Record], errors: Sequence[NodeError] = ()
     ) -> None:
         self.errors = errors
         self.graphs = graphs = counted_together(graphs)
@@ -201,36 +201,38 @@ class Graphs:
                 self.values.append(value)
 
     def _sites(self) -> dict[str, list[tuple[Graph, Kernel | None, Kept | None, GraphNode | None]]]:
-        found: dict[str, list[tuple[Graph, Kernel | None, Kept | None, GraphNode | None]]]
-        found = defaultdict(list)
+        by_site: dict[str, list[tuple[Graph, Kernel | None, Kept | None, GraphNode | None]]]
+        by_site = defaultdict(list)
         for graph in self.graphs:
             nodes, keeps = self._nodes[id(graph)], self._kept_nodes[id(graph)]
             # A node whose value a kernel keeps is listed with its kernel below, not
             # twice.
             for node in graph.nodes:
                 if node.name not in keeps:
-                    found[node.site].append((graph, None, None, node))
+                    by_site[node.site].append((graph, None, None, node))
             for kernel in graph.kernels:
                 for kept in kernel.kept:
-                    found[kept.site].append((graph, kernel, kept, nodes.get(kept.node)))
-        return found
+                    by_site[kept.site].append((graph, kernel, kept, nodes.get(kept.node)))
+        return by_site
 
     def _value(
         self,
         record: Record,
-        there: list[tuple[Graph, Kernel | None, Kept | None, GraphNode | None]],
+        entries: list[tuple[Graph, Kernel | None, Kept | None, GraphNode | None]],
     ) -> Value | None:
-        if record.key.port != "output" or not there:
+        if record.key.port != "output" or not entries:
             return None
         backward = record.key.phase != "forward"
         # Forward and backward graphs may use one site name; the phase of the record
         # decides.
-        fitting = [one for one in there if (one[0].kind == "backward") == backward] or there
+        fitting = [
+            entry for entry in entries if (entry[0].kind == "backward") == backward
+        ] or entries
         # A site may belong to several compilations of one piece: the shape says which.
         for graph, kernel, kept, node in fitting:
-            whole = self._part(graph, node, record.key.slot)
-            if whole is None or whole.shape is None or whole.shape == record.shape:
-                return Value(record, graph, whole, kernel, kept)
+            part = self._part(graph, node, record.key.slot)
+            if part is None or part.shape is None or part.shape == record.shape:
+                return Value(record, graph, part, kernel, kept)
         graph, kernel, kept, node = fitting[-1]
         return Value(record, graph, self._part(graph, node, record.key.slot), kernel, kept)
 
@@ -239,16 +241,20 @@ class Graphs:
         if node is None or node.shape is not None or not slot.isdigit():
             return node
         slots = self._slots[id(graph)]
-        at = (node.name, int(slot))
-        if at not in slots:
+        result = (node.name, int(slot))
+        if result not in slots:
             # Nobody reads this result, so the graph has no node for it; a sibling's
             # origin tells the call.
-            taken = [one for (name, _), one in slots.items() if name == node.name and one.origins]
-            if not taken:
+            siblings = [
+                sibling
+                for (name, _), sibling in slots.items()
+                if name == node.name and sibling.origins
+            ]
+            if not siblings:
                 return node
-            origins = tuple(origin._replace(slot=slot) for origin in taken[0].origins)
-            slots[at] = taken[0]._replace(of=at, origins=origins, shape=None)
-        return slots[at]
+            origins = tuple(origin._replace(slot=slot) for origin in siblings[0].origins)
+            slots[result] = siblings[0]._replace(of=result, origins=origins, shape=None)
+        return slots[result]
 
     def is_cut(self, graph: Graph) -> bool:
         """Whether it is one of several parts of a piece, each with inputs of its own."""
@@ -266,24 +272,24 @@ class Graphs:
         # counted in the forward pass.
         module = f"{node.module}/{node.body}" if node.body else node.module
         phase = SAVED if is_saved(node) else node.phase
-        for one in node.origins:
-            yield Place(piece, phase, module, one.name, one.nth, one.slot, one.total)
+        for origin in node.origins:
+            yield Place(piece, phase, module, origin.name, origin.nth, origin.slot, origin.total)
 
     @cached_property
     def by_node(self) -> dict[tuple[int, str, int, int], Value]:
         """Values by graph, node, step and visit; a view's is that of what it shows, too."""
-        found: dict[tuple[int, str, int, int], Value] = {}
+        own: dict[tuple[int, str, int, int], Value] = {}
         shown: dict[tuple[int, str, int, int], Value] = {}
         inside: dict[tuple[int, str, int, int], Value] = {}
         for value in self.values:
             key = value.record.key
             for node in self.same_elements(value):
-                at = (id(value.graph), node.name, key.step, key.visit)
+                place = (id(value.graph), node.name, key.step, key.visit)
                 # A node's own value wins over a view of it, and that over what was
                 # computed beside a kernel.
-                known = found if node is value.node else shown
-                (inside if value.inside else known).setdefault(at, value)
-        return inside | shown | found
+                rank = own if node is value.node else shown
+                (inside if value.inside else rank).setdefault(place, value)
+        return inside | shown | own
 
     def same_elements(self, value: Value) -> Iterator[GraphNode]:
         """The node of a value, and those before it of which it only is another shape.
@@ -307,27 +313,27 @@ class Graphs:
     @cached_property
     def by_place(self) -> dict[Place, list[tuple[Graph, GraphNode]]]:
         """Every node, recorded or not, by the calls it stems from."""
-        found: dict[Place, list[tuple[Graph, GraphNode]]] = defaultdict(list)
+        by_place: dict[Place, list[tuple[Graph, GraphNode]]] = defaultdict(list)
         for graph in self.graphs:
             for node in graph.nodes:
                 for place in self.places(graph, node):
-                    found[place].append((graph, node))
-        return found
+                    by_place[place].append((graph, node))
+        return by_place
 
     @cached_property
     def _fusions(self) -> dict[tuple[int, str], tuple[Kernel, Kept]]:
         # What a kernel keeps explains the nodes on the way to it. Nodes of no kept result
         # are explained by the kernel's last one.
-        found: dict[tuple[int, str], tuple[Kernel, Kept]] = {}
+        fusions: dict[tuple[int, str], tuple[Kernel, Kept]] = {}
         for graph in self.graphs:
             for kernel in graph.kernels:
                 for kept in kernel.kept:
                     for name in kept.nodes:
-                        found.setdefault((id(graph), name), (kernel, kept))
+                        fusions.setdefault((id(graph), name), (kernel, kept))
             for kernel in graph.kernels:
                 for name in kernel.nodes if kernel.kept else ():
-                    found.setdefault((id(graph), name), (kernel, kernel.kept[-1]))
-        return found
+                    fusions.setdefault((id(graph), name), (kernel, kernel.kept[-1]))
+        return fusions
 
     @cached_property
     def _by_kept(self) -> dict[tuple[int, str, int, int], Record]:
@@ -383,43 +389,43 @@ class Graphs:
         # If no node has exactly the kept value, everything the kernel computed is on the
         # way to it.
         waiting = [value.kept.node] if value.kept.node else list(went_in - kept)
-        found = set(waiting)
+        computed = set(waiting)
         while waiting:
             node = self.node(graph, waiting.pop())
             for name in node.inputs if node is not None else ():
-                if name in went_in and name not in found and name not in kept:
-                    found.add(name)
+                if name in went_in and name not in computed and name not in kept:
+                    computed.add(name)
                     waiting.append(name)
-        return [node for node in graph.nodes if node.name in found]
+        return [node for node in graph.nodes if node.name in computed]
 
     def uses(self, graph: Graph) -> dict[str, list[GraphNode]]:
         """Who takes what a node gives."""
-        found: dict[str, list[GraphNode]] = defaultdict(list)
+        readers: dict[str, list[GraphNode]] = defaultdict(list)
         for node in graph.nodes:
             for name in node.inputs:
-                found[name].append(node)
-        return found
+                readers[name].append(node)
+        return readers
 
 
-def _as_large(one: GraphNode, other: GraphNode) -> bool:
+def _as_large(node: GraphNode, other: GraphNode) -> bool:
     """Whether two nodes surely have as many elements."""
-    if one.shape is None or other.shape is None:
+    if node.shape is None or other.shape is None:
         return False
-    return math.prod(one.shape) == math.prod(other.shape)
+    return math.prod(node.shape) == math.prod(other.shape)
 
 
 def is_saved(node: GraphNode) -> bool:
     """Whether a backward graph is given it by the forward pass, which computed it."""
     # Names that AOTAutograd gives: primals are inputs of the program, tangents its gradients.
-    given = node.target == "placeholder" and node.phase == "backward"
-    return given and not node.name.startswith(("primals_", "tangents_"))
+    is_input = node.target == "placeholder" and node.phase == "backward"
+    return is_input and not node.name.startswith(("primals_", "tangents_"))
 
 
 def is_view(node: GraphNode) -> bool:
     return node.target.rpartition(".")[0] in VIEWS or node.target == "getitem"
 
 
-def said_of(value: Value) -> str:
+def why_unpaired(value: Value) -> str:
     """Why a kernel's result has no partner."""
     if value.node is not None and is_saved(value.node):
         return "saved by the forward pass, where it is compared"
@@ -432,8 +438,8 @@ def said_of(value: Value) -> str:
     if value.record.key.phase == "recompute":
         return "computed again in the backward pass"
     if not value.node.origins:
-        whole = value.node.operator or "an operator"
-        return f"part of {whole}, which was taken apart ({value.kernel.name})"
+        operator = value.node.operator or "an operator"
+        return f"part of {operator}, which was taken apart ({value.kernel.name})"
     return ""
 
 
@@ -442,14 +448,14 @@ def graphs_of(run: Run) -> dict[tuple[int, int], Graphs]:
     owners: dict[tuple[int, int], list[Record]] = {}
     for record in run.records:
         owners.setdefault((record.key.rank, record.key.process), []).append(record)
-    found: dict[tuple[int, int], Graphs] = {}
+    graphs_by_owner: dict[tuple[int, int], Graphs] = {}
     for owner, records in owners.items():
         if GRAPHS in run.sheets(*owner):
             text = run.sheet(GRAPHS, *owner)
             graphs = list(read_graphs(text))
             if graphs:
-                found[owner] = Graphs(graphs, records, tuple(read_errors(text)))
-    return found
+                graphs_by_owner[owner] = Graphs(graphs, records, tuple(read_errors(text)))
+    return graphs_by_owner
 
 
 def _natural(text: str) -> tuple[int, str]:

@@ -115,8 +115,8 @@ def kind_of(class_name: str) -> str:
     >>> kind_of("AllGatherOperation"), kind_of("RopeGradOperation")  # "gatheROPEration" is no rope
     ('?AllGatherOperation', 'rope')
     """
-    if (known := _EXACT.get(class_name)) is not None:
-        return known
+    if (exact := _EXACT.get(class_name)) is not None:
+        return exact
     # All of ATB's classes end in "Operation"; with that, "AllGatherOperation" would contain "rope".
     lower = class_name.removesuffix("Operation").lower()
     for pattern, kind in _COMPILED:
@@ -129,9 +129,9 @@ def kind_of(class_name: str) -> str:
 @lru_cache(maxsize=4096)
 def container_kind(class_name: str) -> str:
     """What a container is called by everybody: attention, mlp, block; empty if it is not known."""
-    known = _EXACT.get(class_name)
-    if known in ("block", "mlp"):
-        return known
+    exact = _EXACT.get(class_name)
+    if exact in ("block", "mlp"):
+        return exact
     lower = class_name.lower()
     for pattern, kind in _CONTAINERS:
         if pattern.fullmatch(lower):
@@ -159,7 +159,7 @@ def is_whole(class_name: str, inside: Iterable[str]) -> bool:
     if kind == "linear":
         named = class_name in _EXACT or _ONE_LINEAR.fullmatch(class_name.lower()) is not None
         return named and not {"activation", "conv", *_NORMS}.intersection(inside)
-    return kind in WHOLE and all(each in _ONE_NORM or not is_known(each) for each in inside)
+    return kind in WHOLE and all(inner in _ONE_NORM or not is_known(inner) for inner in inside)
 
 
 def is_solid(kind: str) -> bool:
@@ -173,13 +173,13 @@ def is_known(kind: str) -> bool:
 
 
 @lru_cache(maxsize=65536)
-def same_kind(ours: str, theirs: str) -> int:
+def same_kind(kind: str, other: str) -> int:
     """2 for the same work, 1 where one of the two is not known, 0 for different work."""
-    if ours == theirs:
-        return 2 if ours != "?" else 1  # a run without classes says nothing by them
-    if ours in _NORMS and theirs in _NORMS and "norm" in (ours, theirs):
+    if kind == other:
+        return 2 if kind != "?" else 1  # a run without classes says nothing by them
+    if kind in _NORMS and other in _NORMS and "norm" in (kind, other):
         return 2  # "norm" says not which, the other does
-    return 1 if not (is_known(ours) and is_known(theirs)) else 0
+    return 1 if not (is_known(kind) and is_known(other)) else 0
 
 
 @lru_cache(maxsize=65536)

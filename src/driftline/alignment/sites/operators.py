@@ -32,7 +32,7 @@ class OperatorSteps:
             # Grouping all records takes time, so it waits for the first question.
             if self._frames is None:
                 self._frames = frames_of(self.run.records)
-            calls = calls_of(sorted(self._frames.get(frame, []), key=lambda each: each.order))
+            calls = calls_of(sorted(self._frames.get(frame, []), key=lambda item: item.order))
             by_site = {call.site: call for call in calls if call.leaf and not call.visit}
             self._known[frame] = by_site, self._flows.of(frame, calls, frame)
         return self._known[frame]
@@ -50,10 +50,10 @@ class OperatorSteps:
             first: dict[str, Record] = {}
             # Several operators may read one tensor; the first one stands for all of
             # them.
-            for each in (each for call in calls.values() for each in call.records):
-                called = flow.names.get((each.key.site, each.key.slot))
-                if called and each.key.port == "input":
-                    first.setdefault(called, each)
+            for other in (other for call in calls.values() for other in call.records):
+                called = flow.names.get((other.key.site, other.key.slot))
+                if called and other.key.port == "input":
+                    first.setdefault(called, other)
             self._taken[frame] = first
         return self._taken[frame].get(name)
 
@@ -88,48 +88,48 @@ class Operator(NamedTuple):
 class Match(NamedTuple):
     """Two tensors that belong together; whose side is which, the caller knows."""
 
-    ours: Record
-    theirs: Record
+    record: Record
+    partner: Record
     confidence: float = 1.0
     same_name: bool = False
 
     @property
-    def turned(self) -> Match:
+    def flipped(self) -> Match:
         """The same, seen from the other side."""
-        return self._replace(ours=self.theirs, theirs=self.ours)
+        return self._replace(record=self.partner, partner=self.record)
 
 
-class Found(NamedTuple):
+class Matching(NamedTuple):
     """What comparing two graphs gave.
 
     Attributes:
-        matches: In the order of our operators.
-        ours: Why tensors of our side are alone, where there is something to say.
-        theirs: The same for the other side.
+        matches: In the order of the operators that were asked for.
+        reasons: Why tensors of these operators have no partner, where something is known.
+        partner_reasons: The same for the other side.
     """
 
     matches: list[Match]
-    ours: dict[TensorKey, str]
-    theirs: dict[TensorKey, str]
+    reasons: dict[TensorKey, str]
+    partner_reasons: dict[TensorKey, str]
 
 
 def operators_of(records: Iterable[Record], prefix: str) -> dict[str, Operator]:
     """Operators by name, in the order of their first tensor."""
-    found: dict[str, Operator] = {}
+    operators: dict[str, Operator] = {}
     for record in records:
         # Dumps flatten the names of operators in file names, so sites are flattened alike.
         name = flat(record.key.site.removeprefix(prefix))
-        operator = found.get(name)
+        operator = operators.get(name)
         if operator is None:
-            operator = found[name] = Operator(name, record.class_name, [], [])
+            operator = operators[name] = Operator(name, record.class_name, [], [])
         if record.key.port == "input":
             operator.inputs.append(record)
         elif record.key.port == "output":
             operator.outputs.append(record)
-    for operator in found.values():
+    for operator in operators.values():
         operator.inputs.sort(key=_slot)
         operator.outputs.sort(key=_slot)
-    return found
+    return operators
 
 
 def at_slot(records: Iterable[Record], slot: str) -> Record | None:

@@ -27,8 +27,8 @@ _QUANTISE = (6, 17, 19)
 """Numbers of ATB's element-wise operations that quantise: by one scale, by columns, by rows."""
 # Operators that move, pad or retype elements without computing new ones, by the start of ATB's
 # class names.
-_PASSING = ("Transpose", "Reshape", "View", "Transdata", "TransData", "Cast", "Contiguous", "Pad",
-            "Unpad", "Squeeze", "Unsqueeze", "AsStrided")  # fmt: skip
+_MOVES_ELEMENTS = ("Transpose", "Reshape", "View", "Transdata", "TransData", "Cast", "Contiguous",
+                   "Pad", "Unpad", "Squeeze", "Unsqueeze", "AsStrided")  # fmt: skip
 
 
 class _Origin(NamedTuple):
@@ -38,11 +38,12 @@ class _Origin(NamedTuple):
     span: tuple[int, int] | None
 
 
-def tell_by_dataflow(calls: Sequence[Call], flow: Dataflow) -> None:
+def infer_roles(calls: Sequence[Call], flow: Dataflow) -> None:
     """Give projections the roles that follow from who reads them; names that say one stay.
 
     Args:
-        calls: Of one step, in order; changed in place (`role`, `layout`, `fed_by`, `makes`).
+        calls: Of one step, in order. Their `role`, `layout`, `input_value` and `output_value` are
+            changed in place.
         flow: Who feeds whom.
     """
     if not flow.makers:
@@ -51,20 +52,20 @@ def tell_by_dataflow(calls: Sequence[Call], flow: Dataflow) -> None:
     leaves = {call.site: call for call in calls if call.leaf and call.called and not call.visit}
     for call in leaves.values():
         source, result = (main_tensor(call.records, port) for port in ("input", "output"))
-        if not call.makes and result is not None:
-            call.makes = f"{call.site}/{result.key.slot}"
-        if not call.fed_by and source is not None:
-            call.fed_by = _first_source(leaves, flow, call.site, source.key.slot)
-    found: dict[int, list[tuple[str, tuple[int, int] | None]]] = {}
+        if not call.output_value and result is not None:
+            call.output_value = f"{call.site}/{result.key.slot}"
+        if not call.input_value and source is not None:
+            call.input_value = _first_source(leaves, flow, call.site, source.key.slot)
+    evidence: dict[int, list[tuple[str, tuple[int, int] | None]]] = {}
     # Evidence is collected for all readers before any role is given: readers may contradict
     # each other.
     by_id = {id(call): call for call in leaves.values()}
     for role, origin in _used(leaves, flow):
-        told = found.setdefault(id(origin.linear), [])
-        if (role, origin.span) not in told:
-            told.append((role, origin.span))
-    for at, told in found.items():
-        _say(by_id[at], told)
+        roles = evidence.setdefault(id(origin.linear), [])
+        if (role, origin.span) not in roles:
+            roles.append((role, origin.span))
+    for call_id, roles in evidence.items():
+        _set_role(by_id[call_id], roles)
     # The operator that cuts a projection has the same parts, in the same order.
     for call in leaves.values():
         maker = flow.makers.get((call.site, "0")) if call.kind == "cut" else None
@@ -72,8 +73,8 @@ def tell_by_dataflow(calls: Sequence[Call], flow: Dataflow) -> None:
             call.layout = leaves[maker[0]].layout
 
 
-def tell_elementwise(
-    ours: Sequence[Call], theirs: Sequence[Call], flows: tuple[Dataflow, Dataflow]
+def infer_elementwise_kinds(
+    reference: Sequence[Call], candidate: Sequence[Call], flows: tuple[Dataflow, Dataflow]
 ) -> None:
     """Operators that do many things by a parameter get kinds of their own, if all of them have it.
 
@@ -81,31 +82,31 @@ def tell_elementwise(
     """
     sides = [
         [call for call in side if call.leaf and call.class_name.startswith("Elewise")]
-        for side in (ours, theirs)
+        for side in (reference, candidate)
     ]
     types = [
         [flow.params.get(call.site, {}).get("elewiseType") for call in side]
         for side, flow in zip(sides, flows, strict=True)
     ]
     # All or none: kinds by parameter on one side only would match nothing on the other.
-    if all(isinstance(each, int) for side in types for each in side):
+    if all(isinstance(kind_number, int) for side in types for kind_number in side):
         for side, numbers in zip(sides, types, strict=True):
             for call, number in zip(side, numbers, strict=True):
                 call.kind = f"elementwise {'quantise' if number in _QUANTISE else number}"
 
 
-def _say(call: Call, told: Sequence[tuple[str, tuple[int, int] | None]]) -> None:
+def _set_role(call: Call, evidence: Sequence[tuple[str, tuple[int, int] | None]]) -> None:
     """One role for the whole projection, or one for each of its parts; nothing if they clash."""
-    if len(told) == 1 and told[0][1] is None:
-        call.role = call.role or told[0][0]
+    if len(evidence) == 1 and evidence[0][1] is None:
+        call.role = call.role or evidence[0][0]
         return
     # A projection that is used whole and in parts has no clear role.
-    parts = [(span, role) for role, span in told if span is not None]
+    parts = [(span, role) for role, span in evidence if span is not None]
     # Two parts of the same bytes are not told apart; the others still are.
     clear = Counter(span for span, _ in parts), Counter(role for _, role in parts)
     spans = sorted(part for part in parts if clear[0][part[0]] == clear[1][part[1]] == 1)
     apart = all(a[0][1] <= b[0][0] for a, b in itertools.pairwise(spans))
-    if len(parts) == len(told) and apart and not call.role:
+    if len(parts) == len(evidence) and apart and not call.role:
         call.layout = tuple((role, *span) for span, role in spans)
 
 
@@ -138,12 +139,17 @@ def _used(leaves: dict[str, Call], flow: Dataflow) -> Iterable[tuple[str, _Origi
         inputs = _ports(call, "input")
         if len(inputs) != 2 or call.kind == "linear":
             continue
-        for one, other in (inputs, inputs[::-1]):
-            maker = flow.makers.get((call.site, one.key.slot))
+        for gated, other in (inputs, inputs[::-1]):
+            maker = flow.makers.get((call.site, gated.key.slot))
             gate = active.get(maker) if maker is not None else None
             up = _traced(leaves, flow, call.site, other.key.slot) if gate is not None else None
             # Gate and up must read the same input, or the product is something else.
-            if gate is None or up is None or gate == up or gate.linear.fed_by != up.linear.fed_by:
+            if (
+                gate is None
+                or up is None
+                or gate == up
+                or gate.linear.input_value != up.linear.input_value
+            ):
                 continue
             yield "gate", gate
             yield "up", up
@@ -188,7 +194,7 @@ def _traced(leaves: dict[str, Call], flow: Dataflow, site: str, slot: str) -> _O
             span = piece
             slot = "0"
         else:
-            passed = _passed(call, maker[1], flow)
+            passed = _passed_input(call, maker[1], flow)
             if passed is None:
                 return None
             slot = passed
@@ -202,10 +208,10 @@ def _piece(call: Call, output: str, flow: Dataflow) -> tuple[int, int] | None:
     outputs = _ports(call, "output")
     if source is None or not source.shape or not outputs:
         return None
-    whole = source.shape[-1]
+    width = source.shape[-1]
     if call.class_name.startswith("Split"):
         sizes = [(r.key.slot, r.shape[-1] if r.shape else 0) for r in outputs]
-        if sum(size for _, size in sizes) != whole:
+        if sum(size for _, size in sizes) != width:
             return None  # along another axis, or not all of it was dumped
         start = 0
         for slot, size in sizes:
@@ -216,12 +222,12 @@ def _piece(call: Call, output: str, flow: Dataflow) -> tuple[int, int] | None:
         offsets = flow.params.get(call.site, {}).get("offsets")
         size = outputs[0].shape[-1] if outputs[0].shape else 0
         last = cast("list[object]", offsets)[-1] if isinstance(offsets, list) and offsets else None
-        if isinstance(last, int) and last >= 0 and last + size <= whole:
+        if isinstance(last, int) and last >= 0 and last + size <= width:
             return (last, last + size)
     return None
 
 
-def _passed(call: Call, output: str, flow: Dataflow) -> str | None:
+def _passed_input(call: Call, output: str, flow: Dataflow) -> str | None:
     """The slot of the input that an operator gives on as this output, if it is only one."""
     # Rope rotates its first two inputs (q and k) and hands each on at the same position.
     if call.kind == "rope":
@@ -231,11 +237,11 @@ def _passed(call: Call, output: str, flow: Dataflow) -> str | None:
         return None
     size = math.prod(result.shape)
     fed = [r for r in _ports(call, "input") if math.prod(r.shape) == size]
-    known = [r for r in fed if (call.site, r.key.slot) in flow.makers]
-    simple = call.class_name.startswith(_PASSING) or call.class_name.startswith("Elewise")
-    if not (simple or call.kind.startswith("norm")) or len(fed) != 1 or len(known) != 1:
+    with_maker = [r for r in fed if (call.site, r.key.slot) in flow.makers]
+    simple = call.class_name.startswith(_MOVES_ELEMENTS) or call.class_name.startswith("Elewise")
+    if not (simple or call.kind.startswith("norm")) or len(fed) != 1 or len(with_maker) != 1:
         return None  # a sum of two tensors is neither of them
-    return known[0].key.slot
+    return with_maker[0].key.slot
 
 
 # Equal numbers of operators that are used for something else: the second is q here and k there.
@@ -243,37 +249,41 @@ def _passed(call: Call, output: str, flow: Dataflow) -> str | None:
 
 def rewired(reference: Run, candidate: Run) -> str:
     """A site of both runs that has another role in each, by the dataflow; empty if none has."""
-    ours = frames_of(reference.records)
-    theirs = frames_of(candidate.records)
+    reference_frames = frames_of(reference.records)
+    candidate_frames = frames_of(candidate.records)
     seen: set[tuple[int, int]] = set()
     # The first step of each process is enough: later steps call the same operators.
-    for frame in ours:
+    for frame in reference_frames:
         place = (frame.rank, frame.process)
-        if place in seen or frame not in theirs:
+        if place in seen or frame not in candidate_frames:
             continue
         seen.add(place)
-        here = _told(reference, frame, calls_of(ours[frame]))
-        there = _told(candidate, frame, calls_of(theirs[frame])) if here else {}
-        for site, told in here.items():
-            if site in there and there[site] != told:
+        reference_roles = _inferred_roles(reference, frame, calls_of(reference_frames[frame]))
+        candidate_roles = (
+            _inferred_roles(candidate, frame, calls_of(candidate_frames[frame]))
+            if reference_roles
+            else {}
+        )
+        for site, role in reference_roles.items():
+            if site in candidate_roles and candidate_roles[site] != role:
                 return site
-        places = _places(here), _places(there)
+        places = _places(reference_roles), _places(candidate_roles)
         for what, site in places[0].items():
             if site and (other := places[1].get(what)) and other != site:
                 return site  # one that the other run tells nothing of
     return ""
 
 
-def _places(told: dict[str, object]) -> dict[tuple[str, object], str]:
+def _places(roles: dict[str, object]) -> dict[tuple[str, object], str]:
     """The one site of each layer that has a role; empty where several have it."""
-    found: dict[tuple[str, object], str] = {}
-    for site, role in told.items():
+    sites: dict[tuple[str, object], str] = {}
+    for site, role in roles.items():
         what = (site.rpartition(".")[0], role)
-        found[what] = "" if what in found else site
-    return found
+        sites[what] = "" if what in sites else site
+    return sites
 
 
-def _told(run: Run, frame: Frame, calls: list[Call]) -> dict[str, object]:
+def _inferred_roles(run: Run, frame: Frame, calls: list[Call]) -> dict[str, object]:
     """What the edges alone say of each projection."""
     flow = Dataflows(run).of(frame, calls, None)
     if not flow.makers:
@@ -281,5 +291,5 @@ def _told(run: Run, frame: Frame, calls: list[Call]) -> dict[str, object]:
     # Roles by name would hide what the edges say.
     for call in calls:
         call.role = ""
-    tell_by_dataflow(calls, flow)
+    infer_roles(calls, flow)
     return {c.site: (c.role, c.layout) for c in calls if c.role or c.layout}

@@ -27,9 +27,8 @@ class Call:
         records: Its tensors, in order.
         out: Shape of its main output; None if no output was kept.
         into: Shape of its main input; None if no input was kept.
-        fed_by: One text for its main input, whoever reads it: its digest, or who made it; empty
-            if not known.
-        makes: The same for its main output.
+        input_value: Identifies its main input: the digest, or who made it; empty if not known.
+        output_value: The same for its main output.
         layout: Of a fused projection: role, first and last column plus one of each part, where the
             dataflow shows them.
         inner: It stands inside a call that counts as one thing, such as an adapted Linear.
@@ -41,8 +40,8 @@ class Call:
     """
 
     __slots__ = (
-        "called", "class_name", "ended", "fed_by", "inner", "into", "kind", "layout", "leaf",
-        "makes", "order", "out", "parts", "records", "role", "site", "visit",
+        "called", "class_name", "ended", "inner", "input_value", "into", "kind", "layout", "leaf",
+        "order", "out", "output_value", "parts", "records", "role", "site", "visit",
     )  # fmt: skip
 
     def __init__(self, site: str, visit: int, records: list[Record]) -> None:
@@ -70,8 +69,8 @@ class Call:
         source = main_tensor(records, "input")
         self.out = None if output is None else output.shape
         self.into = None if source is None else source.shape
-        self.makes = "" if output is None else output.digest
-        self.fed_by = "" if source is None else source.digest
+        self.output_value = "" if output is None else output.digest
+        self.input_value = "" if source is None else source.digest
         # Only unknown classes are guessed by shape; a known class is better evidence.
         if not is_known(self.kind) and output is not None and source is not None:
             self.kind = _by_shape(source, output) or self.kind
@@ -130,11 +129,11 @@ def _by_shape(source: Record, output: Record) -> str:
 
 def frames_of(records: Iterable[Record]) -> dict[Frame, list[Record]]:
     """Records by step and process, in the order they come."""
-    found: dict[Frame, list[Record]] = {}
+    frames: dict[Frame, list[Record]] = {}
     for record in records:
         key = record.key
-        found.setdefault(Frame(key.rank, key.process, key.step), []).append(record)
-    return found
+        frames.setdefault(Frame(key.rank, key.process, key.step), []).append(record)
+    return frames
 
 
 def calls_of(records: Sequence[Record]) -> list[Call]:
@@ -165,14 +164,14 @@ def with_bias(calls: list[Call]) -> None:
             (record.shape for record in after.records if record.key.port == "input"), key=len
         )
         if after.out == call.out and shapes == [(call.features,), call.out]:
-            mine = [record for record in call.records if record.key.port != "output"]
+            operands = [record for record in call.records if record.key.port != "output"]
             made = [record for record in after.records if record.key.port == "output"]
             raw = [record for record in call.records if record.key.port == "output"]
             # The raw product keeps its tensor, now under the operator that adds the
             # bias, so that nothing is lost from the plan.
             after.records = [r for r in after.records if r.key.port != "output"] + raw
-            call.records = mine + made
-            call.makes = after.makes
+            call.records = operands + made
+            call.output_value = after.output_value
             after.inner, after.leaf = True, False
 
 
@@ -205,14 +204,14 @@ def _place(calls: list[Call]) -> None:
     if len(kinds) > 1:
         around.update(root for root in ROOTS if root in kinds)
     classes = {call.site: call.class_name for call in calls}
-    whole = {
+    single = {
         parent
         for parent, sites in within.items()
         if is_whole(classes[parent], [kinds[site] for site in sites])
     }
-    inside = {site for parent in whole for site in within[parent]}
+    inside = {site for parent in single for site in within[parent]}
     for call in calls:
         call.inner = call.site in inside
         if call.site in around:
             call.kind = kinds[call.site]  # shapes say what a leaf is, not a container
-        call.leaf = not call.inner and (call.site not in around or call.site in whole)
+        call.leaf = not call.inner and (call.site not in around or call.site in single)

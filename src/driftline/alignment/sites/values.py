@@ -57,9 +57,9 @@ class Dataflows:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._by_process: dict[tuple[int, int], Dataflow] = {}
-        self._by_look: dict[object, Dataflow] = {}
+        self._by_signature: dict[object, Dataflow] = {}
 
-    def of(self, frame: Frame, calls: Sequence[Call], look: object) -> Dataflow:
+    def of(self, frame: Frame, calls: Sequence[Call], signature: object) -> Dataflow:
         """The edges of one step.
 
         Args:
@@ -71,16 +71,16 @@ class Dataflows:
         if place not in self._by_process:
             self._by_process[place] = edges_of(self._run, *place)
         # Edges of the dump are certain; bytes are read only if there are none.
-        known = self._by_process[place]
-        if known.makers:
-            return known
-        if look not in self._by_look:
+        flow = self._by_process[place]
+        if flow.makers:
+            return flow
+        if signature not in self._by_signature:
             leaves = [call for call in calls if call.leaf and call.called]
             if _has_operators(leaves):
                 makers, names = _from_bytes(self._run, [call for call in calls if call.called])
-                known = known._replace(makers=makers, names=names)
-            self._by_look[look] = known
-        return self._by_look[look]
+                flow = flow._replace(makers=makers, names=names)
+            self._by_signature[signature] = flow
+        return self._by_signature[signature]
 
 
 def edges_of(run: Run, rank: int, process: int) -> Dataflow:
@@ -145,14 +145,14 @@ def _from_bytes(run: Run, calls: Sequence[Call]) -> tuple[dict[Place, Place], di
     for call in sorted(calls, key=lambda call: call.order):
         # Containers repeat the tensors of their leaves, so only their inputs are named.
         for port in ("input", "output") if call.leaf else ("input",):
-            taken: dict[str, list[Place]] = {}
+            inputs: dict[str, list[Place]] = {}
             for record in call.records:
                 if record.key.port != port or record.key.phase != "forward":
                     continue
                 # A record with a digest costs no read, however much was read
                 # before.
-                known = bool(record.digest) or (record.kept == "full" and read <= _MOST_READ)
-                if not known or not record.shape:
+                readable = bool(record.digest) or (record.kept == "full" and read <= _MOST_READ)
+                if not readable or not record.shape:
                     continue
                 digest, length = _sampled(run, record)
                 read += length
@@ -167,12 +167,12 @@ def _from_bytes(run: Run, calls: Sequence[Call]) -> tuple[dict[Place, Place], di
                 if port == "output":
                     made.setdefault(digest, []).append(place)
                 elif digest in made:
-                    taken.setdefault(digest, []).append(place)
-            for digest, places in taken.items():
+                    inputs.setdefault(digest, []).append(place)
+            for digest, places in inputs.items():
                 # Of several outputs of the same bytes either is right, but not one for all.
                 last = made[digest][-len(places) :]
-                for at, place in enumerate(places):
-                    makers[place] = last[min(at, len(last) - 1)]
+                for index, place in enumerate(places):
+                    makers[place] = last[min(index, len(last) - 1)]
     return makers, names
 
 

@@ -26,41 +26,43 @@ def calls_graph(calls: Sequence[Call], step: int | None = None) -> Graph | None:
     steps = sorted({call.step for call in forward})
     chosen = steps[0] if step is None else step
     # Numbers give the order of the calls, whatever the order of the lines.
-    mine = sorted((call for call in forward if call.step == chosen), key=lambda call: call.number)
+    listed = sorted((call for call in forward if call.step == chosen), key=lambda call: call.number)
     backward = [call.number for call in calls if call.step == chosen and call.phase != "forward"]
-    if backward and any(call.kind == "module" for call in mine):
+    if backward and any(call.kind == "module" for call in listed):
         # Operators after the start of the backward pass and outside of modules are the
         # optimizer's.
         turn = min(backward)
-        mine = [c for c in mine if c.number < turn or c.inside is not None or c.kind == "module"]
-    if not mine:
+        listed = [
+            c for c in listed if c.number < turn or c.inside is not None or c.kind == "module"
+        ]
+    if not listed:
         return None
-    building = _Building(mine)
-    tops = [call for call in mine if building.parent(call) is None]
+    builder = _GraphBuilder(listed)
+    tops = [call for call in listed if builder.parent(call) is None]
     modules = [call for call in tops if call.kind == "module"]
-    nodes = tuple(building.node(call) for call in tops)
+    nodes = tuple(builder.node(call) for call in tops)
     name, kind, inputs, outputs = "program", "Program", (), ()
     if len(modules) == 1:
         # A program around one model: the model's own parts are the first level.
         (root,) = modules
-        at = tops.index(root)
-        if nodes[at].children:
-            nodes = (*nodes[:at], *nodes[at].children, *nodes[at + 1 :])
+        index = tops.index(root)
+        if nodes[index].children:
+            nodes = (*nodes[:index], *nodes[index].children, *nodes[index + 1 :])
         name = kind = root.class_name
-        inputs = tuple(dict.fromkeys(building.name_of(one) for one in root.inputs))
+        inputs = tuple(dict.fromkeys(builder.name_of(tensor) for tensor in root.inputs))
         # Operators after the model, such as a loss, give outputs of the program as well.
-        after = tops[at + 1 :]
-        read = {building.name_of(one) for call in after for one in call.inputs}
-        last = [name for call in after for name in building.made(call) if name not in read]
-        outputs = tuple(dict.fromkeys((*building.made(root), *last)))
+        after = tops[index + 1 :]
+        read = {builder.name_of(tensor) for call in after for tensor in call.inputs}
+        last = [name for call in after for name in builder.made(call) if name not in read]
+        outputs = tuple(dict.fromkeys((*builder.made(root), *last)))
     notes = ["the operators of backward passes and optimizers are not in the graph"]
     notes = notes if backward else []
     if len(steps) > 1:
         notes.append(f"this is step {chosen} of {len(steps)}")
-    return Graph(name, kind, nodes, inputs, outputs, building.tensors, "aten", tuple(notes))
+    return Graph(name, kind, nodes, inputs, outputs, builder.tensors, "aten", tuple(notes))
 
 
-class _Building:
+class _GraphBuilder:
     def __init__(self, calls: Sequence[Call]) -> None:
         self.tensors: dict[str, TensorInfo] = {}
         self._calls = {call.number: call for call in calls}
@@ -86,7 +88,7 @@ class _Building:
         # A module runs nothing that is listed when it only makes views: it is a node itself.
         children = tuple(self.node(child) for child in self._children.get(call.number, ()))
         # A tensor that is passed twice is one edge.
-        inputs = tuple(dict.fromkeys(self.name_of(one) for one in call.inputs))
+        inputs = tuple(dict.fromkeys(self.name_of(tensor) for tensor in call.inputs))
         return GraphNode(
             _name(call),
             call.class_name,
@@ -100,23 +102,25 @@ class _Building:
 
     def made(self, call: Call) -> list[str]:
         if call.kind == "module":
-            return [self.name_of(one) for one in call.outputs]
+            return [self.name_of(tensor) for tensor in call.outputs]
         # Operators make new tensors, so their outputs are named by the call.
-        return [self._known(f"{_name(call)}_output_{one.slot}", one) for one in call.outputs]
+        return [
+            self._named(f"{_name(call)}_output_{tensor.slot}", tensor) for tensor in call.outputs
+        ]
 
     def name_of(self, tensor: CallTensor) -> str:
         source = tensor.source
         if source is None:
-            return self._known("(outside)", tensor)
+            return self._named("(outside)", tensor)
         if isinstance(source, str):
-            return self._known(source, tensor)
+            return self._named(source, tensor)
         maker = self._calls.get(source[0])
         if maker is None:  # of an earlier step, or not listed
-            return self._known(f"call_{source[0]}_output_{source[1]}", tensor)
+            return self._named(f"call_{source[0]}_output_{source[1]}", tensor)
         name = f"{_name(maker)}_output_{source[1]}"
-        return name if name in self.tensors else self._known(name, tensor)
+        return name if name in self.tensors else self._named(name, tensor)
 
-    def _known(self, name: str, tensor: CallTensor) -> str:
+    def _named(self, name: str, tensor: CallTensor) -> str:
         self.tensors.setdefault(name, TensorInfo(tensor.dtype, tensor.shape))
         return name
 

@@ -73,7 +73,7 @@ class OperatorGraph:
                 self.readers[tensor].append(node.name)
         # Both are computed on first use: many dumps are matched by name and never ask.
         self._owners: dict[str, str] | None = None
-        self._known: tuple[Collection[str], Vocabulary, dict[str, list[str]]] | None = None
+        self._vocabulary: tuple[Collection[str], Vocabulary, dict[str, list[str]]] | None = None
 
     @classmethod
     def from_json(cls, shown: Mapping[str, Any]) -> OperatorGraph:
@@ -102,10 +102,10 @@ class OperatorGraph:
     def owner(self, name: str) -> str:
         """The FX node an operator serves: its own, or the only one that its outputs flow into."""
         if self._owners is None:
-            self._owners = self._found_owners()
+            self._owners = self._find_owners()
         return self._owners.get(name, "")
 
-    def _found_owners(self) -> dict[str, str]:
+    def _find_owners(self) -> dict[str, str]:
         owners: dict[str, str] = {}
         # A graph lists producers before readers, so that one pass from its end is enough.
         for node in reversed(self.nodes.values()):
@@ -150,21 +150,21 @@ class OperatorGraph:
         if len(read) != shown:
             # The order of first reading is kept, because operands are matched by
             # position.
-            once = list({one.source: one for one in reversed(read)}.values())[::-1]
+            once = list({operand.source: operand for operand in reversed(read)}.values())[::-1]
             read = once if len(once) == shown else read
         return read
 
     def outputs_of(self, members: Sequence[str]) -> list[Tensor]:
         """What several operators make that others read, or nobody does, in their order."""
         inside = set(members)
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
         for name in members:
             node = self.nodes.get(name)
             for output in range(max(len(node.fx), 1) if node is not None else 0):
                 readers = self.readers.get((name, output), ())
                 if not readers or not inside.issuperset(readers):
-                    found.append((name, output))
-        return found
+                    outputs.append((name, output))
+        return outputs
 
     def members(self, name: str, also: Collection[str] = ()) -> list[str]:
         """The operators that a name stands for: itself, or those that were fused.
@@ -181,12 +181,12 @@ class OperatorGraph:
         """
         name = flat(name)
         # Keyed by identity: the caller passes the same collection for every name of a dump.
-        if self._known is None or self._known[0] is not also:
-            self._known = (also, Vocabulary({*self.nodes, *also}), {})
-        _, words, found = self._known
-        if name not in found:
-            found[name] = self._members(name, also, words)
-        return found[name]
+        if self._vocabulary is None or self._vocabulary[0] is not also:
+            self._vocabulary = (also, Vocabulary({*self.nodes, *also}), {})
+        _, words, members_of = self._vocabulary
+        if name not in members_of:
+            members_of[name] = self._members(name, also, words)
+        return members_of[name]
 
     def _members(self, name: str, also: Collection[str], words: Vocabulary) -> list[str]:
         own = self.nodes.get(name)
@@ -231,30 +231,30 @@ class Vocabulary:
         # From which positions the rest can be written at all: without it, dead ends multiply.
         alive = bytearray(end + 1)
         alive[end] = 1
-        for at in range(end - 1, -1, -1):
+        for start in range(end - 1, -1, -1):
             for length in lengths:
-                stop = at + length
-                if stop <= end and alive[stop] and name[at:stop] in words:
-                    alive[at] = 1
+                stop = start + length
+                if stop <= end and alive[stop] and name[start:stop] in words:
+                    alive[start] = 1
                     break
         ways = 0
         stack: list[tuple[int, list[str]]] = [(0, [])] if alive[0] else []
         while stack and ways < MOST_WAYS:
-            at, parts = stack.pop()
-            if at == end:
+            start, parts = stack.pop()
+            if start == end:
                 ways += 1
                 yield parts
                 continue
             for length in reversed(lengths):  # the longest is put last, so taken first
-                stop = at + length
-                if stop <= end and alive[stop] and name[at:stop] in words:
-                    stack.append((stop, [*parts, name[at:stop]]))
+                stop = start + length
+                if stop <= end and alive[stop] and name[start:stop] in words:
+                    stack.append((stop, [*parts, name[start:stop]]))
 
 
 def _fx_of(name: str) -> tuple[str, str] | None:
     """`add_2-aten.add.Tensor.OUTPUT.0` as node and slot."""
-    found = _FX.fullmatch(name)
-    return (flat(found[1]), found[2]) if found else None
+    match = _FX.fullmatch(name)
+    return (flat(match[1]), match[2]) if match else None
 
 
 def graphs_in(topology: Mapping[str, Any] | None) -> list[OperatorGraph]:

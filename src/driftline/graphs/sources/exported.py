@@ -30,13 +30,13 @@ class Fusion(NamedTuple):
         node: Its site.
         op: Its type.
         holds: What modules took and gave that it computes no longer.
-        at: Where what it gives is taken and given instead.
+        tensors: Where its result is read and written instead.
     """
 
     node: str
     op: str
     holds: tuple[Place, ...]
-    at: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
 
 
 class ExportedGraph(NamedTuple):
@@ -45,8 +45,8 @@ class ExportedGraph(NamedTuple):
     Attributes:
         nodes: Site of each node → what is known of it.
         inside: Site of what is no longer computed → the fused node it went into.
-        works: What it does with its weights, in the order of the exported file.
-        reworked: Convolution with a batch norm worked in → the node that computes both.
+        weighted_nodes: Nodes that use weights, in the order of the exported file.
+        folded_norms: Convolution with a folded batch norm → the node that computes both.
         codes: Site of integers → the name of the value they stand for, scale, zero point, and
             their type in the file.
         fusions: Nodes that several modules went into.
@@ -55,8 +55,8 @@ class ExportedGraph(NamedTuple):
 
     nodes: Mapping[str, Mapping[str, Any]]
     inside: Mapping[str, str]
-    works: Sequence[Mapping[str, Any]] = ()
-    reworked: Mapping[str, str] = {}
+    weighted_nodes: Sequence[Mapping[str, Any]] = ()
+    folded_norms: Mapping[str, str] = {}
     codes: Mapping[str, Any] = {}
     fusions: Sequence[Fusion] = ()
     makers: Mapping[str, Mapping[str, Any]] = {}
@@ -79,17 +79,17 @@ class ExportedGraph(NamedTuple):
         calls = listed(node.get("calls"))
         # A node with several outputs lists one call for each of them, in the order of its
         # sites.
-        at = [*map(str, listed(node.get("outputs")) or [site])].index(site)
-        return _object(calls[at]) if at < len(calls) else {}
+        index = [*map(str, listed(node.get("outputs")) or [site])].index(site)
+        return _object(calls[index]) if index < len(calls) else {}
 
     def values(self) -> dict[str, str]:
         """Value → the site that makes it."""
-        found: dict[str, str] = {}
+        site_of: dict[str, str] = {}
         for site, node in self.nodes.items():
             sites = listed(node.get("outputs")) or [site]
             for value, place in zip(listed(node.get("values")), sites, strict=False):
-                found[str(value)] = str(place)
-        return found
+                site_of[str(value)] = str(place)
+        return site_of
 
     def quantised(self) -> set[str]:
         """Values that are rounded to integers. A quantiser leaves out the activation before that,
@@ -100,9 +100,9 @@ class ExportedGraph(NamedTuple):
     def why(self, site: str) -> str:
         """Why a site is not computed; empty if the graph does not say."""
         holder = self.inside.get(site)
-        return "" if holder is None else self.said_inside(holder)
+        return "" if holder is None else self.describe_inside(holder)
 
-    def said_inside(self, node: str) -> str:
+    def describe_inside(self, node: str) -> str:
         """That something lies inside a fused node, in words."""
         ops = {fusion.node: fusion.op for fusion in self.fusions}
         kind = ops.get(node) or self.nodes.get(node, {}).get("class", "a node")
@@ -120,32 +120,36 @@ def exported_graph(run: Run) -> ExportedGraph | None:
     about = next((graph for graph in graphs if isinstance(graph, Mapping)), None)
     if about is None:
         return None
-    told = cast("Mapping[str, Any]", about)
+    data = cast("Mapping[str, Any]", about)
     nodes = {
         str(node["site"]): node
-        for node in map(_object, listed(told.get("nodes")))
+        for node in map(_object, listed(data.get("nodes")))
         if "site" in node
     }
-    inside = _object(told.get("inside"))
+    inside = _object(data.get("inside"))
     return ExportedGraph(
         nodes,
         {site: str(node) for site, node in inside.items()},
-        [_object(work) for work in listed(told.get("works"))],
-        _object(told.get("reworked")),
-        _object(told.get("codes")),
-        [_fusion(_object(one)) for one in listed(told.get("fusions"))],
-        {str(at): node for node in nodes.values() for at in listed(node.get("outputs"))},
+        [_object(work) for work in listed(data.get("works"))],
+        _object(data.get("reworked")),
+        _object(data.get("codes")),
+        [_fusion(_object(fusion)) for fusion in listed(data.get("fusions"))],
+        {str(output): node for node in nodes.values() for output in listed(node.get("outputs"))},
     )
 
 
-def _fusion(told: Mapping[str, Any]) -> Fusion:
-    holds = [one for one in map(listed, listed(told.get("holds"))) if len(one) == 3]
-    at = [one for one in map(listed, listed(told.get("at"))) if len(one) == 4]
+def _fusion(data: Mapping[str, Any]) -> Fusion:
+    holds = [entry for entry in map(listed, listed(data.get("holds"))) if len(entry) == 3]
+    tensors = [entry for entry in map(listed, listed(data.get("at"))) if len(entry) == 4]
     return Fusion(
-        str(told.get("node", "")),
-        str(told.get("op", "")),
+        str(data.get("node", "")),
+        str(data.get("op", "")),
         tuple((str(site), int(visit), str(port)) for site, visit, port in holds if _whole(visit)),
-        tuple((str(one[0]), int(one[1]), str(one[2]), str(one[3])) for one in at if _whole(one[1])),
+        tuple(
+            (str(entry[0]), int(entry[1]), str(entry[2]), str(entry[3]))
+            for entry in tensors
+            if _whole(entry[1])
+        ),
     )
 
 
@@ -161,7 +165,7 @@ def listed(value: object) -> list[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else []
 
 
-def names_fit(plan: Plan, ours: ExportedGraph | None, theirs: ExportedGraph | None) -> bool:
+def names_fit(plan: Plan, reference: ExportedGraph | None, candidate: ExportedGraph | None) -> bool:
     """Whether the two sides call the same things by the same names, so that the rest is detail.
 
     That is: half of the modules that the graph names (of two graphs: half of the smaller one's
@@ -178,25 +182,25 @@ def names_fit(plan: Plan, ours: ExportedGraph | None, theirs: ExportedGraph | No
     linked = {pair.candidate.key.site: pair.reference.key.site for pair in plan.pairs}
     named = [{linked.get(site, site) for site in sites[1]}, sites[0]]
     shared = (named[0] & named[1]) - {ROOT}
-    if ours is not None and theirs is not None:
-        modules = [sites[0] - set(ours.nodes), sites[1] - set(theirs.nodes)]
-        values = ours.values().keys() & theirs.values().keys()
+    if reference is not None and candidate is not None:
+        modules = [sites[0] - set(reference.nodes), sites[1] - set(candidate.nodes)]
+        values = reference.values().keys() & candidate.values().keys()
         return (
             # `shared` leaves out the root, which both graphs have: hence one less.
             2 * len(shared) >= min(map(len, named)) - 1
             or len(modules[0] & modules[1] - {ROOT}) * 2 >= min(map(len, modules)) > 1
-            or 2 * len(values) >= min(len(ours.nodes), len(theirs.nodes))
+            or 2 * len(values) >= min(len(reference.nodes), len(candidate.nodes))
         )
-    own, others = (sites[0], named[0]) if ours is not None else (sites[1], sites[0])
-    nodes = (ours or theirs or _NO_GRAPH).nodes
+    own, others = (sites[0], named[0]) if reference is not None else (sites[1], sites[0])
+    nodes = (reference or candidate or _NO_GRAPH).nodes
     modules = {linked.get(site, site) for site in own if site not in nodes} - {ROOT}
-    known = {
+    recognised = {
         site
         for site in modules
         if site in others or any(base in others for base, _ in without_number(site))
     }
     # Half of the modules: an exporter renames or wraps some of them.
-    return bool(known) and 2 * len(known) >= len(modules)
+    return bool(recognised) and 2 * len(recognised) >= len(modules)
 
 
 def without_number(site: str) -> Iterable[tuple[str, int]]:
@@ -204,6 +208,9 @@ def without_number(site: str) -> Iterable[tuple[str, int]]:
     if "/" in site:
         return
     parts = site.split(".")
-    for at, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if match := _REPEATED.search(part):
-            yield ".".join((*parts[:at], part[: match.start()], *parts[at + 1 :])), int(match[1])
+            yield (
+                ".".join((*parts[:index], part[: match.start()], *parts[index + 1 :])),
+                int(match[1]),
+            )

@@ -117,7 +117,7 @@ class Kernel(NamedTuple):
     nodes: tuple[str, ...] = ()
 
 
-class Off(NamedTuple):
+class NodeError(NamedTuple):
     """A node that gives something else than it should for what it was given, in one step.
 
     Attributes:
@@ -137,8 +137,8 @@ class Off(NamedTuple):
 
     def to_line(self) -> str:
         error = self.error if math.isfinite(self.error) else None
-        told = {"off": self.graph, "node": self.node, "step": self.step, "error": error}
-        return _encode({**told, "kernel": self.kernel}) + "\n"
+        data = {"off": self.graph, "node": self.node, "step": self.step, "error": error}
+        return _encode({**data, "kernel": self.kernel}) + "\n"
 
 
 class Graph(NamedTuple):
@@ -248,7 +248,7 @@ def read_graphs(text: str) -> Iterator[Graph]:
             continue
 
 
-def read_errors(text: str) -> Iterator[Off]:
+def read_errors(text: str) -> Iterator[NodeError]:
     """The nodes that are off, in order; damaged lines are passed over."""
     for line in text.splitlines():
         if not line.startswith('{"off"') or len(line) > _LONGEST_LINE:
@@ -256,7 +256,7 @@ def read_errors(text: str) -> Iterator[Off]:
         try:
             data = json.loads(line)
             error = math.inf if data["error"] is None else float(data["error"])
-            yield Off(
+            yield NodeError(
                 int(data["off"]),
                 str(data["node"]),
                 int(data["step"]),
@@ -300,8 +300,8 @@ def _node(data: Mapping[str, Any]) -> GraphNode:
         str(data.get("dtype", "")),
         str(data.get("line", "")),
         tuple(
-            Origin(str(one[0]), int(one[1]), str(one[2]), int(one[3]))
-            for one in data.get("origins", ())
+            Origin(str(origin[0]), int(origin[1]), str(origin[2]), int(origin[3]))
+            for origin in data.get("origins", ())
         ),
         None if of is None else (str(of[0]), int(of[1])),
         None if axes is None else _numbers(axes),

@@ -40,16 +40,16 @@ class _Call:
 def run_graph(run: Run, rank: int = 0, process: int = 0, step: int | None = None) -> Graph | None:
     """The graph of one process and step; None where nothing of it is known."""
     tree = run.topology(rank, process)
-    mine = [
+    forward = [
         record
         for record in run.records
         if (record.key.rank, record.key.process) == (rank, process)
         and record.key.phase == "forward"
         and record.key.port in ("input", "output")
     ]
-    steps = sorted({record.key.step for record in mine})
+    steps = sorted({record.key.step for record in forward})
     chosen = steps[0] if step is None and steps else step
-    records = [record for record in mine if record.key.step == chosen]
+    records = [record for record in forward if record.key.step == chosen]
     if tree is not None and tree.get("edges"):
         # Recorded edges are certain; equal bytes are not (two zero tensors are alike).
         return _by_edges(run.name, tree, records, str(run.manifest.get("format", "")))
@@ -72,10 +72,10 @@ def _by_bytes(run: Run, records: Sequence[Record]) -> Graph:
     tops = _nested(list(calls.values()))
     names: dict[tuple[str, str], str] = {}
     tensors: dict[str, TensorInfo] = {}
-    taken: set[str] = set()
+    used: set[str] = set()
 
     def note(name: str, record: Record) -> str:
-        taken.add(name)
+        used.add(name)
         tensors.setdefault(name, TensorInfo(record.dtype, record.shape))
         return name
 
@@ -84,16 +84,20 @@ def _by_bytes(run: Run, records: Sequence[Record]) -> Graph:
         # Equal bytes of different types are different tensors.
         same = (_digest(run, record), record.dtype)
         own = f"{_shown(call)}_{record.key.port}_{record.key.slot}"
-        known = names.get(same) if same[0] else None
+        same_bytes = names.get(same) if same[0] else None
         if record.key.port == "input":
             if record.key.moment == "after":
                 continue
-            name = known or note(own, record)
+            name = same_bytes or note(own, record)
             call.inputs.append(name)
         else:
             # A container returns what something inside it made; any other equal tensor
             # is a coincidence.
-            name = known if known is not None and known in call.made() else note(own, record)
+            name = (
+                same_bytes
+                if same_bytes is not None and same_bytes in call.made()
+                else note(own, record)
+            )
             call.outputs.append(name)
         if same[0]:
             names[same] = name
@@ -207,16 +211,16 @@ def _by_edges(
             raise BadFile(f"the topology of {name} is too deep or too large for a graph")
         site = str(data.get("site", ""))
         named = bool(data.get("inputs") or data.get("outputs"))
-        ins = [str(one) for one in data.get("inputs") or ()]
-        outs = [str(one) for one in data.get("outputs") or ()]
+        ins = [str(tensor_name) for tensor_name in data.get("inputs") or ()]
+        outs = [str(tensor_name) for tensor_name in data.get("outputs") or ()]
         # Files without names of tensors get one from the maker and its slot.
         if not named:
             slots = feeding.get(site, {})
             ins = [slots[slot] for slot in sorted(slots, key=_slot)]
             outs = [f"{site}:{slot}" for slot in sorted(outputs.get(site, {}), key=_slot)]
         for port, names in (("input", ins), ("output", outs)):
-            for at, tensor in enumerate(names):
-                slot = str(at) if named or port == "input" else tensor.rpartition(":")[2]
+            for index, tensor in enumerate(names):
+                slot = str(index) if named or port == "input" else tensor.rpartition(":")[2]
                 if (site, port, slot) in infos:
                     tensors.setdefault(tensor, infos[site, port, slot])
         param = data.get("param")
@@ -268,12 +272,12 @@ def _with_operators(
 
     def first(data: Mapping[str, Any]) -> int:
         """When a part begins; parts in this order feed those after them."""
-        known = order.get(id(data))
-        if known is None:
+        number = order.get(id(data))
+        if number is None:
             children = cast("list[Any]", data.get("children") or [])
             children.sort(key=first)
-            known = order[id(data)] = min(map(first, children), default=-1)
-        return known
+            number = order[id(data)] = min(map(first, children), default=-1)
+        return number
 
     for root in roots:
         first(root)
@@ -283,8 +287,8 @@ def _with_operators(
 def _edge(edge: Any) -> tuple[str, str, str, str]:
     """ATB's edges are lists, those of graphs are objects."""
     if isinstance(edge, Mapping):
-        known = cast("Mapping[str, Any]", edge)
-        words = (known.get("from"), known.get("output"), known.get("to"), known.get("input"))
+        data = cast("Mapping[str, Any]", edge)
+        words = (data.get("from"), data.get("output"), data.get("to"), data.get("input"))
     else:
         words = tuple(cast("Sequence[Any]", edge))[:4]
     source, out, to, slot = (str(word) for word in words)

@@ -48,23 +48,23 @@ def atb_graph(text: str, where: str, shapes: Shapes | None = None) -> Graph:
             hint="such a file has modelName or opName, inTensors, outTensors and nodes; "
             "`dump --type model layer` writes them",
         )
-    reading = _Reading(where, shapes or {})
-    whole = reading.node(top, 0)
-    weights = reading.names(top.get("weightTensors"))
+    reader = _TopologyReader(where, shapes or {})
+    model = reader.node(top, 0)
+    weights = reader.names(top.get("weightTensors"))
     # A file of a single operation has no nodes; it is then its own only node.
-    nodes = whole.children or (whole,)
+    nodes = model.children or (model,)
     return Graph(
         name,
         _text(top.get("opType")) or name,
         nodes,
-        (*whole.inputs, *weights),
-        whole.outputs,
-        reading.tensors,
+        (*model.inputs, *weights),
+        model.outputs,
+        reader.tensors,
         "atb",
     )
 
 
-class _Reading:
+class _TopologyReader:
     def __init__(self, where: str, shapes: Shapes) -> None:
         self.tensors: dict[str, TensorInfo] = {}
         self._where = where
@@ -79,9 +79,9 @@ class _Reading:
             raise BadFile(f"{self._where} has more than {MOST_NODES} nodes")
         name, kind = _text(content.get("opName")), _text(content.get("opType"))
         inputs, outputs = (self.names(content.get(k)) for k in ("inTensors", "outTensors"))
-        known = self._shapes.get(name)
-        if known is not None:
-            for names, infos in zip((inputs, outputs), known, strict=True):
+        infos_of = self._shapes.get(name)
+        if infos_of is not None:
+            for names, infos in zip((inputs, outputs), infos_of, strict=True):
                 # Another number of tensors is another operation of the same name.
                 if len(names) == len(infos):
                     for tensor, info in zip(names, infos, strict=True):
@@ -101,13 +101,13 @@ class _Reading:
             return ()
         if not isinstance(value, list):
             raise BadFile(f"{self._where} is damaged: a list of tensors is no list")
-        given = cast("list[object]", value)
+        names = cast("list[object]", value)
         # A weight list is longer than the operands of a node, hence the larger bound.
-        if len(given) > _MOST_TENSORS * 16:
-            raise BadFile(f"{self._where} lists {len(given)} tensors in one place")
-        if not all(isinstance(name, str) for name in given):
+        if len(names) > _MOST_TENSORS * 16:
+            raise BadFile(f"{self._where} lists {len(names)} tensors in one place")
+        if not all(isinstance(name, str) for name in names):
             raise BadFile(f"{self._where} is damaged: the name of a tensor is no text")
-        return tuple(str(name)[:_LONGEST_NAME] for name in given)
+        return tuple(str(name)[:_LONGEST_NAME] for name in names)
 
     def _nodes(self, value: object) -> list[Mapping[str, Any]]:
         if value is None:
@@ -129,21 +129,21 @@ def layers_of(graph: Graph) -> list[GraphNode]:
 
     A member of a list has a number for a name: `model.layers.3`.
     """
-    found: list[GraphNode] = []
+    layers: list[GraphNode] = []
 
     def look(nodes: tuple[GraphNode, ...], depth: int) -> None:
         for node in nodes:
             if not node.children:
                 continue
             if node.site.rpartition(".")[2].isdecimal():
-                found.append(node)
+                layers.append(node)
             elif depth < DEEPEST:
                 look(node.children, depth + 1)
 
     look(graph.nodes, 0)
     # Without lists and modules the model itself is the only layer.
-    whole = GraphNode(graph.name, graph.kind, graph.inputs, graph.outputs, {}, graph.nodes)
-    return found or [node for node in graph.nodes if node.children] or [whole]
+    model = GraphNode(graph.name, graph.kind, graph.inputs, graph.outputs, {}, graph.nodes)
+    return layers or [node for node in graph.nodes if node.children] or [model]
 
 
 def layer_graph(graph: Graph, layer: GraphNode) -> Graph:
@@ -161,7 +161,7 @@ def layer_graph(graph: Graph, layer: GraphNode) -> Graph:
 def model_json(graph: Graph) -> str:
     """A graph in the form of ATB's `model/{pid}/{name}.json`."""
     # What no node makes and the model is not given must be weights.
-    weights = [name for name in _read_by(graph) if name not in graph.inputs]
+    weights = [name for name in _inputs_of_nodes(graph) if name not in graph.inputs]
     content = {
         "modelName": graph.name,
         "inTensors": list(graph.inputs),
@@ -187,7 +187,7 @@ def _as_json(node: GraphNode) -> dict[str, Any]:
     return data
 
 
-def _read_by(graph: Graph) -> list[str]:
+def _inputs_of_nodes(graph: Graph) -> list[str]:
     """Tensors that no node makes."""
     read: dict[str, None] = {}
     made: set[str] = set()

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from driftline.graphs.model import SeenGraph, SeenNode, TensorInfo
+from driftline.graphs.model import LevelGraph, LevelNode, TensorInfo
 from driftline.graphs.overlay import Finding, finding_of
 from driftline.graphs.writers.onnx import flat_parameters, in_words
 
@@ -22,7 +22,7 @@ _LONGEST = 400
 _COLOURS = {"fail": "#d93025", "incomparable": "#f9ab00", "pass": "#34a853"}
 
 
-def model_explorer(graph: SeenGraph, findings: Mapping[str, Finding] | None = None) -> str:
+def model_explorer(graph: LevelGraph, findings: Mapping[str, Finding] | None = None) -> str:
     """The graph as JSON text.
 
     Args:
@@ -42,11 +42,11 @@ def model_explorer(graph: SeenGraph, findings: Mapping[str, Finding] | None = No
         }
         for name in graph.inputs
     ]
-    taken = {str(node["id"]) for node in nodes}
+    used_ids = {str(node["id"]) for node in nodes}
     # Ids are unique over nodes and inputs, because edges refer to both.
-    ids = {node.name: _free(node.name, taken) for node in graph.nodes}
+    ids = {node.name: _unused_id(node.name, used_ids) for node in graph.nodes}
     for node in graph.nodes:
-        found = finding_of(node, findings or {})
+        finding = finding_of(node, findings or {})
         shown: dict[str, Any] = {
             "id": ids[node.name],
             "label": node.kind,
@@ -57,34 +57,35 @@ def model_explorer(graph: SeenGraph, findings: Mapping[str, Finding] | None = No
                 {
                     "sourceNodeId": ids[makers[name][0]] if name in makers else name,
                     "sourceNodeOutputId": makers[name][1] if name in makers else "0",
-                    "targetNodeInputId": str(at),
+                    "targetNodeInputId": str(index),
                 }
-                for at, name in enumerate(node.inputs)
+                for index, name in enumerate(node.inputs)
             ],
             "inputsMetadata": [
-                {"id": str(at), "attrs": [_pair("__tensor_tag", name)]}
-                for at, name in enumerate(node.inputs)
+                {"id": str(index), "attrs": [_pair("__tensor_tag", name)]}
+                for index, name in enumerate(node.inputs)
             ],
             "outputsMetadata": [
-                _metadata(str(at), name, graph.tensors.get(name)) for at, name in _numbered(node)
+                _metadata(str(index), name, graph.tensors.get(name))
+                for index, name in _numbered(node)
             ],
         }
         if node.site:
             shown["attrs"].append(_pair("site", node.site))
         if node.holds:
             shown["attrs"].append(_pair("operators inside", node.holds))
-        if found is not None:
-            shown["attrs"].append(_pair("status", found.status))
-            shown["attrs"] += [_pair(key, _number(value)) for key, value in found.figures.items()]
-            shown["attrs"].append(_pair("comparison", f"{found.status}: {found.text}"))
-            if found.status in _COLOURS:
-                shown["style"] = {"backgroundColor": _COLOURS[found.status]}
+        if finding is not None:
+            shown["attrs"].append(_pair("status", finding.status))
+            shown["attrs"] += [_pair(key, _number(value)) for key, value in finding.figures.items()]
+            shown["attrs"].append(_pair("comparison", f"{finding.status}: {finding.text}"))
+            if finding.status in _COLOURS:
+                shown["style"] = {"backgroundColor": _COLOURS[finding.status]}
         nodes.append(shown)
     content = {"label": graph.name, "graphs": [{"id": graph.name, "nodes": nodes}]}
     return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def node_data(graph: SeenGraph, findings: Mapping[str, Finding], name: str = "") -> str:
+def node_data(graph: LevelGraph, findings: Mapping[str, Finding], name: str = "") -> str:
     """Numbers for the nodes, as Model Explorer's own file of node data.
 
     Infinity is the largest number there is: a file with words in it would not be one of numbers.
@@ -95,52 +96,55 @@ def node_data(graph: SeenGraph, findings: Mapping[str, Finding], name: str = "")
         name: What the numbers are called.
     """
     results: dict[str, Any] = {}
-    for own, found in _found(graph, findings):
-        if not math.isnan(found.value):
+    for own, finding in _findings_of(graph, findings):
+        if not math.isnan(finding.value):
             # JSON has no infinity.
-            value = max(-sys.float_info.max, min(sys.float_info.max, found.value))
-            results[own] = {"value": value, **_coloured(found)}
+            value = max(-sys.float_info.max, min(sys.float_info.max, finding.value))
+            results[own] = {"value": value, **_coloured(finding)}
     return _data(graph, {"name": name, "results": results} if name else {"results": results})
 
 
-def status_data(graph: SeenGraph, findings: Mapping[str, Finding]) -> str:
+def status_data(graph: LevelGraph, findings: Mapping[str, Finding]) -> str:
     """Statuses for the nodes: words, which groups of nodes count."""
     results = {
-        own: {"value": found.status, **_coloured(found)} for own, found in _found(graph, findings)
+        own: {"value": finding.status, **_coloured(finding)}
+        for own, finding in _findings_of(graph, findings)
     }
     content = {"name": "status", "results": results, "showExpandedSummaryOnGroupNode": True}
     return _data(graph, content)
 
 
-def _found(graph: SeenGraph, findings: Mapping[str, Finding]) -> Iterator[tuple[str, Finding]]:
+def _findings_of(
+    graph: LevelGraph, findings: Mapping[str, Finding]
+) -> Iterator[tuple[str, Finding]]:
     # Ids must be given in the same order as in the graph file, or colours miss their nodes.
-    taken = set(graph.inputs)
+    used_ids = set(graph.inputs)
     for node in graph.nodes:
-        own = _free(node.name, taken)
-        found = finding_of(node, findings)
-        if found is not None:
-            yield own, found
+        own = _unused_id(node.name, used_ids)
+        finding = finding_of(node, findings)
+        if finding is not None:
+            yield own, finding
 
 
-def _coloured(found: Finding) -> dict[str, str]:
-    colour = _COLOURS.get(found.status)
+def _coloured(finding: Finding) -> dict[str, str]:
+    colour = _COLOURS.get(finding.status)
     return {} if colour is None else {"bgColor": colour}
 
 
-def _data(graph: SeenGraph, content: dict[str, Any]) -> str:
+def _data(graph: LevelGraph, content: dict[str, Any]) -> str:
     return json.dumps({graph.name: content}, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _numbered(node: SeenNode) -> list[tuple[int, str]]:
+def _numbered(node: LevelNode) -> list[tuple[int, str]]:
     return list(enumerate(node.outputs))
 
 
-def _free(name: str, taken: set[str]) -> str:
+def _unused_id(name: str, used_ids: set[str]) -> str:
     """A node and an input may be called the same."""
     own = name
-    while own in taken:
+    while own in used_ids:
         own += "_"
-    taken.add(own)
+    used_ids.add(own)
     return own
 
 

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from driftline.graphs.model import SeenGraph, SeenNode, TensorInfo
+from driftline.graphs.model import LevelGraph, LevelNode, TensorInfo
 from driftline.graphs.overlay import Finding, finding_of
 
 PRODUCER = "driftline"
@@ -58,7 +58,7 @@ ELEMENT_TYPES = {
 
 
 def onnx_bytes(
-    graph: SeenGraph,
+    graph: LevelGraph,
     version: str = "",
     findings: Mapping[str, Finding] | None = None,
     about: Mapping[str, str] | None = None,
@@ -74,7 +74,11 @@ def onnx_bytes(
     types = {ELEMENT_TYPES.get(info.dtype, 0) for info in graph.tensors.values()}
     return b"".join(
         (
-            _number(1, max((_IR_VERSIONS.get(one, 0) for one in types), default=0) or _IR_VERSION),
+            _number(
+                1,
+                max((_IR_VERSIONS.get(element_type, 0) for element_type in types), default=0)
+                or _IR_VERSION,
+            ),
             _text(2, PRODUCER),
             _text(3, version) if version else b"",
             _bytes(7, _graph(graph, findings or {})),
@@ -85,7 +89,7 @@ def onnx_bytes(
     )
 
 
-def _graph(graph: SeenGraph, findings: Mapping[str, Finding]) -> bytes:
+def _graph(graph: LevelGraph, findings: Mapping[str, Finding]) -> bytes:
     inside = [
         name
         for node in graph.nodes
@@ -111,7 +115,7 @@ def _graph(graph: SeenGraph, findings: Mapping[str, Finding]) -> bytes:
     )
 
 
-def _with_edge(node: SeenNode, names: set[str]) -> SeenNode:
+def _with_edge(node: LevelNode, names: set[str]) -> LevelNode:
     """The format refuses a node that neither reads nor writes: it is given something to write."""
     if node.inputs or node.outputs:
         return node
@@ -122,8 +126,8 @@ def _with_edge(node: SeenNode, names: set[str]) -> SeenNode:
     return node._replace(outputs=(name,))
 
 
-def _node(node: SeenNode, domain: str, found: Finding | None) -> bytes:
-    about = [f"{found.status}: {found.text}"] if found is not None else []
+def _node(node: LevelNode, domain: str, finding: Finding | None) -> bytes:
+    about = [f"{finding.status}: {finding.text}"] if finding is not None else []
     about += [f"in {'/'.join(node.path)}"] if node.path else []
     about += [f"site {node.site}"] if node.site else []
     about += [f"holds {node.holds} operators"] if node.holds else []
@@ -133,7 +137,10 @@ def _node(node: SeenNode, domain: str, found: Finding | None) -> bytes:
             *(_text(2, name) for name in node.outputs),
             _text(3, node.name),
             _text(4, short_kind(node.kind)),
-            *(_bytes(5, attribute) for attribute in _attributes({**_said(found), **node.param})),
+            *(
+                _bytes(5, attribute)
+                for attribute in _attributes({**_finding_attributes(finding), **node.param})
+            ),
             _text(6, "; ".join(about)) if about else b"",
             _text(7, domain),
         )
@@ -154,12 +161,12 @@ def short_kind(kind: str) -> str:
     return "_".join(part for part in parts if part) or kind
 
 
-def _said(found: Finding | None) -> dict[str, Any]:
+def _finding_attributes(finding: Finding | None) -> dict[str, Any]:
     """What a comparison says of a node, as attributes of it; the first ones a viewer lists."""
-    if found is None:
+    if finding is None:
         return {}
-    figures = {f"{PRODUCER}_{name}": float(value) for name, value in found.figures.items()}
-    return {f"{PRODUCER}_status": found.status, **figures}
+    figures = {f"{PRODUCER}_{name}": float(value) for name, value in finding.figures.items()}
+    return {f"{PRODUCER}_status": finding.status, **figures}
 
 
 def _value(name: str, info: TensorInfo | None) -> bytes:
@@ -226,12 +233,12 @@ def _attribute(value: Any) -> bytes:
 
 def _list_attribute(values: Sequence[Any]) -> bytes | None:
     # ONNX lists hold one type; mixed lists become text.
-    if all(isinstance(one, int) and one in _INT64 for one in values):
-        return b"".join(_number(8, int(one)) for one in values) + _number(20, _INTS)
-    if all(isinstance(one, (int, float)) for one in values):
-        return b"".join(_float(7, float(one)) for one in values) + _number(20, _FLOATS)
-    if all(isinstance(one, str) for one in values):
-        return b"".join(_text(9, one) for one in values) + _number(20, _STRINGS)
+    if all(isinstance(item, int) and item in _INT64 for item in values):
+        return b"".join(_number(8, int(item)) for item in values) + _number(20, _INTS)
+    if all(isinstance(item, (int, float)) for item in values):
+        return b"".join(_float(7, float(item)) for item in values) + _number(20, _FLOATS)
+    if all(isinstance(item, str) for item in values):
+        return b"".join(_text(9, item) for item in values) + _number(20, _STRINGS)
     return None
 
 

@@ -30,7 +30,7 @@ from driftline.graphs.sources.graph_files import (
     GraphNode,
     Kept,
     Kernel,
-    Off,
+    NodeError,
     rebased,
 )
 
@@ -103,7 +103,7 @@ class Execution:
             number = self.compiled.graph.number
             operator = node.origins[0].operator if node.origins else node.target
             self._recorder.off.setdefault((node.site, node.phase), (operator, node.line, error))
-            self._recorder.write(Off(number, name, self.step, error, kernel).to_line())
+            self._recorder.write(NodeError(number, name, self.step, error, kernel).to_line())
 
     def _take(self, node: GraphNode, site: str, value: Any, class_name: str) -> None:
         tensors = [one for one in _tensors(value, "") if has_values(one[1])]
