@@ -1,8 +1,8 @@
-"""A graph of operators, nested as its program nests them, and how deep one wants to look.
+"""A graph of operators, nested like its program, and its nodes at one level of depth.
 
-Nodes come in the order in which they ran and name the tensors they read and write; a name may be
-written again (an operator that works in place). `at_level` gives the nodes of one depth: every name
-is written once there, and before it is read. Knows no files, and no framework.
+Nodes are listed in execution order and name the tensors that they read and write. A name may be
+written again by an operator that works in place. `at_level` returns the nodes of one level, where
+every name is written once, before it is read. No files and no frameworks are known here.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from driftline.errors import BadFile, BadInput
 # Bounds for graphs from files: a hostile file must not exhaust memory or the stack.
 MOST_NODES = 500_000
 DEEPEST = 64
-"""Nobody nests operations deeper; a file that does is not to be believed."""
+"""Greatest nesting depth that is accepted from a file."""
 
 
 class TensorInfo(NamedTuple):
-    """What is known of a tensor: torch's name of its type, and its extents."""
+    """What is known of a tensor: torch's name of its type, and its shape."""
 
     dtype: str = ""
     shape: tuple[int, ...] | None = None
@@ -29,7 +29,7 @@ class GraphNode(NamedTuple):
     """An operator, or a part of the model that holds some.
 
     Attributes:
-        name: Unique in the graph, as far as its source is right.
+        name: Should be unique in the graph; duplicates get a number.
         kind: Type of the operator, class of the module.
         inputs: Names of the tensors it reads.
         outputs: Names of the tensors it writes.
@@ -56,11 +56,11 @@ class Graph(NamedTuple):
         name: The model's name.
         kind: Its class.
         nodes: The outermost ones, in order.
-        inputs: Names of what the model is given, parameters too.
-        outputs: Names of what it gives.
+        inputs: Names of the model's inputs, parameters included.
+        outputs: Names of the model's outputs.
         tensors: What is known of tensors, by name.
-        domain: Whose operators these are: `aten`, `atb`, `ge`.
-        notes: Sentences about what is not in it.
+        domain: The library of the operators: `aten`, `atb`, `ge`.
+        notes: Sentences about what the graph leaves out.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Graph(NamedTuple):
 
 
 class LevelNode(NamedTuple):
-    """A node at the chosen depth; `path` names what it lies in, outermost first."""
+    """A node at the chosen level; `path` names the nodes around it, outermost first."""
 
     name: str
     kind: str
@@ -92,7 +92,7 @@ class LevelNode(NamedTuple):
 
 
 class LevelGraph(NamedTuple):
-    """The nodes of one depth: each tensor has one maker, which comes before its readers."""
+    """The nodes of one level: each tensor has one maker, which comes before its readers."""
 
     name: str
     nodes: tuple[LevelNode, ...]
@@ -103,12 +103,12 @@ class LevelGraph(NamedTuple):
 
 
 def at_level(graph: Graph, level: int | None = None) -> LevelGraph:
-    """The graph at a depth.
+    """The graph at one level.
 
     Args:
-        graph: What to look at.
-        level: 0 is the whole model as one node, 1 its outermost nodes, and so on; None, or more
-            than there is, the innermost ones.
+        graph: The nested graph.
+        level: 0 is the whole model as one node, 1 its outermost nodes, and so on; None, or a level
+            below the last, selects the innermost nodes.
 
     Raises:
         BadInput: The level is no such number.
@@ -134,7 +134,7 @@ def require_level(level: int | None) -> None:
 
 
 class _SsaNode:
-    """A node whose tensors have names of their own."""
+    """A node in SSA form: every tensor name is written once."""
 
     __slots__ = ("children", "inputs", "kind", "name", "outputs", "param", "site", "visit")
 
@@ -166,7 +166,7 @@ class _SsaNode:
 
 
 class _SsaNames:
-    """Gives each writing of a tensor a name of its own, in the order in which nodes ran."""
+    """Brings nodes into SSA form: each write of a tensor gets a new name, in execution order."""
 
     def __init__(self, graph: Graph) -> None:
         self.current: dict[str, str] = {}
@@ -211,7 +211,7 @@ class _SsaNames:
 
 
 def _unique(name: str, used: dict[str, int]) -> str:
-    """A name that is not taken; how often it was asked for is kept, so that many are quick."""
+    """A name that is not used yet: the name itself, or with a number."""
     own, number = name, used.get(name, 0)
     # The counter makes a thousand equal names linear instead of quadratic.
     while own in used:
@@ -223,10 +223,10 @@ def _unique(name: str, used: dict[str, int]) -> str:
 
 
 def _in_order(nodes: Sequence[GraphNode], available: Mapping[str, str]) -> Sequence[GraphNode]:
-    """Makers before readers. As a rule they are already; a file may list them otherwise.
+    """The nodes with makers before readers; usually the order of the file.
 
     Raises:
-        BadFile: There is no such order.
+        BadFile: The nodes depend on each other in a circle.
     """
     makers: dict[str, int] = {}
     for index, node in enumerate(nodes):
@@ -246,7 +246,7 @@ def _in_order(nodes: Sequence[GraphNode], available: Mapping[str, str]) -> Seque
     # The usual case is checked first, because files are nearly always in order.
     if not any(waits_for(index) for index in range(len(nodes))):
         return nodes
-    # Each name's first writer before all its readers, otherwise as listed.
+    # The first writer of each name comes before its readers; otherwise the order stays.
     before = [
         {makers[name] for name in node.inputs if name in makers and makers[name] != index}
         for index, node in enumerate(nodes)
@@ -333,7 +333,7 @@ def _cut(
     )
     made_by_all = {name for node in seen for name in node.outputs}
     inputs = dict.fromkeys(n for node in seen for n in node.inputs if n not in made_by_all)
-    # What nobody reads is given to the outside, where the source does not say what is.
+    # If the source lists no outputs, tensors that no node reads are the outputs.
     read = {name for node in seen for name in node.inputs}
     last = [n for n in outputs if n in made_by_all] or [
         name for node in seen for name in node.outputs if name not in read

@@ -1,4 +1,7 @@
-"""What a comparison says of the nodes of a graph. Knows no comparison: whoever has one fills it."""
+"""Findings of a comparison for the nodes of a graph.
+
+How a comparison is made is not known here; the caller fills in the findings.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ _NOTHING: Mapping[str, float] = {}
 
 
 class Finding(NamedTuple):
-    """What a comparison says of one site.
+    """The finding of a comparison for one site.
 
     Attributes:
         status: pass, fail, incomparable, missing or extra.
-        value: How far it is off, in the metric of the overlay; NaN if there is no number.
-        text: In words.
-        figures: Numbers that nodes carry, by name: the metric, its limit, value over limit.
+        value: The error in the metric of the overlay; NaN if there is none.
+        text: A description.
+        figures: Numbers for the node, by name: the metric, its limit, value over limit.
     """
 
     status: str
@@ -37,8 +40,9 @@ class Finding(NamedTuple):
 
 
 def finding_of(node: LevelNode, findings: Mapping[str, Finding]) -> Finding | None:
-    """A node's own finding; of an operator without one its module's, of a closed node the worst
-    inside.
+    """The finding of a node.
+
+    Its own; for an operator without one that of its module; for a closed node the worst inside.
     """
     if not findings or not node.site:
         return None

@@ -1,9 +1,8 @@
-"""Nodes of a compiled graph that are off by themselves, and what is computed from them.
+"""Annotations from compiled graphs: source lines, fused kernels, and the first faulty node.
 
-While kernels are recorded, each operator of the program is also computed by torch, from the same
-inputs, and so is each node that it was taken apart into. A node for which the results disagree is
-off whatever the other run says: it is the first culprit of everything that is computed from it.
-Reads lists and no tensor.
+While kernels are recorded, torch also computes each operator of the program from the same inputs,
+and each node that the compiler decomposed it into. A node whose results disagree is faulty whatever
+the other run has: it is the culprit of everything computed from it. Reads lists and no tensor.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _AS_KERNEL = (
 
 
 class Culprits:
-    """Who is to blame for the values of a process's graphs.
+    """The faulty nodes upstream of the values of a process's graphs.
 
     Args:
         graphs: The graphs.
-        errors: Nodes that are off, in the order of execution.
+        errors: Faulty nodes in execution order.
     """
 
     def __init__(self, graphs: Graphs, errors: Sequence[NodeError]) -> None:
@@ -50,7 +49,7 @@ class Culprits:
         self._first: dict[tuple[int, int], Mapping[str, NodeError]] = {}
 
     def of(self, value: Value) -> str:
-        """The first node that is off on the way to a value, in words; empty where none is."""
+        """Description of the first faulty node upstream of a value; empty if there is none."""
         graph_step = (value.graph.number, value.record.key.step)
         if graph_step not in self._off:
             return ""
@@ -71,7 +70,7 @@ class Culprits:
         return self._describe(value.graph, min(faults, key=lambda fault: order[fault.node]))
 
     def of_module(self, site: str, step: int) -> str:
-        """The first node of a module that is off in a step."""
+        """The first faulty node of a module in a step."""
         for error in self._errors:
             graph = self._by_number.get(error.graph)
             node = self._graphs.node(graph, error.node) if graph is not None else None
@@ -84,11 +83,11 @@ class Culprits:
         return ""
 
     def of_gradients(self, step: int) -> str:
-        """The first node that is off in a step: all gradients of it come later."""
+        """The first faulty node of a step: all gradients are computed after it."""
         return self.of_module(_ROOTS[0], step)
 
     def all(self) -> Iterator[str]:
-        """Every operator that is off, once for all its steps."""
+        """Every faulty operator, once for all its steps."""
         seen: set[tuple[str, str]] = set()
         for error in self._errors:
             graph = self._by_number.get(error.graph)
@@ -112,7 +111,7 @@ class Culprits:
 
 
 def _spread(graph: Graph, off: Mapping[str, NodeError]) -> Mapping[str, NodeError]:
-    """For every node, the first of those before it, and itself, that are off."""
+    """For every node, the first faulty node among it and the nodes it depends on."""
     order = {node.name: place for place, node in enumerate(graph.nodes)}
     first_fault: dict[str, NodeError] = {}
     for node in graph.nodes:
@@ -124,7 +123,7 @@ def _spread(graph: Graph, off: Mapping[str, NodeError]) -> Mapping[str, NodeErro
     return first_fault
 
 
-# What a compiled graph tells a reader of a row: the program's line, and what a kernel fused.
+# --- annotations of a plan
 
 
 Owners = Mapping[tuple[int, int], Graphs]
@@ -133,12 +132,12 @@ _NOT_COMPUTED = ("placeholder", "get_attr", "getitem")
 
 
 def with_lines(plan: Plan, reference: Owners, candidate: Owners) -> Plan:
-    """The plan whose pairs and lone tensors know their lines, and pairs what was fused.
+    """The plan with source lines for pairs and unpaired tensors, and with fusions for pairs.
 
     Args:
-        plan: What was set against what.
-        reference: The graphs of the one run, by rank and process; empty if it was not compiled.
-        candidate: The graphs of the other.
+        plan: The pairs.
+        reference: Graphs of the reference, by rank and process; empty if it was not compiled.
+        candidate: Graphs of the candidate.
     """
     reference_values, candidate_values = _values(reference), _values(candidate)
     lone: dict[tuple[str, TensorKey], str] = {}
@@ -164,7 +163,7 @@ def with_lines(plan: Plan, reference: Owners, candidate: Owners) -> Plan:
 
 
 def _blamed(owners: Owners) -> dict[tuple[int, int], Culprits]:
-    """What is off by itself, of processes where anything is."""
+    """Faulty nodes by process, for processes that have any."""
     return {
         owner: Culprits(graphs, graphs.errors) for owner, graphs in owners.items() if graphs.errors
     }
@@ -186,7 +185,7 @@ def _with_culprit(
     reference: Mapping[tuple[int, int], Culprits],
     candidate: Mapping[tuple[int, int], Culprits],
 ) -> Pair:
-    """What was recorded around compiled graphs, of modules and gradients, knows a culprit, too."""
+    """Add the culprit to pairs of modules and gradients around compiled graphs."""
     if pair.culprit:
         return pair
     # The candidate is usually the compiled run, so it is asked first.
@@ -207,7 +206,7 @@ def _with_culprit(
 
 
 class _Described(NamedTuple):
-    """A value, the graphs that tell about it, and what is known to be off in them."""
+    """A value, its graphs, and the faulty nodes in them."""
 
     graphs: Graphs
     value: Value
@@ -249,7 +248,7 @@ def _with_line(
 
 
 def _line(described: _Described | None) -> str:
-    """The line of the node; of a kernel's result that is no node's, that of its last one."""
+    """The source line of the node; if no node has the value, of the last node computed for it."""
     if described is None:
         return ""
     if described.value.node is not None:
@@ -259,7 +258,7 @@ def _line(described: _Described | None) -> str:
 
 
 def _fused(described: _Described | None) -> str:
-    """Operators that went into a kernel's result, module by module; empty for a single one."""
+    """Operators in a kernel's result, module by module; empty for a single one."""
     if described is None:
         return ""
     if described.value.inside:
@@ -270,7 +269,7 @@ def _fused(described: _Described | None) -> str:
     for node in described.graphs.computed_for(described.value):
         if node.target in _NOT_COMPUTED or is_view(node):
             continue
-        # A pass of the compiler leaves nodes that know no module.
+        # Nodes that a compiler pass inserted have no module.
         operators = calls.setdefault(node.module, []) if node.calls or node.origins else of_passes
         operators += [name for name in _called(node) if name not in operators]
     everywhere = {name for operators in calls.values() for name in operators}
@@ -284,7 +283,7 @@ def _fused(described: _Described | None) -> str:
 
 
 def _called(node: GraphNode) -> list[str]:
-    """The operators that a node stems from, or its own where nothing is known of that."""
+    """The operators that a node comes from, or its own if that is unknown."""
     names = [origin.operator for origin in node.origins] or [node.operator or node.target]
     return [_short(name) for name in names]
 

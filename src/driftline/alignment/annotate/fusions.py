@@ -1,9 +1,9 @@
-"""Tensors that lie inside a fused node of an exported graph, and where they are compared after all.
+"""Annotations from exported graphs: tensors inside a fused node, and where they are compared.
 
-Where several modules became one node, what the inner ones gave is computed nowhere. It is not lost
-to the comparison: what the node gives was computed from it. So such a tensor has no partner, but a
-place at which it is compared together with the others of its fusion. Decides by what the graph
-says, and on a model's side by equal bytes: what one module gives the next one takes.
+If several modules became one node, the outputs of the inner modules are computed nowhere. The
+node's output was computed from them, so they are compared there together: such a tensor has no
+partner, but a place. The graph says what is inside; in the model, equal bytes connect outputs and
+inputs.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _Call = tuple[int, int, int, str, int, str]
 _Key = tuple[int, int, int, str, int, str, str]
 """The same with the slot."""
 _Side = tuple[str, str, Sequence[Record], ExportedGraph]
-"""Which side lies inside, which one fused, what of the first is alone, the graph of the other."""
+"""Side of the inner tensors, side with the fused nodes, unpaired tensors of the first, graph."""
 
 
 def with_fusions(
     plan: Plan, reference: ExportedGraph | None, candidate: ExportedGraph | None
 ) -> Plan:
-    """The plan with what lies inside fusions, and how many leaf modules that is."""
+    """The plan with tensors inside fusions marked, and a note that counts the leaf modules."""
     sides: list[_Side] = []
     if candidate is not None:
         sides.append(("reference", "candidate", plan.missing, candidate))
@@ -56,7 +56,7 @@ def with_fusions(
 
 
 def _with_words(pair: Pair, held: Sequence[Record]) -> Pair:
-    """A pair that says whose work its tensors are, where it is that of several."""
+    """The pair with the names of the sites that were fused into it, if there are several."""
     if not held:
         return pair
     # Execution order, so that the text reads as the data flows.
@@ -69,7 +69,7 @@ def _with_words(pair: Pair, held: Sequence[Record]) -> Pair:
 def _inside(
     lone: Sequence[Record], graph: ExportedGraph, pairs_known: Sequence[Pair], graph_first: bool
 ) -> Iterator[tuple[Record, str, Pair]]:
-    """What of a side lies inside a node of the other one, with the pair that holds it."""
+    """Tensors that are inside a node of the other side, with the pair that contains them."""
     wholes: dict[_Key, Pair] = {}
     for pair in pairs_known:
         own = pair.reference if graph_first else pair.candidate
@@ -97,7 +97,7 @@ def _inside(
 
 
 def _first_given(pair: Pair) -> tuple[bool, int]:
-    """Where a value is given says more than where it is taken; the innermost giver comes first."""
+    """Sort key: outputs before inputs, innermost output first."""
     return pair.reference.key.port != "output", pair.reference.order
 
 
@@ -118,7 +118,7 @@ def _calls(
 
 
 _Held = tuple[Place, str, Sequence[Tensor]]
-"""A place inside, the node it is inside of, and where that node's result is."""
+"""A place, the node that contains it, and the tensors of that node's result."""
 
 
 def _of_modules(graph: ExportedGraph) -> Iterator[_Held]:
@@ -128,14 +128,14 @@ def _of_modules(graph: ExportedGraph) -> Iterator[_Held]:
 
 
 def _of_nodes(graph: ExportedGraph, lone: Iterable[Record]) -> Iterator[_Held]:
-    """Nodes of a graph that fused less, by the names of values."""
+    """Nodes of a graph with fewer fusions, by value names."""
     for site in dict.fromkeys(record.key.site for record in lone):
         if "/" in site and (node := graph.inside.get(site)) is not None:
             yield (site, 0, "output"), node, [(node, 0, "output", "0")]
 
 
 def _spread_by_bytes(lone: Sequence[Record], enclosed: dict[int, tuple[Record, str, Pair]]) -> None:
-    """What has the bytes of something inside a fusion is the same value, given or taken."""
+    """Add tensors with the same bytes as an enclosed one: they are the same value."""
     nodes_of_bytes: dict[tuple[int, int, int, str], dict[str, Pair]] = defaultdict(dict)
     for record, node, pair in enclosed.values():
         if record.digest:
@@ -153,9 +153,9 @@ def _norms(
     enclosed: dict[int, tuple[Record, str, Pair]],
     waiting: Mapping[_Call, list[Record]],
 ) -> None:
-    """Batch norms that the file knows nothing of, because it has them in a convolution's weights.
+    """Add outputs of batch norms that were folded into a convolution's weights.
 
-    What such a norm takes lies inside a fusion, so what it gives does, too.
+    If the input of such a norm is inside a fusion, so is its output.
     """
     for record in lone:
         inside = enclosed.get(id(record))
@@ -176,7 +176,7 @@ def _bytes(record: Record) -> tuple[int, int, int, str]:
 
 
 def _leaves(plan: Plan, side: str) -> Iterator[str]:
-    """How many leaf modules of a model are compared, and how."""
+    """A note: how many leaf modules of a model are compared, and where."""
     alone = plan.missing if side == "reference" else plan.extra
     records: list[Record] = [getattr(pair, side) for pair in plan.pairs]
     own = {r.key.site for r in records if r.key.port == "output"}

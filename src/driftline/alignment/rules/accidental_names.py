@@ -1,8 +1,8 @@
-"""Equal names that are accidents: numbers of `nn.Sequential` against another nesting.
+"""Equal names that are accidents, such as the numbers of `nn.Sequential` in two nestings.
 
-`2` is the second Linear of one model and the third of the other. Asked only where names have left
-sites over. Says which pairs are in doubt; structure may find them better partners,
-and what it finds none for stays as it was. Reads no tensor.
+`2` may be the second Linear of one model and the third of the other. This rule runs only if names
+left some sites unpaired. It says which pairs are in doubt; structure may find better partners, and
+a pair without a better partner is restored. It reads no tensor.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _BY_NAME = ("name", "alias", "normalised")
 def in_doubt(
     pairs: Sequence[Pair], missing: Sequence[Record], extra: Sequence[Record]
 ) -> list[Pair]:
-    """Pairs that only a name holds together, where what is called so does other work.
+    """Pairs made by name whose two sites do different work.
 
-    A name that says something is in doubt if the two classes are known and differ in kind. A number
-    is in doubt as soon as one among its neighbours stands for a leaf here and for several there, or
-    for other work; unless both sides have the same sites around it.
+    A real name is in doubt if both classes are known and differ in kind. A number is in doubt as
+    soon as one of its siblings is a leaf on one side and a container on the other, or does other
+    work, unless both sides have the same sites below the parent.
     """
     named = [pair for pair in pairs if pair.by in _BY_NAME]
     reference_sites = _Side([*(pair.reference for pair in pairs), *missing])
@@ -57,9 +57,9 @@ def in_doubt(
 
 
 def still_alone(doubted: Sequence[Pair], new_pairs: Sequence[Pair]) -> list[Pair]:
-    """Those of the doubted pairs whose sites have found nothing better.
+    """Doubted pairs to restore: neither site has found a better partner.
 
-    A container whose leaves have found partners elsewhere is not the one of the same name.
+    A container whose leaves found partners elsewhere is not restored either.
     """
     moved: set[tuple[str, str]] = set()
     partner_of = {pair.reference.key.site: pair.candidate.key.site for pair in doubted}
@@ -90,7 +90,7 @@ class _Site(NamedTuple):
 
 
 class _Side:
-    """The sites of one run: what each is, and how much is inside it."""
+    """The sites of one run: their classes, and what each contains."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         self.sites: dict[str, _Site] = {}
@@ -104,7 +104,7 @@ class _Side:
                     self._inside[around].append(site)
 
     def below(self, holder: str) -> set[str]:
-        """The names of what is inside a site, without its own."""
+        """Names of the sites inside a site, relative to it."""
         cut = len(holder) + 1 if holder else 0
         return {site[cut:] for site in self._inside[holder]}
 
@@ -128,12 +128,12 @@ def _other_work(reference_sites: _Side, site: str, candidate_sites: _Side, partn
     if all(inside):
         return False
     leaf = classes[0] if not inside[0] else classes[1]
-    # What holds one thing is a wrapper around it, and rightly called so.
+    # A container of one site is a wrapper around it, and its name is no accident.
     return max(inside) > 1 and is_known(kind_of(leaf)) and site.rpartition(".")[2].isdigit()
 
 
 def _counted_by(site: str, holders: set[str]) -> bool:
-    """Whether one of these holders counts the site, or something around it."""
+    """Whether the site, or a site around it, is a numbered child of one of these holders."""
     while site:
         holder, _, last = site.rpartition(".")
         if holder in holders and last.isdigit():

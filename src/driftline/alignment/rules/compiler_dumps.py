@@ -1,7 +1,10 @@
-"""A GE dump with fused operators against one without: a fused operator is what it replaced.
+"""Pairs by the names in a compiler's graph: dumps of GE (Ascend's graph engine) and of torch FX.
 
-Its inputs are those of its members that no member made, its outputs those that somebody else reads.
-Operators of one name are pairs as they are.
+Two GE dumps: operators of one name are pairs; a fused operator stands for the operators whose names
+are joined in its own. Its inputs are those that no member made, its outputs those that others read.
+GE against FX: outputs are paired by the FX names in the graph, inputs by who produced them.
+
+The rule knows graphs, names and shapes. It reads bytes only to tell two inputs of one shape apart.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run, Storage
 
 WITHOUT_EDGES = 0.7
-"""Confidence where no graph says who reads whom, and only shape and order are left."""
+"""Confidence where no graph has the edges, and only shape and order are left."""
 
 
 def match_fused(
@@ -31,9 +34,9 @@ def match_fused(
     """Pair the tensors of two GE dumps, either of which may have operators fused.
 
     Args:
-        ours: Operators of one side, by name.
-        theirs: Those of the other.
-        graph: Whichever side's graph is known.
+        operators: Operators of the reference, by name.
+        others: Operators of the candidate.
+        graph: The graph of either side; one is enough.
     """
     matching = Matching([], {}, {})
     from_candidate = Matching([], {}, {})
@@ -52,7 +55,7 @@ def match_fused(
         match._replace(record=match.partner, partner=match.record)
         for match in from_candidate.matches
     )
-    # What is inside a fused operator of the other side has no twin there, which says less.
+    # "Inside a fused operator" explains more than "no operator of this name", so it wins.
     matching.reasons.update(from_candidate.partner_reasons)
     matching.partner_reasons.update(
         {
@@ -113,7 +116,7 @@ def _ends(
     graph: OperatorGraph | None,
     shown: int,
 ) -> tuple[list[Record | None], list[Record | None]]:
-    """What goes into and comes out of the members as a whole; None for what was not dumped."""
+    """Inputs and outputs of the members as one operator; None for tensors that were not dumped."""
     if graph is None:
         inputs: list[Record | None] = [item for name in dumped for item in others[name].inputs]
         return inputs, list(others[dumped[-1]].outputs)
@@ -129,7 +132,7 @@ def _ends(
 
 
 def _matched(records: list[Record], partners: list[Record | None], has_edges: bool) -> list[Match]:
-    """One by one where the numbers agree, else the next of the same shape."""
+    """In order if both sides have equally many, else the next free tensor of the same shape."""
     if has_edges and len(records) == len(partners):
         return [
             Match(option, other) for option, other in zip(records, partners, strict=True) if other
@@ -146,21 +149,21 @@ def _matched(records: list[Record], partners: list[Record | None], has_edges: bo
     return matches
 
 
-# GE operators against FX nodes: outputs by the names in the graph, inputs by who produced them.
+# --- GE operators against FX nodes
 
 
 Same = Callable[[Record, Record], bool]
-"""Whether two tensors of the FX dump hold the same bytes; asked only where shapes leave a doubt."""
+"""Whether two tensors of the FX dump hold the same bytes; asked only if shapes are ambiguous."""
 
 CONVERSIONS = ("Cast", "TransData")
 IN_ORDER = 0.9
-"""Confidence of inputs that only their shape and their order pair."""
+"""Confidence of inputs that are paired by shape and order only."""
 
 
 def match_fx(
     ge: Mapping[str, Operator], fx: Mapping[str, Operator], graph: OperatorGraph, same: Same
 ) -> Matching:
-    """Pair the tensors of GE operators (ours) with those of FX nodes (theirs)."""
+    """Pair the tensors of GE operators with those of FX nodes (the partners)."""
     matching = Matching([], {}, {})
     for operator in ge.values():
         members = graph.members(operator.name)
@@ -200,7 +203,7 @@ def _unknown(operator: Operator) -> str:
 
 
 def is_conversion(class_name: str) -> bool:
-    """Whether an operator only changes type or layout, so that its output should be its input."""
+    """Whether an operator only changes type or layout, so that its output equals its input."""
     return any(word in class_name for word in CONVERSIONS)
 
 
@@ -320,7 +323,7 @@ def _made_by(
 
 
 def _alike(offered: Record, record: Record) -> bool:
-    """Same shape, and numbers of one kind: a weight is no index."""
+    """Whether shape and kind of number agree: a weight is never an index."""
     # An index may be signed in one dump and unsigned in the other: int and uint count as one kind.
     dtype, offered_dtype = DTYPES.get(record.dtype), DTYPES.get(offered.dtype)
     if dtype is None or offered_dtype is None:
@@ -331,12 +334,11 @@ def _alike(offered: Record, record: Record) -> bool:
     )
 
 
-# Pairs by the names a compiler's graph gives: GE against FX, a fused GE dump against an
-# unfused.
+# --- whole runs
 
 
 READ_WHOLE = 1 << 20
-"""Bytes of a tensor that are read to settle which of two inputs of one shape is which."""
+"""Tensors up to this many bytes are read whole to tell two inputs of one shape apart."""
 
 T = TypeVar("T", int, tuple[int, int])
 
@@ -363,16 +365,16 @@ def align_graphs(
     """Pair two runs by their graphs.
 
     Args:
-        reference: What is right.
-        candidate: What is in question.
-        here: The records of the reference to look at.
-        there: The same of the candidate.
+        reference: The reference run.
+        candidate: The candidate run.
+        reference_records: The records of the reference that may be paired.
+        candidate_records: The records of the candidate that may be paired.
 
     Returns:
-        None when this rule has nothing to say: a run without a graph, or two FX dumps.
+        None if the rule does not apply: a run without a graph, or two FX dumps.
 
     Raises:
-        BadInput: A GE dump against an FX dump, and nothing says which name is which.
+        BadInput: A GE dump and an FX dump without a graph that connects their names.
     """
     reference_side, candidate_side = (
         _side(reference, "reference", reference_records),
@@ -430,7 +432,7 @@ def align_graphs(
 
 
 def narrowed(plan: Plan, sites: Sequence[str], ports: Sequence[str]) -> Plan:
-    """Only what a selection asks for, by the name that either side gives it.
+    """The selected part of a plan; a site may be named as either side calls it.
 
     Raises:
         BadInput: A glob or a port matches nothing on either side.
@@ -461,10 +463,10 @@ def narrowed(plan: Plan, sites: Sequence[str], ports: Sequence[str]) -> Plan:
 
 
 def conversions(run: Run) -> list[tuple[Record, Record]]:
-    """Input and output of every conversion (Cast, TransData) the graph does not know.
+    """Input and output of every conversion (Cast, TransData) that is not in the graph text.
 
-    A compiler put them in; nothing stands against them in another dump, but each should give what
-    it got. One that makes integers or truth values of floats gives something else, and is left out.
+    The compiler inserted them. They have no partner in another dump, but each should return its
+    input. Conversions of floats to integers or truth values change the value and are left out.
     """
     side = _side(run, "run", run.records)
     if side is None:
@@ -485,7 +487,7 @@ def conversions(run: Run) -> list[tuple[Record, Record]]:
 
 
 def _cuts_off(got: str, gave: str) -> bool:
-    """Whether a conversion between two types loses more than precision by what it is."""
+    """Whether a conversion between two types loses more than precision."""
     # Casting floats to integers or truth values is meant to change them: no equality is owed.
     return gave != got and (gave == "bool" or ("float" in got and "float" not in gave))
 
@@ -526,14 +528,14 @@ def _side(run: Run, name: str, records: Sequence[Record]) -> _Side | None:
 
 
 def _partners(numbers: list[T], others: list[T]) -> list[tuple[T, T]]:
-    """Equal numbers; a lone one goes with a lone one whatever it is called."""
+    """Pairs of equal numbers; a single one on each side is a pair whatever the numbers are."""
     if len(numbers) == len(others) == 1:
         return [(numbers[0], others[0])]
     return [(number, number) for number in numbers if number in others]
 
 
 def _unpaired(what: str, reference: list[int], candidate: list[int]) -> list[str]:
-    """Which numbers only one side has, where there is more than one to choose from."""
+    """Notes on numbers that only one side has; none if each side has a single one."""
     if len(reference) == len(candidate) == 1:
         return []
     sides = (
@@ -550,7 +552,7 @@ def _unpaired(what: str, reference: list[int], candidate: list[int]) -> list[str
 def _graph_partners(
     graphs: list[OperatorGraph], others: list[OperatorGraph], notes: list[str]
 ) -> list[tuple[OperatorGraph, OperatorGraph]]:
-    """By name, else one after the other in the order of their numbers."""
+    """Graphs paired by name, else in the order of their numbers."""
     names = {graph.name: graph for graph in others}
     if all(graph.name in names for graph in graphs):
         return [(graph, names[graph.name]) for graph in graphs]
@@ -634,7 +636,7 @@ def _match_step(
 
 
 class _SameBytes:
-    """Whether two tensors of one run hold the same bytes; large ones are seen in 16 places."""
+    """Whether two tensors of one run hold the same bytes; large ones are compared in 16 places."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -659,7 +661,7 @@ def _sample(values: Storage) -> bytes:
 
 
 def _reshaped(record: Record, shape: tuple[int, ...]) -> Recipe | None:
-    """Axes of one element are added or left out; any other shape is a finding."""
+    """Add or drop axes of size one; any other difference of shape is a finding."""
     if record.shape == shape or record.lost or math.prod(record.shape) != math.prod(shape):
         return None
     if [size for size in record.shape if size != 1] != [size for size in shape if size != 1]:

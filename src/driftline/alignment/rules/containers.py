@@ -1,7 +1,7 @@
-"""Containers of two models: those that hold the same leaves are the same part.
+"""Link the containers of two models: those that hold the same linked leaves are the same part.
 
-Works on what the leaves have settled. Where several nested containers hold the same leaves, class,
-shape and where their output comes from tell them apart; where nothing does, they stay alone.
+Runs after the leaves are linked. If several nested containers hold the same leaves, class, shape
+and the origin of their output decide; if these do not decide, the containers stay unpaired.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from driftline.alignment.sites.site_graph import ROOTS, Call, enclosing
 _CONFIDENCE = 0.85
 
 Marks = Mapping[int, frozenset[int]]
-"""id of a leaf → the numbers of the links it has a part in."""
+"""id of a leaf → numbers of the links that it belongs to."""
 
 
 class Tree:
-    """One side: which leaves each container holds."""
+    """One run in one frame: which leaves each container holds."""
 
     def __init__(self, calls: Sequence[Call], marks: Marks) -> None:
         self.marks = marks
@@ -61,7 +61,7 @@ class Tree:
         return total
 
     def origin(self, call: Call) -> frozenset[int] | None:
-        """Links of the leaves whose output it hands on; empty for its own work; None: not known."""
+        """Links of the leaves whose output it returns; empty if it makes its own; None: unknown."""
         if not call.output_value:
             return None
         hands_on = [
@@ -74,7 +74,7 @@ class Tree:
 def link_containers(
     reference_tree: Tree, candidate_tree: Tree, used_calls: set[int]
 ) -> tuple[list[Link], dict[int, list[Call]]]:
-    """Link the containers of two models; and the partners that tied ones could have had."""
+    """Link the containers of two models; also return the options of tied containers."""
     reference_groups, candidate_groups = (
         _groups(reference_tree, used_calls),
         _groups(candidate_tree, used_calls),
@@ -100,7 +100,7 @@ def link_containers(
             options = [partners[j] for j in places if j not in used]
             same = {(call.output_value, call.input_value) for call in options}
             if options and len(same) == 1 and "" not in same.pop():
-                used.add(partners.index(options[-1]))  # a wrapper hands on what it is given
+                used.add(partners.index(options[-1]))
                 links.append(Link(group[i], options[-1], _CONFIDENCE))
             else:
                 ties[id(group[i])] = options
@@ -116,10 +116,10 @@ def link_across(
     reference_leaves: Sequence[Call],
     candidate_leaves: Sequence[Call],
 ) -> list[Link]:
-    """Link leaves that are a container on the other side, none of whose leaves has a partner.
+    """Link a leaf with a container of the other side whose own leaves have no partner.
 
-    An attention of one call against one of modules: by its place between the linked leaves, its
-    kind and its shape.
+    For example, an attention that is one call with an attention made of modules. Position between
+    linked leaves, kind and shape must agree.
     """
     links = [
         Link(a, b, _CONFIDENCE - 0.1)
@@ -156,10 +156,10 @@ def _across(
 def link_uncalled(
     reference: Sequence[Call], candidate: Sequence[Call], linked: Sequence[tuple[Call, Call]]
 ) -> list[Link]:
-    """Link sites of which there are only parameters, such as the projection inside an attention.
+    """Link sites that only have parameters, such as the projection inside a fused attention.
 
-    They have no place in the order of execution; the linked site around them and the shapes of what
-    they hold must leave no doubt.
+    They are not part of the execution order. The linked site around them and the shapes of their
+    parameters must identify them.
     """
     names = {(a.site, b.site): number for number, (a, b) in enumerate(linked)}
     numbers = [dict[str, int](), dict[str, int]()]
@@ -199,7 +199,7 @@ def _part(call: Call) -> str:
 
 
 def _gaps(leaves: Sequence[Call], marks: Marks) -> dict[int, int]:
-    """For each leaf without a link: the number of the last link before it."""
+    """For each unlinked leaf: the number of the last link before it."""
     gaps: dict[int, int] = {}
     last = -2
     for leaf in leaves:
@@ -237,7 +237,7 @@ def _score(reference_tree: Tree, reference: Call, candidate_tree: Tree, candidat
         candidate_tree.origin(candidate),
     )
     if reference_origin is not None and candidate_origin is not None and not same:
-        # One hands on a leaf's output and the other makes something of it: not one tensor.
+        # One returns a leaf's output and the other computes something from it: different tensors.
         together = reference_origin & candidate_origin if reference_origin else not candidate_origin
         if not together:
             return 0
@@ -263,5 +263,5 @@ def _ended(call: Call) -> int:
 
 
 def _spread(mark: int) -> int:
-    """A number whose bits signature random, so that sums over sets tell the sets apart."""
+    """A number with random-looking bits, so that the XOR over a set identifies the set."""
     return int.from_bytes(hashlib.blake2b(mark.to_bytes(8, "little"), digest_size=16).digest())

@@ -1,8 +1,14 @@
-"""A model against a graph that names none of its modules: layers with weights, in order.
+"""Pairs between a model and an exported graph, or between two exported graphs.
 
-The graph's list of what it does with weights (products, convolutions, norms, look-ups) is laid over
-the model's leaves of the same kinds. Order, kind and shape decide; what is not the only answer
-stays alone. A batch norm that an exporter worked into its convolution is known by its absence.
+Three cases, in the order of this file:
+- The graph does not name the model's modules: its nodes with weights (products, convolutions,
+  norms, look-ups) are aligned in order with the model's layers of the same kinds. A batch norm that
+  the exporter folded into its convolution is recognised by its absence.
+- Names agree: what names left unpaired is paired by value names, bytes and signatures.
+- `align_exported` chooses between the two and returns a plan; `with_calls` pairs an exported graph
+  with a compiled one.
+
+The rule knows graphs and digests; it opens no tensor.
 """
 
 from __future__ import annotations
@@ -78,11 +84,11 @@ def weighted_node(about: Mapping[str, Any]) -> WeightedNode:
 
 
 class LinkedTensors(NamedTuple):
-    """Tensors that belong together, and what of a model lies inside the graph's fused nodes.
+    """Paired tensors, and what of the model is computed inside fused nodes of the graph.
 
     Attributes:
-        pairs: Of the model, and of the graph.
-        fusions: Nodes of the graph, with what of the model went into them.
+        pairs: A tensor of the model and one of the graph.
+        fusions: Nodes of the graph, with the parts of the model that they contain.
     """
 
     pairs: list[tuple[Record, Record]]
@@ -205,27 +211,26 @@ def _matched(
     return [(leaves[i], nodes[j]) for i, j in matched.pairs]
 
 
-# A model against a graph that was exported from it: what names leave over, by what the graph
-# says.
+# --- what names left unpaired
 
 
 SAME_BYTES, IN_ORDER = 0.9, 0.7
-"""Confidence of what holds the same bytes, and of layers whose order says which is which."""
+"""Confidence of tensors with the same bytes, and of layers that are paired in order."""
 
 _DEQUANTISED = "_DequantizeLinear_Output"
-"""How onnxruntime.quantization calls what a tensor is after it was quantised."""
+"""Suffix that onnxruntime.quantization gives to a value after quantising and dequantising it."""
 _Call = tuple[int, int, int, str, int]
 
 
 def pair_exported(
     plan: Plan, reference: ExportedGraph | None, candidate: ExportedGraph | None
 ) -> tuple[list[Pair], dict[tuple[str, TensorKey], str]]:
-    """Pairs for what names have left over, and why the rest is alone.
+    """Pairs for what names left unpaired, and reasons for the rest.
 
     Args:
         plan: What names have paired.
-        ours: The reference's graph; None if it is a model that ran as it is.
-        theirs: The candidate's.
+        reference: The reference's graph; None if the reference is a model, not a graph.
+        candidate: The candidate's graph, likewise.
     """
     draft = Draft(plan)
     # Two graphs name their values; a model and a graph share only modules. The order inside
@@ -252,16 +257,16 @@ def pair_exported(
 def pair_unnamed(
     plan: Plan, reference: ExportedGraph | None, candidate: ExportedGraph | None
 ) -> tuple[list[Pair], dict[tuple[str, TensorKey], str], list[Fusion]]:
-    """Pairs where the graph names no modules of the model: layers with weights, in order.
+    """Pairs in order, for a graph that does not name the model's modules.
 
-    Nothing where both are graphs, or none is. Third comes what lies inside of the graph's nodes.
+    Returns pairs, reasons and fusions; nothing if both sides are graphs, or neither is.
     """
     graph = reference if reference is not None else candidate
     if graph is None or (reference is not None and candidate is not None):
         return [], {}, []
 
     graph_first = reference is not None
-    # All of both sides, so that what is paired already keeps its place in the order.
+    # Paired tensors are included, so that they keep their place in the order.
     reference_records = [*(pair.reference for pair in plan.pairs), *plan.missing]
     candidate_records = [*(pair.candidate for pair in plan.pairs), *plan.extra]
     model, values = (
@@ -290,8 +295,10 @@ def _call(record: Record) -> _Call:
 def without_uncertain_pairs(
     plan: Plan, reference: ExportedGraph | None, candidate: ExportedGraph | None
 ) -> Plan:
-    """Without pairs by names that say nothing: of a value that only one of two graphs rounds, and
-    of the place in a tuple where one side is no graph.
+    """The plan without pairs whose names prove nothing.
+
+    Between two graphs: values that only one of them rounds. Between a model and a graph: outputs
+    that only a position in a tuple has paired.
     """
     if reference is None or candidate is None:
         graph = reference if reference is not None else candidate
@@ -317,7 +324,7 @@ def without_uncertain_pairs(
 
 
 def _by_value(draft: Draft, reference: ExportedGraph, candidate: ExportedGraph) -> None:
-    """Outputs of nodes by the names of values; a quantised one by what its integers stand for."""
+    """Pair outputs of nodes by value names; a quantised value by the value it represents."""
     reference_values, candidate_values = reference.values(), candidate.values()
     rounded = reference.quantised() ^ candidate.quantised()
     own_outputs, others = _outputs(draft.missing.values()), _outputs(draft.extra.values())
@@ -337,7 +344,7 @@ def _by_value(draft: Draft, reference: ExportedGraph, candidate: ExportedGraph) 
 
 
 def _by_code(draft: Draft, reference: ExportedGraph, candidate: ExportedGraph) -> None:
-    """A value against the integers that stand for it on the other side."""
+    """Pair a value with its quantised codes on the other side."""
     for graph, other, codes_first in ((reference, candidate, True), (candidate, reference, False)):
         coded = _outputs((draft.missing if codes_first else draft.extra).values())
         plain = _outputs((draft.extra if codes_first else draft.missing).values())
@@ -364,7 +371,7 @@ def _by_code(draft: Draft, reference: ExportedGraph, candidate: ExportedGraph) -
 
 
 def _inputs_by_value(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """What nodes take, by the name of the value: a float that the other side takes as integers."""
+    """Inputs of nodes by value name."""
     by_value: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         if record.key.port == "input" and "/" in record.key.site:
@@ -373,7 +380,7 @@ def _inputs_by_value(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def _shift(dtype: object, record: Record) -> float:
-    """How much further the zero point lies where int8 was made uint8, or the other way."""
+    """Shift of the zero point where int8 became uint8, or the other way round."""
     moved = {("int8", "uint8"): 128.0, ("uint8", "int8"): -128.0}
     return moved.get((str(dtype), record.dtype), 0.0)
 
@@ -387,7 +394,7 @@ def _outputs(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def _fused(graph: ExportedGraph, draft: Draft, turned: bool) -> None:
-    """Inputs of fused nodes, at whatever node reads the same value on the other side."""
+    """Pair inputs of fused nodes with the node that reads the same value on the other side."""
     fused, plain = (draft.extra, draft.missing) if turned else (draft.missing, draft.extra)
     reads: dict[tuple[int, int, int, str, str], list[Record]] = defaultdict(list)
     for record in plain.values():
@@ -409,7 +416,7 @@ def _fused(graph: ExportedGraph, draft: Draft, turned: bool) -> None:
 
 
 def _repeated_modules(draft: Draft, *, exported_first: bool) -> None:
-    """torch's older exporter calls the second call of `relu` by `relu_1`."""
+    """Pair repeated calls: torch's older exporter names the second call of `relu` `relu_1`."""
     graph, model = (draft.missing, draft.extra) if exported_first else (draft.extra, draft.missing)
     by_call: dict[_Call, list[Record]] = defaultdict(list)
     for record in model.values():
@@ -426,7 +433,7 @@ def _repeated_modules(draft: Draft, *, exported_first: bool) -> None:
 
 
 def _folded_norms(draft: Draft, graph: ExportedGraph | None, *, exported_first: bool) -> None:
-    """What a convolution with a batch norm in it gives is what the model's batch norm gives."""
+    """Pair a convolution that contains a folded batch norm with the model's batch norm."""
     values, model = (draft.missing, draft.extra) if exported_first else (draft.extra, draft.missing)
     made = _outputs(values.values())
     module_outputs = _outputs(model.values())
@@ -447,10 +454,10 @@ def _folded_norms(draft: Draft, graph: ExportedGraph | None, *, exported_first: 
 
 
 def _inputs(draft: Draft) -> None:
-    """Inputs of calls that belong together, by who made them; by their looks where nobody knows.
+    """Pair inputs of paired calls by their makers, else by signature.
 
-    What one module computes first an exporter may leave to another that computes the same. So an
-    input whose maker is known is never set against one of another maker.
+    If two modules compute the same value, an exporter may keep either of them. So an input with a
+    known maker is never paired with an input of another maker.
     """
     partner: dict[_Call, _Call] = {}
     twins: dict[tuple[int, str], set[str]] = defaultdict(set)
@@ -511,7 +518,7 @@ def _signature(record: Record) -> tuple[tuple[int, ...], str]:
 def _same_bytes(
     draft: Draft, *, exported_first: bool, only_modules: ExportedGraph | None = None
 ) -> None:
-    """What of the model holds the bytes of something that has a partner: one value in the graph."""
+    """Pair every tensor of the model that holds the same bytes as a paired one."""
     pair_of_bytes: dict[tuple[int, int, int, str, tuple[int, ...]], Pair] = {}
     for output in (True, False):  # who made it says more than who read it
         for pair in draft.pairs:
@@ -592,15 +599,16 @@ def _of_a_node(record: Record, own: ExportedGraph, twin: Record | None, *, model
     return "no tensor of the other run is surely the same"
 
 
-# Runs of exported graphs become a plan: where their names fit, and where they do not.
+# --- whole runs
 
 
 def align_exported(
     plan: Plan, reference: Run, candidate: Run, *, structural: bool = False
 ) -> Plan | None:
-    """A graph that was exported: if names fit, it says the rest. None for other runs.
+    """The plan of two runs of which at least one is an exported graph; None for other runs.
 
-    With `structural` its names do not, and layers with weights are taken in order.
+    Without `structural` the names of the two sides must agree; with it, layers with weights are
+    paired in order.
     """
     graphs = exported_graph(reference), exported_graph(candidate)
     if graphs == (None, None) or not (structural or names_fit(plan, *graphs)):
@@ -623,7 +631,7 @@ def align_exported(
 
 
 def with_calls(plan: Plan, reference: Run, candidate: Run) -> Plan:
-    """With pairs of nodes where one of the two graphs was compiled and the other one exported."""
+    """The plan with pairs of nodes, if one graph was compiled and the other one exported."""
     for first, run, other in ((True, reference, candidate), (False, candidate, reference)):
         if (graph := exported_graph(run)) is not None and exported_graph(other) is None:
             from driftline.alignment.rules.exported_nodes import pair_calls

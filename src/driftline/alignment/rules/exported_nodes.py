@@ -1,10 +1,10 @@
-"""Nodes of an exported graph against those of a compiled one: call of an operator by call.
+"""Nodes of an exported graph against nodes of a compiled graph, operator call by operator call.
 
-The exporter writes down which call of torch's graph a node was made for, a compiled graph which
-call of the program a node stems from: module, operator, and the how manieth in that module. Where
-these agree, and the shapes do, the two are a pair; a kernel that fused several calls gives the last
-one's. The exporter keeps some operators whole that torch takes apart while it traces: they are
-known by what gives their result, or by their line of the program, if that gives nothing else.
+The exporter records which call of torch's graph each node was made for; a compiled graph records
+which call of the program each node comes from: module, operator, and the index of the call in that
+module. If these and the shapes agree, the two nodes are a pair. A kernel that fused several calls
+holds the result of the last one. Operators that the exporter keeps whole and torch decomposes are
+found by the operator that gives their result, or by their source line if it gives one value only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
 CALL, LINE = 0.95, 0.9
-"""Confidence of a call that both have, and of what a line gives."""
+"""Confidence of a pair by call, and of a pair by source line."""
 # Which attention kernel torch picks depends on the machine; all of them give the same result.
 _ATTENTION = tuple(
     f"aten._scaled_dot_product_{how}"
@@ -40,9 +40,9 @@ _RESULT_OF = {
     **{f"aten.max_pool{n}d": (f"aten.max_pool{n}d_with_indices",) for n in (2, 3)},
     "aten.scaled_dot_product_attention": _ATTENTION,
 }
-"""Operators that the exporter keeps whole → those that give their first result in torch's graph."""
+"""Operators that the exporter keeps whole → operators that give their first result in torch."""
 _Call = tuple[int, str, str, int, str]
-"""Step, module, operator, the how manieth call of it there, and which of its results."""
+"""Step, module, operator, index of the call in the module, and slot of the result."""
 _Line = tuple[str, str]
 """Module and line of the program."""
 
@@ -50,7 +50,7 @@ _Line = tuple[str, str]
 def pair_calls(
     plan: Plan, compiled: Run, graph: ExportedGraph, *, exported_first: bool
 ) -> tuple[list[Pair], dict[tuple[str, TensorKey], str]]:
-    """Pairs of the exported graph's nodes with those of the compiled one, and why others are alone.
+    """Pairs of exported and compiled nodes, and reasons for unpaired nodes.
 
     Args:
         plan: What is paired already.
@@ -79,7 +79,7 @@ def pair_calls(
 
 
 class _Value(NamedTuple):
-    """What an exported node gives, and the call it is the result of."""
+    """The output of an exported node, and the call that it is the result of."""
 
     record: Record
     module: str
@@ -95,7 +95,7 @@ class _Value(NamedTuple):
 
     @classmethod
     def of(cls, record: Record, graph: ExportedGraph) -> _Value | None:
-        """None for what is no result of a call."""
+        """The value of a record; None if it is not the result of a call."""
         if record.key.port != "output":
             return None
         call = graph.call(record.key.site)
@@ -117,7 +117,7 @@ class _Value(NamedTuple):
 
 
 def _wholes(graph: ExportedGraph) -> Mapping[tuple[str, str], int]:
-    """How many operators that the exporter keeps whole have their result from which one."""
+    """Module and inner operator → number of whole operators whose result it gives."""
     # An exporter keeps `softmax` whole where torch traces `_softmax`. The result belongs to it
     # only if no other whole operator of the module ends in the same one.
     operators_of: dict[tuple[str, str], set[str]] = defaultdict(set)
@@ -129,7 +129,7 @@ def _wholes(graph: ExportedGraph) -> Mapping[tuple[str, str], int]:
 
 
 class _Nodes:
-    """The values of a compiled run, by the calls and the lines that they stem from."""
+    """The values of a compiled run, by the calls and the source lines that they come from."""
 
     def __init__(self, owners: Iterable[Graphs]) -> None:
         self.by_place: dict[_Call, Record | None] = {}
@@ -180,7 +180,7 @@ class _Nodes:
                 self._ends[place].append((graphs, graph, node))
 
     def learn_modules(self, pairs: Iterable[Pair], *, exported_first: bool) -> None:
-        """What modules of the exported graph give, and the node that it is paired with."""
+        """Remember which nodes the outputs of the exported graph's modules are paired with."""
         for pair in pairs:
             records = pair.reference, pair.candidate
             module, node = records if exported_first else records[::-1]
@@ -190,7 +190,7 @@ class _Nodes:
                 self._module_outputs[key.step, key.site, module.digest, module.shape] = node
 
     def by_module(self, value: _Value) -> Record | None:
-        """What a module gives is compared already: the node that gives it is that node, too."""
+        """The partner of the module's output, if the node holds the same bytes."""
         record = value.record
         place = (record.key.step, value.module, record.digest, record.shape)
         return self._module_outputs.get(place) if record.digest else None
@@ -198,8 +198,8 @@ class _Nodes:
     def by_call(self, value: _Value) -> Record | None:
         """The value of the same call.
 
-        An exporter leaves calls out, so one that is not sure counts only if both have as many, in
-        the module or on the line of the program.
+        An exporter leaves calls out. An uncertain call counts only if both sides have equally many,
+        in the module or on the source line.
         """
         for operator in (value.operator, *_RESULT_OF.get(value.operator, ())):
             is_part = operator != value.operator
@@ -223,13 +223,13 @@ class _Nodes:
         return None
 
     def _calls_on(self, value: _Value) -> Mapping[str, set[int]]:
-        """Operators that are called on the line of an exported node, and which calls of each."""
+        """Operators on the source line of an exported node → indices of their calls."""
         return self._on_line.get((value.module, value.line), {})
 
     def by_line(self, value: _Value) -> Record | None:
-        """The one value of the same shape that the same line gives, if both give one.
+        """The only value of the same shape that the same source line gives.
 
-        Not where the line makes the very call of the exported node and gives something else.
+        None if the line makes the same call as the exported node: then `by_call` has decided.
         """
         called = {value.operator, *_RESULT_OF.get(value.operator, ())}
         if not value.ends or called & self._calls_on(value).keys():
@@ -245,7 +245,7 @@ class _Nodes:
 
 
 def _short(line: str) -> str:
-    """The line as an exporter's is kept.
+    """A source line in the form that exported graphs store.
 
     >>> _short("/home/me/net.py:12 in forward")
     'net.py:12'
@@ -256,7 +256,7 @@ def _short(line: str) -> str:
 def _reasons(
     plan: Plan, graph: ExportedGraph, nodes: _Nodes, *, exported_first: bool
 ) -> dict[tuple[str, TensorKey], str]:
-    """Why nodes of either are alone."""
+    """Reasons for unpaired nodes of both sides."""
     exported_side, compiled_side = (
         ("reference", "candidate") if exported_first else ("candidate", "reference")
     )

@@ -1,7 +1,14 @@
-"""How the q, k and v of a fused projection lie: one after the other, or head by head.
+"""Fused projections: one site on one side, several on the other (qkv against q, k and v).
 
-Classes that are known say it. Of others the shapes allow both, and values break that tie, but only
-if one cut agrees with all three parts and the other with none: a fault is no reason to cut anew.
+In the order of this file:
+- `Interleaving` finds how the q, k and v of a fused projection are laid out: one after the other,
+  or head by head. Known classes say it. For others, values decide, but only if one layout agrees
+  with all three parts and the other with none: a faulty tensor must not change the layout.
+- `in_family_order` and `fuse_alike` prepare two sequences of leaves for alignment: families of
+  projections are brought into one order and fused if the other side has them fused.
+- `parts_of`, `pair_parts` and `pair_reordered` cut the tensors of fused sites into parts and pair
+  them.
+- `pair_in_projections` pairs the single parameter of nn.MultiheadAttention with separate layers.
 """
 
 from __future__ import annotations
@@ -30,9 +37,9 @@ from driftline.runs.run import Run
 # another layout.
 _AGREE, _APART = 0.05, 0.5
 _LARGEST = 1 << 22
-"""Elements that are read of one tensor: whole rows from its beginning."""
+"""At most this many elements of one tensor are read: complete rows from its beginning."""
 _TRIES = 8
-"""So many projections of a class are looked at before the usual cut is taken for all of them."""
+"""After this many undecided projections of a class, the usual layout is assumed for all."""
 # Usual numbers of heads; trying every divisor would find accidental agreements.
 _HEADS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 25, 28, 32, 36, 40, 48, 56, 64, 80, 96, 128)
 
@@ -40,7 +47,7 @@ F64 = npt.NDArray[np.float64]
 
 
 class Interleaving:
-    """Numbers of heads, by the class around a fused projection and its size."""
+    """Number of heads of interleaved projections, by the class around them and their size."""
 
     def __init__(self, reference: Run, candidate: Run, notes: list[str]) -> None:
         self._runs = (reference, candidate)
@@ -51,12 +58,12 @@ class Interleaving:
     def heads(
         self, fused: Call, members: Sequence[Call], members_in_reference: bool, holder: str
     ) -> int | None:
-        """The number of heads if the parts lie head by head; None if they do not, for all we know.
+        """The number of heads if the parts are stored head by head; None otherwise, or if unknown.
 
         Args:
-            fused: The one site.
-            members: q, k and v; k and v equally large, q as large or a multiple of that.
-            members_are_ours: Whether they are of the reference.
+            fused: The fused site.
+            members: q, k and v; k and v have one size, q a multiple of it.
+            members_in_reference: Whether the members belong to the reference.
             holder: Class of the module around the fused site.
         """
         # Layers of one class and size share a layout, so one decision serves all of them.
@@ -94,7 +101,7 @@ class Interleaving:
 
 
 def _cut(fused: F64, parts: Sequence[F64]) -> int | None:
-    """0 for one after the other, a number of heads for head by head, None if values do not say."""
+    """0 for one after the other, a number of heads for head by head, None if undecided."""
     sizes = [part.shape[-1] for part in parts]
     rows = min(len(fused), *(len(part) for part in parts))
     if not rows or fused.shape[-1] != sum(sizes):
@@ -108,7 +115,7 @@ def _cut(fused: F64, parts: Sequence[F64]) -> int | None:
     if max(plain) < _AGREE:
         return 0
     if min(plain) < _APART:
-        return None  # some of it agrees: a fault in the rest, and no other cut
+        return None  # a part agrees: the rest is faulty, not laid out differently
     fitting: list[int] = []
     for heads in _HEADS:
         if heads > 1 and not any(size % heads for size in sizes):
@@ -119,20 +126,20 @@ def _cut(fused: F64, parts: Sequence[F64]) -> int | None:
 
 
 def _split_columns(fused: F64, sizes: Sequence[int], groups: int) -> list[F64]:
-    """The parts of a matrix that has one piece of each in every group of columns."""
+    """The parts of a matrix whose column groups each contain a piece of every part."""
     split = fused.reshape(len(fused), groups, -1)
     ends = [0, *itertools.accumulate(size // groups for size in sizes)]
     return [split[:, :, a:b].reshape(len(fused), -1) for a, b in itertools.pairwise(ends)]
 
 
 def relative_distance(values: F64, expected: F64) -> float:
-    """How far off one matrix is, as a share of the other."""
+    """Norm of the difference divided by the norm of the expected matrix; inf if that is zero."""
     scale = float(np.linalg.norm(expected))
     return float(np.linalg.norm(values - expected)) / scale if scale else math.inf
 
 
 def rows_of(run: Run, record: Record | None) -> F64 | None:
-    """The first rows of a tensor as numbers; of one that is joined from ranks, theirs."""
+    """The first rows of a tensor as numbers, joined from the ranks' parts if necessary."""
     if record is None:
         return None
     origin = origins_of(run).get(record.key)
@@ -165,15 +172,14 @@ def _stored(run: Run, record: Record) -> F64 | None:
         numbers = to_float64(np.ascontiguousarray(raw).reshape(-1), dtype)
         return numbers.astype(np.float64, copy=False).reshape(-1, width)
     except (DriftlineError, OSError, ValueError):
-        return None  # comparing it will say why
+        return None  # the comparison itself will report the reason
 
 
-# One site on one side, several on the other: qkv against q, k and v; gate_up against gate and
-# up.
+# --- families of projections: q, k and v; gate and up
 
 
 class Part(NamedTuple):
-    """A pair that a fused site has a share in; recipes are None for what is taken as it is."""
+    """A tensor of a fused site and one of a member; a recipe of None leaves the tensor as it is."""
 
     fused: Record
     member: Record
@@ -186,13 +192,14 @@ _Family = tuple[Call, ...]
 _FAMILIES = (ROLE_ORDER[:3], ROLE_ORDER[3:])
 _Type = tuple[int, tuple[int, ...]]
 _Places = tuple[int, int, tuple[int, ...]]
-"""Which of the parts, how many heads (or groups of them), and the sizes of all parts."""
+"""Index of the part, number of heads (or groups of heads), and the sizes of all parts."""
 
 
 def in_family_order(leaves: Sequence[Call]) -> list[Call]:
-    """Leaves with the members of each family side by side, in the order of their roles.
+    """Leaves with the members of each family next to each other, in the order of their roles.
 
-    Who calls `up` before `gate`, or the activation between the two, computes the same.
+    The order of the calls inside a family does not matter: `up` before `gate`, or an activation
+    between the two, computes the same.
     """
     placed: set[int] = set()
     ordered: list[Call] = []
@@ -210,7 +217,7 @@ def in_family_order(leaves: Sequence[Call]) -> list[Call]:
 
 
 def _assign_gates(leaves: Sequence[Call], families: Sequence[_Family]) -> None:
-    """Of two projections that no name tells apart, the one that feeds an activation is the gate."""
+    """Of two unnamed projections, the one that feeds an activation is the gate."""
     # Activations are found by value, so an unnamed gate is recognised by who reads it.
     activated = {
         call.input_value for call in leaves if call.kind == "activation" and call.input_value
@@ -227,12 +234,12 @@ def _assign_gates(leaves: Sequence[Call], families: Sequence[_Family]) -> None:
 def fuse_alike(
     reference: list[Call], candidate: list[Call], paired: set[int]
 ) -> tuple[list[Call], list[Call]]:
-    """Both sequences, with the families that the other side has as one site made one.
+    """Both sequences, with each family fused that the other side has as a single site.
 
     Args:
-        ours: Leaves of the reference.
-        theirs: Leaves of the candidate.
-        taken: What is paired already and stays as it is.
+        reference: Leaves of the reference.
+        candidate: Leaves of the candidate.
+        paired: ids of the calls that have a partner and stay as they are.
     """
     free = [[call for call in side if id(call) not in paired] for side in (reference, candidate)]
     fuse_reference = _to_fuse(free[0], free[1])
@@ -241,7 +248,7 @@ def fuse_alike(
 
 
 def is_certain(call: Call) -> bool:
-    """Whether it is known which member of a family is which: by roles, or by sizes."""
+    """Whether roles or sizes identify the members of a family."""
     if not call.parts:
         return True
     roles = [part.role for part in call.parts]
@@ -250,7 +257,7 @@ def is_certain(call: Call) -> bool:
 
 
 def _families(leaves: Sequence[Call]) -> list[_Family]:
-    """Projections of one tensor: same digest of the input, or roles that say so."""
+    """Projections of the same input, by its value or by their roles."""
     # Equal inputs are the evidence for one family; names are used only where no digest was
     # kept.
     groups: dict[object, list[Call]] = defaultdict(list)
@@ -266,7 +273,7 @@ def _families(leaves: Sequence[Call]) -> list[_Family]:
 
 
 def _holder(site: str) -> str:
-    """The module that holds a projection, through wrappers of its own (`attn.q.linear`)."""
+    """The module that contains a projection."""
     head, _, _ = site.rpartition(".")
     return head
 
@@ -277,7 +284,7 @@ def _by_role(family: _Family) -> _Family:
         return family
     if len(roles) == len(family):
         return tuple(sorted(family, key=lambda call: ROLE_ORDER.index(call.role)))
-    # Those that nothing tells apart take the places that are left, in the order they were called.
+    # Members without a role take the remaining places in the order of their calls.
     every = next((of for of in _FAMILIES if len(of) == len(family) and set(roles) <= set(of)), ())
     by_role = {call.role: call for call in family if call.role}
     rest = (call for call in family if not call.role)
@@ -289,7 +296,7 @@ def _type(family: _Family) -> _Type:
 
 
 def _shares(leaves: Sequence[Call]) -> list[_Family]:
-    """Every two or three neighbours of a family that could be one site elsewhere."""
+    """Every two or three neighbours of a family that could be a single site elsewhere."""
     families: list[_Family] = []
     for family in _families(leaves):
         members = _by_role(family)
@@ -301,11 +308,11 @@ def _shares(leaves: Sequence[Call]) -> list[_Family]:
 
 
 def _to_fuse(split: list[Call], fused: list[Call]) -> list[_Family]:
-    """The families of one side that stand against single sites of the other."""
+    """The families of one side that the other side has as single sites."""
     shares = _shares(split)
     if not shares:
         return []
-    # Widths are not known where inputs were not kept.
+    # Without recorded inputs the widths are unknown, and only the output size is compared.
     kept = all(call.width >= 0 for call in (*split, *fused) if call.kind == "linear")
 
     def signature(width: int, features: int) -> tuple[int, int]:
@@ -364,18 +371,20 @@ def _fused_call(family: _Family) -> Call:
 def parts_of(
     fused: Call, members: Sequence[Call], heads: int | None, holder: str = ""
 ) -> tuple[list[Part], str]:
-    """Which part of a fused site's tensors each member's are; and why not, if they cannot be told.
+    """The parts of a fused site's tensors for each member; or a reason why they are unknown.
 
     Args:
-        fused: The one site.
-        members: The several, in the order their parts lie in the fused tensor.
-        heads: Number of attention heads where the parts go head by head, if it is known.
+        fused: The fused site.
+        members: The separate sites, in the order of their parts in the fused tensor.
+        heads: Number of attention heads if the parts are stored head by head and it is known.
         holder: Class of the module around the fused site.
     """
     # A wrong cut would look like a fault of the model, so an unknown layout is refused.
     if len(members) == 3 and holder.startswith(OWN_LAYOUT):
         return [], f"the qkv of {holder} lies in an order of its own; a plan can say which"
-    same_size = len({member.features for member in members}) == 1  # else the keys are shared
+    same_size = (
+        len({member.features for member in members}) == 1
+    )  # otherwise several queries share a key
     interleaved = len(members) == 3 and heads is not None
     sizes = tuple(member.features for member in members)
     if len(members) == 3 and same_size and holder.startswith(PER_HEAD) and heads is None:
@@ -419,9 +428,9 @@ def parts_of(
 
 
 def _spans(fused: Call, members: Sequence[Call]) -> list[tuple[int, int]]:
-    """Which columns each member has: as the dataflow cuts them, else one after the other.
+    """The columns of each member: as the dataflow cuts them, else one after the other.
 
-    Empty where what is cut is not what the members are.
+    Empty if the recorded cuts do not fit the members.
     """
     known_spans = {role: (start, stop) for role, start, stop in fused.layout}
     ends = [0, *itertools.accumulate(member.features for member in members)]
@@ -448,7 +457,7 @@ def _spans(fused: Call, members: Sequence[Call]) -> list[tuple[int, int]]:
 
 
 def gaps_of(fused: Call) -> list[tuple[int, int]]:
-    """The columns of a fused projection that no part of its layout has."""
+    """The columns of a fused projection that no part of its layout covers."""
     ends = [0, *(end for _, *span in fused.layout for end in span), fused.features]
     return [(a, b) for a, b in zip(ends[::2], ends[1::2], strict=True) if a < b]
 
@@ -460,7 +469,7 @@ def _operand(
     span: tuple[int, int],
     places: _Places | None,
 ) -> Part | None:
-    """A weight, bias or scale that either side may take as a further input of an operator."""
+    """Pair a weight, bias or scale, which either side may store as an input of an operator."""
     axis = _weights_axis(record, fused)
     if axis is None or fused.width < 0:
         return None
@@ -469,7 +478,7 @@ def _operand(
     if any(r.key.slot == record.key.slot for r in same_slot):
         return None  # two frameworks' parameters, which have names
     fitting = [r for r in member.records if _weights_axis(r, member) is not None]
-    # Of several vectors, which is a bias and which a scale, the place says if both have places.
+    # Bias and scale have the same shape; only equal slots can tell them apart.
     fitting = [r for r in fitting if len(r.shape) == len(record.shape)]
     by_place = [r for r in fitting if r.key.slot == record.key.slot]
     partner = fitting[0] if len(fitting) == 1 else (by_place[0] if len(by_place) == 1 else None)
@@ -478,11 +487,11 @@ def _operand(
     recipe = cut(record, axis, span)
     if places is not None:
         recipe = recipe._replace(steps=(_per_head(axis, *places),))
-    return Part(record, partner, recipe, None)  # which way either lies is asked afterwards
+    return Part(record, partner, recipe, None)  # orientation is decided later, by the reconcilers
 
 
 def columns_axis(record: Record, call: Call) -> int | None:
-    """Along which axis any tensor of a projection holds its columns; None for what all share."""
+    """The axis along which a tensor of a projection holds its columns; None if it has none."""
     axis = _weights_axis(record, call)
     if axis is None:
         axis = _split_axis(record, call)
@@ -496,7 +505,7 @@ def cut(record: Record, axis: int, span: tuple[int, int]) -> Recipe:
 
 
 def _weights_axis(record: Record, call: Call) -> int | None:
-    """Along which axis an operand of a projection holds its columns; None for what is none."""
+    """The axis of a weight, bias or scale that holds the columns; None for other tensors."""
     key = record.key
     if key.port not in ("input", "param") or key.phase != "forward":
         return None
@@ -508,12 +517,12 @@ def _weights_axis(record: Record, call: Call) -> int | None:
         return None
     # A square weight does not show its orientation; torch's (out, in) is the common one.
     if record.shape[0] == record.shape[1]:
-        return 1 if call.class_name in TRANSPOSED else 0  # as nearly everybody keeps them
+        return 1 if call.class_name in TRANSPOSED else 0
     return record.shape.index(call.features)
 
 
 def matching_tensor(record: Record, others: Sequence[Record]) -> Record | None:
-    """The tensor of a member that the fused site's tensor has a part in."""
+    """The tensor of a member that corresponds to a tensor of the fused site."""
     key = record.key
     alike = [
         other
@@ -525,7 +534,7 @@ def matching_tensor(record: Record, others: Sequence[Record]) -> Record | None:
     if by_slot or "param" in key.port or key.port == "optimizer_grad":
         return by_slot[0] if by_slot else None
     if len(alike) != 1 or (key.port == "input" and alike[0].shape != record.shape):
-        return None  # where operators take weights as inputs, a weight is no activation
+        return None  # operators take weights as inputs: another shape is another operand
     return alike[0]
 
 
@@ -538,7 +547,7 @@ def _sum_of_members(record: Record, members: Sequence[Call]) -> Recipe | None:
 
 
 def _split_axis(record: Record, fused: Call) -> int | None:
-    """Along which axis a tensor of a fused site holds its parts; None for one they all share."""
+    """The axis along which a tensor of a fused site holds its parts; None if all share it."""
     if record.key.port in ("output", "grad_output"):
         return len(record.shape) - 1
     if record.key.port in ("param", "param_grad", "optimizer_grad"):
@@ -557,7 +566,7 @@ def _per_head(axis: int, which: int, heads: int, sizes: tuple[int, ...]) -> Step
     return Step("select", axis, numbers=tuple(places))
 
 
-# Pairs of a fused site and the several sites that it is elsewhere.
+# --- pairs of a fused site and its members
 
 
 Name = tuple[str, int]
@@ -572,7 +581,7 @@ def pair_parts(
     sides: tuple[Mapping[Name, Call], Mapping[Name, Call]],
     interleaving: Interleaving,
 ) -> str:
-    """Pairs of a fused site and its members; a reason if the parts cannot be told."""
+    """Pair a fused site with its members; return a reason if the parts are unknown."""
     around = sides[1] if members_in_reference else sides[0]
     holders = (around.get((site, fused.visit)) for site in enclosing(fused.site))
     holder = next((call.class_name for call in holders if call is not None), "")
@@ -596,7 +605,7 @@ def pair_parts(
 
 
 def _could_interleave(fused: Call, members: list[Call]) -> bool:
-    """Whether shapes leave open how three parts lie: the dataflow does not say it."""
+    """Whether shapes allow an interleaved layout and the dataflow does not rule it out."""
     if len(members) != 3 or fused.layout:
         return False
     query, key, value = (member.features for member in members)
@@ -604,8 +613,7 @@ def _could_interleave(fused: Call, members: list[Call]) -> bool:
 
 
 def pair_reordered(reference: Call, candidate: Call, confidence: float) -> list[Pair]:
-    """Two fused projections whose parts lie in another order, part by part; else nothing."""
-    # Both sides are fused, but their parts lie in different orders: compare part by part.
+    """Pair two fused projections part by part if their parts are in different orders."""
     spans = [{role: (a, b) for role, a, b in call.layout} for call in (reference, candidate)]
     if not spans[0] or spans[0].keys() != spans[1].keys():
         return []
@@ -643,7 +651,7 @@ def pair_reordered(reference: Call, candidate: Call, confidence: float) -> list[
 
 
 def _reordered_cuts(reference: Call, candidate: Call, confidence: float) -> list[Pair]:
-    """The operators that cut two such projections: outputs by their parts, not by their places."""
+    """Pair the operators that cut such projections: outputs by role, not by position."""
     pairs: list[Pair] = []
     inputs = [main_tensor(call.records, "input") for call in (reference, candidate)]
     outputs = [
@@ -666,7 +674,7 @@ def _reordered_cuts(reference: Call, candidate: Call, confidence: float) -> list
 
 
 def _heads(calls: Iterable[Call], features: int) -> int | None:
-    """The number of heads, where some tensor of the runs shows it: (batch, heads, tokens, size)."""
+    """The number of heads, if some tensor has the shape (batch, heads, tokens, size)."""
     for call in calls:
         for record in call.records:
             shape = record.shape
@@ -675,7 +683,7 @@ def _heads(calls: Iterable[Call], features: int) -> int | None:
     return None
 
 
-# Attention whose three projections are one parameter, against one with a layer for each.
+# --- attention whose three projections are one parameter
 
 
 # Names of torch's nn.MultiheadAttention, whose three projections are one parameter.
@@ -686,7 +694,7 @@ _SURE = 0.9
 
 
 def pair_in_projections(plan: Plan) -> list[Pair]:
-    """Pairs for fused projections that are still alone."""
+    """Pairs for fused parameters that have no partner yet."""
     pairs = _pairs(plan.missing, plan.extra, _partners(plan, from_reference=True))
     flipped = _pairs(plan.extra, plan.missing, _partners(plan, from_reference=False))
     pairs += [
@@ -731,7 +739,8 @@ def _pairs(
         if len(present) < len(_PARTS) or not fits or width * len(_PARTS) != record.shape[0]:
             continue
         if slot == "bias" and record.key.port != "param":
-            # Of its key's part nothing but rounding is left: a share of the whole, not of itself.
+            # The gradient of the key's bias is zero but for rounding: relative errors of that part
+            # alone would be meaningless, so the bias gradients are compared as one tensor.
             joined = Recipe(tuple(present), (Step("concat", 0),), record.shape)
             pairs.append(Pair(record, present[0], "structure", _SURE, None, joined))
             continue

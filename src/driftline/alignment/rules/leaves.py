@@ -1,7 +1,9 @@
-"""Two sequences in order: which elements belong together, and where that cannot be said.
+"""Link the leaves of two models in execution order.
 
-Needleman and Wunsch with free gaps. An element gets a partner only if every best alignment gives
-it that one; a tie is an answer of its own. Knows numbers for labels, not what they stand for.
+`align_sequences` is the general part: Needleman and Wunsch with free gaps. An element gets a
+partner only if every best alignment gives it the same one; ties are reported. It knows labels and
+scores, not what they stand for. `link_leaves` scores calls by kind, class, role and shape and
+aligns them.
 """
 
 from __future__ import annotations
@@ -23,13 +25,12 @@ Scores = npt.NDArray[np.int32]
 
 
 class Matched(NamedTuple):
-    """What an alignment says.
+    """The result of an alignment.
 
     Attributes:
-        pairs: (place here, place there), ascending.
-        tied_rows: Places here that could as well have another partner, or none → those partners
-            (two of them at most).
-        tied_columns: The same, seen from there.
+        pairs: (row, column), ascending.
+        tied_rows: Rows that could have another partner, or none → these partners (at most two).
+        tied_columns: The same for columns.
     """
 
     pairs: list[tuple[int, int]]
@@ -43,11 +44,11 @@ def align_sequences(
     """Align two sequences of labels.
 
     Args:
-        here: Label of each element, an index into the rows of `scores`.
-        there: Label of each element, an index into the columns of `scores`.
-        scores: What two labels are scores as a pair; 0 if they cannot be one.
-        extra: What a pair is scores beyond that, element by element; breaks ties only if its sums
-            stay below one unit of `scores`.
+        row_labels: Label of each element of the first sequence: an index into rows of `scores`.
+        column_labels: Label of each element of the second: an index into columns of `scores`.
+        scores: Score of two labels as a pair; 0 if they cannot be one.
+        extra: Additional score of each pair of elements; it only breaks ties if its sum stays
+            below one unit of `scores`.
 
     Raises:
         ValueError: The sequences are too long for a table.
@@ -106,7 +107,7 @@ def _row(
 
 
 def increasing(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The longest part of a list of pairs, sorted by its first numbers, whose second ones ascend.
+    """The longest subsequence of pairs, sorted by first number, whose second numbers ascend.
 
     >>> increasing([(0, 0), (1, 3), (2, 1), (3, 2)])
     [(0, 0), (2, 1), (3, 2)]
@@ -134,14 +135,14 @@ def increasing(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return kept[::-1]
 
 
-# Leaves of two models, in order: which call does the same work as which.
+# --- leaves of two models
 
 
 Alike = Callable[[Call, Call], bool]
-"""Whether the outputs of two calls look alike."""
+"""Whether the outputs of two calls have similar values."""
 
 _TIES_READ = 64
-"""So many tied calls of a side have their values looked at; more of them say little anyway."""
+"""Values are read for at most this many tied calls of a side."""
 # Confidence by how the link was made; the numbers only rank rules and are shown to the user.
 CERTAIN, LIKELY, TIE_BROKEN, UNKNOWN_CLASS = 0.9, 0.8, 0.6, 0.5
 
@@ -155,7 +156,7 @@ class Link(NamedTuple):
 
 
 class LeafLinks(NamedTuple):
-    """What was found, the partners that tied calls could have had, and what was not tried."""
+    """Links, the possible partners of tied calls, and notes on stretches that were not aligned."""
 
     links: list[Link]
     reference_ties: dict[int, list[Call]]
@@ -172,10 +173,10 @@ def link_leaves(
     """Link the leaves of two models.
 
     Args:
-        ours: Leaves of the reference in order, families side by side and fused alike.
-        theirs: Those of the candidate.
-        anchors: Leaves that are known to belong together; they stay together.
-        alike: Asked for ties only.
+        reference: Leaves of the reference in order, families in one order and fused alike.
+        candidate: Leaves of the candidate.
+        anchors: Leaves that are paired already; they stay paired.
+        alike: Compares values; called for ties only.
     """
     result = LeafLinks([], {}, {}, [])
     fixed = _places(reference, candidate, anchors)
@@ -217,7 +218,7 @@ def _places(
 def _between(
     reference: Sequence[Call], candidate: Sequence[Call], fixed: Sequence[tuple[int, int]]
 ) -> list[tuple[Sequence[Call], Sequence[Call]]]:
-    """What lies between neighbouring fixed pairs, where both sides have something."""
+    """The stretches between neighbouring fixed pairs that are not empty on either side."""
     parts: list[tuple[Sequence[Call], Sequence[Call]]] = []
     i = j = 0
     for row, column in (*fixed, (len(reference), len(candidate))):
@@ -245,7 +246,7 @@ def _solve(
     *,
     exact: bool,
 ) -> list[Link]:
-    """Align what is wanted and not done yet of one stretch; ties go to `found`."""
+    """Align the wanted, unlinked calls of one stretch; ties go to `result`."""
     reference, candidate = ([c for c in side if id(c) not in done and wanted(c)] for side in part)
     if not reference or not candidate:
         return []
@@ -293,7 +294,7 @@ def _break_ties(
         extra = np.zeros((len(reference), len(candidate)), np.int32)
         for i in first.tied_rows:
             for j in first.tied_columns:
-                # Two classes of which one is unknown are no pair because their values agree.
+                # Equal values do not make a pair of two classes of which one is unknown.
                 if scores[reference_labels[i]][candidate_labels[j]] > 1 and alike(
                     reference[i], candidate[j]
                 ):
@@ -301,9 +302,7 @@ def _break_ties(
         if extra.any():
             # The bonus must never outweigh structure, so structure is scaled above the
             # sum of all bonuses.
-            scale = (
-                len(reference) + len(candidate) + 1
-            )  # all of `extra` is less than one unit of scores
+            scale = len(reference) + len(candidate) + 1
             second = align_sequences(reference_labels, candidate_labels, scores * scale, extra)
             settled = [(i, j) for i, j in second.pairs if i in first.tied_rows and extra[i, j]]
         else:
@@ -321,7 +320,7 @@ def _break_ties(
 
 
 def _labels(calls: Sequence[Call]) -> tuple[Ints, list[Call]]:
-    """A number for each call, equal where nothing that decides differs; and one call of each."""
+    """A label for each call, equal for interchangeable calls; and one example of each label."""
     numbers: dict[tuple[object, ...], int] = {}
     examples: list[Call] = []
     labels = np.empty(len(calls), np.int64)
@@ -337,10 +336,10 @@ def _labels(calls: Sequence[Call]) -> tuple[Ints, list[Call]]:
 
 
 def _score_table(reference: list[Call], candidate: list[Call], exact: bool) -> Scores:
-    """What all looks are scores to each other.
+    """Scores of all pairs of examples.
 
-    Shapes only matter by whether they are the same, so that the many shapes that a model may have
-    cost rows of a table and no calls.
+    Only equality of shapes matters, so the scoring function is called once for each pair of kinds,
+    however many shapes a model has.
     """
     reference_kinds, reference_examples = _kinds(reference)
     candidate_kinds, candidate_examples = _kinds(candidate)
@@ -374,7 +373,7 @@ def _score_table(reference: list[Call], candidate: list[Call], exact: bool) -> S
 
 
 def _kinds(calls: Sequence[Call]) -> tuple[Ints, list[Call]]:
-    """A number for each call, equal where nothing but shapes differs; and one call of each."""
+    """A label for each call, equal where only shapes differ; and one example of each label."""
     numbers: dict[tuple[object, ...], int] = {}
     examples: list[Call] = []
     for call in calls:
@@ -386,7 +385,7 @@ def _kinds(calls: Sequence[Call]) -> tuple[Ints, list[Call]]:
 
 
 def _score(reference: Call, candidate: Call, exact: bool) -> int:
-    """What two calls are scores as a pair: 0 if they cannot be one."""
+    """Score of two calls as a pair; 0 if they cannot be one."""
     shapes = (reference.out, reference.into, candidate.out, candidate.into)
     same_all = None not in shapes and shapes[:2] == shapes[2:]
     return _score_of_shapes(reference, candidate, exact, reference.out == candidate.out, same_all)
@@ -407,7 +406,7 @@ def _score_of_shapes(
     if unlike and reference.kind != "embedding":
         return 0
     if alike == 1:
-        # A class nobody knows: only where every shape agrees, and as the last resort.
+        # An unknown class pairs only if every shape agrees, and as the last resort.
         return int(same_all)
     if exact and not is_solid(reference.kind) and not same_out:
         return 0

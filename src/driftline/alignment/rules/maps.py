@@ -1,7 +1,7 @@
-"""What the user says about names: `--map`, a mapping file, the seed's `op_mapping_file.json`.
+"""Name maps of the user: `--map`, a mapping file, and ait's `op_mapping_file.json`.
 
-Site against site (globs whose stars stand for the same text on both sides), or class against class
-(the seed's file). Strict: what means nothing is refused, with the file and the line.
+A map pairs site with site (globs whose stars stand for the same text on both sides) or class with
+class (ait's file). Parsing is strict: an entry that has no meaning is refused with file and entry.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ClassMap(NamedTuple):
 
 
 class MappingFile(NamedTuple):
-    """What a mapping file holds."""
+    """The content of a mapping file."""
 
     sites: tuple[tuple[str, str], ...] = ()
     classes: tuple[ClassMap, ...] = ()
@@ -71,7 +71,7 @@ def parse_map(text: str) -> tuple[str, str]:
 def link_sites(
     maps: Sequence[tuple[str, str]], reference: Iterable[str], candidate: Iterable[str]
 ) -> dict[str, str]:
-    """Sites of the reference → sites of the candidate, as the maps say; the first that fits wins.
+    """Sites of the reference → sites of the candidate; the first map that fits wins.
 
     Raises:
         BadInput: A map fits no site, or gives two sites one partner.
@@ -127,7 +127,7 @@ def _filled(right: str, groups: Sequence[str]) -> str:
 
 
 def read_mapping(path: Path) -> MappingFile:
-    """A file of site pairs (TOML or JSON), or the seed's file, or the folder that holds it.
+    """Read a file of site pairs (TOML or JSON), ait's file, or the folder that contains it.
 
     Raises:
         BadFile: It is not there, too large, or no mapping.
@@ -195,7 +195,7 @@ def _classes(file: Path, table: object) -> tuple[ClassMap, ...]:
 
 
 def _with_slot(word: str) -> tuple[str, tuple[str, str] | None]:
-    """`GLMBlock_output_0` → the class, and the one tensor of it that is meant."""
+    """`GLMBlock_output_0` → the class, and port and slot of the tensor."""
     file = _FILE.search(word)
     if file is None or not file.start():
         return word, None
@@ -207,8 +207,8 @@ def link_classes(
 ) -> list[tuple[Record, Record]]:
     """Tensors of mapped classes, paired in order where both sides have equally many.
 
-    The seed's keys are the candidate's classes (ATB) and its values the reference's (torch); where
-    it fits only the other way round, it is taken so.
+    In ait's file the keys are the candidate's classes (ATB) and the values the reference's (torch);
+    if it fits only the other way round, it is used that way.
     """
     pairs: list[tuple[Record, Record]] = []
     used: set[int] = set()

@@ -1,9 +1,12 @@
-"""Modules against compiled graphs: a module gives what its nodes hand to others.
+"""Inputs and outputs of modules against a graph in which the module is a set of nodes.
 
-A module that was called by itself has an output; in a graph it is a set of nodes, and its output
-is the one value of the right shape that somebody outside of the set takes. Where several fit, or
-the nodes lie in several graphs, nothing is paired, and the reason says so. Inductor keeps no memory
-for views: what a module gives may be seen through a few of them, which becomes a recipe.
+Compiled graphs: the output of a module is the one value of the right shape that a node outside of
+the module reads. If several values fit, or the nodes are in several graphs, nothing is paired and
+the reason says so. Inductor keeps no memory for views, so the value may be read through a few
+views, which become a recipe.
+
+Exported graphs: modules that return several tensors, of which the graph uses only some. `Draft` is
+the plan while these rules extend it.
 """
 
 from __future__ import annotations
@@ -22,11 +25,11 @@ from driftline.runs.records import Record
 NO_NODE = "no node of the compiled graphs stems from it"
 OF_A_MODULE = 0.95
 _Side = tuple[int, int, int, str, int, str, tuple[int, ...]]
-"""One side of one call of a module, and a shape there."""
+"""Rank, process, step, site, visit, port and shape."""
 
 
 def pair_modules(records: Sequence[Record], graphs: Graphs, matching: Matching) -> Iterator[Match]:
-    """Inputs and outputs of modules, each with the value that enters or leaves its nodes."""
+    """Match inputs and outputs of modules with the values that enter or leave their nodes."""
     wanted = [r for r in records if r.key.port in ("input", "output") and "/" not in r.key.site]
     if not wanted:
         return
@@ -84,13 +87,13 @@ def _side(record: Record) -> _Side:
 
 
 def _of_shape(nodes: Sequence[GraphNode], shape: tuple[int, ...]) -> list[GraphNode]:
-    """Nodes of one shape; those whose shape varies only where no other fits."""
+    """Nodes of one shape; nodes of unknown shape only if no other fits."""
     fitting = [node for node in nodes if node.shape == shape]
     return fitting or [node for node in nodes if node.shape is None]
 
 
 def _borders(graphs: Graphs, graph: Graph) -> dict[str, dict[str, list[list[GraphNode]]]]:
-    """By port and module, call by call: the nodes whose value enters it, and leaves it."""
+    """By port and module, call by call: the nodes whose values enter or leave the module."""
     uses = graphs.uses(graph)
     leaving: dict[str, dict[str, dict[str, GraphNode]]] = defaultdict(lambda: defaultdict(dict))
     entering: dict[str, dict[str, dict[str, GraphNode]]] = defaultdict(lambda: defaultdict(dict))
@@ -125,7 +128,7 @@ def _call_number(label: str) -> int:
 def _reached(
     graphs: Graphs, graph: Graph, node: GraphNode, step: int, visit: int, shape: tuple[int, ...]
 ) -> tuple[Record, Recipe | None] | None:
-    """The tensor that holds a node's value, directly or seen through views."""
+    """The tensor that holds a node's value, directly or behind views."""
     # Steps are collected from the value back to memory, so each one is put in front.
     steps: list[Step] = []
     wanted = shape
@@ -172,7 +175,7 @@ def _behind_views(graphs: Graphs, graph: Graph, node: GraphNode) -> GraphNode:
 
 
 def reshaped(record: Record, shape: tuple[int, ...], *, anyhow: bool = False) -> Recipe | None:
-    """Another shape of as many elements, where only axes of one come or go, or a view says so."""
+    """A reshape recipe if only axes of size one differ, or (`anyhow`) if a view proves it."""
     if record.shape == shape or math.prod(record.shape) != math.prod(shape):
         return None
     # Axes of size one may come and go without moving any element.
@@ -182,17 +185,17 @@ def reshaped(record: Record, shape: tuple[int, ...], *, anyhow: bool = False) ->
     return start(record).then(Step("reshape", numbers=shape), shape=shape)
 
 
-# Modules that give several tensors, against a graph in which only some of them are used.
+# --- modules that return several tensors, against exported graphs
 
 
 MADE, SIGNATURE = 0.95, 0.9
-"""Confidence of a tensor by its maker, and of one by its look."""
+"""Confidence of a pair by maker, and of a pair by signature (shape and dtype)."""
 _RECURRENT = ("LSTM", "GRU", "RNN")
 _Call = tuple[int, int, int, str, int]
 
 
 class Draft:
-    """What is paired and what is not, while rules are tried."""
+    """The plan while rules extend it: pairs, new pairs, and what is unpaired on either side."""
 
     def __init__(self, plan: Plan) -> None:
         self.pairs = list(plan.pairs)
@@ -221,7 +224,7 @@ class Draft:
 
 
 def without_tuple_positions(plan: Plan, graph: ExportedGraph, *, exported_first: bool) -> Plan:
-    """The plan without pairs that only the place in a tuple of several outputs has made."""
+    """The plan without pairs that only a position among several outputs has made."""
     alone = plan.extra if exported_first else plan.missing
     models = [pair.candidate if exported_first else pair.reference for pair in plan.pairs]
     # A tuple position means the same on both sides only if the module returns one tensor.
@@ -242,11 +245,11 @@ def without_tuple_positions(plan: Plan, graph: ExportedGraph, *, exported_first:
 
 
 def pair_outputs(draft: Draft, *, by_signature: bool) -> None:
-    """Outputs of one call that hold what is paired elsewhere.
+    """Pair outputs of one call whose bytes are paired elsewhere.
 
     Args:
-        left: What is paired already, and what is not.
-        by_signature: Those of whose shape and type each side has one are pairs, too.
+        draft: The plan so far.
+        by_signature: Also pair outputs whose signature is unique on both sides.
     """
     twins: dict[tuple[int, str], set[str]] = defaultdict(set)
     # Digests of paired tensors translate one run's bytes into the other's.
@@ -284,9 +287,9 @@ def pair_outputs(draft: Draft, *, by_signature: bool) -> None:
 
 
 def pair_time_first(draft: Draft, *, exported_first: bool) -> None:
-    """What a recurrent layer gives, batch first here and time first there.
+    """Pair outputs of recurrent layers that are batch first in the model and time first in ONNX.
 
-    ONNX has time first, with a transposition on either side, which exporters take out between two
+    ONNX puts a transposition before and after each layer; exporters remove those between two
     layers.
     """
     reference_calls, candidate_calls = (
@@ -320,7 +323,7 @@ def _is_recurrent(record: Record) -> bool:
 
 
 def is_square(record: Record) -> bool:
-    """Whether its shape does not say if time or the batch comes first."""
+    """Whether batch and time have one size, so that the shape does not show which comes first."""
     return _is_recurrent(record) and record.shape[0] == record.shape[1]
 
 

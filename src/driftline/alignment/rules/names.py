@@ -1,7 +1,9 @@
-"""Names that differ only by what wrappers and conventions put into them.
+"""Pairs by name: equal keys first, then names without what wrappers and conventions add.
 
-`module.`, `_orig_mod.` and the like vanish wherever they stand; `layers[3]`, `layers3`, `h.3` and
-`blocks.3` are one spelling. Two sites are a pair only where the plain name is unique on both sides.
+Equal: site, port, slot (or its alias), step, visit, rank, process, phase and moment all agree.
+Normalised: `module.`, `_orig_mod.` and the like are removed anywhere; `layers[3]`, `layers3`, `h.3`
+and `blocks.3` are one spelling. Two sites are a pair only if the plain name is unique on both
+sides. Also the selection by site and port, and the error for runs without a common tensor.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def plain(site: str) -> str:
 
 
 def headless(site: str) -> str:
-    """A plain name without what holds the whole model: `model.`, `transformer.`, an adapter's."""
+    """A plain name without the prefix of the model: `model.`, `transformer.` or an adapter's."""
     name = plain(site)
     # Only one head is removed: deeper ones are parts of the model.
     for head in _HEADS:
@@ -85,8 +87,7 @@ def _unique(simplify: object, sites: Iterable[str]) -> dict[str, str | None]:
     return names
 
 
-# Pairs by equal names: site, port, slot, step, visit, rank, process, phase and moment all
-# agree.
+# --- equal names
 
 
 WRAPPERS = ("module.", "_orig_mod.", "model.", "base_model.model.", "transformer.")
@@ -94,11 +95,11 @@ WRAPPERS = ("module.", "_orig_mod.", "model.", "base_model.model.", "transformer
 
 
 def pair_by_name(reference: Iterable[Record], candidate: Iterable[Record]) -> Plan:
-    """Pair the tensors of two runs, as many as there are; none is an answer too."""
+    """Pair all tensors of two runs that have equal keys or aliases; there may be none."""
     reference_records = sorted(reference, key=_execution)
     candidate_records = sorted(candidate, key=_execution)
     by_key: dict[TensorKey, Record] = {}
-    repeated: list[Record] = []  # a run of ours has no key twice; somebody else's dump may
+    repeated: list[Record] = []  # our own runs have unique keys; dumps of other tools may not
     for record in candidate_records:
         if by_key.setdefault(record.key, record) is not record:
             repeated.append(record)
@@ -122,7 +123,7 @@ def pair_by_name(reference: Iterable[Record], candidate: Iterable[Record]) -> Pl
 def select(
     records: Sequence[Record], sites: Sequence[str], ports: Sequence[str], *, strict: bool = True
 ) -> list[Record]:
-    """The records whose site matches one of the globs and whose port is listed; none given is all.
+    """The records whose site matches a glob and whose port is listed; an empty list selects all.
 
     Raises:
         BadInput: A glob or a port matches nothing, unless not `strict`.
@@ -156,7 +157,7 @@ def _execution(record: Record) -> tuple[int, int, int]:
 def _by_alias(
     alone: list[Record], leftover: dict[TensorKey, Record]
 ) -> tuple[list[Pair], list[Record]]:
-    """Second chance for what names left over; takes partners out of `leftover`."""
+    """Pair by the alias of a slot; partners are removed from `leftover`."""
     known_as: dict[TensorKey, Record] = {}
     for record in leftover.values():
         if record.alias:
@@ -177,7 +178,7 @@ def _by_alias(
 
 
 def nothing_in_common(reference: Sequence[Record], candidate: Sequence[Record]) -> BadInput:
-    """What to say when no tensor has a partner: the likely reason as a hint."""
+    """The error for two runs without a common tensor, with the likely reason as a hint."""
     reference_sites = {record.key.site for record in reference}
     candidate_sites = {record.key.site for record in candidate}
     return BadInput(
@@ -190,7 +191,7 @@ def nothing_in_common(reference: Sequence[Record], candidate: Sequence[Record]) 
 
 
 def _why(reference: Sequence[Record], candidate: Sequence[Record]) -> str:
-    """The sites agree, so another part of the key keeps everything apart: name it."""
+    """The sites agree, so another part of the key differs everywhere: name it."""
     # Steps and ranks come first: the first part of the key without a common value is the reason.
     for part in ("step", "rank", "process", "port", "phase", "moment", "visit"):
         reference_values = {getattr(record.key, part) for record in reference}
@@ -204,7 +205,7 @@ def _why(reference: Sequence[Record], candidate: Sequence[Record]) -> str:
 
 
 def _prefix_hint(reference: set[str], candidate: set[str]) -> str:
-    """Say so when one side's names are the other's with something in front."""
+    """A hint if the names of one side are those of the other with a prefix."""
     prefixes: Counter[tuple[str, str]] = Counter()
     for side, longer, shorter in (
         ("candidate", candidate, reference),

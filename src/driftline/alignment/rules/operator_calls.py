@@ -1,7 +1,10 @@
-"""A run of operators against compiled graphs: the nth call of an operator in a module and phase.
+"""Pairs where at least one run has compiled graphs.
 
-How many calls there are must be the same on both sides; where it is not, nothing is paired, and the
-reason says so. What a kernel computed on the way to something else has the fusion as its reason.
+A run of operators against compiled graphs: the nth call of an operator in a module and phase. Both
+sides must have the same number of calls; otherwise nothing is paired, and the reason says so. A
+value that a kernel computes on the way to another one has the fusion as its reason. Two compiled
+runs are paired call by call. Modules are paired by `module_borders`, parameters by name.
+`align_compiled` puts these together; nothing is guessed beyond them.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ _Calls = Mapping[tuple[int, str, str, str], Mapping[int, Mapping[str, Record]]]
 def pair_operators(
     records: Sequence[Record], graphs: Graphs, matching: Matching
 ) -> Iterator[Match]:
-    """Results of operators, each with the value of the node that stems from its call."""
+    """Match results of operators with the values of the nodes that come from their calls."""
     calls: dict[tuple[int, str, str, str], dict[int, dict[str, Record]]]
     calls = defaultdict(lambda: defaultdict(dict))
     for record in records:
@@ -59,8 +62,8 @@ def pair_operators(
         for value in graphs.values
         for node in graphs.same_elements(value)
     ]
-    # Views come last: they stand for an operator of which nothing else was kept. What was computed
-    # beside a kernel stands for nothing that a kernel kept.
+    # Views come last: they represent an operator only if nothing else of it was kept. Values that
+    # were recomputed outside of a kernel come after everything that kernels kept.
     for *_, value, node in sorted(shown, key=lambda row: row[:2]):
         key = value.record.key
         for result in index.by(value.graph, node, key.step, key.visit):
@@ -75,7 +78,7 @@ def pair_operators(
 
 
 class _CallIndex:
-    """Which calls of operators, in a run of operators, the nodes of compiled graphs stem from.
+    """Which calls of a run of operators the nodes of compiled graphs come from.
 
     Args:
         graphs: The compiled graphs.
@@ -101,7 +104,7 @@ class _CallIndex:
     def by(
         self, graph: Graph, node: GraphNode, step: int, visit: int | None = None
     ) -> Iterator[Record]:
-        """What a node's calls gave in one execution of its graph, or in all of a step."""
+        """Results of a node's calls in one execution of its graph, or in all of a step."""
         for origin, calls, per_run, ran in self._calls_of(graph, node, step):
             # Numbers mean the same on both sides only if both counted equally many
             # calls.
@@ -128,7 +131,7 @@ class _CallIndex:
     def _calls_of(
         self, graph: Graph, node: GraphNode, step: int
     ) -> Iterator[tuple[Origin, Mapping[int, Mapping[str, Record]], int, int]]:
-        """Each call of a node: those of its operator there, and how many and how often here."""
+        """For each call of a node: the recorded calls of its operator, calls per run, and runs."""
         if node.target == "placeholder" or node.body:
             return
         ran = self._times[id(graph), step]
@@ -144,7 +147,7 @@ class _CallIndex:
 
 
 def _totals(graphs: Graphs) -> dict[tuple[str, str, str], dict[Piece, int]]:
-    """By module, operator and phase: how many calls each piece of the program has."""
+    """By module, operator and phase: the number of calls in each piece of the program."""
     totals: dict[tuple[str, str, str], dict[Piece, int]] = defaultdict(dict)
     for graph in graphs.graphs:
         for node in graph.nodes:
@@ -167,7 +170,7 @@ def _executions(graphs: Graphs) -> dict[tuple[int, int], int]:
     return runs
 
 
-# Pairs where a run lists compiled graphs: call by call, and modules by what leaves them.
+# --- whole runs
 
 
 _Input = tuple[Piece, str, str, str, tuple[int, ...], int, int]
@@ -176,12 +179,12 @@ _TAKEN = "what an operator takes; a run of graphs keeps what nodes give"
 
 
 def align_compiled(reference_graphs: Owners, candidate_graphs: Owners, plan: Plan) -> Plan:
-    """The plan with the pairs that compiled graphs tell, and nothing guessed beyond them.
+    """The plan with the pairs that follow from compiled graphs, and no guesses beyond them.
 
     Args:
-        here: The graphs of the reference, by rank and process; empty if it was not compiled.
-        there: Those of the candidate.
-        plan: Its lone tensors are paired.
+        reference_graphs: Graphs of the reference, by rank and process; empty if not compiled.
+        candidate_graphs: Graphs of the candidate.
+        plan: Its unpaired tensors are paired.
     """
     reference, candidate = _by_owner(plan.missing), _by_owner(plan.extra)
     pairs: list[Pair] = []
@@ -346,7 +349,9 @@ def _partner(
     for node in a.same_elements(value):
         for place in a.places(value.graph, node):
             partner = index.get((place, key.step, key.visit))
-            if partner is None and place.phase == SAVED:  # not saved there: computed there
+            if (
+                partner is None and place.phase == SAVED
+            ):  # the other run computed it instead of saving it
                 forward = place._replace(phase="forward")
                 partner = index.get((forward, key.step, key.visit))
             if partner is not None:
@@ -361,7 +366,7 @@ def _is_input(value: Value) -> bool:
 
 
 def _kind(node: GraphNode) -> str:
-    """What an input of a graph is; empty for what the forward pass saves for the backward pass."""
+    """The kind of a graph input; empty for values that the forward pass saved."""
     if node.origins:
         return ""
     if node.body or node.target == "get_attr":
@@ -372,9 +377,9 @@ def _kind(node: GraphNode) -> str:
 
 
 def _input(graphs: Graphs, value: Value) -> _Input:
-    """Inputs of a graph have no call; those of one piece, phase and shape go in order.
+    """What identifies an input of a graph; inputs with equal identity pair in order.
 
-    Parameters are known by name.
+    Parameters are identified by name.
     """
     key, node = value.record.key, value.node
     body = f"{node.body} {_kind(node)}" if node is not None else ""
@@ -430,7 +435,7 @@ def _plain(records: Sequence[Record], graphs: Graphs) -> Matching:
 
 
 def _parameters(records: Sequence[Record], graphs: Graphs) -> Iterator[Match]:
-    """Parameters of a run of modules, and the inputs of graphs that they are."""
+    """Match parameters of a run of modules with the graph inputs that hold them."""
     named = {(r.key.step, r.key.site, r.key.slot): r for r in records if r.key.port == "param"}
     for value in graphs.values if named else ():
         node, key = value.node, value.record.key
@@ -441,7 +446,7 @@ def _parameters(records: Sequence[Record], graphs: Graphs) -> Iterator[Match]:
 
 
 def _others(graphs: Graphs | None, records: Sequence[Record]) -> Sequence[Record]:
-    """What is not the value of a node: modules around compiled regions."""
+    """Records that are not the value of a node: modules around compiled regions."""
     if graphs is None:
         return [record for record in records if "/" not in record.key.site]
     values = {value.record.key for value in graphs.values}

@@ -1,9 +1,11 @@
-"""Sites that only give on what they were given: a dropout in evaluation, a container.
+"""Pairs for tensors that repeat a value that is paired already.
 
-The other side may do without them. What a dropout took and gave is the very tensor that the leaf
-before it made, or that the leaf after it reads; what a module gives is what a leaf inside gave, and
-operators of a library have no modules around them. So it is set against that one's partner. Asked
-of each run alone, by bytes; knows no numbers.
+A dropout in evaluation and an identity return their input: their tensors are those of the leaf
+before or after them. The other run may not have such sites. A container returns what a leaf inside
+made; operators of a library have no containers. Such tensors get the partner of the equal tensor.
+`ForwardedInputs` does the same for inputs that a container passes to its operators.
+
+Equality is decided within one run, by bytes; the two runs are never compared here.
 """
 
 from __future__ import annotations
@@ -26,16 +28,16 @@ from driftline.runs.records import Record
 from driftline.runs.run import Run
 
 MOST_CONFIDENT = 0.8
-"""Confidence, at most."""
+"""Upper bound of the confidence of these pairs."""
 _ENDS = 4
-"""So many leaves at either end of a container are looked at."""
+"""Number of leaves that are examined at either end of a container."""
 _NEAR = 16
-"""So many leaves before and after are looked at."""
+"""Number of leaves that are examined before and after a site."""
 _KINDS = frozenset({"dropout", "identity"})
 
 
 def pair_passed(plan: Plan, reference: Run, candidate: Run) -> list[Pair]:
-    """Pairs for the lone tensors of sites that only give on what they were given."""
+    """Pairs for unpaired tensors of sites that return their input."""
     new_pairs: list[Pair] = []
     for run, alone, in_reference in (
         (reference, plan.missing, True),
@@ -75,7 +77,7 @@ def _of_passing_sites(
         if not any(id(record) in lone for call in calls for record in call.records):
             continue
         leaves = [call for call in calls if call.leaf]
-        passed_on: dict[str, Pair | None] = {}  # what sites that only give on gave
+        passed_on: dict[str, Pair | None] = {}  # by the value that was passed on
         for index, call in enumerate(leaves):
             own = [main_tensor(call.records, port) for port in ("input", "output")]
             if call.kind not in _KINDS or own[0] is None or own[1] is None:
@@ -111,7 +113,7 @@ def _of_container(
     lone: set[int],
     partners: Mapping[int, Pair | None],
 ) -> Iterator[tuple[Record, Pair]]:
-    """Tensors of a container that a leaf inside took first, or gave last."""
+    """Tensors of a container that its first leaves read, or its last leaves made."""
     alone = [r for r in container.records if id(r) in lone and r.key.phase == "forward"]
     if not alone:
         return
@@ -137,9 +139,10 @@ def _in_order(records: Iterable[Record]) -> list[Record]:
 
 
 def _around(leaves: Sequence[Call], index: int) -> Iterator[tuple[Call, str]]:
-    """Who may have made what a site gives on, likeliest first, and who may read it.
+    """Calls that may have made the value that a site passes on, likeliest first, then its reader.
 
-    Beside the leaf before it those of the same module: a dump may list them in another order.
+    Besides the previous leaf these are leaves of the same module: a dump may list them in another
+    order.
     """
     holder = leaves[index].site.rpartition(".")[0]
     if index:
@@ -156,21 +159,21 @@ def _next(leaves: Sequence[Call], index: int) -> Call | None:
     return next((call for call in leaves[index + 1 :] if call.kind not in _KINDS), None)
 
 
-# Inputs of a container that it only hands on: they pair as the operators that take them do.
+# --- inputs that a container passes to its operators
 
 
 _NONE: dict[object, Pair] = {}
 
 
 def name_of(record: Record, flow: Dataflow) -> str:
-    """What the dump calls an input; empty if it does not say."""
+    """The name of an input in the dump; empty if it has none."""
     if record.key.port != "input":
         return ""
     return flow.names.get((record.key.site, record.key.slot), "")
 
 
 class ForwardedInputs:
-    """The pairs of operators' inputs, by the names of the tensors."""
+    """Pairs of operators' inputs, by tensor name, to be repeated for the containers around."""
 
     def __init__(self, pairs: Iterable[Pair], reference: Dataflow, candidate: Dataflow) -> None:
         self._flows = (reference, candidate)
@@ -178,13 +181,13 @@ class ForwardedInputs:
         for pair in pairs:
             names = name_of(pair.reference, reference), name_of(pair.candidate, candidate)
             if all(names):
-                # Norms of all layers may hold the same bytes: what says the same is said once.
+                # Norms of all layers may hold the same bytes; equivalent pairs are kept once.
                 self._pairs.setdefault(names[0], {}).setdefault((names[1], _signature(pair)), pair)
 
     def pairs_of(
         self, container: Call, other: Call, free: set[int], confidence: float
     ) -> tuple[list[Pair], set[int]]:
-        """Pairs of two containers' inputs, and the records in them."""
+        """Pairs of two containers' inputs, and the ids of the records in them."""
         by_name: dict[str, list[Record]] = {}
         for record in other.records:
             if id(record) in free:
@@ -197,7 +200,7 @@ class ForwardedInputs:
             name = name_of(record, self._flows[0])
             # Several inputs of one container may hold equal bytes, such as the norms'
             # weights of a fresh model.
-            nth = seen[name]  # equal bytes have equal names: the nth goes with the nth
+            nth = seen[name]  # equal bytes have equal names: pair the nth with the nth
             seen[name] += 1
             for pair in self._pairs.get(name, _NONE).values():
                 fitting = by_name.get(name_of(pair.candidate, self._flows[1]), ())
@@ -214,7 +217,7 @@ class ForwardedInputs:
 
 
 def _signature(pair: Pair) -> object:
-    """What a pair says of two tensors, whichever they are."""
+    """Shapes, dtypes and steps of a pair, without the identity of its tensors."""
     parts: list[object] = []
     for record, recipe in (
         (pair.reference, pair.reference_recipe),

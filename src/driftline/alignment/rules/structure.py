@@ -1,8 +1,9 @@
-"""Structure: pairs for tensors whose names say nothing, by class, shape and order of execution.
+"""Structure: pairs for tensors whose names do not agree, by class, shape and execution order.
 
-Frame by frame (one step of one process): leaves as a sequence, containers by the leaves they hold,
-then tensor by tensor. What stronger rules have paired stays paired and holds the rest in place. A
-wrong pair is worse than none: whatever is not the only answer stays alone, with a reason.
+Works frame by frame (one step of one process): leaves are aligned as a sequence, containers by the
+leaves they hold, then the tensors of linked sites are paired. Pairs of stronger rules stay and
+anchor the rest. A wrong pair is worse than none: a site without a unique partner stays unpaired,
+with a reason.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _Inner = dict[_Name, list[Call]]
 
 
 class Conclusion(NamedTuple):
-    """What structure says: new pairs, and why the rest is alone."""
+    """The result of the rule: new pairs, reasons for unpaired tensors, and notes."""
 
     pairs: list[Pair]
     reasons: Reasons
@@ -62,7 +63,7 @@ class Conclusion(NamedTuple):
 
 
 class _Solution(NamedTuple):
-    """Links between two frames, in names, so that they hold for every frame with these calls."""
+    """Links between two frames by name, so that they hold for every frame with the same calls."""
 
     links: list[tuple[_Name, _Name, tuple[_Name, ...], tuple[_Name, ...], float]]
     reference_reasons: dict[_Name, str]
@@ -78,15 +79,15 @@ def align_by_structure(
     extra: Sequence[Record],
     same_class: Sequence[tuple[str, str]] = (),
 ) -> Conclusion:
-    """Pair what stronger rules have left over.
+    """Pair what stronger rules left unpaired.
 
     Args:
-        reference: Where values are read from for ties.
-        candidate: The same.
-        known: The pairs there are.
-        missing: What is left over of the reference.
-        extra: What is left over of the candidate.
-        same_class: Texts in class names that the user says mean the same work.
+        reference: The reference run; values are read only to break ties.
+        candidate: The candidate run.
+        paired: The existing pairs.
+        missing: Unpaired tensors of the reference.
+        extra: Unpaired tensors of the candidate.
+        same_class: Parts of class names that the user has mapped to each other.
     """
     conclusion = Conclusion([], {}, [])
     reference_frames = frames_of([*(pair.reference for pair in paired), *missing])
@@ -142,7 +143,7 @@ def align_by_structure(
 def _apply_class_map(
     same_class: Sequence[tuple[str, str]], reference: list[Call], candidate: list[Call]
 ) -> None:
-    """Give leaves of classes that were mapped to each other one kind, if both sides have them."""
+    """Give leaves of mapped classes one kind, if both sides have such leaves."""
     for number, words in enumerate(same_class):
         # A class map of the user outranks what classes are called.
         sides = [
@@ -169,9 +170,9 @@ def _could_gain(
     free: set[int],
     anchors: Mapping[_Name, _Name],
 ) -> bool:
-    """Whether both sides have sites without a partner, with tensors of a common port left over.
+    """Whether both sides have unpaired sites with unpaired tensors of a common port.
 
-    Spares the work where names have paired all sites and only single tensors are alone.
+    Skips the work if names have paired all sites and only single tensors are left.
     """
     sides = (reference, set(anchors)), (candidate, set(anchors.values()))
     alone = [
@@ -225,7 +226,7 @@ def _solve(
     links = list(leaves.links)
     solution.notes.extend(leaves.notes)
     inside = _inner(reference), _inner(candidate)
-    for link in list(links):  # inside what counts as one: an adapted Linear, an operation's kernels
+    for link in list(links):  # calls inside a linked leaf: an adapted Linear, kernels
         links += _inside(link, inside)
     # Containers are matched by the leaves they hold, so leaves must be linked first.
     reference_marks, candidate_marks = _marks(fixed, links)
@@ -274,7 +275,7 @@ def _solve(
 
 
 def _inner(calls: Iterable[Call]) -> _Inner:
-    """What stands inside calls that count as one, by the site around it and the visit."""
+    """Calls inside leaves (such as adapters), by the enclosing site and the visit."""
     inner: _Inner = {}
     for call in calls:
         if call.inner:
@@ -299,7 +300,7 @@ def _inside(link: Link, inside: tuple[_Inner, _Inner]) -> list[Link]:
 def _marks(
     fixed: Sequence[tuple[Call, Call]], links: Sequence[Link]
 ) -> tuple[dict[int, frozenset[int]], dict[int, frozenset[int]]]:
-    """Numbers for what is linked; a fused call has those of all its parts."""
+    """Numbers of links for each linked leaf; a fused call has those of all its parts."""
     reference_marks: dict[int, frozenset[int]] = {}
     candidate_marks: dict[int, frozenset[int]] = {}
     number = 0
@@ -327,7 +328,7 @@ def _explain(
     side: str,
     ties: Mapping[int, list[Call]],
 ) -> None:
-    """A reason for every call, used only for those that stay alone."""
+    """Set a reason for every call; it is used only if the call stays unpaired."""
     classes = Counter(call.class_name for call in others)
     kinds = {call.kind for call in others}
     for call in calls:
@@ -366,7 +367,7 @@ def _pair_up(
     for name, partner in anchors.items():
         linked["reference", name] = partner[0]
         linked["candidate", partner] = name[0]
-    # Leaves first: what a container hands on goes as they go.
+    # Leaves first: inputs that a container passes on are paired like those of its leaves.
     ordered = sorted(solution.links, key=lambda link: not reference_calls[link[0]].leaf)
     for name, partner, parts, other_parts, confidence in ordered:
         call, other = reference_calls[name], candidate_calls[partner]
@@ -443,7 +444,7 @@ def _partners(
     reference_calls: Mapping[_Name, Call],
     candidate_calls: Mapping[_Name, Call],
 ) -> tuple[dict[_Name, Call], dict[_Name, Call]]:
-    """Who goes with whom, seen from either side."""
+    """Partner calls by name, for either side."""
     pairs = [*anchors.items(), *((link[0], link[1]) for link in solution.links)]
     of_reference = {
         name: candidate_calls[partner] for name, partner in pairs if partner in candidate_calls

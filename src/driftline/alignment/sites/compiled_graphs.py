@@ -1,4 +1,8 @@
-"""Calls of operators, counted by piece of the program where a piece was cut into several graphs."""
+"""Compiled graphs of a run: which node each recorded tensor is the value of, and who fused it.
+
+Calls of operators are counted by piece of the program, also if a piece was cut into several graphs.
+Describes one run; pairs are made by the rules.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +30,10 @@ from driftline.runs.sidecars.calls import GRAPHS
 
 
 def counted_together(graphs: Sequence[Graph]) -> Sequence[Graph]:
-    """Graphs whose calls are counted by piece of the program, also where a piece was cut in parts.
+    """Graphs with calls counted by piece of the program, also if a piece was cut into parts.
 
     The graph of a distributed model is cut at the buckets of its gradients, and each part is traced
-    by itself. Backward parts are executed from the last to the first.
+    separately. Backward parts are executed from the last to the first.
     """
     parts: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     # Parts of one piece share these three; recompilations have a compile id of their own.
@@ -83,13 +87,13 @@ def _recounted(
     return graph._replace(nodes=tuple(counted(node) for node in graph.nodes))
 
 
-# Values of compiled graphs: which node each recorded tensor is the value of, and who fused it.
+# --- values of nodes
 
 
 SAVED = "saved"
-"""In place of a phase: what the backward pass is given of the forward pass."""
+"""Pseudo-phase of values that the forward pass saved for the backward pass."""
 SHOWN = 6
-"""So many nodes of a fusion are named in a reason."""
+"""Number of nodes of a fusion that a reason names."""
 VIEWS = frozenset(
     f"aten.{name}"
     for name in (
@@ -108,7 +112,7 @@ RESHAPES = frozenset(
 # An expand counts only if it repeats nothing, which is checked where it is met.
 _SAME_ELEMENTS = RESHAPES | {"aten.expand", "aten.clone"}
 FARTHEST = 8
-"""So many views may lie between a value and the memory that holds it."""
+"""Greatest number of views between a value and the memory that holds it."""
 
 
 class Value(NamedTuple):
@@ -130,14 +134,14 @@ class Value(NamedTuple):
 
     @property
     def inside(self) -> str:
-        """The fused kernel that computes it on the way; it was computed beside that kernel."""
+        """The fused kernel that contains the node; the value was recomputed outside of it."""
         if self.graph.engine == "fx" or self.kernel is not None:
             return ""
         return self.record.class_name.partition(INSIDE)[2]
 
 
 class Match(NamedTuple):
-    """A tensor of a plain or compiled run, and the compiled value it belongs to."""
+    """A tensor of one run and its partner among the compiled values of the other."""
 
     record: Record
     partner: Record
@@ -146,7 +150,7 @@ class Match(NamedTuple):
 
 
 class Matching(NamedTuple):
-    """Pairs, why the rest of each side is alone, and which of them lie inside what other tensor."""
+    """Matches, reasons for unpaired tensors, and which of them are inside a fused tensor."""
 
     matches: list[Match]
     reasons: dict[TensorKey, str]
@@ -162,7 +166,7 @@ class Piece(NamedTuple):
 
 
 class Place(NamedTuple):
-    """An operator call, wherever it was compiled: which of how many, of its module and phase."""
+    """An operator call, independent of compilation: the nth of `total` in its module and phase."""
 
     piece: Piece
     phase: str
@@ -237,7 +241,7 @@ class Graphs:
         return Value(record, graph, self._part(graph, node, record.key.slot), kernel, kept)
 
     def _part(self, graph: Graph, node: GraphNode | None, slot: str) -> GraphNode | None:
-        """The node of one of several results, also of one that nobody takes."""
+        """The node of one of several results, also of a result that nobody reads."""
         if node is None or node.shape is not None or not slot.isdigit():
             return node
         slots = self._slots[id(graph)]
@@ -257,7 +261,7 @@ class Graphs:
         return slots[result]
 
     def is_cut(self, graph: Graph) -> bool:
-        """Whether it is one of several parts of a piece, each with inputs of its own."""
+        """Whether a graph is one of several parts of a piece, each with its own inputs."""
         return self._parts[graph.compile_id, graph.kind, graph.base] > 1
 
     def node(self, graph: Graph, name: str) -> GraphNode | None:
@@ -268,7 +272,7 @@ class Graphs:
 
     def places(self, graph: Graph, node: GraphNode) -> Iterator[Place]:
         piece = self.piece(graph)
-        # A body of control flow counts its calls for itself; what a backward graph is given was
+        # A body of control flow counts its own calls; values saved for the backward pass were
         # counted in the forward pass.
         module = f"{node.module}/{node.body}" if node.body else node.module
         phase = SAVED if is_saved(node) else node.phase
@@ -277,7 +281,7 @@ class Graphs:
 
     @cached_property
     def by_node(self) -> dict[tuple[int, str, int, int], Value]:
-        """Values by graph, node, step and visit; a view's is that of what it shows, too."""
+        """Values by graph, node, step and visit; the value of a view also stands for its source."""
         own: dict[tuple[int, str, int, int], Value] = {}
         shown: dict[tuple[int, str, int, int], Value] = {}
         inside: dict[tuple[int, str, int, int], Value] = {}
@@ -292,7 +296,7 @@ class Graphs:
         return inside | shown | own
 
     def same_elements(self, value: Value) -> Iterator[GraphNode]:
-        """The node of a value, and those before it of which it only is another shape.
+        """The node of a value, and the nodes before it that it only reshapes.
 
         A softmax that is expanded to the shape it has is kept as the value of the `expand`.
         """
@@ -312,7 +316,7 @@ class Graphs:
 
     @cached_property
     def by_place(self) -> dict[Place, list[tuple[Graph, GraphNode]]]:
-        """Every node, recorded or not, by the calls it stems from."""
+        """Every node, recorded or not, by the calls it comes from."""
         by_place: dict[Place, list[tuple[Graph, GraphNode]]] = defaultdict(list)
         for graph in self.graphs:
             for node in graph.nodes:
@@ -337,7 +341,7 @@ class Graphs:
 
     @cached_property
     def _by_kept(self) -> dict[tuple[int, str, int, int], Record]:
-        """What kernels kept, by graph, buffer, step and visit."""
+        """Recorded results of kernels, by graph, buffer, step and visit."""
         return {
             (id(value.graph), value.kept.buffer, value.record.key.step, value.record.key.visit): (
                 value.record
@@ -347,7 +351,7 @@ class Graphs:
         }
 
     def whole(self, graph: Graph, node: GraphNode, step: int, visit: int) -> Record | None:
-        """What a fused kernel keeps that computes a node on the way."""
+        """The recorded result of the fused kernel that computes a node on the way."""
         _, kept = self._fusions.get((id(graph), node.name), (None, None))
         if kept is None or is_view(node):
             return None
@@ -359,7 +363,7 @@ class Graphs:
         return kernel.name if kernel is not None else ""
 
     def why_not_kept(self, graph: Graph, node: GraphNode) -> str:
-        """Why the value of a node is nowhere in memory."""
+        """The reason why the value of a node is not in memory."""
         if is_view(node) and node.inputs:
             return f"a view of {node.inputs[0]}, which has no memory of its own"
         fused = self._fusions.get((id(graph), node.name))
@@ -378,9 +382,9 @@ class Graphs:
         }
 
     def computed_for(self, value: Value) -> list[GraphNode]:
-        """The nodes that a kernel computes on the way to a value, in order.
+        """The nodes that a kernel computes for a value, in order.
 
-        Inductor's own list goes on through results that an earlier kernel left in memory.
+        Inductor's own list continues through results of earlier kernels; these are left out.
         """
         if value.kept is None:
             return []
@@ -399,7 +403,7 @@ class Graphs:
         return [node for node in graph.nodes if node.name in computed]
 
     def uses(self, graph: Graph) -> dict[str, list[GraphNode]]:
-        """Who takes what a node gives."""
+        """The readers of each node, by name."""
         readers: dict[str, list[GraphNode]] = defaultdict(list)
         for node in graph.nodes:
             for name in node.inputs:
@@ -408,14 +412,14 @@ class Graphs:
 
 
 def _as_large(node: GraphNode, other: GraphNode) -> bool:
-    """Whether two nodes surely have as many elements."""
+    """Whether two nodes are known to have equally many elements."""
     if node.shape is None or other.shape is None:
         return False
     return math.prod(node.shape) == math.prod(other.shape)
 
 
 def is_saved(node: GraphNode) -> bool:
-    """Whether a backward graph is given it by the forward pass, which computed it."""
+    """Whether a node is a backward graph's input that the forward pass computed and saved."""
     # Names that AOTAutograd gives: primals are inputs of the program, tangents its gradients.
     is_input = node.target == "placeholder" and node.phase == "backward"
     return is_input and not node.name.startswith(("primals_", "tangents_"))
@@ -426,7 +430,7 @@ def is_view(node: GraphNode) -> bool:
 
 
 def why_unpaired(value: Value) -> str:
-    """Why a kernel's result has no partner."""
+    """Why a value cannot have a partner; empty if it can."""
     if value.node is not None and is_saved(value.node):
         return "saved by the forward pass, where it is compared"
     if value.kernel is None or value.kept is None:

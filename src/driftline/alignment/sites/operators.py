@@ -1,6 +1,8 @@
-"""The operators of a run, step by step: who was called, who feeds whom, who takes what by name.
+"""Operators of a run: their calls, dataflow and tensors, step by step.
 
-What rules about operators' inputs share, read once per step. Draws no conclusions.
+`OperatorSteps` serves rules about operators' inputs and is read once per step. `Operator` groups
+the tensors of a compiler's dump; `Match` and `Matching` hold what matching two dumps finds. No rule
+is applied here.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class OperatorSteps:
         self._taken: dict[Frame, dict[str, Record]] = {}
 
     def at(self, record: Record) -> tuple[Mapping[str, Call], Dataflow]:
-        """What was called in the step of a record, and the edges."""
+        """The calls in the step of a record by site, and the dataflow between them."""
         frame = _frame(record)
         if frame not in self._known:
             # Grouping all records takes time, so it waits for the first question.
@@ -38,7 +40,7 @@ class OperatorSteps:
         return self._known[frame]
 
     def taken(self, record: Record) -> Record | None:
-        """The input of an operator inside that a container only hands on; None if it is none."""
+        """The operator's input that is the same tensor as a container's input, if known."""
         if record.key.port != "input":
             return None
         calls, flow = self.at(record)
@@ -62,7 +64,7 @@ def _frame(record: Record) -> Frame:
     return Frame(record.key.rank, record.key.process, record.key.step)
 
 
-# The tensors of a dump put together by the operator they belong to, and what matching finds.
+# --- operators of a compiler's dump
 
 
 class Operator(NamedTuple):
@@ -86,7 +88,7 @@ class Operator(NamedTuple):
 
 
 class Match(NamedTuple):
-    """Two tensors that belong together; whose side is which, the caller knows."""
+    """Two paired tensors; the caller knows which side each belongs to."""
 
     record: Record
     partner: Record
@@ -95,12 +97,12 @@ class Match(NamedTuple):
 
     @property
     def flipped(self) -> Match:
-        """The same, seen from the other side."""
+        """The same match with the sides exchanged."""
         return self._replace(record=self.partner, partner=self.record)
 
 
 class Matching(NamedTuple):
-    """What comparing two graphs gave.
+    """The result of matching two dumps.
 
     Attributes:
         matches: In the order of the operators that were asked for.

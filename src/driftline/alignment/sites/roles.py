@@ -1,8 +1,9 @@
-"""What the dataflow says of projections whose names say nothing: q, k and v; gate and up.
+"""Roles of projections that follow from the dataflow: q, k and v; gate and up.
 
-What an attention takes as its first, second and third input are q, k and v, whatever lies between;
-of two projections that are multiplied the gate is the one with an activation in between. A
-projection that is cut into such pieces is a fused one, and the cuts say where its parts lie.
+The first, second and third input of an attention are q, k and v, whatever operators are in between.
+Of two projections that are multiplied, the gate is the one with an activation in between. A
+projection that is cut into such pieces is fused, and the cuts give the columns of its parts.
+`rewired` finds operators of equal number that have another role in the other run.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from driftline.runs.run import Run
 
 # A bound against cycles in damaged topologies as well.
 _STEPS = 16
-"""So many operators between a projection and what uses it; more is no projection of it."""
+"""Greatest number of operators between a projection and what uses it."""
 _ATTENTION = ("q", "k", "v")
 _CACHES = ("k", "v")
 _QUANTISE = (6, 17, 19)
-"""Numbers of ATB's element-wise operations that quantise: by one scale, by columns, by rows."""
+"""Numbers of ATB's element-wise operations that quantise per tensor, per column or per row."""
 # Operators that move, pad or retype elements without computing new ones, by the start of ATB's
 # class names.
 _MOVES_ELEMENTS = ("Transpose", "Reshape", "View", "Transdata", "TransData", "Cast", "Contiguous",
@@ -39,7 +40,7 @@ class _Origin(NamedTuple):
 
 
 def infer_roles(calls: Sequence[Call], flow: Dataflow) -> None:
-    """Give projections the roles that follow from who reads them; names that say one stay.
+    """Give projections the roles that follow from their readers; roles from names stay.
 
     Args:
         calls: Of one step, in order. Their `role`, `layout`, `input_value` and `output_value` are
@@ -76,7 +77,7 @@ def infer_roles(calls: Sequence[Call], flow: Dataflow) -> None:
 def infer_elementwise_kinds(
     reference: Sequence[Call], candidate: Sequence[Call], flows: tuple[Dataflow, Dataflow]
 ) -> None:
-    """Operators that do many things by a parameter get kinds of their own, if all of them have it.
+    """Give element-wise operators a kind by their parameter, if all of them have it.
 
     A product, a sum and a quantising cast are all an `ElewiseOperation`.
     """
@@ -96,13 +97,13 @@ def infer_elementwise_kinds(
 
 
 def _set_role(call: Call, evidence: Sequence[tuple[str, tuple[int, int] | None]]) -> None:
-    """One role for the whole projection, or one for each of its parts; nothing if they clash."""
+    """Set one role for the projection, or one for each of its parts; none if they clash."""
     if len(evidence) == 1 and evidence[0][1] is None:
         call.role = call.role or evidence[0][0]
         return
     # A projection that is used whole and in parts has no clear role.
     parts = [(span, role) for role, span in evidence if span is not None]
-    # Two parts of the same bytes are not told apart; the others still are.
+    # Parts with the same bytes cannot be distinguished; the others still can.
     clear = Counter(span for span, _ in parts), Counter(role for _, role in parts)
     spans = sorted(part for part in parts if clear[0][part[0]] == clear[1][part[1]] == 1)
     apart = all(a[0][1] <= b[0][0] for a, b in itertools.pairwise(spans))
@@ -160,7 +161,7 @@ def _ports(call: Call, port: str) -> list[Record]:
 
 
 def _first_source(leaves: dict[str, Call], flow: Dataflow, site: str, slot: str) -> str:
-    """What a projection is fed by, seen through what only changes its type (a quantising cast)."""
+    """The value that a projection reads, before operators that only change its type."""
     for _ in range(_STEPS):
         maker = flow.makers.get((site, slot))
         call = leaves.get(maker[0]) if maker is not None else None
@@ -177,7 +178,7 @@ def _first_source(leaves: dict[str, Call], flow: Dataflow, site: str, slot: str)
 
 
 def _traced(leaves: dict[str, Call], flow: Dataflow, site: str, slot: str) -> _Origin | None:
-    """The projection whose result, or a piece of it, an operator reads."""
+    """The projection whose result, or a part of it, an operator reads."""
     span: tuple[int, int] | None = None
     for _ in range(_STEPS):
         maker = flow.makers.get((site, slot))
@@ -203,7 +204,7 @@ def _traced(leaves: dict[str, Call], flow: Dataflow, site: str, slot: str) -> _O
 
 
 def _piece(call: Call, output: str, flow: Dataflow) -> tuple[int, int] | None:
-    """Which columns of its input an operator that cuts puts into one of its outputs."""
+    """The columns of its input that a cutting operator puts into one of its outputs."""
     source = next((r for r in _ports(call, "input") if r.key.slot == "0"), None)
     outputs = _ports(call, "output")
     if source is None or not source.shape or not outputs:
@@ -228,7 +229,7 @@ def _piece(call: Call, output: str, flow: Dataflow) -> tuple[int, int] | None:
 
 
 def _passed_input(call: Call, output: str, flow: Dataflow) -> str | None:
-    """The slot of the input that an operator gives on as this output, if it is only one."""
+    """The slot of the only input that an operator passes on as this output; None otherwise."""
     # Rope rotates its first two inputs (q and k) and hands each on at the same position.
     if call.kind == "rope":
         return output if output in ("0", "1") else None
@@ -244,11 +245,11 @@ def _passed_input(call: Call, output: str, flow: Dataflow) -> str | None:
     return with_maker[0].key.slot
 
 
-# Equal numbers of operators that are used for something else: the second is q here and k there.
+# --- operators of equal number with different roles
 
 
 def rewired(reference: Run, candidate: Run) -> str:
-    """A site of both runs that has another role in each, by the dataflow; empty if none has."""
+    """A site of both runs with different roles, by the dataflow; empty if there is none."""
     reference_frames = frames_of(reference.records)
     candidate_frames = frames_of(candidate.records)
     seen: set[tuple[int, int]] = set()
@@ -270,12 +271,12 @@ def rewired(reference: Run, candidate: Run) -> str:
         places = _places(reference_roles), _places(candidate_roles)
         for what, site in places[0].items():
             if site and (other := places[1].get(what)) and other != site:
-                return site  # one that the other run tells nothing of
+                return site  # the other run has this role at another site
     return ""
 
 
 def _places(roles: dict[str, object]) -> dict[tuple[str, object], str]:
-    """The one site of each layer that has a role; empty where several have it."""
+    """Layer and role → the only site with that role; empty if there are several."""
     sites: dict[tuple[str, object], str] = {}
     for site, role in roles.items():
         what = (site.rpartition(".")[0], role)
@@ -284,7 +285,7 @@ def _places(roles: dict[str, object]) -> dict[tuple[str, object], str]:
 
 
 def _inferred_roles(run: Run, frame: Frame, calls: list[Call]) -> dict[str, object]:
-    """What the edges alone say of each projection."""
+    """Roles and layouts by the edges only, ignoring names."""
     flow = Dataflows(run).of(frame, calls, None)
     if not flow.makers:
         return {}

@@ -1,7 +1,8 @@
-"""Two sites belong together: which tensor of one is which of the other.
+"""Tensors of two paired sites: which tensor of one is which of the other.
 
-Ports, phases and moments must agree; slots by name, by alias, then by place where shapes leave no
-doubt. Knows nothing of why the sites belong together.
+Ports, phases and moments must agree; slots are paired by name, by alias, then by position if shapes
+leave no doubt. The second part pairs tensors under different ports: weights that are inputs,
+outputs that are only recorded where they are read. Why the sites are paired is not known here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _Name = tuple[str, int]
 
 
 def pair_tensors(reference: Sequence[Record], candidate: Sequence[Record]) -> Pairs:
-    """The pairs among the tensors of two calls; what has no partner is left out."""
+    """The pairs among the tensors of two calls; unpaired tensors are left out."""
     pairs: Pairs = []
     # Input against output, or forward against backward, is never the same tensor.
     partners = _by_port(candidate)
@@ -34,12 +35,12 @@ def pair_rest(
     candidate: Iterable[Call],
     free: set[int],
 ) -> Pairs:
-    """What a map of single tensors leaves of calls that it has said belong together.
+    """Pair the remaining tensors of calls of which a map has paired single tensors.
 
     Args:
-        mapped: Site and visit of one side → those of the other.
-        ours: Calls of the reference.
-        theirs: Those of the candidate.
+        mapped: Site and visit of the reference → those of the candidate.
+        reference: Calls of the reference.
+        candidate: Calls of the candidate.
         free: ids of the records that have no partner.
     """
     pairs: Pairs = []
@@ -72,7 +73,7 @@ def _pair_slots(reference: list[Record], candidate: list[Record]) -> Pairs:
         )
     pairs: Pairs = []
     if not _same_places(reference, candidate):
-        # Operators take weights as further inputs, and one more of them moves all that follow.
+        # Operators take weights as inputs, and an additional one shifts all later positions.
         first = next(zip(reference, candidate, strict=False))
         if {record.key.slot for record in first} == {"0"} and _could_be(*first):
             pairs, reference, candidate = [first], reference[1:], candidate[1:]
@@ -84,7 +85,7 @@ def _pair_slots(reference: list[Record], candidate: list[Record]) -> Pairs:
             partner = next((by_name[n] for n in names(record) if n in by_name), None)
             if partner is None:
                 continue
-            # By the place alone only what could be the same thing: argument 1 may be a mask here.
+            # A position alone is weak evidence (argument 1 may be a mask), so shapes must fit.
             named = names is _slots and not record.key.slot.isdigit()
             if named or _could_be(record, partner):
                 pairs.append((record, partner))
@@ -103,7 +104,7 @@ def _any_names(record: Record) -> list[str]:
 
 
 def _by_place(reference: list[Record], candidate: list[Record]) -> Pairs:
-    """What names leave over: in order if all fit, else only what there is one of on each side."""
+    """Pair what names left: in order if all fit, else only unique signatures."""
     # All fit in order, or only what is unique: a partial order would guess.
     if len(reference) == len(candidate) and all(map(_could_be, reference, candidate)):
         return list(zip(reference, candidate, strict=True))
@@ -111,7 +112,7 @@ def _by_place(reference: list[Record], candidate: list[Record]) -> Pairs:
 
 
 def _same_places(reference: list[Record], candidate: list[Record]) -> bool:
-    """Whether numbers of slots can mean the same on both sides; names always can."""
+    """Whether slot numbers can mean the same on both sides; names always can."""
     # Only unnamed positions can be shifted by an additional operand.
     numbers = [
         [r for r in side if r.key.slot.isdigit() and not r.alias] for side in (reference, candidate)
@@ -148,7 +149,7 @@ def _could_be(reference: Record, candidate: Record) -> bool:
         candidate.shape
     ):
         return True
-    # Another number of tokens or rows: the features stay.
+    # The number of tokens or rows may differ; the features may not.
     return bool(reference.shape and candidate.shape) and reference.shape[-1] == candidate.shape[-1]
 
 
@@ -158,22 +159,21 @@ def _family(dtype: str) -> str:
     return "complex" if "complex" in dtype else "whole"
 
 
-# Tensors that are the same under different ports: weights that are inputs, outputs that are
-# read.
+# --- equal tensors under different ports
 
 
 WEIGHTS, READ = 0.8, 0.6
-"""Confidence of the two rules, at most."""
+"""Upper bounds of the confidence of the two rules."""
 
 _CODES = frozenset({"int8", "int4", "uint4"})
 _Shape = tuple[int, ...]
 
 
 def pair_weights(reference: Sequence[Record], candidate: Sequence[Record]) -> Pairs:
-    """Parameters of one call against further inputs of the other; both still without a partner.
+    """Pair unpaired parameters of one call with unpaired inputs of the other.
 
-    Shapes must tell them apart, a matrix in either direction; equal ones (scale and shift of a
-    norm) pair in order if both sides have as many. One side must have no parameters at all.
+    Shapes must identify them, a matrix in either orientation; equal shapes (scale and shift of a
+    norm) pair in order if both sides have equally many. One side must have no parameters at all.
     """
     # Either side may be the one that takes weights as inputs.
     if pairs := _weights(reference, candidate):
@@ -206,9 +206,9 @@ def _by_shape(records: Sequence[Record], port: str) -> dict[_Shape, list[Record]
 
 
 def pair_codes(reference: Call, candidate: Call, free: set[int]) -> Pairs:
-    """The matrices of one product as floats and as the integers of a quantised one.
+    """Pair input and weight of a matrix product with those of a quantised product.
 
-    The input and the weight of either, where they have no partner and one of the two is a code.
+    Only if they have no partner and exactly one of the two holds integer codes.
     """
     # Only matrix products have codes on one side and floats on the other.
     if reference.kind != "linear" or candidate.kind != "linear":
@@ -245,12 +245,12 @@ def _one_is_code(reference: Record, candidate: Record) -> bool:
 def pair_read(
     calls: Sequence[Call], links: Mapping[_Name, Call], free: set[int]
 ) -> list[tuple[Record, Record]]:
-    """Outputs of attentions without a partner, and what the linked projection after each reads.
+    """Pair outputs of unpaired attentions with the input of the partner of the next projection.
 
     Args:
-        calls: Of one side, in order of execution.
-        links: Partners on the other side, by name.
-        free: ids of the records that have none.
+        calls: Calls of one side, in execution order.
+        links: Partners on the other side, by site and visit.
+        free: ids of the records that have no partner.
     """
     leaves = [call for call in calls if call.leaf and call.called]
     pairs: Pairs = []
@@ -265,7 +265,7 @@ def pair_read(
             continue
         made = main_tensor(call.records, "output")
         read = main_tensor(partner.records, "input")
-        # Where the reader's own input was kept, that is the pair, and there is nothing to add.
+        # If the reader's own input was recorded, that is the pair, and nothing is missing.
         if main_tensor(reader.records, "input") is not None or made is None or read is None:
             continue
         if id(made) in free and id(read) in free and _same_size(made, read):

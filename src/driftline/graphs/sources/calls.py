@@ -1,8 +1,8 @@
-"""The calls of a program as a graph: modules hold operators, and memory says who feeds whom.
+"""The recorded calls of a program as a graph: modules contain operators, memory gives the edges.
 
-One step's forward pass: what a backward pass runs is not nested in modules and left out, and so is
-what follows it outside of modules: an optimizer's arithmetic. Knows the lines of `calls.jsonl`, not
-where they lie.
+Only the forward pass of one step: operators of the backward pass are not nested in modules and are
+left out, and so is what follows them outside of modules (the optimizer). This file knows the lines
+of `calls.jsonl`, not where they are stored.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from driftline.runs.sidecars.calls import Call, CallTensor
 
 
 def calls_graph(calls: Sequence[Call], step: int | None = None) -> Graph | None:
-    """The graph of one step; None where no call of a forward pass is listed.
+    """The graph of one step; None if no call of a forward pass is listed.
 
     Args:
-        calls: Of one process.
-        step: Which; the first one that has calls if not given.
+        calls: Calls of one process.
+        step: The step; None for the first one that has calls.
     """
     forward = [call for call in calls if call.phase == "forward"]
     if not forward:
@@ -43,7 +43,7 @@ def calls_graph(calls: Sequence[Call], step: int | None = None) -> Graph | None:
     nodes = tuple(builder.node(call) for call in tops)
     name, kind, inputs, outputs = "program", "Program", (), ()
     if len(modules) == 1:
-        # A program around one model: the model's own parts are the first level.
+        # If the program runs a single model, the parts of the model are the first level.
         (root,) = modules
         index = tops.index(root)
         if nodes[index].children:
@@ -63,6 +63,8 @@ def calls_graph(calls: Sequence[Call], step: int | None = None) -> Graph | None:
 
 
 class _GraphBuilder:
+    """Makes nodes from calls and names their tensors."""
+
     def __init__(self, calls: Sequence[Call]) -> None:
         self.tensors: dict[str, TensorInfo] = {}
         self._calls = {call.number: call for call in calls}
@@ -71,8 +73,8 @@ class _GraphBuilder:
         depth: dict[int, int] = {}
         for call in calls:
             above = call.inside
-            # What a killed program did not list, and what is deeper than a graph can be, goes
-            # further out.
+            # A parent that a killed program did not list, or that is too deep for a graph, is
+            # replaced by the next one further out.
             if above is None or above not in depth or depth[above] >= DEEPEST - 2:
                 above = self._above.get(above) if above in depth else None
             depth[call.number] = depth[above] + 1 if above is not None else 0
@@ -85,7 +87,7 @@ class _GraphBuilder:
         return self._above.get(call.number)
 
     def node(self, call: Call) -> GraphNode:
-        # A module runs nothing that is listed when it only makes views: it is a node itself.
+        # A module without listed operators (it only makes views) is a node itself.
         children = tuple(self.node(child) for child in self._children.get(call.number, ()))
         # A tensor that is passed twice is one edge.
         inputs = tuple(dict.fromkeys(self.name_of(tensor) for tensor in call.inputs))
@@ -115,7 +117,7 @@ class _GraphBuilder:
         if isinstance(source, str):
             return self._named(source, tensor)
         maker = self._calls.get(source[0])
-        if maker is None:  # of an earlier step, or not listed
+        if maker is None:  # the maker belongs to an earlier step, or is not listed
             return self._named(f"call_{source[0]}_output_{source[1]}", tensor)
         name = f"{_name(maker)}_output_{source[1]}"
         return name if name in self.tensors else self._named(name, tensor)

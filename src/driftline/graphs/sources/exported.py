@@ -1,6 +1,7 @@
-"""What a run says of the exported graph that it is of, and whether a model's names fit it.
+"""The exported graph of a run, and whether the names of a model fit it.
 
-Read from the run's topology, which comes from strangers: what is not there is empty.
+Read from the run's topology, which may come from another program: missing or damaged entries are
+empty.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ _REPEATED = re.compile(r"_(\d+)$")
 
 
 Place = tuple[str, int, str]
-"""A module, which call of it, and the port."""
+"""Site, visit and port."""
 Tensor = tuple[str, int, str, str]
-"""A place and the slot there."""
+"""Site, visit, port and slot."""
 
 
 class Fusion(NamedTuple):
-    """A fused node that computes what several modules did.
+    """A fused node that computes the work of several modules.
 
     Attributes:
         node: Its site.
         op: Its type.
-        holds: What modules took and gave that it computes no longer.
+        holds: Inputs and outputs of modules that are no longer computed.
         tensors: Where its result is read and written instead.
     """
 
@@ -40,17 +41,16 @@ class Fusion(NamedTuple):
 
 
 class ExportedGraph(NamedTuple):
-    """What a run's topology says of the graph that ran.
+    """The description of an exported graph in a run's topology.
 
     Attributes:
-        nodes: Site of each node → what is known of it.
-        inside: Site of what is no longer computed → the fused node it went into.
+        nodes: Site of each node → its description.
+        inside: Site of a value that is no longer computed → the fused node that contains it.
         weighted_nodes: Nodes that use weights, in the order of the exported file.
         folded_norms: Convolution with a folded batch norm → the node that computes both.
-        codes: Site of integers → the name of the value they stand for, scale, zero point, and
-            their type in the file.
-        fusions: Nodes that several modules went into.
-        makers: Sites of further outputs of a node → the node.
+        codes: Site of integer codes → name of the value, scale, zero point, and type in the file.
+        fusions: Nodes that contain several modules.
+        makers: Site of any output of a node → the node.
     """
 
     nodes: Mapping[str, Mapping[str, Any]]
@@ -62,17 +62,17 @@ class ExportedGraph(NamedTuple):
     makers: Mapping[str, Mapping[str, Any]] = {}
 
     def replaced_by(self, site: str) -> tuple[str, ...]:
-        """The sites that a fused node stands for."""
+        """The sites that a fused node replaced."""
         gone = self.nodes.get(site, {}).get("replaces")
         return tuple(map(str, cast("list[object]", gone))) if isinstance(gone, list) else ()
 
     def owner(self, site: str) -> Mapping[str, Any] | None:
-        """The node that makes what is at a site; it may make more."""
+        """The node whose output is at a site."""
         node = self.nodes.get(site)
         return node if node is not None else self.makers.get(site)
 
     def call(self, site: str) -> Mapping[str, Any]:
-        """The call of torch's graph whose result is at a site; empty where it is none's."""
+        """The call of torch's graph whose result is at a site; empty if there is none."""
         node = self.owner(site)
         if node is None:
             return {}
@@ -92,18 +92,20 @@ class ExportedGraph(NamedTuple):
         return site_of
 
     def quantised(self) -> set[str]:
-        """Values that are rounded to integers. A quantiser leaves out the activation before that,
-        so that what has such a name may lack it.
+        """Values that are rounded to integers.
+
+        A quantiser may remove the activation before the rounding, so a value of the same name may
+        differ from that of another graph.
         """
         return {str(about[0]) for about in map(listed, self.codes.values()) if about}
 
     def why(self, site: str) -> str:
-        """Why a site is not computed; empty if the graph does not say."""
+        """The reason why a site is not computed; empty if unknown."""
         holder = self.inside.get(site)
         return "" if holder is None else self.describe_inside(holder)
 
     def describe_inside(self, node: str) -> str:
-        """That something lies inside a fused node, in words."""
+        """The reason for a tensor that is inside a fused node."""
         ops = {fusion.node: fusion.op for fusion in self.fusions}
         kind = ops.get(node) or self.nodes.get(node, {}).get("class", "a node")
         return f"inside a fusion: {kind} '{node}' computes it on the way"
@@ -166,10 +168,10 @@ def listed(value: object) -> list[Any]:
 
 
 def names_fit(plan: Plan, reference: ExportedGraph | None, candidate: ExportedGraph | None) -> bool:
-    """Whether the two sides call the same things by the same names, so that the rest is detail.
+    """Whether the two sides use the same names.
 
-    That is: half of the modules that the graph names (of two graphs: half of the smaller one's
-    sites) are sites of the other side.
+    They do if half of the modules that the graph names are sites of the other side; for two graphs,
+    half of the sites of the smaller one.
     """
     sites = [
         {*(record.key.site for record in paired), *(record.key.site for record in left)}
@@ -204,7 +206,7 @@ def names_fit(plan: Plan, reference: ExportedGraph | None, candidate: ExportedGr
 
 
 def without_number(site: str) -> Iterable[tuple[str, int]]:
-    """A site without the number of one of its parts: what it may be a repeated call of."""
+    """Sites, and call numbers, that a numbered site may be a repeated call of."""
     if "/" in site:
         return
     parts = site.split(".")

@@ -1,7 +1,7 @@
-"""A run without a list of calls as a graph: its sites are nodes, equal bytes are edges.
+"""The graph of a run without a list of calls: sites are nodes, equal bytes are edges.
 
-Where the run's topology has edges (dumps of ATB, GE and FX have), those are taken instead. A module
-that returns what one inside it made names the same tensor; what no site gave comes from outside.
+If the run's topology has edges (as dumps of ATB, GE and FX do), they are used instead. A module
+that returns a tensor made inside it names the same tensor; a tensor that no site made is an input.
 Reads records, and values only where a record has no digest.
 """
 
@@ -16,11 +16,11 @@ from driftline.runs.records import Record
 from driftline.runs.run import Run
 
 _LARGEST_READ = 64 << 20
-"""Values that are read to find out whether two tensors are the same: no larger ones."""
+"""Tensors above this many bytes are not read to look for equal ones."""
 
 
 class _Call:
-    """A site that ran once."""
+    """One call of a site."""
 
     __slots__ = ("children", "inputs", "key", "kind", "last", "outputs", "site")
 
@@ -38,7 +38,7 @@ class _Call:
 
 
 def run_graph(run: Run, rank: int = 0, process: int = 0, step: int | None = None) -> Graph | None:
-    """The graph of one process and step; None where nothing of it is known."""
+    """The graph of one process and step; None if there are no records and no edges."""
     tree = run.topology(rank, process)
     forward = [
         record
@@ -113,7 +113,7 @@ def _by_bytes(run: Run, records: Sequence[Record]) -> Graph:
 
 
 def _nested(calls: Sequence[_Call]) -> list[_Call]:
-    """Calls inside the one around them: that of a module further out which ended next."""
+    """Nest the calls: a call belongs to the enclosing module's call that ended next."""
     by_site: dict[str, list[_Call]] = {}
     for call in calls:
         by_site.setdefault(call.site, []).append(call)
@@ -132,7 +132,7 @@ def _nested(calls: Sequence[_Call]) -> list[_Call]:
 
 
 def _around(site: str) -> Iterable[str]:
-    """Sites that a site may lie in, the innermost first.
+    """Sites that may contain a site, innermost first.
 
     >>> list(_around("a.b/aten.mm"))
     ['a.b', 'a', '(root)']
@@ -244,7 +244,7 @@ def _by_edges(
 def _with_operators(
     tree: Mapping[str, Any], feeding: Mapping[str, Mapping[str, str]]
 ) -> list[Mapping[str, Any]]:
-    """The roots of a tree, with the nodes of an exported graph in the modules they stand in."""
+    """The roots of a tree, with the nodes of an exported graph inside their modules."""
     roots = [dict(root) for root in tree.get("roots") or ()]
     exported = tree.get("exported")
     if not isinstance(exported, Mapping) or not roots:
@@ -271,7 +271,7 @@ def _with_operators(
         order[id(own)] = number
 
     def first(data: Mapping[str, Any]) -> int:
-        """When a part begins; parts in this order feed those after them."""
+        """Position of a part's first node; sorts children by execution order."""
         number = order.get(id(data))
         if number is None:
             children = cast("list[Any]", data.get("children") or [])
@@ -285,7 +285,7 @@ def _with_operators(
 
 
 def _edge(edge: Any) -> tuple[str, str, str, str]:
-    """ATB's edges are lists, those of graphs are objects."""
+    """An edge as texts: ATB stores edges as lists, graphs as objects."""
     if isinstance(edge, Mapping):
         data = cast("Mapping[str, Any]", edge)
         words = (data.get("from"), data.get("output"), data.get("to"), data.get("input"))

@@ -1,7 +1,7 @@
-"""ATB's topology files, `layer/*.json` and `model/*.json`, as graphs; hostile ones as sentences.
+"""ATB's topology files (`layer/*.json` and `model/*.json`): read as graphs, written from graphs.
 
-Shapes and types of tensors come from the operation csv, if the file lies in a dump that has one.
-The text is given; which file it came from is known for messages only.
+Shapes and types of tensors come from the operation csv, if the file is part of a dump that has one.
+Damaged files become errors with a sentence. The caller reads the text; the path is for messages.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ LARGEST = 64 << 20
 _MOST_TENSORS = 4096
 _LONGEST_NAME = 4096
 Shapes = Mapping[str, tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]]
-"""By the name of an operation: what its inputs and outputs are."""
+"""Name of an operation → shapes and types of its inputs and outputs."""
 
 
 def atb_graph(text: str, where: str, shapes: Shapes | None = None) -> Graph:
     """The graph of a topology file.
 
     Args:
-        text: Its content.
-        where: Its name, for messages.
-        shapes: What an operation csv says.
+        text: Content of the file.
+        where: Its path, for messages.
+        shapes: Shapes from an operation csv.
 
     Raises:
-        BadFile: It is no such file, or not to be believed.
+        BadFile: It is not such a file, or damaged.
     """
     try:
         content = json.loads(text)
@@ -65,6 +65,8 @@ def atb_graph(text: str, where: str, shapes: Shapes | None = None) -> Graph:
 
 
 class _TopologyReader:
+    """Reads nodes and tensors of one topology file, within bounds."""
+
     def __init__(self, where: str, shapes: Shapes) -> None:
         self.tensors: dict[str, TensorInfo] = {}
         self._where = where
@@ -82,7 +84,7 @@ class _TopologyReader:
         infos_of = self._shapes.get(name)
         if infos_of is not None:
             for names, infos in zip((inputs, outputs), infos_of, strict=True):
-                # Another number of tensors is another operation of the same name.
+                # A different number of tensors belongs to another operation of the same name.
                 if len(names) == len(infos):
                     for tensor, info in zip(names, infos, strict=True):
                         self.tensors.setdefault(tensor, info)
@@ -124,10 +126,9 @@ def _text(value: object) -> str:
 
 
 def layers_of(graph: Graph) -> list[GraphNode]:
-    """The layers of a model: members of a list, the outermost; without a list, its modules; without
-    modules inside, the model.
+    """The layers of a model: the outermost members of lists, else its modules, else the model.
 
-    A member of a list has a number for a name: `model.layers.3`.
+    A member of a list has a number as its name: `model.layers.3`.
     """
     layers: list[GraphNode] = []
 
@@ -188,7 +189,7 @@ def _as_json(node: GraphNode) -> dict[str, Any]:
 
 
 def _inputs_of_nodes(graph: Graph) -> list[str]:
-    """Tensors that no node makes."""
+    """Tensors that nodes read and no node makes."""
     read: dict[str, None] = {}
     made: set[str] = set()
     waiting = list(graph.nodes)

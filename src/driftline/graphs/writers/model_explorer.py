@@ -1,7 +1,7 @@
-"""A graph for Google's Model Explorer: one JSON file, and one of numbers to colour the nodes by.
+"""Files for Google's Model Explorer: the graph as JSON, and numbers or statuses of its nodes.
 
-The graph file is a collection of one graph; the other maps nodes to how far they are off. Both are
-opened there as they are. Knows no comparison: whoever has one gives a number for each site.
+The graph file is a collection of one graph; the data files map nodes to errors or statuses. How a
+comparison is made is not known here; the caller passes a finding for each site.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ def model_explorer(graph: LevelGraph, findings: Mapping[str, Finding] | None = N
     """The graph as JSON text.
 
     Args:
-        graph: What to show.
-        findings: By site; a node that holds others takes the worst of them where its own is not
-            there.
+        graph: The graph.
+        findings: Findings by site; a node without one takes the worst of the nodes inside.
     """
     makers = {name: (node.name, str(i)) for node in graph.nodes for i, name in _numbered(node)}
     nodes = [
@@ -86,14 +85,14 @@ def model_explorer(graph: LevelGraph, findings: Mapping[str, Finding] | None = N
 
 
 def node_data(graph: LevelGraph, findings: Mapping[str, Finding], name: str = "") -> str:
-    """Numbers for the nodes, as Model Explorer's own file of node data.
+    """Numbers for the nodes, in Model Explorer's format for node data.
 
-    Infinity is the largest number there is: a file with words in it would not be one of numbers.
+    Infinity becomes the largest finite number, because the format allows numbers only.
 
     Args:
-        graph: What is shown.
-        findings: By site, as in the graph.
-        name: What the numbers are called.
+        graph: The graph.
+        findings: Findings by site, as for the graph.
+        name: Name of the numbers.
     """
     results: dict[str, Any] = {}
     for own, finding in _findings_of(graph, findings):
@@ -105,7 +104,7 @@ def node_data(graph: LevelGraph, findings: Mapping[str, Finding], name: str = ""
 
 
 def status_data(graph: LevelGraph, findings: Mapping[str, Finding]) -> str:
-    """Statuses for the nodes: words, which groups of nodes count."""
+    """Statuses of the nodes as words; the viewer counts them for groups of nodes."""
     results = {
         own: {"value": finding.status, **_coloured(finding)}
         for own, finding in _findings_of(graph, findings)
@@ -140,7 +139,7 @@ def _numbered(node: LevelNode) -> list[tuple[int, str]]:
 
 
 def _unused_id(name: str, used_ids: set[str]) -> str:
-    """A node and an input may be called the same."""
+    """An unused id for a node: a node and an input may have the same name."""
     own = name
     while own in used_ids:
         own += "_"

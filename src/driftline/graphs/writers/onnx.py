@@ -1,8 +1,8 @@
-"""A graph as an ONNX file, for viewers: nodes, edges, shapes, parameters; no weights.
+"""A graph as an ONNX file for viewers: nodes, edges, shapes and parameters, but no weights.
 
-The few messages of the format are written field by field, so that no package is needed. Operators
-keep their own names, in a domain of their own: the file can be looked at, not executed. The name of
-a torch operator loses its dots in a node's type; the node's own name has them.
+The few protobuf messages are written field by field, so no package is needed. Operators keep their
+names, in their own domain: the file can be viewed, not executed. A node's type is the name of its
+torch operator without dots; the node's own name keeps them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PRODUCER = "driftline"
 # Enough for every element type that is not in the table below.
 _IR_VERSION = 8
 _IR_VERSIONS = {17: 9, 18: 9, 19: 9, 20: 9, 21: 10, 22: 10, 23: 11, 24: 12}
-"""Element types that came later, and the version of the format that brought them."""
+"""Newer element types → the IR version that introduced them."""
 # Nodes are in a domain of their own, but the format requires an opset of the default one.
 _OPSET = 17
 _VARINT, _BYTES, _FIXED32 = 0, 2, 5
@@ -54,7 +54,7 @@ ELEMENT_TYPES = {
     "float4_e2m1fn_x2": 23,
     "float8_e8m0fnu": 24,
 }
-"""Our names of types to ONNX's numbers; what is not here is of an undefined type there."""
+"""Our names of types → ONNX's numbers; other types are written as undefined."""
 
 
 def onnx_bytes(
@@ -66,10 +66,10 @@ def onnx_bytes(
     """The content of an `.onnx` file.
 
     Args:
-        graph: What to show.
-        version: Of the producer.
-        findings: What a comparison says, by site: attributes of the nodes.
-        about: Properties of the file as a whole.
+        graph: The graph.
+        version: Version of the producer.
+        findings: Findings of a comparison by site; they become attributes of the nodes.
+        about: Properties of the file.
     """
     types = {ELEMENT_TYPES.get(info.dtype, 0) for info in graph.tensors.values()}
     return b"".join(
@@ -116,7 +116,7 @@ def _graph(graph: LevelGraph, findings: Mapping[str, Finding]) -> bytes:
 
 
 def _with_edge(node: LevelNode, names: set[str]) -> LevelNode:
-    """The format refuses a node that neither reads nor writes: it is given something to write."""
+    """The node with an output, because the format refuses a node without any tensor."""
     if node.inputs or node.outputs:
         return node
     name = f"{node.name}_done"
@@ -148,7 +148,7 @@ def _node(node: LevelNode, domain: str, finding: Finding | None) -> bytes:
 
 
 def short_kind(kind: str) -> str:
-    """A node's type without dots: Netron writes on a node what stands behind the last one.
+    """A node's type without dots, because Netron shows only what follows the last dot.
 
     >>> [short_kind(kind) for kind in ("aten.mm.default", "aten.add.Tensor", "my.op.default")]
     ['mm', 'add_Tensor', 'my_op']
@@ -162,7 +162,7 @@ def short_kind(kind: str) -> str:
 
 
 def _finding_attributes(finding: Finding | None) -> dict[str, Any]:
-    """What a comparison says of a node, as attributes of it; the first ones a viewer lists."""
+    """The finding of a node as attributes, which a viewer lists first."""
     if finding is None:
         return {}
     figures = {f"{PRODUCER}_{name}": float(value) for name, value in finding.figures.items()}
@@ -172,7 +172,7 @@ def _finding_attributes(finding: Finding | None) -> dict[str, Any]:
 def _value(name: str, info: TensorInfo | None) -> bytes:
     info = info or TensorInfo()
     tensor = _number(1, ELEMENT_TYPES.get(info.dtype, 0))
-    # The format refuses a tensor without a shape: one that is not known has one unknown extent.
+    # The format refuses a tensor without a shape: an unknown shape has one unknown axis.
     sizes = [_text(2, "unknown")] if info.shape is None else [_number(1, n) for n in info.shape]
     tensor += _bytes(2, b"".join(_bytes(1, size) for size in sizes))
     return _text(1, name) + _bytes(2, _bytes(1, tensor))
@@ -190,7 +190,7 @@ def _attributes(param: Mapping[str, Any]) -> Iterable[bytes]:
 
 
 def flat_parameters(param: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Parameters without nesting: `normParam.epsilon`; what is None is left out.
+    """Parameters without nesting: `normParam.epsilon`; None is left out.
 
     >>> list(flat_parameters({"a": 1, "b": {"c": [2.5]}, "d": None}))
     [('a', 1), ('b.c', [2.5])]
