@@ -8,6 +8,7 @@ every name is written once, before it is read. No files and no frameworks are kn
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from driftline.errors import BadFile, BadInput
@@ -120,7 +121,7 @@ def at_level(graph: Graph, level: int | None = None) -> LevelGraph:
     outputs = [names.current[name] for name in graph.outputs if name in names.current]
     # Level 0 shows the model as a single node, which its source does not list.
     if level == 0:
-        model_node = _SsaNode(graph.name, graph.kind or graph.name, [], outputs, {}, nodes, "")
+        model_node = _SsaNode(graph.name, graph.kind or graph.name, [], outputs, {}, nodes)
         nodes = [model_node]
     return _cut(graph, names, nodes, outputs, level)
 
@@ -133,30 +134,18 @@ def require_level(level: int | None) -> None:
         )
 
 
+@dataclass(slots=True, eq=False)
 class _SsaNode:
     """A node in SSA form: every tensor name is written once."""
 
-    __slots__ = ("children", "inputs", "kind", "name", "outputs", "param", "site", "visit")
-
-    def __init__(
-        self,
-        name: str,
-        kind: str,
-        inputs: list[str],
-        outputs: list[str],
-        param: Mapping[str, Any],
-        children: list[_SsaNode],
-        site: str,
-        visit: int = 0,
-    ) -> None:
-        self.name = name
-        self.kind = kind
-        self.inputs = inputs
-        self.outputs = outputs
-        self.param = param
-        self.children = children
-        self.site = site
-        self.visit = visit
+    name: str
+    kind: str
+    inputs: list[str]
+    outputs: list[str]
+    param: Mapping[str, Any]
+    children: list[_SsaNode]
+    site: str = ""
+    visit: int = 0
 
     def leaves(self) -> Iterator[_SsaNode]:
         if not self.children:
@@ -280,44 +269,9 @@ def _cut(
     outputs: Sequence[str],
     level: int | None,
 ) -> LevelGraph:
-    chosen: list[tuple[_SsaNode, tuple[str, ...]]] = []
-
-    def choose(waits: Sequence[_SsaNode], path: tuple[str, ...]) -> None:
-        for node in waits:
-            if not node.children or (level is not None and len(path) + 1 >= max(level, 1)):
-                chosen.append((node, path))
-            else:
-                choose(node.children, (*path, node.name))
-
-    choose(nodes, ())
-    reads: list[dict[str, None]] = []
-    makes: list[dict[str, None]] = []
-    owner: dict[str, int] = {}
-    # Tensors between two leaves of one chosen node are invisible; only what crosses its border
-    # counts.
-    for index, (node, _) in enumerate(chosen):
-        leaves = list(node.leaves())
-        inside = dict.fromkeys(name for leaf in leaves for name in leaf.outputs)
-        wanted = dict.fromkeys(
-            name
-            for name in (*node.inputs, *(n for leaf in leaves for n in leaf.inputs))
-            if name not in inside
-        )
-        reads.append(wanted)
-        makes.append(dict.fromkeys(n for n in node.outputs if n in inside or not node.children))
-        for name in inside:
-            owner.setdefault(name, index)
-    # Whatever another chosen node reads must be an output of its maker, even if its source did
-    # not list it.
-    for index, wanted in enumerate(reads):
-        for name in wanted:
-            maker = owner.get(name)
-            if maker is not None and maker != index:
-                makes[maker].setdefault(name)
-    for name in outputs:
-        if name in owner:
-            makes[owner[name]].setdefault(name)
-    seen = tuple(
+    chosen = list(_chosen(nodes, level, ()))
+    reads, makes = _border_tensors([node for node, _ in chosen], outputs)
+    level_nodes = tuple(
         LevelNode(
             node.name,
             node.kind,
@@ -331,21 +285,62 @@ def _cut(
         )
         for (node, path), wanted, made in zip(chosen, reads, makes, strict=True)
     )
-    made_by_all = {name for node in seen for name in node.outputs}
-    inputs = dict.fromkeys(n for node in seen for n in node.inputs if n not in made_by_all)
+    made = {name for node in level_nodes for name in node.outputs}
+    read = dict.fromkeys(name for node in level_nodes for name in node.inputs)
     # If the source lists no outputs, tensors that no node reads are the outputs.
-    read = {name for node in seen for name in node.inputs}
-    last = [n for n in outputs if n in made_by_all] or [
-        name for node in seen for name in node.outputs if name not in read
+    last = [name for name in outputs if name in made] or [
+        name for node in level_nodes for name in node.outputs if name not in read
     ]
     return LevelGraph(
         graph.name,
-        seen,
-        tuple(inputs),
+        level_nodes,
+        tuple(name for name in read if name not in made),
         tuple(dict.fromkeys(last)),
         names.tensors,
         graph.domain,
     )
+
+
+def _chosen(
+    nodes: Sequence[_SsaNode], level: int | None, path: tuple[str, ...]
+) -> Iterator[tuple[_SsaNode, tuple[str, ...]]]:
+    """The nodes of a level, each with the names of the nodes around it."""
+    for node in nodes:
+        if not node.children or (level is not None and len(path) + 1 >= max(level, 1)):
+            yield node, path
+        else:
+            yield from _chosen(node.children, level, (*path, node.name))
+
+
+def _border_tensors(
+    nodes: Sequence[_SsaNode], outputs: Sequence[str]
+) -> tuple[list[dict[str, None]], list[dict[str, None]]]:
+    """The tensors that each node reads from others, and those that it makes for others.
+
+    Tensors between two leaves of one node are invisible; only what crosses its border counts.
+    """
+    reads: list[dict[str, None]] = []
+    makes: list[dict[str, None]] = []
+    owner: dict[str, int] = {}
+    for index, node in enumerate(nodes):
+        leaves = list(node.leaves())
+        inside = dict.fromkeys(name for leaf in leaves for name in leaf.outputs)
+        read = (*node.inputs, *(name for leaf in leaves for name in leaf.inputs))
+        reads.append(dict.fromkeys(name for name in read if name not in inside))
+        makes.append(dict.fromkeys(n for n in node.outputs if n in inside or not node.children))
+        for name in inside:
+            owner.setdefault(name, index)
+    # Whatever another node reads must be an output of its maker, even if the source did not list
+    # it; the same holds for the outputs of the graph.
+    for index, wanted in enumerate(reads):
+        for name in wanted:
+            maker = owner.get(name)
+            if maker is not None and maker != index:
+                makes[maker].setdefault(name)
+    for name in outputs:
+        if name in owner:
+            makes[owner[name]].setdefault(name)
+    return reads, makes
 
 
 def _depth(node: GraphNode) -> int:

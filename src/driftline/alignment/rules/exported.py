@@ -220,6 +220,9 @@ SAME_BYTES, IN_ORDER = 0.9, 0.7
 _DEQUANTISED = "_DequantizeLinear_Output"
 """Suffix that onnxruntime.quantization gives to a value after quantising and dequantising it."""
 _Call = tuple[int, int, int, str, int]
+"""Rank, process, step, site and visit."""
+_Bytes = tuple[int, int, int, str, tuple[int, ...]]
+"""Rank, process, step, digest and shape."""
 
 
 def pair_exported(
@@ -518,16 +521,12 @@ def _signature(record: Record) -> tuple[tuple[int, ...], str]:
 def _same_bytes(
     draft: Draft, *, exported_first: bool, only_modules: ExportedGraph | None = None
 ) -> None:
-    """Pair every tensor of the model that holds the same bytes as a paired one."""
-    pair_of_bytes: dict[tuple[int, int, int, str, tuple[int, ...]], Pair] = {}
-    for output in (True, False):  # who made it says more than who read it
-        for pair in draft.pairs:
-            model = pair.candidate if exported_first else pair.reference
-            unchanged = (pair.candidate_recipe if exported_first else pair.reference_recipe) is None
-            if model.digest and unchanged and (model.key.port == "output") is output:
-                pair_of_bytes.setdefault(_bytes(model), pair)
-    # Modules repeat values: a wrapper returns what its last child made. One comparison in the
-    # graph then serves all of them.
+    """Pair every tensor of the model that holds the same bytes as a paired one.
+
+    Modules repeat values: a wrapper returns what its last child made. One comparison in the graph
+    then serves all of them.
+    """
+    pair_of_bytes = _pairs_by_bytes(draft.pairs, exported_first=exported_first)
     model_side = draft.extra if exported_first else draft.missing
     for record in list(model_side.values()):
         if record.key.port not in ("input", "output") or record.key.phase != "forward":
@@ -535,9 +534,8 @@ def _same_bytes(
         # Between two graphs only modules are looked at: nodes are paired by value already.
         if only_modules and (record.key.site in only_modules.nodes or record.key.port == "input"):
             continue
-        pair = (
-            pair_of_bytes.get(_bytes(record)) if record.digest and record.kept == "full" else None
-        )
+        has_bytes = record.digest and record.kept == "full"
+        pair = pair_of_bytes.get(_bytes(record)) if has_bytes else None
         if pair is None:
             continue
         value = pair.reference if exported_first else pair.candidate
@@ -547,7 +545,20 @@ def _same_bytes(
             draft.pair(*((value, record) if exported_first else (record, value)), SAME_BYTES)
 
 
-def _bytes(record: Record) -> tuple[int, int, int, str, tuple[int, ...]]:
+def _pairs_by_bytes(pairs: Sequence[Pair], *, exported_first: bool) -> dict[_Bytes, Pair]:
+    """Pairs by the bytes of the model's tensor; a tensor with a recipe holds other bytes."""
+    by_bytes: dict[_Bytes, Pair] = {}
+    # Outputs first: the maker of a value identifies it better than a reader.
+    for is_output in (True, False):
+        for pair in pairs:
+            model = pair.candidate if exported_first else pair.reference
+            recipe = pair.candidate_recipe if exported_first else pair.reference_recipe
+            if model.digest and recipe is None and (model.key.port == "output") is is_output:
+                by_bytes.setdefault(_bytes(model), pair)
+    return by_bytes
+
+
+def _bytes(record: Record) -> _Bytes:
     key = record.key
     return key.rank, key.process, key.step, record.digest, record.shape
 
@@ -560,7 +571,7 @@ def _reasons(
         ("reference", draft.missing.values(), reference, candidate),
         ("candidate", draft.extra.values(), candidate, reference),
     )
-    twins: dict[str, dict[tuple[int, int, int, str, tuple[int, ...]], Record]] = {}
+    twins: dict[str, dict[_Bytes, Record]] = {}
     for side in ("reference", "candidate"):
         paired: list[Record] = [getattr(pair, side) for pair in draft.pairs]
         # Outputs sort last, so that they overwrite inputs below: the maker of a value says

@@ -382,10 +382,8 @@ def parts_of(
     # A wrong cut would look like a fault of the model, so an unknown layout is refused.
     if len(members) == 3 and holder.startswith(OWN_LAYOUT):
         return [], f"the qkv of {holder} lies in an order of its own; a plan can say which"
-    same_size = (
-        len({member.features for member in members}) == 1
-    )  # otherwise several queries share a key
-    interleaved = len(members) == 3 and heads is not None
+    # Members of different sizes: several queries share a key.
+    same_size = len({member.features for member in members}) == 1
     sizes = tuple(member.features for member in members)
     if len(members) == 3 and same_size and holder.startswith(PER_HEAD) and heads is None:
         return [], f"the qkv of {holder} goes head by head, and the number of heads is not known"
@@ -397,34 +395,42 @@ def parts_of(
         return [], f"'{fused.site}' is cut into {shown}, and nothing says which part is which"
     parts: list[Part] = []
     for which, (member, span) in enumerate(zip(members, spans, strict=True)):
-        places = None if heads is None or not interleaved else (which, heads, sizes)
+        places = (which, heads, sizes) if len(members) == 3 and heads is not None else None
         for record in fused.records:
-            if (operand := _operand(record, fused, member, span, places)) is not None:
+            operand = _operand(record, fused, member, span, places)
+            if operand is not None:
                 parts.append(operand)
-                continue
-            partner = matching_tensor(record, member.records)
-            if partner is None:
-                continue
-            # Each member computes its own part of the gradient of the shared input;
-            # only their sum is comparable.
-            if record.key.port == "grad_input":
-                if which == 0 and (share := _sum_of_members(record, members)) is not None:
-                    parts.append(Part(record, partner, None, share))
-                continue
-            axis = _split_axis(record, fused)
-            # What is not as wide as the fused output (a scalar scale) belongs to all
-            # members and is not cut.
-            if axis is None or record.shape[axis] != fused.features:
-                if axis is None:
-                    parts.append(Part(record, partner, None, None))
-                continue
-            if places is not None:
-                step = _per_head(axis, *places)
-            else:
-                step = Step("split", axis, *span)
-            shape = (*record.shape[:axis], member.features, *record.shape[axis + 1 :])
-            parts.append(Part(record, partner, Recipe((record,), (step,), shape), None))
+            elif record.key.port != "grad_input":
+                part = _part(record, fused, member, span, places)
+                parts += [part] if part is not None else []
+            elif which == 0 and (total := _gradient_sum(record, members)) is not None:
+                parts.append(total)
     return parts, ""
+
+
+def _part(
+    record: Record, fused: Call, member: Call, span: tuple[int, int], places: _Places | None
+) -> Part | None:
+    """The columns of a fused site's tensor that belong to one member."""
+    partner = matching_tensor(record, member.records)
+    if partner is None:
+        return None
+    axis = _split_axis(record, fused)
+    if axis is None:
+        return Part(record, partner, None, None)
+    # A tensor of another width (a scalar scale) has no columns to cut.
+    if record.shape[axis] != fused.features:
+        return None
+    step = Step("split", axis, *span) if places is None else _per_head(axis, *places)
+    shape = (*record.shape[:axis], member.features, *record.shape[axis + 1 :])
+    return Part(record, partner, Recipe((record,), (step,), shape), None)
+
+
+def _gradient_sum(record: Record, members: Sequence[Call]) -> Part | None:
+    """The gradient of the shared input: each member computes a part, only the sum is comparable."""
+    partner = matching_tensor(record, members[0].records)
+    recipe = _sum_of_members(record, members) if partner is not None else None
+    return None if partner is None or recipe is None else Part(record, partner, None, recipe)
 
 
 def _spans(fused: Call, members: Sequence[Call]) -> list[tuple[int, int]]:
@@ -614,40 +620,44 @@ def _could_interleave(fused: Call, members: list[Call]) -> bool:
 
 def pair_reordered(reference: Call, candidate: Call, confidence: float) -> list[Pair]:
     """Pair two fused projections part by part if their parts are in different orders."""
-    spans = [{role: (a, b) for role, a, b in call.layout} for call in (reference, candidate)]
-    if not spans[0] or spans[0].keys() != spans[1].keys():
-        return []
-    sizes = [{role: b - a for role, (a, b) in side.items()} for side in spans]
-    if sizes[0] != sizes[1]:
+    spans = _common_spans(reference, candidate)
+    if spans is None:
         return []
     if reference.kind == candidate.kind == "cut":
         return _reordered_cuts(reference, candidate, confidence)
     gaps = gaps_of(reference), gaps_of(candidate)
     # The only part that nothing identifies, on both sides: it must be the same one.
-    if [len(gap) for gap in gaps] == [1, 1]:
+    if len(gaps[0]) == len(gaps[1]) == 1:
+        sizes = {end - start for ((start, end),) in gaps}
+        if len(sizes) > 1:
+            return []
         for side, (gap,) in zip(spans, gaps, strict=True):
             side["the rest"] = gap
-    if len({b - a for side in spans for a, b in (side.get("the rest", (0, 0)),)}) > 1:
-        return []
     pairs: list[Pair] = []
     for role, span in spans[0].items():
         for record in reference.records:
             axis = columns_axis(record, reference)
             partner = None if axis is None else matching_tensor(record, candidate.records)
             partner_axis = None if partner is None else columns_axis(partner, candidate)
-            if (
-                axis is None
-                or partner is None
-                or partner_axis is None
-                or record.shape != partner.shape
-            ):
+            if axis is None or partner is None or partner_axis is None:
                 continue
-            recipe, partner_recipe = (
-                cut(record, axis, span),
-                cut(partner, partner_axis, spans[1][role]),
-            )
-            pairs.append(Pair(record, partner, "structure", confidence, recipe, partner_recipe))
+            if record.shape == partner.shape:
+                recipes = cut(record, axis, span), cut(partner, partner_axis, spans[1][role])
+                pairs.append(Pair(record, partner, "structure", confidence, *recipes))
     return pairs
+
+
+def _common_spans(
+    reference: Call, candidate: Call
+) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]] | None:
+    """Columns by role on both sides; None unless roles and sizes agree."""
+    own, others = (
+        {role: (start, end) for role, start, end in call.layout} for call in (reference, candidate)
+    )
+    if not own or own.keys() != others.keys():
+        return None
+    sizes = [{role: b - a for role, (a, b) in side.items()} for side in (own, others)]
+    return (own, others) if sizes[0] == sizes[1] else None
 
 
 def _reordered_cuts(reference: Call, candidate: Call, confidence: float) -> list[Pair]:

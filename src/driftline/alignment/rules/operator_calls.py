@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from driftline.alignment.annotate.compiled_graphs import Owners
 from driftline.alignment.plan import Pair, Plan
@@ -178,6 +179,15 @@ _READ = "a parameter, which kernels only read (--level params records it)"
 _TAKEN = "what an operator takes; a run of graphs keeps what nodes give"
 
 
+class _OwnerPairs(NamedTuple):
+    """Pairs of one process of either run, reasons for unpaired tensors, and notes."""
+
+    pairs: list[Pair]
+    reasons: dict[tuple[str, TensorKey], str]
+    inside: dict[tuple[str, TensorKey], TensorKey]
+    notes: list[str]
+
+
 def align_compiled(reference_graphs: Owners, candidate_graphs: Owners, plan: Plan) -> Plan:
     """The plan with the pairs that follow from compiled graphs, and no guesses beyond them.
 
@@ -187,87 +197,86 @@ def align_compiled(reference_graphs: Owners, candidate_graphs: Owners, plan: Pla
         plan: Its unpaired tensors are paired.
     """
     reference, candidate = _by_owner(plan.missing), _by_owner(plan.extra)
-    pairs: list[Pair] = []
-    reasons: dict[tuple[str, TensorKey], str] = {}
-    notes: list[str] = []
-    inside: dict[tuple[str, TensorKey], TensorKey] = {}
+    total = _OwnerPairs([], {}, {}, [])
     for owner, other in _owners(list(reference), list(candidate)):
-        a, b = reference_graphs.get(owner), candidate_graphs.get(other)
-        left, right = reference[owner], candidate[other]
-        # Modules around compiled regions have names on both sides; they pair as usual.
-        by_name = pair_by_name(_others(a, left), _others(b, right))
-        pairs += by_name.pairs
-        named = {id(record) for pair in by_name.pairs for record in pair.records}
-        left = [record for record in left if id(record) not in named]
-        right = [record for record in right if id(record) not in named]
-        # Both compiled: calls are keyed alike. One compiled: the other is a run of modules
-        # or operators. Solved from the plain side and flipped if the reference was
-        # compiled.
-        if a is not None and b is not None:
-            matching = _by_calls(a, b)
-            matching.matches.extend(_parameters(left, b))
-            matching.matches.extend(_flipped(match) for match in _parameters(right, a))
-        elif b is not None:
-            matching = _plain(left, b)
-        elif a is not None:
-            flipped = _plain(right, a)
-            matching = Matching(
-                [_flipped(match) for match in flipped.matches],
-                flipped.partner_reasons,
-                flipped.reasons,
-                flipped.inside,
-            )
-        else:
-            continue
-        # A tensor is paired once, by the first match that claims it.
-        free = {id(record) for record in (*left, *right)}
-        for match in matching.matches:
-            if id(match.record) not in free or id(match.partner) not in free:
-                continue
-            first = a is not None and b is None
-            pairs.append(
-                Pair(
-                    match.record,
-                    match.partner,
-                    "graph",
-                    match.confidence,
-                    reference_recipe=match.recipe if first else None,
-                    candidate_recipe=None if first else match.recipe,
-                )
-            )
-        # A fused result explains its inner values only if it is compared itself.
-        key_of = {id(record): record.key for record in (*left, *right)}
-        wholes = {key_of[id(r)] for pair in pairs for r in pair.records if id(r) in key_of}
-        inside.update(
-            {
-                ("reference" if key in matching.reasons else "candidate", key): fused
-                for key, fused in matching.inside.items()
-                if fused in wholes
-            }
-        )
-        reasons.update({("reference", key): why for key, why in matching.reasons.items()})
-        reasons.update({("candidate", key): why for key, why in matching.partner_reasons.items()})
-        notes += [*_notes("reference", a), *_notes("candidate", b)]
-    together = sorted([*plan.pairs, *pairs], key=lambda pair: _execution(pair.reference))
-    paired = {id(record) for pair in pairs for record in pair.records}
+        graphs = reference_graphs.get(owner), candidate_graphs.get(other)
+        result = _align_owner(*graphs, reference[owner], candidate[other])
+        total.pairs.extend(result.pairs)
+        total.reasons.update(result.reasons)
+        total.inside.update(result.inside)
+        total.notes.extend(result.notes)
+    together = sorted([*plan.pairs, *total.pairs], key=lambda pair: _execution(pair.reference))
+    paired = {id(record) for pair in total.pairs for record in pair.records}
     missing = tuple(record for record in plan.missing if id(record) not in paired)
     extra = tuple(record for record in plan.extra if id(record) not in paired)
     # Reasons of tensors that did find a partner are dropped.
     alone = {("reference", r.key) for r in missing} | {("candidate", r.key) for r in extra}
+    reasons = {place: why for place, why in total.reasons.items() if place in alone}
+    inside = {place: fused for place, fused in total.inside.items() if place in alone}
     return plan._replace(
         pairs=tuple(together),
         missing=missing,
         extra=extra,
-        notes=(*plan.notes, *dict.fromkeys(notes)),
-        reasons={
-            **plan.reasons,
-            **{place: why for place, why in reasons.items() if place in alone},
-        },
-        inside={
-            **plan.inside,
-            **{place: fused for place, fused in inside.items() if place in alone},
-        },
+        notes=(*plan.notes, *dict.fromkeys(total.notes)),
+        reasons={**plan.reasons, **reasons},
+        inside={**plan.inside, **inside},
     )
+
+
+def _align_owner(
+    a: Graphs | None, b: Graphs | None, left: list[Record], right: list[Record]
+) -> _OwnerPairs:
+    # Modules around compiled regions have names on both sides; they pair as usual.
+    by_name = pair_by_name(_others(a, left), _others(b, right))
+    result = _OwnerPairs(list(by_name.pairs), {}, {}, [])
+    named = {id(record) for pair in by_name.pairs for record in pair.records}
+    left = [record for record in left if id(record) not in named]
+    right = [record for record in right if id(record) not in named]
+    matching = _match_owner(a, b, left, right)
+    if matching is None:
+        return result
+    # A tensor is paired once, by the first match that claims it.
+    free = {id(record): record.key for record in (*left, *right)}
+    recipe_first = b is None
+    for match in matching.matches:
+        if id(match.record) in free and id(match.partner) in free:
+            recipes = (match.recipe, None) if recipe_first else (None, match.recipe)
+            pair = Pair(match.record, match.partner, "graph", match.confidence, *recipes)
+            result.pairs.append(pair)
+    # A fused result explains its inner values only if it is compared itself.
+    compared = {free[id(r)] for pair in result.pairs for r in pair.records if id(r) in free}
+    for key, fused in matching.inside.items():
+        if fused in compared:
+            side = "reference" if key in matching.reasons else "candidate"
+            result.inside[side, key] = fused
+    result.reasons.update({("reference", key): why for key, why in matching.reasons.items()})
+    result.reasons.update(
+        {("candidate", key): why for key, why in matching.partner_reasons.items()}
+    )
+    result.notes.extend((*_notes("reference", a), *_notes("candidate", b)))
+    return result
+
+
+def _match_owner(
+    a: Graphs | None, b: Graphs | None, left: Sequence[Record], right: Sequence[Record]
+) -> Matching | None:
+    """Matches with the reference first; None if neither side was compiled.
+
+    Both compiled: calls are keyed alike. One compiled: the other is a run of modules or operators;
+    it is solved from the plain side, and flipped if the reference was compiled.
+    """
+    if a is not None and b is not None:
+        matching = _by_calls(a, b)
+        matching.matches.extend(_parameters(left, b))
+        matching.matches.extend(_flipped(match) for match in _parameters(right, a))
+        return matching
+    if b is not None:
+        return _plain(left, b)
+    if a is None:
+        return None
+    plain = _plain(right, a)
+    matches = [_flipped(match) for match in plain.matches]
+    return Matching(matches, plain.partner_reasons, plain.reasons, plain.inside)
 
 
 def _flipped(match: Match) -> Match:

@@ -67,6 +67,7 @@ def pair_passed(plan: Plan, reference: Run, candidate: Run) -> list[Pair]:
 def _of_passing_sites(
     run: Run, alone: Sequence[Record], partners: Mapping[int, Pair | None], modules: bool
 ) -> Iterator[tuple[Record, Pair]]:
+    """Unpaired tensors of one run, each with the pair of the equal tensor."""
     lone = {id(record) for record in alone}
     wanted = {Frame(r.key.rank, r.key.process, r.key.step) for r in alone}
     for frame, records in frames_of(run.records).items():
@@ -77,33 +78,52 @@ def _of_passing_sites(
         if not any(id(record) in lone for call in calls for record in call.records):
             continue
         leaves = [call for call in calls if call.leaf]
-        passed_on: dict[str, Pair | None] = {}  # by the value that was passed on
-        for index, call in enumerate(leaves):
-            own = [main_tensor(call.records, port) for port in ("input", "output")]
-            if call.kind not in _KINDS or own[0] is None or own[1] is None:
-                continue
-            # A site of which one side is paired already needs no help.
-            if not {id(own[0]), id(own[1])} <= lone:
-                continue
-            same = bytes_of(run, own[0])
-            # Unequal bytes mean that the dropout was active: it changed the value.
-            if not same or same != bytes_of(run, own[1]):
-                continue
-            value_pair = passed_on.get(same)
-            # Chains of dropouts hand one value on; what an earlier one found holds for
-            # the next.
-            for other, port in _around(leaves, index):
-                record = main_tensor(other.records, port)
-                if value_pair is None and record is not None and record.shape == own[0].shape:
-                    pair = partners.get(id(record))
-                    value_pair = pair if pair and bytes_of(run, record) == same else None
-            passed_on[same] = value_pair
-            if value_pair is not None:
-                yield own[0], value_pair
-                yield own[1], value_pair
+        yield from _of_leaves(run, leaves, lone, partners)
         for call in calls if modules else ():
             if not call.leaf and not call.inner:
                 yield from _of_container(run, call, leaves, lone, partners)
+
+
+def _of_leaves(
+    run: Run, leaves: Sequence[Call], lone: set[int], partners: Mapping[int, Pair | None]
+) -> Iterator[tuple[Record, Pair]]:
+    """Input and output of each dropout or identity that returned its input."""
+    passed_on: dict[str, Pair | None] = {}  # by the value that was passed on
+    for index, call in enumerate(leaves):
+        source, output = (main_tensor(call.records, port) for port in ("input", "output"))
+        if call.kind not in _KINDS or source is None or output is None:
+            continue
+        # A site of which one side is paired already needs no help.
+        if not {id(source), id(output)} <= lone:
+            continue
+        value = bytes_of(run, source)
+        # Unequal bytes mean that the dropout was active: it changed the value.
+        if not value or value != bytes_of(run, output):
+            continue
+        # A chain of dropouts passes one value on; what an earlier one found holds for the next.
+        pair = passed_on.get(value) or _pair_around(run, leaves, index, source, partners)
+        passed_on[value] = pair
+        if pair is not None:
+            yield source, pair
+            yield output, pair
+
+
+def _pair_around(
+    run: Run,
+    leaves: Sequence[Call],
+    index: int,
+    source: Record,
+    partners: Mapping[int, Pair | None],
+) -> Pair | None:
+    """The pair of a neighbouring tensor that holds the bytes of a site's input."""
+    value = bytes_of(run, source)
+    for call, port in _around(leaves, index):
+        record = main_tensor(call.records, port)
+        if record is not None and record.shape == source.shape:
+            pair = partners.get(id(record))
+            if pair is not None and bytes_of(run, record) == value:
+                return pair
+    return None
 
 
 def _of_container(

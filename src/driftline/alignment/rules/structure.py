@@ -62,10 +62,20 @@ class Conclusion(NamedTuple):
     notes: list[str]
 
 
+class _NamedLink(NamedTuple):
+    """A link by names; parts are the members of a fused family on that side, else empty."""
+
+    name: _Name
+    partner: _Name
+    parts: tuple[_Name, ...]
+    partner_parts: tuple[_Name, ...]
+    confidence: float
+
+
 class _Solution(NamedTuple):
     """Links between two frames by name, so that they hold for every frame with the same calls."""
 
-    links: list[tuple[_Name, _Name, tuple[_Name, ...], tuple[_Name, ...], float]]
+    links: list[_NamedLink]
     reference_reasons: dict[_Name, str]
     candidate_reasons: dict[_Name, str]
     notes: list[str]
@@ -135,7 +145,11 @@ def align_by_structure(
         for rest_pair in pair_rest(mapped, a, b, free):
             conclusion.pairs.append(Pair(*rest_pair, "structure", WEIGHTS))
             free.difference_update(map(id, rest_pair))
-        _pair_up(solved[outline], a, b, anchors, free, conclusion, flows, interleaving)
+        tensors = _FrameTensors((a, b), anchors, free, flows, interleaving)
+        tensors.pair(solved[outline])
+        conclusion.pairs.extend(tensors.pairs)
+        used = {id(record) for pair in tensors.pairs for record in pair.records}
+        conclusion.reasons.update(tensors.reasons(solved[outline], used))
     conclusion.pairs.sort(key=lambda pair: pair.reference.order)
     return conclusion
 
@@ -201,6 +215,7 @@ def _anchors(pairs: Iterable[Pair]) -> dict[_Name, _Name]:
 def _solve(
     reference: list[Call], candidate: list[Call], anchors: Mapping[_Name, _Name], looks: Looks
 ) -> _Solution:
+    """Link the calls of two frames: leaves, then containers, then sites without a call."""
     by_name = {(call.site, call.visit): call for call in candidate}
     fixed = [
         (call, by_name[partner])
@@ -214,31 +229,21 @@ def _solve(
             main_tensor(call.records, "output"), main_tensor(other.records, "output")
         )
 
-    a, b = ([call for call in side if call.leaf] for side in (reference, candidate))
-    # Where calls were recorded, sites that only hold parameters are not part of the sequence.
-    if all(any(call.called for call in side) for side in (a, b)):
-        a, b = ([call for call in side if call.called] for side in (a, b))
-    a, b = in_family_order(a), in_family_order(b)
-    # Fuse before aligning, so that both sequences have the same units.
-    a, b = fuse_alike(a, b, paired)
-    solution = _Solution([], {}, {}, [])
-    leaves = link_leaves(a, b, [pair for pair in fixed if pair[0].leaf and pair[1].leaf], alike)
+    sequences = _leaf_sequences(reference, candidate, paired)
+    anchored = [pair for pair in fixed if pair[0].leaf and pair[1].leaf]
+    leaves = link_leaves(*sequences, anchored, alike)
     links = list(leaves.links)
-    solution.notes.extend(leaves.notes)
     inside = _inner(reference), _inner(candidate)
-    for link in list(links):  # calls inside a linked leaf: an adapted Linear, kernels
+    for link in leaves.links:  # calls inside a linked leaf: an adapted Linear, kernels
         links += _inside(link, inside)
     # Containers are matched by the leaves they hold, so leaves must be linked first.
-    reference_marks, candidate_marks = _marks(fixed, links)
-    reference_tree, candidate_tree = (
-        Tree(reference, reference_marks),
-        Tree(candidate, candidate_marks),
-    )
-    container_links, ties = link_containers(reference_tree, candidate_tree, paired)
+    marks = _marks(fixed, links)
+    trees = Tree(reference, marks[0]), Tree(candidate, marks[1])
+    container_links, ties = link_containers(*trees, paired)
     links += container_links
     links += [
         link
-        for link in link_across(reference_tree, candidate_tree, a, b)
+        for link in link_across(*trees, *sequences)
         if id(link.reference) not in paired and id(link.candidate) not in paired
     ]
     linked = {id(call) for link in links for call in (link.reference, link.candidate)} | paired
@@ -248,30 +253,37 @@ def _solve(
         [call for call in candidate if id(call) not in linked],
         [*fixed, *((link.reference, link.candidate) for link in links)],
     )
-    for link in links:
-        # A family whose members are told apart by order only is less certain than its link.
-        sure = link.confidence if is_certain(link.reference) and is_certain(link.candidate) else 0.7
-        name = (
-            (link.reference.site, link.reference.visit),
-            (link.candidate.site, link.candidate.visit),
-        )
-        parts = _names(link.reference.parts), _names(link.candidate.parts)
-        solution.links.append((*name, *parts, min(sure, link.confidence)))
-    _explain(
-        solution.reference_reasons,
-        reference,
-        candidate,
-        "candidate",
-        {**leaves.reference_ties, **ties},
-    )
-    _explain(
-        solution.candidate_reasons,
-        candidate,
-        reference,
-        "reference",
-        {**leaves.candidate_ties, **ties},
-    )
+    solution = _Solution([_named_link(link) for link in links], {}, {}, list(leaves.notes))
+    reference_ties = {**leaves.reference_ties, **ties}
+    _explain(solution.reference_reasons, reference, candidate, "candidate", reference_ties)
+    candidate_ties = {**leaves.candidate_ties, **ties}
+    _explain(solution.candidate_reasons, candidate, reference, "reference", candidate_ties)
     return solution
+
+
+def _leaf_sequences(
+    reference: list[Call], candidate: list[Call], paired: set[int]
+) -> tuple[list[Call], list[Call]]:
+    """The leaves of both sides in comparable order, with families fused alike."""
+    sides = [[call for call in side if call.leaf] for side in (reference, candidate)]
+    # Where calls were recorded, sites that only hold parameters are not part of the sequence.
+    if all(any(call.called for call in side) for side in sides):
+        sides = [[call for call in side if call.called] for side in sides]
+    # Fuse before aligning, so that both sequences have the same units.
+    return fuse_alike(in_family_order(sides[0]), in_family_order(sides[1]), paired)
+
+
+def _named_link(link: Link) -> _NamedLink:
+    own, other = link.reference, link.candidate
+    # A family whose members only their order distinguishes is less certain than its link.
+    sure = link.confidence if is_certain(own) and is_certain(other) else 0.7
+    return _NamedLink(
+        (own.site, own.visit),
+        (other.site, other.visit),
+        _names(own.parts),
+        _names(other.parts),
+        min(sure, link.confidence),
+    )
 
 
 def _inner(calls: Iterable[Call]) -> _Inner:
@@ -349,93 +361,130 @@ def _explain(
         why[call.site, call.visit] = reason
 
 
-def _pair_up(
-    solution: _Solution,
-    reference: list[Call],
-    candidate: list[Call],
-    anchors: Mapping[_Name, _Name],
-    free: set[int],
-    conclusion: Conclusion,
-    flows: tuple[Dataflow, Dataflow],
-    interleaving: Interleaving,
-) -> None:
-    first = len(conclusion.pairs)
-    inside: ForwardedInputs | None = None
-    reference_calls = {(call.site, call.visit): call for call in reference}
-    candidate_calls = {(call.site, call.visit): call for call in candidate}
-    linked: dict[tuple[str, _Name], str] = {}
-    for name, partner in anchors.items():
-        linked["reference", name] = partner[0]
-        linked["candidate", partner] = name[0]
-    # Leaves first: inputs that a container passes on are paired like those of its leaves.
-    ordered = sorted(solution.links, key=lambda link: not reference_calls[link[0]].leaf)
-    for name, partner, parts, other_parts, confidence in ordered:
-        call, other = reference_calls[name], candidate_calls[partner]
-        linked["reference", name] = partner[0]
-        linked["candidate", partner] = name[0]
-        if parts or other_parts:
-            members = [reference_calls[part] for part in parts] or [
-                candidate_calls[part] for part in other_parts
-            ]
-            side = "reference" if parts else "candidate"
-            trouble = pair_parts(
-                other if parts else call,
-                members,
-                bool(parts),
-                confidence,
-                conclusion.pairs,
-                (reference_calls, candidate_calls),
-                interleaving,
-            )
-            for member in members:
-                place = (member.site, member.visit)
-                linked[side, place] = (other if parts else call).site
-                if trouble:
-                    (solution.reference_reasons if parts else solution.candidate_reasons)[place] = (
-                        trouble
-                    )
-            continue
+class _FrameTensors:
+    """Pairs the tensors of the linked calls of one frame.
+
+    Args:
+        sides: The calls of the reference and of the candidate.
+        anchors: Names of calls that stronger rules have paired.
+        free: ids of the records without a partner.
+        flows: The dataflow of both sides.
+        interleaving: How fused projections are laid out.
+    """
+
+    def __init__(
+        self,
+        sides: tuple[list[Call], list[Call]],
+        anchors: Mapping[_Name, _Name],
+        free: set[int],
+        flows: tuple[Dataflow, Dataflow],
+        interleaving: Interleaving,
+    ) -> None:
+        self.pairs: list[Pair] = []
+        self._sides = sides
+        self._calls = tuple({(c.site, c.visit): c for c in side} for side in sides)
+        self._anchors = anchors
+        self._free = free
+        self._flows = flows
+        self._interleaving = interleaving
+        self._forwarded: ForwardedInputs | None = None
+        self._linked: dict[tuple[str, _Name], str] = {}
+        for name, partner in anchors.items():
+            self._link(name, partner)
+
+    def _link(self, name: _Name, partner: _Name) -> None:
+        self._linked["reference", name] = partner[0]
+        self._linked["candidate", partner] = name[0]
+
+    def pair(self, solution: _Solution) -> None:
+        """Pair the tensors of all links; reasons of uncut families go to the solution."""
+        # Leaves first: inputs that a container passes on are paired like those of its leaves.
+        for link in sorted(solution.links, key=lambda link: not self._calls[0][link.name].leaf):
+            self._link(link.name, link.partner)
+            if link.parts or link.partner_parts:
+                self._pair_family(link, solution)
+            else:
+                self._pair_calls(link)
+        partners = _partners(solution, self._anchors, *self._calls)
+        rest = self._free - self._used()
+        for made, read in pair_read(self._sides[0], partners[0], rest):
+            self.pairs.append(Pair(made, read, "structure", READ))
+        for made, read in pair_read(self._sides[1], partners[1], rest):
+            self.pairs.append(Pair(read, made, "structure", READ))
+
+    def _used(self) -> set[int]:
+        return {id(record) for pair in self.pairs for record in pair.records}
+
+    def _pair_family(self, link: _NamedLink, solution: _Solution) -> None:
+        """Pair a fused site with the members of the family on the other side."""
+        in_reference = bool(link.parts)
+        own, others = self._calls if in_reference else self._calls[::-1]
+        members = [own[part] for part in link.parts or link.partner_parts]
+        fused = others[link.partner if in_reference else link.name]
+        trouble = pair_parts(
+            fused,
+            members,
+            in_reference,
+            link.confidence,
+            self.pairs,
+            (self._calls[0], self._calls[1]),
+            self._interleaving,
+        )
+        side = "reference" if in_reference else "candidate"
+        reasons = solution.reference_reasons if in_reference else solution.candidate_reasons
+        for member in members:
+            name = (member.site, member.visit)
+            self._linked[side, name] = fused.site
+            if trouble:
+                reasons[name] = trouble
+
+    def _pair_calls(self, link: _NamedLink) -> None:
+        """Pair the tensors of two calls, from the most certain evidence to the least."""
+        call, other = self._calls[0][link.name], self._calls[1][link.partner]
         covered: set[int] = set()
         if not call.leaf and not other.leaf:
-            inside = inside or ForwardedInputs(conclusion.pairs[first:], *flows)
-            handed, covered = inside.pairs_of(call, other, free, confidence)
-            conclusion.pairs.extend(handed)
-        elif call.layout != other.layout and (parted := pair_reordered(call, other, confidence)):
-            conclusion.pairs.extend(parted)
-            covered = {id(record) for pair in parted for record in pair.records}
-        own = [r for r in call.records if id(r) in free and id(r) not in covered]
-        others = [r for r in other.records if id(r) in free and id(r) not in covered]
+            # Built once, when all leaves are paired: containers come after them.
+            self._forwarded = self._forwarded or ForwardedInputs(self.pairs, *self._flows)
+            new, covered = self._forwarded.pairs_of(call, other, self._free, link.confidence)
+            self.pairs.extend(new)
+        elif call.layout != other.layout:
+            new = pair_reordered(call, other, link.confidence)
+            self.pairs.extend(new)
+            covered = {id(record) for pair in new for record in pair.records}
+        own = [r for r in call.records if id(r) in self._free and id(r) not in covered]
+        others = [r for r in other.records if id(r) in self._free and id(r) not in covered]
         tensor_pairs = pair_tensors(own, others)
-        for record, match in tensor_pairs:
-            conclusion.pairs.append(Pair(record, match, "structure", confidence))
+        self._add(tensor_pairs, link.confidence)
         used = {id(record) for pair in tensor_pairs for record in pair}
         own = [record for record in own if id(record) not in used]
         others = [record for record in others if id(record) not in used]
-        for record, match in pair_weights(own, others) if call.leaf and other.leaf else ():
-            conclusion.pairs.append(Pair(record, match, "structure", min(confidence, WEIGHTS)))
-        used = {id(record) for record in (*own, *others)}
-        for record, match in pair_codes(call, other, used):
-            conclusion.pairs.append(Pair(record, match, "structure", min(confidence, WEIGHTS)))
-    partners = _partners(solution, anchors, reference_calls, candidate_calls)
-    used = {id(record) for pair in conclusion.pairs for record in pair.records}
-    for made, read in pair_read(reference, partners[0], free - used):
-        conclusion.pairs.append(Pair(made, read, "structure", READ))
-    for made, read in pair_read(candidate, partners[1], free - used):
-        conclusion.pairs.append(Pair(read, made, "structure", READ))
-    paired = {id(record) for pair in conclusion.pairs for record in pair.records}
-    for side, calls, why in (
-        ("reference", reference, solution.reference_reasons),
-        ("candidate", candidate, solution.candidate_reasons),
-    ):
-        for call in calls:
-            name = (call.site, call.visit)
-            for record in call.records:
-                if id(record) in free and id(record) not in paired:
-                    partner = linked.get((side, name))
-                    reason = (
+        confidence = min(link.confidence, WEIGHTS)
+        if call.leaf and other.leaf:
+            self._add(pair_weights(own, others), confidence)
+        self._add(pair_codes(call, other, {id(r) for r in (*own, *others)}), confidence)
+
+    def _add(self, pairs: Iterable[tuple[Record, Record]], confidence: float) -> None:
+        self.pairs.extend(Pair(*pair, "structure", confidence) for pair in pairs)
+
+    def reasons(self, solution: _Solution, paired: set[int]) -> Reasons:
+        """Why the remaining tensors of the frame have no partner."""
+        reasons: Reasons = {}
+        for side, calls, why in (
+            ("reference", self._sides[0], solution.reference_reasons),
+            ("candidate", self._sides[1], solution.candidate_reasons),
+        ):
+            for call in calls:
+                name = (call.site, call.visit)
+                partner = self._linked.get((side, name))
+                for record in call.records:
+                    if id(record) not in self._free or id(record) in paired:
+                        continue
+                    reasons[side, record.key] = (
                         f"its site goes with '{partner}', which has none that is surely the same"
+                        if partner
+                        else why[name]
                     )
-                    conclusion.reasons[side, record.key] = reason if partner else why[name]
+        return reasons
 
 
 def _partners(
@@ -445,7 +494,7 @@ def _partners(
     candidate_calls: Mapping[_Name, Call],
 ) -> tuple[dict[_Name, Call], dict[_Name, Call]]:
     """Partner calls by name, for either side."""
-    pairs = [*anchors.items(), *((link[0], link[1]) for link in solution.links)]
+    pairs = [*anchors.items(), *((link.name, link.partner) for link in solution.links)]
     of_reference = {
         name: candidate_calls[partner] for name, partner in pairs if partner in candidate_calls
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from driftline.alignment.sites.site_graph import Call, main_tensor
 from driftline.runs.records import Record
@@ -63,36 +63,43 @@ def _by_port(records: Iterable[Record]) -> dict[tuple[str, str, str], list[Recor
 
 
 def _pair_slots(reference: list[Record], candidate: list[Record]) -> Pairs:
+    """Pair the tensors of one port."""
     # A single tensor on each side needs no slot; names may differ, if the shapes could agree.
     if len(reference) == 1 and len(candidate) == 1:
-        same = (
-            reference[0].key.slot == candidate[0].key.slot and not reference[0].key.slot.isdigit()
-        )
-        return (
-            [(reference[0], candidate[0])] if same or _could_be(reference[0], candidate[0]) else []
-        )
-    pairs: Pairs = []
+        slot = reference[0].key.slot
+        same = slot == candidate[0].key.slot and not slot.isdigit()
+        fits = same or _could_be(reference[0], candidate[0])
+        return [(reference[0], candidate[0])] if fits else []
     if not _same_places(reference, candidate):
         # Operators take weights as inputs, and an additional one shifts all later positions.
         first = next(zip(reference, candidate, strict=False))
         if {record.key.slot for record in first} == {"0"} and _could_be(*first):
-            pairs, reference, candidate = [first], reference[1:], candidate[1:]
-        return pairs + _unique_signatures(reference, candidate)
+            return [first, *_unique_signatures(reference[1:], candidate[1:])]
+        return _unique_signatures(reference, candidate)
     # Names first, then aliases (a position on one side and an argument's name on the other).
+    pairs: Pairs = []
     for names in (_slots, _any_names):
-        by_name = {name: record for record in reversed(candidate) for name in names(record)}
-        for record in list(reference):
-            partner = next((by_name[n] for n in names(record) if n in by_name), None)
-            if partner is None:
-                continue
-            # A position alone is weak evidence (argument 1 may be a mask), so shapes must fit.
-            named = names is _slots and not record.key.slot.isdigit()
-            if named or _could_be(record, partner):
-                pairs.append((record, partner))
-                reference = [item for item in reference if item is not record]
-                candidate = [item for item in candidate if item is not partner]
-                by_name = {name: item for name, item in by_name.items() if item is not partner}
+        pairs += _pair_names(reference, candidate, names)
+        used = {id(record) for pair in pairs for record in pair}
+        reference = [record for record in reference if id(record) not in used]
+        candidate = [record for record in candidate if id(record) not in used]
     return pairs + _by_place(reference, candidate)
+
+
+def _pair_names(
+    reference: list[Record], candidate: list[Record], names: Callable[[Record], list[str]]
+) -> Pairs:
+    """Pair tensors that share a name; each is used once."""
+    pairs: Pairs = []
+    by_name = {name: record for record in reversed(candidate) for name in names(record)}
+    for record in reference:
+        partner = next((by_name[name] for name in names(record) if name in by_name), None)
+        # A position alone is weak evidence (argument 1 may be a mask), so shapes must fit.
+        named = names is _slots and not record.key.slot.isdigit()
+        if partner is not None and (named or _could_be(record, partner)):
+            pairs.append((record, partner))
+            by_name = {name: other for name, other in by_name.items() if other is not partner}
+    return pairs
 
 
 def _slots(record: Record) -> list[str]:

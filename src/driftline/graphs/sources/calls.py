@@ -20,46 +20,57 @@ def calls_graph(calls: Sequence[Call], step: int | None = None) -> Graph | None:
         calls: Calls of one process.
         step: The step; None for the first one that has calls.
     """
-    forward = [call for call in calls if call.phase == "forward"]
-    if not forward:
+    steps = sorted({call.step for call in calls if call.phase == "forward"})
+    if not steps:
         return None
-    steps = sorted({call.step for call in forward})
     chosen = steps[0] if step is None else step
-    # Numbers give the order of the calls, whatever the order of the lines.
-    listed = sorted((call for call in forward if call.step == chosen), key=lambda call: call.number)
     backward = [call.number for call in calls if call.step == chosen and call.phase != "forward"]
-    if backward and any(call.kind == "module" for call in listed):
-        # Operators after the start of the backward pass and outside of modules are the
-        # optimizer's.
-        turn = min(backward)
-        listed = [
-            c for c in listed if c.number < turn or c.inside is not None or c.kind == "module"
-        ]
+    listed = _forward_calls(calls, chosen, backward)
     if not listed:
         return None
     builder = _GraphBuilder(listed)
     tops = [call for call in listed if builder.parent(call) is None]
-    modules = [call for call in tops if call.kind == "module"]
     nodes = tuple(builder.node(call) for call in tops)
-    name, kind, inputs, outputs = "program", "Program", (), ()
-    if len(modules) == 1:
-        # If the program runs a single model, the parts of the model are the first level.
-        (root,) = modules
-        index = tops.index(root)
-        if nodes[index].children:
-            nodes = (*nodes[:index], *nodes[index].children, *nodes[index + 1 :])
-        name = kind = root.class_name
-        inputs = tuple(dict.fromkeys(builder.name_of(tensor) for tensor in root.inputs))
-        # Operators after the model, such as a loss, give outputs of the program as well.
-        after = tops[index + 1 :]
-        read = {builder.name_of(tensor) for call in after for tensor in call.inputs}
-        last = [name for call in after for name in builder.made(call) if name not in read]
-        outputs = tuple(dict.fromkeys((*builder.made(root), *last)))
-    notes = ["the operators of backward passes and optimizers are not in the graph"]
-    notes = notes if backward else []
+    notes: list[str] = []
+    if backward:
+        notes.append("the operators of backward passes and optimizers are not in the graph")
     if len(steps) > 1:
         notes.append(f"this is step {chosen} of {len(steps)}")
-    return Graph(name, kind, nodes, inputs, outputs, builder.tensors, "aten", tuple(notes))
+    graph = Graph("program", "Program", nodes, (), (), builder.tensors, "aten", tuple(notes))
+    modules = [index for index, call in enumerate(tops) if call.kind == "module"]
+    return _of_model(graph, builder, tops, modules[0]) if len(modules) == 1 else graph
+
+
+def _forward_calls(calls: Sequence[Call], step: int, backward: Sequence[int]) -> list[Call]:
+    """The calls of a step's forward pass in order, without those of the optimizer."""
+    listed = [call for call in calls if call.phase == "forward" and call.step == step]
+    # Numbers give the order of the calls, whatever the order of the lines.
+    listed.sort(key=lambda call: call.number)
+    if not backward or not any(call.kind == "module" for call in listed):
+        return listed
+    # Operators after the start of the backward pass and outside of modules are the optimizer's.
+    turn = min(backward)
+    return [c for c in listed if c.number < turn or c.inside is not None or c.kind == "module"]
+
+
+def _of_model(graph: Graph, builder: _GraphBuilder, tops: Sequence[Call], index: int) -> Graph:
+    """The graph of a program with a single model: the parts of the model are the first level."""
+    root, nodes = tops[index], graph.nodes
+    if nodes[index].children:
+        nodes = (*nodes[:index], *nodes[index].children, *nodes[index + 1 :])
+    inputs = dict.fromkeys(builder.name_of(tensor) for tensor in root.inputs)
+    # Operators after the model, such as a loss, give outputs of the program as well.
+    after = tops[index + 1 :]
+    read = {builder.name_of(tensor) for call in after for tensor in call.inputs}
+    last = [name for call in after for name in builder.made(call) if name not in read]
+    outputs = dict.fromkeys((*builder.made(root), *last))
+    return graph._replace(
+        name=root.class_name,
+        kind=root.class_name,
+        nodes=nodes,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+    )
 
 
 class _GraphBuilder:

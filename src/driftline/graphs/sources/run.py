@@ -187,58 +187,78 @@ def _digest(run: Run, record: Record) -> str:
 def _by_edges(
     name: str, tree: Mapping[str, Any], records: Sequence[Record], format_name: str
 ) -> Graph:
-    infos = {
-        (record.key.site, record.key.port, record.key.slot): TensorInfo(record.dtype, record.shape)
-        for record in records
-    }
-    outputs: dict[str, dict[str, None]] = {}
-    feeding: dict[str, dict[str, str]] = {}
-    # Both forms of edges are reduced to names of tensors.
-    for edge in tree["edges"]:
-        source, out, to, slot = _edge(edge)
-        outputs.setdefault(source, {})[out] = None
-        feeding.setdefault(to, {})[slot] = f"{source}:{out}"
-    for site, port, slot in infos:
-        if port == "output":
-            outputs.setdefault(site, {})[slot] = None
-    tensors: dict[str, TensorInfo] = {}
-    count = 0
+    builder = _EdgeGraphBuilder(name, tree["edges"], records)
+    roots = [builder.node(root, 0) for root in _with_operators(tree, builder.feeding)]
+    nodes = tuple(child for root in roots for child in (root.children or (root,)))
+    title = roots[0].kind if len(roots) == 1 and roots[0].kind != "Operation" else ""
+    domain = "atb" if format_name.startswith("atb") else "graph"
+    return Graph(title or "program", title or "Program", nodes, (), (), builder.tensors, domain)
 
-    def node(data: Mapping[str, Any], depth: int) -> GraphNode:
-        nonlocal count
-        count += 1
-        if depth > DEEPEST or count > MOST_NODES:
-            raise BadFile(f"the topology of {name} is too deep or too large for a graph")
+
+class _EdgeGraphBuilder:
+    """Makes nodes from the entries of a topology.
+
+    Attributes:
+        tensors: What is known of the tensors of the nodes made so far, by name.
+        feeding: Site → slot of an input → name of the tensor that feeds it.
+    """
+
+    def __init__(self, name: str, edges: Sequence[Any], records: Sequence[Record]) -> None:
+        self.tensors: dict[str, TensorInfo] = {}
+        self.feeding: dict[str, dict[str, str]] = {}
+        self._name = name
+        self._count = 0
+        self._infos = {
+            (r.key.site, r.key.port, r.key.slot): TensorInfo(r.dtype, r.shape) for r in records
+        }
+        self._outputs: dict[str, dict[str, None]] = {}
+        # Both forms of edges are reduced to names of tensors.
+        for edge in edges:
+            source, out, to, slot = _edge(edge)
+            self._outputs.setdefault(source, {})[out] = None
+            self.feeding.setdefault(to, {})[slot] = f"{source}:{out}"
+        for site, port, slot in self._infos:
+            if port == "output":
+                self._outputs.setdefault(site, {})[slot] = None
+
+    def node(self, data: Mapping[str, Any], depth: int) -> GraphNode:
+        """The node of an entry, with its children.
+
+        Raises:
+            BadFile: The topology is too deep or too large.
+        """
+        self._count += 1
+        if depth > DEEPEST or self._count > MOST_NODES:
+            raise BadFile(f"the topology of {self._name} is too deep or too large for a graph")
         site = str(data.get("site", ""))
-        named = bool(data.get("inputs") or data.get("outputs"))
-        ins = [str(tensor_name) for tensor_name in data.get("inputs") or ()]
-        outs = [str(tensor_name) for tensor_name in data.get("outputs") or ()]
-        # Files without names of tensors get one from the maker and its slot.
-        if not named:
-            slots = feeding.get(site, {})
-            ins = [slots[slot] for slot in sorted(slots, key=_slot)]
-            outs = [f"{site}:{slot}" for slot in sorted(outputs.get(site, {}), key=_slot)]
-        for port, names in (("input", ins), ("output", outs)):
-            for index, tensor in enumerate(names):
-                slot = str(index) if named or port == "input" else tensor.rpartition(":")[2]
-                if (site, port, slot) in infos:
-                    tensors.setdefault(tensor, infos[site, port, slot])
+        inputs, outputs = self._tensor_names(data, site)
         param = data.get("param")
         return GraphNode(
             site or str(data.get("class", "node")),
             str(data.get("class") or "Operation"),
-            tuple(ins),
-            tuple(outs),
+            tuple(inputs),
+            tuple(outputs),
             cast("Mapping[str, Any]", param) if isinstance(param, dict) else {},
-            tuple(node(child, depth + 1) for child in data.get("children") or ()),
+            tuple(self.node(child, depth + 1) for child in data.get("children") or ()),
             site,
         )
 
-    roots = [node(root, 0) for root in _with_operators(tree, feeding)]
-    nodes = tuple(child for root in roots for child in (root.children or (root,)))
-    title = roots[0].kind if len(roots) == 1 and roots[0].kind != "Operation" else ""
-    domain = "atb" if format_name.startswith("atb") else "graph"
-    return Graph(title or "program", title or "Program", nodes, (), (), tensors, domain)
+    def _tensor_names(self, data: Mapping[str, Any], site: str) -> tuple[list[str], list[str]]:
+        """Names of an entry's inputs and outputs; their shapes and types are remembered."""
+        named = bool(data.get("inputs") or data.get("outputs"))
+        inputs = [str(tensor) for tensor in data.get("inputs") or ()]
+        outputs = [str(tensor) for tensor in data.get("outputs") or ()]
+        # Files without names of tensors get one from the maker and its slot.
+        if not named:
+            slots = self.feeding.get(site, {})
+            inputs = [slots[slot] for slot in sorted(slots, key=_slot)]
+            outputs = [f"{site}:{slot}" for slot in sorted(self._outputs.get(site, {}), key=_slot)]
+        for port, names in (("input", inputs), ("output", outputs)):
+            for index, tensor in enumerate(names):
+                slot = str(index) if named or port == "input" else tensor.rpartition(":")[2]
+                if (site, port, slot) in self._infos:
+                    self.tensors.setdefault(tensor, self._infos[site, port, slot])
+        return inputs, outputs
 
 
 def _with_operators(
