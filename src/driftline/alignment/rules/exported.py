@@ -40,7 +40,6 @@ from driftline.graphs.sources.exported import (
     Fusion,
     exported_graph,
     listed,
-    names_fit,
     without_number,
 )
 from driftline.runs.records import Record, TensorKey
@@ -622,7 +621,7 @@ def align_exported(
     paired in order.
     """
     graphs = exported_graph(reference), exported_graph(candidate)
-    if graphs == (None, None) or not (structural or names_fit(plan, *graphs)):
+    if graphs == (None, None) or not (structural or _names_fit(plan, *graphs)):
         return None
     plan = without_uncertain_pairs(plan, *graphs)
     fusions: list[Fusion] = []
@@ -639,6 +638,46 @@ def align_exported(
     return with_fusions(
         plan.with_pairs(pairs)._replace(reasons=reasons), reference_graph, candidate_graph
     )
+
+
+def _names_fit(
+    plan: Plan, reference: ExportedGraph | None, candidate: ExportedGraph | None
+) -> bool:
+    """Whether the two sides use the same names.
+
+    They do if half of the modules that the graph names are sites of the other side; for two graphs,
+    half of the sites of the smaller one.
+    """
+    sites = [
+        {*(record.key.site for record in paired), *(record.key.site for record in left)}
+        for paired, left in (
+            ([pair.reference for pair in plan.pairs], plan.missing),
+            ([pair.candidate for pair in plan.pairs], plan.extra),
+        )
+    ]
+    # Sites are compared as the reference names them, so that earlier pairs count as agreement.
+    linked = {pair.candidate.key.site: pair.reference.key.site for pair in plan.pairs}
+    named = [{linked.get(site, site) for site in sites[1]}, sites[0]]
+    shared = (named[0] & named[1]) - {ROOT}
+    if reference is not None and candidate is not None:
+        modules = [sites[0] - set(reference.nodes), sites[1] - set(candidate.nodes)]
+        values = reference.values().keys() & candidate.values().keys()
+        return (
+            # `shared` leaves out the root, which both graphs have: hence one less.
+            2 * len(shared) >= min(map(len, named)) - 1
+            or len(modules[0] & modules[1] - {ROOT}) * 2 >= min(map(len, modules)) > 1
+            or 2 * len(values) >= min(len(reference.nodes), len(candidate.nodes))
+        )
+    own, others = (sites[0], named[0]) if reference is not None else (sites[1], sites[0])
+    nodes = (reference or candidate or ExportedGraph({}, {})).nodes
+    modules = {linked.get(site, site) for site in own if site not in nodes} - {ROOT}
+    recognised = {
+        site
+        for site in modules
+        if site in others or any(base in others for base, _ in without_number(site))
+    }
+    # Half of the modules: an exporter renames or wraps some of them.
+    return bool(recognised) and 2 * len(recognised) >= len(modules)
 
 
 def with_calls(plan: Plan, reference: Run, candidate: Run) -> Plan:

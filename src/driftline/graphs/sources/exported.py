@@ -1,7 +1,6 @@
-"""The exported graph of a run, and whether the names of a model fit it.
+"""The exported graph of a run, as its topology describes it.
 
-Read from the run's topology, which may come from another program: missing or damaged entries are
-empty.
+The topology may come from another program: missing or damaged entries are empty.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from driftline.alignment.plan import Plan
 from driftline.runs.facts import first_records
 from driftline.runs.run import Run
 
@@ -111,9 +109,6 @@ class ExportedGraph(NamedTuple):
         return f"inside a fusion: {kind} '{node}' computes it on the way"
 
 
-_NO_GRAPH = ExportedGraph({}, {})
-
-
 def exported_graph(run: Run) -> ExportedGraph | None:
     """The graph of a run that was captured from an exported file; None for any other run."""
     # Any process may hold the graph; the first one that does is taken.
@@ -165,44 +160,6 @@ def _object(value: object) -> Mapping[str, Any]:
 
 def listed(value: object) -> list[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else []
-
-
-def names_fit(plan: Plan, reference: ExportedGraph | None, candidate: ExportedGraph | None) -> bool:
-    """Whether the two sides use the same names.
-
-    They do if half of the modules that the graph names are sites of the other side; for two graphs,
-    half of the sites of the smaller one.
-    """
-    sites = [
-        {*(record.key.site for record in paired), *(record.key.site for record in left)}
-        for paired, left in (
-            ([pair.reference for pair in plan.pairs], plan.missing),
-            ([pair.candidate for pair in plan.pairs], plan.extra),
-        )
-    ]
-    # Sites are compared as the reference names them, so that earlier pairs count as agreement.
-    linked = {pair.candidate.key.site: pair.reference.key.site for pair in plan.pairs}
-    named = [{linked.get(site, site) for site in sites[1]}, sites[0]]
-    shared = (named[0] & named[1]) - {ROOT}
-    if reference is not None and candidate is not None:
-        modules = [sites[0] - set(reference.nodes), sites[1] - set(candidate.nodes)]
-        values = reference.values().keys() & candidate.values().keys()
-        return (
-            # `shared` leaves out the root, which both graphs have: hence one less.
-            2 * len(shared) >= min(map(len, named)) - 1
-            or len(modules[0] & modules[1] - {ROOT}) * 2 >= min(map(len, modules)) > 1
-            or 2 * len(values) >= min(len(reference.nodes), len(candidate.nodes))
-        )
-    own, others = (sites[0], named[0]) if reference is not None else (sites[1], sites[0])
-    nodes = (reference or candidate or _NO_GRAPH).nodes
-    modules = {linked.get(site, site) for site in own if site not in nodes} - {ROOT}
-    recognised = {
-        site
-        for site in modules
-        if site in others or any(base in others for base, _ in without_number(site))
-    }
-    # Half of the modules: an exporter renames or wraps some of them.
-    return bool(recognised) and 2 * len(recognised) >= len(modules)
 
 
 def without_number(site: str) -> Iterable[tuple[str, int]]:
