@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from driftline.alignment.fingerprints import Looks
+from driftline.alignment.fingerprints import Fingerprints
 from driftline.alignment.plan import Pair
 from driftline.alignment.rules.containers import Tree, link_across, link_containers, link_uncalled
 from driftline.alignment.rules.fused_projections import (
@@ -97,7 +97,7 @@ def align_by_structure(
         links.setdefault(Frame(key.rank, key.process, key.step), []).append(pair)
     solved: dict[object, _Solution] = {}
     free = {id(record) for record in (*missing, *extra)}
-    looks = Looks(reference, candidate)
+    looks = Fingerprints(reference, candidate)
     interleaving = Interleaving(reference, candidate, found.notes)
     here_flows, there_flows = Dataflows(reference), Dataflows(candidate)
     for frame, other in _frames(here, there):
@@ -179,7 +179,7 @@ def _anchors(pairs: Iterable[Pair]) -> dict[_Name, _Name]:
 
 
 def _solve(
-    ours: list[Call], theirs: list[Call], anchors: Mapping[_Name, _Name], looks: Looks
+    ours: list[Call], theirs: list[Call], anchors: Mapping[_Name, _Name], looks: Fingerprints
 ) -> _Solution:
     names_there = {(call.site, call.visit): call for call in theirs}
     fixed = [
