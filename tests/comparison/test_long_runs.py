@@ -64,7 +64,7 @@ def everything_is_long(monkeypatch: pytest.MonkeyPatch):
     """What holds for a million tensors is tried with a hundred."""
 
     def switch() -> None:
-        monkeypatch.setattr(kept_lines.Room.__init__, "__defaults__", (10,))
+        monkeypatch.setattr(kept_lines.MemoryBudget.__init__, "__defaults__", (10,))
         monkeypatch.setattr(kept_lines, "_STRETCH", 7)
         monkeypatch.setattr(alignment, "LONG", 10)
         monkeypatch.setattr(streaming, "_FEW", 10)

@@ -38,14 +38,14 @@ def write(path: Path, *, ranks: int = 3, per_rank: int = 60, shift: float = 0.0)
 @pytest.fixture
 def long_ones_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """What holds for a million lines is tried with a hundred."""
-    monkeypatch.setattr(kept_lines.Room.__init__, "__defaults__", (70,))
+    monkeypatch.setattr(kept_lines.MemoryBudget.__init__, "__defaults__", (70,))
     monkeypatch.setattr(kept_records, "_KEPT_RECORDS", 50)
 
 
 def test_a_long_index_gives_the_same_records(tmp_path, monkeypatch):
     run = write(tmp_path / "run")
     plain = list(open_run(run).records)
-    monkeypatch.setattr(kept_lines.Room.__init__, "__defaults__", (70,))
+    monkeypatch.setattr(kept_lines.MemoryBudget.__init__, "__defaults__", (70,))
     monkeypatch.setattr(kept_records, "_KEPT_RECORDS", 50)
     long = open_run(run)
     assert list(long.records) == plain and list(long.records) == plain

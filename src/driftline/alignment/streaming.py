@@ -26,7 +26,7 @@ from driftline.alignment.plan import Pair, Plan, Rule
 from driftline.alignment.rules.compiler_dumps import is_conversion
 from driftline.alignment.rules.names import select
 from driftline.alignment.sites.kinds import kind_of
-from driftline.runs.index import KeptRecords
+from driftline.runs.index import IndexRecords
 from driftline.runs.index_lines import Line, record_of
 from driftline.runs.records import Record, TensorKey, usual_moment, usual_phase
 from driftline.runs.run import Run
@@ -313,8 +313,8 @@ class _Walk:
 def streamed_plan(reference: Run, candidate: Run) -> Plan | None:
     """The plan of two long runs by their names alone; None where the rules must decide."""
     reference_records, candidate_records = reference.records, candidate.records
-    if not isinstance(reference_records, KeptRecords) or not isinstance(
-        candidate_records, KeptRecords
+    if not isinstance(reference_records, IndexRecords) or not isinstance(
+        candidate_records, IndexRecords
     ):
         return None
     if not _is_usual(reference, candidate):
@@ -328,7 +328,7 @@ def streamed_plan(reference: Run, candidate: Run) -> Plan | None:
 
 
 def _walked(
-    reference: Run, candidate: Run, reference_records: KeptRecords, candidate_records: KeptRecords
+    reference: Run, candidate: Run, reference_records: IndexRecords, candidate_records: IndexRecords
 ) -> Plan | None:
     parts = [
         [part for part in run.parts if len(part.lines)]

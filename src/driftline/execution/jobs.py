@@ -1,4 +1,4 @@
-"""What an executor is given and gives back. Knows no kind of work: a workshop is found by its name.
+"""What an executor is given and gives back. Knows no kind of work: a worker is found by its name.
 
 A job is what every worker must know; tasks are what is shared out among them. Both are plain values
 (see `wire`), and so is what comes back.
@@ -14,7 +14,7 @@ from driftline import errors
 from driftline.errors import BadInput, DriftlineError, did_you_mean
 from driftline.registry import Address
 
-WORKSHOPS: dict[str, Address] = {
+WORKERS: dict[str, Address] = {
     "pairs": Address("driftline.comparison.measure.distribute:PairsWorkshop"),
     "operators": Address("driftline.operators.workers:OperatorsWorkshop"),
     "metrics": Address("driftline.decoding.workshop:MetricsWorkshop"),
@@ -25,7 +25,7 @@ WORKSHOPS: dict[str, Address] = {
 Say = Callable[[str], None]
 Finished = Callable[[int, Any], None]
 """Called with the place of a task and its result, once for each, in the thread that asked."""
-Said = Callable[[int, str], None]
+Printed = Callable[[int, str], None]
 """Called with the place of a task and a line that it has to say."""
 
 
@@ -33,14 +33,14 @@ class Job(NamedTuple):
     """What every worker must know.
 
     Attributes:
-        workshop: A name of `WORKSHOPS`.
-        about: What the workshop is opened with.
+        worker: A name of `WORKERS`.
+        about: What the worker is opened with.
         folder: Where relative paths begin; empty where there are none.
         kernel: Which path of the C kernel must be taken, so that all digits agree; empty: any.
         gpus: How many GPUs each worker must have for itself, as far as a cluster can tell.
     """
 
-    workshop: str
+    worker: str
     about: Any
     folder: str
     kernel: str = ""
@@ -51,10 +51,10 @@ class Task(NamedTuple):
     """A piece of work.
 
     Attributes:
-        work: What the workshop is asked to do, or a function that says it when it is sent.
+        work: What the worker is asked to do, or a function that says it when it is sent.
         weight: How much that is, in bytes; larger ones are begun first.
         near: Tasks of one place are given to the same machine where that is possible.
-        needs: Places whose data the machine must have, as `Workshop.absent` calls them.
+        needs: Places whose data the machine must have, as `Worker.absent` calls them.
         called: How messages call it.
     """
 
@@ -69,7 +69,7 @@ class Task(NamedTuple):
         return self.work() if callable(self.work) else self.work
 
 
-class Workshop(Protocol):
+class Worker(Protocol):
     """Does the tasks of one job, one after the other; lives in a worker."""
 
     def __init__(self, about: Any) -> None: ...
@@ -101,7 +101,7 @@ class Executor(Protocol):
         ...
 
     def run(
-        self, job: Job, tasks: Sequence[Task], finished: Finished, said: Said | None = None
+        self, job: Job, tasks: Sequence[Task], finished: Finished, printed: Printed | None = None
     ) -> None:
         """Do every task once.
 
@@ -122,19 +122,19 @@ class WorkerFailed(DriftlineError):
     """A worker that ended, or met something that nobody had foreseen."""
 
 
-def open_workshop(name: str, about: Any) -> Workshop:
-    """The workshop of a job.
+def open_worker(name: str, about: Any) -> Worker:
+    """The worker of a job.
 
     Raises:
         DriftlineError: It cannot be opened here.
     """
-    return WORKSHOPS[name].load()(about)
+    return WORKERS[name].load()(about)
 
 
-def done(workshop: Workshop, work: Any, say: Say) -> list[Any]:
+def done(worker: Worker, work: Any, say: Say) -> list[Any]:
     """The answer of a worker to one task, whatever happens."""
     try:
-        return ["done", workshop.do(work, say)]
+        return ["done", worker.do(work, say)]
     except Exception as trouble:
         return failed(trouble)
 
@@ -164,18 +164,20 @@ def result_of(answer: Sequence[Any], called: str, where: str = "") -> Any:
         return answer[1]
     if answer[0] == "failed":
         _, name, message, hint = answer
+        # Only errors of Driftline have a name that both sides know.
         kind = getattr(errors, name, WorkerFailed)
-        ours = isinstance(kind, type) and issubclass(kind, DriftlineError)
+        is_own_error = isinstance(kind, type) and issubclass(kind, DriftlineError)
         message = f"node {where}: {message}" if where else message
-        raise (kind if ours else WorkerFailed)(message, hint=hint)
+        raise (kind if is_own_error else WorkerFailed)(message, hint=hint)
     from driftline import settings
 
     first = str(answer[1]).partition("\n")[0]
     hint = "without --jobs and --executor it happens here, where more can be seen of it"
+    # The traceback of the worker is for those who debug Driftline itself.
     if settings.debug():
         hint = str(answer[2])
-    at = f" on {where}" if where else ""
-    raise WorkerFailed(f"a worker{at} failed at {called}: {first}", hint=hint)
+    on_node = f" on {where}" if where else ""
+    raise WorkerFailed(f"a worker{on_node} failed at {called}: {first}", hint=hint)
 
 
 # Words → who does the work: `--jobs 4`, `--executor ray`, `--executor ray://head:10001`.
@@ -203,6 +205,7 @@ def chosen(
         raise BadInput(f"--jobs {jobs} cannot do anything", hint=f"give 1 to {MOST_JOBS}")
     if executor is not None and not isinstance(executor, str):
         return executor
+    # One local worker is this process: starting another one would only cost time.
     if executor in (None, "", "local"):
         if jobs is None or jobs == 1:
             return None

@@ -25,12 +25,12 @@ from driftline.execution import codec
 from driftline.execution.jobs import (
     Finished,
     Job,
-    Said,
+    Printed,
     Task,
     WorkerFailed,
     done,
     failed,
-    open_workshop,
+    open_worker,
     result_of,
 )
 
@@ -38,6 +38,7 @@ from driftline.execution.jobs import (
 def main() -> int:
     """Serve one job."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asked; he ends us
+    # Standard output carries the frames, so prints of the work are sent to standard error.
     incoming = os.fdopen(os.dup(0), "rb")
     outgoing = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -48,16 +49,14 @@ def main() -> int:
     threading.Thread(target=_listen, args=(incoming, tasks), daemon=True).start()
     name, about = tasks.get()
     try:
-        workshop = open_workshop(name, about)
+        worker = open_worker(name, about)
     except Exception as trouble:
         codec.send(outgoing, failed(trouble))
         return 0
     codec.send(outgoing, ["ready"])
     while True:
         work = tasks.get()
-        codec.send(
-            outgoing, done(workshop, work, lambda line: codec.send(outgoing, ["said", line]))
-        )
+        codec.send(outgoing, done(worker, work, lambda line: codec.send(outgoing, ["said", line])))
 
 
 def _listen(incoming: BinaryIO, tasks: queue.SimpleQueue[Any]) -> None:
@@ -66,6 +65,7 @@ def _listen(incoming: BinaryIO, tasks: queue.SimpleQueue[Any]) -> None:
         while True:
             tasks.put(codec.receive(incoming))
     except (EOFError, OSError, ValueError):
+        # Exits at once, even in the middle of a task: nobody waits for its result any more.
         os._exit(0)
 
 
@@ -97,10 +97,10 @@ class Processes:
         return self._jobs
 
     def run(
-        self, job: Job, tasks: Sequence[Task], finished: Finished, said: Said | None = None
+        self, job: Job, tasks: Sequence[Task], finished: Finished, printed: Printed | None = None
     ) -> None:
         if tasks:
-            _Round(job, tasks, min(self._jobs, len(tasks))).run(finished, said)
+            _Round(job, tasks, min(self._jobs, len(tasks))).run(finished, printed)
 
     def __repr__(self) -> str:
         return f"Processes({self._jobs})"
@@ -113,7 +113,7 @@ class _Round:
         self.job = job
         self.tasks = tasks
         # Large ones first, but about equal ones in their order, which is that of their files.
-        order = sorted(range(len(tasks)), key=lambda at: -tasks[at].weight.bit_length())
+        order = sorted(range(len(tasks)), key=lambda index: -tasks[index].weight.bit_length())
         self.waiting: deque[int] = deque(order)
         self.attempts = [0] * len(tasks)
         self.lock = threading.Lock()
@@ -125,20 +125,21 @@ class _Round:
             for n in range(workers)
         ]
 
-    def run(self, finished: Finished, said: Said | None) -> None:
+    def run(self, finished: Finished, printed: Printed | None) -> None:
         left = len(self.tasks)
         for thread in self.threads:
             thread.start()
         try:
             while left:
-                kind, at, what = self.news.get()
+                kind, index, content = self.news.get()
+                # Failures are raised here, in the thread of the caller.
                 if kind == "failure":
-                    raise what
+                    raise content
                 if kind == "said":
-                    if said is not None:
-                        said(at, what)
+                    if printed is not None:
+                        printed(index, content)
                     continue
-                finished(at, what)
+                finished(index, content)
                 left -= 1
         finally:
             self._end()
@@ -161,8 +162,9 @@ class _Round:
 
     def _one_process(self) -> bool:
         """Feed one process until no task is left; whether another must take its place."""
-        at = self._next()
-        if at is None:
+        # A task is taken first: without one no process is started.
+        index = self._next()
+        if index is None:
             return False
         process = self._start()
         if process is None:
@@ -171,20 +173,20 @@ class _Round:
         to, back = cast("Any", process.stdin), cast("Any", process.stdout)
         try:
             with contextlib.suppress(BrokenPipeError):  # its answer, or its end, says more
-                codec.send(to, [self.job.workshop, self.job.about])
+                codec.send(to, [self.job.worker, self.job.about])
             hello = codec.receive(back)
             if hello[0] != "ready":
                 result_of(hello, "its start")
-            while at is not None:
+            while index is not None:
                 with contextlib.suppress(BrokenPipeError):
-                    codec.send(to, self.tasks[at].content())
+                    codec.send(to, self.tasks[index].content())
                 while (answer := codec.receive(back))[0] == "said":
-                    self.news.put(("said", at, answer[1]))
-                self.news.put(("done", at, result_of(answer, self.tasks[at].called)))
-                at = self._next()
+                    self.news.put(("said", index, answer[1]))
+                self.news.put(("done", index, result_of(answer, self.tasks[index].called)))
+                index = self._next()
         except EOFError:
             if not self.ending:
-                self._ended(process, cast(int, at))
+                self._ended(process, cast(int, index))
                 return True
         finally:
             self._stop(process)
@@ -194,19 +196,20 @@ class _Round:
         with self.lock:
             return self.waiting.popleft() if self.waiting else None
 
-    def _ended(self, process: subprocess.Popen[bytes], at: int) -> None:
+    def _ended(self, process: subprocess.Popen[bytes], index: int) -> None:
         """A worker that ended by itself: its task is begun again, once."""
+        # An end in the middle of a task is the worker's own: killed, or out of memory.
         code = process.wait()
-        self.attempts[at] += 1
-        if self.attempts[at] >= _ATTEMPTS:
+        self.attempts[index] += 1
+        if self.attempts[index] >= _ATTEMPTS:
             raise WorkerFailed(
-                f"a worker process ended {_how(code)} at {self.tasks[at].called}, "
+                f"a worker process ended {_how(code)} at {self.tasks[index].called}, "
                 f"{_ATTEMPTS} times",
                 hint="memory may be short: try fewer --jobs" if code == -9 else "",
             )
         with self.lock:
             if not self.ending:
-                self.waiting.appendleft(at)
+                self.waiting.appendleft(index)
 
     def _start(self) -> subprocess.Popen[bytes] | None:
         home = str(Path(__file__).parents[2])

@@ -20,9 +20,9 @@ from driftline import settings
 from driftline.errors import BadInput, DriftlineError
 from driftline.registry import require
 
-_DOOR = 5.0
+_CONNECT_SECONDS = 5.0
 """Seconds in which an address must take a connection at all."""
-_GREETING = 8.0
+_ANSWER_SECONDS = 8.0
 """Seconds in which whoever takes the connection must answer as Ray's servers do."""
 _PORT = "10001 is the usual port of Ray's client server; on a machine of the cluster itself, "
 HINT = _PORT + "say --executor ray"
@@ -38,7 +38,7 @@ _TOKEN = (
 )
 
 
-def knock(place: str, address: str) -> None:
+def check_reachable(place: str, address: str) -> None:
     """See whether anybody is there at all: Ray itself would wait for minutes.
 
     Raises:
@@ -52,17 +52,17 @@ def knock(place: str, address: str) -> None:
             hint="write --executor ray://HOST:PORT, such as ray://head:10001",
         )
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_DOOR).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
     except OSError as trouble:
         why = trouble.strerror or str(trouble) or "no answer"
         raise DriftlineError(
             f"there is no Ray cluster at {address}: {why[0].lower()}{why[1:]}",
             hint=HINT if address.startswith("ray://") else "is RAY_ADDRESS of another cluster?",
         ) from None
-    _greet(place, address)
+    _check_http2(place, address)
 
 
-def _greet(place: str, address: str) -> None:
+def _check_http2(place: str, address: str) -> None:
     """See whether whoever is there speaks HTTP/2, as Ray does; with TLS only Ray can tell.
 
     Raises:
@@ -74,12 +74,14 @@ def _greet(place: str, address: str) -> None:
         return
     if settings.ray_uses_tls():
         return
+    # Only whether it speaks HTTP/2 is of interest, and no secret is sent.
     channel = grpc.insecure_channel(place)
     try:
-        grpc.channel_ready_future(channel).result(timeout=_GREETING)
+        grpc.channel_ready_future(channel).result(timeout=_ANSWER_SECONDS)
     except grpc.FutureTimeoutError:
         raise DriftlineError(
-            f"what is at {address} does not answer as a Ray cluster: waited {_GREETING:.0f} s",
+            f"what is at {address} does not answer as a Ray cluster: waited "
+            f"{_ANSWER_SECONDS:.0f} s",
             hint=HINT,
         ) from None
     finally:
@@ -103,7 +105,7 @@ def _answers(place: str) -> str:
     try:
         for question in _QUESTIONS:
             try:
-                channel.unary_unary(question)(b"", timeout=_GREETING)
+                channel.unary_unary(question)(b"", timeout=_ANSWER_SECONDS)
             except grpc.RpcError as answer:
                 if answer.code() == grpc.StatusCode.UNAUTHENTICATED:
                     return _TOKEN_WANTED
@@ -114,7 +116,7 @@ def _answers(place: str) -> str:
     return ""
 
 
-def unlock(place: str, address: str) -> str:
+def use_token(place: str, address: str) -> str:
     """Have Ray use the token of this machine if that is asked for, and not forbidden here.
 
     Returns:
@@ -124,14 +126,15 @@ def unlock(place: str, address: str) -> str:
         DriftlineError: It is no Ray. Or a token is asked for, and there is none, or it is not to be
             used.
     """
-    found = _answers(place)
-    if found == _NO_GRPC:
+    answer = _answers(place)
+    if answer == _NO_GRPC:
         raise DriftlineError(
             f"what is at {address} does not answer as a Ray cluster: it is a web server", hint=HINT
         )
-    if found != _TOKEN_WANTED:
+    if answer != _TOKEN_WANTED:
         return HINT
     chosen = settings.ray_token_mode()
+    # Ray settles at import whether it uses tokens, so nothing can be changed after that.
     if not chosen and "ray" not in sys.modules and settings.ray_has_token():
         settings.ray_uses_token()
     elif chosen != "token":
@@ -149,25 +152,25 @@ _TRIES = 3
 it is made (it forks while gRPC's threads run; seen on busy machines), and the next one lives."""
 
 
-class _Hushed:
+class _FilteredOutput:
     """Standard output without what Ray prints there by itself when a machine or worker is lost.
 
     We say that, on standard error; results on standard output may be read by a program. No stream
     of Python's own kinds: those close what they stand for when they go.
     """
 
-    def __init__(self, whole: TextIO) -> None:
-        self.whole = whole
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
         self.leaving: threading.Thread | None = None
 
     def write(self, text: str) -> int:
         thread = threading.current_thread()
         if thread.name == "ray_listen_error_messages" or thread is self.leaving:
             return len(text)
-        return self.whole.write(text)
+        return self.stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.whole, name)
+        return getattr(self.stream, name)
 
 
 class Session:
@@ -184,19 +187,19 @@ class Session:
     @contextlib.contextmanager
     def in_use(self) -> Generator[None]:
         """While work is done; the connection is let go at the end if it is ours."""
-        hushed = _Hushed(sys.stdout)
-        sys.stdout = cast(TextIO, hushed)
+        filtered = _FilteredOutput(sys.stdout)
+        sys.stdout = cast(TextIO, filtered)
         try:
             yield
         finally:
-            hushed.leaving = threading.current_thread()  # who prints what was held back
+            filtered.leaving = threading.current_thread()  # who prints what was held back
             try:
                 if self._owned:
                     self.ray.shutdown()
             finally:
-                hushed.leaving = None
-                if cast(Any, sys.stdout) is hushed:
-                    sys.stdout = hushed.whole
+                filtered.leaving = None
+                if cast(Any, sys.stdout) is filtered:
+                    sys.stdout = filtered.stream
 
 
 def connect(address: str, jobs: int | None) -> Session:
@@ -209,6 +212,7 @@ def connect(address: str, jobs: int | None) -> Session:
     Raises:
         DriftlineError: There is none, or it does not answer.
     """
+    # The program's own connection is used, and left open.
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         return Session(sys.modules["ray"], owned=False)
     settings.ray_tells_nobody()
@@ -220,8 +224,8 @@ def connect(address: str, jobs: int | None) -> Session:
         # Before Ray is imported: that is when it settles whether it uses tokens.
         if elsewhere.startswith("ray://"):
             require("grpc", install="driftline[ray]")
-        knock(elsewhere.removeprefix("ray://"), elsewhere)
-        hint = unlock(elsewhere.removeprefix("ray://"), elsewhere)
+        check_reachable(elsewhere.removeprefix("ray://"), elsewhere)
+        hint = use_token(elsewhere.removeprefix("ray://"), elsewhere)
     ray = require("ray", install="driftline[ray]")
     if elsewhere:
         _bounded(lambda: ray.init(elsewhere, **quiet), elsewhere, hint)
@@ -261,10 +265,13 @@ def _bounded(init: Any, address: str, hint: str = HINT) -> None:
     trouble: BaseException | None = None
     for _ in range(_TRIES):
         trouble = _attempt(init, address)
+        # Any other refusal would be the same again.
         if not isinstance(trouble, ConnectionAbortedError):
             break
     if trouble is not None:
-        raise DriftlineError(f"Ray at {address} refuses: {told(trouble)}", hint=hint) from trouble
+        raise DriftlineError(
+            f"Ray at {address} refuses: {one_line(trouble)}", hint=hint
+        ) from trouble
 
 
 def _attempt(init: Any, address: str) -> BaseException | None:
@@ -294,7 +301,7 @@ def _attempt(init: Any, address: str) -> BaseException | None:
     return outcome[0]
 
 
-def told(trouble: BaseException) -> str:
+def one_line(trouble: BaseException) -> str:
     """What Ray has to say, in one line: the last of a traceback is the exception itself."""
     lines = [line.strip() for line in str(trouble).splitlines() if line.strip()]
     for line in reversed(lines):

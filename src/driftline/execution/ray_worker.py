@@ -1,4 +1,4 @@
-"""What runs on the machines of a Ray cluster: a bench that opens a workshop and does its tasks.
+"""What runs on the machines of a Ray cluster: a bench that opens a worker and does its tasks.
 
 Ray carries the bytes, in its own way; what is in them are plain values (see `wire`).
 """
@@ -12,10 +12,10 @@ from typing import Any
 from driftline import __version__, settings
 from driftline.errors import DriftlineError
 from driftline.execution import codec
-from driftline.execution.jobs import Workshop, done, failed, open_workshop
+from driftline.execution.jobs import Worker, done, failed, open_worker
 
 
-def look(content: bytes) -> bytes:
+def inspect_machine(content: bytes) -> bytes:
     """What a machine can do for a job, before it is given any of it.
 
     Returns:
@@ -23,50 +23,54 @@ def look(content: bytes) -> bytes:
         and what it does not have of the job's data.
     """
     job = codec.unpack(content)
-    told: list[Any] = [platform.node(), __version__, "", []]
+    answer: list[Any] = [platform.node(), __version__, "", []]
+    # Another version may have another format of jobs, so nothing of this one is opened.
     if __version__ != job["version"]:
-        return codec.pack(told)  # the rest is for those who understand it
+        return codec.pack(answer)  # the rest is for those who understand it
     try:
-        told[3] = _opened(job).absent()
+        answer[3] = _opened(job).absent()
     except DriftlineError as trouble:
-        told[2] = str(trouble)
+        answer[2] = str(trouble)
     except Exception as trouble:
-        told[2] = f"{type(trouble).__name__}: {trouble}".partition("\n")[0]
-    return codec.pack(told)
+        answer[2] = f"{type(trouble).__name__}: {trouble}".partition("\n")[0]
+    return codec.pack(answer)
 
 
-class Bench:
+class RayWorker:
     """Does the tasks of one job, one at a time, in a process of its own."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
-        self._workshop: Workshop | None = None
+        self._worker: Worker | None = None
 
     def do(self, content: bytes) -> bytes:
         """The answer to one task, and the lines it had to say."""
-        said: list[str] = []
+        lines: list[str] = []
         try:
-            if self._workshop is None:
-                self._workshop = _opened(codec.unpack(self._content))
+            # Opened at the first task, in the worker's own process, and kept for all
+            # later ones.
+            if self._worker is None:
+                self._worker = _opened(codec.unpack(self._content))
         except Exception as trouble:
-            return codec.pack([said, failed(trouble)])
-        return codec.pack([said, done(self._workshop, codec.unpack(content), said.append)])
+            return codec.pack([lines, failed(trouble)])
+        return codec.pack([lines, done(self._worker, codec.unpack(content), lines.append)])
 
     def pid(self) -> int:
         """Its process, for whoever must end it."""
         return os.getpid()
 
 
-def _opened(job: dict[str, Any]) -> Workshop:
+def _opened(job: dict[str, Any]) -> Worker:
+    # The same kernel path on all machines: other instructions round other digits.
     if job["kernel"]:
         _take(job["kernel"])
     if folder := job["folder"]:
         try:
             os.chdir(folder)
         except OSError as trouble:
-            said = (trouble.strerror or "it does not say why").lower()
-            raise DriftlineError(f"cannot enter '{folder}': {said}") from None
-    return open_workshop(job["workshop"], job["about"])
+            reason = (trouble.strerror or "it does not say why").lower()
+            raise DriftlineError(f"cannot enter '{folder}': {reason}") from None
+    return open_worker(job["worker"], job["about"])
 
 
 def _take(path: str) -> None:

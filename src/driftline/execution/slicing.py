@@ -52,6 +52,7 @@ def parse_shard(text: str) -> Shard:
 
 
 def _is_number(word: str) -> bool:
+    # Text of a command line: a longer number would be slow to convert and cannot be meant.
     return word.isascii() and word.isdigit() and len(word) < 12
 
 
@@ -68,6 +69,7 @@ def slice_of(weights: Sequence[int], shard: Shard) -> range:
     before = 0
     for weight in weights:
         middle = 2 * before + weight  # twice, so that it is a whole number
+        # With a total of 0 everything belongs to the first shard.
         owner = min(middle * shard.of // (2 * total) if total else 0, shard.of - 1)
         first += owner < shard.number - 1
         last += owner < shard.number
@@ -87,14 +89,15 @@ def groups(
         most: None is larger, but for a single thing.
         count: About how many groups there should be.
     """
+    # Neither so small that sending costs more than the work, nor so large that others wait.
     goal = min(max(sum(weights) // max(count, 1), least), most)
-    found: list[list[int]] = []
+    complete: list[list[int]] = []
     group: list[int] = []
     weighs = 0
-    for at, weight in enumerate(weights):
-        if group and (weighs + weight > goal or places[at] != places[group[0]]):
-            found.append(group)
+    for index, weight in enumerate(weights):
+        if group and (weighs + weight > goal or places[index] != places[group[0]]):
+            complete.append(group)
             group, weighs = [], 0
-        group.append(at)
+        group.append(index)
         weighs += weight
-    return [*found, group] if group else found
+    return [*complete, group] if group else complete

@@ -32,6 +32,7 @@ RUN_KEYS = ("framework", "order", "step_unit", "numbered_names", "formats")
 _FRAMEWORKS = {"transformers": "torch", "pytorch": "torch"}
 _ORDERS = ("execution", "registration", "none")
 _STEP_UNITS = ("micro-batch",)
+# Facts come from files: counts beyond these are not believed, because tables are made by them.
 _MOST_RANKS = 1 << 20
 _MOST_STAGES = 1 << 16
 
@@ -137,11 +138,13 @@ class RunFacts(NamedTuple):
         return cls(
             _framework(manifest, processes),
             _formats(manifest, processes),
+            # The first that says something valid wins; the manifest comes before the
+            # processes.
             cast("Order", _declared("order", declared, _ORDERS) or order),
             cast("StepUnit", _declared("step_unit", declared, _STEP_UNITS)),
-            any(said.get("numbered_names") is True for said in declared),
+            any(facts.get("numbered_names") is True for facts in declared),
             any(_is_operator(site) for site in sites),
-            tuple(read_process(said) for said in processes),
+            tuple(read_process(facts) for facts in processes),
         )
 
     def to_json(self) -> dict[str, JSON]:
@@ -157,7 +160,7 @@ class RunFacts(NamedTuple):
 
     def of_process(self, rank: int, process: int) -> dict[str, JSON]:
         """What `process.json` of a copy of the run says: the facts, and the process's place."""
-        places = {(each.rank, each.process): each for each in self.processes}
+        places = {(facts.rank, facts.process): facts for facts in self.processes}
         place = places.get((rank, process))
         return self.to_json() | ({} if place is None else place.of_job())
 
@@ -175,9 +178,9 @@ def read_facts(run: Run, order: Order) -> RunFacts:
 
 def first_records(run: Run) -> list[Record]:
     """The first record of each process that has any."""
-    from driftline.runs.index import KeptRecords
+    from driftline.runs.index import IndexRecords
 
-    if isinstance(run.records, KeptRecords):  # a long run is not built to look at its first lines
+    if isinstance(run.records, IndexRecords):  # a long run is not built to look at its first lines
         return run.records.firsts()
     firsts: dict[tuple[int, int], Record] = {}
     for record in run.records:
@@ -186,9 +189,10 @@ def first_records(run: Run) -> list[Record]:
 
 
 def _framework(manifest: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) -> str:
-    for said in (manifest, *processes):
-        if name := str(said.get("framework") or "").lower():
+    for facts in (manifest, *processes):
+        if name := str(facts.get("framework") or "").lower():
             return "paddle" if name.startswith("paddle") else _FRAMEWORKS.get(name, name)
+    # Dumps of paddle may name no framework, only their format.
     return "paddle" if "paddle" in str(manifest.get("format", "")).lower() else ""
 
 
@@ -196,29 +200,32 @@ def _formats(
     manifest: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]
 ) -> tuple[str, ...]:
     chain = [str(manifest.get("format", ""))]
-    for said in (manifest, *processes):
-        if earlier := _list(said.get("formats")):
+    for facts in (manifest, *processes):
+        if earlier := _list(facts.get("formats")):
             chain += [str(name) for name in earlier]
             break
         # Runs that 0.1.0 converted name only the format before the last conversion.
-        if before := said.get("converted_from"):
+        if before := facts.get("converted_from"):
             # `FORMAT: path` in a list of files, a table in a run.
             of_files = before.partition(":")[0] if isinstance(before, str) else ""
             chain.append(of_files or str(_table(before).get("format", "")))
             break
+    # A run that was copied without conversion would otherwise name its format twice.
     return tuple(
-        name for at, name in enumerate(chain) if name and (at == 0 or chain[at - 1] != name)
+        name
+        for index, name in enumerate(chain)
+        if name and (index == 0 or chain[index - 1] != name)
     )
 
 
-def read_process(said: Mapping[str, Any]) -> ProcessFacts:
+def read_process(facts: Mapping[str, Any]) -> ProcessFacts:
     """What a process said about its place; what cannot be believed is as if it were not said."""
-    world = said.get("world_size")
+    world = facts.get("world_size")
     return ProcessFacts(
-        _count(said.get("rank")),
-        _count(said.get("process")),
+        _count(facts.get("rank")),
+        _count(facts.get("process")),
         world if type(world) is int and 0 <= world < _MOST_RANKS else 0,
-        *(tuple(_list(said.get(name))) for name in ("meshes", "groups", "stages")),
+        *(tuple(_list(facts.get(name))) for name in ("meshes", "groups", "stages")),
     )
 
 
@@ -229,7 +236,7 @@ def _is_operator(site: str) -> bool:
 
 def _declared(key: str, declared: Iterable[Mapping[str, Any]], choices: Sequence[str]) -> str:
     """The first of these values that is said under a key; empty where none is."""
-    return next((said[key] for said in declared if said.get(key) in choices), "")
+    return next((facts[key] for facts in declared if facts.get(key) in choices), "")
 
 
 def _table(value: Any) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from driftline.runs.local_files import Listed
 
 
-_one = sys.intern
+_interned = sys.intern
 
 FEW = 4_096
 """So many lines of a run stay as they are."""
@@ -37,7 +37,7 @@ _Read = Callable[[int, int], bytes]
 """So many bytes of an index, from a place on."""
 
 
-class Room:
+class MemoryBudget:
     """How many lines more may stay in memory, over all indexes of a run."""
 
     def __init__(self, left: int = FEW) -> None:
@@ -52,7 +52,7 @@ class Room:
         return self.spool, self.spool.append(content)
 
 
-class KeptLines:
+class IndexLines:
     """Checked lines of one index; in the order of execution once `finish` was called.
 
     Args:
@@ -60,7 +60,7 @@ class KeptLines:
         reopen: Opens the file again, for lines that did not stay in memory.
     """
 
-    def __init__(self, room: Room, reopen: Callable[[], BinaryIO]) -> None:
+    def __init__(self, room: MemoryBudget, reopen: Callable[[], BinaryIO]) -> None:
         self.last_step: int | None = None
         self._room = room
         self._reopen = reopen
@@ -76,10 +76,13 @@ class KeptLines:
         self._lost: dict[int, str] = {}
         self._spool: tuple[UnnamedFile, int] | None = None
         self._size = 0
-        self._known: tuple[int, list[bytes]] = (-1, [])
+        # The stretch that was read last: neighbours are usually asked for one after the
+        # other.
+        self._last_stretch: tuple[int, list[bytes]] = (-1, [])
 
     def append(self, line: Line, start: int, length: int, *, ended: bool = True) -> None:
         """A line that was checked, where in the file its text lies, and whether a line end does."""
+        # Threads of one process may write their lines slightly out of order.
         if line.order <= self._order:
             self._in_order = False
         self._order = line.order
@@ -87,6 +90,7 @@ class KeptLines:
             self.last_step = line.step
         if line.lost:
             self._lost[self._count] = line.lost
+        # Blank or bad lines break the neighbourhood, and a new stretch begins.
         if start != self._end or self._count - self._firsts[-1] >= _STRETCH:
             self._firsts.append(self._count)
             self._starts.append(start)
@@ -96,6 +100,8 @@ class KeptLines:
         if self._few is not None:
             self._few.append(line)
             self._room.left -= 1
+            # From here on the index is too long: lines are dropped, and only places are
+            # kept.
             if self._room.left < 0:
                 from array import array
 
@@ -109,7 +115,9 @@ class KeptLines:
         self._room.left -= len(lines)
         self._count = len(lines)
         orders = [line.order for line in lines]
-        self._few = lines if orders == sorted(orders) else sorted(lines, key=lambda one: one.order)
+        self._few = (
+            lines if orders == sorted(orders) else sorted(lines, key=lambda line: line.order)
+        )
         self.last_step = max((line.step for line in lines), default=None)
         return True
 
@@ -119,6 +127,8 @@ class KeptLines:
         Raises:
             OSError: It cannot be read again.
         """
+        # A fetched index would have to be fetched again, so its bytes are kept in a
+        # temporary file.
         if self._few is None and not _can_be_reopened(file):
             file.seek(0)
             self._spool = self._room.spooled(file.read())
@@ -126,7 +136,7 @@ class KeptLines:
             orders = [line.order for line in self]
             places = sorted(range(self._count), key=orders.__getitem__)
             if self._few is not None:
-                self._few = [self._few[at] for at in places]
+                self._few = [self._few[place] for place in places]
             else:
                 from array import array
 
@@ -137,18 +147,18 @@ class KeptLines:
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, at: int) -> Line:
+    def __getitem__(self, index: int) -> Line:
         if self._few is not None:
-            return self._few[at]
+            return self._few[index]
         import bisect  # with `array` half a millisecond, which a short index does not need
 
-        place = at if self._places is None else self._places[at]
-        which = bisect.bisect_right(self._firsts, place) - 1
-        known = self._known
-        if known[0] != which:
+        place = index if self._places is None else self._places[index]
+        number = bisect.bisect_right(self._firsts, place) - 1
+        stretch = self._last_stretch
+        if stretch[0] != number:
             with self._opened() as read:
-                known = self._known = which, self._stretch(read, which)
-        return self._decoded(place, known[1][place - self._firsts[which]])
+                stretch = self._last_stretch = number, self._stretch(read, number)
+        return self._decoded(place, stretch[1][place - self._firsts[number]])
 
     def __iter__(self) -> Iterator[Line]:
         if self._few is not None:
@@ -188,6 +198,7 @@ class KeptLines:
         last = which + 1 == len(self._firsts)
         end = self._size if last else self._starts[which + 1]
         count = (self._count if last else self._firsts[which + 1]) - self._firsts[which]
+        # At most `count` lines, because a growing index may have more by now.
         return read(start, end - start).split(b"\n", count)[:count]
 
     def _decoded(self, place: int, text: bytes) -> Line:
@@ -196,11 +207,20 @@ class KeptLines:
         except ValueError:
             raise BadRun("an index was changed while it was read") from None
         # Each text comes as a new object, and most of them are the same few.
-        line.site, line.port, line.slot = _one(line.site), _one(line.port), _one(line.slot)
-        line.dtype, line.class_, line.shard = _one(line.dtype), _one(line.class_), _one(line.shard)
-        line.device, line.alias = _one(line.device), _one(line.alias)
+        line.site, line.port, line.slot = (
+            _interned(line.site),
+            _interned(line.port),
+            _interned(line.slot),
+        )
+        line.dtype, line.class_, line.shard = (
+            _interned(line.dtype),
+            _interned(line.class_),
+            _interned(line.shard),
+        )
+        line.device, line.alias = _interned(line.device), _interned(line.alias)
         shape = tuple(line.shape)
         line.shape = self._room.shapes.setdefault(shape, shape)
+        # What was found wrong when the index was checked is not in the text of the line.
         if self._lost and place in self._lost:
             line.lost = self._lost[place]
         return line
@@ -222,10 +242,11 @@ def _can_be_reopened(file: BinaryIO) -> bool:
 # The records of a run, made of its lines when they are asked for.
 
 
+# Up to here holding all records is cheaper than building them twice.
 _KEPT_RECORDS = 10_000
 
 
-class KeptRecords(Sequence[Record]):
+class IndexRecords(Sequence[Record]):
     """The records of a run, built from its lines when asked for.
 
     A hundred thousand cost nothing until then. They are kept when all are asked for a second time,
@@ -247,21 +268,24 @@ class KeptRecords(Sequence[Record]):
     @overload
     def __getitem__(self, index: slice) -> list[Record]: ...
     def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        # Built records are handed out as they are, so that identity means the same tensor.
         if self._built:
             return self._built[index]
         if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        at = index + len(self) if index < 0 else index
-        if not 0 <= at < len(self):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
             raise IndexError("the run has no such record")
         import bisect  # few ask for one by its number
 
-        which = bisect.bisect_right(self._ends, at)
-        part = self.parts[which]
-        line = part.lines[at - (self._ends[which - 1] if which else 0)]
+        part_index = bisect.bisect_right(self._ends, position)
+        part = self.parts[part_index]
+        line = part.lines[position - (self._ends[part_index - 1] if part_index else 0)]
         return record_of(line, part.rank, part.process)
 
     def __iter__(self) -> Iterator[Record]:
+        # A second walk shows that somebody needs them all; building them again would take
+        # longer.
         again = self._walked and self.hold
         if not self._built and (len(self) <= _KEPT_RECORDS or again):
             self._built = list(self._each())

@@ -22,6 +22,7 @@ from driftline.runs.layout import is_shard_name
 from driftline.runs.records import Blob, Record, TensorKey, usual
 
 _SKETCH = struct.Struct(f"<{SKETCH_BUCKETS}d")
+# Numbers in a line come from a file: larger ones would overflow 64-bit arithmetic later.
 _LARGEST = 2**62
 _KEPT = ("full", "sample", "summary", "digest", "describe")
 _NUMBERS = ("min", "max", "mean", "std", "l2")
@@ -45,6 +46,7 @@ def encode_line(record: Record, order: int, digest: str, blob: Blob | None, lost
 
     Written by hand because 20 000 of them take a second else.
     """
+    # Unpacked in one go, which is quicker than reading fields one by one.
     (key, _, dtype, shape, alias, class_name, device, kept, _, _, stride, summary, placement, _) = (
         record
     )
@@ -54,6 +56,7 @@ def encode_line(record: Record, order: int, digest: str, blob: Blob | None, lost
         f'"slot":{json_string(slot)},"step":{step},"visit":{visit},'
         f'"dtype":"{dtype}","shape":[{shape_text(shape)}],"kept":"{kept}"'
     )
+    # Usual values are left out of the line; the reader puts them back.
     usual_phase, usual_moment = usual(port)
     if phase != usual_phase:
         line += f',"phase":{json_string(phase)}'
@@ -83,11 +86,12 @@ def encode_line(record: Record, order: int, digest: str, blob: Blob | None, lost
 
 def bytes_end(line: str) -> tuple[str, int] | None:
     """The shard a line of ours names, and where in it the bytes end; None if it names none."""
-    _, found, place = line.rpartition(_BYTES)
-    if not found:
+    # Searched from the end, where the bytes stand; a site may be called anything.
+    _, separator, place = line.rpartition(_BYTES)
+    if not separator:
         return None
-    said = json.loads("{" + found[1:] + place)
-    return said["shard"], said["offset"] + said["length"]
+    location = json.loads("{" + separator[1:] + place)
+    return location["shard"], location["offset"] + location["length"]
 
 
 def without_bytes(line: str, lost: str) -> str:
@@ -112,6 +116,7 @@ def number(value: float) -> str:
     ('0.5', '"-inf"')
     """
     text = repr(float(value))
+    # JSON has no NaN and no infinities; their texts end in these two letters.
     return f'"{text}"' if text[-1] in "nf" else text
 
 
@@ -135,6 +140,7 @@ def encode_summary(summary: Summary) -> str:
 def _number_of(value: object) -> float:
     if type(value) is str and value in ("nan", "inf", "-inf"):
         return float(value)
+    # Not isinstance: a bool is an int, and no number of a summary.
     if type(value) is float or type(value) is int:
         try:
             return float(value)
@@ -159,6 +165,8 @@ def decode_summary(value: object) -> Summary:
     if isinstance(packed, str):
         import binascii
 
+        # A sketch only refines a comparison, so a damaged one is dropped instead of the
+        # whole line.
         with contextlib.suppress(ValueError, struct.error):
             sketch = _SKETCH.unpack(binascii.a2b_base64(packed, strict_mode=True))
     return Summary(count, low, high, mean, std, l2, zeros, nan, pos_inf, neg_inf, sketch=sketch)
@@ -179,10 +187,10 @@ def _count_of(value: object, name: str) -> Any:
     """A count; NaN where nobody counted."""
     if value == "nan" and name != "count":
         return math.nan
-    return _whole(value, name)
+    return _checked_count(value, name)
 
 
-def _whole(value: object, name: str) -> int:
+def _checked_count(value: object, name: str) -> int:
     if type(value) is not int or not 0 <= value < _LARGEST:
         raise BadLine(f"{name} is {str(value)[:40]}, not a count")
     return value
@@ -230,6 +238,7 @@ _FIELDS = {("class" if name == "class_" else name): name for name in Line.__anno
 
 
 _KNOWN = frozenset(_FIELDS)
+# The scanner of the standard library without the checks around it; a private name, thus getattr.
 _scan = cast("Callable[[str, int], tuple[Any, int]]", getattr(json.JSONDecoder(), "scan_once"))  # noqa: B009
 
 
@@ -245,11 +254,13 @@ def _decode_with_json(text: bytes) -> Line:
 
 
 def _line_of(fields: dict[str, Any]) -> Line:
+    # Newer versions may add fields; they are ignored, so that old readers still open new runs.
     if not _KNOWN.issuperset(fields):
         fields = {name: fields[name] for name in fields if name in _KNOWN}
     line = Line()
     if "class" in fields:
         fields["class_"] = fields.pop("class")
+    # One assignment of a dict instead of 22 attributes: this runs for every line.
     line.__dict__ = {**_USUAL, **fields}
     return line
 
@@ -260,6 +271,7 @@ def decode_together(text: bytes) -> list[Line] | None:
     Who wants to know which decodes them one by one.
     """
     count = text.count(b"\n")
+    # Exactly one object a line, or line numbers of errors would be wrong.
     if not text.endswith(b"}\n") or text.count(b"}\n{") != count - 1:
         return None
     listed = b"[" + text[:-1].replace(b"\n", b",") + b"]"
@@ -289,6 +301,7 @@ def _fast_decoder() -> Callable[[bytes], Line]:
         import msgspec
     except ImportError:
         return _decode_with_json
+    # Fields are decoded as Any: checks are done by `check_line`, with messages of its own.
     fields: list[Any] = [(name, Any, usual) for name, usual in _USUAL.items()]
     structure = msgspec.defstruct("FastLine", fields, rename={"class_": "class"}, gc=False)
     return cast("Callable[[bytes], Line]", msgspec.json.Decoder(structure).decode)
@@ -303,6 +316,7 @@ def check_line(line: Line) -> int:
     Returns:
         How many bytes the values of the tensor take, as far as they are kept.
     """
+    # One long condition instead of a loop over names: it runs for every line of an index.
     if (
         type(line.site) is not str
         or type(line.port) is not str
@@ -327,7 +341,8 @@ def check_line(line: Line) -> int:
         and 0 <= visit < _LARGEST
     ):
         for name in ("order", "step", "visit"):
-            _whole(getattr(line, name), name)
+            _checked_count(getattr(line, name), name)
+    # An unknown type has no size, so nothing about its bytes could be checked.
     if type(line.dtype) is not str or line.dtype not in DTYPES:
         raise BadLine(f"dtype {str(line.dtype)[:40]!r} is not known")
     if line.kept not in _KEPT:
@@ -340,24 +355,28 @@ def check_line(line: Line) -> int:
         if type(extent) is not int or not 0 <= extent < _LARGEST:
             raise BadLine(f"the shape has {str(extent)[:40]} in it")
         elements *= extent
+    # The product of believable extents may still be absurd.
     if elements >= _LARGEST:
         raise BadLine(f"the shape claims {elements:.3g} elements")
     stride = line.sample_stride
     if stride != 1:
-        if _whole(stride, "sample_stride") < 1:
+        if _checked_count(stride, "sample_stride") < 1:
             raise BadLine("sample_stride is 0")
         elements = -(-elements // stride)
     if line.summary is not None:
         _check_summary(line.summary)
     expected = DTYPES[line.dtype].byte_count(elements)
     if line.shard != "":
+        # The name becomes part of a path, so only names that we give are accepted.
         if type(line.shard) is not str or not _names_a_shard(line.shard):
             raise BadLine(f"shard {str(line.shard)[:60]!r} is not the name of a shard")
         offset, length = line.offset, line.length
         if type(offset) is not int or not 0 <= offset < _LARGEST:
-            _whole(offset, "offset")
+            _checked_count(offset, "offset")
+        # The length must follow from type and shape: a shorter blob would be read beyond
+        # its end.
         if type(length) is not int or length != expected:
-            _whole(length, "length")
+            _checked_count(length, "length")
             raise BadLine(f"{length} bytes are listed for a tensor of {expected}")
     return expected
 

@@ -26,10 +26,12 @@ from driftline.runs.records import Blob, Record
 from driftline.runs.shard_writer import Shard
 from driftline.runs.sinks import Bytes, Group
 
+# Six buffers of 8 MB: enough to hide a disk's pauses, and all that a kill can lose.
 BUFFER_BYTES = 8 << 20
 BUFFERS = 6
 LONGEST_AGE = 0.5
 """Seconds after which a half-full buffer is written anyway; the promise to users is 2 s."""
+# Tasks without bytes need no buffer, so their number is bounded separately.
 _QUEUE = 16
 
 Task = Callable[[], None]
@@ -70,6 +72,8 @@ class Staging:
                 if self._made < BUFFERS:
                     self._made += 1
                     return np.empty(BUFFER_BYTES, np.uint8)
+            # Waited for outside of the lock, or the thread could not give its buffer
+            # back.
             self._wait_or_help()
 
     def give_back(self, buffer: Bytes) -> None:
@@ -102,6 +106,7 @@ class Staging:
         thread = self._thread
         if self._is_served() and thread is not None and thread is not threading.current_thread():
             thread.join()
+        # A task may have been queued after the thread looked for the last time.
         while self._do_one():
             pass
 
@@ -125,6 +130,8 @@ class Staging:
             self._thread = thread
 
     def _wait_or_help(self) -> None:
+        # Without a living thread (interpreter exit, fork) the program's own thread does the
+        # work.
         if self._is_served():
             with self._changed:
                 self._changed.wait(0.2)
@@ -156,6 +163,8 @@ class Staging:
         while True:
             with self._changed:
                 if not self._tasks and not self._finished:
+                    # Half the longest age: a chunk is noticed before it is
+                    # twice as old.
                     self._changed.wait(LONGEST_AGE / 2)
                 waiting, finished = bool(self._tasks), self._finished
             if waiting:
@@ -169,7 +178,9 @@ class Staging:
 # Bytes and the lines that name them, on their way to a part's shards and index, in this order.
 
 
+# Lines of tensors without bytes fill no buffer, so they are counted.
 _LINES_PER_CHUNK = 2048
+# On a full disk lines wait in memory, but not without end.
 _PENDING_INDEX = 16 << 20
 _HEADER_SHARE = 64
 """Small shards have small headers: at most this part of them is kept free."""
@@ -247,6 +258,7 @@ class Journal:
         try:
             shard = self._shard_for(length)
             start = align(shard.end)
+            # A full header ends a shard like a full file does.
             while not shard.header.add(record, order, start, length):
                 shard = self._next_shard()
                 start = align(shard.end)
@@ -309,6 +321,7 @@ class Journal:
         """The shard that so many bytes go to."""
         shard = self._shard
         if shard is None or (
+            # A tensor larger than a shard gets a shard of its own, of any size.
             shard.end + length + ALIGNMENT > self._shard_bytes and len(shard.header)
         ):
             return self._next_shard()
@@ -328,9 +341,10 @@ class Journal:
 
     def _copy(self, shard: Shard, data: Bytes, gap: int) -> None:
         """Appends zeros and data to the staged end of a shard, buffer by buffer."""
-        at = -gap
+        # Counted from the first byte of data, so the gap before it is negative.
+        position = -gap
         length = data.nbytes
-        while at < length:
+        while position < length:
             chunk = self._chunk
             if chunk is None:
                 chunk = self._chunk = _Chunk(time.monotonic())
@@ -343,13 +357,13 @@ class Journal:
             if room == 0:
                 self._hand_over(self._staging.submit)
                 continue
-            if at < 0:
-                size = min(-at, room)
+            if position < 0:
+                size = min(-position, room)
                 buffer[used : used + size] = 0
             else:
-                size = min(length - at, room)
-                buffer[used : used + size] = data[at : at + size]
-            at += size
+                size = min(length - position, room)
+                buffer[used : used + size] = data[position : position + size]
+            position += size
             chunk.used = used + size
             shard.end = chunk.base + chunk.used
 
@@ -376,6 +390,7 @@ class Journal:
 
     def _write_chunk(self, chunk: _Chunk) -> None:
         if chunk.buffer is not None and chunk.shard is not None:
+            # After a torn write the rest of the bytes would have no valid place.
             if self._torn_after is None:
                 done = 0
                 try:
@@ -387,6 +402,7 @@ class Journal:
                     self.fail(error)
             self._staging.give_back(chunk.buffer)
         lines = chunk.lines
+        # Lines behind the tear would name bytes that are not there; they say so instead.
         if self._torn_after is not None:
             for place, line in enumerate(lines):
                 if not isinstance(line, str):
@@ -401,6 +417,7 @@ class Journal:
     def _write_index(self, text: bytes) -> None:
         """Appends whole lines; what the disk refuses is kept and tried again with the next ones."""
         if self._pending_index:
+            # The lines that wait are older, and name tensors that are on disk.
             if len(self._pending_index) + len(text) > _PENDING_INDEX:
                 self.unlisted += text.count(b"\n")
                 text = b""
@@ -413,6 +430,7 @@ class Journal:
 
     def _seal(self, shard: Shard) -> None:
         good_end = None
+        # Shards after the torn one have no bytes at all: their header lists nothing.
         if self._torn_after is not None and shard.name >= self._torn_after[0]:
             torn = shard.name == self._torn_after[0]
             good_end = self._torn_after[1] if torn else shard.header.reserved
@@ -428,6 +446,7 @@ class Journal:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
         self.failure = f"could not be written: {reason}"
         self.taken = isinstance(error, FileTaken)
+        # Its megabyte is what the last index lines are written into.
         self._part.give_up_reserve()
         self._say(
             "disk",

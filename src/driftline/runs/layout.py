@@ -25,14 +25,18 @@ RESERVE = ".reserve"
 """A file of nothing, given up on a full disk so that the index can still say what is missing."""
 RESERVE_BYTES = 1 << 20
 
+# Tensors begin at multiples of a cache line, so that mapped values can be read by wide
+# instructions.
 ALIGNMENT = 64
 SHARD_BYTES = 1 << 30
 SENT_SHARD_BYTES = 64 << 20
 """Of a run that is sent elsewhere while it is written: a shard is sent when it is sealed."""
+# The header of a shard is reserved before its tensors are known, and grows with the shard's number.
 FIRST_HEADER = 256 * 1024
 LARGEST_HEADER = 8 << 20
 LONGEST_NAME = 500
 
+# Folder and shard names come from other machines: a longer number is not believed.
 _MOST_DIGITS = 9
 
 

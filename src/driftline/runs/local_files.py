@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
 
 from driftline.errors import BadFile, Unreachable
 from driftline.numerics.addresses import address_of, let_go
-from driftline.runs.index import KeptLines
+from driftline.runs.index import IndexLines
 from driftline.runs.layout import INDEX, is_shard_name
 from driftline.runs.records import Record
 from driftline.runs.run import Memory, ReadAhead
@@ -55,10 +55,12 @@ def open_inside(root: Path, path: Path) -> int:
         real = path.resolve(strict=True)
     except RuntimeError:  # a loop of links
         raise OSError(0, "a link that leads nowhere") from None
+    # Checked on the resolved path: a link inside the run may lead anywhere.
     if not real.is_relative_to(root):
         raise OSError(0, "leads out of the run's folder; not followed")
     # A named pipe would block here for ever without O_NONBLOCK.
     file = os.open(real, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    # Devices may be readable and endless.
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise OSError(0, "is not a regular file")
@@ -68,6 +70,7 @@ def open_inside(root: Path, path: Path) -> int:
 def read_inside(root: Path, path: Path, limit: int | None) -> bytes:
     with os.fdopen(open_inside(root, path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
+        # Read after the check on the open file, so that it cannot be exchanged in between.
         if limit is not None and size > limit:
             raise OSError(0, f"has {size} bytes, more than anybody would write there")
         return file.read()
@@ -95,10 +98,12 @@ class Mapped:
         self._names: deque[tuple[Shards, str]] = deque()
 
     def add(self, shards: Shards, name: str) -> None:
+        # The oldest goes first; runs are read in order, so it is the least likely to be
+        # needed again.
         self._names.append((shards, name))
         while len(self._names) > MOST_MAPPED:
-            oldest, its = self._names.popleft()
-            oldest.forget(its)
+            oldest, shard_name = self._names.popleft()
+            oldest.forget(shard_name)
 
 
 class Shards:
@@ -126,8 +131,9 @@ class Shards:
         try:
             file = open_inside(self.root, self.root / self.name / shard)
         except FileNotFoundError:
-            known = _sent_to(self.root, f"{self.name}/{shard}")
-            return f"{shard} is missing" if known is None else known[1]
+            # A run that is sent while it is written deletes shards that have arrived.
+            sent = _sent_to(self.root, f"{self.name}/{shard}")
+            return f"{shard} is missing" if sent is None else sent[1]
         except OSError as error:
             _require_files(error)
             return f"{shard} {reason_of(error)}"
@@ -147,11 +153,11 @@ class Shards:
         """Where a record's bytes lie."""
         blob = record.blob
         assert blob is not None
-        found = self._places.get(blob.shard)
-        if found is None:
+        place = self._places.get(blob.shard)
+        if place is None:
             view = memoryview(self._map(blob.shard))  # as long as it lives, the shard stays mapped
-            found = self._places[blob.shard] = (view, address_of(view))
-        view, address = found
+            place = self._places[blob.shard] = (view, address_of(view))
+        view, address = place
         check_inside(record, len(view))
         return Memory(address + blob.offset, blob.length, view)
 
@@ -162,6 +168,8 @@ class Shards:
 
     def release(self) -> None:
         """Let go of the maps: each ends with the last array or address of it, in any thread."""
+        # Pages are handed back now: the map itself ends with its last user, perhaps much
+        # later.
         for view, address in list(self._places.values()):
             let_go(address, len(view))
         self._places.clear()
@@ -173,20 +181,21 @@ class Shards:
         self._maps.pop(shard, None)
 
     def _map(self, shard: str) -> mmap.mmap | bytes:
-        found = self._maps.get(shard)
-        if found is None:
+        content = self._maps.get(shard)
+        if content is None:
             if not is_shard_name(shard):
                 raise BadFile(f"'{shard[:60]}' is not the name of a shard")
             try:
                 file = open_inside(self.root, self.root / self.name / shard)
             except OSError as error:
                 _require_files(error)
-                known = _sent_to(self.root, f"{self.name}/{shard}")
-                if known is not None:
-                    raise BadFile(f"{self.name}/{shard} was sent to {known[0]}") from None
+                sent = _sent_to(self.root, f"{self.name}/{shard}")
+                if sent is not None:
+                    raise BadFile(f"{self.name}/{shard} was sent to {sent[0]}") from None
                 raise BadFile(f"{self.name}/{shard} cannot be read: {reason_of(error)}") from None
             try:
-                found = (
+                content = (
+                    # An empty file cannot be mapped.
                     mmap.mmap(file, 0, access=mmap.ACCESS_READ) if os.fstat(file).st_size else b""
                 )
             except OSError as error:
@@ -194,9 +203,9 @@ class Shards:
                 raise
             finally:
                 os.close(file)
-            self._maps[shard] = found
+            self._maps[shard] = content
             self._mapped.add(self, shard)
-        return found
+        return content
 
 
 def _require_files(error: OSError) -> None:
@@ -220,6 +229,7 @@ def check_inside(record: Record, size: int) -> None:
     """
     blob = record.blob
     assert blob is not None
+    # The index is checked when it is read, but the file may have been cut since.
     if blob.offset < 0 or blob.length < 0 or blob.offset + blob.length > size:
         raise BadFile(f"{record.key} has no values: {blob.shard} ends before its last byte")
 
@@ -366,4 +376,4 @@ class Listed(Protocol):
 
     rank: int
     process: int
-    lines: KeptLines
+    lines: IndexLines

@@ -46,9 +46,12 @@ class MemorySink:
         with self._lock:
             blob, lost = None, record.lost if data is None else ""
             if data is not None and data.nbytes and record.kept in ("full", "sample"):
+                # Keyed by digest and length: equal bytes are copied once.
                 place = (digest, data.nbytes)
                 if place in self._blobs or self._fits(data.nbytes):
                     if place not in self._blobs:
+                        # The program may overwrite its tensor right after
+                        # the call.
                         copy = data.copy()
                         copy.flags.writeable = False
                         self._blobs[place] = copy
@@ -56,6 +59,8 @@ class MemorySink:
                     blob = Blob("memory", 0, data.nbytes)
                 else:
                     lost = OVER_LIMIT
+            # A sink has one rank; what the record says of its own comes from another
+            # process.
             key = record.key
             if key.rank != self.rank or key.process != 0:
                 key = key._replace(rank=self.rank, process=0)

@@ -24,6 +24,7 @@ from driftline.runs.owned_file import OwnedFile, write_file
 from driftline.runs.provenance import dump_json, ensure_manifest, process_facts
 from driftline.runs.sinks import JSON
 
+# Blanks behind the facts, enough for the numbers that are added when a part is closed.
 _ROOM = 4096
 
 
@@ -40,6 +41,8 @@ class Part:
         """
         ensure_manifest(path, command, world_size=world_size)
         process = 0
+        # Creating the folder is the race itself: whoever makes it owns it, on every file
+        # system.
         while True:
             folder = path / folder_name(rank, process)
             try:
@@ -116,6 +119,7 @@ class Part:
 
 def _replace(path: Path, content: bytes) -> None:
     """Replaces a small file at once; on a full disk, in place if it fits."""
+    # Written beside and renamed: a reader sees the old or the new content, never a half.
     draft = path.with_name(f".{path.name}.new")
     try:
         write_file(draft, content)
@@ -123,6 +127,7 @@ def _replace(path: Path, content: bytes) -> None:
     except OSError:
         with contextlib.suppress(OSError):
             draft.unlink()
+        # On a full disk an existing file of this size can still be overwritten in place.
         if not path.exists() or path.stat().st_size < len(content):
             raise
         with OwnedFile(path) as file:

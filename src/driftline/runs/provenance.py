@@ -92,6 +92,7 @@ def is_held(path: Path) -> bool | None:
 
 
 _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
+# A status of a huge repository on a network disk must not delay the captured program.
 _SECONDS = 2.0
 
 
@@ -104,6 +105,7 @@ class Revision:
 
 
 def _first_line(path: Path) -> str:
+    # Bounded: these files are a line, but `.git` may be anything.
     with path.open("rb") as file:
         return file.read(4096).split(b"\n")[0].decode("utf-8", "replace").strip()
 
@@ -111,13 +113,13 @@ def _first_line(path: Path) -> str:
 def _git_folder(place: Path) -> tuple[Path, Path] | None:
     """The work tree around a place and its git folder."""
     for tree in (place, *place.parents):
-        found = tree / ".git"
-        if found.is_dir():
-            return tree, found
-        if found.is_file():  # a linked work tree or a submodule
-            said = _first_line(found)
-            if said.startswith("gitdir:"):
-                return tree, (tree / said.removeprefix("gitdir:").strip()).resolve()
+        git = tree / ".git"
+        if git.is_dir():
+            return tree, git
+        if git.is_file():  # a linked work tree or a submodule
+            line = _first_line(git)
+            if line.startswith("gitdir:"):
+                return tree, (tree / line.removeprefix("gitdir:").strip()).resolve()
     return None
 
 
@@ -127,6 +129,7 @@ def _commit_of(git: Path) -> str:
         return head if _COMMIT.fullmatch(head) else ""
     name = head.removeprefix("ref:").strip()
     common = git
+    # Branches of a linked work tree are kept in the main repository.
     if (git / "commondir").is_file():
         common = (git / _first_line(git / "commondir")).resolve()
     for folder in (git, common):
@@ -147,6 +150,7 @@ def _is_dirty(tree: Path) -> bool | None:
     git = shutil.which("git")
     if git is None:
         return None
+    # A repository may configure programs that git would start; none of them may run.
     quiet = ["-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "--no-optional-locks"]
     try:
         done = subprocess.run(
@@ -165,11 +169,11 @@ def _is_dirty(tree: Path) -> bool | None:
 def revision_of(place: Path) -> Revision | None:
     """The commit checked out around a folder, or None where there is no repository."""
     try:
-        found = _git_folder(place.absolute())
-        if found is None:
+        folders = _git_folder(place.absolute())
+        if folders is None:
             return None
-        commit = _commit_of(found[1])
-        return Revision(commit, _is_dirty(found[0])) if commit else None
+        commit = _commit_of(folders[1])
+        return Revision(commit, _is_dirty(folders[0])) if commit else None
     except OSError:
         return None
 
@@ -178,6 +182,8 @@ def revision_of(place: Path) -> Revision | None:
 # process.
 
 
+# Only these are stored, because an environment is full of secrets; each changes numbers or the
+# placement of ranks.
 _ALLOWED = frozenset(
     {
         "RANK",
@@ -226,6 +232,7 @@ _ALLOWED_PREFIXES = (
     "XLA_",
     "FLAGS_",
 )
+# Not imported for their versions: only what the program has loaded had a part in its numbers.
 _LIBRARIES = (
     "torch",
     "numpy",
@@ -260,12 +267,12 @@ def driftline_version() -> str:
 
 def library_versions() -> dict[str, str]:
     """Versions of the libraries the program has imported by now."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for name in _LIBRARIES:
         version = getattr(sys.modules.get(name), "__version__", None)
         if version is not None:
-            found[name] = str(version)
-    return found
+            versions[name] = str(version)
+    return versions
 
 
 def plain_json(value: object, depth: int = 0) -> JSON:
@@ -274,6 +281,7 @@ def plain_json(value: object, depth: int = 0) -> JSON:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
+    # Cycles and absurd nesting of a program's values end here.
     if depth > 200:
         return "..."
     if isinstance(value, Mapping):
@@ -296,6 +304,7 @@ def _working_folder() -> Path | None:
 
 
 def _without_home(path: Path) -> str:
+    # The name of the user's home folder is nobody's business in a bug report.
     try:
         return "~/" + path.relative_to(Path.home()).as_posix()
     except (ValueError, RuntimeError):
@@ -359,6 +368,7 @@ def dump_json(value: Mapping[str, JSON]) -> bytes:
 
 def write_new(path: Path, content: bytes) -> bool:
     """Creates a file with its whole content at once; False when somebody else's was first."""
+    # Linked into place when complete: a hard link fails if the name exists, a rename would not.
     draft = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     try:
         write_file(draft, content)
@@ -413,6 +423,8 @@ def create_run(
     try:
         if check_room(place, force=force):
             refuse_living(place)
+            # The folder itself stays: it may be a mount or a link, and others may watch
+            # it.
             for child in list(place.iterdir()):
                 shutil.rmtree(
                     child
@@ -476,6 +488,7 @@ def check_room(place: Path, *, force: bool) -> bool:
             f"output folder '{place}' exists and is not empty",
             hint="choose another one, or --force to replace the run in it",
         )
+    # --force must never delete a home folder that was given by mistake.
     if not _is_only_a_run(place):
         raise AlreadyThere(
             f"'{place}' holds other things than a run, so it is not replaced",

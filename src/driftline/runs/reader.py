@@ -13,7 +13,7 @@ import numpy as np
 
 from driftline.errors import BadFile, BadRun
 from driftline.numerics.dtypes import DTYPES
-from driftline.runs.index import KeptLines, KeptRecords, Room, uncollected
+from driftline.runs.index import IndexLines, IndexRecords, MemoryBudget, uncollected
 from driftline.runs.index_lines import SHORT, Line, check_line, decode_together, decoder, record_of
 from driftline.runs.jobs import gaps, refuse_mixed
 from driftline.runs.layout import (
@@ -63,11 +63,13 @@ def no_folder(place: Path) -> BadRun:
 # Opens a run folder: reads the index at first use, maps shards when values are asked for.
 
 
+# Files of a process that are not side tables.
 _USUAL = frozenset({INDEX, EVENTS, TOPOLOGY, PROCESS})
 _MOST_BAD_LINES = 1000
 _MOST_ALIKE = 100
 _FEW_PROCESSES = 64
 """So many processes' facts stay in memory: some kilobytes each."""
+# A damaged index may have no line ends; no line of ours comes near this length.
 _LONGEST_LINE = 16 << 20
 _SMALL_FILE = 64 << 20
 _LARGE_FILE = 1 << 30
@@ -91,6 +93,7 @@ def open_run(path: str | os.PathLike[str]) -> DiskRun:
         names = sorted(child.name for child in place.iterdir())
     except OSError as error:
         raise BadRun(f"'{place}' cannot be read: {error.strerror}") from None
+    # Resolved once: everything that is opened later must lie below this path.
     root = place.resolve()
     folders = [name for name in names if parse_folder(name) and is_inside(root, root / name)]
     losses: list[Loss] = []
@@ -103,6 +106,7 @@ def open_run(path: str | os.PathLike[str]) -> DiskRun:
     try:
         manifest = read_object(root, root / MANIFEST, _SMALL_FILE)
     except (OSError, ValueError, RecursionError) as error:
+        # A manifest may be lost with its machine; the tensors are still worth reading.
         if not any((root / name / INDEX).is_file() for name in folders):
             raise BadRun(
                 f"'{place}' is no run: looked for {MANIFEST} and rank*/{INDEX}",
@@ -142,7 +146,7 @@ def _size(file: BinaryIO) -> int:
 class _Part:
     """What one process left: its folder, its lines, its shards."""
 
-    def __init__(self, files: Files, name: str, room: Room, *, keeps_facts: bool) -> None:
+    def __init__(self, files: Files, name: str, room: MemoryBudget, *, keeps_facts: bool) -> None:
         place = parse_folder(name)
         assert place is not None
         self.rank, self.process = place
@@ -151,7 +155,7 @@ class _Part:
         self.growing = False
         self._keeps_facts = keeps_facts
         self._sealed_facts: Mapping[str, Any] | None = None
-        self.lines = KeptLines(room, lambda: files.open(f"{name}/{INDEX}"))
+        self.lines = IndexLines(room, lambda: files.open(f"{name}/{INDEX}"))
         self.shards = files.shards(name)
 
     def load(self, losses: list[Loss]) -> None:
@@ -167,11 +171,13 @@ class _Part:
         size = _size(file)
         decode = decoder(size)
         source, together = file, None
+        # Nearly every index is short, without damage, and can be decoded in one call.
         if size <= SHORT:
             content = file.read()
             source, together = io.BytesIO(content), decode_together(content)
             if together is not None and self._take(together):
                 return
+        # Each shard is opened once for its size, not once for every tensor in it.
         sizes: dict[str, int | str] = {}
         keep = self.lines.append
         by_reason: dict[str, int] = {}
@@ -187,6 +193,8 @@ class _Part:
                 check_line(line)
             except (ValueError, RecursionError, OverflowError) as error:
                 bad += 1
+                # An index of somebody else may have a million bad lines; the first
+                # ones say enough.
                 if bad <= _MOST_BAD_LINES:
                     losses.append(self._bad_line(number, row, error))
                 continue
@@ -196,6 +204,8 @@ class _Part:
                     size = sizes[line.shard] = self.shards.size(line.shard)
                 if type(size) is str:
                     line.lost = size
+                # The process was killed after the line was written, but before its
+                # bytes were on disk.
                 elif line.offset + line.length > cast("int", size):
                     line.lost = f"{line.shard} ends before its last byte"
             if line.lost:
@@ -218,6 +228,8 @@ class _Part:
                 if line.lost:
                     return False
                 if line.shard:
+                    # The farthest byte of each shard is enough: it shows
+                    # whether any tensor is cut off.
                     end = line.offset + line.length
                     ends[line.shard] = max(ends.get(line.shard, 0), end)
         except (ValueError, RecursionError, OverflowError):
@@ -246,12 +258,15 @@ class _Part:
 
     def _check_process(self, losses: list[Loss]) -> None:
         facts = self.facts()
+        # An unsealed part is what a killed or living process left; its numbers are not
+        # final.
         if facts.get("sealed") is not True:
             written = self.files.is_written(self.name)
             self.growing = written is True
             losses.append(Loss(self.name, _UNSEALED[written]))
             return
         promised = facts.get("tensors")
+        # Fewer lines than the process counted: the index was truncated after it was closed.
         if type(promised) is int and promised > len(self.lines):
             missing = promised - len(self.lines)
             losses.append(Loss(self.name, f"{missing} of {promised} tensors are not in its index"))
@@ -267,6 +282,7 @@ class _Part:
             facts = object_in(self.files, f"{self.name}/{PROCESS}", _SMALL_FILE)
         except (OSError, ValueError, RecursionError):
             return {}
+        # Facts of a growing run change, so only those of a closed one are kept.
         if self._keeps_facts and facts.get("sealed") is True:
             self._sealed_facts = facts
         return facts
@@ -287,24 +303,26 @@ class DiskRun(Run):
         self.fetched = files.fetched
         self._files = files
         self._manifest = manifest
-        room = Room()
+        room = MemoryBudget()
         few = len(folders) <= _FEW_PROCESSES
         parts = [_Part(files, name, room, keeps_facts=few) for name in folders]
         parts.sort(key=lambda part: (part.rank, part.process))
         self._parts = {(part.rank, part.process): part for part in parts}
         self._losses = list(losses)
-        self._records: KeptRecords | None = None
+        self._records: IndexRecords | None = None
+        # Only several parts can be of different runs; a single one is not read before it is
+        # needed.
         if len(parts) > 1:
             refuse_mixed(name, manifest, [(part.name, part.facts()) for part in parts])
 
-    def _load(self) -> KeptRecords:
+    def _load(self) -> IndexRecords:
         if self._records is None:
             # A hundred thousand small lists keep the collector busier than the decoder.
             with uncollected():
                 parts = list(self._parts.values())
                 for part in parts:
                     part.load(self._losses)
-                self._records = KeptRecords(parts)
+                self._records = IndexRecords(parts)
                 ends = [part.lines.last_step for part in parts]
                 self._losses += gaps(list(zip(self.processes(), ends, strict=True)))
         return self._records
@@ -380,6 +398,8 @@ class DiskRun(Run):
     def events(self) -> Iterator[Mapping[str, Any]]:
         parts = self._parts.values()
         places = [(f"{part.name}/{EVENTS}", part.rank, part.process) for part in parts]
+        # Events of processes without a folder come first: they were written before any
+        # tensor.
         for name, rank, process in [(ORPHAN_EVENTS, None, None), *places]:
             try:
                 text = self._files.read(name, _LARGE_FILE)
@@ -415,6 +435,8 @@ class DiskRun(Run):
         return sheets_among(others)
 
     def sheet(self, name: str, rank: int = 0, process: int = 0) -> str:
+        # Names are checked against the listing, so that a caller's text never becomes a
+        # path.
         if name not in self.sheets(rank, process):
             return ""
         try:

@@ -22,6 +22,7 @@ PORTS: tuple[Port, ...] = (
     "optimizer_grad",  # what the optimizer sees: accumulated, reduced, clipped
 )
 
+# Left out of texts and index lines, because nearly every tensor has these values.
 _USUAL: dict[str, tuple[Phase, Moment]] = {
     "input": ("forward", "before"),
     "param": ("forward", "before"),

@@ -159,6 +159,7 @@ def as_numpy(raw: Storage, record: Record) -> npt.NDArray[Any]:
         codes = unpack_nibbles(raw.view(np.uint8), kept_elements(record))
         if dtype.kind == "int":
             signed = codes.view(np.int8)
+            # Two's complement of four bits: codes above 7 are negative.
             values = np.where(signed > 7, signed - 16, signed).astype(np.int8)
         else:
             values = codes
@@ -168,6 +169,8 @@ def as_numpy(raw: Storage, record: Record) -> npt.NDArray[Any]:
         values = raw.view("<f2").astype(np.float32).view(np.complex64)
     if record.kept != "sample":
         values = values.reshape(record.shape)
+    # Mapped bytes cannot be written, and a caller must not be able to change copied ones
+    # either.
     if values.flags.writeable:
         values.flags.writeable = False
     return values
@@ -378,6 +381,7 @@ class Run(ABC):
         wanted["phase"] = phase if phase is not None else usual_phase(port)
         wanted["moment"] = moment if moment is not None else usual_moment(port)
         records = [self.records[p] for p in positions]
+        # By name first: an alias that is another slot's name must not hide it.
         by_name = [r for r in records if all(getattr(r.key, n) == v for n, v in wanted.items())]
         if by_name:
             return TensorHandle(self, by_name[0])
@@ -409,6 +413,8 @@ class Run(ABC):
 
     def _positions(self) -> dict[str, list[int]]:
         if self._sites is None:
+            # Positions instead of records, because a long run builds its records on
+            # demand.
             sites: dict[str, list[int]] = {}
             for position, site in enumerate(self._site_names()):
                 sites.setdefault(site, []).append(position)

@@ -33,6 +33,7 @@ class Header:
     def __init__(self, reserved: int) -> None:
         self.reserved = reserved
         self.end = reserved
+        # Eight bytes hold the header's length; braces and metadata are always written.
         self._room = reserved - 8 - len(_METADATA) - len("{}")
         self._entries: list[str] = []
         self._ends: list[int] = []
@@ -55,32 +56,38 @@ class Header:
             length: How many they are.
         """
         name = record.key.within_rank  # the folder says the rank
+        # The order makes a shortened name unique again.
         if len(name) > LONGEST_NAME:
             name = f"{name[: LONGEST_NAME - 20]}~{order}"
         if name in self._names:
             name = f"{name}~{order}"
         dtype = DTYPES[record.dtype]
         shape = record.shape
+        # Types that safetensors does not know are stored as their bytes; our index has the
+        # real type.
         if dtype.safetensors == "U8" and record.dtype != "uint8":
             shape = (length,)
         elif record.kept == "sample":
             shape = (length * 8 // dtype.bits,)
-        at, reserved = self.end, self.reserved
+        gap_start, reserved = self.end, self.reserved
         begin, end = start - reserved, start - reserved + length
         entry = (
             f'{json_string(name)}:{{"dtype":"{dtype.safetensors}","shape":[{shape_text(shape)}],'
             f'"data_offsets":[{begin},{end}]}}'
         )
-        if start > at:
+        # Readers of safetensors refuse holes between tensors, so the alignment gap is a
+        # tensor, too.
+        if start > gap_start:
             entry = (
-                f'"__pad{self._pads}":{{"dtype":"U8","shape":[{start - at}],'
-                f'"data_offsets":[{at - reserved},{begin}]}},{entry}'
+                f'"__pad{self._pads}":{{"dtype":"U8","shape":[{start - gap_start}],'
+                f'"data_offsets":[{gap_start - reserved},{begin}]}},{entry}'
             )
+        # One byte more for the comma between entries.
         room = self._room - len(entry) - 1
         if room < 0:
             return False
         self._room = room
-        self._pads += start > at
+        self._pads += start > gap_start
         self._names.add(name)
         self._entries.append(entry)
         self._ends.append(start + length)
@@ -89,6 +96,7 @@ class Header:
 
     def cut(self, good_end: int) -> None:
         """Forgets what reaches beyond an offset; nothing is added behind."""
+        # Names are not removed: a shard that was cut is closed, and takes no more tensors.
         while self._ends and self._ends[-1] > good_end:
             self._ends.pop()
             self._entries.pop()

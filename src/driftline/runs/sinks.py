@@ -111,6 +111,7 @@ class Sink(Protocol):
 # has its first tensor.
 
 
+# Events before the first tensor: more of them are a loop of warnings.
 MOST_WAITING = 1000
 
 
@@ -196,6 +197,7 @@ class Late:
 
     def event(self, kind: str, message: str, **details: JSON) -> None:
         with self._lock:
+            # Looked at again under the lock: another thread may be making the sink.
             if self._inner is None:
                 if len(self._events) < MOST_WAITING:
                     self._events.append((kind, message, details))
@@ -236,6 +238,7 @@ class Late:
         with self._lock:
             if self._inner is None:
                 inner = self._make()
+                # In the order in which they came: facts and tree before the events.
                 if self._facts:
                     inner.describe(**self._facts)
                 if self._tree is not None:
@@ -290,20 +293,23 @@ class Limited(Forwarding):
         self._limit = limit
         self._say = say or print_to_stderr
         self._last_step: int | None = None
-        self._told = False
+        self._noted = False
 
     def put(self, record: Record, data: Bytes | None) -> None:
         size = 0 if data is None else data.nbytes
         if self._last_step is None:
+            # Asked before the tensor is put, because the inner sink counts it
+            # afterwards.
             beyond = bool(size) and self.inner.bytes_written + size > self._limit
             self.inner.put(record, data)
             # Bytes that are there already, as parameters are after a step, take no room.
             if beyond and getattr(self.inner, "over_limit", True):
                 self._last_step = record.key.step
             return
+        # The step that hit the limit is still listed to its end, so that it is complete.
         if record.key.step > self._last_step:
-            if not self._told:
-                self._told = True
+            if not self._noted:
+                self._noted = True
                 self.inner.event(
                     "limit", f"nothing of the steps after step {self._last_step} is captured"
                 )
@@ -316,14 +322,17 @@ class Limited(Forwarding):
             self._say(self._estimate(details.get("steps"), details.get("once")))
 
     def _estimate(self, steps: JSON, once: JSON) -> str:
-        taken = max(1, self.inner.bytes_written)
+        first_step = max(1, self.inner.bytes_written)
         weights = once if isinstance(once, int) else 0
-        each = max(1, taken - weights)
+        # Weights are stored once, and take no room in later steps.
+        later_step = max(1, first_step - weights)
         if self._last_step is not None:
             return f"the first step does not fit into the limit of {say_size(self._limit)}"
-        text = f"the first step takes {say_size(taken)} of the limit of {say_size(self._limit)}"
+        text = (
+            f"the first step takes {say_size(first_step)} of the limit of {say_size(self._limit)}"
+        )
         if isinstance(steps, int) and steps > 1:
-            total = weights + each * steps
+            total = weights + later_step * steps
             text += f"; all {steps} selected steps would take about {say_size(total)}"
-        fitting = max(1, (self._limit - weights) // each)
+        fitting = max(1, (self._limit - weights) // later_step)
         return text + f"; the limit holds about {fitting} step{'s' if fitting > 1 else ''}"

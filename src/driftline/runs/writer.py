@@ -26,7 +26,9 @@ from driftline.runs.provenance import ensure_manifest, event_line, library_versi
 from driftline.runs.records import Blob, Record
 from driftline.runs.sinks import JSON, Bytes, Group
 
+# Digests that are remembered to store equal bytes once; each takes some hundred bytes.
 _LONGEST_MEMORY = 500_000
+# A program may warn in an endless loop before its first tensor.
 _EARLY_EVENTS = 1000
 
 OVER_LIMIT = "beyond the size limit of the dump"
@@ -98,7 +100,7 @@ class RunWriter:
         self._journal: Journal | None = None
         self._lock = threading.RLock()
         self._events_lock = threading.RLock()
-        self._known: dict[str, tuple[str, int, int]] = {}
+        self._stored: dict[str, tuple[str, int, int]] = {}
         self._early: list[bytes] = []
         self._early_dropped = 0
         self._order = 0
@@ -136,14 +138,19 @@ class RunWriter:
         return self._order
 
     def put(self, record: Record, data: Bytes | None) -> None:
+        # Before the lock: hashing takes longest, and threads can do it at the same time.
         digest = digest_for(record, data)
         self._notice_fork()
         with self._lock:
             journal = self._journal
+            # After a failure tensors are still counted, so that the run can say how
+            # many are missing.
             if self._closed or (journal is None and (journal := self._open()) is None):
                 self._unlisted += 1
                 return
             blob, lost = None, record.lost if data is None else ""
+            # Digest and summary records have bytes for their digest only, which are not
+            # stored.
             if data is not None and data.nbytes and record.kept in ("full", "sample"):
                 blob, lost = self._store(journal, record, data, digest)
             journal.list(record, self._order, digest, blob, lost)
@@ -166,6 +173,7 @@ class RunWriter:
         self._notice_fork()
         line = event_line(kind, message, self._order, details)
         with self._events_lock:
+            # No folder before the first tensor: events wait in memory.
             if self._part is None:
                 if len(self._early) < _EARLY_EVENTS:
                     self._early.append(line)
@@ -221,10 +229,14 @@ class RunWriter:
         self._notice_fork()
         with self._lock:
             if self._closed:
+                # Set first: what closing itself triggers must not open a new
+                # folder.
                 return
             self._closed = True
             if self._seal_at_exit:
                 atexit.unregister(self.close)
+            # Without a tensor there is no folder, but what was said is still worth
+            # keeping.
             if self._part is None or self._journal is None:
                 self._leave_orphan_events()
                 return
@@ -269,10 +281,12 @@ class RunWriter:
     ) -> tuple[Blob | None, str]:
         """Hands new bytes to the journal; returns where they will be, or why nowhere."""
         length = data.nbytes
-        known = self._known.get(digest)
-        if known is not None and known[2] == length:
+        stored = self._stored.get(digest)
+        # Equal digests of different length are no repeat: the digest may be of a sample.
+        if stored is not None and stored[2] == length:
             self._repeats += 1
-            return Blob(*known), ""
+            return Blob(*stored), ""
+        # The limit is not hit exactly: a later, smaller tensor may still fit.
         if self._max_bytes is not None and self._bytes + length > self._max_bytes:
             if not self._over_limit:
                 self._over_limit = True
@@ -286,10 +300,10 @@ class RunWriter:
         blob = journal.append(record, self._order, data)
         if blob is None:
             return None, journal.failure
-        if len(self._known) >= _LONGEST_MEMORY:
-            self._known.clear()  # forgetting costs only space on disk
+        if len(self._stored) >= _LONGEST_MEMORY:
+            self._stored.clear()  # forgetting costs only space on disk
         # A plain tuple: the collector of a program with many objects soon looks past it.
-        self._known[digest] = (blob.shard, blob.offset, blob.length)
+        self._stored[digest] = (blob.shard, blob.offset, blob.length)
         self._bytes += length
         return blob, ""
 
@@ -304,6 +318,7 @@ class RunWriter:
             "dtypes": sorted(self._dtypes),
             "sealed": self._closed,
         }
+        # Final numbers only at the end: a killed process's would be wrong.
         if self._closed:
             facts |= {
                 "ended": now(),
@@ -363,6 +378,8 @@ class RunWriter:
             self._part.close()
         if self._journal is not None:
             self._journal.forget()
+        # A writer that failed to make its folder may succeed in the child; a closed one
+        # stays closed.
         was_closed = self._closed and not self._no_folder
         self._reset()
         self._closed = was_closed

@@ -69,7 +69,7 @@ def _renamed(key: TensorKey, name: str) -> TensorKey:
 
 def _seen(run: Run, modules: Mapping[TensorKey, _Parts]) -> Run:
     origins: dict[TensorKey, Origin] = dict(origins_of(run))
-    base = run.whole if isinstance(run, AlignedView) else run
+    base = run.base if isinstance(run, AlignedView) else run
     replacements: dict[int, Record | None] = {}
     for key, parts in modules.items():
         # Parts that are themselves gathered from ranks have no stored record to unpack.

@@ -81,7 +81,7 @@ def _as_before(run: Run) -> Run:
         if origin is not seen:
             origins[seen.key] = origin
         records.append(seen)
-    base = run.whole if isinstance(run, AlignedView) else run
+    base = run.base if isinstance(run, AlignedView) else run
     return AlignedView(base, records, origins, excluded_of(run))
 
 
@@ -150,7 +150,7 @@ def after_matching(plan: Plan, seen: Views, options: AlignOptions) -> Plan:
     from driftline.alignment.normalise.view import AlignedView, resolve_views
 
     reference, candidate = (
-        run.whole if isinstance(run, AlignedView) else run
+        run.base if isinstance(run, AlignedView) else run
         for run in (seen.reference, seen.candidate)
     )
     plan = resolve_views(plan, seen.reference, seen.candidate)

@@ -383,7 +383,7 @@ def _view(
         records.append(moved)
     # Views do not nest: one of a view is made of the run behind it, with the origins carried
     # over.
-    base = run.whole if isinstance(run, AlignedView) else run
+    base = run.base if isinstance(run, AlignedView) else run
     return AlignedView(base, records, origins, excluded)
 
 

@@ -91,16 +91,16 @@ class AlignedView(RunView):
     def raw(self, record: Record) -> Storage:
         origin = self._first(record)
         if isinstance(origin, Record):
-            return self.whole.raw(origin)
+            return self.base.raw(origin)
         raise BadInput(f"{record.key} is gathered from several ranks when it is compared")
 
     def memory(self, record: Record) -> Memory | None:
         origin = self._first(record)
-        return self.whole.memory(origin) if isinstance(origin, Record) else None
+        return self.base.memory(origin) if isinstance(origin, Record) else None
 
     def window(self, record: Record, start: int, stop: int) -> Memory | None:
         origin = self._first(record)
-        return self.whole.window(origin, start, stop) if isinstance(origin, Record) else None
+        return self.base.window(origin, start, stop) if isinstance(origin, Record) else None
 
     def read_ahead(self) -> ReadAhead | None:
         """None: rules read few tensors of a view, and the run has them under other keys."""
@@ -109,27 +109,27 @@ class AlignedView(RunView):
     def lost(self, record: Record) -> str:
         origin = self._first(record)
         if isinstance(origin, Record):
-            return self.whole.lost(origin)
+            return self.base.lost(origin)
         return "it is gathered from several ranks when it is compared"
 
     def source(self, record: Record) -> str:
         origin = self._first(record)
-        return self.whole.source(origin) if isinstance(origin, Record) else ""
+        return self.base.source(origin) if isinstance(origin, Record) else ""
 
     def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
-        tree = self.whole.topology(*self._place(rank, process))
+        tree = self.base.topology(*self._place(rank, process))
         if tree is not None:
             return tree
         # A gathered run has no tree of its own: that of any process describes the same
         # model.
-        places = sorted({(r.key.rank, r.key.process) for r in self.whole.records})
-        return next((tree for place in places if (tree := self.whole.topology(*place))), None)
+        places = sorted({(r.key.rank, r.key.process) for r in self.base.records})
+        return next((tree for place in places if (tree := self.base.topology(*place))), None)
 
     def sheets(self, rank: int = 0, process: int = 0) -> list[str]:
-        return self.whole.sheets(*self._place(rank, process))
+        return self.base.sheets(*self._place(rank, process))
 
     def sheet(self, name: str, rank: int = 0, process: int = 0) -> str:
-        return self.whole.sheet(name, *self._place(rank, process))
+        return self.base.sheet(name, *self._place(rank, process))
 
     def _first(self, record: Record) -> Origin:
         """Origin of a record of the view; the first one if there are copies."""

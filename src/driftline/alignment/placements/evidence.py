@@ -417,7 +417,7 @@ class Evidence:
             return None
         total = Recipe(origin.sources, (Step("sum"),), origin.sources[0].shape)
         thin = thinned(total.shape, placed)
-        return values_of(other.whole, total, sketched=self._sketched, thin=thin)
+        return values_of(other.base, total, sketched=self._sketched, thin=thin)
 
     def _wanted_values(self, record: Record, placed: Sequence[AxisPlacement]) -> F64 | None:
         """Values of the other run's tensor, even if that is itself gathered from ranks."""
@@ -426,7 +426,7 @@ class Evidence:
             return None
         origin: object = record
         if isinstance(other, AlignedView):
-            origin, other = origins_of(other).get(record.key, record), other.whole
+            origin, other = origins_of(other).get(record.key, record), other.base
         if isinstance(origin, Gathered):
             origin = origin.recipe
         elif isinstance(origin, Copies):

@@ -65,7 +65,7 @@ class Sharing:
         if not fitting:
             return None
         # Most equal bytes win: a shape alone often allows several fitting_placements to share.
-        most = max(fitting, key=lambda each: self._equal(group, each))
+        most = max(fitting, key=lambda shared: self._equal(group, shared))
         # The first tensor of a site whose bytes agree decides for its gradients, whose
         # bytes do not.
         if self._equal(group, most):

@@ -147,7 +147,7 @@ def _stored(run: Run, record: Record) -> F64 | None:
     dtype = DTYPES.get(record.dtype)
     if dtype is None or not dtype.is_floating or dtype.bits < 16 or not 0 < width <= _LARGEST:
         return None
-    whole = run.whole if isinstance(run, AlignedView) else run
+    whole = run.base if isinstance(run, AlignedView) else run
     try:
         raw: Any = whole.raw(record).reshape(-1, width)[: _LARGEST // width]
         numbers = to_float64(np.ascontiguousarray(raw).reshape(-1), dtype)

@@ -39,8 +39,8 @@ _OTHER = re.compile(r"[^0-9A-Za-z_]+")
 
 def kind_of_sheet(name: str) -> str | None:
     """Which sheet a file is: `kernel_tensors` of `kernel_tensors_0.csv`; None for other files."""
-    found = _NAME.fullmatch(name)
-    return found[1] if found else None
+    match = _NAME.fullmatch(name)
+    return match[1] if match else None
 
 
 def sheets_among(names: Sequence[str]) -> list[str]:
@@ -73,6 +73,7 @@ def operation_row(
         inputs: What goes in; a file is empty where its values were not kept.
         outputs: What comes out.
     """
+    # Separators inside a name would shift every following cell.
     name = _SEPARATORS.sub("_", name)
     return "|".join(
         (
@@ -80,9 +81,10 @@ def operation_row(
             json.dumps(dict(param), separators=(",", ":"), ensure_ascii=True),
             *_cells(inputs),
             *_cells(outputs),
+            # Columns that ATB's own test tools need; their values have no meaning here.
             *(";".join("customize" for _ in inputs) or "customize", " "),
-            ";".join(_SEPARATORS.sub("_", one.file) for one in inputs),
-            ";".join(_SEPARATORS.sub("_", one.file) for one in outputs),
+            ";".join(_SEPARATORS.sub("_", tensor.file) for tensor in inputs),
+            ";".join(_SEPARATORS.sub("_", tensor.file) for tensor in outputs),
             *(" ", " ", " ", " ", "NO_ERROR"),
         )
     )
@@ -91,9 +93,9 @@ def operation_row(
 def _cells(tensors: Sequence[Described]) -> tuple[str, str, str, str]:
     return (
         str(len(tensors)),
-        ";".join(_DTYPES.get(one.dtype, one.dtype) for one in tensors),
+        ";".join(_DTYPES.get(tensor.dtype, tensor.dtype) for tensor in tensors),
         ";".join("nd" for _ in tensors),
-        ";".join(",".join(map(str, one.shape)) for one in tensors),
+        ";".join(",".join(map(str, tensor.shape)) for tensor in tensors),
     )
 
 
@@ -107,11 +109,13 @@ def operation_sheet(calls: Iterable[Call], file_of: Mapping[tuple[int, str, str]
     lines = [HEADER]
     ordered = sorted(calls, key=lambda call: call.number)
     for number, call in enumerate(ordered, 1):
-
+        # Bound as a default, because a closure would see the loop's last call.
         def described(port: str, tensors: Sequence[CallTensor], call: Call = call) -> Any:
             return [
-                Described(one.dtype, one.shape, file_of.get((call.number, port, one.slot), ""))
-                for one in tensors
+                Described(
+                    tensor.dtype, tensor.shape, file_of.get((call.number, port, tensor.slot), "")
+                )
+                for tensor in tensors
             ]
 
         param = {"site": call.site, "visit": call.visit, "phase": call.phase, **call.param}
@@ -138,30 +142,35 @@ class Timed(NamedTuple):
     device: float
 
 
-def added(some: Iterable[Timed], more: Iterable[Timed]) -> tuple[Timed, ...]:
+def added(first: Iterable[Timed], second: Iterable[Timed]) -> tuple[Timed, ...]:
     """Two lists of times as one: what is of the same operator in the same place is summed."""
-    found: dict[tuple[str, str], Timed] = {}
-    for one in (*some, *more):
-        known = found.get(one[:2])
-        if known is not None:
-            own, device = known.own + one.own, known.device + one.device
-            one = Timed(*one[:2], known.calls + one.calls, known.total + one.total, own, device)
-        found[one[:2]] = one
-    return tuple(found.values())
+    totals: dict[tuple[str, str], Timed] = {}
+    for timed in (*first, *second):
+        total = totals.get(timed[:2])
+        if total is not None:
+            own, device = total.own + timed.own, total.device + timed.device
+            timed = Timed(
+                *timed[:2], total.calls + timed.calls, total.total + timed.total, own, device
+            )
+        totals[timed[:2]] = timed
+    return tuple(totals.values())
 
 
 def statistic_text(timed: Sequence[Timed]) -> str:
     """Times by operator, in blocks, as `operation_statistic_{n}.txt` has them."""
     rows: dict[str, list[Timed]] = {}
-    for one in timed:
-        rows.setdefault(statistic_name(one.operator), []).append(one)
+    for row in timed:
+        rows.setdefault(statistic_name(row.operator), []).append(row)
     blocks: list[str] = []
-    for name, those in rows.items():
-        total, own, device = (sum(getattr(t, n) for t in those) for n in ("total", "own", "device"))
+    for name, of_operator in rows.items():
+        total, own, device = (
+            sum(getattr(t, n) for t in of_operator) for n in ("total", "own", "device")
+        )
+        # Without a device the time of the operator itself is all that was spent.
         executed = device or own
         blocks.append(
             f"{name}:\n[execute] totalTime:{total:.3f}, kernelExecuteTime:{executed:.3f}, "
-            f"selfTime:{own:.3f}, callCount:{sum(t.calls for t in those)}\n\n"
+            f"selfTime:{own:.3f}, callCount:{sum(t.calls for t in of_operator)}\n\n"
         )
     return "".join(blocks)
 
@@ -178,12 +187,12 @@ def statistic_name(operator: str) -> str:
 def times_table(timed: Sequence[Timed]) -> str:
     """The same by site and operator, as a csv."""
     lines = [TIME_COLUMNS]
-    for one in timed:
+    for row in timed:
         site, operator = (
             f'"{text}"' if "," in text or '"' in text else text
-            for text in (one.site.replace('"', "'"), one.operator)
+            for text in (row.site.replace('"', "'"), row.operator)
         )
         lines.append(
-            f"{site},{operator},{one.calls},{one.total:.3f},{one.own:.3f},{one.device:.3f}"
+            f"{site},{operator},{row.calls},{row.total:.3f},{row.own:.3f},{row.device:.3f}"
         )
     return "\n".join(lines) + "\n"

@@ -29,8 +29,8 @@ class UrlPath(type(pathlib.Path())):
 
     def __str__(self) -> str:
         text = super().__str__()
-        found = _FLATTENED.fullmatch(text)
-        return f"{found[1]}://{found[2]}" if found else text
+        match = _FLATTENED.fullmatch(text)
+        return f"{match[1]}://{match[2]}" if match else text
 
     def __fspath__(self) -> str:
         return str(self)
@@ -46,7 +46,7 @@ def place_of(word: str) -> pathlib.Path:
     return UrlPath(word)
 
 
-def said_of_memory(path: StrPath) -> str:
+def memory_warning(path: StrPath) -> str:
     """What a person must know who has a command write to `memory://`; empty for other places."""
     if str(path).lower().startswith("memory:"):
         return "memory:// is the memory of this command, and gone when it ends"
@@ -65,15 +65,16 @@ def url_of(path: StrPath) -> str | None:
     if isinstance(path, pathlib.PurePath):
         flat = _FLATTENED.fullmatch(text)
         text = f"{flat[1]}://{flat[2]}" if flat else text
-    found = _URL.fullmatch(text)
-    if found is None:
+    match = _URL.fullmatch(text)
+    if match is None:
         return None
-    scheme, rest = found[1], found[2]
+    scheme, rest = match[1], match[2]
     if scheme.lower() in _LOCAL:
         raise BadInput(f"'{text}' lies on this machine", hint=f"give its path: {unquote(rest)}")
     parts = rest.split("/")
     if not rest.strip("/") or ".." in parts:
         raise BadInput(f"'{shown(text)}' names no folder", hint=f"such as {scheme}://BUCKET/FOLDER")
+    # A password in an address would end up in reports, histories and tables.
     if re.match(r"[^/@]*:[^/@]*@", rest):
         raise BadInput(
             f"'{shown(text)}' holds a password",

@@ -103,6 +103,7 @@ def push(folder: StrPath, url: StrPath, *, force: bool = False, patience: float 
     goal = url_of(url)
     if goal is None:
         raise BadInput(f"'{url}' is no address", hint="driftline push FOLDER s3://BUCKET/FOLDER")
+    # A run may hold a comparison inside; the manifest decides.
     if (place / "table.json").is_file() and not (place / MANIFEST).exists():
         return _push_table(place, goal, force=force)
     if not (place / MANIFEST).is_file():
@@ -110,12 +111,14 @@ def push(folder: StrPath, url: StrPath, *, force: bool = False, patience: float 
             f"'{place}' is neither a run nor a comparison",
             hint="give the folder that `driftline dump` or `compare -o` made",
         )
+    # The lock keeps two pushes of one folder from deleting each other's files.
     lock = hold_path(place / MANIFEST)
     try:
         if lock is None or being_written(place):
             raise AlreadyThere(
                 f"'{place}' is still being written or sent", hint="wait until that is over"
             )
+        # Shards that were sent and deleted here exist only at the first address.
         if note is not None and str(note.get("url", "")) != goal:
             raise BadInput(
                 f"part of '{place}' was sent to {shown(str(note.get('url')))[:200]}",
@@ -137,6 +140,7 @@ def being_written(place: Path) -> bool:
 def _push_table(place: Path, url: str, *, force: bool) -> Sent:
     import shutil
 
+    # The table's description goes last: it says that the rows are complete.
     files = ("rows.csv", "rows.parquet", "table.json")
     sizes = [(place / name).stat().st_size for name in files if (place / name).is_file()]
     with uploaded(url, files, force=force) as folder:

@@ -29,6 +29,7 @@ from driftline.runs.stores.upload import CLAIM
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
+# A request costs more than some bytes more: reading a little too much is cheaper than asking twice.
 _SMALL_FILE = 64 << 20
 _CHUNK = 4 << 20
 _AT_ONCE = 8
@@ -128,10 +129,10 @@ class RemoteFiles:
 
     def sizes(self, folder: str) -> dict[str, int | None]:
         """What lies in a folder, asked once."""
-        found = self._sizes.get(folder)
-        if found is None:
-            found = self._sizes[folder] = self.store.sizes(folder)
-        return found
+        listing = self._sizes.get(folder)
+        if listing is None:
+            listing = self._sizes[folder] = self.store.sizes(folder)
+        return listing
 
     def shards(self, folder: str) -> RemoteShards:
         return RemoteShards(self, folder)
@@ -171,16 +172,17 @@ class _Stream(io.RawIOBase):
         if self._next is None or not view:
             return 0
         content = self._next.result()
-        taken = min(len(view), len(content))
-        view[:taken] = content[:taken]
-        self._at += taken
-        if taken < len(content):
+        count = min(len(view), len(content))
+        view[:count] = content[:count]
+        self._at += count
+        # The caller's buffer was smaller than the piece: the rest is the next answer.
+        if count < len(content):
             rest: Future[bytes] = Future()
-            rest.set_result(content[taken:])
+            rest.set_result(content[count:])
             self._next = rest
         else:
             self._next = self._begin(self._at)
-        return taken
+        return count
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -204,17 +206,17 @@ class RemoteShards:
         return self._fetch(record, blob.offset, blob.offset + blob.length)
 
     def memory(self, record: Record) -> Memory:
-        content, at = self.content(record)
+        content, offset = self.content(record)
         assert record.blob is not None
-        return Memory(address_of(memoryview(content)) + at, record.blob.length, content)
+        return Memory(address_of(memoryview(content)) + offset, record.blob.length, content)
 
     def window(self, record: Record, start: int, stop: int) -> Memory:
         blob = record.blob
         assert blob is not None
         stop = min(stop, blob.length)
-        content, at = self._fetch(record, blob.offset + start, blob.offset + stop)
+        content, offset = self._fetch(record, blob.offset + start, blob.offset + stop)
         # As if all of it lay there: whoever asks for a window stays inside.
-        address = address_of(memoryview(content)) + at - start
+        address = address_of(memoryview(content)) + offset - start
         return Memory(address, blob.length, content)
 
     def release(self) -> None:
@@ -223,6 +225,7 @@ class RemoteShards:
     def _fetch(self, record: Record, start: int, stop: int) -> tuple[bytearray, int]:
         blob = record.blob
         assert blob is not None
+        # The name comes from the index of the run, and becomes part of an address.
         if not is_shard_name(blob.shard):
             raise BadFile(f"'{blob.shard[:60]}' is not the name of a shard")
         size = self.size(blob.shard)
@@ -262,15 +265,18 @@ class FetchAhead:
         self._records = records
         self._where = [None] * len(records)
         asked: list[tuple[str, int, int, int]] = []
-        for at, record in enumerate(records):
+        for position, record in enumerate(records):
             name = self._name_of(record)
             if name and record.blob is not None:
                 blob = record.blob
-                asked.append((name, blob.offset, blob.offset + blob.length, at))
+                asked.append((name, blob.offset, blob.offset + blob.length, position))
+        # By file and offset, so that neighbours can be joined into one request.
         asked.sort()
         spans: list[_Span] = []
         members: list[list[int]] = []
-        for name, start, stop, at in asked:
+        for name, start, stop, position in asked:
+            # A small gap is fetched too; a span is bounded, so that requests run at the
+            # same time.
             last = spans[-1] if spans else None
             if (
                 last is not None
@@ -279,38 +285,39 @@ class FetchAhead:
                 and stop - last.start <= _LONGEST_SPAN
             ):
                 spans[-1] = last._replace(stop=max(stop, last.stop))
-                members[-1].append(at)
+                members[-1].append(position)
             else:
                 spans.append(_Span(name, start, stop))
-                members.append([at])
+                members.append([position])
         self._coming = {}
-        for span, those in zip(spans, members, strict=True):
+        # Tensors that share their bytes share a span.
+        for span, positions in zip(spans, members, strict=True):
             if span not in self._coming:
                 self._coming[span] = self._pool.submit(self._files.store.read, *span)
-            for at in those:
-                self._where[at] = span
+            for position in positions:
+                self._where[position] = span
 
     def take(self) -> list[Memory | None]:
-        found: list[Memory | None] = []
+        memories: list[Memory | None] = []
         fetched: dict[_Span, tuple[bytearray, int] | None] = {}
         for record, span in zip(self._records, self._where, strict=True):
             if span is None or record.blob is None:
-                found.append(None)
+                memories.append(None)
                 continue
             if span not in fetched:
                 try:
-                    content, at = aligned(self._coming[span].result(), span.start)
-                    fetched[span] = content, address_of(memoryview(content)) + at
+                    content, begin = aligned(self._coming[span].result(), span.start)
+                    fetched[span] = content, address_of(memoryview(content)) + begin
                 except (DriftlineError, OSError):
                     fetched[span] = None  # whoever asks for it by itself hears why
-            got = fetched[span]
-            if got is None:
-                found.append(None)
+            buffer = fetched[span]
+            if buffer is None:
+                memories.append(None)
                 continue
-            content, address = got
+            content, address = buffer
             offset = record.blob.offset - span.start
-            found.append(Memory(address + offset, record.blob.length, content))
-        return found
+            memories.append(Memory(address + offset, record.blob.length, content))
+        return memories
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

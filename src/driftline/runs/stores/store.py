@@ -22,6 +22,7 @@ from driftline.runs.stores.addresses import shown
 
 T = TypeVar("T")
 
+# Six tries with doubling waits bridge an outage of some six seconds.
 TRIES = 6
 _FIRST_WAIT = 0.2
 _LONGEST_WAIT = 5.0
@@ -97,11 +98,11 @@ class Store:
         """
         place = self.path(folder)
         try:
-            found = self._trying(lambda: self._fs.ls(place, detail=True))
+            entries = self._trying(lambda: self._fs.ls(place, detail=True))
         except Gone:
             return {}
         sizes: dict[str, int | None] = {}
-        for entry in found:
+        for entry in entries:
             own = str(entry.get("name", "")).rstrip("/")
             name = own.rpartition("/")[2]
             if not name or own.strip("/") == place.strip("/"):
@@ -136,6 +137,8 @@ class Store:
 
         def fetch() -> bytes:
             content = bytes(self._fs.cat_file(place, start=start, end=stop))
+            # A short answer is either the end of the file or a broken connection; only
+            # the latter is tried again.
             if len(content) < stop - start:
                 size = self._fs.info(place).get("size")
                 if size is not None and int(size) < stop:
@@ -189,6 +192,8 @@ class Store:
             except FileExistsError:
                 return False
             except Exception as trouble:
+                # Stores answer a failed condition with 412, in texts of their own
+                # libraries.
                 if "PreconditionFailed" in str(trouble) or "412" in str(trouble):
                     return False
                 if not isinstance(trouble, (TypeError, NotImplementedError)) and (
@@ -220,6 +225,7 @@ class Store:
 
         def copy() -> None:
             self._fs.put_file(str(source), place)
+            # Some stores accept a broken upload without complaint.
             arrived = self._fs.info(place).get("size")
             if arrived is not None and int(arrived) != size:
                 raise ConnectionError(f"{arrived} of {size} bytes arrived")
@@ -265,6 +271,8 @@ class Store:
             except (Gone, DriftlineError):
                 raise
             except Exception as trouble:
+                # Missing buckets and wrong credentials stay wrong, and are told at
+                # once.
                 self._raise_if_final(trouble)
                 if not left:
                     raise Unreachable(
@@ -288,13 +296,16 @@ class Store:
                 f"{self.name}: there is no such repository, or only for those with a token",
                 hint="`hf repo create` makes one; for a private one set HF_TOKEN, or hf auth login",
             ) from trouble
+        # Before the credentials: the text of a missing bucket may speak of both.
         if _NO_BUCKET.search(words):
             raise self._no_bucket() from trouble
         if code == 401 or _CREDENTIALS.search(words):
-            known = _SECRETS_OF.get(self.scheme.replace("s3a", "s3").replace("gcs", "gs"))
+            variables = _SECRETS_OF.get(self.scheme.replace("s3a", "s3").replace("gcs", "gs"))
             raise BadRun(
                 f"{self.name}: no credentials that are accepted there were found",
-                hint=f"set {known}" if known else "see how fsspec is told them for this store",
+                hint=f"set {variables}"
+                if variables
+                else "see how fsspec is told them for this store",
             ) from trouble
         if code == 403 or isinstance(trouble, PermissionError) or _DENIED.search(words):
             raise BadRun(
@@ -351,8 +362,8 @@ def _file_system(url: str, scheme: str, name: str) -> tuple[Any, str]:
         system, root = core.url_to_fs(url, **options)
     except ImportError as absent:
         package = _PACKAGES.get(scheme, "")
-        found = re.search(r"[Ii]nstall (?:the )?[\"'`]?([\w.-]+)", str(absent))
-        package = package or (found[1] if found else scheme)
+        match = re.search(r"[Ii]nstall (?:the )?[\"'`]?([\w.-]+)", str(absent))
+        package = package or (match[1] if match else scheme)
         raise NotInstalled(
             f"{name}: addresses of {scheme}:// need the package {package}",
             hint=f"pip install '{_EXTRAS.get(package, package)}'",
@@ -367,6 +378,7 @@ def _file_system(url: str, scheme: str, name: str) -> tuple[Any, str]:
     except Exception as trouble:
         raise BadInput(f"{name} cannot be opened: {_in_words(trouble)}") from None
     if scheme in ("s3", "s3a"):
+        # s3fs has retries of its own, outside of those of its HTTP library.
         system.retries = 1
     if scheme in ("gs", "gcs"):
         # It logs the traceback of whatever fails; what that means is said in a sentence.

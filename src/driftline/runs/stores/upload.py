@@ -53,6 +53,7 @@ def claim(store: Store, identity: str, *, force: bool = False) -> None:
     stale = False
     if CLAIM in names:
         writer = _read(store)
+        # The same run resumes its own upload.
         if writer.get("id") == identity:
             return
         stale = _is_dead(writer)
@@ -79,12 +80,14 @@ def claim(store: Store, identity: str, *, force: bool = False) -> None:
             f"{store.name} exists and is not empty",
             hint="choose another address, or --force to replace the run there",
         )
+    # The claim goes first: until the new one is written, nobody owns the place.
     if stale:
         store.remove(CLAIM)
-    if not store.put_new(CLAIM, _said(identity)):
+    if not store.put_new(CLAIM, _claim_content(identity)):
         raise AlreadyThere(
             f"{store.name}: another writer was there first", hint="choose another address"
         )
+    # Only after the claim is ours is anything deleted.
     for name in names:
         if name != CLAIM:
             store.remove(name)
@@ -96,14 +99,14 @@ def is_ours(store: Store, identity: str) -> bool:
 
 
 def _only_a_run(names: dict[str, int | None]) -> bool:
-    known = (MANIFEST, ORPHAN_EVENTS, CLAIM)
+    run_files = (MANIFEST, ORPHAN_EVENTS, CLAIM)
     is_run = MANIFEST in names or CLAIM in names
-    return is_run and all(name in known or parse_folder(name) is not None for name in names)
+    return is_run and all(name in run_files or parse_folder(name) is not None for name in names)
 
 
-def _said(identity: str) -> bytes:
-    about = {"id": identity, "host": platform.node(), "boot": _boot(), "pid": os.getpid()}
-    return (json.dumps(about, indent=1) + "\n").encode("ascii")
+def _claim_content(identity: str) -> bytes:
+    claim = {"id": identity, "host": platform.node(), "boot": _boot(), "pid": os.getpid()}
+    return (json.dumps(claim, indent=1) + "\n").encode("ascii")
 
 
 def _read(store: Store) -> dict[str, Any]:
@@ -117,12 +120,14 @@ def _read(store: Store) -> dict[str, Any]:
 def _is_dead(writer: dict[str, Any]) -> bool:
     """Whether a writer ran on this machine, since it was started, and runs no more."""
     pid = writer.get("pid")
+    # A process of another machine, or of this one under another name, cannot be judged.
     if writer.get("host") != platform.node() or type(pid) is not int or pid <= 0:
         return False
     boot = _boot()
     if boot and writer.get("boot") and writer["boot"] != boot:
         return True  # the machine was started anew since
     try:
+        # Signal 0 only asks whether the process exists.
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
@@ -164,6 +169,7 @@ def write_note(root: Path, note: dict[str, Any]) -> None:
     """
     draft = root / f"{NOTE}.new"
     draft.write_text(json.dumps(note, indent=1), encoding="utf-8")
+    # Replaced in one step, because a kill between two writes must leave a readable note.
     draft.replace(root / NOTE)
 
 
@@ -178,11 +184,13 @@ def sent_to(root: Path, name: str) -> tuple[str, int] | None:
 # A run's folder on its way to an address: sealed shards while it grows, the rest at its end.
 
 
+# Seconds between looks at the folder, and without progress before sending is given up.
 EVERY = 0.5
 PATIENCE = 60.0
 _TRIES = 3
 _LONGEST_PAUSE = 30.0
 _LARGEST_EARLY_INDEX = 64 << 20
+# An index is sent again only when it has grown by a quarter: sending all of it is what costs.
 _GROWN = 1.25
 _SHARD = re.compile(rb'"shard":"([^"]+)"')
 
@@ -226,12 +234,12 @@ class Sending:
         """
         self.folder = folder
         self.store = Store(url, tries=_TRIES)
-        known = read_note(folder) or {}
+        earlier = read_note(folder) or {}
         self.note: dict[str, Any] = {
             "url": url,
-            "id": known.get("id") or uuid.uuid4().hex,
-            "staged": bool(known.get("staged", staged)),
-            "sent": dict(known.get("sent") or {}),
+            "id": earlier.get("id") or uuid.uuid4().hex,
+            "staged": bool(earlier.get("staged", staged)),
+            "sent": dict(earlier.get("sent") or {}),
         }
         claim(self.store, str(self.note["id"]), force=force)
         self.trouble: Exception | None = None
@@ -258,6 +266,8 @@ class Sending:
                 self.trouble, pause = None, EVERY
             except Exception as trouble:  # the program goes on, whatever it is
                 self.trouble = trouble
+                # Slower and slower while the store is away, so that the program is
+                # not disturbed.
                 pause = min(2 * max(pause, 1.0), _LONGEST_PAUSE)
 
     def _send_complete(self) -> None:
@@ -269,6 +279,7 @@ class Sending:
             for name in _plain_files(self.folder / part):
                 if self._stop.is_set():
                     return
+                # An unsealed shard still changes.
                 if is_shard_name(name) and _is_sealed(self.folder / part / name):
                     self._send_shard(f"{part}/{name}")
             for name in (PROCESS, TOPOLOGY):
@@ -292,6 +303,8 @@ class Sending:
                 shard = _SHARD.search(line)
                 if not line.endswith(b"\n"):
                     break
+                # A line may only arrive after the bytes it names, or a reader would
+                # see a hole.
                 if shard is not None and part.encode() + b"/" + shard[1] not in sent:
                     break
                 lines.append(line)
@@ -343,6 +356,8 @@ class Sending:
             except (DriftlineError, OSError, RuntimeError) as trouble:
                 self.trouble = trouble
                 now = time.monotonic()
+                # Patience counts from the last file that arrived, however slow the
+                # connection is.
                 if self._files != moved:
                     moved_at, pause, moved = now, 1.0, self._files
                 if now - moved_at + pause > patience:
@@ -367,6 +382,8 @@ class Sending:
             for name in names:
                 if not is_shard_name(name) and name not in (INDEX, PROCESS):
                     self._send_once(f"{part}/{name}")
+            # The index promises tensors, and the facts say that a part is complete:
+            # both go last.
             for name in (INDEX, PROCESS):
                 if name in names:
                     self._send_once(f"{part}/{name}")
@@ -382,10 +399,10 @@ class Sending:
         """Files that are not there, as far as is known here."""
         names = [MANIFEST, ORPHAN_EVENTS]
         names += [f"{p}/{n}" for p in self._parts() for n in _plain_files(self.folder / p)]
-        here = [name for name in names if (self.folder / name).is_file()]
+        existing = [name for name in names if (self.folder / name).is_file()]
         return [
             name
-            for name in here
+            for name in existing
             if name not in self.note["sent"] and self._small.get(name) != _state(self.folder / name)
         ]
 
@@ -409,6 +426,7 @@ class Sending:
             self._count(size)
             self.note["sent"][name] = size
             write_note(self.folder, self.note)
+        # Space on this machine is why a run is staged at all.
         if self.note["staged"]:
             path.unlink(missing_ok=True)
 
@@ -460,13 +478,13 @@ def _why(trouble: Exception) -> str:
     return str(trouble) if isinstance(trouble, DriftlineError) else reason_of(trouble)
 
 
-def staging_for(name: str, given: str) -> Path:
+def staging_for(name: str, folder_name: str) -> Path:
     """The folder in which a run waits to be sent; its note says where to.
 
     Raises:
         BadInput: Something is there already.
     """
-    folder = Path(given or f"{name}.sending").absolute()
+    folder = Path(folder_name or f"{name}.sending").absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         waiting = read_note(folder) is not None if folder.is_dir() else False
         raise BadInput(
