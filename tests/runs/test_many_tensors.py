@@ -177,11 +177,14 @@ def test_files_that_cannot_be_opened_are_no_finding(tmp_path):
 
 def test_a_shard_that_cannot_be_looked_at_for_want_of_files_is_not_lost(tmp_path, monkeypatch):
     run = open_run(write(tmp_path / "run", ranks=1))
+    open_inside = local_files.open_inside
 
-    def refuse(*_: object) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
+    def refuse_shards(root: Path, path: Path) -> int:
+        if path.suffix == ".safetensors":
+            raise OSError(errno.EMFILE, "Too many open files")
+        return open_inside(root, path)
 
-    monkeypatch.setattr(local_files, "open_inside", refuse)
+    monkeypatch.setattr(local_files, "open_inside", refuse_shards)
     with pytest.raises(Unreachable, match="no more files can be opened"):
         len(run.records)
 

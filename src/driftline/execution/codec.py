@@ -1,9 +1,9 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Our own values as plain ones, for the wire: named tuples by their names, arrays by their bytes.
+"""Codec for values that go between processes: plain values, their bytes, and frames on a pipe.
 
-What is decoded can only be one of the kinds that the reader names; nothing is imported or called
-by what arrives.
+Named tuples are sent by name, arrays by their bytes. Only types that the reader names can be
+decoded; received bytes can neither import nor call anything.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _ATOMS = (type(None), bool, int, float, str, bytes)
 
 
 def encode(value: Any) -> Any:
-    """A value as plain ones.
+    """A value as plain values.
 
     Raises:
-        TypeError: It is of a kind that no worker is ever told.
+        TypeError: It is of a type that is never sent to a worker.
     """
     if type(value) in _ATOMS:
         return value
@@ -60,10 +60,10 @@ def decode(value: Any, kinds: Sequence[type] = ()) -> Any:
 
     Args:
         shown: Plain values.
-        kinds: Named tuples that may be among them.
+        kinds: Named tuples that may occur.
 
     Raises:
-        ValueError: Something else is.
+        ValueError: Another type occurs.
     """
     # Only these names can be made: nothing that arrives chooses a class.
     kinds_by_name = {kind.__name__: kind for kind in kinds}
@@ -97,9 +97,6 @@ def decode(value: Any, kinds: Sequence[type] = ()) -> Any:
                 raise ValueError(f"{str(cast(Any, value))[:80]} is none of our values")
 
     return read(value)
-
-
-# What goes between processes: plain values as bytes, and frames of them on a pipe.
 
 
 _LENGTH = struct.Struct("<Q")

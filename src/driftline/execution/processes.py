@@ -1,8 +1,9 @@
-"""Worker processes of this machine: `python -m driftline.execution.processes`, fed through pipes.
+"""Worker processes of this machine, and the executor that feeds them through pipes (`Processes`).
 
-Frames of plain values come in on standard input and go out on what was standard output; what the
-work itself prints goes to standard error. It ends when its input does, in the middle of whatever it
-is doing: nobody is there any more to take the result.
+A worker is started as `python -m driftline.execution.processes`. Frames of plain values come in on
+standard input and go out on the original standard output; prints of the work itself go to standard
+error. A worker ends when its input ends, even in the middle of a task, because nobody waits for the
+result.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from driftline.execution.jobs import (
 
 def main() -> int:
     """Serve one job."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asked; he ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
     # Standard output carries the frames, so prints of the work are sent to standard error.
     incoming = os.fdopen(os.dup(0), "rb")
     outgoing = os.fdopen(os.dup(1), "wb")
@@ -60,7 +61,7 @@ def main() -> int:
 
 
 def _listen(incoming: BinaryIO, tasks: queue.SimpleQueue[Any]) -> None:
-    """Take what comes as it comes: a full pipe would keep the other side from reading ours."""
+    """Read tasks as they come: with a full pipe, the parent could not read our answers."""
     try:
         while True:
             tasks.put(codec.receive(incoming))
@@ -77,15 +78,15 @@ if __name__ == "__main__":
     sys.exit(code)
 
 
-# Tasks on this machine: worker processes that are fed through pipes.
+# The executor, in the parent process.
 
 
 _ATTEMPTS = 2
-"""A task whose worker ends twice has ended it."""
+"""A task whose worker ends so many times is taken for the cause."""
 
 
 class Processes:
-    """So many worker processes of this machine; they live as long as one `run`."""
+    """Executor with worker processes of this machine, which live as long as one `run`."""
 
     elsewhere = False
 
@@ -107,12 +108,12 @@ class Processes:
 
 
 class _Round:
-    """One job. Each worker process has a thread here that feeds it and hands on what it answers."""
+    """One job. Each worker process has a thread here that sends its tasks and reads its answers."""
 
     def __init__(self, job: Job, tasks: Sequence[Task], workers: int) -> None:
         self.job = job
         self.tasks = tasks
-        # Large ones first, but about equal ones in their order, which is that of their files.
+        # Large tasks first; tasks of similar size stay in order, which is that of their files.
         order = sorted(range(len(tasks)), key=lambda index: -tasks[index].weight.bit_length())
         self.waiting: deque[int] = deque(order)
         self.attempts = [0] * len(tasks)
@@ -161,7 +162,7 @@ class _Round:
             self.news.put(("failure", -1, trouble))
 
     def _one_process(self) -> bool:
-        """Feed one process until no task is left; whether another must take its place."""
+        """Feed one process until no task is left; True if it must be replaced by another one."""
         # A task is taken first: without one no process is started.
         index = self._next()
         if index is None:
@@ -172,7 +173,7 @@ class _Round:
         assert process.stdin is not None and process.stdout is not None
         to, back = cast("Any", process.stdin), cast("Any", process.stdout)
         try:
-            with contextlib.suppress(BrokenPipeError):  # its answer, or its end, says more
+            with contextlib.suppress(BrokenPipeError):  # its answer or its exit code tells more
                 codec.send(to, [self.job.worker, self.job.about])
             hello = codec.receive(back)
             if hello[0] != "ready":
@@ -197,7 +198,7 @@ class _Round:
             return self.waiting.popleft() if self.waiting else None
 
     def _ended(self, process: subprocess.Popen[bytes], index: int) -> None:
-        """A worker that ended by itself: its task is begun again, once."""
+        """Handle a worker that ended by itself: its task is begun again, once."""
         # An end in the middle of a task is the worker's own: killed, or out of memory.
         code = process.wait()
         self.attempts[index] += 1

@@ -1,8 +1,8 @@
-"""Tasks on the machines of a Ray cluster (extra `driftline[ray]`).
+"""Executor for a Ray cluster (extra `driftline[ray]`).
 
-Every machine is asked first whether it can help: has it the same Driftline, does it see the data?
-Workers are actors. One that is lost, with its machine or without, loses no work: its tasks are done
-again elsewhere, and a task counts when its answer is here, once.
+Every machine is asked first whether it has the same Driftline and sees the data. Workers are Ray
+actors. If a worker or its machine is lost, its tasks are done again elsewhere; every task counts
+once, when its answer arrives.
 """
 
 # Ray's own annotations are partial.
@@ -25,18 +25,18 @@ from driftline.execution.jobs import Finished, Job, Printed, Task, WorkerFailed,
 from driftline.execution.ray_connection import one_line
 
 _RETRIES = 3
-"""A task that has ended so many workers has ended them."""
+"""Number of lost workers after which a task is taken for the cause."""
 _IN_A_ROW = 2
-"""A machine that loses so many workers and finishes nothing in between is no longer asked."""
+"""A machine that loses so many workers in a row, without any answer, gets no more work."""
 _AHEAD = 2
-"""Tasks that a worker is given at a time: one to do, one to begin with at once after it."""
+"""Tasks that a worker has at a time: one in progress, and the next one."""
 _SOON = 20.0
-"""Seconds after which those who have not answered are not waited for, if others can do it all."""
+"""Seconds after which silent machines are not waited for, if others can do all tasks."""
 _ANSWER = 60.0
 """Seconds in which a machine must say whether it can help."""
 _BEAT = 2.0
 _LONG = 30.0
-"""Seconds without anything done after which it is said that cores may be busy."""
+"""Seconds without any answer after which a note says that cores may be busy."""
 
 
 def _print_note(line: str) -> None:
@@ -47,9 +47,9 @@ class RayCluster:
     """A Ray cluster.
 
     Args:
-        address: `ray://HOST:PORT`; empty: the cluster this machine is in, or one of its own.
-        jobs: How many workers; not given: one for each core of the cluster.
-        tell: Told what happens to machines, a sentence at a time.
+        address: `ray://HOST:PORT`; empty for the cluster of this machine, or a local one.
+        jobs: Number of workers; None for one on each core of the cluster.
+        tell: Called with sentences about machines that are left out or lost.
     """
 
     elsewhere = True
@@ -89,13 +89,13 @@ class RayCluster:
 
 
 def _cores(node: dict[str, Any], gpus: int = 0) -> int:
-    """How many workers a node has room for."""
+    """Number of workers that a node has cores (and GPUs) for."""
     has = node["Resources"]
     return min(int(has.get("CPU", 0)), *([int(has.get("GPU", 0)) // gpus] if gpus else []), 1 << 20)
 
 
 class _Machine:
-    """A node of the cluster: what it is called, what it lacks, which places it has begun with."""
+    """A node of the cluster: its name, the data it lacks, and the places it has begun."""
 
     def __init__(
         self, node: dict[str, Any], name: str, absent: Sequence[tuple[str, str]], cores: int
@@ -112,7 +112,7 @@ class _Machine:
 
 
 class _Worker:
-    """An actor, and the tasks it was given, the one under way first."""
+    """An actor and its tasks, the one in progress first."""
 
     def __init__(self, actor: Any, machine: _Machine) -> None:
         self.actor = actor
@@ -135,7 +135,7 @@ class _Round:
         self.tasks = tasks
         self.jobs = jobs
         self.tell = tell
-        # Large ones first, but about equal ones in their order, which is that of their files.
+        # Large tasks first; tasks of similar size stay in order, which is that of their files.
         order = sorted(range(len(tasks)), key=lambda index: -tasks[index].weight.bit_length())
         self.waiting: dict[str, deque[int]] = {}
         for index in order:
@@ -173,10 +173,10 @@ class _Round:
                 self._stop_worker(worker)
 
     def _usable_machines(self) -> list[_Machine]:
-        """Ask every machine whether it can help; those that cannot are left out, and said.
+        """Ask every machine whether it can help; the others are left out, with a note.
 
         Raises:
-            DriftlineError: None can.
+            DriftlineError: No machine can help.
         """
         ray = self.ray
         asked: dict[Any, dict[str, Any]] = {}
@@ -197,7 +197,7 @@ class _Round:
         while silent and (waited := time.monotonic() - began) < _ANSWER:
             enough = all(any(machine.can(task) for machine in machines) for task in self.tasks)
             if enough and waited > _SOON:
-                break  # one may be gone without anybody having noticed yet
+                break  # a silent machine may be dead without Ray having noticed yet
             answered, silent = ray.wait(silent, num_returns=len(silent), timeout=_BEAT)
             for ref in answered:
                 self._read_answer(ref, asked[ref], machines, troubles)
@@ -216,7 +216,7 @@ class _Round:
     def _read_answer(
         self, ref: Any, node: dict[str, Any], machines: list[_Machine], troubles: list[str]
     ) -> None:
-        """What one machine has answered."""
+        """Read the answer of one machine."""
         short = str(node["NodeID"])[:8]
         try:
             host, version, trouble, absent = codec.unpack(self.ray.get(ref))
@@ -238,7 +238,7 @@ class _Round:
             troubles.append(f"node {name}: {absent[0][1]}")
 
     def _require_data(self) -> None:
-        """Refuse work that no machine has the data for; say which machines have less."""
+        """Refuse work that no machine has the data for; note which machines lack data."""
         for task in self.tasks:
             if not any(machine.can(task) for machine in self.machines):
                 raise DriftlineError(
@@ -256,7 +256,7 @@ class _Round:
         return {"num_cpus": cores, "scheduling_strategy": where}
 
     def _start_workers(self) -> None:
-        """Start workers, a machine at a time in turn, as many as there are cores for them."""
+        """Start workers on all machines in turn, as many as they have cores for."""
         useful = [
             machine for machine in self.machines if any(machine.can(task) for task in self.tasks)
         ]
@@ -281,7 +281,7 @@ class _Round:
             self.ray.kill(worker.actor)
 
     def _hand_out(self) -> None:
-        for depth in range(1, _AHEAD + 1):  # everybody one, before anybody gets a second
+        for depth in range(1, _AHEAD + 1):  # every worker gets one task before any gets a second
             for worker in self.workers:
                 if worker.machine not in self.machines:
                     continue
@@ -294,7 +294,7 @@ class _Round:
                     self.under_way[ref] = (worker, index)
 
     def _choose(self, machine: _Machine) -> int | None:
-        """Take the next task for a machine: near what it has read, else near what nobody has."""
+        """The next task for a machine: near data it has read, else near data no other has read."""
         # Files that another machine has begun to read are in its cache, not in this one's.
         elsewhere = {
             place for other in self.machines if other is not machine for place in other.begun
@@ -318,7 +318,7 @@ class _Round:
         return None
 
     def _take_answer(self, ref: Any, finished: Finished, printed: Printed | None) -> int:
-        """Take one answer; how many tasks that finishes."""
+        """Take one answer; returns the number of tasks it finishes."""
         worker, index = self.under_way[ref]
         exceptions = self.ray.exceptions
         try:
@@ -341,7 +341,7 @@ class _Round:
         return 1
 
     def _lost(self, worker: _Worker, loss: Exception) -> None:
-        """A worker is gone: its tasks wait again, and another takes its place."""
+        """Handle a lost worker: its tasks wait again, and another worker is started."""
         self._stop_worker(worker)
         self.workers.remove(worker)
         for ref in [ref for ref, (whose, _) in self.under_way.items() if whose is worker]:
@@ -361,7 +361,7 @@ class _Round:
         self._replace(worker.machine)
 
     def _replace(self, machine: _Machine) -> None:
-        """Another worker for one that is lost: on its machine, unless that seems to be gone."""
+        """Start a worker in place of a lost one: on its machine, unless that seems dead, too."""
         alive = {str(node["NodeID"]) for node in self.session.nodes()}
         others = [other for other in self.machines if other is not machine and other.id in alive]
         if machine.id in alive and (machine.losses < _IN_A_ROW or not others):
@@ -371,7 +371,7 @@ class _Round:
         self.tell(f"node {machine.name} is gone; its work is done elsewhere")
         self.machines = others
         for worker in [other for other in self.workers if other.machine is machine]:
-            self._stop_worker(worker)  # what it was given fails, and comes back here
+            self._stop_worker(worker)  # its tasks fail, and are handed out again
         if not others:
             raise WorkerFailed("no machine of the Ray cluster is left that could help")
         self._require_data_of_waiting()

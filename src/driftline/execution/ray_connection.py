@@ -1,8 +1,10 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""What is asked of the address of a Ray cluster before Ray is: is it one, and does it want a token?
+"""Connecting to a Ray cluster, or refusing in one sentence.
 
-Ray itself would wait for minutes, and say it in many lines.
+Before Ray is used, the address is checked directly: does anybody listen, is it a Ray cluster, and
+does it require a token? Ray itself would wait for minutes and print many lines. Does not know which
+work is done.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from driftline.errors import BadInput, DriftlineError
 from driftline.registry import require
 
 _CONNECT_SECONDS = 5.0
-"""Seconds in which an address must take a connection at all."""
+"""Seconds in which an address must accept a connection."""
 _ANSWER_SECONDS = 8.0
-"""Seconds in which whoever takes the connection must answer as Ray's servers do."""
+"""Seconds in which the server must answer like Ray's servers."""
 _PORT = "10001 is the usual port of Ray's client server; on a machine of the cluster itself, "
 HINT = _PORT + "say --executor ray"
 _QUESTIONS = ("/ray.rpc.NodeInfoGcsService/GetClusterId", "/ray.rpc.RayletDriver/ClusterInfo")
@@ -31,7 +33,7 @@ _QUESTIONS = ("/ray.rpc.NodeInfoGcsService/GetClusterId", "/ray.rpc.RayletDriver
 
 _TOKEN_WANTED = "wants a token"
 _NO_GRPC = "http2 header with status"
-"""gRPC says this of servers and proxies of the web that speak HTTP/2, but not gRPC."""
+"""Text of gRPC's error for web servers and proxies that speak HTTP/2, but not gRPC."""
 _TOKEN = (
     "on its head `ray get-auth-token` prints it; put it into ~/.ray/auth_token here, and set "
     f"{settings.RAY_TOKENS}=token"
@@ -39,11 +41,11 @@ _TOKEN = (
 
 
 def check_reachable(place: str, address: str) -> None:
-    """See whether anybody is there at all: Ray itself would wait for minutes.
+    """Check that an address accepts connections: Ray itself would wait for minutes.
 
     Raises:
         BadInput: It is no address.
-        DriftlineError: Nobody is.
+        DriftlineError: It does not.
     """
     host, colon, port = place.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -63,7 +65,7 @@ def check_reachable(place: str, address: str) -> None:
 
 
 def _check_http2(place: str, address: str) -> None:
-    """See whether whoever is there speaks HTTP/2, as Ray does; with TLS only Ray can tell.
+    """Check that a server speaks HTTP/2, as Ray does; with TLS only Ray can check that.
 
     Raises:
         DriftlineError: It does not.
@@ -89,12 +91,12 @@ def _check_http2(place: str, address: str) -> None:
 
 
 def asks_for_token(place: str) -> bool:
-    """Whether a Ray cluster, or its client server, refuses those who come without a token."""
+    """Whether a Ray cluster, or its client server, requires a token."""
     return _answers(place) == _TOKEN_WANTED
 
 
 def _answers(place: str) -> str:
-    """How whoever is there answers what Ray's servers are asked; empty: nothing special."""
+    """A server's special answer to calls of Ray's protocol; empty for an ordinary answer."""
     try:
         import grpc
     except ImportError:
@@ -117,13 +119,13 @@ def _answers(place: str) -> str:
 
 
 def use_token(place: str, address: str) -> str:
-    """Have Ray use the token of this machine if that is asked for, and not forbidden here.
+    """Let Ray use this machine's token if the cluster requires one and it is not forbidden here.
 
     Returns:
-        What to do if Ray is refused all the same.
+        A hint for the case that the cluster refuses nevertheless.
 
     Raises:
-        DriftlineError: It is no Ray. Or a token is asked for, and there is none, or it is not to be
+        DriftlineError: It is no Ray cluster, or it requires a token that is missing or must not be
             used.
     """
     answer = _answers(place)
@@ -142,21 +144,18 @@ def use_token(place: str, address: str) -> str:
     return "it asks for a token: is it the same here? " + _TOKEN
 
 
-# The connection to a Ray cluster: found quickly, or refused in a sentence.
-
-
 _PATIENCE = 90.0
-"""Seconds in which Ray must give a session: on a busy machine its client server took 30."""
+"""Seconds in which Ray must open a session: on a busy machine its client server took 30."""
 _TRIES = 3
-"""How often a session is asked for: the process that Ray's client server starts for one may die as
-it is made (it forks while gRPC's threads run; seen on busy machines), and the next one lives."""
+"""Number of attempts to open a session: the process that Ray's client server starts for it may die
+at its start (it forks while gRPC's threads run; seen on busy machines)."""
 
 
 class _FilteredOutput:
-    """Standard output without what Ray prints there by itself when a machine or worker is lost.
+    """Standard output without Ray's own messages about lost machines and workers.
 
-    We say that, on standard error; results on standard output may be read by a program. No stream
-    of Python's own kinds: those close what they stand for when they go.
+    Driftline prints these on standard error; results on standard output may be read by a program.
+    Not a subclass of Python's streams, because those close the stream behind them when they end.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -174,7 +173,7 @@ class _FilteredOutput:
 
 
 class Session:
-    """A connection. One that the program had already is left as it is when we are done."""
+    """A connection to Ray; one that the program had opened itself stays open."""
 
     def __init__(self, ray: Any, owned: bool) -> None:
         self.ray = ray
@@ -186,7 +185,7 @@ class Session:
 
     @contextlib.contextmanager
     def in_use(self) -> Generator[None]:
-        """While work is done; the connection is let go at the end if it is ours."""
+        """A block in which work is done; at its end the connection is closed if it is ours."""
         filtered = _FilteredOutput(sys.stdout)
         sys.stdout = cast(TextIO, filtered)
         try:
@@ -206,8 +205,8 @@ def connect(address: str, jobs: int | None) -> Session:
     """Connect to a cluster.
 
     Args:
-        address: `ray://HOST:PORT`; empty: the cluster this machine is in, or one of its own.
-        jobs: Cores of one of its own.
+        address: `ray://HOST:PORT`; empty for the cluster of this machine, or a local one.
+        jobs: Number of cores of a local cluster.
 
     Raises:
         DriftlineError: There is none, or it does not answer.
@@ -257,7 +256,7 @@ def _joined(ray: Any, quiet: dict[str, Any]) -> bool:
 
 
 def _bounded(init: Any, address: str, hint: str = HINT) -> None:
-    """Connect, or give up: somebody may be there who does not speak as Ray does.
+    """Connect with a time limit: another kind of server may never answer.
 
     Raises:
         DriftlineError: Ray refused, or did not answer in time.
@@ -275,10 +274,10 @@ def _bounded(init: Any, address: str, hint: str = HINT) -> None:
 
 
 def _attempt(init: Any, address: str) -> BaseException | None:
-    """Ask for a session once; what came of it, if not a session.
+    """Try to open a session once; returns the exception, or None after success.
 
     Raises:
-        DriftlineError: Nothing did.
+        DriftlineError: There was no answer in time.
     """
     outcome: list[BaseException | None] = []
 
@@ -302,7 +301,7 @@ def _attempt(init: Any, address: str) -> BaseException | None:
 
 
 def one_line(trouble: BaseException) -> str:
-    """What Ray has to say, in one line: the last of a traceback is the exception itself."""
+    """An error of Ray in one line: the last line of a traceback is the exception itself."""
     lines = [line.strip() for line in str(trouble).splitlines() if line.strip()]
     for line in reversed(lines):
         if "Error:" in line and not line.startswith("ray::"):

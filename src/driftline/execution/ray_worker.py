@@ -1,6 +1,6 @@
-"""What runs on the machines of a Ray cluster: a bench that opens a worker and does its tasks.
+"""The part that runs on the machines of a Ray cluster: an actor that opens a worker for its tasks.
 
-Ray carries the bytes, in its own way; what is in them are plain values (see `wire`).
+Ray carries bytes, which hold plain values only (see `codec`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from driftline.execution.jobs import Worker, done, failed, open_worker
 
 
 def inspect_machine(content: bytes) -> bytes:
-    """What a machine can do for a job, before it is given any of it.
+    """Whether a machine can help with a job, asked before it gets any task.
 
     Returns:
         Its name, its version of Driftline, the first reason why it cannot help at all (or none),
@@ -37,14 +37,14 @@ def inspect_machine(content: bytes) -> bytes:
 
 
 class RayWorker:
-    """Does the tasks of one job, one at a time, in a process of its own."""
+    """Does the tasks of one job, one at a time, in a process of its own (a Ray actor)."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
         self._worker: Worker | None = None
 
     def do(self, content: bytes) -> bytes:
-        """The answer to one task, and the lines it had to say."""
+        """The lines that one task printed, and its answer."""
         lines: list[str] = []
         try:
             # Opened at the first task, in the worker's own process, and kept for all
@@ -56,7 +56,7 @@ class RayWorker:
         return codec.pack([lines, done(self._worker, codec.unpack(content), lines.append)])
 
     def pid(self) -> int:
-        """Its process, for whoever must end it."""
+        """Number of its process, for tests that end it."""
         return os.getpid()
 
 

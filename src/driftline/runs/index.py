@@ -1,8 +1,9 @@
-"""The lines of an index, as many as there are: a few thousand in memory, more where they lie.
+"""The index of a run: its lines, and the records made of them on demand.
 
-A line takes a kilobyte as an object and four hundred bytes in its file. So of a long index only the
-place of every 64th line is kept, and lines are read and decoded again when they are asked for: a
-microsecond each. No file is held open: a run may have a thousand of them.
+A line takes a kilobyte as an object and four hundred bytes in its file. So a few thousand lines
+stay in memory, and of a longer index only the offset of every 64th line is kept: lines are then
+read and decoded again when they are needed, a microsecond each. No file is held open, because a run
+may have a thousand indexes.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ if TYPE_CHECKING:
 _interned = sys.intern
 
 FEW = 4_096
-"""So many lines of a run stay as they are."""
+"""Number of lines of a run that stay in memory."""
 _STRETCH = 64
-"""Lines whose places follow from that of the first of them."""
+"""Number of neighbouring lines for which one offset is kept."""
 
 
 _Read = Callable[[int, int], bytes]
-"""So many bytes of an index, from a place on."""
+"""Reads bytes of an index, given their start and length."""
 
 
 class MemoryBudget:
-    """How many lines more may stay in memory, over all indexes of a run."""
+    """Number of lines that may still stay in memory, shared by all indexes of a run."""
 
     def __init__(self, left: int = FEW) -> None:
         self.left = left
@@ -46,17 +47,17 @@ class MemoryBudget:
         self.spool: UnnamedFile | None = None
 
     def spooled(self, content: bytes) -> tuple[UnnamedFile, int]:
-        """Bytes that came from elsewhere, in a file without a name, and where they begin there."""
+        """Stores fetched bytes in a temporary file; returns the file and their offset in it."""
         if self.spool is None:
             self.spool = UnnamedFile("driftline-")
         return self.spool, self.spool.append(content)
 
 
 class IndexLines:
-    """Checked lines of one index; in the order of execution once `finish` was called.
+    """Checked lines of one index; in the order of execution after `finish`.
 
     Args:
-        room: What all indexes of the run share.
+        room: Budget shared by all indexes of the run.
         reopen: Opens the file again, for lines that did not stay in memory.
     """
 
@@ -81,7 +82,7 @@ class IndexLines:
         self._last_stretch: tuple[int, list[bytes]] = (-1, [])
 
     def append(self, line: Line, start: int, length: int, *, ended: bool = True) -> None:
-        """A line that was checked, where in the file its text lies, and whether a line end does."""
+        """Adds a checked line, with the location of its text and whether a line end follows."""
         # Threads of one process may write their lines slightly out of order.
         if line.order <= self._order:
             self._in_order = False
@@ -109,7 +110,7 @@ class IndexLines:
                 self._firsts, self._starts = array("Q", self._firsts), array("Q", self._starts)
 
     def take(self, lines: list[Line]) -> bool:
-        """All lines, checked; whether there is room for them. `finish` is not needed then."""
+        """Takes all lines at once, already checked; False without room. Replaces `finish`."""
         if self._count or len(lines) > self._room.left:
             return False
         self._room.left -= len(lines)
@@ -206,7 +207,7 @@ class IndexLines:
             line = _decode(text)
         except ValueError:
             raise BadRun("an index was changed while it was read") from None
-        # Each text comes as a new object, and most of them are the same few.
+        # Decoding makes new strings each time, most of which are the same few names.
         line.site, line.port, line.slot = (
             _interned(line.site),
             _interned(line.port),
@@ -231,7 +232,7 @@ def _decode(text: bytes) -> Line:
 
 
 def _can_be_reopened(file: BinaryIO) -> bool:
-    """Whether it is a file of this machine, and not bytes that came from elsewhere."""
+    """Whether this is a file of this machine, not bytes that were fetched."""
     try:
         file.fileno()
     except (io.UnsupportedOperation, OSError):
@@ -239,24 +240,25 @@ def _can_be_reopened(file: BinaryIO) -> bool:
     return True
 
 
-# The records of a run, made of its lines when they are asked for.
-
-
 # Up to here holding all records is cheaper than building them twice.
 _KEPT_RECORDS = 10_000
 
 
 class IndexRecords(Sequence[Record]):
-    """The records of a run, built from its lines when asked for.
+    """The records of a run, built from its lines on demand.
 
-    A hundred thousand cost nothing until then. They are kept when all are asked for a second time,
-    a few thousand at once: whoever pairs them walks over them often, and holds most of them anyway.
+    A few thousand are kept at the first walk over all of them, more at the second: pairing walks
+    over the records often, and holds most of them anyway.
+
+    Attributes:
+        parts: The lines of each process.
+        hold: Whether records may be kept after a second walk.
     """
 
     def __init__(self, parts: Sequence[Listed]) -> None:
         self.parts = parts
         self._ends = list(itertools.accumulate(len(part.lines) for part in parts))
-        self.hold = True  # whether records that are asked for again and again may be kept
+        self.hold = True
         self._built: list[Record] = []
         self._walked = False
 
@@ -312,13 +314,10 @@ class IndexRecords(Sequence[Record]):
                 yield line.site
 
 
-# Making many small values without looking for cycles among them.
-
-
 @contextlib.contextmanager
 def uncollected() -> Generator[None]:
-    """A stretch without cyclic collection; for our own code only, a user's may make cycles."""
-    if not gc.isenabled():  # somebody else's choice, or a stretch within another
+    """Turns the cyclic garbage collector off for a while; a user's code must not run inside."""
+    if not gc.isenabled():  # the program's own choice, or a block inside another one
         yield
         return
     gc.disable()

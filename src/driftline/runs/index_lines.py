@@ -1,8 +1,8 @@
-"""One index line: a record as JSON, and back. Nothing a line claims is believed unchecked.
+"""One index line: a record as JSON, and back. Every value of a line is checked before it is used.
 
-Fields that have their usual value are left out. Rank and process are not in a line: the folder says
-them. The writing half needs only the standard library; the reading half uses msgspec for long
-indexes where it is installed.
+Fields with their usual value are left out. Rank and process are not in a line: the folder's name
+has them. Writing needs only the standard library; reading uses msgspec for long indexes, if it is
+installed. Does not know files.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ _LARGEST = 2**62
 _KEPT = ("full", "sample", "summary", "digest", "describe")
 _NUMBERS = ("min", "max", "mean", "std", "l2")
 _BYTES = ',"shard":"'
-"""From here on a line says where its bytes are. Inside of a name the quotes would be escaped."""
+"""Begins the part of a line that locates its bytes; inside a name the quotes would be escaped."""
 _COUNTS = ("count", "zeros", "nan", "pos_inf", "neg_inf")
 
 
 class BadLine(ValueError):
-    """An index line that cannot be believed; the message says why."""
+    """Raised for an index line with impossible values; the message says which."""
 
 
 @functools.lru_cache(maxsize=4096)
 def shape_text(shape: tuple[int, ...]) -> str:
-    """A shape inside JSON's brackets; a model has few of them."""
+    """A shape inside JSON's brackets; cached, because a model has few different shapes."""
     return ",".join(str(int(size)) for size in shape)
 
 
 def encode_line(record: Record, order: int, digest: str, blob: Blob | None, lost: str) -> str:
     """The JSON of one record, without a line end.
 
-    Written by hand because 20 000 of them take a second else.
+    Formatted by hand, because 20 000 lines take a second with the JSON encoder.
     """
     # Unpacked in one go, which is quicker than reading fields one by one.
     (key, _, dtype, shape, alias, class_name, device, kept, _, _, stride, summary, placement, _) = (
@@ -85,7 +85,7 @@ def encode_line(record: Record, order: int, digest: str, blob: Blob | None, lost
 
 
 def bytes_end(line: str) -> tuple[str, int] | None:
-    """The shard a line of ours names, and where in it the bytes end; None if it names none."""
+    """The shard of a line written by us, and the offset after its bytes; None without bytes."""
     # Searched from the end, where the bytes stand; a site may be called anything.
     _, separator, place = line.rpartition(_BYTES)
     if not separator:
@@ -95,14 +95,15 @@ def bytes_end(line: str) -> tuple[str, int] | None:
 
 
 def without_bytes(line: str, lost: str) -> str:
-    """A line of ours that does not say where its bytes are, but why they are missing."""
+    """A line written by us without the location of its bytes, but with the reason of their loss."""
     return f'{line.rpartition(_BYTES)[0]},"lost":{json_string(lost)}}}'
 
 
 def line_ends(record: Record) -> tuple[str, str]:
-    """What is the same in all lines of one place: up to the step, and from behind the visit on.
+    """The constant parts of all lines of one tensor: the text before the step and after the visit.
 
-    The second ends where the digest comes; the record is that of step 0 and visit 0, without one.
+    The second part ends where the digest follows. The record must have step 0, visit 0 and no
+    digest.
     """
     step_and_visit = ',"step":0,"visit":0'
     before, behind = encode_line(record, 0, "", None, "").split(step_and_visit, 1)
@@ -122,7 +123,7 @@ def number(value: float) -> str:
 
 def encode_summary(summary: Summary) -> str:
     count, low, high, mean, std, l2, zeros, nan, pos_inf, neg_inf, sketch = summary
-    if nan != nan:  # other programs' statistics count nothing
+    if nan != nan:  # statistics of other programs, which have no counts
         zeros = nan = pos_inf = neg_inf = '"nan"'
     text = (
         f'{{"count":{count},"zeros":{zeros},"nan":{nan},"pos_inf":{pos_inf},"neg_inf":{neg_inf},'
@@ -150,10 +151,10 @@ def _number_of(value: object) -> float:
 
 
 def decode_summary(value: object) -> Summary:
-    """The summary in a line.
+    """Read the summary of a line.
 
     Raises:
-        BadLine: It is not one. A sketch that is only garbled is left out instead.
+        BadLine: It is no summary. A damaged sketch alone is left out instead.
     """
     if not isinstance(value, dict):
         raise BadLine("the summary is not an object")
@@ -173,7 +174,7 @@ def decode_summary(value: object) -> Summary:
 
 
 def _check_summary(value: object) -> None:
-    """Whether `decode_summary` will succeed; a third of its cost, as the sketch is passed over."""
+    """Check that `decode_summary` will succeed; a third of its cost, as the sketch is skipped."""
     if not isinstance(value, dict):
         raise BadLine("the summary is not an object")
     fields = cast("dict[str, object]", value)
@@ -184,7 +185,7 @@ def _check_summary(value: object) -> None:
 
 
 def _count_of(value: object, name: str) -> Any:
-    """A count; NaN where nobody counted."""
+    """A count; NaN if nothing was counted."""
     if value == "nan" and name != "count":
         return math.nan
     return _checked_count(value, name)
@@ -226,7 +227,7 @@ class Line:
     lost: Any
 
 
-# No defaults of the class itself: Python finds an attribute sooner where the class has none.
+# Defaults are no class attributes: Python finds an instance attribute faster without them.
 _USUAL: dict[str, Any] = {
     **dict.fromkeys(Line.__annotations__, ""),
     **dict.fromkeys(("order", "site", "port", "slot", "dtype", "shape", "summary")),
@@ -266,9 +267,9 @@ def _line_of(fields: dict[str, Any]) -> Line:
 
 
 def decode_together(text: bytes) -> list[Line] | None:
-    """All lines of a short index in one go, which takes two thirds of the time; None if one is bad.
+    """Decode all lines of a short index at once, in two thirds of the time; None if one is bad.
 
-    Who wants to know which decodes them one by one.
+    To learn which line is bad, decode them one by one.
     """
     count = text.count(b"\n")
     # Exactly one object a line, or line numbers of errors would be wrong.
@@ -284,12 +285,12 @@ def decode_together(text: bytes) -> list[Line] | None:
 
 _BLANK = " \t\r\n"
 SHORT = 1 << 20
-"""Bytes of indexes that the standard library has read before msgspec is loaded, for 6 ms."""
+"""Bytes of indexes that are read without msgspec, whose import takes 6 ms."""
 _begun = 0
 
 
 def decoder(size: int = SHORT) -> Callable[[bytes], Line]:
-    """The quickest function for so many bytes more of lines; ValueError on what is none."""
+    """The fastest decoder for `size` more bytes of lines; it raises ValueError on a bad line."""
     global _begun
     _begun += size
     return _decode_with_json if _begun < SHORT else _fast_decoder()
@@ -311,10 +312,13 @@ _names_a_shard = functools.lru_cache(maxsize=64)(is_shard_name)
 
 
 def check_line(line: Line) -> int:
-    """Refuses a line whose claims cannot be true, before anything is allocated for it.
+    """Refuses a line with impossible values, before anything is allocated for it.
 
     Returns:
-        How many bytes the values of the tensor take, as far as they are kept.
+        Number of bytes that the stored values of the tensor take.
+
+    Raises:
+        BadLine: A value is impossible.
     """
     # One long condition instead of a loop over names: it runs for every line of an index.
     if (

@@ -1,7 +1,7 @@
-"""Which job the parts of a run belong to, and which of its ranks are missing or ended early.
+"""Jobs: several ranks write one run, and a reader notices missing, early or foreign ranks.
 
-Every process writes the id of the run it joined and a name of the job it belongs to. Clocks have no
-say in it: machines of one job need not agree on the time.
+Every process stores the id of the run it joined and the name of its job. The first rank begins the
+run, and no rank waits for another. Clocks are not used: machines of one job may disagree on time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Facts = Mapping[str, Any]
 
 
 def membership(folder: Path) -> dict[str, JSON]:
-    """What a process says of where it belongs: the run in this folder, and its job."""
+    """The ids of the run in a folder and of this process's job, for `process.json`."""
     facts: dict[str, JSON] = {"run": run_id(folder)}
     if job := settings.job_id():
         facts["job"] = job
@@ -49,7 +49,7 @@ def membership(folder: Path) -> dict[str, JSON]:
 
 
 def run_id(folder: Path) -> str:
-    """The id of the run in a folder; empty where that cannot be told."""
+    """The id of the run in a folder; empty if it cannot be read."""
     return str(_manifest(folder).get("id", ""))
 
 
@@ -69,15 +69,15 @@ def _manifest(folder: Path) -> Facts:
 
 
 def refuse_mixed(name: str, manifest: Facts, parts: Sequence[tuple[str, Facts]]) -> None:
-    """One folder holds one run of one job.
+    """Refuse a folder that holds parts of several runs or jobs.
 
     Args:
-        name: Of the run, for the message.
+        name: Name of the run, for the message.
         manifest: Its run.json.
         parts: Names of the processes' folders, with their facts.
 
     Raises:
-        BadRun: Parts of two are in it.
+        BadRun: It does.
     """
     runs: dict[str, list[str]] = {}
     jobs: dict[str, list[str]] = {}
@@ -107,10 +107,10 @@ def refuse_mixed(name: str, manifest: Facts, parts: Sequence[tuple[str, Facts]])
 
 
 def gaps(parts: Sequence[tuple[Facts, int | None]]) -> Iterator[Loss]:
-    """Ranks of a job that left nothing, and those that ended before the others.
+    """Losses for ranks of a job that stored nothing or ended before the others.
 
     Args:
-        parts: Facts of each process, and the last step it has tensors of.
+        parts: Facts of each process, and the last step of its tensors.
     """
     # A single process without a job or process groups has no other ranks to miss.
     job = [(facts, last) for facts, last in parts if facts.get("job") or facts.get("groups")]
@@ -147,9 +147,6 @@ def _listed(names: Sequence[str]) -> str:
 
 def _count(value: Any) -> int:
     return value if type(value) is int and 0 <= value < 1 << 20 else 0
-
-
-# The ranks of one job begin one run, whoever comes first, and none waits for another.
 
 
 _ATTEMPTS = 16
@@ -193,7 +190,7 @@ def begin_run(path: str | os.PathLike[str], *, force: bool = False) -> Path:
 
 
 def _begin(folder: Path, world_size: int, *, force: bool) -> None:
-    """The first rank writes the manifest; whoever comes second finds it is of its own job."""
+    """Write the manifest, unless another rank of this job has written it."""
     if _holds_something(folder):
         if is_of_this_job(folder):
             return
@@ -210,7 +207,7 @@ def _begin(folder: Path, world_size: int, *, force: bool) -> None:
 
 
 def _holds_something(folder: Path) -> bool:
-    """Whether anything is there but drafts of the manifest that other ranks are writing."""
+    """Whether a folder holds more than drafts of the manifest that other ranks are writing."""
     if not folder.is_dir():
         return folder.exists()
     return any(not child.name.startswith(f".{MANIFEST}.") for child in folder.iterdir())
@@ -231,10 +228,10 @@ def _joined(folder: Path, rank: int, *, force: bool) -> Path:
 
 
 def _set_aside(folder: Path) -> None:
-    """Move an old run out of the way in one stroke, unless another rank has done it.
+    """Move an old run away with one rename, unless another rank has done it.
 
-    It is deleted when this process ends: while its new name is taken, a slower rank cannot move
-    the new run there by mistake.
+    It is deleted when this process ends. Until then its new name exists, so that a slower rank
+    cannot move the new run there by mistake.
 
     Raises:
         OSError: It cannot be moved.

@@ -1,4 +1,9 @@
-"""Files inside a run's folder, opened as a stranger's: no links out of it, no pipes, no giants."""
+"""Files of a run in a folder of this machine, opened with care: the run may be anybody's.
+
+Links that lead out of the folder, pipes, devices and oversized files are refused. Shards are mapped
+on demand, a bounded number of them at a time. The protocols at the end are what the reader needs of
+any place where a run's files may be. Does not know what the files mean.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +42,7 @@ def is_inside(root: Path, path: Path) -> bool:
 
 
 def folders_in(path: Path) -> list[str]:
-    """Names of the folders in a folder; links are none, and what cannot be listed has none."""
+    """Names of the folders in a folder, links excluded; empty if it cannot be listed."""
     try:
         with os.scandir(path) as entries:
             return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
@@ -46,10 +51,10 @@ def folders_in(path: Path) -> list[str]:
 
 
 def open_inside(root: Path, path: Path) -> int:
-    """Opens a regular file that lies, links followed, inside the run.
+    """Opens a regular file that is inside the run after links are followed.
 
     Raises:
-        OSError: It does not, or cannot be opened.
+        OSError: It is outside, or cannot be opened.
     """
     try:
         real = path.resolve(strict=True)
@@ -83,16 +88,13 @@ def read_object(root: Path, path: Path, limit: int) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", value)
 
 
-# The files of bytes that one process left, mapped when they are first asked for.
-
-
 MOST_MAPPED = 128
-"""Files of a run that are mapped at a time: each is an open file, of which a process often may have
-1024, and a run has one for each of its ranks at least."""
+"""Most shards of a run that are mapped at a time. Each is an open file; a process often may have
+1024, and a run has at least one shard for each rank."""
 
 
 class Mapped:
-    """Which shards of a run are mapped, in all its folders; of too many the oldest is let go."""
+    """The mapped shards of a run, in all its folders; with too many, the oldest is unmapped."""
 
     def __init__(self) -> None:
         self._names: deque[tuple[Shards, str]] = deque()
@@ -110,9 +112,9 @@ class Shards:
     """The shards in one folder of a run.
 
     Args:
-        root: The run, which no name leads out of.
-        name: Its folder in there.
-        mapped: What all folders of the run share.
+        root: The run's folder, which no name may lead out of.
+        name: Name of the process's folder.
+        mapped: The mapped shards of all folders of the run.
     """
 
     def __init__(self, root: Path, name: str, mapped: Mapped) -> None:
@@ -123,10 +125,10 @@ class Shards:
         self._places: dict[str, tuple[memoryview, int]] = {}
 
     def size(self, shard: str) -> int | str:
-        """How many bytes a shard has, or why that cannot be said.
+        """Number of bytes of a shard, or why it is unknown.
 
         Raises:
-            Unreachable: No more files can be opened, which says nothing about this one.
+            Unreachable: No more files can be opened, which is no fault of the shard.
         """
         try:
             file = open_inside(self.root, self.root / self.name / shard)
@@ -143,14 +145,14 @@ class Shards:
             os.close(file)
 
     def content(self, record: Record) -> tuple[mmap.mmap | bytes, int]:
-        """The mapped shard that holds a record's bytes, and where in it they begin."""
+        """The mapped shard that holds a record's bytes, and their offset in it."""
         assert record.blob is not None
         content = self._map(record.blob.shard)
         check_inside(record, len(content))
         return content, record.blob.offset
 
     def memory(self, record: Record) -> Memory:
-        """Where a record's bytes lie."""
+        """Address of a record's bytes."""
         blob = record.blob
         assert blob is not None
         place = self._places.get(blob.shard)
@@ -162,12 +164,12 @@ class Shards:
         return Memory(address + blob.offset, blob.length, view)
 
     def window(self, record: Record, start: int, stop: int) -> Memory:
-        """All of it: what is mapped costs nothing until it is looked at."""
+        """The whole record: mapped bytes cost nothing until they are read."""
         del start, stop
         return self.memory(record)
 
     def release(self) -> None:
-        """Let go of the maps: each ends with the last array or address of it, in any thread."""
+        """Forgets the maps; each ends with its last array or address, in any thread."""
         # Pages are handed back now: the map itself ends with its last user, perhaps much
         # later.
         for view, address in list(self._places.values()):
@@ -176,7 +178,7 @@ class Shards:
         self._maps.clear()
 
     def forget(self, shard: str) -> None:
-        """As `release`, of one of them."""
+        """As `release`, for one shard."""
         self._places.pop(shard, None)
         self._maps.pop(shard, None)
 
@@ -209,10 +211,10 @@ class Shards:
 
 
 def _require_files(error: OSError) -> None:
-    """A process that may not open another file can say nothing about any tensor.
+    """Stop if the limit of open files is reached: then no error says anything about a tensor.
 
     Raises:
-        Unreachable: It may not.
+        Unreachable: It is reached.
     """
     if error.errno in (errno.EMFILE, errno.ENFILE):
         raise Unreachable(
@@ -222,7 +224,7 @@ def _require_files(error: OSError) -> None:
 
 
 def check_inside(record: Record, size: int) -> None:
-    """Refuses a record whose bytes would lie beyond the end of their shard.
+    """Refuses a record whose bytes would reach beyond the end of their shard.
 
     Raises:
         BadFile: They would.
@@ -240,15 +242,12 @@ def _sent_to(root: Path, name: str) -> tuple[str, int] | None:
     return sent_to(root, name)
 
 
-# The files of a run in a folder of this machine.
-
-
 def object_in(files: Files, name: str, limit: int) -> Mapping[str, Any]:
-    """A file that is one JSON object.
+    """Content of a file that holds one JSON object.
 
     Raises:
         OSError: It cannot be read.
-        ValueError: It is none.
+        ValueError: It holds something else.
     """
     value = json.loads(files.read(name, limit))
     if not isinstance(value, dict):
@@ -288,23 +287,23 @@ class FolderFiles:
         return is_held(self.root / folder / INDEX)
 
     def read_ahead(self, parts: Mapping[tuple[int, int], str]) -> ReadAhead | None:
-        """Mapped files gain nothing by it."""
+        """None: mapped files gain nothing from reading ahead."""
         del parts
         return None
 
 
-# What a reader asks of the place where a run's files lie. For types only: never loaded.
+# Protocols: what the reader needs of a place with a run's files. They are used as types only.
 
 
 class ShardFiles(Protocol):
     """The shards in one folder of a run."""
 
     def size(self, shard: str) -> int | str:
-        """How many bytes a shard has, or why that cannot be said."""
+        """Number of bytes of a shard, or why it is unknown."""
         ...
 
     def content(self, record: Record) -> tuple[Any, int]:
-        """A buffer that holds a record's bytes, and where in it they begin.
+        """A buffer that holds a record's bytes, and their offset in it.
 
         Raises:
             DriftlineError: They cannot be read.
@@ -312,7 +311,7 @@ class ShardFiles(Protocol):
         ...
 
     def memory(self, record: Record) -> Memory:
-        """Where a record's bytes lie.
+        """Address of a record's bytes.
 
         Raises:
             DriftlineError: They cannot be read.
@@ -320,7 +319,7 @@ class ShardFiles(Protocol):
         ...
 
     def window(self, record: Record, start: int, stop: int) -> Memory:
-        """The same of some of its bytes, as if the others lay around them.
+        """As `memory`, where only the bytes from `start` to `stop` may be read.
 
         Raises:
             DriftlineError: They cannot be read.
@@ -328,7 +327,7 @@ class ShardFiles(Protocol):
         ...
 
     def release(self) -> None:
-        """Let go of what is held in memory."""
+        """Release what is held in memory."""
         ...
 
 
@@ -336,18 +335,18 @@ class Files(Protocol):
     """The files of one run."""
 
     fetched: bool
-    """Whether bytes come from another machine, so that a part of a tensor costs less than all."""
+    """Whether bytes come from another machine, so that reading a part of a tensor is cheaper."""
 
     def open(self, name: str) -> BinaryIO:
-        """A file to be read from its start.
+        """Open a file for reading.
 
         Raises:
-            OSError: It is not there, or leads out of the run.
+            OSError: It does not exist, or leads out of the run.
         """
         ...
 
     def read(self, name: str, limit: int) -> bytes:
-        """All of a file.
+        """Read a complete file.
 
         Raises:
             OSError: As `open`, or it has more bytes than the limit.
@@ -355,7 +354,7 @@ class Files(Protocol):
         ...
 
     def names(self, folder: str) -> list[str]:
-        """The plain files in a folder; none where it cannot be listed."""
+        """Names of the plain files in a folder; empty if it cannot be listed."""
         ...
 
     def shards(self, folder: str) -> ShardFiles:
@@ -363,16 +362,16 @@ class Files(Protocol):
         ...
 
     def is_written(self, folder: str) -> bool | None:
-        """Whether a living process writes there now; None where that cannot be told."""
+        """Whether a living process writes there now; None if unknown."""
         ...
 
     def read_ahead(self, parts: Mapping[tuple[int, int], str]) -> ReadAhead | None:
-        """What reads many small tensors in the background; folders by rank and process."""
+        """A background reader of small tensors; `parts` gives folders by rank and process."""
         ...
 
 
 class Listed(Protocol):
-    """What one process listed."""
+    """The index of one process."""
 
     rank: int
     process: int

@@ -1,4 +1,4 @@
-"""A run that never touches a disk: the sink of `compare_models`, and of tests."""
+"""A run in memory: the sink of `compare_models` and of tests. Touches no disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from driftline.runs.writer import OVER_LIMIT, digest_for
 
 
 class MemorySink:
-    """Keeps records and, once each, their bytes; see `Sink` for what the methods promise."""
+    """Keeps records and, once for equal bytes, their values; see `Sink` for the contract."""
 
     def __init__(
         self, *, rank: int = 0, max_bytes: int | None = None, name: str = "memory"
@@ -106,7 +106,7 @@ class MemorySink:
         """There is nothing to seal."""
 
     def run(self) -> Run:
-        """What was kept so far, as a run."""
+        """The records so far, as a run."""
         return _MemoryRun(
             self.name,
             list(self._records),

@@ -1,8 +1,9 @@
-"""Who is writing: a lock of the system on a file that is written, which ends with its process.
+"""Provenance of a run: its manifest and process facts, the git commit, and who is writing it.
 
-No file of its own, so nothing is left behind: a killed process's lock is gone with it, whatever it
-could not clean up. Clocks and process numbers are not looked at. File systems without such locks
-(some network ones) tell nothing, and then nobody is held up.
+`run.json` is written once, by the first process; every process writes its own `process.json`. The
+environment is stored by a list of allowed names, with secrets hidden. Whether a run is being
+written is seen by a lock of the system on its files, which ends with the process that holds it.
+Knows nothing about tensors.
 """
 
 from __future__ import annotations
@@ -37,16 +38,20 @@ except ImportError:  # not on every system
     fcntl = None
 
 
+# Locks: no lock file is left behind, because a killed process's lock ends with it. Clocks and
+# process numbers are not used. File systems without locks (some network ones) refuse nobody.
+
+
 def hold(file: int) -> bool:
-    """Take the lock of an open file for as long as it stays open; False if somebody has it."""
+    """Lock an open file until it is closed; False if another process holds the lock."""
     if fcntl is None:
         return True
-    for wait in (0.01, 0.05, 0.0):  # who only asks whether it is held has it for a moment
+    for wait in (0.01, 0.05, 0.0):  # `is_held` takes the lock for a moment
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(wait)
-        except OSError:  # no locks here
+        except OSError:  # the file system has no locks
             return True
         else:
             return True
@@ -54,7 +59,7 @@ def hold(file: int) -> bool:
 
 
 def hold_path(path: Path) -> int | None:
-    """Open a file and take its lock; None if somebody has it. Closing what is returned ends it.
+    """Open and lock a file; None if another process holds the lock. Closing the file unlocks it.
 
     Raises:
         OSError: It cannot be opened.
@@ -67,7 +72,7 @@ def hold_path(path: Path) -> int | None:
 
 
 def is_held(path: Path) -> bool | None:
-    """Whether a living process holds a file's lock; None where that cannot be told."""
+    """Whether a living process holds a file's lock; None if that is unknown."""
     if fcntl is None:
         return None
     try:
@@ -88,7 +93,7 @@ def is_held(path: Path) -> bool | None:
         os.close(file)
 
 
-# Which commit a program ran from, read from `.git` by hand; git is only asked if files changed.
+# Git: the commit is read from `.git` directly; git itself is only started to see changed files.
 
 
 _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
@@ -98,7 +103,7 @@ _SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """A commit, and whether tracked files differ from it (None: could not be found out)."""
+    """A commit, and whether tracked files differ from it (None if unknown)."""
 
     commit: str
     dirty: bool | None
@@ -111,7 +116,7 @@ def _first_line(path: Path) -> str:
 
 
 def _git_folder(place: Path) -> tuple[Path, Path] | None:
-    """The work tree around a place and its git folder."""
+    """The work tree around a folder, and its git folder."""
     for tree in (place, *place.parents):
         git = tree / ".git"
         if git.is_dir():
@@ -178,8 +183,7 @@ def revision_of(place: Path) -> Revision | None:
         return None
 
 
-# Where a run comes from: one `run.json`, by whoever comes first, one `process.json` per
-# process.
+# Manifest and process facts.
 
 
 # Only these are stored, because an environment is full of secrets; each changes numbers or the
@@ -247,7 +251,7 @@ _LONGEST_VALUE = 500
 
 
 def allowed_environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment variables that change numbers or placement, secrets hidden; nothing else."""
+    """The environment variables that change numbers or placement, with secrets hidden."""
     everything = settings.environment() if variables is None else variables
     return {
         name: redact_value(name, everything[name])[:_LONGEST_VALUE]
@@ -276,7 +280,7 @@ def library_versions() -> dict[str, str]:
 
 
 def plain_json(value: object, depth: int = 0) -> JSON:
-    """A value as JSON can hold it: non-finite numbers and strangers become strings."""
+    """A value as JSON can hold it: non-finite numbers and unknown types become strings."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -315,8 +319,8 @@ def provenance(command: Sequence[str] | None = None, *, world_size: int = 1) -> 
     """The content of a new `run.json`.
 
     Args:
-        command: What the user asked to run; this process's own command line if not given.
-        world_size: How many ranks the job has, as far as known.
+        command: The user's command; this process's own command line if not given.
+        world_size: Number of ranks of the job, as far as known.
     """
     place = _working_folder()
     revision = revision_of(place) if place else None
@@ -346,7 +350,7 @@ def own_command() -> list[str]:
 
 
 def process_facts(rank: int, process: int, world_size: int) -> dict[str, JSON]:
-    """The opening content of a `process.json`."""
+    """The first content of a `process.json`."""
     return {
         "schema": SCHEMA,
         "rank": rank,
@@ -367,7 +371,7 @@ def dump_json(value: Mapping[str, JSON]) -> bytes:
 
 
 def write_new(path: Path, content: bytes) -> bool:
-    """Creates a file with its whole content at once; False when somebody else's was first."""
+    """Creates a file with its complete content; False if another process was first."""
     # Linked into place when complete: a hard link fails if the name exists, a rename would not.
     draft = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     try:
@@ -445,10 +449,10 @@ def create_run(
 
 
 def refuse_addresses(path: str | os.PathLike[str]) -> None:
-    """Capture writes to folders of this machine.
+    """Refuse an address: a capture writes to a folder of this machine.
 
     Raises:
-        BadInput: It is an address elsewhere.
+        BadInput: It is an address.
     """
     if "://" in os.fspath(path):
         raise BadInput(
@@ -459,10 +463,10 @@ def refuse_addresses(path: str | os.PathLike[str]) -> None:
 
 
 def refuse_living(place: Path) -> None:
-    """A run that a living process writes is not replaced; what a dead one left is.
+    """Refuse to replace a run that a living process is writing.
 
     Raises:
-        AlreadyThere: One does.
+        AlreadyThere: A process is writing it.
     """
     files = [place / MANIFEST, *(child / INDEX for child in place.iterdir())]
     for file in files:
@@ -474,7 +478,7 @@ def refuse_living(place: Path) -> None:
 
 
 def check_room(place: Path, *, force: bool) -> bool:
-    """Whether a run is there that may be replaced; False where there is nothing.
+    """Whether a run exists there that may be replaced; False if there is nothing.
 
     Raises:
         AlreadyThere: Something is there and may not be replaced.

@@ -1,4 +1,8 @@
-"""Why a path is not the folder of a run, with the nearest name that might be meant."""
+"""Opening a run: the index is read at first use, shards are mapped when values are needed.
+
+Whatever a file of the run claims is checked: a damaged or hostile run gives losses, not crashes.
+Where the files are (a folder or a store) is hidden behind `Files`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def no_folder(place: Path) -> BadRun:
-    """The error for a path that is no folder."""
+    """The error for a path that is no folder, with the nearest name as a hint."""
     if place.is_file():
         return BadRun(
             f"'{place}' is a file, not the folder of a run",
@@ -60,15 +64,12 @@ def no_folder(place: Path) -> BadRun:
     return BadRun(f"there is no '{place}'", hint=hint)
 
 
-# Opens a run folder: reads the index at first use, maps shards when values are asked for.
-
-
 # Files of a process that are not side tables.
 _USUAL = frozenset({INDEX, EVENTS, TOPOLOGY, PROCESS})
 _MOST_BAD_LINES = 1000
 _MOST_ALIKE = 100
 _FEW_PROCESSES = 64
-"""So many processes' facts stay in memory: some kilobytes each."""
+"""With more processes, their facts are not kept in memory: each takes some kilobytes."""
 # A damaged index may have no line ends; no line of ours comes near this length.
 _LONGEST_LINE = 16 << 20
 _SMALL_FILE = 64 << 20
@@ -81,10 +82,10 @@ _UNSEALED: Mapping[bool | None, str] = {
 
 
 def open_run(path: str | os.PathLike[str]) -> DiskRun:
-    """Opens a run folder for reading. Costs little: the index is read at first use.
+    """Opens a run folder for reading. Cheap, because the index is read at first use.
 
     Raises:
-        BadRun: There is nothing, no run, or a run of a newer format.
+        BadRun: There is nothing, or something else, or a run of a newer format.
     """
     place = Path(path)
     if not place.is_dir():
@@ -119,7 +120,7 @@ def open_run(path: str | os.PathLike[str]) -> DiskRun:
 
 
 def check_schema(place: str, manifest: Mapping[str, Any]) -> None:
-    """Refuses a manifest that is none, or of a newer format.
+    """Refuses a manifest of another or a newer format.
 
     Raises:
         BadRun: It is.
@@ -144,7 +145,7 @@ def _size(file: BinaryIO) -> int:
 
 
 class _Part:
-    """What one process left: its folder, its lines, its shards."""
+    """The part of one process: its folder, lines and shards."""
 
     def __init__(self, files: Files, name: str, room: MemoryBudget, *, keeps_facts: bool) -> None:
         place = parse_folder(name)
@@ -220,7 +221,7 @@ class _Part:
                 losses.append(Loss(self.name, f"{count - _MOST_ALIKE} more tensors: {reason}"))
 
     def _take(self, lines: list[Line]) -> bool:
-        """A short index with which nothing is wrong; what may be, is found line by line."""
+        """Takes a short index without faults; False if a fault must be located line by line."""
         ends: dict[str, int] = {}
         try:
             for line in lines:
@@ -240,7 +241,7 @@ class _Part:
         return self.lines.take(lines)
 
     def _lost(self, line: Line, by_reason: dict[str, int], losses: list[Loss]) -> None:
-        """One loss per tensor, but a disk that was full for an hour is said in a hundred."""
+        """Adds one loss per tensor, up to a hundred for each reason, such as a full disk."""
         count = by_reason[line.lost] = by_reason.get(line.lost, 0) + 1
         if count <= _MOST_ALIKE:
             key = record_of(line, self.rank, self.process).key
@@ -275,7 +276,7 @@ class _Part:
             losses.append(Loss(self.name, f"writing stopped before the end: {failure}"))
 
     def facts(self) -> Mapping[str, Any]:
-        """What the process said of itself; of few processes read once, when it is the last word."""
+        """Content of process.json; kept if there are few processes and this one is closed."""
         if self._sealed_facts is not None:
             return self._sealed_facts
         try:
@@ -289,7 +290,7 @@ class _Part:
 
 
 class DiskRun(Run):
-    """A run, opened; made by `open_run`, or by `remote.reading` for one that lies elsewhere."""
+    """An opened run; made by `open_run`, or by `stores.remote_run` for a run at an address."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""What must not leave the machine: tokens, keys, secrets and passwords become `***`.
+"""Redaction: tokens, keys, secrets and passwords become `***` before they are stored or shown.
 
-Runs and reports get attached to bugs, so this errs on the side of hiding: a harmless value behind a
-suspicious name is lost from the provenance, and nothing else depends on it. It cannot recognise a
-secret that has neither a telling name nor a known shape.
+Runs and reports get attached to bug reports, so this errs on the side of hiding: a harmless value
+with a suspicious name is lost from the provenance, and nothing else depends on it. A secret that
+has neither a telling name nor a known shape cannot be recognised.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def names_a_secret(name: str, value: str = "x") -> bool:
 
 
 def redact_text(text: str) -> str:
-    """A text with everything hidden that looks like a secret, by its shape or the name before it.
+    """A text in which everything is hidden that looks like a secret, by shape or by name.
 
     >>> redact_text("API_KEY=abc python x.py --password 'a b' https://me:pw@host/x")
     'API_KEY=*** python x.py --password *** https://***@host/x'
@@ -117,7 +117,7 @@ def redact_text(text: str) -> str:
 
 
 def redact_message(text: str) -> str:
-    """A sentence of ours: `key` and `token` are words of the trade in it, unless they are options.
+    """A message of Driftline, where `key` and `token` are ordinary words unless they are options.
 
     >>> redact_message("past_key_values: sparse, started with --hf-token abc")
     'past_key_values: sparse, started with --hf-token ***'
@@ -126,7 +126,7 @@ def redact_message(text: str) -> str:
 
 
 def _shortened(text: str) -> str:
-    """Nobody reads an argument beyond this, and not every pattern here is linear."""
+    """A text cut to a readable length, because not every pattern here takes linear time."""
     if len(text) <= _LONGEST:
         return text
     return f"{text[:_LONGEST]}... ({len(text) - _LONGEST} more characters)"
@@ -141,7 +141,7 @@ def _redact(text: str, depth: int, *, prose: bool = False) -> str:
         if _FLAG.match(value) and between.isspace():
             # `--use-auth-token --other 1`: the first is a switch, the second has its own value.
             return name + between + _redact(value, depth + 1, prose=prose)
-        # In prose a number stands in for the value, so that only telling names hide what follows.
+        # In prose a number replaces the value, so that only a telling name hides what follows.
         judged = "0" if prose and ":" in between else value
         if names_a_secret(name, judged) and not (judged != value and name.lower() in _TRADE):
             # Quotes of JSON stay, so that the text remains readable as what it was.
@@ -188,5 +188,5 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
 
 
 def redact_value(name: str, value: str) -> str:
-    """The value of an environment variable, hidden if its name or its shape tells."""
+    """The value of an environment variable, hidden if its name or shape is that of a secret."""
     return HIDDEN if names_a_secret(name, value) else redact_text(value)

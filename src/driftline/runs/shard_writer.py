@@ -1,7 +1,8 @@
-"""A shard's safetensors header, made entry by entry as its tensors come.
+"""Writing one shard: a safetensors file whose header is reserved first and written last.
 
-When the shard is full there is nothing left to do but to join them: to make twenty thousand entries
-at the end took a tenth of a second, in which the captured program waited for the interpreter.
+Header entries are made one by one as tensors come, so that only a join is left at the end: making
+twenty thousand entries at once took a tenth of a second, in which the captured program waited for
+the interpreter. Does not know which tensors are stored, or in which shard.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ _METADATA = '"__metadata__":{"format":"driftline-run 1"}'
 
 
 class Header:
-    """The entries of one shard so far.
+    """The header entries of one shard so far.
 
     Attributes:
-        reserved: Bytes kept free for the header, its length field included; data begin there.
-        end: Where the last listed tensor ends.
+        reserved: Bytes reserved for the header, its length field included; data begin there.
+        end: Offset at which the last listed tensor ends.
     """
 
     __slots__ = ("_ends", "_entries", "_names", "_pads", "_room", "end", "reserved")
@@ -44,16 +45,16 @@ class Header:
         return len(self._entries)
 
     def add(self, record: Record, order: int, start: int, length: int) -> bool:
-        """Lists a tensor behind those before it; False if there is no room for that.
+        """Adds an entry for a tensor; False if the header has no room for it.
 
-        The format refuses holes, so a gap before it is an entry of its own, `__padN`; the names of
-        tensors begin with their step.
+        The format refuses holes, so a gap before the tensor gets an entry of its own, `__padN`. No
+        tensor has such a name, because these begin with their step.
 
         Args:
-            record: What it is.
-            order: Tells tensors of one name apart.
-            start: Where its bytes begin, counted from the file's first.
-            length: How many they are.
+            record: The tensor.
+            order: Makes repeated names unique.
+            start: Offset of its first byte in the file.
+            length: Number of its bytes.
         """
         name = record.key.within_rank  # the folder says the rank
         # The order makes a shortened name unique again.
@@ -95,7 +96,7 @@ class Header:
         return True
 
     def cut(self, good_end: int) -> None:
-        """Forgets what reaches beyond an offset; nothing is added behind."""
+        """Drops entries that reach beyond an offset; no entry may be added afterwards."""
         # Names are not removed: a shard that was cut is closed, and takes no more tensors.
         while self._ends and self._ends[-1] > good_end:
             self._ends.pop()
@@ -109,16 +110,16 @@ class Header:
         return size.to_bytes(8, "little") + text.ljust(size, b" ")
 
 
-# One shard file while it grows: reserved header, appended bytes, header written at the end.
-
-
 @dataclass(slots=True)
 class Shard:
-    """A file being filled.
+    """A shard file that is being written.
 
     Attributes:
-        header: What it lists so far, and room for more.
-        end: Where the next byte goes, counting what is still staged.
+        number: Index of the shard in its folder.
+        name: Name of the file.
+        file: The file.
+        header: Its entries so far.
+        end: Offset of the next byte, bytes in buffers included.
     """
 
     number: int
@@ -132,7 +133,7 @@ class Shard:
         name = shard_name(number)
         reserved = min(header_bytes(number, first_header), align(most))
         file = OwnedFile(folder / name, "new")
-        # So that sealing succeeds on a disk that is full by then. Not every file system can.
+        # Reserved so that sealing succeeds on a full disk; not every file system can do that.
         with contextlib.suppress(OSError):
             file.reserve(reserved)
         return cls(number, name, file, Header(reserved), reserved)
@@ -145,7 +146,7 @@ class Shard:
         """Writes the header and closes the file.
 
         Args:
-            good_end: Set after a failed write: nothing from there on is on disk.
+            good_end: After a failed write, the offset up to which bytes are on disk.
         """
         try:
             header = self.header

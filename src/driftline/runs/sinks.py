@@ -1,4 +1,9 @@
-"""What a capture adapter writes to. The disk, memory, or a test's list may stand behind it."""
+"""Sinks: what a capture adapter writes to, and sinks that wrap another one.
+
+A sink may write to disk, keep everything in memory, or be a test's list. The wrapping sinks decide
+when the real one is made (`Late`), and what happens at a size limit (`Limited`). Does not know how
+tensors are captured.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
 @runtime_checkable
 class Sheets(Protocol):
-    """A sink that also keeps text beside the tensors: lists of calls, of kernels, of times."""
+    """A sink that also stores side tables: lists of calls, of kernels, of times."""
 
     def sheet(self, name: str, text: str, *, anew: bool = False) -> None:
         """Adds text to the end of a file of this process; `anew` replaces what is in it."""
@@ -29,7 +34,7 @@ class Sheets(Protocol):
 
 
 class Group(Protocol):
-    """Several records without bytes, in their order, that need not exist one by one."""
+    """Several records without bytes, in order, that need not exist as objects."""
 
     def __len__(self) -> int: ...
 
@@ -47,7 +52,7 @@ class Group(Protocol):
 
 @runtime_checkable
 class TakesGroups(Protocol):
-    """A sink that writes the lines of a group itself, when it comes to it."""
+    """A sink that makes the index lines of a group when it writes them."""
 
     def put_group(self, group: Group) -> None:
         """Takes the records of a group; their ranks and processes are the sink's."""
@@ -56,22 +61,22 @@ class TakesGroups(Protocol):
 
 @runtime_checkable
 class Sink(Protocol):
-    """Takes records and bytes; may be called from any thread of the process."""
+    """Stores records and bytes; may be called from any thread of the process."""
 
     @property
     def bytes_written(self) -> int:
-        """Bytes of tensors taken over, repeats not counted."""
+        """Bytes of tensors accepted so far, repeats not counted."""
         ...
 
     @property
     def tensors_written(self) -> int:
-        """Records taken over."""
+        """Records accepted so far."""
         ...
 
     def put(self, record: Record, data: Bytes | None) -> None:
-        """Takes one record and, for `full` and `sample`, its bytes.
+        """Stores one record and, for `full` and `sample`, its bytes.
 
-        `order` is assigned here, `blob` too, and `digest` if the record has none and there are
+        The sink assigns `order` and `blob`, and `digest` if the record has none and there are
         bytes. `rank` and `process` of the key become the sink's own.
 
         Args:
@@ -95,20 +100,16 @@ class Sink(Protocol):
         ...
 
     def step_done(self, step: int) -> None:
-        """The program went past the end of a step."""
+        """The program has finished a step."""
         ...
 
     def flush(self) -> None:
-        """Returns when everything put so far would outlive a kill of the process."""
+        """Returns when everything put so far would survive a kill of the process."""
         ...
 
     def close(self) -> None:
-        """Nothing more will come; may be called twice."""
+        """No more records will come; may be called twice."""
         ...
-
-
-# Sinks that stand before another one: what a launched process writes is decided once, when it
-# has its first tensor.
 
 
 # Events before the first tensor: more of them are a loop of warnings.
@@ -116,7 +117,7 @@ MOST_WAITING = 1000
 
 
 class Forwarding:
-    """A sink that passes everything on."""
+    """A sink that passes everything to another one."""
 
     def __init__(self, inner: Sink) -> None:
         self.inner = inner
@@ -156,9 +157,9 @@ class Forwarding:
 
 
 class Late:
-    """Makes the real sink at the first tensor, when the rank is known; before it, nothing.
+    """Makes the real sink at the first tensor, when the rank is known.
 
-    A forked child starts anew with a sink of its own.
+    A forked child starts again, with a sink of its own.
 
     Attributes:
         tree_is_enough: Make the sink for a module tree too, and let no tensor through.
@@ -170,7 +171,7 @@ class Late:
         self.forget()
 
     def forget(self) -> None:
-        """What a forked child does with its parent's sink."""
+        """Forgets the parent's sink, in a forked child."""
         self._lock = threading.RLock()
         self._inner: Sink | None = None
         self._tree: Mapping[str, JSON] | None = None
@@ -179,7 +180,7 @@ class Late:
 
     @property
     def waiting_events(self) -> list[tuple[str, str]]:
-        """Kind and message of what was noted and is nowhere on disk, because no tensor came."""
+        """Kind and message of events that are not on disk yet, because no tensor came."""
         return [(kind, message) for kind, message, _ in self._events]
 
     @property
@@ -251,7 +252,7 @@ class Late:
 
 
 class Nowhere:
-    """For a process whose rank is not wanted."""
+    """Discards everything: for a process whose rank is not captured."""
 
     bytes_written = 0
     tensors_written = 0
@@ -279,11 +280,11 @@ class Nowhere:
 
 
 class Limited(Forwarding):
-    """With `--max-bytes`: says after the first step where this leads, and ends with the step that
-    hit the limit.
+    """For `--max-bytes`: estimates the size after the first step, and stops after the step that
+    reached the limit.
 
-    The inner sink enforces the limit on values and lists what does not fit; without an end that
-    list alone would outgrow any limit.
+    The inner sink enforces the limit on values, but lists the tensors that do not fit; without an
+    end that list alone would outgrow any limit.
     """
 
     def __init__(

@@ -1,4 +1,7 @@
-"""Are the bytes of a run still those that were captured? Digests, computed again."""
+"""Verification: are the bytes of a run still those that were captured?
+
+Computes digests again and compares them with those of the index. Does not know why bytes changed.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ _CLASH = "its bytes have digest"
 
 
 def verify(run: Run) -> Iterator[Loss]:
-    """Every tensor whose values cannot be read or are not those of its digest.
+    """Every tensor whose values cannot be read or do not have the stored digest.
 
-    Tensors whose digest was made by an algorithm that is not at hand here are reported too: they
-    are unverified. Tensors kept without values are passed over. Shared bytes are read once.
+    Tensors whose digest cannot be computed on this machine are reported as not verified. Tensors
+    without stored values are skipped. Shared bytes are read once.
     """
     seen: dict[tuple[object, ...], str] = {}
     for tensor in run.tensors():
@@ -42,7 +45,7 @@ def verify(run: Run) -> Iterator[Loss]:
 
 
 def is_damaged(raw: Storage, record: Record) -> bool:
-    """Whether values that were read are not those that were captured; False where none can tell."""
+    """Whether values do not have their captured digest; False if that cannot be checked."""
     return bool(record.digest) and _clash(raw, record.digest).startswith(_CLASH)
 
 

@@ -1,8 +1,8 @@
-"""Runs seen otherwise: only some steps, ranks or tensors of them, or under other names.
+"""Views of runs: only some steps, ranks or tensors of a run, or tensors under other names.
 
-A view passes on everything that it does not change on purpose, so that what a run says of itself
-(its framework, its meshes, its events) cannot be lost on the way. `Run` gives most of its members a
-default, so each is passed on by name here, and a test walks over them.
+A view delegates everything that it does not change on purpose, so that facts of a run (framework,
+meshes, events) cannot be lost. `Run` gives most members a default, so every member is delegated by
+name here, and a test checks that none is forgotten.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def narrowed(run: Run, *, steps: Collection[int] = (), ranks: Collection[int] = ()) -> Run:
-    """The same run without the other steps and ranks; none given is all.
+    """The run with only these steps and ranks; an empty collection means all.
 
     Raises:
         BadInput: The run has none of the steps or none of the ranks.
@@ -30,7 +30,7 @@ def narrowed(run: Run, *, steps: Collection[int] = (), ranks: Collection[int] = 
         return run
     # Records of a long run are not built to leave out ranks.
     if isinstance(run.records, IndexRecords) and not steps:
-        # Whole parts of it: they stay where they lie.
+        # Complete parts of the run, whose lines can stay in their files.
         parts = [part for part in run.records.parts if len(part.lines)]
         _require(run, "rank", ranks, {part.rank for part in parts})
         return NarrowedRun(run, IndexRecords([part for part in parts if part.rank in ranks]))
@@ -56,12 +56,16 @@ def _require(run: Run, what: str, wanted: Collection[int], existing: Collection[
 
 
 def only(run: Run, wanted: Callable[[Record], bool]) -> Run:
-    """The same run without the tensors that are not wanted."""
+    """The run with only the wanted tensors."""
     return NarrowedRun(run, [record for record in run.records if wanted(record)])
 
 
 class RunView(Run):
-    """A run seen through another object; what a subclass does not change is the run's own."""
+    """A view of a run; what a subclass does not override is the run's own.
+
+    Attributes:
+        base: The run behind the view.
+    """
 
     def __init__(self, base: Run) -> None:
         self.name = base.name
@@ -142,7 +146,7 @@ class NarrowedRun(RunView):
 
     @property
     def losses(self) -> Sequence[Loss]:
-        """Those of its own tensors, and those that are about no tensor."""
+        """Losses of its own tensors, and those that are not about a tensor."""
         # Walking all records is worth it only where a loss names a tensor.
         named = {loss.key for loss in self.base.losses if loss.key is not None}
         keys: set[TensorKey] = set()

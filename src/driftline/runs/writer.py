@@ -1,9 +1,9 @@
-"""A run on disk, as one process writes it: `rankN/` with its index, shards, events and facts.
+"""Writing a run: the part of one process, `rankN/` with its index, shards, events and facts.
 
-Bytes first, then the line that names them: a killed process leaves a run that opens, and loses at
-most what was still staged. A disk that is full or a folder that cannot be written never stops the
-captured program; the run then says what is missing. Which tensors are worth keeping is decided
-elsewhere.
+Bytes are written before the line that names them: a killed process leaves a run that can be opened,
+and loses at most what was still in buffers. A full disk or an unwritable folder never stops the
+captured program; the run then lists what is missing. Which tensors are stored is decided by the
+caller.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def digest_for(record: Record, data: Bytes | None) -> str:
 
 
 class RunWriter:
-    """The sink that writes a run's folder for one process; see `Sink` for what the methods promise.
+    """The sink that writes the part of one process; see `Sink` for the contract of its methods.
 
-    The folder `rankN` (or `rankN.p1`, ... when that is taken) is made at the first tensor, so that
-    launchers and helper processes leave nothing behind. After a fork, the child's copy starts a
+    The folder `rankN` (or `rankN.p1`, ... if that exists) is made at the first tensor, so that
+    launchers and helper processes leave nothing behind. After a fork, the child's copy begins a
     folder of its own.
     """
 
@@ -67,11 +67,11 @@ class RunWriter:
         """Nothing is written before the first tensor.
 
         Args:
-            path: The run's folder; may exist, with other processes writing their own part of it.
+            path: The run's folder; other processes may be writing their parts of it.
             rank: Rank of this process in its job.
-            world_size: How many ranks the job has.
-            command: What the user ran, if not this process's own command line.
-            max_bytes: Store no more tensor bytes of this process; lines and summaries go on.
+            world_size: Number of ranks of the job.
+            command: The user's command, if it is not this process's own command line.
+            max_bytes: Limit of stored tensor bytes of this process; lines and summaries go on.
             shard_bytes: Begin a new shard file beyond this size.
             header_bytes: Reserved at the start of the first shard.
             seal_at_exit: Close at interpreter exit; pass False if the owner does.
@@ -93,7 +93,7 @@ class RunWriter:
             atexit.register(self.close)
 
     def _reset(self) -> None:
-        """The state of a writer that has written nothing: at birth, and in a forked child."""
+        """Sets the state of a writer that has written nothing: a new one, or a forked child's."""
         self._pid = os.getpid()
         self._no_folder = ""
         self._part: Part | None = None
@@ -112,7 +112,7 @@ class RunWriter:
         self._over_limit = False
         self._closed = False
 
-    # ---- what adapters call
+    # ---- the methods of a sink
 
     @property
     def folder(self) -> Path | None:
@@ -121,7 +121,7 @@ class RunWriter:
 
     @property
     def failure(self) -> str:
-        """Why nothing more is stored; empty as long as all is well."""
+        """Why nothing more is stored; empty without a failure."""
         return self._journal.failure if self._journal is not None else self._no_folder
 
     @property
@@ -158,7 +158,7 @@ class RunWriter:
             self._dtypes.add(record.dtype)
 
     def put_group(self, group: Group) -> None:
-        """Takes several records without bytes; their lines are made when they are written."""
+        """Stores several records without bytes; their lines are made when they are written."""
         self._notice_fork()
         with self._lock:
             journal = self._journal
@@ -209,7 +209,7 @@ class RunWriter:
 
     def step_done(self, step: int) -> None:
         self._steps += 1
-        # Steps that ran before the first tensor are many and say nothing; they are counted only.
+        # There may be many steps before the first tensor; they are only counted.
         if self._part is not None:
             self.event("step", f"step {step} done", step=step)
 
@@ -220,7 +220,7 @@ class RunWriter:
                 self._open()
 
     def flush(self) -> None:
-        """Returns when everything put so far is with the system: no kill can lose it now."""
+        """Returns when everything put so far was given to the system and survives a kill."""
         self._notice_fork()
         if self._journal is not None:
             self._journal.flush()
@@ -244,7 +244,8 @@ class RunWriter:
             self._write_facts()
             with self._events_lock:
                 self._part.close()
-            # A launcher reads the events itself; a program that captures itself has nobody else.
+            # A launcher reads the events; for a program that captures itself, this is the only
+            # message.
             if self._seal_at_exit and self._journal.taken:
                 print_to_stderr(f"the run '{self.path}' is incomplete: {self._journal.failure}")
 
@@ -279,7 +280,7 @@ class RunWriter:
     def _store(
         self, journal: Journal, record: Record, data: Bytes, digest: str
     ) -> tuple[Blob | None, str]:
-        """Hands new bytes to the journal; returns where they will be, or why nowhere."""
+        """Gives new bytes to the journal; returns their location, or why they are not stored."""
         length = data.nbytes
         stored = self._stored.get(digest)
         # Equal digests of different length are no repeat: the digest may be of a sample.
@@ -302,7 +303,7 @@ class RunWriter:
             return None, journal.failure
         if len(self._stored) >= _LONGEST_MEMORY:
             self._stored.clear()  # forgetting costs only space on disk
-        # A plain tuple: the collector of a program with many objects soon looks past it.
+        # A plain tuple of atoms: the garbage collector stops tracking it.
         self._stored[digest] = (blob.shard, blob.offset, blob.length)
         self._bytes += length
         return blob, ""
@@ -347,16 +348,15 @@ class RunWriter:
             self._journal.fail(error)
 
     def _early_events(self) -> list[bytes]:
-        """What was said before there was a place for it."""
+        """Events from before the folder existed."""
         if not self._early_dropped:
             return self._early
         text = f"{self._early_dropped} more events before the first tensor were not kept"
         return [*self._early, event_line("dropped", text, 0, {})]
 
     def _leave_orphan_events(self) -> None:
-        """A process without tensors has no folder.
-
-        What it had to say goes into the run's own events.
+        """Writes the events of a process without tensors, which has no folder, into the run's own
+        events.
         """
         if not self._early:
             return
@@ -368,12 +368,12 @@ class RunWriter:
     # ---- forks
 
     def _notice_fork(self) -> None:
-        """A fork made in C, such as `daemon(3)`, does not call what Python has registered."""
+        """Notices a fork made in C, such as `daemon(3)`, which does not call Python's hooks."""
         if self._pid != os.getpid():
             self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        """The parent goes on writing its files; this copy forgets them and would start its own."""
+        """Forgets the parent's files, which the parent goes on writing."""
         if self._part is not None:
             self._part.close()
         if self._journal is not None:

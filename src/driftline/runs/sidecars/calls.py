@@ -1,8 +1,8 @@
-"""One line of `calls.jsonl`: an operator or module that ran, with what went in and came out.
+"""One line of `calls.jsonl`: an operator or module call with its inputs and outputs.
 
-Descriptions only: types, shapes, parameters, and who made each tensor. Values are the index's
-business; the key of a tensor is the call's site, step, visit and phase with the tensor's port and
-slot. Knows the JSON, no files and no framework.
+Descriptions only: types, shapes, parameters, and the origin of each tensor. Values are in the
+index: the key of a tensor is the call's site, step, visit and phase with the tensor's port and
+slot. Knows the JSON, but no files and no framework.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _LARGEST_NUMBER = 1 << 62
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 Source = tuple[int, str] | str | None
-"""Call and slot that made a tensor; the name of a parameter, or `(outside).n`; None: not known."""
+"""Call and slot that made a tensor; the name of a parameter, or `(outside).n`; None if unknown."""
 
 
 class CallTensor(NamedTuple):
-    """A tensor that went into a call, or came out of it.
+    """An input or output tensor of a call.
 
     Attributes:
         slot: As in the tensor's key.
@@ -34,8 +34,8 @@ class CallTensor(NamedTuple):
         dtype: A name of `numerics.dtypes.DTYPES`.
         shape: Its extents.
         source: Who made it, for what goes in.
-        order: Its axes as they lay in memory, from the slowest; empty if in their own order. A
-            tensor under port `param` is kept in this order.
+        order: Its axes in the order of memory, slowest first; empty for the usual order. A tensor
+            under port `param` is stored in this order.
     """
 
     slot: str
@@ -100,7 +100,7 @@ class Call(NamedTuple):
         return f"{self.class_name}_{self.ids}" if self.ids else self.class_name
 
     def to_line(self) -> str:
-        """The JSON and a line end; by hand, as it is written while the program waits."""
+        """The JSON and a line end; formatted by hand, because the program waits for it."""
         inside = "null" if self.inside is None else self.inside
         text = (
             f'{{"call":{self.number},"kind":{json_string(self.kind)},'
@@ -114,7 +114,7 @@ class Call(NamedTuple):
 
 
 def read_calls(text: str) -> Iterator[Call]:
-    """The calls of a file's text; a line that makes no sense is passed over."""
+    """The calls in a file's text; invalid lines are skipped."""
     for line in text.split("\n"):
         if line and len(line) <= _LONGEST_LINE:
             try:

@@ -1,7 +1,7 @@
-"""The sheets that may lie beside the tensors of a process: operators, kernels, times.
+"""Side tables of a process: operators, kernels and times, in the format of ATB's own dumps.
 
-Names and text only, in the grammar of ATB's own dumps, so that whatever reads those reads these:
-`|` between cells, `;` between the tensors of a cell, `,` between extents. Knows no folders.
+Programs that read ATB's tables read these, too: `|` separates cells, `;` the tensors of a cell, `,`
+extents. Knows names and text, but no folders.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOLDERS = {
     "kernel_tensors": "kernel_io_tensors",
     "operation_statistic": "cpu_profiling",
 }
-"""Where the seed keeps each kind, below its own folder; then comes the process's number."""
+"""Folder of each kind in a dump of ait; below it comes a folder with the process's number."""
 _NAME = re.compile(r"(operation_tensors|kernel_tensors|operation_statistic)_(\d{1,9})\.(csv|txt)")
 HEADER = (
     "CaseNum|CaseName|OpName|OpParam|InNum|InDType|InFormat|InShape|OutNum|OutDType|OutFormat|"
@@ -32,19 +32,19 @@ HEADER = (
 )
 TIME_COLUMNS = "site,operator,calls,total_us,self_us,device_us"
 _DTYPES = {"float32": "float", "float64": "double", "bfloat16": "bf16"}
-"""Types that ATB calls otherwise than torch."""
+"""Types that have another name in ATB than in torch."""
 _SEPARATORS = re.compile(r"[|;\r\n]")
 _OTHER = re.compile(r"[^0-9A-Za-z_]+")
 
 
 def kind_of_sheet(name: str) -> str | None:
-    """Which sheet a file is: `kernel_tensors` of `kernel_tensors_0.csv`; None for other files."""
+    """Kind of a side table: `kernel_tensors` for `kernel_tensors_0.csv`; None for other files."""
     match = _NAME.fullmatch(name)
     return match[1] if match else None
 
 
 def sheets_among(names: Sequence[str]) -> list[str]:
-    """Names of the sheets among the files of a process, lists of calls and graphs first."""
+    """Names of the side tables among a process's files, lists of calls and graphs first."""
     listed = [name for name in names if name in (CALLS, GRAPHS)]
     return listed + [name for name in names if kind_of_sheet(name) is not None]
 
@@ -69,9 +69,9 @@ def operation_row(
     Args:
         number: Counts the lines, from 1.
         name: The operator with its ids, or the kernel.
-        param: What becomes its OpParam.
-        inputs: What goes in; a file is empty where its values were not kept.
-        outputs: What comes out.
+        param: Its OpParam.
+        inputs: Its inputs; a file is empty if the values were not stored.
+        outputs: Its outputs.
     """
     # Separators inside a name would shift every following cell.
     name = _SEPARATORS.sub("_", name)
@@ -103,8 +103,8 @@ def operation_sheet(calls: Iterable[Call], file_of: Mapping[tuple[int, str, str]
     """The operation csv of one execution.
 
     Args:
-        calls: Of one step, in any order.
-        file_of: By call, port and slot: where the values are; what was not kept has none.
+        calls: The calls of one step, in any order.
+        file_of: File of the values by call, port and slot; missing if they were not stored.
     """
     lines = [HEADER]
     ordered = sorted(calls, key=lambda call: call.number)
@@ -132,7 +132,7 @@ def operation_sheet(calls: Iterable[Call], file_of: Mapping[tuple[int, str, str]
 
 
 class Timed(NamedTuple):
-    """What one operator took in one place, all calls together; times in µs."""
+    """Times of one operator at one site, summed over its calls, in µs."""
 
     site: str
     operator: str
@@ -143,7 +143,7 @@ class Timed(NamedTuple):
 
 
 def added(first: Iterable[Timed], second: Iterable[Timed]) -> tuple[Timed, ...]:
-    """Two lists of times as one: what is of the same operator in the same place is summed."""
+    """Two lists of times as one: times of the same operator at the same site are summed."""
     totals: dict[tuple[str, str], Timed] = {}
     for timed in (*first, *second):
         total = totals.get(timed[:2])
@@ -176,7 +176,7 @@ def statistic_text(timed: Sequence[Timed]) -> str:
 
 
 def statistic_name(operator: str) -> str:
-    """Letters, digits and `_`, which is all that such a text has for names.
+    """Operator name in letters, digits and `_`, as these tables write it.
 
     >>> statistic_name("aten::addmm")
     'aten_addmm'
@@ -185,7 +185,7 @@ def statistic_name(operator: str) -> str:
 
 
 def times_table(timed: Sequence[Timed]) -> str:
-    """The same by site and operator, as a csv."""
+    """Times by site and operator, as CSV."""
     lines = [TIME_COLUMNS]
     for row in timed:
         site, operator = (

@@ -1,7 +1,7 @@
-"""Bytes of files elsewhere, fetched in blocks, of which a bounded number is kept.
+"""Cache of remote files: bytes are fetched in blocks, of which a bounded number is kept.
 
-Small tensors lie beside each other: one block brings many of them. Blocks that are wanted and lie
-in a row come in one piece. What is large goes past the cache, so that the rest stays in it.
+Small tensors are stored next to each other, so one block brings many of them. Neighbouring blocks
+are fetched in one request. Large tensors bypass the cache, so that they do not displace the rest.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from driftline.runs.stores.store import Store
 BLOCK = 1 << 20
 KEPT = 128 << 20
 LARGE = 4 << 20
-"""From so many bytes on a piece is fetched as it is, and not kept."""
+"""A piece of at least so many bytes is fetched directly and not kept."""
 
 
 class Blocks:
-    """Pieces of the files of one store; for any number of threads."""
+    """Blocks of the files of one store; may be used by any number of threads."""
 
     def __init__(self, store: Store, *, block: int = BLOCK, kept: int = KEPT) -> None:
         self._store = store
@@ -33,16 +33,16 @@ class Blocks:
         self._lock = threading.Lock()
 
     def fetch(self, name: str, start: int, stop: int, size: int) -> tuple[bytearray, int]:
-        """A buffer that holds these bytes of a file, and where in it they begin; see `aligned`.
+        """A buffer with bytes of a file, and their offset in it; see `aligned`.
 
         Args:
             name: The file.
             start: First byte.
             stop: The byte after the last one.
-            size: Of the file.
+            size: Size of the file.
 
         Raises:
-            OSError: They are not there.
+            OSError: The file lacks these bytes.
             DriftlineError: The store cannot be reached.
         """
         if stop - start >= LARGE:
@@ -80,7 +80,7 @@ class Blocks:
     def _sort(
         self, wanted: list[tuple[str, int]]
     ) -> tuple[dict[int, bytes], dict[int, Future[bytes]], list[int]]:
-        """What is here, what somebody else is fetching, and what is ours to fetch."""
+        """Cached blocks, blocks that another thread is fetching, and blocks to fetch now."""
         cached: dict[int, bytes] = {}
         awaited: dict[int, Future[bytes]] = {}
         missing: list[int] = []
@@ -115,10 +115,10 @@ class Blocks:
 
 
 def aligned(content: bytes | memoryview, start: int) -> tuple[bytearray, int]:
-    """Bytes in memory as a mapped file would have them, and where in the buffer they begin.
+    """Bytes in a buffer with the alignment of a mapped file, and their offset in the buffer.
 
-    How sums are grouped depends on how the first element lies in memory: so laid, the last bits of
-    every figure are those of the same run on this machine.
+    The kernel groups sums by the alignment of the first element. With the same alignment, every
+    figure has the same last bits as for a local copy of the run.
     """
     buffer = bytearray(len(content) + ALIGNMENT)
     begin = (start - address_of(memoryview(buffer))) % ALIGNMENT
@@ -127,7 +127,7 @@ def aligned(content: bytes | memoryview, start: int) -> tuple[bytearray, int]:
 
 
 def _in_rows(numbers: list[int]) -> list[list[int]]:
-    """Numbers that follow each other, together.
+    """Consecutive numbers, grouped.
 
     >>> _in_rows([1, 2, 3, 7])
     [[1, 2, 3], [7]]

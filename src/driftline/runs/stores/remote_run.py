@@ -1,8 +1,8 @@
-"""A run that lies elsewhere, opened as one that lies here: the index is fetched, then ranges.
+"""A run at an address, opened like a local one: the index is fetched, then ranges of shards.
 
-What is trusted is what is trusted of a folder: nothing. Names of shards are matched before they
-become part of an address, sizes are checked against what the store says, and no address that stands
-inside a run is ever asked.
+As with a local folder, nothing in it is trusted: names of shards are checked before they become
+part of an address, sizes are checked against those of the store, and an address inside a run is
+never opened.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _BEING_SENT = (
 
 
 def open_remote(url: str) -> DiskRun:
-    """Open a run at an address. Costs a few small requests; the index is fetched at first use.
+    """Open a run at an address. Takes a few small requests; the index is fetched at first use.
 
     Raises:
-        BadRun: There is nothing, or no run of ours.
+        BadRun: There is nothing, or no run of Driftline.
         DriftlineError: The address cannot be reached.
     """
     store = Store(url)
@@ -108,7 +108,7 @@ class RemoteFiles:
             raise FileNotFoundError(2, "is not there")
         if size <= _CHUNK:
             return io.BytesIO(self.store.read(name, 0, size))
-        # A long index is looked at again and again: from a nameless file of this machine.
+        # A long index is read several times, so it is copied to a temporary file.
         copy = tempfile.TemporaryFile()  # noqa: SIM115 - whoever asked closes it
         with io.BufferedReader(_Stream(self.store, name, size), _CHUNK) as stream:
             shutil.copyfileobj(stream, copy, _CHUNK)
@@ -128,7 +128,7 @@ class RemoteFiles:
         return sorted(name for name, size in self.sizes(folder).items() if size is not None)
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """What lies in a folder, asked once."""
+        """Names and sizes in a folder, fetched once."""
         listing = self._sizes.get(folder)
         if listing is None:
             listing = self._sizes[folder] = self.store.sizes(folder)
@@ -138,7 +138,7 @@ class RemoteFiles:
         return RemoteShards(self, folder)
 
     def is_written(self, folder: str) -> bool | None:
-        """Which process writes cannot be seen from here, but whether all was sent can."""
+        """Whether the upload is incomplete: the writing process itself cannot be seen."""
         del folder
         return not self.sent
 
@@ -147,7 +147,7 @@ class RemoteFiles:
 
 
 class _Stream(io.RawIOBase):
-    """A file elsewhere, read from its start to its end; the next piece comes while one is used."""
+    """A remote file, read from start to end; the next piece is fetched in the background."""
 
     def __init__(self, store: Store, name: str, size: int) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class _Stream(io.RawIOBase):
 
 
 class RemoteShards:
-    """The shards in one folder of a run elsewhere."""
+    """The shards in one folder of a remote run."""
 
     def __init__(self, files: RemoteFiles, folder: str) -> None:
         self._files = files
@@ -215,7 +215,7 @@ class RemoteShards:
         assert blob is not None
         stop = min(stop, blob.length)
         content, offset = self._fetch(record, blob.offset + start, blob.offset + stop)
-        # As if all of it lay there: whoever asks for a window stays inside.
+        # The address that the whole tensor would have: callers of a window stay inside it.
         address = address_of(memoryview(content)) + offset - start
         return Memory(address, blob.length, content)
 
@@ -242,7 +242,7 @@ class RemoteShards:
 
 
 class _Span(NamedTuple):
-    """Bytes that lie beside each other and are fetched together."""
+    """Neighbouring bytes that are fetched together."""
 
     name: str
     start: int
@@ -309,7 +309,7 @@ class FetchAhead:
                     content, begin = aligned(self._coming[span].result(), span.start)
                     fetched[span] = content, address_of(memoryview(content)) + begin
                 except (DriftlineError, OSError):
-                    fetched[span] = None  # whoever asks for it by itself hears why
+                    fetched[span] = None  # reading the tensor itself will raise the reason
             buffer = fetched[span]
             if buffer is None:
                 memories.append(None)
@@ -323,7 +323,7 @@ class FetchAhead:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _name_of(self, record: Record) -> str:
-        """The file of a record whose bytes are all there; empty for any other."""
+        """The file of a record whose bytes are complete; empty for any other record."""
         blob = record.blob
         folder = self._parts.get((record.key.rank, record.key.process), "")
         if blob is None or record.lost or not folder or not is_shard_name(blob.shard):
