@@ -371,18 +371,22 @@ def check_line(line: Line) -> int:
         _check_summary(line.summary)
     expected = DTYPES[line.dtype].byte_count(elements)
     if line.shard != "":
-        # The name becomes part of a path, so only names that we give are accepted.
-        if type(line.shard) is not str or not _names_a_shard(line.shard):
-            raise BadLine(f"shard {str(line.shard)[:60]!r} is not the name of a shard")
-        offset, length = line.offset, line.length
-        if type(offset) is not int or not 0 <= offset < _LARGEST:
-            _checked_count(offset, "offset")
-        # The length must follow from type and shape: a shorter blob would be read beyond
-        # its end.
-        if type(length) is not int or length != expected:
-            _checked_count(length, "length")
-            raise BadLine(f"{length} bytes are listed for a tensor of {expected}")
+        _check_location(line, expected)
     return expected
+
+
+def _check_location(line: Line, expected: int) -> None:
+    """Refuses a line whose bytes cannot be where it says, or cannot be as many."""
+    # The name becomes part of a path, so only names that we give are accepted.
+    if type(line.shard) is not str or not _names_a_shard(line.shard):
+        raise BadLine(f"shard {str(line.shard)[:60]!r} is not the name of a shard")
+    offset, length = line.offset, line.length
+    if type(offset) is not int or not 0 <= offset < _LARGEST:
+        _checked_count(offset, "offset")
+    # The length must follow from type and shape: a shorter blob would be read beyond its end.
+    if type(length) is not int or length != expected:
+        _checked_count(length, "length")
+        raise BadLine(f"{length} bytes are listed for a tensor of {expected}")
 
 
 def record_of(line: Line, rank: int, process: int) -> Record:

@@ -50,7 +50,12 @@ class RunWriter:
     The folder `rankN` (or `rankN.p1`, ... if that exists) is made at the first tensor, so that
     launchers and helper processes leave nothing behind. After a fork, the child's copy begins a
     folder of its own.
+
+    Attributes:
+        first_header: Bytes reserved at the start of the first shard; tests make it small.
     """
+
+    first_header: int = FIRST_HEADER
 
     def __init__(
         self,
@@ -61,7 +66,6 @@ class RunWriter:
         command: Sequence[str] | None = None,
         max_bytes: int | None = None,
         shard_bytes: int = SHARD_BYTES,
-        header_bytes: int = FIRST_HEADER,
         seal_at_exit: bool = True,
     ) -> None:
         """Nothing is written before the first tensor.
@@ -73,7 +77,6 @@ class RunWriter:
             command: The user's command, if it is not this process's own command line.
             max_bytes: Limit of stored tensor bytes of this process; lines and summaries go on.
             shard_bytes: Begin a new shard file beyond this size.
-            header_bytes: Reserved at the start of the first shard.
             seal_at_exit: Close at interpreter exit; pass False if the owner does.
         """
         self.path = Path(path).absolute()
@@ -83,7 +86,7 @@ class RunWriter:
         self._command = list(command) if command is not None else None
         self._max_bytes = max_bytes
         self._shard_bytes = shard_bytes
-        self._first_header = header_bytes
+
         self._seal_at_exit = seal_at_exit
         self._facts: dict[str, JSON] = {}
         self._tree: Mapping[str, JSON] | None = None
@@ -270,7 +273,7 @@ class RunWriter:
             self._lock,
             self.event,
             shard_bytes=self._shard_bytes,
-            header_bytes=self._first_header,
+            header_bytes=self.first_header,
         )
         self._write_facts()
         self._write_topology()

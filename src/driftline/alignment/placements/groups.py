@@ -133,20 +133,21 @@ def groups_of(
     if stages is not None:
         parts = _without_repeats(parts)
     micro = _micro_batches(parts, other, pipeline=stages is not None, calls=calls)
-    groups: dict[TensorKey, Group] = {}
+    axes_of: dict[TensorKey, tuple[str, ...]] = {}
+    placed: dict[TensorKey, dict[Coordinate, Record]] = {}
     for key, members in parts.items():
         # Calls that stand for one of the other run become places along one more axis.
         many = micro.get(key._replace(visit=0), 1)
         group_key = key._replace(visit=0) if many > 1 else key
         more = (key.visit,) if many > 1 else ()
-        group = groups.get(group_key)
-        if group is None:
-            axes = (*mesh.names, MICRO) if many > 1 else mesh.names
-            group = groups[group_key] = Group(group_key, {}, axes)
-        group.parts.update(
+        axes_of.setdefault(group_key, (*mesh.names, MICRO) if many > 1 else mesh.names)
+        placed.setdefault(group_key, {}).update(
             {(*mesh.coordinates[rank], *more): record for rank, record in members.items()}
-        )  # type: ignore[attr-defined]
-    return [group._replace(parts=dict(sorted(group.parts.items()))) for group in groups.values()]
+        )
+    return [
+        Group(group_key, dict(sorted(at_places.items())), axes_of[group_key])
+        for group_key, at_places in placed.items()
+    ]
 
 
 def _without_repeats(
