@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,8 +21,11 @@ import numpy as np
 
 from driftline import open_run
 from driftline.formats.ascend.ge.graph_text import GraphNode
-from driftline.testing.atb import bin_bytes
-from driftline.testing.ge import GeDump
+
+# The writers of other tools' dumps belong to the tests, not to the installed package.
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.atb import bin_bytes
+from support.ge import GeDump
 
 FILES = 100_000
 LAYERS = 100

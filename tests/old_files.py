@@ -29,7 +29,9 @@ def unpack(place: Path) -> Path:
         if path.suffix == ".gz":
             target, content = target.with_suffix(""), gzip.decompress(content)
         elif path.suffix in TEXT:
-            content = content.replace(b"@FOLDER@", str(place).encode())
+            # Lines of a compiled program are only shown, and tables are as wide as they are long.
+            folder = "/network" if path.name == "graphs.jsonl" else str(place)
+            content = content.replace(b"@FOLDER@", folder.encode())
             content = content.replace(b"@BIN@", str(Path(sys.executable).parent).encode())
         target.write_bytes(content)
     for program in sorted((SOURCE / "programs").glob("*.py")):

@@ -18,8 +18,8 @@ MODULES = sorted(
     not in (
         "driftline.__main__",
         "driftline.numerics._kernel",
-        "driftline.formats._reading",
-        "driftline.adapters.torch.device._launch",
+        "driftline.formats._read_ahead",
+        "driftline.numerics.gpu._launch",
     )
 )
 

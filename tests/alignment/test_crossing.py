@@ -10,9 +10,9 @@ import torch
 import driftline
 from driftline.alignment.plan import Pair, Plan
 from driftline.runs.run import Run
-from driftline.testing.atb_twins import atb_twin
 from driftline.testing.runs import run_of
-from driftline.testing.toy_decoder import ToyDecoder, toy_decoder
+from support.atb_twins import atb_twin
+from support.toy_decoder import ToyDecoder, toy_decoder
 
 PROMPT = np.arange(6).reshape(1, 6)
 

@@ -18,8 +18,8 @@ from driftline.alignment.sites.roles import infer_roles
 from driftline.alignment.sites.site_graph import Call, Frame, calls_of
 from driftline.alignment.sites.values import Dataflows, edges_of
 from driftline.comparison.table.table import Table
-from driftline.testing.atb_twins import Error, atb_twin, torch_twin, toy_decoder
 from driftline.testing.runs import run_of
+from support.atb_twins import Error, atb_twin, torch_twin, toy_decoder
 
 PROMPT = np.array([[3, 1, 4, 1, 5]])
 FIRST = "1_Decoder_layer.1_LinearOperation"

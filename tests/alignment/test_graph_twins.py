@@ -18,8 +18,8 @@ from driftline.errors import BadInput
 from driftline.formats.ascend.ge.graph_text import GraphNode
 from driftline.formats.registry import open_run
 from driftline.graphs.sources.compiler_text import Node, OperatorGraph, Vocabulary, graphs_in
-from driftline.testing.ge import GeDump, write_fx
-from driftline.testing.ge_twins import Twins, traced, write_twins
+from support.ge import GeDump, write_fx
+from support.ge_twins import Twins, traced, write_twins
 
 DATA = Path(__file__).parents[1] / "data" / "ascend"
 

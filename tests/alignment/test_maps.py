@@ -156,7 +156,7 @@ def test_a_mapped_class_pairs_inside_its_layers_where_the_numbers_of_them_differ
 
 
 def test_a_map_of_classes_takes_nothing_away_from_what_structure_finds(tmp_path: Path) -> None:
-    from driftline.testing.atb_twins import atb_twin, torch_twin, toy_decoder
+    from support.atb_twins import atb_twin, torch_twin, toy_decoder
 
     model, prompt = toy_decoder(layers=2), np.array([[3, 1, 4]])
     torch_twin(tmp_path / "torch", model, prompt)

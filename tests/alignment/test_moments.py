@@ -8,8 +8,8 @@ import numpy as np
 
 import driftline
 from driftline.runs.records import TensorKey
-from driftline.testing.atb_twins import Error, atb_twin, torch_twin, toy_decoder
 from driftline.testing.runs import run_of
+from support.atb_twins import Error, atb_twin, torch_twin, toy_decoder
 
 PROMPT = np.array([3, 1, 4, 1, 5])
 MODEL = toy_decoder(layers=2)

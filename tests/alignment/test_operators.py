@@ -10,8 +10,8 @@ import pytest
 
 import driftline
 from driftline.alignment.plan import Plan
-from driftline.testing.atb_twins import Error, atb_twin, torch_twin, toy_decoder
 from driftline.testing.runs import run_of
+from support.atb_twins import Error, atb_twin, torch_twin, toy_decoder
 
 PROMPT = np.array([[3, 1, 4, 1, 5]])
 

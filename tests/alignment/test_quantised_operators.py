@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import driftline
-from driftline.testing.atb_twins import Error, atb_twin, torch_twin, toy_decoder
 from driftline.testing.runs import run_of
+from support.atb_twins import Error, atb_twin, torch_twin, toy_decoder
 
 PROMPT = np.array([[3, 1, 4, 1, 5]])
 RNG = np.random.default_rng(0)

@@ -17,8 +17,8 @@ from driftline.comparison.table.table import Table
 from driftline.errors import BadInput
 from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
-from driftline.testing.atb_twins import atb_twin, torch_twin, toy_decoder
 from driftline.testing.runs import run_of
+from support.atb_twins import atb_twin, torch_twin, toy_decoder
 
 PAD = 0
 HIDDEN = 6

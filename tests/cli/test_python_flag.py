@@ -22,8 +22,8 @@ from driftline.cli.main import main
 from driftline.cli.python_code import Inline, Name, Program, quoted
 from driftline.runs.records import TensorKey
 from driftline.runs.writer import RunWriter
-from driftline.testing.atb import AtbDump, Operation, Value
 from driftline.testing.runs import record_into
+from support.atb import AtbDump, Operation, Value
 
 AIU = Path(__file__).parents[1] / "data" / "aiu"
 AWKWARD = 'it\'s "quoted" \\ and\nbroken \t %s {x} 模型'

@@ -12,7 +12,7 @@ from torch import nn
 
 import driftline
 from driftline.cli.main import main
-from driftline.testing.ge_twins import traced, write_twins
+from support.ge_twins import traced, write_twins
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from driftline.formats.ascend.ge.graph_text import GraphNode
-from driftline.testing.ge import GeDump, ge_bytes, write_fx
+from support.ge import GeDump, ge_bytes, write_fx
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "ascend"

@@ -20,8 +20,8 @@ import onnx
 import pytest
 
 from driftline import open_run
-from driftline.testing.atb import AtbDump, Operation, Value, write_bin
-from driftline.testing.ge_twins import Twins, traced, write_twins
+from support.atb import AtbDump, Operation, Value, write_bin
+from support.ge_twins import Twins, traced, write_twins
 
 BIN = Path(sys.executable).parent
 
@@ -149,7 +149,7 @@ def answer(query):
     assert os.environ["ACLTRANSFORMER_SAVE_TENSOR"] == "1"
     assert os.environ["ACLTRANSFORMER_SAVE_TENSOR_RUNNER"] == "SelfAttentionOpsChatglm6bRunner"
     from pathlib import Path
-    from driftline.testing.atb import AtbDump, Operation, Value, write_bin
+    from support.atb import AtbDump, Operation, Value, write_bin
     write_bin(Path(folder) / "outTensor0.bin", attention_output.numpy())
 """
     COLUMNS = (

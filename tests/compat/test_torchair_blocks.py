@@ -43,7 +43,7 @@ def get_npu_backend(*, compiler_config):
 
 
 def dump(config, graph, inputs):
-    from driftline.testing.ge_twins import traced, write_twins
+    from support.ge_twins import traced, write_twins
     import shutil, tempfile
     given = [value for value in inputs if isinstance(value, torch.Tensor)]
     def whole_graph(*tensors):

@@ -81,11 +81,11 @@ def prepare(place: Path) -> None:
     manifest.write_text(manifest.read_text().replace('"schema": 1', '"schema": 99'))
 
 
-def record(name: str, place: Path, python: str = sys.executable) -> str:
-    """All commands of a file, run in this folder, as the text that is kept.
+def record(name: str, place: Path, python: str = sys.executable) -> tuple[str, str]:
+    """All commands of a file, run in this folder: the text that is kept, and all of it.
 
-    The same without anything left out for length is written to `whole.txt` beside the folder: to be
-    compared with that of an older version where a digest differs.
+    In the second one nothing is left out for length: to be compared with that of an older version
+    where a digest differs.
 
     Args:
         name: The file of commands.
@@ -96,8 +96,7 @@ def record(name: str, place: Path, python: str = sys.executable) -> str:
     with _standing_in(place, python):
         records = [_one(line, place, computed=name in COMPUTED) for line in commands(name)]
     whole, short = ("\n".join(texts) for texts in zip(*records, strict=True))
-    (place.parent / "whole.txt").write_text(whole, "utf-8")
-    return short
+    return short, whole
 
 
 @contextlib.contextmanager
@@ -244,6 +243,7 @@ def masked(text: str, place: Path, *, computed: bool = False) -> str:
     """
     text = text.replace(str(place.resolve()), "HERE").replace(str(place), "HERE")
     text = text.replace(str(Path(sys.executable).parent), "BIN")
+    text = text.replace(str(FOLDER.parents[1]), "REPOSITORY")
     for pattern, standing_in in _PATTERNS:
         text = pattern.sub(standing_in, text)
     if not computed:
@@ -262,7 +262,8 @@ _PATTERNS = [
         (r"(\"(?:time|started|ended|created)\": ?)\d+(\.\d+)?", r"\1TIME"),
         (r"(\"pid\": ?)\d+", r"\1PID"),
         (r"\bdata_\d{19}_\d+_\w{8}", "LABEL"),
-        (r"\b(cpu_|res_|findings-|labels-)\d+", r"\1PID"),
+        (r"(\bcpu_|_res_|\bfindings-|\blabels-)\d+", r"\1PID"),
+        (r"(\"seed\": ?)\d{6,}", r"\1SEED"),
         (r"\b\d+_(?=\d+_cmp_result|\d+ in)", "PID_"),
         (r"(\"(?:versions|environment)\": ?)\{[^{}]*\}", r"\1{...}"),
         (r"^( *versions +).*$", r"\1..."),

@@ -19,7 +19,7 @@ from driftline.testing.faults.trials import (  # noqa: E402
 )
 from driftline.testing.faults.variants import (  # noqa: E402
     FORMATS,
-    IMPLEMENTATIONS,  # noqa: E402
+    IMPLEMENTATIONS,
     in_format,
     trusted,
 )

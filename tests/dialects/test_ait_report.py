@@ -21,8 +21,8 @@ from driftline.cli.main import main
 from driftline.dialects.ait.compare_report import COLUMNS
 from driftline.runs.records import TensorKey
 from driftline.runs.writer import RunWriter
-from driftline.testing.atb_twins import Error, atb_twin, torch_twin, toy_decoder
 from driftline.testing.runs import record_into
+from support.atb_twins import Error, atb_twin, torch_twin, toy_decoder
 
 DATA = Path(__file__).parents[1] / "data" / "ascend"
 PAIRS = DATA / "metrics" / "pairs"

@@ -14,7 +14,7 @@ from driftline.alignment.align import AlignOptions, align_runs
 from driftline.dialects.ait.compare_report import METRICS, write_report
 from driftline.formats.ascend.ge.graph_text import GraphNode
 from driftline.formats.registry import open_run
-from driftline.testing.ge import GeDump, write_fx
+from support.ge import GeDump, write_fx
 
 DATA = Path(__file__).parents[1] / "data" / "ascend"
 FIGURES = (

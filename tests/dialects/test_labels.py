@@ -22,7 +22,7 @@ import driftline
 from driftline.dialects.aclcmp import labels as door
 from driftline.dialects.aclcmp.report import COLUMNS, paired, report_tasks
 from driftline.dialects.aclcmp.store import Label, LabelWriter, Value, file_stem, read_labels
-from driftline.testing.atb_files import write_bin
+from support.atb_files import write_bin
 
 SOURCE = Path(driftline.__file__).parents[1]
 HEAD = "import sys, os, numpy as np\nfrom driftline import set_label, gen_id, set_task_id\n"

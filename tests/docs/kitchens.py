@@ -12,9 +12,9 @@ import torch
 from driftline.formats.ascend.ge.graph_text import GraphNode
 from driftline.runs.records import TensorKey
 from driftline.runs.writer import RunWriter
-from driftline.testing.atb import AtbDump, Operation, Value
-from driftline.testing.ge import GeDump
 from driftline.testing.runs import record_into
+from support.atb import AtbDump, Operation, Value
+from support.ge import GeDump
 
 DATA = Path(__file__).parents[1] / "data"
 DEMO = Path(__file__).parents[2] / "examples" / "demo" / "infer.py"

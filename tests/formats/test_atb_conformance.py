@@ -9,8 +9,8 @@ import pytest
 
 from driftline.formats.ascend.atb import dump as atb_tree
 from driftline.formats.ascend.atb import file
-from driftline.testing.atb import AtbDump, Generation, Operation, Value, bin_bytes
 from driftline.testing.conformance import Arrays, FormatConformance, TreeConformance
+from support.atb import AtbDump, Generation, Operation, Value, bin_bytes
 
 
 class TestAtbBin(FormatConformance):

@@ -19,8 +19,8 @@ from driftline.errors import BadFile, BadInput, DriftlineError
 from driftline.formats.ascend.atb import file
 from driftline.formats.ascend.layouts import nz_to_nd
 from driftline.formats.ascend.types import ACL_TYPES, hifloat8_values
-from driftline.testing.atb import NZ, AtbDump, Operation, Value, bin_bytes, write_bin
-from driftline.testing.atb_files import nd_to_nz
+from support.atb import NZ, AtbDump, Operation, Value, bin_bytes, write_bin
+from support.atb_files import nd_to_nz
 
 GOLDEN = Path(__file__).parents[1] / "data" / "ascend" / "atb_bin"
 SAMPLES = sorted(path for path in GOLDEN.glob("*.bin") if path.with_suffix(".npy").exists())

@@ -14,8 +14,8 @@ import pytest
 import driftline
 from driftline.errors import BadRun
 from driftline.formats.ascend.atb.dump import AtbRun
-from driftline.testing.atb import AtbDump, Operation, Value, write_bin
-from driftline.testing.atb_twins import Error, atb_twin, torch_twin, toy_decoder
+from support.atb import AtbDump, Operation, Value, write_bin
+from support.atb_twins import Error, atb_twin, torch_twin, toy_decoder
 
 MINI = Path(__file__).parents[1] / "data" / "ascend" / "mini_atb"
 ROOT = MINI / "msit_dump_20240701_120000"

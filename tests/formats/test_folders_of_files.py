@@ -21,7 +21,7 @@ from driftline.errors import BadFile, BadRun, DriftlineError
 from driftline.formats.folder import Folder
 from driftline.formats.tensor_files import describe
 from driftline.formats.tensors import npy, torch_zip
-from driftline.testing.atb import bin_bytes
+from support.atb import bin_bytes
 
 
 def test_a_site_is_a_file_s_path(tmp_path: Path) -> None:

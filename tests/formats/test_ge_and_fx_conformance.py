@@ -10,7 +10,7 @@ from driftline.formats.ascend.ge import dump as ge_tree
 from driftline.formats.ascend.ge import fx_dump
 from driftline.formats.ascend.ge.graph_text import GraphNode
 from driftline.testing.conformance import TreeConformance
-from driftline.testing.ge import GeDump, ge_tiles, write_fx
+from support.ge import GeDump, ge_tiles, write_fx
 
 MATRIX = np.arange(60, dtype=np.float32).reshape(5, 12)
 

@@ -16,7 +16,7 @@ from driftline.formats.ascend.ge.fx_dump import parse_place as fx_place
 from driftline.formats.ascend.ge.graph_text import GraphNode, parse_graph
 from driftline.formats.ascend.protobuf import NotText, unquoted, walk
 from driftline.formats.registry import open_run
-from driftline.testing.ge import GeDump, ge_bytes, graph_text, write_fx
+from support.ge import GeDump, ge_bytes, graph_text, write_fx
 
 DATA = Path(__file__).parents[1] / "data" / "ascend"
 X = np.arange(4, dtype=np.float32)

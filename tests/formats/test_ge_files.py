@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from driftline.errors import BadFile
 from driftline.formats.ascend.ge import operator_file
 from driftline.formats.registry import open_run
-from driftline.testing.ge import (
+from support.ge import (
     FRACTAL_NZ,
     NC1HWC0,
     NCHW,

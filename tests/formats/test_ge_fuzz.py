@@ -14,7 +14,7 @@ from driftline.formats.ascend.ge import operator_file
 from driftline.formats.ascend.ge.graph_text import GraphNode, parse_graph
 from driftline.formats.ascend.protobuf import NotText
 from driftline.formats.registry import open_run
-from driftline.testing.ge import (
+from support.ge import (
     GeDump,
     GeValue,
     ge_bytes,

@@ -12,9 +12,9 @@ import torch
 
 from driftline import open_run
 from driftline.errors import BadFile, BadRun
-from driftline.testing.atb import bin_bytes
-from driftline.testing.atb_twins import atb_twin, torch_twin, toy_decoder
-from driftline.testing.ge import GeDump, write_fx
+from support.atb import bin_bytes
+from support.atb_twins import atb_twin, torch_twin, toy_decoder
+from support.ge import GeDump, write_fx
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 PROMPT = np.array([1, 2, 3])

@@ -67,7 +67,8 @@ def test_a_missing_expectation_names_the_command_that_makes_it(desk: pytest.Pyte
         [
             "Signature file failed to load, please re-run the tests with --capture_expectation",
             "*nothing has been captured for test_toy.test_x yet: there is no *test_x.output*",
-            "*this makes it: pytest -p driftline.testing.expectations.pytest_plugin *--capture_expectation",
+            "*this makes it: pytest -p driftline.testing.expectations.pytest_plugin "
+            "*--capture_expectation",
             "Weights Key file failed to load*",
         ]
     )

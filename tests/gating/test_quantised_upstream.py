@@ -11,8 +11,8 @@ import driftline
 from driftline.comparison.table.row import Row
 from driftline.comparison.verdict.inheritance import Quantised
 from driftline.runs.records import TensorKey
-from driftline.testing.atb_twins import Error, atb_twin, torch_twin, toy_decoder
 from driftline.testing.runs import run_of
+from support.atb_twins import Error, atb_twin, torch_twin, toy_decoder
 
 PROMPT = np.array([3, 1, 4, 1, 5])
 

@@ -18,7 +18,7 @@ import pytest
 
 from driftline.cli.main import main
 from driftline.operators import golden
-from driftline.testing.atb import NZ, AtbDump, Operation, Value
+from support.atb import NZ, AtbDump, Operation, Value
 
 MINI = Path(__file__).parents[1] / "data" / "ascend" / "mini_atb"
 TYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
@@ -263,7 +263,7 @@ def test_operators_in_place_are_checked_by_the_input_they_changed(
     inputs = [new, numbers[0], before, *numbers[1:]]
     dump.execute([Operation("KvCacheOperation", [Value("x", each) for each in inputs], [], {})])
     place = dump.execution(0) / "0_KvCacheOperation" / "after"
-    from driftline.testing.atb import write_bin
+    from support.atb import write_bin
 
     (place / "intensor2.bin").unlink()
     write_bin(place / "intensor2.bin", after)

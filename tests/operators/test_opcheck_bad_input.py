@@ -12,7 +12,7 @@ import pytest
 
 from driftline.cli.main import main
 from driftline.operators import golden
-from driftline.testing.atb import AtbDump, Operation, Value
+from support.atb import AtbDump, Operation, Value
 
 RNG = np.random.default_rng(0)
 X, W = (RNG.standard_normal(size).astype(np.float16) for size in ((4, 8), (6, 8)))

@@ -19,8 +19,8 @@ from driftline.reporting import ci, markdown, writers
 from driftline.reporting.ci import Checks
 from driftline.reporting.view import Sentence, View
 from driftline.reporting.views.operators import report_of
-from driftline.testing.atb import AtbDump, Operation, Value
 from driftline.testing.runs import run_of
+from support.atb import AtbDump, Operation, Value
 
 AXES = {"axes": [-1]}
 HOSTILE = (

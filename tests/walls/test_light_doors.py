@@ -34,7 +34,8 @@ def test_importing_driftline_loads_nothing_heavy() -> None:
 def test_the_pytest_plugin_loads_nothing_but_itself() -> None:
     """Every pytest run on a machine that has Driftline installed imports it."""
     loaded = modules_after(
-        "import pytest; before |= set(sys.modules)\nimport driftline.testing.expectations.pytest_plugin"
+        "import pytest; before |= set(sys.modules)\n"
+        "import driftline.testing.expectations.pytest_plugin"
     )
     assert loaded == {"driftline"}
 

@@ -260,8 +260,8 @@ def _summary(captured: OnnxCapture, words: OnnxWords, place: str) -> list[str]:
     if captured.faithful:
         lines.append("  outputs are bit for bit those of the session without capture")
     lines += [f"  note: {note}" for note in captured.notes]
-    from driftline.runs.stores.addresses import said_of_memory
+    from driftline.runs.stores.addresses import memory_warning
 
     again = f"next: driftline compare ANOTHER_RUN {shlex.quote(place)}"
-    lines.append(f"  {said_of_memory(place) or again}")
+    lines.append(f"  {memory_warning(place) or again}")
     return lines

@@ -84,9 +84,9 @@ def place_of_run(output: str, stage: str) -> tuple[str, str]:
 
 def refuse_what_passes(url: str) -> None:
     """A program is not run for a place that is gone when the command ends."""
-    from driftline.runs.stores.addresses import said_of_memory
+    from driftline.runs.stores.addresses import memory_warning
 
-    if gone := said_of_memory(url):
+    if gone := memory_warning(url):
         raise BadInput(gone, hint="give -o a folder, or an address such as s3://bucket/run")
 
 

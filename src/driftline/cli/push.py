@@ -35,7 +35,7 @@ def push(
         force: Replace the run or comparison that is there.
         patience: Give up after so many seconds in which nothing moved.
     """
-    from driftline.runs.stores.addresses import said_of_memory
+    from driftline.runs.stores.addresses import memory_warning
     from driftline.runs.stores.api import push as push_folder
     from driftline.units import say_size
 
@@ -44,7 +44,7 @@ def push(
     files = "1 file" if sent.files == 1 else f"{sent.files} files"
     if not sent.reason:
         print(f"driftline: {files}, {say_size(sent.size)}, sent to {sent.url}", file=sys.stderr)
-        if gone := said_of_memory(sent.url):
+        if gone := memory_warning(sent.url):
             print(f"  {gone}", file=sys.stderr)
         return EXIT_FINE
     again = f"driftline push {shlex.quote(str(folder))} {shlex.quote(str(url))}"

@@ -60,7 +60,7 @@ def write(table: Table, output: Path | None, csv: Path | None, force: bool, quie
             raise BadInput(f"cannot write {output}: {trouble.strerror}") from trouble
         if not quiet and not script.asked():
             print(f"driftline: the comparison is in {output}", file=sys.stderr)
-            from driftline.runs.stores.addresses import said_of_memory
+            from driftline.runs.stores.addresses import memory_warning
 
-            if gone := said_of_memory(output):
+            if gone := memory_warning(output):
                 print(f"  {gone}", file=sys.stderr)

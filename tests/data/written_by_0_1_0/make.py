@@ -9,7 +9,9 @@ ONNX Runtime and transformers, and writes into the folder OUT, which must not ex
 
 Text files are kept as they are, except that the working folder is written `@FOLDER@` and the
 Python's folder `@BIN@`. Files of tensors have wide reserved headers and are compressed (`.gz`);
-`unpacked.py` beside `tests/test_files_of_0_1_0.py` puts both back.
+`tests/old_files.py` puts both back. In two of these (the ONNX model, a Parquet file) paths
+of the machine were replaced by others of equal length after the fact. The run `killed` was made
+once more, by itself, after the others.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from driftline.alignment.normalise.view import Gathered, Replicas, SeenRun, origins_of
+from driftline.alignment.normalise.view import AlignedView, Gathered, Replicas, origins_of
 from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.recipe import Recipe, Step
 from driftline.alignment.sites.kinds import OWN_LAYOUT, PER_HEAD, ROLE_ORDER, TRANSPOSED
@@ -166,7 +166,7 @@ def _stored(run: Run, record: Record) -> F64 | None:
     # Formats below 16 bits are codes that need scales, and their distances say nothing.
     if dtype is None or not dtype.is_floating or dtype.bits < 16 or not 0 < width <= _LARGEST:
         return None
-    source = run.whole if isinstance(run, SeenRun) else run
+    source = run.base if isinstance(run, AlignedView) else run
     try:
         raw: Any = source.raw(record).reshape(-1, width)[: _LARGEST // width]
         numbers = to_float64(np.ascontiguousarray(raw).reshape(-1), dtype)

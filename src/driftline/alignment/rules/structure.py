@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from driftline.alignment.fingerprints import Looks
+from driftline.alignment.fingerprints import Fingerprints
 from driftline.alignment.plan import Pair
 from driftline.alignment.rules.containers import Tree, link_across, link_containers, link_uncalled
 from driftline.alignment.rules.fused_projections import (
@@ -112,7 +112,7 @@ def align_by_structure(
     solved: dict[object, _Solution] = {}
     # Records are compared by identity: equal keys may stand in both runs.
     free = {id(record) for record in (*missing, *extra)}
-    looks = Looks(reference, candidate)
+    fingerprints = Fingerprints(reference, candidate)
     interleaving = Interleaving(reference, candidate, conclusion.notes)
     reference_flows, candidate_flows = Dataflows(reference), Dataflows(candidate)
     for frame, other in _frames(reference_frames, candidate_frames):
@@ -140,7 +140,7 @@ def align_by_structure(
             if not any(call.class_name.startswith("Elewise") for call in other_side):
                 with_bias(side)
         if outline not in solved:
-            solved[outline] = _solve(a, b, anchors, looks)
+            solved[outline] = _solve(a, b, anchors, fingerprints)
             conclusion.notes.extend(solved[outline].notes)
         for rest_pair in pair_rest(mapped, a, b, free):
             conclusion.pairs.append(Pair(*rest_pair, "structure", WEIGHTS))
@@ -213,7 +213,10 @@ def _anchors(pairs: Iterable[Pair]) -> dict[_Name, _Name]:
 
 
 def _solve(
-    reference: list[Call], candidate: list[Call], anchors: Mapping[_Name, _Name], looks: Looks
+    reference: list[Call],
+    candidate: list[Call],
+    anchors: Mapping[_Name, _Name],
+    fingerprints: Fingerprints,
 ) -> _Solution:
     """Link the calls of two frames: leaves, then containers, then sites without a call."""
     by_name = {(call.site, call.visit): call for call in candidate}
@@ -225,7 +228,7 @@ def _solve(
     paired = {id(call) for pair in fixed for call in pair}
 
     def alike(call: Call, other: Call) -> bool:
-        return looks.alike(
+        return fingerprints.alike(
             main_tensor(call.records, "output"), main_tensor(other.records, "output")
         )
 

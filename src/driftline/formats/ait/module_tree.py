@@ -3,8 +3,8 @@
     root.layers.0.mlp/output_1_0.pth      layers.0.mlp, output, slot 1.0
     cuda1_4242                            rank 1
 
-The writer of the same names is `dialects/ait/dump_tree.py`, which adds what the seed loses: arguments by
-name (`input_mask`), later calls (`.visit2`), unusual phases and moments.
+The writer of the same names is `dialects/ait/dump_tree.py`, which adds what ait's own tree
+loses: arguments by name (`input_mask`), later calls (`.visit2`), unusual phases and moments.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from driftline.formats.ascend.ge.graph_text import GraphNode
-from driftline.testing.ge import GeDump, write_fx
+from support.ge import GeDump, write_fx
 
 Plant = Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
 

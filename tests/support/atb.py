@@ -10,7 +10,7 @@ Files are what the probes of each generation write, byte for byte as far as a re
     dump.topology("ToyModel", [layer], first_id=1)      # model/ and layer/
     dump.operation_csv([layer], execution=0, first_id=1)
 
-`driftline.testing.atb_twins` makes whole dumps of a small model with it. Knows no reader.
+`support.atb_twins` makes whole dumps of a small model with it. Knows no reader.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from driftline.testing.atb_files import (
+from support.atb_files import (
     ACL_CODES,
     ND,
     NZ,

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from driftline.testing.atb import AtbDump, Generation, Operation, Value
-from driftline.testing.atb_files import AnyArray, Keep
-from driftline.testing.toy_decoder import Cache, ToyDecoder, toy_decoder
+from support.atb import AtbDump, Generation, Operation, Value
+from support.atb_files import AnyArray, Keep
+from support.toy_decoder import Cache, ToyDecoder, toy_decoder
 
 __all__ = ["Error", "atb_twin", "torch_twin", "toy_decoder"]
 

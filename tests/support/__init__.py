@@ -1,0 +1,1 @@
+"""Shared by tests: writers of other tools' dumps, and small models made with them."""
