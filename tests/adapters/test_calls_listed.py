@@ -16,7 +16,7 @@ from driftline.captures.torch.operators.call_list import CallTap
 from driftline.captures.torch.profiler import ProfileTap
 from driftline.captures.torch.session import CaptureSession
 from driftline.formats.ascend.atb.tables import read_operations, read_profile
-from driftline.graphs.model import seen_at
+from driftline.graphs.model import at_level
 from driftline.graphs.sources.calls import calls_graph
 from driftline.runs.sidecars.calls import Call, CallTensor, read_calls
 from driftline.runs.sidecars.operator_sheets import operation_sheet
@@ -277,13 +277,13 @@ def test_the_graph_of_a_run_nests_operators_in_modules(watch: Callable[..., Watc
         net()(torch.ones(4, 8))
     graph = calls_graph(watched.calls)
     assert graph is not None and graph.kind == "Net"
-    first = seen_at(graph, 1)
+    first = at_level(graph, 1)
     kinds = [node.kind for node in first.nodes]
     assert kinds[:2] == ["Block", "Block"] and kinds[-1] == "Linear"
     one, two = first.nodes[:2]
     assert set(one.outputs) & set(two.inputs), "the first layer feeds the second"
     assert "layers.0.linear.weight" in one.inputs
-    deepest = seen_at(graph)
+    deepest = at_level(graph)
     made = [name for node in deepest.nodes for name in node.outputs]
     assert len(made) == len(set(made))
     dropped = next(node for node in deepest.nodes if node.kind == "Dropout")
@@ -312,7 +312,7 @@ def test_a_training_step_s_graph_is_its_forward_pass_without_the_optimizer(tmp_p
     assert any(call.site.startswith("AdamW/") for call in calls)
     graph = calls_graph(calls)
     assert graph is not None
-    assert not [node for node in seen_at(graph).nodes if node.site.startswith("AdamW/")]
+    assert not [node for node in at_level(graph).nodes if node.site.startswith("AdamW/")]
     assert "optimizers are not in the graph" in graph.notes[0]
 
 

@@ -14,9 +14,9 @@ from onnx_runs import Exported, aligned_leaves, clean, first_of, run_of
 
 import driftline
 from driftline.alignment.plan_file import write_plan
-from driftline.alignment.sites.exported_graph import exported_graph
 from driftline.captures.onnxruntime.scopes import Scope
 from driftline.captures.onnxruntime.torch_calls import Call, count
+from driftline.graphs.sources.exported import exported_graph
 from driftline.runs.memory import MemorySink
 
 LEVELS = ("none", "basic", "extended", "all")

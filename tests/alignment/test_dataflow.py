@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import driftline
 from driftline.alignment.plan import Plan
-from driftline.alignment.rules.fused_projections import pair_relaid, parts_of
-from driftline.alignment.sites.roles import tell_by_dataflow
+from driftline.alignment.rules.fused_projections import pair_reordered, parts_of
+from driftline.alignment.sites.roles import infer_roles
 from driftline.alignment.sites.site_graph import Call, Frame, calls_of
 from driftline.alignment.sites.values import Dataflows, edges_of
 from driftline.comparison.table.table import Table
@@ -165,7 +165,7 @@ def test_no_graph_however_odd_breaks_the_roles(data: st.DataObject) -> None:
         "edges": [list(edge) for edge in edges], "roots": roots,
     }  # fmt: skip
     calls = calls_of(list(run.records))
-    tell_by_dataflow(calls, edges_of(run, 0, 0))
+    infer_roles(calls, edges_of(run, 0, 0))
     for call in calls:
         assert call.role in ("", "q", "k", "v", "gate", "up")
         assert all(0 <= start < stop or start == stop for _, start, stop in call.layout)
@@ -211,7 +211,7 @@ def test_the_one_part_that_nothing_tells_is_what_the_others_leave() -> None:
     other.layout = (("q", 0, 4), ("k", 8, 12))
     cuts = [
         (str(pair.reference_recipe), str(pair.candidate_recipe))
-        for pair in pair_relaid(fused, other, 0.9)
+        for pair in pair_reordered(fused, other, 0.9)
         if pair.reference.key.port == "output"
     ]
     assert [a.partition(" of")[0] for a, _ in cuts] == [

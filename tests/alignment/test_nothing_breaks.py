@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import driftline
-from driftline.alignment.normalise.view import SeenRun
+from driftline.alignment.normalise.view import AlignedView
 from driftline.errors import DriftlineError
 from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
@@ -47,7 +47,7 @@ def runs(draw: st.DrawFn) -> Run:
     keys = list(tensors)
     records = [record._replace(key=key) for record, key in zip(whole.records, keys, strict=True)]
     origins = dict(zip(keys, whole.records, strict=True))
-    return SeenRun(whole, records, origins)
+    return AlignedView(whole, records, origins)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])

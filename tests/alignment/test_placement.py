@@ -205,7 +205,7 @@ def test_a_placement_for_two_single_ranks_is_refused() -> None:
 
 
 def _two_ranks(*ranks: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]):
-    from driftline.alignment.normalise.view import SeenRun
+    from driftline.alignment.normalise.view import AlignedView
 
     whole_run = run_of(
         {
@@ -220,7 +220,7 @@ def _two_ranks(*ranks: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32
         )
         for record in whole_run.records
     ]
-    return SeenRun(whole_run, records, {})
+    return AlignedView(whole_run, records, {})
 
 
 class Projections(nn.Module):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import driftline
 from driftline.alignment.placements.join import DoesNotFit, join
-from driftline.alignment.placements.mesh import Placed, lying_of, mesh_of
+from driftline.alignment.placements.mesh import AxisPlacement, mesh_of, record_placement
 from driftline.alignment.recipe import Recipe, step_from_text
 from driftline.comparison.measure.recipes import cook
 from driftline.runs.reader import open_run
@@ -45,7 +45,7 @@ def chunks(array: Any, axis: int, many: int) -> list[Any]:
     return np.split(array, ends, axis=axis)
 
 
-def cut(whole: Any, sizes: tuple[int, ...], placed: tuple[Placed, ...]) -> dict[Any, Any]:
+def cut(whole: Any, sizes: tuple[int, ...], placed: tuple[AxisPlacement, ...]) -> dict[Any, Any]:
     """What each place of a mesh holds; what is `late` is cut after the axes to its right."""
     order = [n for n, how in enumerate(placed) if not how.late]
     order += [n for n in reversed(range(len(placed))) if placed[n].late]
@@ -64,11 +64,11 @@ def cut(whole: Any, sizes: tuple[int, ...], placed: tuple[Placed, ...]) -> dict[
 
 placements = st.sampled_from(
     [
-        Placed("shard", 0),
-        Placed("shard", 1),
-        Placed("shard", 0, True),
-        Placed("replicate"),
-        Placed("sum"),
+        AxisPlacement("shard", 0),
+        AxisPlacement("shard", 1),
+        AxisPlacement("shard", 0, True),
+        AxisPlacement("replicate"),
+        AxisPlacement("sum"),
     ]
 )
 
@@ -79,7 +79,7 @@ placements = st.sampled_from(
     st.lists(st.tuples(st.integers(1, 3), placements), min_size=1, max_size=3),
 )
 def test_what_was_cut_in_any_way_is_joined_to_the_whole(
-    shape: tuple[int, int], mesh: list[tuple[int, Placed]]
+    shape: tuple[int, int], mesh: list[tuple[int, AxisPlacement]]
 ) -> None:
     whole = np.arange(math.prod(shape), dtype=np.float32).reshape(shape) + 1
     sizes, placed = tuple(size for size, _ in mesh), tuple(how for _, how in mesh)
@@ -102,7 +102,7 @@ def test_a_part_that_is_missing_is_said(tmp_path: Path) -> None:
     run = written(tmp_path / "run", [np.ones((2, 2)), None, np.ones((2, 2))])
     parts = {(record.key.rank,): record for record in run.records}
     with pytest.raises(DoesNotFit, match="part 2 of 3 is missing"):
-        join(parts, [Placed("shard", 0)])
+        join(parts, [AxisPlacement("shard", 0)])
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_part_that_is_missing_is_said(tmp_path: Path) -> None:
 )
 def test_a_placement_that_means_nothing_is_no_placement(text: str) -> None:
     record = Record(TensorKey.of("w", "param"), 0, "float32", (4, 4), placement=text)
-    assert lying_of(record) is None
+    assert record_placement(record) is None
 
 
 def test_words_of_a_stranger_are_no_mesh(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def everything_is_long(monkeypatch: pytest.MonkeyPatch):
     """What holds for a million tensors is tried with a hundred."""
 
     def switch() -> None:
-        monkeypatch.setattr(kept_lines.Room.__init__, "__defaults__", (10,))
+        monkeypatch.setattr(kept_lines.MemoryBudget.__init__, "__defaults__", (10,))
         monkeypatch.setattr(kept_lines, "_STRETCH", 7)
         monkeypatch.setattr(alignment, "LONG", 10)
         monkeypatch.setattr(streaming, "_FEW", 10)
@@ -121,7 +121,7 @@ def test_long_runs_give_the_files_and_reports_of_short_ones(tmp_path, case, ever
     everything_is_long()
     plan = api.align(*pair, **{k: v for k, v in options.items() if k not in ("limits", "metrics")})
     if by_name is not None:
-        assert isinstance(plan.pairs, streaming.KeptPairs) == by_name
+        assert isinstance(plan.pairs, streaming.StreamedPairs) == by_name
     table = api.compare(*pair, **options)
     long = files_of(table, tmp_path / "long")
     for name, content in short.items():

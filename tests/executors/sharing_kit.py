@@ -10,7 +10,7 @@ import numpy as np
 
 from driftline.comparison.table.table import Table
 from driftline.execution import codec
-from driftline.execution.jobs import Finished, Job, Said, Task, done, open_workshop, result_of
+from driftline.execution.jobs import Finished, Job, Printed, Task, done, open_worker, result_of
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into
 
@@ -27,15 +27,15 @@ class Here:
         self.tasks: list[Task] = []
 
     def run(
-        self, job: Job, tasks: Sequence[Task], finished: Finished, said: Said | None = None
+        self, job: Job, tasks: Sequence[Task], finished: Finished, said: Printed | None = None
     ) -> None:
         self.jobs.append(job)
         self.tasks += tasks
-        workshop = open_workshop(job.workshop, codec.unpack(codec.pack(job.about)))
+        worker = open_worker(job.worker, codec.unpack(codec.pack(job.about)))
         for at in reversed(range(len(tasks))):
             work = codec.unpack(codec.pack(tasks[at].content()))
             lines: list[str] = []
-            answer: Any = codec.unpack(codec.pack(done(workshop, work, lines.append)))
+            answer: Any = codec.unpack(codec.pack(done(worker, work, lines.append)))
             for line in lines if said is not None else ():
                 said(at, line)
             finished(at, result_of(answer, tasks[at].called))

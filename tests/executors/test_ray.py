@@ -114,7 +114,7 @@ def workers_of(cluster):
             title = (place / "cmdline").read_bytes().decode()
         except (OSError, ValueError, NotADirectoryError):
             continue
-        if parent in raylets and title.startswith("ray::Bench"):
+        if parent in raylets and title.startswith("ray::RayWorker"):
             found.append(int(place.name))
     return sorted(found)
 
@@ -305,7 +305,7 @@ def test_a_machine_without_the_runs_is_given_no_summaries_either(tmp_path):
     """Of summaries no byte is read, but a worker opens the runs it is sent something of."""
     from sharing_kit import Here
 
-    from driftline.execution.jobs import open_workshop
+    from driftline.execution.jobs import open_worker
 
     for name in ("ref", "cand"):
         writer = RunWriter(tmp_path / name, seal_at_exit=False)
@@ -314,9 +314,9 @@ def test_a_machine_without_the_runs_is_given_no_summaries_either(tmp_path):
     here = Here(elsewhere=True)
     driftline.compare(tmp_path / "ref", tmp_path / "cand", executor=here)
     (job,), (task,) = here.jobs, here.tasks
-    assert open_workshop(job.workshop, job.about).absent() == []
+    assert open_worker(job.worker, job.about).absent() == []
     (tmp_path / "ref").rename(tmp_path / "moved")
-    absent = open_workshop(job.workshop, job.about).absent()
+    absent = open_worker(job.worker, job.about).absent()
     assert [place for place, _ in absent] == ["0:0:0"] and "there is no '" in absent[0][1]
     assert not machine("blind", absent=absent).can(task)
 
@@ -496,7 +496,7 @@ def test_somebody_who_does_not_speak_as_ray_does_is_given_up(two, monkeypatch):
     from driftline.execution import ray_connection
 
     pytest.importorskip("grpc")
-    monkeypatch.setattr(ray_connection, "_GREETING", 1.0)
+    monkeypatch.setattr(ray_connection, "_ANSWER_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         began = time.monotonic()
@@ -533,7 +533,7 @@ def test_a_cluster_that_asks_for_a_token_that_is_not_here_is_refused_at_once(two
         with pytest.raises(DriftlineError, match=rf"cluster at ray://{place} asks for a token"):
             driftline.compare(two / "ref", two / "cand", executor=f"ray://{place}")
         monkeypatch.setenv("RAY_AUTH_MODE", "token")  # then it is Ray's: its token may be wrong
-        assert "is it the same here?" in ray_connection.unlock(place, place)
+        assert "is it the same here?" in ray_connection.use_token(place, place)
     with a_door(grpc.StatusCode.UNIMPLEMENTED) as place:
         assert not ray_connection.asks_for_token(place)
 

@@ -38,14 +38,14 @@ def write(path: Path, *, ranks: int = 3, per_rank: int = 60, shift: float = 0.0)
 @pytest.fixture
 def long_ones_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """What holds for a million lines is tried with a hundred."""
-    monkeypatch.setattr(kept_lines.Room.__init__, "__defaults__", (70,))
+    monkeypatch.setattr(kept_lines.MemoryBudget.__init__, "__defaults__", (70,))
     monkeypatch.setattr(kept_records, "_KEPT_RECORDS", 50)
 
 
 def test_a_long_index_gives_the_same_records(tmp_path, monkeypatch):
     run = write(tmp_path / "run")
     plain = list(open_run(run).records)
-    monkeypatch.setattr(kept_lines.Room.__init__, "__defaults__", (70,))
+    monkeypatch.setattr(kept_lines.MemoryBudget.__init__, "__defaults__", (70,))
     monkeypatch.setattr(kept_records, "_KEPT_RECORDS", 50)
     long = open_run(run)
     assert list(long.records) == plain and list(long.records) == plain
@@ -177,15 +177,14 @@ def test_files_that_cannot_be_opened_are_no_finding(tmp_path):
 
 def test_a_shard_that_cannot_be_looked_at_for_want_of_files_is_not_lost(tmp_path, monkeypatch):
     run = open_run(write(tmp_path / "run", ranks=1))
-
     open_inside = local_files.open_inside
 
-    def refuse(folder: object, path: object, *rest: object) -> int:
-        if str(path).endswith(".safetensors"):  # the index itself can still be opened
+    def refuse_shards(root: Path, path: Path) -> int:
+        if path.suffix == ".safetensors":
             raise OSError(errno.EMFILE, "Too many open files")
-        return open_inside(folder, path, *rest)
+        return open_inside(root, path)
 
-    monkeypatch.setattr(local_files, "open_inside", refuse)
+    monkeypatch.setattr(local_files, "open_inside", refuse_shards)
     with pytest.raises(Unreachable, match="no more files can be opened"):
         len(run.records)
 

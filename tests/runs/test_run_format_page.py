@@ -29,7 +29,8 @@ def page_namespace() -> dict[str, Any]:
 
 
 def test_the_reader_on_the_page_reads_every_type(tmp_path: Path) -> None:
-    writer = RunWriter(tmp_path / "run", header_bytes=4096)
+    writer = RunWriter(tmp_path / "run")
+    writer.first_header = 4096
     rng = np.random.default_rng(3)
     for name, dtype in DTYPES.items():
         data = rng.integers(0, 2, dtype.byte_count(21), np.uint8)

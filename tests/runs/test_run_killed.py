@@ -33,7 +33,8 @@ ENDLESS = (
 path, seed, pause = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 rng = np.random.default_rng(seed)
 pool = rng.integers(0, 256, 12_000_000, np.uint8)
-writer = RunWriter(path, header_bytes=8192, shard_bytes=40_000_000)
+writer = RunWriter(path, shard_bytes=40_000_000)
+writer.first_header = 8192
 log = sys.stdout.fileno()
 for number in range(10**9):
     sizes = [8, 100, 5000, 300_000, 2_000_000, 11_000_000]

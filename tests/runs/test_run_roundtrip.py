@@ -173,7 +173,8 @@ def test_tensors_come_in_execution_order_and_not_by_name(writer: RunWriter) -> N
 
 
 def test_sealed_shards_are_ordinary_safetensors(tmp_path: Path) -> None:
-    writer = RunWriter(tmp_path / "run", header_bytes=4096, shard_bytes=1 << 20)
+    writer = RunWriter(tmp_path / "run", shard_bytes=1 << 20)
+    writer.first_header = 4096
     rng = np.random.default_rng(0)
     arrays = {f"layer.{i}": rng.standard_normal(int(rng.integers(1, 9000))) for i in range(120)}
     for name, array in arrays.items():
@@ -219,7 +220,8 @@ def test_two_tensors_of_one_name_are_both_in_the_header(writer: RunWriter) -> No
 def test_a_header_too_small_for_one_name_is_followed_by_larger_ones(
     tmp_path: Path, header_bytes: int
 ) -> None:
-    writer = RunWriter(tmp_path / "run", header_bytes=header_bytes)
+    writer = RunWriter(tmp_path / "run")
+    writer.first_header = header_bytes
     names = ["\u00e9" * 480, *(f"layer.{i}" for i in range(100))]
     for value, name in enumerate(names):
         put(writer, name, np.full(3, value, np.float32))

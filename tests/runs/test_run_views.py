@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from driftline.alignment.normalise.pipeline import is_compiled, keeps_graphs
-from driftline.alignment.normalise.view import SeenRun, taken_back
+from driftline.alignment.normalise.view import AlignedView, resolve_views
 from driftline.alignment.plan import Pair, Plan
 from driftline.runs.facts import ProcessFacts, RunFacts
 from driftline.runs.layout import GRAPHS
@@ -22,7 +22,7 @@ FROM_RECORDS = {"tensors", "sites", "get"}
 WITHOUT_ANSWER = {"release", "release_some"}
 CHANGED: dict[type[Run], set[str]] = {
     NarrowedRun: {"records", "losses"},
-    SeenRun: {"records", "read_ahead"},
+    AlignedView: {"records", "read_ahead"},
 }
 """What a view changes on purpose."""
 
@@ -73,7 +73,7 @@ _Marked.facts = property(lambda self: RunFacts("marked", order="none"))  # type:
 VIEWS: dict[type[RunView], Callable[[Run], RunView]] = {
     RunView: RunView,
     NarrowedRun: lambda run: NarrowedRun(run, run.records),
-    SeenRun: lambda run: SeenRun(run, run.records, {}),
+    AlignedView: lambda run: AlignedView(run, run.records, {}),
 }
 
 
@@ -159,7 +159,8 @@ def test_every_process_is_asked_whether_it_has_graphs_of_a_compiler() -> None:
 def test_what_lies_beside_a_renumbered_rank_is_that_of_the_rank_itself() -> None:
     run = _Job([_record(rank=1), _record(rank=2)], {1: {"of": 1}, 2: {"of": 2}}, {2: ["calls.csv"]})
     seen = [_record(rank=0), _record(rank=1)]
-    view = SeenRun(run, seen, {new.key: old for new, old in zip(seen, run.records, strict=True)})
+    origins = {new.key: old for new, old in zip(seen, run.records, strict=True)}
+    view = AlignedView(run, seen, origins)
     assert [view.topology(0), view.topology(1)] == [{"of": 1}, {"of": 2}]
     assert [view.sheets(0), view.sheets(1)] == [[], ["calls.csv"]]
     assert [view.raw(record) for record in seen] == [1, 2]
@@ -171,7 +172,7 @@ def test_a_plan_of_views_keeps_all_that_was_said_of_pairs_and_lone_tensors() -> 
     stored = [_record("a", step=5), _record("b", step=5), _record("more", step=5)]
     seen = [record._replace(key=record.key._replace(step=0)) for record in stored]
     reference = _Job(ours)
-    candidate = SeenRun(
+    candidate = AlignedView(
         _Job(stored), seen, {new.key: old for new, old in zip(seen, stored, strict=True)}
     )
     pair = Pair(ours[0], seen[0], "graph", 0.9, line="m.py:3", fused="mul, add", culprit="mul")
@@ -182,7 +183,7 @@ def test_a_plan_of_views_keeps_all_that_was_said_of_pairs_and_lone_tensors() -> 
         lone_lines={("candidate", seen[2].key): "m.py:7", ("reference", ours[2].key): "m.py:8"},
         inside={("reference", ours[2].key): seen[1].key, ("candidate", seen[2].key): ours[1].key},
     )
-    real = taken_back(plan, reference, candidate)
+    real = resolve_views(plan, reference, candidate)
     assert real.pairs == (pair._replace(candidate=stored[0]),)
     assert real.lone_lines == {
         ("candidate", stored[2].key): "m.py:7",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import driftline
 from driftline.errors import AlreadyThere, BadFile, BadInput, DriftlineError
-from driftline.graphs.model import Graph, GraphNode, SeenNode, TensorInfo, seen_at
+from driftline.graphs.model import Graph, GraphNode, LevelNode, TensorInfo, at_level
 from driftline.graphs.overlay import Finding, finding_of
 from driftline.graphs.sources.calls import calls_graph
 from driftline.graphs.writers.atb import atb_graph
@@ -57,7 +57,7 @@ def model(*nodes: dict[str, Any], inputs: list[str], outputs: list[str]) -> str:
 
 
 def checked(text: str, level: int | None = None) -> Any:
-    loaded = onnx.load_from_string(onnx_bytes(seen_at(atb_graph(text, "x.json"), level)))
+    loaded = onnx.load_from_string(onnx_bytes(at_level(atb_graph(text, "x.json"), level)))
     onnx.checker.check_model(loaded, full_check=True)
     return loaded.graph
 
@@ -258,7 +258,7 @@ def test_whatever_is_named_how_the_file_passes_the_checker(
     info = {"a": TensorInfo("float16", (2, 0)), "b": TensorInfo("float8_e4m3fn", ())}
     graph = Graph("g", "G", tuple(nodes), tuple(inputs), tuple(outputs), info)
     try:
-        content = onnx_bytes(seen_at(graph, level))
+        content = onnx_bytes(at_level(graph, level))
     except DriftlineError as refused:
         assert "circle" in str(refused)
         return
@@ -266,7 +266,7 @@ def test_whatever_is_named_how_the_file_passes_the_checker(
 
 
 def test_model_explorer_gets_nodes_edges_and_namespaces(toy: Path) -> None:
-    graph = seen_at(atb_graph(toy.read_text(), "toy"))
+    graph = at_level(atb_graph(toy.read_text(), "toy"))
     content = json.loads(model_explorer(graph))
     (shown,) = content["graphs"]
     nodes = {one["id"]: one for one in shown["nodes"]}
@@ -281,7 +281,7 @@ def test_model_explorer_gets_nodes_edges_and_namespaces(toy: Path) -> None:
 
 
 def test_findings_colour_their_nodes_and_stand_in_a_file_of_their_own() -> None:
-    graph = seen_at(
+    graph = at_level(
         Graph(
             "g",
             nodes=(
@@ -291,8 +291,8 @@ def test_findings_colour_their_nodes_and_stand_in_a_file_of_their_own() -> None:
             ),
         )
     )
-    inside = SeenNode("op", "aten.mm", (), (), {}, (), "m.b/aten.mm", 0)
-    closed = SeenNode("m", "M", (), (), {}, (), "m", 3)
+    inside = LevelNode("op", "aten.mm", (), (), {}, (), "m.b/aten.mm", 0)
+    closed = LevelNode("m", "M", (), (), {}, (), "m", 3)
     findings = {"m.a": Finding("pass", 0.1), "m.b": Finding("fail", 30.0, "cosine 0.9")}
     assert finding_of(inside, findings) == findings["m.b"], "an operator has its module's"
     assert finding_of(closed, findings) == findings["m.b"], "a closed node the worst inside"
@@ -309,7 +309,7 @@ def test_what_is_beyond_all_numbers_is_the_largest_one_and_statuses_are_words() 
         "m.a": Finding("fail", float("inf"), "NaN on one side", {"relative_l2": float("nan")}),
         "m.b": Finding("missing", float("nan")),
     }
-    seen = seen_at(Graph("g", nodes=nodes))
+    seen = at_level(Graph("g", nodes=nodes))
     numbers = json.loads(node_data(seen, findings, "cosine"))["g"]
     assert numbers["name"] == "cosine" and set(numbers["results"]) == {"a"}
     assert numbers["results"]["a"]["value"] > 1e308
@@ -326,7 +326,7 @@ def test_what_is_beyond_all_numbers_is_the_largest_one_and_statuses_are_words() 
 
 def test_very_many_nodes_of_one_name_take_no_time() -> None:
     nodes = tuple(GraphNode("same", "K", ("t",), ("t",)) for _ in range(20_000))
-    seen = seen_at(Graph("g", nodes=nodes))
+    seen = at_level(Graph("g", nodes=nodes))
     assert len({one.name for one in seen.nodes}) == 20_000
 
 
@@ -336,7 +336,7 @@ def test_calls_nested_deeper_than_a_graph_can_be_are_drawn_flatter() -> None:
     ]
     graph = calls_graph(calls)
     assert graph is not None and graph.depth() <= 64
-    onnx.checker.check_model(onnx.load_from_string(onnx_bytes(seen_at(graph))), full_check=True)
+    onnx.checker.check_model(onnx.load_from_string(onnx_bytes(at_level(graph))), full_check=True)
 
 
 def test_a_site_of_a_thousand_parts_is_a_node_like_others(tmp_path: Path) -> None:

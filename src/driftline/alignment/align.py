@@ -1,8 +1,9 @@
-"""The door to alignment: two runs and what the user said become one plan.
+"""Entry point of alignment: two runs and the user's options become one plan.
 
-Rules are tried strongest first; each sees only what the stronger ones left over. What is not needed
-is not imported: runs whose names agree never pay for the rest. No rule knows another; values are
-read where they break a tie, and where bytes say who feeds whom.
+Rules are tried strongest first, and each rule sees only the tensors that stronger rules left
+unpaired. A rule is imported when it is needed, so runs whose names agree do not pay for the others.
+Rules do not know each other. Tensor values are read only to break a tie, and to see which operator
+feeds which.
 """
 
 from __future__ import annotations
@@ -13,26 +14,26 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from driftline.alignment.normalise.pipeline import (
-    Seen,
+    Views,
     after_matching,
     before_matching,
     is_compiled,
     keeps_graphs,
 )
-from driftline.alignment.plan import Pair, Plan, Rule
+from driftline.alignment.plan import Pair, Plan, Rule, execution
 from driftline.alignment.rules.names import nothing_in_common, pair_by_name, select
 from driftline.errors import BadInput
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 
 LONG = 4_000
-"""Tensors of each side from which on it is tried to pair them without holding them."""
+"""With so many tensors on each side, a plan that does not hold its pairs in memory is tried."""
 UNMASKED = "none"
-"""In place of a mask: pads count, whatever was captured."""
+"""Value of `--mask` that turns masks off: padding counts, even if a mask was captured."""
 
 
 class AlignOptions(NamedTuple):
-    """What the user said about how two runs belong together.
+    """The user's options for pairing two runs.
 
     Attributes:
         sites: Globs; only sites that match one of them. All, when none is given.
@@ -40,8 +41,9 @@ class AlignOptions(NamedTuple):
         maps: `REFERENCE=CANDIDATE`, globs whose stars stand for the same text on both sides.
         mapping_file: A file (or the folder of an `op_mapping_file.json`) that says the same.
         plan_file: A saved, perhaps edited, plan; it wins over every rule.
-        structural: Whether what names leave over may be paired by class, shape and dataflow.
-        placements: `SITE=shard(1)`: how tensors lie over ranks.
+        structural: Whether tensors without a partner by name may be paired by class, shape and
+            dataflow.
+        placements: `SITE=shard(1)`: how tensors are distributed over ranks.
         masks: Files of the positions that count (shape [batch, tokens]), or `captured`.
         step_map: `REFERENCE=CANDIDATE` step numbers, such as `0=1`, several with commas.
     """
@@ -58,7 +60,7 @@ class AlignOptions(NamedTuple):
 
 
 def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOptions()) -> Plan:  # noqa: B008 - a tuple
-    """Say which tensor of one run belongs to which of the other.
+    """Plan which tensors of two runs are compared with each other.
 
     Raises:
         DriftlineError: A run without tensors, a glob that matches nothing, a map or plan that
@@ -81,7 +83,7 @@ def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOpti
         return plan
     # Asked before all rules: where names settle everything, the records of long runs are never
     # held.
-    if (plan := _alike(reference, candidate, options)) is not None:
+    if (plan := _streamed(reference, candidate, options)) is not None:
         return plan
     if _has_graphs(reference, candidate):
         by_graph = _by_graph(reference, candidate, options)
@@ -99,23 +101,23 @@ def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOpti
     return plan
 
 
-def _alike(reference: Run, candidate: Run, options: AlignOptions) -> Plan | None:
-    """Long runs that need no rule but names; None for all others."""
+def _streamed(reference: Run, candidate: Run, options: AlignOptions) -> Plan | None:
+    """Plan of two long runs that need no rule but names; None for all others."""
     # Sites and ports only narrow a finished plan. Every other option asks for a rule that the
     # streaming plan does not have.
     plain = options._replace(sites=(), ports=(), structural=True) == AlignOptions()
     if not plain or min(len(reference), len(candidate)) < LONG:
         return None
-    from driftline.alignment.streaming import plan_alike, selected
+    from driftline.alignment.streaming import selected, streamed_plan
 
-    plan = plan_alike(reference, candidate)
+    plan = streamed_plan(reference, candidate)
     if plan is not None and (options.sites or options.ports):
         return selected(plan, options.sites, options.ports)
     return plan
 
 
 def _has_graphs(reference: Run, candidate: Run) -> bool:
-    """Whether both sides left the graph of a compiler, as a dump or, converted, in their tree."""
+    """Whether both runs hold the graph of a compiler: as a dump, or in a converted module tree."""
     if all("graphs" in run.manifest for run in (reference, candidate)):
         return True
     if set(reference.sites()) == set(candidate.sites()):
@@ -124,75 +126,100 @@ def _has_graphs(reference: Run, candidate: Run) -> bool:
 
 
 def _by_graph(reference: Run, candidate: Run, options: AlignOptions) -> Plan | None:
-    """Two dumps of compiled graphs, whose own names say more than all other rules."""
+    """Plan of two dumps of compiled graphs, whose node names are better evidence than any rule."""
     from driftline.alignment.rules.compiler_dumps import align_graphs, narrowed
 
     # The graphs know their ranks and steps; only what the user says about them is done first.
-    said = bool(options.placements or options.step_map or options.masks)
-    seen = before_matching(reference, candidate, options) if said else Seen(reference, candidate)
+    declared = bool(options.placements or options.step_map or options.masks)
+    seen = (
+        before_matching(reference, candidate, options) if declared else Views(reference, candidate)
+    )
     plan = Plan((), tuple(seen.reference.records), tuple(seen.candidate.records))
     if options.maps or options.mapping_file is not None:
         plan = _by_map(plan, options)
-    found = align_graphs(seen.reference, seen.candidate, plan.missing, plan.extra)
-    if found is None:
+    graph_plan = align_graphs(seen.reference, seen.candidate, plan.missing, plan.extra)
+    if graph_plan is None:
         return None
     # A plan lists its pairs as the reference executed them, whichever rule made them.
-    together = sorted([*plan.pairs, *found.pairs], key=lambda pair: _execution(pair.reference))
-    plan = found._replace(pairs=tuple(together))
-    if said:
+    pairs = sorted([*plan.pairs, *graph_plan.pairs], key=lambda pair: execution(pair.reference))
+    plan = graph_plan._replace(pairs=tuple(pairs))
+    if declared:
         plan = after_matching(plan, seen, options)
     return narrowed(plan, options.sites, options.ports)
 
 
 def _match(reference: Run, candidate: Run, options: AlignOptions) -> Plan:
-    """The rules, strongest first; each sees what the ones before left over."""
+    """Apply the rules, strongest first; each sees what the ones before left unpaired."""
     plan = Plan((), tuple(reference.records), tuple(candidate.records))
     if options.maps or options.mapping_file is not None:
         plan = _by_map(plan, options)
     if is_compiled(reference) or is_compiled(candidate):
-        from driftline.alignment.annotate.compiled_graphs import with_lines
-        from driftline.alignment.rules.operator_calls import align_compiled
-        from driftline.alignment.sites.compiled_graphs import graphs_of
-
-        graphs = graphs_of(reference), graphs_of(candidate)
-        plan = _by_calls(align_compiled(*graphs, plan), reference, candidate)
-        return with_lines(plan, *graphs) if plan.pairs else _in_common(plan)
-    ordered = reference.ordered and candidate.ordered
+        # Compiled graphs end the matching: a tensor that they leave over has no partner.
+        plan = _by_compiled_graphs(plan, reference, candidate)
+        return plan if plan.pairs else _refuse_unrelated(plan)
+    # Structure follows the order of execution, which some dumps have lost.
+    structural = options.structural and reference.ordered and candidate.ordered
     notes: list[str] = []
-    if not (options.structural and ordered and _only_numbered(reference, candidate, notes)):
-        by_name = pair_by_name(plan.missing, plan.extra)
-        plan = _more(plan, by_name.pairs, by_name) if plan.pairs else by_name
-        if plan.missing and plan.extra and (found := _by_export(plan, reference, candidate)):
-            return found
-        if plan.missing and plan.extra:
-            plan = _by_plain_name(plan)
-            if plan.missing and plan.extra and (found := _by_export(plan, reference, candidate)):
-                return found
-    if (
-        plan.missing
-        and plan.extra
-        and options.structural
-        and ordered
-        and (found := _by_export(plan, reference, candidate, structural=True))
-    ):
-        return found
-    if (plan.missing or plan.extra) and options.structural and ordered:
+    if not (structural and _only_numbered(reference, candidate, notes)):
+        plan, is_final = _by_names(plan, reference, candidate)
+        if is_final:
+            return plan
+    if structural and _both_have_more(plan):
+        exported = _by_export(plan, reference, candidate, structural=True)
+        if exported is not None:
+            return exported
+    if structural and (plan.missing or plan.extra):
         plan = _by_structure(plan, reference, candidate, options)
         plan = _passed_on(plan, reference, candidate)
-    if plan.pairs and plan.missing and plan.extra and options.structural:
+    if options.structural and plan.pairs and _both_have_more(plan):
         from driftline.alignment.rules.fused_projections import pair_in_projections
 
-        if found := pair_in_projections(plan):
-            plan = _without_reasons(_more(plan, found))
+        if projections := pair_in_projections(plan):
+            plan = _without_reasons(_with_pairs(plan, projections))
     plan = plan._replace(notes=(*plan.notes, *notes))
-    return plan if plan.pairs else _in_common(plan)
+    return plan if plan.pairs else _refuse_unrelated(plan)
 
 
-def _in_common(plan: Plan) -> NoReturn:
+def _by_names(plan: Plan, reference: Run, candidate: Run) -> tuple[Plan, bool]:
+    """Pairs by equal, then by normalised names; and whether an exported graph has settled the rest.
+
+    The exported graph is asked after either kind of name, because it needs some named pairs to
+    start from, and its own node names say more than normalised ones.
+    """
+    by_name = pair_by_name(plan.missing, plan.extra)
+    plan = _with_pairs(plan, by_name.pairs, by_name) if plan.pairs else by_name
+    for by_plain_name in (False, True):
+        if by_plain_name and _both_have_more(plan):
+            plan = _by_plain_name(plan)
+        if _both_have_more(plan):
+            exported = _by_export(plan, reference, candidate)
+            if exported is not None:
+                return exported, True
+    return plan, False
+
+
+def _by_compiled_graphs(plan: Plan, reference: Run, candidate: Run) -> Plan:
+    """Pairs by the calls that a compiler lists, with the program lines they come from."""
+    from driftline.alignment.annotate.compiled_graphs import with_lines
+    from driftline.alignment.rules.operator_calls import align_compiled
+    from driftline.alignment.sites.compiled_graphs import graphs_of
+
+    graphs = graphs_of(reference), graphs_of(candidate)
+    plan = _by_calls(align_compiled(*graphs, plan), reference, candidate)
+    return with_lines(plan, *graphs) if plan.pairs else plan
+
+
+def _both_have_more(plan: Plan) -> bool:
+    """Whether both sides still have unpaired tensors: else no rule has anything to pair."""
+    return bool(plan.missing and plan.extra)
+
+
+def _refuse_unrelated(plan: Plan) -> NoReturn:
+    """Say that the two runs have nothing in common, and what was tried."""
     trouble = nothing_in_common(plan.missing, plan.extra)
     if tried := next(iter((*plan.notes, *plan.reasons.values())), ""):
-        said = f"{trouble}; structure tells none apart either: {tried}"
-        raise BadInput(said, hint=f"{trouble.hint}; --map says which site is which")
+        message = f"{trouble}; structure tells none apart either: {tried}"
+        raise BadInput(message, hint=f"{trouble.hint}; --map says which site is which")
     raise trouble
 
 
@@ -221,12 +248,12 @@ def _by_structure(plan: Plan, reference: Run, candidate: Run, options: AlignOpti
     if doubted:
         loose = {id(pair) for pair in doubted}
         kept = tuple(pair for pair in plan.pairs if id(pair) not in loose)
-        missing = sorted([*plan.missing, *(pair.reference for pair in doubted)], key=_execution)
-        extra = sorted([*plan.extra, *(pair.candidate for pair in doubted)], key=_execution)
+        missing = sorted([*plan.missing, *(pair.reference for pair in doubted)], key=execution)
+        extra = sorted([*plan.extra, *(pair.candidate for pair in doubted)], key=execution)
         plan = plan._replace(pairs=kept, missing=tuple(missing), extra=tuple(extra))
     from driftline.alignment.rules.structure import align_by_structure
 
-    found = align_by_structure(
+    structural = align_by_structure(
         reference,
         candidate,
         plan.pairs,
@@ -234,19 +261,19 @@ def _by_structure(plan: Plan, reference: Run, candidate: Run, options: AlignOpti
         plan.extra,
         _same_class(options.mapping_file),
     )
-    again = still_alone(doubted, found.pairs)
-    notes = found.notes
+    again = still_alone(doubted, structural.pairs)
+    notes = structural.notes
     # Released pairs that structure has not made again were accidents; the user is told which
     # rule decided.
     moved = {(p.reference.key.site, p.candidate.key.site) for p in doubted}
-    moved -= {(p.reference.key.site, p.candidate.key.site) for p in (*again, *found.pairs)}
+    moved -= {(p.reference.key.site, p.candidate.key.site) for p in (*again, *structural.pairs)}
     if moved:
         notes = [
             *notes,
             f"the names of {len(moved)} sites agree by accident (such as '{min(moved)[0]}'): they "
             "do other work or stand in another place, so structure decides; --map overrides it",
         ]
-    plan = _more(plan, [*found.pairs, *again])
+    plan = _with_pairs(plan, [*structural.pairs, *again])
     least, most = sorted((len(plan.missing), len(plan.extra)))
     # Half as many tensors without partner as pairs: more likely two models than two runs of
     # one.
@@ -259,54 +286,58 @@ def _by_structure(plan: Plan, reference: Run, candidate: Run, options: AlignOpti
     # A reason is kept only for a tensor that is still unpaired after the released pairs came
     # back.
     reasons = {
-        (side, record.key): found.reasons[side, record.key]
-        for side, records in _left(plan)
+        (side, record.key): structural.reasons[side, record.key]
+        for side, records in _unpaired(plan)
         for record in records
-        if (side, record.key) in found.reasons
+        if (side, record.key) in structural.reasons
     }
     return plan._replace(reasons=reasons, notes=(*plan.notes, *notes))
 
 
 def _passed_on(plan: Plan, reference: Run, candidate: Run) -> Plan:
-    """With pairs for lone sites that give on what they were given, such as dropouts."""
+    """The plan with pairs for unpaired sites that return their input, such as dropouts."""
     if not plan.pairs or not (plan.missing or plan.extra):
         return plan
     from driftline.alignment.rules.same_value import pair_passed
 
-    found = pair_passed(plan, reference, candidate)
-    if not found:
+    passed = pair_passed(plan, reference, candidate)
+    if not passed:
         return plan
-    return _without_reasons(_more(plan, found))
+    return _without_reasons(_with_pairs(plan, passed))
 
 
 def _without_reasons(plan: Plan) -> Plan:
-    """The plan with reasons for those only that are still alone."""
-    alone = {(side, r.key) for side, left in _left(plan) for r in left}
-    return plan._replace(reasons={at: why for at, why in plan.reasons.items() if at in alone})
+    """The plan with reasons only for tensors that are still unpaired."""
+    alone = {(side, r.key) for side, left in _unpaired(plan) for r in left}
+    return plan._replace(
+        reasons={tensor: why for tensor, why in plan.reasons.items() if tensor in alone}
+    )
 
 
-def _left(plan: Plan) -> tuple[tuple[str, Sequence[Record]], ...]:
+def _unpaired(plan: Plan) -> tuple[tuple[str, Sequence[Record]], ...]:
     return ("reference", plan.missing), ("candidate", plan.extra)
 
 
 def _only_numbered(reference: Run, candidate: Run, notes: list[str]) -> bool:
-    """Whether layers are numbered as their program built them, and the two built different ones.
+    """Whether names only number the layers, and the two programs have built different ones.
 
-    Equal names are then as good as accidents: the second `linear` of one is the third of the other.
+    Equal names are then accidental: the second `linear` of one is the third of the other.
     """
     if reference.facts.numbered_names and candidate.facts.numbered_names:
         return set(reference.sites()) != set(candidate.sites())
     if not all(run.records[0].key.site[:1].isdigit() for run in (reference, candidate)):
         return False
-    # ATB counts operators (`1_Decoder_layer.2_LinearOperation`): one more, and every name after it
-    # means another one, unless one side only has a part of what the other has.
-    ours, theirs = set(reference.sites()), set(candidate.sites())
-    every = ours | theirs
+    # ATB counts operators (`1_Decoder_layer.2_LinearOperation`): one more operator changes every
+    # later name, unless one side only captured a part of what the other has.
+    reference_sites, candidate_sites = set(reference.sites()), set(candidate.sites())
+    every = reference_sites | candidate_sites
     # Nine tenths, because a dump of counted operators may have a few sites with plain names.
     counted = sum(site.partition("_")[0].isdigit() for site in every) > 0.9 * len(every)
-    if not counted or not (ours <= theirs or theirs <= ours):
+    if not counted or not (
+        reference_sites <= candidate_sites or candidate_sites <= reference_sites
+    ):
         return counted
-    if _takes_others(reference, candidate):
+    if _inputs_differ(reference, candidate):
         return True
     from driftline.alignment.sites.roles import rewired
 
@@ -318,8 +349,8 @@ def _only_numbered(reference: Run, candidate: Run, notes: list[str]) -> bool:
     return bool(site)
 
 
-def _takes_others(reference: Run, candidate: Run) -> bool:
-    """Whether a layer takes other inputs than that of the same name: their numbers mean nothing."""
+def _inputs_differ(reference: Run, candidate: Run) -> bool:
+    """Whether layers of the same name take another number of inputs: then numbers mean nothing."""
     inputs = [Counter[str](), Counter[str]()]
     holders: set[str] = set()
     for run, counts in zip((reference, candidate), inputs, strict=True):
@@ -332,8 +363,8 @@ def _takes_others(reference: Run, candidate: Run) -> bool:
             if key.port == "input" and key.moment == "before":
                 counts[key.site] += 1
             holders.add(key.site.rpartition(".")[0])
-    both = inputs[0].keys() & inputs[1].keys() & holders
-    return any(inputs[0][site] != inputs[1][site] for site in both)
+    common_sites = inputs[0].keys() & inputs[1].keys() & holders
+    return any(inputs[0][site] != inputs[1][site] for site in common_sites)
 
 
 def _same_class(mapping: Path | None) -> list[tuple[str, str]]:
@@ -341,23 +372,25 @@ def _same_class(mapping: Path | None) -> list[tuple[str, str]]:
         return []
     from driftline.alignment.rules.maps import read_mapping
 
-    return [(each.ours, each.theirs) for each in read_mapping(mapping).classes]
+    return [(link.left, link.right) for link in read_mapping(mapping).classes]
 
 
 def _by_map(plan: Plan, options: AlignOptions) -> Plan:
     from driftline.alignment.rules.maps import link_classes, link_sites, parse_map, read_mapping
 
     maps = [parse_map(text) for text in options.maps]
-    said = None if options.mapping_file is None else read_mapping(options.mapping_file)
-    if said is not None:
+    mapping = None if options.mapping_file is None else read_mapping(options.mapping_file)
+    if mapping is not None:
         # Maps of the command line come first, so that they win over those of the file.
-        maps += said.sites
+        maps += mapping.sites
     sites = [{record.key.site for record in side} for side in (plan.missing, plan.extra)]
     links = link_sites(maps, (record.key.site for record in plan.missing), sites[1])
-    plan = _more(plan, _of_sites(plan, links, "map", 1.0))
-    if said is not None and said.classes:
-        found = link_classes(said.classes, plan.missing, plan.extra)
-        plan = _more(plan, [Pair(ours, theirs, "map") for ours, theirs in found])
+    plan = _with_pairs(plan, _of_sites(plan, links, "map", 1.0))
+    if mapping is not None and mapping.classes:
+        linked = link_classes(mapping.classes, plan.missing, plan.extra)
+        plan = _with_pairs(
+            plan, [Pair(reference, candidate, "map") for reference, candidate in linked]
+        )
     return plan
 
 
@@ -365,24 +398,24 @@ def _by_plain_name(plan: Plan) -> Plan:
     from driftline.alignment.rules.names import link_names
 
     # A site that has a pair by its full name keeps it; only whole sites are renamed.
-    known = {pair.reference.key.site for pair in plan.pairs}
-    taken = {pair.candidate.key.site for pair in plan.pairs}
+    paired_reference = {pair.reference.key.site for pair in plan.pairs}
+    paired_candidate = {pair.candidate.key.site for pair in plan.pairs}
     links = link_names(
-        dict.fromkeys(r.key.site for r in plan.missing if r.key.site not in known),
-        dict.fromkeys(r.key.site for r in plan.extra if r.key.site not in taken),
+        dict.fromkeys(r.key.site for r in plan.missing if r.key.site not in paired_reference),
+        dict.fromkeys(r.key.site for r in plan.extra if r.key.site not in paired_candidate),
     )
-    return _more(plan, _of_sites(plan, links, "normalised", 0.95)) if links else plan
+    return _with_pairs(plan, _of_sites(plan, links, "normalised", 0.95)) if links else plan
 
 
 def _of_sites(plan: Plan, links: dict[str, str], by: Rule, confidence: float) -> list[Pair]:
     """Pairs of the tensors of sites that belong together, call by call."""
     from driftline.alignment.sites.tensors import pair_tensors
 
-    here: dict[tuple[object, ...], list[Record]] = {}
-    there: dict[tuple[object, ...], list[Record]] = {}
+    reference_calls: dict[tuple[object, ...], list[Record]] = {}
+    candidate_calls: dict[tuple[object, ...], list[Record]] = {}
     for side, records, name in (
-        (here, plan.missing, links.get),
-        (there, plan.extra, {site: site for site in links.values()}.get),
+        (reference_calls, plan.missing, links.get),
+        (candidate_calls, plan.extra, {site: site for site in links.values()}.get),
     ):
         for record in records:
             key = record.key
@@ -390,17 +423,13 @@ def _of_sites(plan: Plan, links: dict[str, str], by: Rule, confidence: float) ->
                 call = (key.rank, key.process, key.step, site, key.visit)
                 side.setdefault(call, []).append(record)
     return [
-        Pair(ours, theirs, by, confidence)
-        for call, records in here.items()
-        for ours, theirs in pair_tensors(records, there.get(call, []))
+        Pair(reference, candidate, by, confidence)
+        for call, records in reference_calls.items()
+        for reference, candidate in pair_tensors(records, candidate_calls.get(call, []))
     ]
 
 
-def _more(plan: Plan, pairs: Sequence[Pair], rest: Plan | None = None) -> Plan:
-    """A plan with more pairs, and what is then still alone."""
+def _with_pairs(plan: Plan, pairs: Sequence[Pair], rest: Plan | None = None) -> Plan:
+    """A plan with more pairs, and the tensors that are then still unpaired."""
     more = plan.with_pairs(pairs)
     return more if rest is None else more._replace(missing=rest.missing, extra=rest.extra)
-
-
-def _execution(record: Record) -> tuple[int, int, int]:
-    return (record.key.rank, record.key.process, record.order)

@@ -1,7 +1,8 @@
-"""Do two tensors look alike? Asked only where order and shape leave a tie.
+"""Fingerprints: are two tensors close in norm, minimum and maximum?
 
-A fingerprint that decided more would hide the very faults that are looked for: swapped q and k have
-each other's values. So nothing here ever overrides what structure says.
+Asked only where order and shape leave a tie. A fingerprint that decided more would hide the faults
+that the comparison looks for: a swapped q and k have each other's values. Nothing in this file
+overrides what structure says.
 """
 
 from __future__ import annotations
@@ -15,48 +16,55 @@ from driftline.numerics.fields import Summary
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 
-# Two percent: low-precision runs of one layer stay within it, different layers rarely do.
+# Relative difference that counts as close: wider than the noise of half precision.
 _CLOSE = 0.02
 _LARGEST = 1 << 26
-"""Elements of a tensor that is read for a tie; a larger one settles none."""
+"""Most elements of a tensor that is read to break a tie; a larger tensor breaks none."""
 
 
-class Looks:
-    """Summaries of the tensors of two runs, read or computed once each."""
+class Fingerprints:
+    """Summaries of the tensors of two runs; each is read or computed once."""
 
     def __init__(self, reference: Run, candidate: Run) -> None:
         self._runs = (reference, candidate)
-        self._known: dict[tuple[int, int], Summary | None] = {}
+        self._summaries: dict[tuple[int, int], Summary | None] = {}
 
-    def alike(self, ours: Record | None, theirs: Record | None) -> bool:
-        """Whether two tensors are the same or nearly; False where nothing is known."""
-        if ours is None or theirs is None:
+    def alike(self, reference: Record | None, candidate: Record | None) -> bool:
+        """Whether two tensors are equal or close; False where their values are not known."""
+        if reference is None or candidate is None:
             return False
         # Equal digests need no values. The type must be equal too, because a digest is of
         # bytes.
-        if ours.digest and ours.digest == theirs.digest and ours.dtype == theirs.dtype:
+        if (
+            reference.digest
+            and reference.digest == candidate.digest
+            and reference.dtype == candidate.dtype
+        ):
             return True
-        here, there = self._summary(0, ours), self._summary(1, theirs)
-        if here is None or there is None:
+        reference_summary, candidate_summary = (
+            self._summary(0, reference),
+            self._summary(1, candidate),
+        )
+        if reference_summary is None or candidate_summary is None:
             return False
-        scale = max(abs(here.l2), abs(there.l2))
+        scale = max(abs(reference_summary.l2), abs(candidate_summary.l2))
         # With a NaN or an infinity in it, a norm says nothing about the other tensor.
         if not math.isfinite(scale):
             return False
         return (
-            abs(here.l2 - there.l2) <= _CLOSE * scale
-            and _near(here.min, there.min, scale)
-            and _near(here.max, there.max, scale)
+            abs(reference_summary.l2 - candidate_summary.l2) <= _CLOSE * scale
+            and _near(reference_summary.min, candidate_summary.min, scale)
+            and _near(reference_summary.max, candidate_summary.max, scale)
         )
 
     def _summary(self, side: int, record: Record) -> Summary | None:
         if record.summary is not None:
             return record.summary
-        # By identity: a view may hold several records of one key.
+        # By identity, which is cheaper than hashing a key of nine fields.
         place = (side, id(record))
-        if place not in self._known:
-            self._known[place] = self._read(self._runs[side], record)
-        return self._known[place]
+        if place not in self._summaries:
+            self._summaries[place] = self._read(self._runs[side], record)
+        return self._summaries[place]
 
     def _read(self, run: Run, record: Record) -> Summary | None:
         count = math.prod(record.shape)
@@ -68,5 +76,5 @@ class Looks:
             return None  # what cannot be read settles no tie; comparing it will say why
 
 
-def _near(ours: float, theirs: float, scale: float) -> bool:
-    return abs(ours - theirs) <= _CLOSE * max(abs(ours), abs(theirs), scale * 1e-3)
+def _near(reference: float, candidate: float, scale: float) -> bool:
+    return abs(reference - candidate) <= _CLOSE * max(abs(reference), abs(candidate), scale * 1e-3)

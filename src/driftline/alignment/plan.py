@@ -1,4 +1,8 @@
-"""What will be set against what: a frozen plan that can be printed before anything is read."""
+"""The plan: which tensors of two runs are compared, by which rule and with what confidence.
+
+A plan is frozen data that can be printed, saved and edited before any tensor is read. It does not
+know how it was made or how it is carried out.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from driftline.alignment.recipe import Recipe
 from driftline.runs.records import Record, TensorKey
 
 Rule = Literal["map", "plan", "name", "alias", "normalised", "graph", "structure", "moment"]
-"""Why two tensors are a pair, strongest first after what the user said."""
+"""The rule that paired two tensors; after the user's own, the strongest come first."""
 
 _BY: dict[Rule, str] = {
     "plan": "by the plan",
@@ -33,17 +37,17 @@ class Pair(NamedTuple):
     Attributes:
         reference: The record in the reference.
         candidate: The record in the candidate.
-        by: The rule that found it. An alias is a slot's: a position on one side, an argument's
-            name on the other.
-        confidence: 1 for what was said or is called the same; less where it was concluded.
-        reference_recipe: What to do to the reference first; None to take it as it is.
+        by: The rule that made the pair. `alias` means that one side numbers a slot and the other
+            names it.
+        confidence: 1 for declared pairs and equal names; less for a conclusion.
+        reference_recipe: Steps that are applied to the reference first; None for none.
         candidate_recipe: The same for the candidate.
-        trouble: Why the two belong together but cannot be set against each other; empty if they
-            can, as far as the plan knows.
-        line: The program's line that computes them, where a compiled graph tells.
-        fused: What else one kernel computes on the way to it, in words; empty where nothing.
-        culprit: The first node of a compiled graph on the way to it that is off by itself: gives
-            something else than it should for what it is given. In words, with its line.
+        trouble: Why the two belong together but cannot be compared; empty if they can, as far as
+            the plan knows.
+        line: The program's line that computes them, if a compiled graph names it.
+        fused: Other operations of the fused kernel that computes it, in words; empty for none.
+        culprit: The first node of a compiled graph before it whose output is wrong for its own
+            inputs; in words, with its line.
     """
 
     reference: Record
@@ -59,13 +63,17 @@ class Pair(NamedTuple):
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """Every stored tensor that has a part in it."""
+        """Every stored tensor that the pair uses, the sources of its recipes included."""
         sources = [
             recipe.records
             for recipe in (self.reference_recipe, self.candidate_recipe)
             if recipe is not None
         ]
-        return (self.reference, self.candidate, *(record for each in sources for record in each))
+        return (
+            self.reference,
+            self.candidate,
+            *(record for records in sources for record in records),
+        )
 
     def __str__(self) -> str:
         text = str(self.reference.key)
@@ -77,20 +85,20 @@ class Pair(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Two runs, tensor by tensor.
+    """The pairs of two runs, and the tensors without a partner.
 
     Attributes:
         pairs: What will be compared, in the reference's execution order. A tuple, or for long
             runs a sequence that makes its pairs when they are asked for.
         missing: Tensors that only the reference has, in its order.
         extra: Tensors that only the candidate has, in its order.
-        notes: What was concluded about the runs as wholes: which step is which, which ranks were
-            gathered, what a mask leaves out. One sentence each.
-        reasons: Why a tensor is alone, by its side (`reference` or `candidate`) and key, where
-            there is more to say than that it is.
-        lone_lines: The program's line of a tensor that is alone, likewise.
-        inside: A tensor that is alone because the other side computes it inside a fused node → the
-            tensor of that side which was computed from it, and is compared.
+        notes: Conclusions about the whole runs: which step is which, which ranks were gathered,
+            what a mask leaves out. One sentence each.
+        reasons: Why a tensor has no partner, by its side (`reference` or `candidate`) and key,
+            where more is known than that it has none.
+        lone_lines: The program's line of a tensor without a partner, by the same keys.
+        inside: A tensor without a partner because the other side computes it inside a fused node →
+            the tensor of the other side that was computed from it and is compared.
     """
 
     pairs: Sequence[Pair]
@@ -105,19 +113,19 @@ class Plan(NamedTuple):
     def ways(self) -> Counter[Rule]:
         """How many pairs each rule has made."""
         # Streaming plans count their rules without making a million pairs.
-        known: Counter[Rule] | None = getattr(self.pairs, "ways", None)
-        return Counter(pair.by for pair in self.pairs) if known is None else known
+        counted: Counter[Rule] | None = getattr(self.pairs, "ways", None)
+        return Counter(pair.by for pair in self.pairs) if counted is None else counted
 
     def with_pairs(self, pairs: Sequence[Pair]) -> Plan:
-        """A plan with more pairs, and what is then still alone."""
+        """A plan with more pairs, and the tensors that are then still unpaired."""
         # By identity, not by key: the sources of a recipe are used up with the pair that
         # they make.
-        taken = {id(record) for pair in pairs for record in pair.records}
-        together = sorted([*self.pairs, *pairs], key=lambda pair: execution(pair.reference))
+        used = {id(record) for pair in pairs for record in pair.records}
+        all_pairs = sorted([*self.pairs, *pairs], key=lambda pair: execution(pair.reference))
         return self._replace(
-            pairs=tuple(together),
-            missing=tuple(record for record in self.missing if id(record) not in taken),
-            extra=tuple(record for record in self.extra if id(record) not in taken),
+            pairs=tuple(all_pairs),
+            missing=tuple(record for record in self.missing if id(record) not in used),
+            extra=tuple(record for record in self.extra if id(record) not in used),
         )
 
     def lines(self) -> Iterator[str]:
@@ -126,12 +134,22 @@ class Plan(NamedTuple):
         for note in self.notes:
             yield f"  note     {note}"
         for pair in self.pairs:
-            ours, theirs = pair.reference, pair.candidate
-            dtypes = ours.dtype if ours.dtype == theirs.dtype else f"{ours.dtype} | {theirs.dtype}"
-            shapes = (
-                _dims(ours) if ours.shape == theirs.shape else f"{_dims(ours)} | {_dims(theirs)}"
+            reference, candidate = pair.reference, pair.candidate
+            dtypes = (
+                reference.dtype
+                if reference.dtype == candidate.dtype
+                else f"{reference.dtype} | {candidate.dtype}"
             )
-            kept = ours.kept if ours.kept == theirs.kept else f"{ours.kept} | {theirs.kept}"
+            shapes = (
+                _dims(reference)
+                if reference.shape == candidate.shape
+                else f"{_dims(reference)} | {_dims(candidate)}"
+            )
+            kept = (
+                reference.kept
+                if reference.kept == candidate.kept
+                else f"{reference.kept} | {candidate.kept}"
+            )
             # By name is the rule of nearly all pairs; only another one is worth the
             # space.
             how = "" if pair.by == "name" else f"  by {pair.by}, {pair.confidence:.2f}"
@@ -180,7 +198,7 @@ class Plan(NamedTuple):
 
 
 def execution(record: Record) -> tuple[int, int, int]:
-    """Sorts records as they were computed, rank after rank."""
+    """Sort key of a record: rank after rank, in the order of execution."""
     return (record.key.rank, record.key.process, record.order)
 
 

@@ -1,7 +1,8 @@
-"""A plan as a file that a person can read and edit: TOML, one table per pair.
+"""The plan file: a plan as TOML that a person can read and edit, one table per pair.
 
-Written by hand, because the standard library only reads TOML. Read strictly: a key that no run has,
-a field that does not exist or a tensor that is paired twice is refused with its line.
+Writing is done here, because the standard library only reads TOML. Reading is strict: a tensor that
+no run has, or a field that does not exist, is refused with its line. `saved_plan` also adds what is
+not saved: program lines and fusions, which are looked up in the runs.
 """
 
 from __future__ import annotations
@@ -88,9 +89,9 @@ def _lines(plan: Plan, reference: str, candidate: str) -> Iterator[str]:
 def _value(value: Any) -> str:
     if isinstance(value, Mapping):
         inner = cast("Mapping[str, Any]", value).items()
-        return "{ " + ", ".join(f"{name} = {_value(each)}" for name, each in inner) + " }"
+        return "{ " + ", ".join(f"{name} = {_value(element)}" for name, element in inner) + " }"
     if isinstance(value, list):
-        return "[" + ", ".join(_value(each) for each in cast("list[Any]", value)) + "]"
+        return "[" + ", ".join(_value(element) for element in cast("list[Any]", value)) + "]"
     return _text(value) if isinstance(value, str) else repr(value)
 
 
@@ -105,8 +106,8 @@ def _text(text: str) -> str:
     return '"' + re.sub(r"[\x00-\x1f\x7f\ud800-\udfff]", _code, escaped) + '"'
 
 
-def _code(found: re.Match[str]) -> str:
-    code = ord(found.group())
+def _code(match: re.Match[str]) -> str:
+    code = ord(match.group())
     # TOML cannot hold half of a surrogate pair, which names of files may have: it is shown as
     # U+FFFD.
     return "\\ufffd" if code >= 0xD800 else f"\\u{code:04x}"
@@ -122,15 +123,17 @@ def read_plan(path: Path, reference: Run, candidate: Run) -> Plan:
         if path.stat().st_size > _LARGEST:
             raise BadFile(f"{path} is too large for a plan")
         text = path.read_text(encoding="utf-8")
-        shown: Mapping[str, Any] = tomllib.loads(text)
+        document: Mapping[str, Any] = tomllib.loads(text)
     except OSError as trouble:
         raise BadFile(f"cannot read the plan {path}: {trouble.strerror}") from trouble
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as trouble:
         raise BadFile(f"{path} is no plan: {trouble}") from trouble
-    return _Reader(path, text, reference, candidate).plan(shown)
+    return _Reader(path, text, reference, candidate).plan(document)
 
 
 class _Reader:
+    """Turns the tables of one plan file into a plan; every error names its line."""
+
     def __init__(self, path: Path, text: str, reference: Run, candidate: Run) -> None:
         self.path = path
         self.text = text
@@ -139,25 +142,25 @@ class _Reader:
             "candidate": {str(record.key): record for record in candidate.records},
         }
 
-    def plan(self, shown: Mapping[str, Any]) -> Plan:
+    def plan(self, document: Mapping[str, Any]) -> Plan:
         # A misspelt table would silently drop pairs, so unknown names are refused.
-        for name in shown:
+        for name in document:
             if name not in _TOP:
                 raise self._bad(f"'{name}' means nothing in a plan", "", 0, name, _TOP)
-        if shown.get("plan") != VERSION:
+        if document.get("plan") != VERSION:
             raise BadFile(
                 f"{self.path} is no plan: it does not begin with 'plan = {VERSION}'",
                 hint="driftline compare REF CAND --save-plan FILE writes one",
             )
-        tables = {name: self._tables(shown, name) for name in _TABLES}
-        pairs = [self._pair(at, about) for at, about in enumerate(tables["pair"])]
+        tables = {name: self._tables(document, name) for name in _TABLES}
+        pairs = [self._pair(index, fields) for index, fields in enumerate(tables["pair"])]
         if not pairs:
             raise BadFile(f"{self.path} has no [[pair]]", hint="nothing would be compared")
         reasons: dict[tuple[str, TensorKey], str] = {}
         for table, side in (("missing", "reference"), ("extra", "candidate")):
-            for at, about in enumerate(tables[table]):
-                record = self._record(table, at, about, side)
-                reasons[side, record.key] = str(about.get("reason", ""))
+            for index, fields in enumerate(tables[table]):
+                record = self._record(table, index, fields, side)
+                reasons[side, record.key] = str(fields.get("reason", ""))
         # Everything that no pair uses is listed as alone, whatever the file says about it.
         used = {id(record) for pair in pairs for record in pair.records}
         alone = [
@@ -167,44 +170,44 @@ class _Reader:
         for side, records in zip(self.sides, alone, strict=True):
             for record in records:
                 reasons.setdefault((side, record.key), "the plan has no pair for it")
-        notes = tuple(map(str, cast("Sequence[Any]", shown.get("notes", ()))))
+        notes = tuple(map(str, cast("Sequence[Any]", document.get("notes", ()))))
         pairs.sort(key=lambda p: (p.reference.key.rank, p.reference.key.process, p.reference.order))
         return Plan(tuple(pairs), alone[0], alone[1], notes, reasons)
 
-    def _tables(self, shown: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-        tables = shown.get(name, [])
+    def _tables(self, document: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+        tables = document.get(name, [])
         if not isinstance(tables, list) or not all(
-            isinstance(each, Mapping) for each in cast("list[Any]", tables)
+            isinstance(entry, Mapping) for entry in cast("list[Any]", tables)
         ):
             raise self._bad(f"'{name}' is written [[{name}]]", "", 0, name)
-        for at, table in enumerate(cast("list[Mapping[str, Any]]", tables)):
+        for index, table in enumerate(cast("list[Mapping[str, Any]]", tables)):
             for field in table:
                 if field not in _TABLES[name]:
                     sentence = f"[[{name}]] has no field '{field}'"
-                    raise self._bad(sentence, name, at, field, _TABLES[name])
+                    raise self._bad(sentence, name, index, field, _TABLES[name])
         return cast("list[Mapping[str, Any]]", tables)
 
-    def _pair(self, at: int, about: Mapping[str, Any]) -> Pair:
-        ours = self._record("pair", at, about, "reference")
-        theirs = self._record("pair", at, about, "candidate")
-        by, confidence = about.get("by", "plan"), about.get("confidence", 1.0)
+    def _pair(self, index: int, fields: Mapping[str, Any]) -> Pair:
+        reference = self._record("pair", index, fields, "reference")
+        candidate = self._record("pair", index, fields, "candidate")
+        by, confidence = fields.get("by", "plan"), fields.get("confidence", 1.0)
         if by not in get_args(Rule):
-            raise self._bad(f"'{by}' is no rule", "pair", at, "by", get_args(Rule))
+            raise self._bad(f"'{by}' is no rule", "pair", index, "by", get_args(Rule))
         # A bool is an int in Python, but `true` is no confidence.
         number = isinstance(confidence, (int, float)) and not isinstance(confidence, bool)
         if not number or not 0 <= cast(float, confidence) <= 1:
             sentence = f"confidence is a number from 0 to 1, not {confidence!r}"
-            raise self._bad(sentence, "pair", at, "confidence")
-        first, second = (self._recipe(at, about, side) for side in ("reference", "candidate"))
-        trouble = str(about.get("trouble", ""))
-        return Pair(ours, theirs, cast(Rule, by), float(confidence), first, second, trouble)
+            raise self._bad(sentence, "pair", index, "confidence")
+        first, second = (self._recipe(index, fields, side) for side in ("reference", "candidate"))
+        trouble = str(fields.get("trouble", ""))
+        return Pair(reference, candidate, cast(Rule, by), float(confidence), first, second, trouble)
 
-    def _recipe(self, at: int, about: Mapping[str, Any], side: str) -> Recipe | None:
+    def _recipe(self, index: int, fields: Mapping[str, Any], side: str) -> Recipe | None:
         field = f"{side}_recipe"
-        if field not in about:
+        if field not in fields:
             return None
         try:
-            recipe = recipe_from_json(about[field], self._finder(at, side, field))
+            recipe = recipe_from_json(fields[field], self._finder(index, side, field))
             check_recipe(recipe)
             return recipe
         # Errors of this file already name their line; those of recipes get it here.
@@ -212,39 +215,47 @@ class _Reader:
             raise
         except DriftlineError as trouble:
             raise BadFile(
-                f"{self.path}, line {self._line('pair', at, field)}: {trouble}", hint=trouble.hint
+                f"{self.path}, line {self._line('pair', index, field)}: {trouble}",
+                hint=trouble.hint,
             ) from trouble
 
-    def _finder(self, at: int, side: str, field: str) -> Callable[[str], Record]:
+    def _finder(self, index: int, side: str, field: str) -> Callable[[str], Record]:
         def find(key: str) -> Record:
             record = self.sides[side].get(key)
             if record is None:
-                raise self._bad(f"the {side} has no {key}", "pair", at, field, self.sides[side])
+                raise self._bad(f"the {side} has no {key}", "pair", index, field, self.sides[side])
             return record
 
         return find
 
-    def _record(self, table: str, at: int, about: Mapping[str, Any], side: str) -> Record:
-        key = about.get(side)
+    def _record(self, table: str, index: int, fields: Mapping[str, Any], side: str) -> Record:
+        key = fields.get(side)
         if not isinstance(key, str):
             sentence = f"[[{table}]] needs a '{side}', the key of a tensor in quotes"
-            raise self._bad(sentence, table, at, side)
+            raise self._bad(sentence, table, index, side)
         record = self.sides[side].get(key)
         if record is None:
-            raise self._bad(f"the {side} has no {key}", table, at, side, self.sides[side])
+            raise self._bad(f"the {side} has no {key}", table, index, side, self.sides[side])
         return record
 
     def _bad(
-        self, sentence: str, table: str, at: int, field: str, known: Sequence[str] | Any = ()
+        self,
+        sentence: str,
+        table: str,
+        index: int,
+        field: str,
+        candidates: Sequence[str] | Any = (),
     ) -> BadFile:
         # For an unknown tensor the hint compares keys, for an unknown field the names of
         # fields.
-        words = sentence.rpartition(" ")[2] if isinstance(known, Mapping) else field
-        hint = did_you_mean(words, cast("Sequence[str]", known)) if known else ""
-        return BadFile(f"{self.path}, line {self._line(table, at, field)}: {sentence}", hint=hint)
+        words = sentence.rpartition(" ")[2] if isinstance(candidates, Mapping) else field
+        hint = did_you_mean(words, cast("Sequence[str]", candidates)) if candidates else ""
+        return BadFile(
+            f"{self.path}, line {self._line(table, index, field)}: {sentence}", hint=hint
+        )
 
-    def _line(self, table: str, at: int, field: str) -> int:
-        """Where a field of the nth table stands; the table's own line if it has no such field."""
+    def _line(self, table: str, index: int, field: str) -> int:
+        """Line number of a field of the nth table; the table's own line if the field is missing."""
         head = re.compile(rf"\s*\[\[\s*{re.escape(table)}\s*\]\]")
         line_of = re.compile(rf'\s*"?{re.escape(field)}"?\s*=')
         # tomllib does not tell lines, so the text is searched for the nth table of this
@@ -252,7 +263,7 @@ class _Reader:
         start = 0 if table else 1
         for number, line in enumerate(self.text.splitlines(), start=1):
             if not start and head.match(line):
-                start, at = (number, at) if at == 0 else (0, at - 1)
+                start, index = (number, index) if index == 0 else (0, index - 1)
             elif start and line_of.match(line):
                 return number
             # The next table begins: the field is missing, and the line of its own table
@@ -262,16 +273,13 @@ class _Reader:
         return start or 1
 
 
-# A plan that was saved, with what the runs themselves say of its pairs: lines, and fusions.
-
-
 def saved_plan(path: Path, reference: Run, candidate: Run, *, compiled: bool) -> Plan:
-    """The plan of a file.
+    """Read a plan and add the program lines and fusions that the runs know.
 
     Args:
         path: The file.
-        reference: The one run.
-        candidate: The other.
+        reference: The reference run.
+        candidate: The candidate run.
         compiled: Whether one of them lists graphs of a compiler.
 
     Raises:
@@ -284,7 +292,7 @@ def saved_plan(path: Path, reference: Run, candidate: Run, *, compiled: bool) ->
         from driftline.alignment.sites.compiled_graphs import graphs_of
 
         plan = with_lines(plan, graphs_of(reference), graphs_of(candidate))
-    from driftline.alignment.sites.exported_graph import exported_graph
+    from driftline.graphs.sources.exported import exported_graph
 
     graphs = exported_graph(reference), exported_graph(candidate)
     if graphs != (None, None):

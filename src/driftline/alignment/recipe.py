@@ -1,7 +1,8 @@
-"""What must be done to stored tensors before two of them can be set against each other.
+"""Recipes: what is done to stored tensors before they can be compared.
 
-A recipe is data: sources and steps, so that a plan can be printed, saved and edited. Carrying one
-out is `comparison.cooking`'s part; which one a pair needs is for the rules to say.
+A recipe is data (sources and steps), so that a plan can be printed, saved and edited. This file
+also computes the shape that a recipe gives, so that a plan is checked before it runs.
+`comparison.measure.recipes` carries recipes out; the rules decide which recipe a pair needs.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ StepKind = Literal[
 ]
 KINDS: tuple[str, ...] = get_args(StepKind)
 JOINING: tuple[StepKind, ...] = ("concat", "sum", "mean", "dequantise")
-"""Steps that make one tensor of all sources; such a step is the first of its recipe."""
+"""Steps that join all sources into one tensor; only the first step of a recipe may join."""
 
 _MOST_POSITIONS = 1 << 22
-"""A saved plan is text of somebody else: so many selected positions are believed, no more."""
+"""Most selected positions that are read from a plan file, which may be somebody else's."""
 _RANK, _VISIT = (TensorKey._fields.index(name) for name in ("rank", "visit"))
 _WORDS = r"\s*([a-z]+)\s*(?:\(([^()]*)\))?\s*"
 
 
 class Step(NamedTuple):
-    """One thing to do; which fields mean something depends on `kind`.
+    """One step of a recipe; the kind decides which fields are used.
 
     Attributes:
-        kind: What.
+        kind: What is done.
         axis: Along which axis (concat, split, trim, select); for dequantise the axis whose
             elements have a scale each, where the scales are a plain list.
         start: First element of a split or trim.
@@ -51,7 +52,7 @@ class Step(NamedTuple):
             a word, lowest first, for unpack.
         factor: Of dequantise: what every scale is multiplied by; the scale itself without a source.
             Of times: what every element is multiplied by.
-        zero: Of dequantise: what every value is lessened by.
+        zero: Of dequantise: what is subtracted from every value.
     """
 
     kind: StepKind
@@ -63,7 +64,7 @@ class Step(NamedTuple):
     zero: float = 0.0
 
     def __str__(self) -> str:
-        """For people: long lists of positions are counted."""
+        """Text for people: a long list of positions is given by its length."""
         if self.kind == "select":
             # Bounded, because a plan of somebody else may hold millions of positions.
             shown = ",".join(_ranges(self.numbers[:_MOST_POSITIONS]))
@@ -72,7 +73,7 @@ class Step(NamedTuple):
         return self.text()
 
     def text(self) -> str:
-        """For a file: everything, as `step_from_text` reads it.
+        """Complete text for a file, as `step_from_text` reads it.
 
         >>> Step("select", 1, numbers=(0, 1, 2, 6)).text()
         'select(axis 1, 0:3,6)'
@@ -94,13 +95,13 @@ class Step(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """One side of a pair that is not a stored tensor as it is.
+    """How one side of a pair is computed from stored tensors.
 
     Attributes:
-        sources: Records of that side's run, the pair's own record first; or recipes, whose result
-            is taken (q, k and v, each gathered from its ranks).
-        steps: Done in this order; a step that joins sources comes first.
-        shape: What comes out.
+        sources: Records of that side's run, the pair's own record first; or inner recipes (q, k
+            and v, each gathered from its ranks).
+        steps: Applied in this order; a step that joins sources comes first.
+        shape: Shape of the result.
     """
 
     sources: tuple[Source, ...]
@@ -114,11 +115,11 @@ class Recipe(NamedTuple):
 
     @property
     def keeps_order(self) -> bool:
-        """Whether only the shape changes: flat, the elements are those of the one source."""
+        """Whether only the shape changes, so that the elements stay in the order of one source."""
         return len(self.sources) == 1 and all(step.kind == "reshape" for step in self.steps)
 
     def then(self, *steps: Step, shape: tuple[int, ...]) -> Recipe:
-        """This recipe with more done at its end."""
+        """This recipe with more steps at its end."""
         return Recipe(self.sources, (*self.steps, *steps), shape)
 
     def __str__(self) -> str:
@@ -143,7 +144,7 @@ Source: TypeAlias = Record | Recipe
 
 
 def start(record: Record) -> Recipe:
-    """The recipe that does nothing yet."""
+    """A recipe without steps."""
     return Recipe((record,), (), record.shape)
 
 
@@ -153,11 +154,11 @@ def joined(
     axis: int,
     shape: tuple[int, ...],
 ) -> Recipe:
-    """Several tensors as one."""
+    """A recipe that joins several tensors."""
     return Recipe(tuple(sources), (Step(kind, axis),), shape)
 
 
-def recipe_from_json(shown: Any, find: Callable[[str], Record], *, depth: int = 0) -> Recipe:
+def recipe_from_json(value: Any, find: Callable[[str], Record], *, depth: int = 0) -> Recipe:
     """The inverse of `Recipe.as_json`.
 
     Args:
@@ -169,13 +170,13 @@ def recipe_from_json(shown: Any, find: Callable[[str], Record], *, depth: int = 
         BadInput: It is no recipe.
     """
     # Recipes nest to three levels in practice; the limit keeps a hostile file off the stack.
-    if not isinstance(shown, Mapping) or depth > 8:
+    if not isinstance(value, Mapping) or depth > 8:
         raise BadInput("a recipe has sources, steps and a shape")
-    about = cast("Mapping[str, Any]", shown)
-    sources, steps, shape = about.get("sources"), about.get("steps"), about.get("shape")
+    fields = cast("Mapping[str, Any]", value)
+    sources, steps, shape = fields.get("sources"), fields.get("steps"), fields.get("shape")
     if not isinstance(sources, list) or not sources or not isinstance(steps, list):
         raise BadInput("a recipe needs the lists 'sources' and 'steps'")
-    found: list[Source] = [
+    parsed_sources: list[Source] = [
         find(source) if isinstance(source, str) else recipe_from_json(source, find, depth=depth + 1)
         for source in cast("list[Any]", sources)
     ]
@@ -185,7 +186,7 @@ def recipe_from_json(shown: Any, find: Callable[[str], Record], *, depth: int = 
     ):
         raise BadInput("a recipe needs a 'shape', such as [4, 16]")
     return Recipe(
-        tuple(found),
+        tuple(parsed_sources),
         tuple(step_from_text(str(step)) for step in cast("list[Any]", steps)),
         tuple(cast("list[int]", shape)),
     )
@@ -234,38 +235,38 @@ def _number_after(word: str, text: str) -> float | None:
     Raises:
         ValueError: It is none that can be computed with.
     """
-    found = [part.split() for part in text.split(",") if part.split()[:1] == [word]]
-    if not found:
+    clauses = [part.split() for part in text.split(",") if part.split()[:1] == [word]]
+    if not clauses:
         return None
     # NaN and infinities would make every metric meaningless, so they are refused as unreadable.
-    number = float(found[0][1]) if len(found[0]) == 2 else math.nan
+    number = float(clauses[0][1]) if len(clauses[0]) == 2 else math.nan
     if not math.isfinite(number):
         raise ValueError(text)
     return number
 
 
 def _positions(text: str) -> list[int]:
-    found: list[int] = []
+    numbers: list[int] = []
     for word in text.split(","):
         begin, colon, end = word.partition(":")
         last = int(end) if colon else int(begin) + 1
         # Checked before the range is made: `0:1000000000` is a short text.
-        if last - int(begin) + len(found) > _MOST_POSITIONS:
+        if last - int(begin) + len(numbers) > _MOST_POSITIONS:
             raise ValueError(word)
-        found.extend(range(int(begin), last))
-    return found
+        numbers.extend(range(int(begin), last))
+    return numbers
 
 
 def _ranges(numbers: Sequence[int]) -> Iterator[str]:
-    at = 0
-    while at < len(numbers):
+    begin = 0
+    while begin < len(numbers):
         # Runs of neighbours are written as one range, which keeps plans of masks readable.
-        end = at + 1
+        end = begin + 1
         while end < len(numbers) and numbers[end] == numbers[end - 1] + 1:
             end += 1
-        first = numbers[at]
-        yield str(first) if end == at + 1 else f"{first}:{first + end - at}"
-        at = end
+        first = numbers[begin]
+        yield str(first) if end == begin + 1 else f"{first}:{first + end - begin}"
+        begin = end
 
 
 def _records(sources: Iterable[Source]) -> Iterator[Record]:
@@ -277,7 +278,7 @@ def _records(sources: Iterable[Source]) -> Iterator[Record]:
 
 
 def _counted(sources: Sequence[Source]) -> str:
-    """`q, k, v` while that is short; what several ranks or calls hold goes by their number."""
+    """Names of the sources (`q, k, v`); parts of one tensor are counted by ranks and calls."""
     if any(isinstance(source, Recipe) for source in sources):
         return "(" + "), (".join(map(_source_text, sources)) + ")"
     records = cast("Sequence[Record]", sources)
@@ -285,9 +286,9 @@ def _counted(sources: Sequence[Source]) -> str:
     # names.
     places = {record.key._replace(rank=0, process=0, visit=0) for record in records}
     if len(places) == 1:
-        ranks, calls = ({r.key[at] for r in records} for at in (_RANK, _VISIT))
-        said = [f"{len(ranks)} ranks"] if len(ranks) > 1 or len(calls) < 2 else []
-        return " and ".join([*said, f"{len(calls)} calls"] if len(calls) > 1 else said)
+        ranks, calls = ({r.key[field] for r in records} for field in (_RANK, _VISIT))
+        words = [f"{len(ranks)} ranks"] if len(ranks) > 1 or len(calls) < 2 else []
+        return " and ".join([*words, f"{len(calls)} calls"] if len(calls) > 1 else words)
     names = [
         f"{record.key.site}/{record.key.slot}"
         if len({r.key.site for r in records}) > 1
@@ -305,18 +306,14 @@ def _dims(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-# What shape a recipe gives, by the shapes of its sources alone: a plan is checked before it
-# runs.
-
-
 Shape = tuple[int, ...]
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """See that every step fits what it is given, and that the shape is what comes out.
+    """Check by shapes alone that every step fits its input and that the recipe's shape results.
 
     Raises:
-        BadInput: One does not, or it is not.
+        BadInput: A step does not fit, or another shape results.
     """
     shapes: list[Shape] = []
     for source in recipe.sources:
@@ -339,9 +336,7 @@ def check_recipe(recipe: Recipe) -> None:
     for step in steps:
         shape = _shape_after(step, shape)
     if shape != recipe.shape:
-        raise BadInput(
-            f"the steps give {_dims_text(shape)}, the recipe says {_dims_text(recipe.shape)}"
-        )
+        raise BadInput(f"the steps give {_dims(shape)}, the recipe says {_dims(recipe.shape)}")
 
 
 def _joined(step: Step, shapes: Sequence[Shape]) -> Shape:
@@ -355,25 +350,25 @@ def _joined(step: Step, shapes: Sequence[Shape]) -> Shape:
         if len(set(shapes)) > 1:
             raise BadInput(f"tensors of {_all(shapes)} cannot be added up")
         return first
-    at = step.axis
+    axis = step.axis
     # Shapes may differ along the joined axis only.
-    rest = {(*shape[:at], *shape[at + 1 :]) for shape in shapes}
-    if not 0 <= at < min(map(len, shapes)) or len(rest) > 1:
-        raise BadInput(f"tensors of {_all(shapes)} cannot be joined along axis {at}")
-    return (*first[:at], sum(shape[at] for shape in shapes), *first[at + 1 :])
+    rest = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}
+    if not 0 <= axis < min(map(len, shapes)) or len(rest) > 1:
+        raise BadInput(f"tensors of {_all(shapes)} cannot be joined along axis {axis}")
+    return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
 
 
 def _shape_after(step: Step, shape: Shape) -> Shape:
     fits, result = True, shape
-    at = step.axis
+    axis = step.axis
     if step.kind in ("split", "trim", "select"):
-        fits = 0 <= at < len(shape)
+        fits = 0 <= axis < len(shape)
         if fits and step.kind == "select":
-            fits = not step.numbers or 0 <= min(step.numbers) <= max(step.numbers) < shape[at]
-            result = (*shape[:at], len(step.numbers), *shape[at + 1 :])
+            fits = not step.numbers or 0 <= min(step.numbers) <= max(step.numbers) < shape[axis]
+            result = (*shape[:axis], len(step.numbers), *shape[axis + 1 :])
         elif fits:
-            fits = 0 <= step.start <= step.stop <= shape[at]
-            result = (*shape[:at], step.stop - step.start, *shape[at + 1 :])
+            fits = 0 <= step.start <= step.stop <= shape[axis]
+            result = (*shape[:axis], step.stop - step.start, *shape[axis + 1 :])
     elif step.kind == "transpose":
         fits = sorted(step.numbers) == list(range(len(shape)))
         result = tuple(shape[n] for n in step.numbers) if fits else shape
@@ -381,25 +376,23 @@ def _shape_after(step: Step, shape: Shape) -> Shape:
         fits = math.prod(step.numbers) == math.prod(shape) and min(step.numbers, default=0) >= 0
         result = step.numbers
     elif step.kind == "unpack":
-        fits = 0 <= at < len(shape) and is_packing(step.numbers)
-        result = (*shape[:at], shape[at] * len(step.numbers), *shape[at + 1 :]) if fits else shape
+        fits = 0 <= axis < len(shape) and is_packing(step.numbers)
+        result = (
+            (*shape[:axis], shape[axis] * len(step.numbers), *shape[axis + 1 :]) if fits else shape
+        )
     elif step.kind in ("lowfloat", "times"):
         pass
     else:
         raise BadInput(f"{step} joins tensors, so it must be the first step")
     if not fits:
-        raise BadInput(f"{step} does not fit {_dims_text(shape)}")
+        raise BadInput(f"{step} does not fit {_dims(shape)}")
     return result
 
 
 def is_packing(places: Sequence[int]) -> bool:
-    """Whether these are all places of a word, each once: 4, 8 or 16 codes of it."""
+    """Whether these are the positions of 4, 8 or 16 codes in a word, each exactly once."""
     return len(places) in (4, 8, 16) and sorted(places) == list(range(len(places)))
 
 
 def _all(shapes: Sequence[Shape]) -> str:
-    return " and ".join(dict.fromkeys(map(_dims_text, shapes)))
-
-
-def _dims_text(shape: Shape) -> str:
-    return "x".join(map(str, shape)) or "scalar"
+    return " and ".join(dict.fromkeys(map(_dims, shapes)))

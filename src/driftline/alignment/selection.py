@@ -1,8 +1,8 @@
-"""Of a plan that gathers many ranks, what some of them hold: each part against its own place.
+"""Select ranks of a plan that gathers a distributed run: each part is compared with its own place.
 
-A shard is set against its slice of the whole, a replica against the whole. What only all ranks
-together are (the sum of terms, rows in another order) no single rank can show: that is left out,
-and counted in a note.
+A shard is compared with its slice of the other run's tensor, a replica with all of it. A tensor
+that only all ranks make together (a sum of terms, rows in another order) is left out and counted in
+a note.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from driftline.runs.views import narrowed
 
 Cuts = tuple[Step, ...]
 _ALONE = ("times",)
-"""Steps after a join that mean the same for each of its parts."""
+"""Steps after a join that can be applied to each part alone."""
 
 
 def have_the_same_ranks(reference: Run, candidate: Run) -> bool:
@@ -28,35 +28,35 @@ def have_the_same_ranks(reference: Run, candidate: Run) -> bool:
 
 
 def of_ranks(plan: Plan, reference: Run, candidate: Run, ranks: Collection[int]) -> Plan:
-    """Only what these ranks hold of the run that has more of them.
+    """The plan narrowed to what these ranks of the run with more ranks hold.
 
     Raises:
-        BadInput: That run has not all of these ranks, or nothing of theirs has a partner.
+        BadInput: The run lacks one of these ranks, or nothing that they hold has a partner.
     """
     # The run with more ranks is the distributed one; its parts are compared one by one.
     in_reference = len(_ranks(reference)) > len(_ranks(candidate))
-    many = reference if in_reference else candidate
-    narrowed(many, ranks=ranks)  # says which ranks there are not
+    distributed = reference if in_reference else candidate
+    narrowed(distributed, ranks=ranks)  # says which ranks there are not
     pairs: list[Pair] = []
-    together = 0
+    left_out = 0
     for pair in plan.pairs:
-        found = list(_of_ranks(pair, ranks, in_reference=in_reference))
-        pairs += found
+        rank_pairs = list(_of_ranks(pair, ranks, in_reference=in_reference))
+        pairs += rank_pairs
         # A pair of which these ranks hold a part, but not one that stands for itself.
-        together += not found and _has(pair, ranks, in_reference=in_reference)
+        left_out += not rank_pairs and _has(pair, ranks, in_reference=in_reference)
     who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
     if not pairs:
         raise BadInput(
-            f"nothing that {who} of '{many.name}' holds can be compared by itself",
+            f"nothing that {who} of '{distributed.name}' holds can be compared by itself",
             hint="leave out --rank: all ranks together are compared then",
         )
-    note = f"only what {who} of '{many.name}' holds"
-    if together:
-        note += f"; left out: {together} that only all ranks together make "
+    note = f"only what {who} of '{distributed.name}' holds"
+    if left_out:
+        note += f"; left out: {left_out} that only all ranks together make "
         note += "(sums, rows in another order)"
     # Lone tensors of the other run belong to all ranks: they are no finding about these.
-    mine = plan.missing if in_reference else plan.extra
-    kept = tuple(record for record in mine if record.key.rank in ranks)
+    unpaired = plan.missing if in_reference else plan.extra
+    kept = tuple(record for record in unpaired if record.key.rank in ranks)
     return plan._replace(
         pairs=tuple(pairs),
         missing=kept if in_reference else (),
@@ -79,18 +79,18 @@ def _of_ranks(pair: Pair, ranks: Collection[int], *, in_reference: bool) -> Iter
         # The first step joins the parts; what follows is done to each part alone.
         steps = source.steps[1:] if isinstance(source, Recipe) else ()
         recipe = start(record).then(*steps, shape=record.shape) if steps else None
-        whole = record._replace(placement="")  # how it lies is settled
-        alone = pair._replace(**{side: whole, f"{side}_recipe": recipe})
+        part_record = record._replace(placement="")  # its placement is settled by the cut
+        part_pair = pair._replace(**{side: part_record, f"{side}_recipe": recipe})
         shape = source.shape
         # The other side is cut from the outermost join inwards, as the parts lie in it.
         for cut in cuts:
             shape = (*shape[: cut.axis], cut.stop - cut.start, *shape[cut.axis + 1 :])
-            alone = with_steps(alone, other, cut, shape=shape)
-        yield alone
+            part_pair = with_steps(part_pair, other, cut, shape=shape)
+        yield part_pair
 
 
 def _parts(source: Source) -> list[tuple[Record, Cuts]] | None:
-    """Every record of a join, and how to cut its place out of the whole; None where it has none."""
+    """Every record of a join with the steps that cut its slice; None if parts have no slice."""
     if isinstance(source, Record):
         return [(source, ())]
     if not source.steps or source.steps[0].kind != "concat":
@@ -98,17 +98,17 @@ def _parts(source: Source) -> list[tuple[Record, Cuts]] | None:
     # Rows in another order, or a reshape, mix the parts: none has a place of its own then.
     if any(step.kind not in _ALONE for step in source.steps[1:]):
         return None
-    axis, at = source.steps[0].axis, 0
-    found: list[tuple[Record, Cuts]] = []
-    for each in source.sources:
-        inner = _parts(each)
+    axis, offset = source.steps[0].axis, 0
+    parts: list[tuple[Record, Cuts]] = []
+    for joined in source.sources:
+        inner = _parts(joined)
         if inner is None:
             return None
-        size = each.shape[axis]
-        cut = Step("split", axis, at, at + size)
-        found += [(record, (cut, *cuts)) for record, cuts in inner]
-        at += size
-    return found
+        size = joined.shape[axis]
+        cut = Step("split", axis, offset, offset + size)
+        parts += [(record, (cut, *cuts)) for record, cuts in inner]
+        offset += size
+    return parts
 
 
 def _has(pair: Pair, ranks: Collection[int], *, in_reference: bool) -> bool:

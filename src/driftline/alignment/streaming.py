@@ -1,8 +1,8 @@
-"""Long runs whose tensors are called the same: paired by walking both indexes side by side.
+"""Streaming plan of long runs with equal names: both indexes are walked side by side.
 
-A million tensors are paired without holding them: the plan keeps who stands where and makes pairs
-when they are asked for. Taken only where every other rule would leave things as names have them;
-`plan_alike` gives up at the first sign that one of them has something to say, and the rules decide.
+A million tensors are paired without holding them in memory: the plan keeps the line numbers of the
+two indexes and makes pairs on demand. It is used only where every other rule would leave the pairs
+by name as they are; `streamed_plan` gives up at the first tensor that another rule might change.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from driftline.alignment.normalise.pipeline import (
     WEIGHTS,
     is_compiled,
     keeps_graphs,
-    way,
+    placement_kind,
     why_alone,
 )
 from driftline.alignment.plan import Pair, Plan, Rule
 from driftline.alignment.rules.compiler_dumps import is_conversion
 from driftline.alignment.rules.names import select
 from driftline.alignment.sites.kinds import kind_of
-from driftline.runs.index import KeptRecords
+from driftline.runs.index import IndexRecords
 from driftline.runs.index_lines import Line, record_of
 from driftline.runs.records import Record, TensorKey, usual_moment, usual_phase
 from driftline.runs.run import Run
@@ -34,44 +34,48 @@ from driftline.runs.run import Run
 if TYPE_CHECKING:
     from driftline.runs.local_files import Listed
 
-_MOST_APART = 20_000
-"""Tensors that may wait for their partner, or be alone; more of them, and the rules decide."""
+_MOST_UNPAIRED = 20_000
+"""Most tensors that may wait for their partner or stay unpaired before the rules must decide."""
 _FEW = 4_096
-"""Pairs of a selection that may as well be held."""
+"""Pairs of a selection that are few enough to be held in memory."""
 _PASSING = frozenset({"dropout", "identity"})
 
 _Key: TypeAlias = tuple[str, str, str, int, int, str, str]
+_Waiting: TypeAlias = tuple[dict[_Key, tuple[int, Line]], dict[_Key, tuple[int, Line]]]
+"""For each side, the lines whose partner has not come yet, with their numbers."""
+_Places: TypeAlias = "tuple[array[int], array[int]]"
+"""For each pair, the numbers of its lines on the two sides."""
 
 
-class _NotAlike(Exception):
-    """Another rule may have something to say."""
+class _NeedsRules(Exception):
+    """Raised where another rule might change the pairs by name."""
 
 
-class _Together(NamedTuple):
-    """What one process listed on both sides.
+class _ProcessPair(NamedTuple):
+    """The lines that one process has listed on both sides.
 
     Attributes:
-        ours: The reference's lines.
-        theirs: The candidate's.
-        places: Lines of ours and of theirs that belong together; None where all do, in turn.
+        reference: The reference's lines.
+        candidate: The candidate's.
+        places: Line numbers of the pairs on the two sides; None if line n is paired with line n.
     """
 
-    ours: Listed
-    theirs: Listed
+    reference: Listed
+    candidate: Listed
     places: tuple[Sequence[int], Sequence[int]] | None
 
     @property
     def pairs(self) -> int:
-        return len(self.ours.lines) if self.places is None else len(self.places[0])
+        return len(self.reference.lines) if self.places is None else len(self.places[0])
 
 
-class KeptPairs(Sequence[Pair]):
+class StreamedPairs(Sequence[Pair]):
     """Pairs by name of two runs, made when they are asked for."""
 
-    def __init__(self, together: Sequence[_Together]) -> None:
-        self._together = together
+    def __init__(self, processes: Sequence[_ProcessPair]) -> None:
+        self._processes = processes
         # Running totals find the part that holds a pair by bisection.
-        self._ends = list(itertools.accumulate(part.pairs for part in together))
+        self._ends = list(itertools.accumulate(part.pairs for part in processes))
 
     @property
     def ways(self) -> Counter[Rule]:
@@ -87,232 +91,261 @@ class KeptPairs(Sequence[Pair]):
     def __getitem__(self, index: slice) -> list[Pair]: ...
     def __getitem__(self, index: int | slice) -> Pair | list[Pair]:
         if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        at = index + len(self) if index < 0 else index
-        if not 0 <= at < len(self):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
             raise IndexError("the plan has no such pair")
-        which = bisect.bisect_right(self._ends, at)
-        part = self._together[which]
-        at -= self._ends[which - 1] if which else 0
-        here, there = (at, at) if part.places is None else (part.places[0][at], part.places[1][at])
-        rank, process = part.ours.rank, part.ours.process
+        part_index = bisect.bisect_right(self._ends, position)
+        part = self._processes[part_index]
+        position -= self._ends[part_index - 1] if part_index else 0
+        reference_line, candidate_line = (
+            (position, position)
+            if part.places is None
+            else (part.places[0][position], part.places[1][position])
+        )
+        rank, process = part.reference.rank, part.reference.process
         return Pair(
-            record_of(part.ours.lines[here], rank, process),
-            record_of(part.theirs.lines[there], rank, process),
+            record_of(part.reference.lines[reference_line], rank, process),
+            record_of(part.candidate.lines[candidate_line], rank, process),
         )
 
     def __iter__(self) -> Iterator[Pair]:
-        for part in self._together:
-            rank, process = part.ours.rank, part.ours.process
+        for part in self._processes:
+            rank, process = part.reference.rank, part.reference.process
             if part.places is None:
-                for here, there in zip(part.ours.lines, part.theirs.lines, strict=True):
-                    yield Pair(record_of(here, rank, process), record_of(there, rank, process))
-            else:
-                ours, theirs = part.ours.lines, part.theirs.lines
-                for here, there in zip(*part.places, strict=True):
+                for reference_line, candidate_line in zip(
+                    part.reference.lines, part.candidate.lines, strict=True
+                ):
                     yield Pair(
-                        record_of(ours[here], rank, process),
-                        record_of(theirs[there], rank, process),
+                        record_of(reference_line, rank, process),
+                        record_of(candidate_line, rank, process),
+                    )
+            else:
+                reference_lines, candidate_lines = part.reference.lines, part.candidate.lines
+                for reference_line, candidate_line in zip(*part.places, strict=True):
+                    yield Pair(
+                        record_of(reference_lines[reference_line], rank, process),
+                        record_of(candidate_lines[candidate_line], rank, process),
                     )
 
-    def between(self, start: int, stop: int) -> KeptPairs:
-        """A stretch of them."""
-        found: list[_Together] = []
-        for part, end in zip(self._together, self._ends, strict=True):
+    def between(self, start: int, stop: int) -> StreamedPairs:
+        """The pairs from `start` to `stop`."""
+        parts: list[_ProcessPair] = []
+        for part, end in zip(self._processes, self._ends, strict=True):
             # The stretch is given in pairs of the plan; here it becomes one of this
             # part.
             first = max(start - end + part.pairs, 0)
             last = min(stop - end, 0) + part.pairs
             if first < last:
-                whole = range(part.pairs)
-                ours, theirs = part.places or (whole, whole)
-                found.append(part._replace(places=(ours[first:last], theirs[first:last])))
-        return KeptPairs(found)
+                all_lines = range(part.pairs)
+                reference_places, candidate_places = part.places or (all_lines, all_lines)
+                parts.append(
+                    part._replace(
+                        places=(reference_places[first:last], candidate_places[first:last])
+                    )
+                )
+        return StreamedPairs(parts)
 
     def lines(self) -> Iterator[Line]:
         """The reference's lines."""
-        for part in self._together:
-            lines = part.ours.lines
+        for part in self._processes:
+            lines = part.reference.lines
             yield from lines if part.places is None else map(lines.__getitem__, part.places[0])
 
-    def only(self, wanted: Collection[tuple[str, str]]) -> KeptPairs:
-        """Those of some sites and ports."""
-        found: list[_Together] = []
-        for part in self._together:
+    def only(self, wanted: Collection[tuple[str, str]]) -> StreamedPairs:
+        """The pairs of some sites and ports."""
+        parts: list[_ProcessPair] = []
+        for part in self._processes:
             # Unsigned 64-bit numbers: eight bytes a pair instead of a Python object.
             kept = array("Q"), array("Q")
             places = part.places or (range(part.pairs), range(part.pairs))
-            for here, there in zip(*places, strict=True):
-                line = part.ours.lines[here]
+            for reference_line, candidate_line in zip(*places, strict=True):
+                line = part.reference.lines[reference_line]
                 if (line.site, line.port) in wanted:
-                    kept[0].append(here)
-                    kept[1].append(there)
+                    kept[0].append(reference_line)
+                    kept[1].append(candidate_line)
             if kept[0]:
-                found.append(part._replace(places=kept))
-        return KeptPairs(found)
+                parts.append(part._replace(places=kept))
+        return StreamedPairs(parts)
 
 
 def selected(plan: Plan, sites: Sequence[str], ports: Sequence[str]) -> Plan:
-    """A plan of `plan_alike` with some sites and ports only.
+    """A plan of `streamed_plan` with some sites and ports only.
 
     Raises:
         BadInput: A glob or a port matches nothing in the reference.
     """
     pairs = plan.pairs
-    assert isinstance(pairs, KeptPairs)
+    assert isinstance(pairs, StreamedPairs)
     paired = {(line.site, line.port): None for line in pairs.lines()}
-    ours = dict.fromkeys((record.key.site, record.key.port) for record in plan.missing)
-    theirs = dict.fromkeys((record.key.site, record.key.port) for record in plan.extra)
-    known, other = (
+    reference_only = dict.fromkeys((record.key.site, record.key.port) for record in plan.missing)
+    candidate_only = dict.fromkeys((record.key.site, record.key.port) for record in plan.extra)
+    reference_names, candidate_names = (
         # Only sites and ports matter for the selection, so one empty record stands for all
         # of theirs.
-        [Record(TensorKey(site, cast("Any", port), ""), 0, "", ()) for site, port in each]
-        for each in ({**paired, **ours}, theirs)
+        [Record(TensorKey(site, cast("Any", port), ""), 0, "", ()) for site, port in names]
+        for names in ({**paired, **reference_only}, candidate_only)
     )
-    select(known, sites, ports)  # says what matches nothing
-    found = select([*known, *other], sites, ports, strict=False)
-    wanted = {(record.key.site, record.key.port) for record in found}
-    some = pairs.only(wanted)
+    select(reference_names, sites, ports)  # says what matches nothing
+    chosen = select([*reference_names, *candidate_names], sites, ports, strict=False)
+    wanted = {(record.key.site, record.key.port) for record in chosen}
+    selection = pairs.only(wanted)
     return plan._replace(
         # A few pairs are made at once: a tuple is quicker to walk than lines that are
         # parsed again.
-        pairs=tuple(some) if len(some) <= _FEW else some,
+        pairs=tuple(selection) if len(selection) <= _FEW else selection,
         missing=tuple(r for r in plan.missing if (r.key.site, r.key.port) in wanted),
         extra=tuple(r for r in plan.extra if (r.key.site, r.key.port) in wanted),
     )
 
 
 class _Walk:
-    """Both runs, walked once; what was met on the way."""
+    """Walks both runs once and collects pairs, unpaired tensors and steps."""
 
     def __init__(self, ranks: int) -> None:
         self.several = ranks > 1
         self.other_classes = False
-        self.together: list[_Together] = []
+        self.processes: list[_ProcessPair] = []
         self.missing: list[Record] = []
         self.extra: list[Record] = []
         self.steps: tuple[set[int], set[int]] = (set(), set())
 
-    def part(self, ours: Listed, theirs: Listed) -> None:
-        """One process of both runs.
+    def part(self, reference: Listed, candidate: Listed) -> None:
+        """Pair the lines of one process of both runs.
 
         Raises:
-            _NotAlike: Something about it is out of the ordinary.
+            _NeedsRules: A line is one that another rule might pair differently.
         """
-        # Hashes instead of keys: eight bytes a tensor, for the test on duplicates at the
-        # end.
-        keys = array("q"), array("q")
-        apart: tuple[dict[_Key, tuple[int, Line]], dict[_Key, tuple[int, Line]]] = ({}, {})
-        places: tuple[array[int], array[int]] | None = None
-        sides = (enumerate(ours.lines), enumerate(theirs.lines))
-        for here, there in itertools.zip_longest(*sides):
-            # The usual case, both lists in step with nobody waiting, must stay cheap:
-            # it runs for every line.
-            if here is not None and there is not None and not apart[0] and not apart[1]:
-                mine, its = _key(here[1]), _key(there[1])
-                if mine == its:
-                    for known in keys:
-                        known.append(hash(mine))
-                    self._pair(here[1], there[1])
+        # Hashes instead of keys: eight bytes a tensor, for the test on duplicates at the end.
+        hashes = array("q"), array("q")
+        waiting: _Waiting = ({}, {})
+        places: _Places | None = None
+        sides = (enumerate(reference.lines), enumerate(candidate.lines))
+        for first, second in itertools.zip_longest(*sides):
+            # The usual case, both lists in step with nobody waiting, must stay cheap: it runs for
+            # every line.
+            if first is not None and second is not None and not waiting[0] and not waiting[1]:
+                key = _key(first[1])
+                if key == _key(second[1]):
+                    for side_hashes in hashes:
+                        side_hashes.append(hash(key))
+                    self._pair(first[1], second[1])
                     if places is not None:
-                        places[0].append(here[0])
-                        places[1].append(there[0])
+                        places[0].append(first[0])
+                        places[1].append(second[0])
                     continue
-            # The lists part here for the first time. Until now line n belonged to line
-            # n, and from now on the places are kept.
+            # The lists part here for the first time. Until now line n belonged to line n, and from
+            # now on the places are kept.
             if places is None:
-                done = len(keys[0])
-                places = array("Q", range(done)), array("Q", range(done))
-            for side, each in enumerate((here, there)):
-                if each is None:
-                    continue
-                key = _key(each[1])
-                keys[side].append(hash(key))
-                # A line waits until its partner comes by on the other side.
-                partner = apart[1 - side].pop(key, None)
-                if partner is None:
-                    apart[side][key] = each
-                    continue
-                both = (each, partner) if side == 0 else (partner, each)
-                self._pair(both[0][1], both[1][1])
-                places[0].append(both[0][0])
-                places[1].append(both[1][0])
-            if max(map(len, apart)) > _MOST_APART:
-                raise _NotAlike
-        for known in keys:
-            if _has_twice(known):
-                raise _NotAlike  # somebody else's dump: who is whose is decided with care
-        for side, alone in enumerate((self.missing, self.extra)):
-            listed = (ours, theirs)[side]
-            for _, line in apart[side].values():
-                self.steps[side].add(line.step)
-                alone.append(record_of(line, listed.rank, listed.process))
-        # Lone tensors on both sides may belong together under other names: that is for the
-        # rules.
-        if min(len(self.missing), len(self.extra)) or len(self.missing + self.extra) > _MOST_APART:
-            raise _NotAlike
-        # Partners may have come late; a plan lists its pairs in the reference's order.
-        if places is not None and any(a > b for a, b in itertools.pairwise(places[0])):
-            order = sorted(range(len(places[0])), key=places[0].__getitem__)
-            places = (
-                array("Q", (places[0][at] for at in order)),
-                array("Q", (places[1][at] for at in order)),
-            )
-        self.together.append(_Together(ours, theirs, places))
+                paired = range(len(hashes[0]))
+                places = array("Q", paired), array("Q", paired)
+            for side, numbered in enumerate((first, second)):
+                if numbered is not None:
+                    hashes[side].append(self._pair_or_wait(side, numbered, waiting, places))
+            if max(map(len, waiting)) > _MOST_UNPAIRED:
+                raise _NeedsRules
+        for side_hashes in hashes:
+            if _has_twice(side_hashes):
+                raise _NeedsRules  # a foreign dump with repeated keys: the rules pair those
+        for side, listed in enumerate((reference, candidate)):
+            self._add_unpaired(side, listed, waiting[side].values())
+        self.processes.append(_ProcessPair(reference, candidate, _in_order(places)))
 
-    def _pair(self, ours: Line, theirs: Line) -> None:
-        """Looks at two lines of one name: is there anything that a rule would do to them?"""
-        self.steps[0].add(ours.step)
-        self.steps[1].add(ours.step)
+    def _pair_or_wait(
+        self, side: int, numbered: tuple[int, Line], waiting: _Waiting, places: _Places
+    ) -> int:
+        """Pair a line with its waiting partner, or let it wait; returns the hash of its key."""
+        key = _key(numbered[1])
+        partner = waiting[1 - side].pop(key, None)
+        if partner is None:
+            waiting[side][key] = numbered
+            return hash(key)
+        pair = (numbered, partner) if side == 0 else (partner, numbered)
+        self._pair(pair[0][1], pair[1][1])
+        places[0].append(pair[0][0])
+        places[1].append(pair[1][0])
+        return hash(key)
+
+    def _add_unpaired(
+        self, side: int, listed: Listed, waiting: Collection[tuple[int, Line]]
+    ) -> None:
+        """Lines whose partner never came."""
+        unpaired = (self.missing, self.extra)[side]
+        for _, line in waiting:
+            self.steps[side].add(line.step)
+            unpaired.append(record_of(line, listed.rank, listed.process))
+        # Unpaired tensors on both sides may belong together under other names: the rules decide.
+        if min(len(self.missing), len(self.extra)):
+            raise _NeedsRules
+        if len(self.missing) + len(self.extra) > _MOST_UNPAIRED:
+            raise _NeedsRules
+
+    def _pair(self, reference: Line, candidate: Line) -> None:
+        """Checks that no rule would change a pair of two lines of one name."""
+        self.steps[0].add(reference.step)
+        self.steps[1].add(reference.step)
         # Each of these tests is the condition of one rule or normaliser. Shapes call for a
         # reconciler, a late input for the rule of moments.
-        if list(ours.shape) != list(theirs.shape) or (ours.port == "input" and _is_late(ours)):
-            raise _NotAlike
+        if list(reference.shape) != list(candidate.shape) or (
+            reference.port == "input" and _is_late(reference)
+        ):
+            raise _NeedsRules
         # Integers against floats may be codes of a quantised tensor.
-        if ours.dtype != theirs.dtype and not (ours.dtype in PLAIN and theirs.dtype in PLAIN):
-            raise _NotAlike
-        if ours.class_ != theirs.class_:
+        if reference.dtype != candidate.dtype and not (
+            reference.dtype in PLAIN and candidate.dtype in PLAIN
+        ):
+            raise _NeedsRules
+        if reference.class_ != candidate.class_:
             self.other_classes = True
             # Weights of other classes may be stored transposed, even where they are
             # square.
-            if ours.port in WEIGHTS and len(ours.shape) == 2:
-                raise _NotAlike
-        if ours.site.endswith("qweight") or ours.slot == "qweight":
-            raise _NotAlike
+            if reference.port in WEIGHTS and len(reference.shape) == 2:
+                raise _NeedsRules
+        if reference.site.endswith("qweight") or reference.slot == "qweight":
+            raise _NeedsRules
         # Other placements of ranks mean that the tensors must be gathered first.
-        if self.several and way(ours.placement) != way(theirs.placement):
-            raise _NotAlike
+        if self.several and placement_kind(reference.placement) != placement_kind(
+            candidate.placement
+        ):
+            raise _NeedsRules
 
 
-def plan_alike(reference: Run, candidate: Run) -> Plan | None:
+def streamed_plan(reference: Run, candidate: Run) -> Plan | None:
     """The plan of two long runs by their names alone; None where the rules must decide."""
-    ours, theirs = reference.records, candidate.records
-    if not isinstance(ours, KeptRecords) or not isinstance(theirs, KeptRecords):
+    reference_records, candidate_records = reference.records, candidate.records
+    if not isinstance(reference_records, IndexRecords) or not isinstance(
+        candidate_records, IndexRecords
+    ):
         return None
     if not _is_usual(reference, candidate):
         return None
     # Records are made and dropped while walking; they are kept only if the rules need them
     # after all.
-    ours.hold = theirs.hold = False
-    plan = _walked(reference, candidate, ours, theirs)
-    ours.hold = theirs.hold = plan is None
+    reference_records.hold = candidate_records.hold = False
+    plan = _walked(reference, candidate, reference_records, candidate_records)
+    reference_records.hold = candidate_records.hold = plan is None
     return plan
 
 
-def _walked(reference: Run, candidate: Run, ours: KeptRecords, theirs: KeptRecords) -> Plan | None:
-    parts = [[part for part in run.parts if len(part.lines)] for run in (ours, theirs)]
+def _walked(
+    reference: Run, candidate: Run, reference_records: IndexRecords, candidate_records: IndexRecords
+) -> Plan | None:
+    parts = [
+        [part for part in run.parts if len(part.lines)]
+        for run in (reference_records, candidate_records)
+    ]
     # Processes are walked in pairs, so both runs must have the same ones.
     places = [[(part.rank, part.process) for part in side] for side in parts]
     if places[0] != places[1]:
         return None
     walk = _Walk(len({rank for rank, _ in places[0]}))
     try:
-        for here, there in zip(*parts, strict=True):
-            walk.part(here, there)
+        for reference_part, candidate_part in zip(*parts, strict=True):
+            walk.part(reference_part, candidate_part)
         notes = _about_lone(walk, reference, candidate)
-    except _NotAlike:
+    except _NeedsRules:
         return None
-    pairs = KeptPairs(walk.together)
+    pairs = StreamedPairs(walk.processes)
     if not len(pairs):
         return None
     reasons: dict[tuple[str, TensorKey], str] = {}
@@ -328,7 +361,7 @@ def _walked(reference: Run, candidate: Run, ours: KeptRecords, theirs: KeptRecor
 
 
 def _is_usual(reference: Run, candidate: Run) -> bool:
-    """Whether nothing about the runs as wholes asks for a rule of its own."""
+    """Whether nothing about the two runs calls for another rule than names."""
     runs = (reference, candidate)
     if all("graphs" in run.manifest for run in runs) or all(
         run.facts.operator_sites for run in runs
@@ -344,36 +377,36 @@ def _is_usual(reference: Run, candidate: Run) -> bool:
 
 
 def _about_lone(walk: _Walk, reference: Run, candidate: Run) -> Sequence[str]:
-    """What is to be said where one side has tensors that the other has not.
+    """Notes about tensors that only one side has.
 
     Raises:
-        _NotAlike: A rule may find a partner for them, or other steps.
+        _NeedsRules: A rule may find a partner for them, or other steps.
     """
     alone = [*walk.missing, *walk.extra]
     if not alone:
         return ()
     runs = (reference, candidate)
     if walk.other_classes or all(run.facts.numbered_names for run in runs):
-        raise _NotAlike
+        raise _NeedsRules
     if keeps_graphs(reference) and keeps_graphs(candidate):
-        raise _NotAlike
+        raise _NeedsRules
     # Each of these lone tensors is one that a rule may find a partner for.
     for record in alone:
         site, name = record.key.site, record.class_name
         if site.rpartition(".")[2].isdigit() or kind_of(name) in _PASSING or is_conversion(name):
-            raise _NotAlike
+            raise _NeedsRules
         if site.endswith("qweight") or record.key.slot == "qweight":
-            raise _NotAlike
+            raise _NeedsRules
         if record.key.moment == "after" and record.key.port == "input":
-            raise _NotAlike
+            raise _NeedsRules
     # With several steps, a shifted count may be why tensors are alone.
     if len(walk.steps[0] | walk.steps[1]) == 1:
         return ()
-    from driftline.alignment.normalise.steps import seen_steps
+    from driftline.alignment.normalise.steps import align_steps
 
-    seen = seen_steps(reference, candidate, None)
+    seen = align_steps(reference, candidate, None)
     if seen[0] is not reference or seen[1] is not candidate:
-        raise _NotAlike
+        raise _NeedsRules
     return seen[2]
 
 
@@ -390,14 +423,24 @@ def _key(line: Line) -> _Key:
     )
 
 
+def _in_order(places: _Places | None) -> _Places | None:
+    """Places sorted by the reference's lines: partners may have come late."""
+    if places is None or all(a <= b for a, b in itertools.pairwise(places[0])):
+        return places
+    order = sorted(range(len(places[0])), key=places[0].__getitem__)
+    return (
+        array("Q", (places[0][index] for index in order)),
+        array("Q", (places[1][index] for index in order)),
+    )
+
+
 def _is_late(line: Line) -> bool:
     return line.moment == "after"
 
 
 def _has_twice(hashes: array[int]) -> bool:
-    """Whether a number is there twice; keys that only share their hash are looked at with care."""
-    # Below this a set is quicker than importing numpy; above, it would take ten times the
-    # memory.
+    """Whether a hash occurs twice; keys that only share a hash are then left to the rules, too."""
+    # Below this a set is quicker than importing numpy; above, it takes many times the memory.
     if len(hashes) < 50_000:
         return len(set(hashes)) < len(hashes)
     import numpy as np

@@ -70,9 +70,9 @@ def write_table(
             raise BadInput(f"cannot write {output}: {error.strerror}") from error
         if not quiet and not script.is_script():
             print(f"driftline: the comparison is in {output}", file=sys.stderr)
-            from driftline.runs.stores.addresses import said_of_memory
+            from driftline.runs.stores.addresses import memory_warning
 
-            if warning := said_of_memory(output):
+            if warning := memory_warning(output):
                 print(f"  {warning}", file=sys.stderr)
 
 
@@ -104,9 +104,9 @@ def run_place(output: str, stage: str) -> tuple[str, str]:
 
 def refuse_memory(url: str) -> None:
     """A program is not run for a place that is gone when the command ends."""
-    from driftline.runs.stores.addresses import said_of_memory
+    from driftline.runs.stores.addresses import memory_warning
 
-    if warning := said_of_memory(url):
+    if warning := memory_warning(url):
         raise BadInput(warning, hint="give -o a folder, or an address such as s3://bucket/run")
 
 

@@ -184,9 +184,9 @@ def stretch_of(pairs: Sequence[Pair], places: Sequence[int]) -> Sequence[Pair]:
     """The pairs at some places."""
     if isinstance(pairs, tuple) or not isinstance(places, range):
         return [pairs[at] for at in places]
-    from driftline.alignment.streaming import KeptPairs
+    from driftline.alignment.streaming import StreamedPairs
 
-    assert isinstance(pairs, KeptPairs)
+    assert isinstance(pairs, StreamedPairs)
     return pairs.between(places.start, places.stop)
 
 

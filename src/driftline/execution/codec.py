@@ -1,9 +1,9 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Our own values as plain ones, for the wire: named tuples, dataclasses and arrays.
+"""Codec for values that go between processes: plain values, their bytes, and frames on a pipe.
 
-What is decoded can only be one of the kinds that the reader names; nothing is imported or called
-by what arrives.
+Named tuples are sent by name, arrays by their bytes. Only types that the reader names can be
+decoded; received bytes can neither import nor call anything.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, cast
 
+# Exact types: subclasses, such as numpy's float64, must be turned into these first.
 _ATOMS = (type(None), bool, int, float, str, bytes)
 
 
 def encode(value: Any) -> Any:
-    """A value as plain ones.
+    """A value as plain values.
 
     Raises:
-        TypeError: It is of a kind that no worker is ever told.
+        TypeError: It is of a type that is never sent to a worker.
     """
     if type(value) in _ATOMS:
         return value
@@ -38,6 +39,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, list):
         return ["list", [encode(item) for item in cast("list[Any]", value)]]
     if isinstance(value, frozenset):
+        # Sorted, so that equal sets give equal bytes.
         return ["set", sorted(encode(item) for item in cast("frozenset[Any]", value))]
     if isinstance(value, Mapping):
         pairs = cast("Mapping[Any, Any]", value).items()
@@ -57,7 +59,7 @@ def encode(value: Any) -> Any:
     raise TypeError(f"a worker cannot be told a {type(value).__name__}")
 
 
-def decode(shown: Any, kinds: Sequence[type] = ()) -> Any:
+def decode(value: Any, kinds: Sequence[type] = ()) -> Any:
     """The inverse of `encode`.
 
     Args:
@@ -65,14 +67,15 @@ def decode(shown: Any, kinds: Sequence[type] = ()) -> Any:
         kinds: Named tuples and dataclasses that may be among them.
 
     Raises:
-        ValueError: Something else is.
+        ValueError: Another type occurs.
     """
-    known = {kind.__name__: kind for kind in kinds}
+    # Only these names can be made: nothing that arrives chooses a class.
+    kinds_by_name = {kind.__name__: kind for kind in kinds}
 
-    def read(shown: Any) -> Any:
-        if not isinstance(shown, list):
-            return shown
-        match cast("list[Any]", shown):
+    def read(value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        match cast("list[Any]", value):
             case ["path", text]:
                 return Path(text)
             case ["tuple", items]:
@@ -83,10 +86,10 @@ def decode(shown: Any, kinds: Sequence[type] = ()) -> Any:
                 return frozenset(read(item) for item in items)
             case ["dict", pairs]:
                 return {read(key): read(item) for key, item in pairs}
-            case ["named", name, items] if name in known:
-                return known[name](*(read(item) for item in items))
-            case ["record", name, values] if name in known:
-                return known[name](**read(values))
+            case ["named", name, items] if name in kinds_by_name:
+                return kinds_by_name[name](*(read(item) for item in items))
+            case ["record", name, values] if name in kinds_by_name:
+                return kinds_by_name[name](**read(values))
             case ["tensor", array]:
                 import torch
 
@@ -94,17 +97,16 @@ def decode(shown: Any, kinds: Sequence[type] = ()) -> Any:
             case ["array", dtype, shape, content]:
                 import numpy as np
 
+                # A copy, because the received bytes are read-only.
                 return np.frombuffer(content, dtype).reshape(shape).copy()
             case _:
-                raise ValueError(f"{str(cast(Any, shown))[:80]} is none of our values")
+                raise ValueError(f"{str(cast(Any, value))[:80]} is none of our values")
 
-    return read(shown)
-
-
-# What goes between processes: plain values as bytes, and frames of them on a pipe.
+    return read(value)
 
 
 _LENGTH = struct.Struct("<Q")
+# A garbled length must not make us wait for bytes, or allocate them.
 _MOST = 1 << 40
 _MSGPACK, _JSON = b"m", b"j"
 

@@ -1,7 +1,8 @@
-"""What an executor is given and gives back. Knows no kind of work: a workshop is found by its name.
+"""Jobs and tasks: what an executor gets and returns, and the choice of an executor.
 
-A job is what every worker must know; tasks are what is shared out among them. Both are plain values
-(see `wire`), and so is what comes back.
+A job is what every worker must know; tasks are distributed among the workers. Both are plain values
+(see `codec`), and so are results. This file does not know any kind of work: the class that does the
+tasks of a job is found by its name in `WORKERS`.
 """
 
 from __future__ import annotations
@@ -14,33 +15,33 @@ from driftline import errors
 from driftline.errors import BadInput, DriftlineError, did_you_mean
 from driftline.registry import Address
 
-WORKSHOPS: dict[str, Address] = {
+WORKERS: dict[str, Address] = {
     "pairs": Address("driftline.comparison.measure.distribute:PairsWorkshop"),
     "operators": Address("driftline.operators.workers:OperatorsWorkshop"),
     "metrics": Address("driftline.decoding.pipeline:MetricsWorker"),
     "validate": Address("driftline.decoding.pipeline:ValidateWorker"),
 }
-"""Every kind of work. A worker does nothing else, whatever it is sent."""
+"""Every kind of work; a worker process does nothing else, whatever it is sent."""
 
 Say = Callable[[str], None]
 Finished = Callable[[int, Any], None]
-"""Called with the place of a task and its result, once for each, in the thread that asked."""
-Said = Callable[[int, str], None]
-"""Called with the place of a task and a line that it has to say."""
+"""Called with the index of a task and its result, once for each task, in the caller's thread."""
+Printed = Callable[[int, str], None]
+"""Called with the index of a task and a line that it prints."""
 
 
 class Job(NamedTuple):
     """What every worker must know.
 
     Attributes:
-        workshop: A name of `WORKSHOPS`.
-        about: What the workshop is opened with.
-        folder: Where relative paths begin; empty where there are none.
-        kernel: Which path of the C kernel must be taken, so that all digits agree; empty: any.
-        gpus: How many GPUs each worker must have for itself, as far as a cluster can tell.
+        worker: A name of `WORKERS`.
+        about: What the worker is opened with.
+        folder: Folder of relative paths; empty if there are none.
+        kernel: Path of the C kernel that must be used, so that all digits agree; empty for any.
+        gpus: Number of GPUs that each worker needs for itself, if the cluster counts them.
     """
 
-    workshop: str
+    worker: str
     about: Any
     folder: str
     kernel: str = ""
@@ -51,11 +52,11 @@ class Task(NamedTuple):
     """A piece of work.
 
     Attributes:
-        work: What the workshop is asked to do, or a function that says it when it is sent.
-        weight: How much that is, in bytes; larger ones are begun first.
-        near: Tasks of one place are given to the same machine where that is possible.
-        needs: Places whose data the machine must have, as `Workshop.absent` calls them.
-        called: How messages call it.
+        work: The work as plain values, or a function that returns it when the task is sent.
+        weight: Size of the work in bytes; larger tasks are begun first.
+        near: Tasks of one place go to the same machine if possible.
+        needs: Places whose data the machine must have, as `Worker.absent` names them.
+        called: Name in messages.
     """
 
     work: Any
@@ -65,17 +66,17 @@ class Task(NamedTuple):
     called: str = "a task"
 
     def content(self) -> Any:
-        """What is sent; made now, so that what waits takes no room."""
+        """The work to send; made now, so that waiting tasks take no memory."""
         return self.work() if callable(self.work) else self.work
 
 
-class Workshop(Protocol):
-    """Does the tasks of one job, one after the other; lives in a worker."""
+class Worker(Protocol):
+    """Does the tasks of one job, one after the other, in a worker process."""
 
     def __init__(self, about: Any) -> None: ...
 
     def absent(self) -> list[tuple[str, str]]:
-        """What this machine does not have: places and, for each, a sentence."""
+        """Places whose data this machine lacks, each with a sentence."""
         ...
 
     def do(self, work: Any, say: Say) -> Any:
@@ -88,53 +89,53 @@ class Workshop(Protocol):
 
 
 class Executor(Protocol):
-    """Somebody who does tasks."""
+    """Does tasks, in processes of this machine or elsewhere."""
 
     @property
     def workers(self) -> int:
-        """How many tasks are done at a time."""
+        """Number of tasks that are done at a time."""
         ...
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the work is done on machines that may not have what this one has."""
+        """Whether tasks run on other machines, which may lack data of this one."""
         ...
 
     def run(
-        self, job: Job, tasks: Sequence[Task], finished: Finished, said: Said | None = None
+        self, job: Job, tasks: Sequence[Task], finished: Finished, printed: Printed | None = None
     ) -> None:
         """Do every task once.
 
         Raises:
-            DriftlineError: One cannot be done. Those that are under way are ended.
+            DriftlineError: A task cannot be done. Tasks in progress are ended.
         """
         ...
 
 
 def folder_for(*paths: str) -> str:
-    """The folder that a job with these paths must be done in; empty where that is no matter."""
+    """The folder in which a job with these paths must run; empty if all paths are absolute."""
     if all(Path(path).is_absolute() or "://" in path for path in paths):
         return ""
     return str(Path.cwd())
 
 
 class WorkerFailed(DriftlineError):
-    """A worker that ended, or met something that nobody had foreseen."""
+    """Raised if a worker ends, or fails with an unexpected error."""
 
 
-def open_workshop(name: str, about: Any) -> Workshop:
-    """The workshop of a job.
+def open_worker(name: str, about: Any) -> Worker:
+    """Open the worker of a job.
 
     Raises:
-        DriftlineError: It cannot be opened here.
+        DriftlineError: It cannot be opened on this machine.
     """
-    return WORKSHOPS[name].load()(about)
+    return WORKERS[name].load()(about)
 
 
-def done(workshop: Workshop, work: Any, say: Say) -> list[Any]:
-    """The answer of a worker to one task, whatever happens."""
+def done(worker: Worker, work: Any, say: Say) -> list[Any]:
+    """The answer of a worker to one task: its result, or its failure."""
     try:
-        return ["done", workshop.do(work, say)]
+        return ["done", worker.do(work, say)]
     except Exception as trouble:
         return failed(trouble)
 
@@ -155,30 +156,29 @@ def failed(trouble: BaseException) -> list[Any]:
 
 
 def result_of(answer: Sequence[Any], called: str, where: str = "") -> Any:
-    """What a worker's answer holds.
+    """The result in a worker's answer.
 
     Raises:
-        DriftlineError: The worker could not do it; what it raised, if that was for users.
+        DriftlineError: The task failed; the worker's own error, if it was meant for users.
     """
     if answer[0] == "done":
         return answer[1]
     if answer[0] == "failed":
         _, name, message, hint = answer
+        # Only errors of Driftline have a name that both sides know.
         kind = getattr(errors, name, WorkerFailed)
-        ours = isinstance(kind, type) and issubclass(kind, DriftlineError)
+        is_own_error = isinstance(kind, type) and issubclass(kind, DriftlineError)
         message = f"node {where}: {message}" if where else message
-        raise (kind if ours else WorkerFailed)(message, hint=hint)
+        raise (kind if is_own_error else WorkerFailed)(message, hint=hint)
     from driftline import settings
 
     first = str(answer[1]).partition("\n")[0]
     hint = "without --jobs and --executor it happens here, where more can be seen of it"
+    # The traceback of the worker is for those who debug Driftline itself.
     if settings.debug():
         hint = str(answer[2])
-    at = f" on {where}" if where else ""
-    raise WorkerFailed(f"a worker{at} failed at {called}: {first}", hint=hint)
-
-
-# Words → who does the work: `--jobs 4`, `--executor ray`, `--executor ray://head:10001`.
+    on_node = f" on {where}" if where else ""
+    raise WorkerFailed(f"a worker{on_node} failed at {called}: {first}", hint=hint)
 
 
 _KNOWN = ("local", "ray", "ray://HOST:PORT")
@@ -188,21 +188,22 @@ MOST_JOBS = 4096
 def chosen(
     jobs: int | None = None, executor: str | Executor | None = None, *, quiet: bool = False
 ) -> Executor | None:
-    """Who does the work; None for this process itself.
+    """The executor for `--jobs` and `--executor`; None for this process itself.
 
     Args:
-        jobs: How many workers. Not given: one for each core that Ray has, or this process.
+        jobs: Number of workers. None: one for each core of Ray, or this process.
         executor: `local`, `ray` (the cluster this machine is in, or else one on this machine only),
             `ray://HOST:PORT` (a cluster elsewhere), or an executor.
-        quiet: Say nothing of machines that are left out or lost.
+        quiet: Print nothing about machines that are left out or lost.
 
     Raises:
-        BadInput: That is nobody.
+        BadInput: There is no such executor, or the number of jobs is impossible.
     """
     if jobs is not None and not 1 <= jobs <= MOST_JOBS:
         raise BadInput(f"--jobs {jobs} cannot do anything", hint=f"give 1 to {MOST_JOBS}")
     if executor is not None and not isinstance(executor, str):
         return executor
+    # One local worker is this process: starting another one would only cost time.
     if executor in (None, "", "local"):
         if jobs is None or jobs == 1:
             return None

@@ -1,8 +1,9 @@
-"""Worker processes of this machine: `python -m driftline.execution.processes`, fed through pipes.
+"""Worker processes of this machine, and the executor that feeds them through pipes (`Processes`).
 
-Frames of plain values come in on standard input and go out on what was standard output; what the
-work itself prints goes to standard error. It ends when its input does, in the middle of whatever it
-is doing: nobody is there any more to take the result.
+A worker is started as `python -m driftline.execution.processes`. Frames of plain values come in on
+standard input and go out on the original standard output; prints of the work itself go to standard
+error. A worker ends when its input ends, even in the middle of a task, because nobody waits for the
+result.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ from driftline.execution import codec
 from driftline.execution.jobs import (
     Finished,
     Job,
-    Said,
+    Printed,
     Task,
     WorkerFailed,
     done,
     failed,
-    open_workshop,
+    open_worker,
     result_of,
 )
 
 
 def main() -> int:
     """Serve one job."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asked; he ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
+    # Standard output carries the frames, so prints of the work are sent to standard error.
     incoming = os.fdopen(os.dup(0), "rb")
     outgoing = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -48,24 +50,23 @@ def main() -> int:
     threading.Thread(target=_listen, args=(incoming, tasks), daemon=True).start()
     name, about = tasks.get()
     try:
-        workshop = open_workshop(name, about)
+        worker = open_worker(name, about)
     except Exception as trouble:
         codec.send(outgoing, failed(trouble))
         return 0
     codec.send(outgoing, ["ready"])
     while True:
         work = tasks.get()
-        codec.send(
-            outgoing, done(workshop, work, lambda line: codec.send(outgoing, ["said", line]))
-        )
+        codec.send(outgoing, done(worker, work, lambda line: codec.send(outgoing, ["said", line])))
 
 
 def _listen(incoming: BinaryIO, tasks: queue.SimpleQueue[Any]) -> None:
-    """Take what comes as it comes: a full pipe would keep the other side from reading ours."""
+    """Read tasks as they come: with a full pipe, the parent could not read our answers."""
     try:
         while True:
             tasks.put(codec.receive(incoming))
     except (EOFError, OSError, ValueError):
+        # Exits at once, even in the middle of a task: nobody waits for its result any more.
         os._exit(0)
 
 
@@ -77,15 +78,15 @@ if __name__ == "__main__":
     sys.exit(code)
 
 
-# Tasks on this machine: worker processes that are fed through pipes.
+# The executor, in the parent process.
 
 
 _ATTEMPTS = 2
-"""A task whose worker ends twice has ended it."""
+"""A task whose worker ends so many times is taken for the cause."""
 
 
 class Processes:
-    """So many worker processes of this machine; they live as long as one `run`."""
+    """Executor with worker processes of this machine, which live as long as one `run`."""
 
     elsewhere = False
 
@@ -97,23 +98,23 @@ class Processes:
         return self._jobs
 
     def run(
-        self, job: Job, tasks: Sequence[Task], finished: Finished, said: Said | None = None
+        self, job: Job, tasks: Sequence[Task], finished: Finished, printed: Printed | None = None
     ) -> None:
         if tasks:
-            _Round(job, tasks, min(self._jobs, len(tasks))).run(finished, said)
+            _Round(job, tasks, min(self._jobs, len(tasks))).run(finished, printed)
 
     def __repr__(self) -> str:
         return f"Processes({self._jobs})"
 
 
 class _Round:
-    """One job. Each worker process has a thread here that feeds it and hands on what it answers."""
+    """One job. Each worker process has a thread here that sends its tasks and reads its answers."""
 
     def __init__(self, job: Job, tasks: Sequence[Task], workers: int) -> None:
         self.job = job
         self.tasks = tasks
-        # Large ones first, but about equal ones in their order, which is that of their files.
-        order = sorted(range(len(tasks)), key=lambda at: -tasks[at].weight.bit_length())
+        # Large tasks first; tasks of similar size stay in order, which is that of their files.
+        order = sorted(range(len(tasks)), key=lambda index: -tasks[index].weight.bit_length())
         self.waiting: deque[int] = deque(order)
         self.attempts = [0] * len(tasks)
         self.lock = threading.Lock()
@@ -125,20 +126,21 @@ class _Round:
             for n in range(workers)
         ]
 
-    def run(self, finished: Finished, said: Said | None) -> None:
+    def run(self, finished: Finished, printed: Printed | None) -> None:
         left = len(self.tasks)
         for thread in self.threads:
             thread.start()
         try:
             while left:
-                kind, at, what = self.news.get()
+                kind, index, content = self.news.get()
+                # Failures are raised here, in the thread of the caller.
                 if kind == "failure":
-                    raise what
+                    raise content
                 if kind == "said":
-                    if said is not None:
-                        said(at, what)
+                    if printed is not None:
+                        printed(index, content)
                     continue
-                finished(at, what)
+                finished(index, content)
                 left -= 1
         finally:
             self._end()
@@ -160,9 +162,10 @@ class _Round:
             self.news.put(("failure", -1, trouble))
 
     def _one_process(self) -> bool:
-        """Feed one process until no task is left; whether another must take its place."""
-        at = self._next()
-        if at is None:
+        """Feed one process until no task is left; True if it must be replaced by another one."""
+        # A task is taken first: without one no process is started.
+        index = self._next()
+        if index is None:
             return False
         process = self._start()
         if process is None:
@@ -170,21 +173,21 @@ class _Round:
         assert process.stdin is not None and process.stdout is not None
         to, back = cast("Any", process.stdin), cast("Any", process.stdout)
         try:
-            with contextlib.suppress(BrokenPipeError):  # its answer, or its end, says more
-                codec.send(to, [self.job.workshop, self.job.about])
+            with contextlib.suppress(BrokenPipeError):  # its answer or its exit code tells more
+                codec.send(to, [self.job.worker, self.job.about])
             hello = codec.receive(back)
             if hello[0] != "ready":
                 result_of(hello, "its start")
-            while at is not None:
+            while index is not None:
                 with contextlib.suppress(BrokenPipeError):
-                    codec.send(to, self.tasks[at].content())
+                    codec.send(to, self.tasks[index].content())
                 while (answer := codec.receive(back))[0] == "said":
-                    self.news.put(("said", at, answer[1]))
-                self.news.put(("done", at, result_of(answer, self.tasks[at].called)))
-                at = self._next()
+                    self.news.put(("said", index, answer[1]))
+                self.news.put(("done", index, result_of(answer, self.tasks[index].called)))
+                index = self._next()
         except EOFError:
             if not self.ending:
-                self._ended(process, cast(int, at))
+                self._ended(process, cast(int, index))
                 return True
         finally:
             self._stop(process)
@@ -194,19 +197,20 @@ class _Round:
         with self.lock:
             return self.waiting.popleft() if self.waiting else None
 
-    def _ended(self, process: subprocess.Popen[bytes], at: int) -> None:
-        """A worker that ended by itself: its task is begun again, once."""
+    def _ended(self, process: subprocess.Popen[bytes], index: int) -> None:
+        """Handle a worker that ended by itself: its task is begun again, once."""
+        # An end in the middle of a task is the worker's own: killed, or out of memory.
         code = process.wait()
-        self.attempts[at] += 1
-        if self.attempts[at] >= _ATTEMPTS:
+        self.attempts[index] += 1
+        if self.attempts[index] >= _ATTEMPTS:
             raise WorkerFailed(
-                f"a worker process ended {_how(code)} at {self.tasks[at].called}, "
+                f"a worker process ended {_how(code)} at {self.tasks[index].called}, "
                 f"{_ATTEMPTS} times",
                 hint="memory may be short: try fewer --jobs" if code == -9 else "",
             )
         with self.lock:
             if not self.ending:
-                self.waiting.appendleft(at)
+                self.waiting.appendleft(index)
 
     def _start(self) -> subprocess.Popen[bytes] | None:
         home = str(Path(__file__).parents[2])

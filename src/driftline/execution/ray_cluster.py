@@ -1,8 +1,8 @@
-"""Tasks on the machines of a Ray cluster (extra `driftline[ray]`).
+"""Executor for a Ray cluster (extra `driftline[ray]`).
 
-Every machine is asked first whether it can help: has it the same Driftline, does it see the data?
-Workers are actors. One that is lost, with its machine or without, loses no work: its tasks are done
-again elsewhere, and a task counts when its answer is here, once.
+Every machine is asked first whether it has the same Driftline and sees the data. Workers are Ray
+actors. If a worker or its machine is lost, its tasks are done again elsewhere; every task counts
+once, when its answer arrives.
 """
 
 # Ray's own annotations are partial.
@@ -21,25 +21,25 @@ from typing import Any
 from driftline import __version__
 from driftline.errors import DriftlineError
 from driftline.execution import codec, ray_connection, ray_worker
-from driftline.execution.jobs import Finished, Job, Said, Task, WorkerFailed, result_of
-from driftline.execution.ray_connection import told
+from driftline.execution.jobs import Finished, Job, Printed, Task, WorkerFailed, result_of
+from driftline.execution.ray_connection import one_line
 
 _RETRIES = 3
-"""A task that has ended so many workers has ended them."""
+"""Number of lost workers after which a task is taken for the cause."""
 _IN_A_ROW = 2
-"""A machine that loses so many workers and finishes nothing in between is no longer asked."""
+"""A machine that loses so many workers in a row, without any answer, gets no more work."""
 _AHEAD = 2
-"""Tasks that a worker is given at a time: one to do, one to begin with at once after it."""
+"""Tasks that a worker has at a time: one in progress, and the next one."""
 _SOON = 20.0
-"""Seconds after which those who have not answered are not waited for, if others can do it all."""
+"""Seconds after which silent machines are not waited for, if others can do all tasks."""
 _ANSWER = 60.0
 """Seconds in which a machine must say whether it can help."""
 _BEAT = 2.0
 _LONG = 30.0
-"""Seconds without anything done after which it is said that cores may be busy."""
+"""Seconds without any answer after which a note says that cores may be busy."""
 
 
-def _aside(line: str) -> None:
+def _print_note(line: str) -> None:
     print(f"driftline: {line}", file=sys.stderr, flush=True)
 
 
@@ -47,15 +47,15 @@ class RayCluster:
     """A Ray cluster.
 
     Args:
-        address: `ray://HOST:PORT`; empty: the cluster this machine is in, or one of its own.
-        jobs: How many workers; not given: one for each core of the cluster.
-        tell: Told what happens to machines, a sentence at a time.
+        address: `ray://HOST:PORT`; empty for the cluster of this machine, or a local one.
+        jobs: Number of workers; None for one on each core of the cluster.
+        tell: Called with sentences about machines that are left out or lost.
     """
 
     elsewhere = True
 
     def __init__(
-        self, address: str = "", jobs: int | None = None, tell: Callable[[str], None] = _aside
+        self, address: str = "", jobs: int | None = None, tell: Callable[[str], None] = _print_note
     ) -> None:
         self.address = address
         self.jobs = jobs
@@ -65,17 +65,19 @@ class RayCluster:
     @property
     def workers(self) -> int:
         session = self._connected()
+        # Asked anew each time, because machines join and leave a cluster.
         cores = sum(_cores(node) for node in session.nodes())
         return max(1, min(self.jobs or cores, max(cores, 1)))
 
     def run(
-        self, job: Job, tasks: Sequence[Task], finished: Finished, said: Said | None = None
+        self, job: Job, tasks: Sequence[Task], finished: Finished, printed: Printed | None = None
     ) -> None:
         session = self._connected()
+        # A session serves one round: the next one connects again.
         self._session = None
         with session.in_use():
             if tasks:
-                _Round(session, job, tasks, self.jobs, self.tell).run(finished, said)
+                _Round(session, job, tasks, self.jobs, self.tell).run(finished, printed)
 
     def _connected(self) -> ray_connection.Session:
         if self._session is None:
@@ -87,13 +89,13 @@ class RayCluster:
 
 
 def _cores(node: dict[str, Any], gpus: int = 0) -> int:
-    """How many workers a node has room for."""
+    """Number of workers that a node has cores (and GPUs) for."""
     has = node["Resources"]
     return min(int(has.get("CPU", 0)), *([int(has.get("GPU", 0)) // gpus] if gpus else []), 1 << 20)
 
 
 class _Machine:
-    """A node of the cluster: what it is called, what it lacks, which places it has begun with."""
+    """A node of the cluster: its name, the data it lacks, and the places it has begun."""
 
     def __init__(
         self, node: dict[str, Any], name: str, absent: Sequence[tuple[str, str]], cores: int
@@ -110,7 +112,7 @@ class _Machine:
 
 
 class _Worker:
-    """An actor, and the tasks it was given, the one under way first."""
+    """An actor and its tasks, the one in progress first."""
 
     def __init__(self, actor: Any, machine: _Machine) -> None:
         self.actor = actor
@@ -133,50 +135,57 @@ class _Round:
         self.tasks = tasks
         self.jobs = jobs
         self.tell = tell
-        # Large ones first, but about equal ones in their order, which is that of their files.
-        order = sorted(range(len(tasks)), key=lambda at: -tasks[at].weight.bit_length())
+        # Large tasks first; tasks of similar size stay in order, which is that of their files.
+        order = sorted(range(len(tasks)), key=lambda index: -tasks[index].weight.bit_length())
         self.waiting: dict[str, deque[int]] = {}
-        for at in order:
-            self.waiting.setdefault(tasks[at].near, deque()).append(at)
+        for index in order:
+            self.waiting.setdefault(tasks[index].near, deque()).append(index)
         self.attempts = [0] * len(tasks)
         self.workers: list[_Worker] = []
         self.under_way: dict[Any, tuple[_Worker, int]] = {}
-        about = {**job._asdict(), "version": __version__}
-        self.job = session.ray.put(codec.pack(about))
+        job_values = {**job._asdict(), "version": __version__}
+        # Put into Ray's store once, instead of being sent with every task.
+        self.job = session.ray.put(codec.pack(job_values))
 
-    def run(self, finished: Finished, said: Said | None) -> None:
+    def run(self, finished: Finished, printed: Printed | None) -> None:
         left = len(self.tasks)
         try:
-            self.machines = self._looked()
+            self.machines = self._usable_machines()
             self._require_data()
-            self._hire()
+            self._start_workers()
             late = time.monotonic() + _LONG
             while left:
                 self._hand_out()
                 ready, _ = self.ray.wait(list(self.under_way), num_returns=1, timeout=_BEAT)
+                # Printed once: a cluster may be busy with other users' work for hours.
                 if left == len(self.tasks) and not ready and time.monotonic() > late:
                     self.tell("waiting for a free core of the Ray cluster, or for its first answer")
                     late = math.inf
                 for ref in ready:
+                    # Answers of a lost worker's other tasks are no longer
+                    # expected.
                     if ref in self.under_way:
-                        left -= self._taken(ref, finished, said)
+                        left -= self._take_answer(ref, finished, printed)
         except ConnectionError as trouble:
-            raise WorkerFailed(f"the connection to Ray is lost: {told(trouble)}") from trouble
+            raise WorkerFailed(f"the connection to Ray is lost: {one_line(trouble)}") from trouble
         finally:
             for worker in self.workers:
-                self._dismiss(worker)
+                self._stop_worker(worker)
 
-    def _looked(self) -> list[_Machine]:
-        """Ask every machine whether it can help; those that cannot are left out, and said.
+    def _usable_machines(self) -> list[_Machine]:
+        """Ask every machine whether it can help; the others are left out, with a note.
 
         Raises:
-            DriftlineError: None can.
+            DriftlineError: No machine can help.
         """
         ray = self.ray
         asked: dict[Any, dict[str, Any]] = {}
         for node in self.session.nodes():
             if _cores(node, self.gpus):
-                look = ray.remote(ray_worker.look).options(**self._on(str(node["NodeID"]), cores=0))
+                # Without a core: busy machines must be able to answer.
+                look = ray.remote(ray_worker.inspect_machine).options(
+                    **self._on(str(node["NodeID"]), cores=0)
+                )
                 asked[look.remote(self.job)] = node
         if not asked:
             what = "a GPU" if self.gpus else "a core"
@@ -186,12 +195,12 @@ class _Round:
         began = time.monotonic()
         silent = list(asked)
         while silent and (waited := time.monotonic() - began) < _ANSWER:
-            enough = all(any(each.can(task) for each in machines) for task in self.tasks)
+            enough = all(any(machine.can(task) for machine in machines) for task in self.tasks)
             if enough and waited > _SOON:
-                break  # one may be gone without anybody having noticed yet
+                break  # a silent machine may be dead without Ray having noticed yet
             answered, silent = ray.wait(silent, num_returns=len(silent), timeout=_BEAT)
             for ref in answered:
-                self._heard(ref, asked[ref], machines, troubles)
+                self._read_answer(ref, asked[ref], machines, troubles)
         for ref in silent:
             where = asked[ref]["NodeManagerAddress"]
             waited = time.monotonic() - began
@@ -204,17 +213,18 @@ class _Round:
         self.troubles = troubles
         return machines
 
-    def _heard(
+    def _read_answer(
         self, ref: Any, node: dict[str, Any], machines: list[_Machine], troubles: list[str]
     ) -> None:
-        """What one machine has answered."""
+        """Read the answer of one machine."""
         short = str(node["NodeID"])[:8]
         try:
             host, version, trouble, absent = codec.unpack(self.ray.get(ref))
         except self.ray.exceptions.RayError as bug:
             where = f"{node['NodeManagerAddress']} ({short})"
-            alive = any(each["NodeID"] == node["NodeID"] for each in self.session.nodes())
-            why = f"cannot load Driftline: {told(bug)}" if alive else "is gone"
+            # A node may have died since it was asked: then its own error says nothing.
+            alive = any(living["NodeID"] == node["NodeID"] for living in self.session.nodes())
+            why = f"cannot load Driftline: {one_line(bug)}" if alive else "is gone"
             troubles.append(f"node {where}: {why}")
             return
         name = f"{host} ({short})"
@@ -228,7 +238,7 @@ class _Round:
             troubles.append(f"node {name}: {absent[0][1]}")
 
     def _require_data(self) -> None:
-        """Refuse work that no machine has the data for; say which machines have less."""
+        """Refuse work that no machine has the data for; note which machines lack data."""
         for task in self.tasks:
             if not any(machine.can(task) for machine in self.machines):
                 raise DriftlineError(
@@ -245,8 +255,8 @@ class _Round:
         where = NodeAffinitySchedulingStrategy(node_id, soft=False)
         return {"num_cpus": cores, "scheduling_strategy": where}
 
-    def _hire(self) -> None:
-        """Start workers, a machine at a time in turn, as many as there are cores for them."""
+    def _start_workers(self) -> None:
+        """Start workers on all machines in turn, as many as they have cores for."""
         useful = [
             machine for machine in self.machines if any(machine.can(task) for task in self.tasks)
         ]
@@ -259,28 +269,33 @@ class _Round:
                     self._start(machine)
 
     def _start(self, machine: _Machine) -> None:
+        # Ray would start a lost actor again on the same machine; we choose ourselves.
         options = {**self._on(machine.id, cores=1), "max_restarts": 0, "max_task_retries": 0}
         if self.gpus:
             options["num_gpus"] = self.gpus
-        actor = self.ray.remote(ray_worker.Bench).options(**options).remote(self.job)
+        actor = self.ray.remote(ray_worker.RayWorker).options(**options).remote(self.job)
         self.workers.append(_Worker(actor, machine))
 
-    def _dismiss(self, worker: _Worker) -> None:
+    def _stop_worker(self, worker: _Worker) -> None:
         with contextlib.suppress(Exception):  # it may be gone, or Ray itself
             self.ray.kill(worker.actor)
 
     def _hand_out(self) -> None:
-        for depth in range(1, _AHEAD + 1):  # everybody one, before anybody gets a second
+        for depth in range(1, _AHEAD + 1):  # every worker gets one task before any gets a second
             for worker in self.workers:
                 if worker.machine not in self.machines:
                     continue
-                if len(worker.tasks) < depth and (at := self._choose(worker.machine)) is not None:
-                    worker.tasks.append(at)
-                    ref = worker.actor.do.remote(codec.pack(self.tasks[at].content()))
-                    self.under_way[ref] = (worker, at)
+                if (
+                    len(worker.tasks) < depth
+                    and (index := self._choose(worker.machine)) is not None
+                ):
+                    worker.tasks.append(index)
+                    ref = worker.actor.do.remote(codec.pack(self.tasks[index].content()))
+                    self.under_way[ref] = (worker, index)
 
     def _choose(self, machine: _Machine) -> int | None:
-        """Take the next task for a machine: near what it has read, else near what nobody has."""
+        """The next task for a machine: near data it has read, else near data no other has read."""
+        # Files that another machine has begun to read are in its cache, not in this one's.
         elsewhere = {
             place for other in self.machines if other is not machine for place in other.begun
         }
@@ -293,66 +308,70 @@ class _Round:
             ),
         ):
             tasks = self.waiting[near]
-            at = next((at for at in tasks if machine.can(self.tasks[at])), None)
-            if at is not None:
-                tasks.remove(at)
+            index = next((index for index in tasks if machine.can(self.tasks[index])), None)
+            if index is not None:
+                tasks.remove(index)
                 if not tasks:
                     del self.waiting[near]
                 machine.begun.add(near)
-                return at
+                return index
         return None
 
-    def _taken(self, ref: Any, finished: Finished, said: Said | None) -> int:
-        """Take one answer; how many tasks that finishes."""
-        worker, at = self.under_way[ref]
+    def _take_answer(self, ref: Any, finished: Finished, printed: Printed | None) -> int:
+        """Take one answer; returns the number of tasks it finishes."""
+        worker, index = self.under_way[ref]
         exceptions = self.ray.exceptions
         try:
             lines, answer = codec.unpack(self.ray.get(ref))
-        except exceptions.RayTaskError as bug:  # not the task's own: `Bench.do` answers those
-            raise WorkerFailed(f"a worker on {worker.machine.name} failed: {told(bug)}") from bug
+        except exceptions.RayTaskError as bug:  # not the task's own: `RayWorker.do` answers those
+            raise WorkerFailed(
+                f"a worker on {worker.machine.name} failed: {one_line(bug)}"
+            ) from bug
         except exceptions.RayError as loss:
             self._lost(worker, loss)
             return 0
         del self.under_way[ref]
-        worker.tasks.remove(at)
+        worker.tasks.remove(index)
+        # An answer shows that the machine is well.
         worker.machine.losses = 0
-        if said is not None:
+        if printed is not None:
             for line in lines:
-                said(at, line)
-        finished(at, result_of(answer, self.tasks[at].called, worker.machine.name))
+                printed(index, line)
+        finished(index, result_of(answer, self.tasks[index].called, worker.machine.name))
         return 1
 
     def _lost(self, worker: _Worker, loss: Exception) -> None:
-        """A worker is gone: its tasks wait again, and another takes its place."""
-        self._dismiss(worker)
+        """Handle a lost worker: its tasks wait again, and another worker is started."""
+        self._stop_worker(worker)
         self.workers.remove(worker)
         for ref in [ref for ref, (whose, _) in self.under_way.items() if whose is worker]:
             del self.under_way[ref]
-        for at in reversed(worker.tasks):
-            self.waiting.setdefault(self.tasks[at].near, deque()).appendleft(at)
+        for index in reversed(worker.tasks):
+            self.waiting.setdefault(self.tasks[index].near, deque()).appendleft(index)
+        # Only the task under way can have ended the worker; the others had not begun.
         first = worker.tasks[0]
         self.attempts[first] += 1
         if self.attempts[first] > _RETRIES:
             raise WorkerFailed(
                 f"{self.attempts[first]} workers were lost at {self.tasks[first].called}, the last "
-                f"on {worker.machine.name}: {told(loss)}",
+                f"on {worker.machine.name}: {one_line(loss)}",
                 hint="memory may be short there: try fewer --jobs",
             )
         worker.machine.losses += 1
         self._replace(worker.machine)
 
     def _replace(self, machine: _Machine) -> None:
-        """Another worker for one that is lost: on its machine, unless that seems to be gone."""
+        """Start a worker in place of a lost one: on its machine, unless that seems dead, too."""
         alive = {str(node["NodeID"]) for node in self.session.nodes()}
-        others = [each for each in self.machines if each is not machine and each.id in alive]
+        others = [other for other in self.machines if other is not machine and other.id in alive]
         if machine.id in alive and (machine.losses < _IN_A_ROW or not others):
             self.tell(f"a worker on {machine.name} is lost; its work is done again")
             self._start(machine)
             return
         self.tell(f"node {machine.name} is gone; its work is done elsewhere")
         self.machines = others
-        for worker in [each for each in self.workers if each.machine is machine]:
-            self._dismiss(worker)  # what it was given fails, and comes back here
+        for worker in [other for other in self.workers if other.machine is machine]:
+            self._stop_worker(worker)  # its tasks fail, and are handed out again
         if not others:
             raise WorkerFailed("no machine of the Ray cluster is left that could help")
         self._require_data_of_waiting()
@@ -360,10 +379,10 @@ class _Round:
             self._start(others[0])
 
     def _require_data_of_waiting(self) -> None:
-        for at in (at for tasks in self.waiting.values() for at in tasks):
-            if not any(machine.can(self.tasks[at]) for machine in self.machines):
+        for index in (index for tasks in self.waiting.values() for index in tasks):
+            if not any(machine.can(self.tasks[index]) for machine in self.machines):
                 why = next(iter(self.machines[0].absent.values()), "")
                 raise WorkerFailed(
-                    f"the machine that had the data of {self.tasks[at].called} is gone; node "
+                    f"the machine that had the data of {self.tasks[index].called} is gone; node "
                     f"{self.machines[0].name}: {why}"
                 )

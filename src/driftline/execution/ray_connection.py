@@ -1,8 +1,10 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""What is asked of the address of a Ray cluster before Ray is: is it one, and does it want a token?
+"""Connecting to a Ray cluster, or refusing in one sentence.
 
-Ray itself would wait for minutes, and say it in many lines.
+Before Ray is used, the address is checked directly: does anybody listen, is it a Ray cluster, and
+does it require a token? Ray itself would wait for minutes and print many lines. Does not know which
+work is done.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from driftline import settings
 from driftline.errors import BadInput, DriftlineError
 from driftline.registry import require
 
-_DOOR = 5.0
-"""Seconds in which an address must take a connection at all."""
-_GREETING = 8.0
-"""Seconds in which whoever takes the connection must answer as Ray's servers do."""
+_CONNECT_SECONDS = 5.0
+"""Seconds in which an address must accept a connection."""
+_ANSWER_SECONDS = 8.0
+"""Seconds in which the server must answer like Ray's servers."""
 _PORT = "10001 is the usual port of Ray's client server; on a machine of the cluster itself, "
 HINT = _PORT + "say --executor ray"
 _QUESTIONS = ("/ray.rpc.NodeInfoGcsService/GetClusterId", "/ray.rpc.RayletDriver/ClusterInfo")
@@ -31,19 +33,19 @@ _QUESTIONS = ("/ray.rpc.NodeInfoGcsService/GetClusterId", "/ray.rpc.RayletDriver
 
 _TOKEN_WANTED = "wants a token"
 _NO_GRPC = "http2 header with status"
-"""gRPC says this of servers and proxies of the web that speak HTTP/2, but not gRPC."""
+"""Text of gRPC's error for web servers and proxies that speak HTTP/2, but not gRPC."""
 _TOKEN = (
     "on its head `ray get-auth-token` prints it; put it into ~/.ray/auth_token here, and set "
     f"{settings.RAY_TOKENS}=token"
 )
 
 
-def knock(place: str, address: str) -> None:
-    """See whether anybody is there at all: Ray itself would wait for minutes.
+def check_reachable(place: str, address: str) -> None:
+    """Check that an address accepts connections: Ray itself would wait for minutes.
 
     Raises:
         BadInput: It is no address.
-        DriftlineError: Nobody is.
+        DriftlineError: It does not.
     """
     host, colon, port = place.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -52,18 +54,18 @@ def knock(place: str, address: str) -> None:
             hint="write --executor ray://HOST:PORT, such as ray://head:10001",
         )
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_DOOR).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
     except OSError as trouble:
         why = trouble.strerror or str(trouble) or "no answer"
         raise DriftlineError(
             f"there is no Ray cluster at {address}: {why[0].lower()}{why[1:]}",
             hint=HINT if address.startswith("ray://") else "is RAY_ADDRESS of another cluster?",
         ) from None
-    _greet(place, address)
+    _check_http2(place, address)
 
 
-def _greet(place: str, address: str) -> None:
-    """See whether whoever is there speaks HTTP/2, as Ray does; with TLS only Ray can tell.
+def _check_http2(place: str, address: str) -> None:
+    """Check that a server speaks HTTP/2, as Ray does; with TLS only Ray can check that.
 
     Raises:
         DriftlineError: It does not.
@@ -74,12 +76,14 @@ def _greet(place: str, address: str) -> None:
         return
     if settings.ray_uses_tls():
         return
+    # Only whether it speaks HTTP/2 is of interest, and no secret is sent.
     channel = grpc.insecure_channel(place)
     try:
-        grpc.channel_ready_future(channel).result(timeout=_GREETING)
+        grpc.channel_ready_future(channel).result(timeout=_ANSWER_SECONDS)
     except grpc.FutureTimeoutError:
         raise DriftlineError(
-            f"what is at {address} does not answer as a Ray cluster: waited {_GREETING:.0f} s",
+            f"what is at {address} does not answer as a Ray cluster: waited "
+            f"{_ANSWER_SECONDS:.0f} s",
             hint=HINT,
         ) from None
     finally:
@@ -87,12 +91,12 @@ def _greet(place: str, address: str) -> None:
 
 
 def asks_for_token(place: str) -> bool:
-    """Whether a Ray cluster, or its client server, refuses those who come without a token."""
+    """Whether a Ray cluster, or its client server, requires a token."""
     return _answers(place) == _TOKEN_WANTED
 
 
 def _answers(place: str) -> str:
-    """How whoever is there answers what Ray's servers are asked; empty: nothing special."""
+    """A server's special answer to calls of Ray's protocol; empty for an ordinary answer."""
     try:
         import grpc
     except ImportError:
@@ -103,7 +107,7 @@ def _answers(place: str) -> str:
     try:
         for question in _QUESTIONS:
             try:
-                channel.unary_unary(question)(b"", timeout=_GREETING)
+                channel.unary_unary(question)(b"", timeout=_ANSWER_SECONDS)
             except grpc.RpcError as answer:
                 if answer.code() == grpc.StatusCode.UNAUTHENTICATED:
                     return _TOKEN_WANTED
@@ -114,24 +118,25 @@ def _answers(place: str) -> str:
     return ""
 
 
-def unlock(place: str, address: str) -> str:
-    """Have Ray use the token of this machine if that is asked for, and not forbidden here.
+def use_token(place: str, address: str) -> str:
+    """Let Ray use this machine's token if the cluster requires one and it is not forbidden here.
 
     Returns:
-        What to do if Ray is refused all the same.
+        A hint for the case that the cluster refuses nevertheless.
 
     Raises:
-        DriftlineError: It is no Ray. Or a token is asked for, and there is none, or it is not to be
+        DriftlineError: It is no Ray cluster, or it requires a token that is missing or must not be
             used.
     """
-    found = _answers(place)
-    if found == _NO_GRPC:
+    answer = _answers(place)
+    if answer == _NO_GRPC:
         raise DriftlineError(
             f"what is at {address} does not answer as a Ray cluster: it is a web server", hint=HINT
         )
-    if found != _TOKEN_WANTED:
+    if answer != _TOKEN_WANTED:
         return HINT
     chosen = settings.ray_token_mode()
+    # Ray settles at import whether it uses tokens, so nothing can be changed after that.
     if not chosen and "ray" not in sys.modules and settings.ray_has_token():
         settings.ray_uses_token()
     elif chosen != "token":
@@ -139,39 +144,36 @@ def unlock(place: str, address: str) -> str:
     return "it asks for a token: is it the same here? " + _TOKEN
 
 
-# The connection to a Ray cluster: found quickly, or refused in a sentence.
-
-
 _PATIENCE = 90.0
-"""Seconds in which Ray must give a session: on a busy machine its client server took 30."""
+"""Seconds in which Ray must open a session: on a busy machine its client server took 30."""
 _TRIES = 3
-"""How often a session is asked for: the process that Ray's client server starts for one may die as
-it is made (it forks while gRPC's threads run; seen on busy machines), and the next one lives."""
+"""Number of attempts to open a session: the process that Ray's client server starts for it may die
+at its start (it forks while gRPC's threads run; seen on busy machines)."""
 
 
-class _Hushed:
-    """Standard output without what Ray prints there by itself when a machine or worker is lost.
+class _FilteredOutput:
+    """Standard output without Ray's own messages about lost machines and workers.
 
-    We say that, on standard error; results on standard output may be read by a program. No stream
-    of Python's own kinds: those close what they stand for when they go.
+    Driftline prints these on standard error; results on standard output may be read by a program.
+    Not a subclass of Python's streams, because those close the stream behind them when they end.
     """
 
-    def __init__(self, whole: TextIO) -> None:
-        self.whole = whole
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
         self.leaving: threading.Thread | None = None
 
     def write(self, text: str) -> int:
         thread = threading.current_thread()
         if thread.name == "ray_listen_error_messages" or thread is self.leaving:
             return len(text)
-        return self.whole.write(text)
+        return self.stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.whole, name)
+        return getattr(self.stream, name)
 
 
 class Session:
-    """A connection. One that the program had already is left as it is when we are done."""
+    """A connection to Ray; one that the program had opened itself stays open."""
 
     def __init__(self, ray: Any, owned: bool) -> None:
         self.ray = ray
@@ -183,32 +185,33 @@ class Session:
 
     @contextlib.contextmanager
     def in_use(self) -> Generator[None]:
-        """While work is done; the connection is let go at the end if it is ours."""
-        hushed = _Hushed(sys.stdout)
-        sys.stdout = cast(TextIO, hushed)
+        """A block in which work is done; at its end the connection is closed if it is ours."""
+        filtered = _FilteredOutput(sys.stdout)
+        sys.stdout = cast(TextIO, filtered)
         try:
             yield
         finally:
-            hushed.leaving = threading.current_thread()  # who prints what was held back
+            filtered.leaving = threading.current_thread()  # who prints what was held back
             try:
                 if self._owned:
                     self.ray.shutdown()
             finally:
-                hushed.leaving = None
-                if cast(Any, sys.stdout) is hushed:
-                    sys.stdout = hushed.whole
+                filtered.leaving = None
+                if cast(Any, sys.stdout) is filtered:
+                    sys.stdout = filtered.stream
 
 
 def connect(address: str, jobs: int | None) -> Session:
     """Connect to a cluster.
 
     Args:
-        address: `ray://HOST:PORT`; empty: the cluster this machine is in, or one of its own.
-        jobs: Cores of one of its own.
+        address: `ray://HOST:PORT`; empty for the cluster of this machine, or a local one.
+        jobs: Number of cores of a local cluster.
 
     Raises:
         DriftlineError: There is none, or it does not answer.
     """
+    # The program's own connection is used, and left open.
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         return Session(sys.modules["ray"], owned=False)
     settings.ray_tells_nobody()
@@ -220,8 +223,8 @@ def connect(address: str, jobs: int | None) -> Session:
         # Before Ray is imported: that is when it settles whether it uses tokens.
         if elsewhere.startswith("ray://"):
             require("grpc", install="driftline[ray]")
-        knock(elsewhere.removeprefix("ray://"), elsewhere)
-        hint = unlock(elsewhere.removeprefix("ray://"), elsewhere)
+        check_reachable(elsewhere.removeprefix("ray://"), elsewhere)
+        hint = use_token(elsewhere.removeprefix("ray://"), elsewhere)
     ray = require("ray", install="driftline[ray]")
     if elsewhere:
         _bounded(lambda: ray.init(elsewhere, **quiet), elsewhere, hint)
@@ -253,7 +256,7 @@ def _joined(ray: Any, quiet: dict[str, Any]) -> bool:
 
 
 def _bounded(init: Any, address: str, hint: str = HINT) -> None:
-    """Connect, or give up: somebody may be there who does not speak as Ray does.
+    """Connect with a time limit: another kind of server may never answer.
 
     Raises:
         DriftlineError: Ray refused, or did not answer in time.
@@ -261,17 +264,20 @@ def _bounded(init: Any, address: str, hint: str = HINT) -> None:
     trouble: BaseException | None = None
     for _ in range(_TRIES):
         trouble = _attempt(init, address)
+        # Any other refusal would be the same again.
         if not isinstance(trouble, ConnectionAbortedError):
             break
     if trouble is not None:
-        raise DriftlineError(f"Ray at {address} refuses: {told(trouble)}", hint=hint) from trouble
+        raise DriftlineError(
+            f"Ray at {address} refuses: {one_line(trouble)}", hint=hint
+        ) from trouble
 
 
 def _attempt(init: Any, address: str) -> BaseException | None:
-    """Ask for a session once; what came of it, if not a session.
+    """Try to open a session once; returns the exception, or None after success.
 
     Raises:
-        DriftlineError: Nothing did.
+        DriftlineError: There was no answer in time.
     """
     outcome: list[BaseException | None] = []
 
@@ -294,8 +300,8 @@ def _attempt(init: Any, address: str) -> BaseException | None:
     return outcome[0]
 
 
-def told(trouble: BaseException) -> str:
-    """What Ray has to say, in one line: the last of a traceback is the exception itself."""
+def one_line(trouble: BaseException) -> str:
+    """An error of Ray in one line: the last line of a traceback is the exception itself."""
     lines = [line.strip() for line in str(trouble).splitlines() if line.strip()]
     for line in reversed(lines):
         if "Error:" in line and not line.startswith("ray::"):

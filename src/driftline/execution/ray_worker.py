@@ -1,6 +1,6 @@
-"""What runs on the machines of a Ray cluster: a bench that opens a workshop and does its tasks.
+"""The part that runs on the machines of a Ray cluster: an actor that opens a worker for its tasks.
 
-Ray carries the bytes, in its own way; what is in them are plain values (see `wire`).
+Ray carries bytes, which hold plain values only (see `codec`).
 """
 
 from __future__ import annotations
@@ -12,61 +12,65 @@ from typing import Any
 from driftline import __version__, settings
 from driftline.errors import DriftlineError
 from driftline.execution import codec
-from driftline.execution.jobs import Workshop, done, failed, open_workshop
+from driftline.execution.jobs import Worker, done, failed, open_worker
 
 
-def look(content: bytes) -> bytes:
-    """What a machine can do for a job, before it is given any of it.
+def inspect_machine(content: bytes) -> bytes:
+    """Whether a machine can help with a job, asked before it gets any task.
 
     Returns:
         Its name, its version of Driftline, the first reason why it cannot help at all (or none),
         and what it does not have of the job's data.
     """
     job = codec.unpack(content)
-    told: list[Any] = [platform.node(), __version__, "", []]
+    answer: list[Any] = [platform.node(), __version__, "", []]
+    # Another version may have another format of jobs, so nothing of this one is opened.
     if __version__ != job["version"]:
-        return codec.pack(told)  # the rest is for those who understand it
+        return codec.pack(answer)  # the rest is for those who understand it
     try:
-        told[3] = _opened(job).absent()
+        answer[3] = _opened(job).absent()
     except DriftlineError as trouble:
-        told[2] = str(trouble)
+        answer[2] = str(trouble)
     except Exception as trouble:
-        told[2] = f"{type(trouble).__name__}: {trouble}".partition("\n")[0]
-    return codec.pack(told)
+        answer[2] = f"{type(trouble).__name__}: {trouble}".partition("\n")[0]
+    return codec.pack(answer)
 
 
-class Bench:
-    """Does the tasks of one job, one at a time, in a process of its own."""
+class RayWorker:
+    """Does the tasks of one job, one at a time, in a process of its own (a Ray actor)."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
-        self._workshop: Workshop | None = None
+        self._worker: Worker | None = None
 
     def do(self, content: bytes) -> bytes:
-        """The answer to one task, and the lines it had to say."""
-        said: list[str] = []
+        """The lines that one task printed, and its answer."""
+        lines: list[str] = []
         try:
-            if self._workshop is None:
-                self._workshop = _opened(codec.unpack(self._content))
+            # Opened at the first task, in the worker's own process, and kept for all
+            # later ones.
+            if self._worker is None:
+                self._worker = _opened(codec.unpack(self._content))
         except Exception as trouble:
-            return codec.pack([said, failed(trouble)])
-        return codec.pack([said, done(self._workshop, codec.unpack(content), said.append)])
+            return codec.pack([lines, failed(trouble)])
+        return codec.pack([lines, done(self._worker, codec.unpack(content), lines.append)])
 
     def pid(self) -> int:
-        """Its process, for whoever must end it."""
+        """Number of its process, for tests that end it."""
         return os.getpid()
 
 
-def _opened(job: dict[str, Any]) -> Workshop:
+def _opened(job: dict[str, Any]) -> Worker:
+    # The same kernel path on all machines: other instructions round other digits.
     if job["kernel"]:
         _take(job["kernel"])
     if folder := job["folder"]:
         try:
             os.chdir(folder)
         except OSError as trouble:
-            said = (trouble.strerror or "it does not say why").lower()
-            raise DriftlineError(f"cannot enter '{folder}': {said}") from None
-    return open_workshop(job["workshop"], job["about"])
+            reason = (trouble.strerror or "it does not say why").lower()
+            raise DriftlineError(f"cannot enter '{folder}': {reason}") from None
+    return open_worker(job["worker"], job["about"])
 
 
 def _take(path: str) -> None:

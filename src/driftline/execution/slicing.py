@@ -1,6 +1,7 @@
-"""Work cut into slices of about the same weight: the shards of a comparison, the tasks of a job.
+"""Slicing: work is divided into parts of about equal weight, for shards and for tasks of a job.
 
-Deterministic: the same weights give the same slices, on every machine.
+Deterministic: the same weights give the same parts on every machine. Does not know what the work
+is.
 """
 
 from __future__ import annotations
@@ -52,13 +53,14 @@ def parse_shard(text: str) -> Shard:
 
 
 def _is_number(word: str) -> bool:
+    # Text of a command line: a longer number would be slow to convert and cannot be meant.
     return word.isascii() and word.isdigit() and len(word) < 12
 
 
 def slice_of(weights: Sequence[int], shard: Shard) -> range:
-    """Places of the things that belong to a shard: neighbours, of about the same weight in all.
+    """Positions of the items that belong to a shard: neighbours, of about equal weight in total.
 
-    A thing belongs where its middle lies on the way from the first to the last.
+    An item belongs to the shard in which the middle of its weight lies.
 
     >>> [slice_of([1, 1, 1, 3], Shard(n, 2)) for n in (1, 2)]
     [range(0, 3), range(3, 4)]
@@ -67,7 +69,8 @@ def slice_of(weights: Sequence[int], shard: Shard) -> range:
     first = last = 0
     before = 0
     for weight in weights:
-        middle = 2 * before + weight  # twice, so that it is a whole number
+        middle = 2 * before + weight  # doubled, to stay an integer
+        # With a total of 0 everything belongs to the first shard.
         owner = min(middle * shard.of // (2 * total) if total else 0, shard.of - 1)
         first += owner < shard.number - 1
         last += owner < shard.number
@@ -78,23 +81,24 @@ def slice_of(weights: Sequence[int], shard: Shard) -> range:
 def groups(
     weights: Sequence[int], places: Sequence[str], *, least: int, most: int, count: int
 ) -> list[list[int]]:
-    """Neighbours of one place, together until they weigh enough.
+    """Groups of neighbouring items of one place.
 
     Args:
-        weights: Of each thing.
-        places: Where each thing lies; a group lies in one place.
-        least: No group needs to be smaller than this.
-        most: None is larger, but for a single thing.
+        weights: Weight of each item.
+        places: Place of each item; all items of a group have the same.
+        least: Smallest useful weight of a group.
+        most: Largest weight of a group, unless it is a single item.
         count: About how many groups there should be.
     """
+    # Neither so small that sending costs more than the work, nor so large that others wait.
     goal = min(max(sum(weights) // max(count, 1), least), most)
-    found: list[list[int]] = []
+    complete: list[list[int]] = []
     group: list[int] = []
     weighs = 0
-    for at, weight in enumerate(weights):
-        if group and (weighs + weight > goal or places[at] != places[group[0]]):
-            found.append(group)
+    for index, weight in enumerate(weights):
+        if group and (weighs + weight > goal or places[index] != places[group[0]]):
+            complete.append(group)
             group, weighs = [], 0
-        group.append(at)
+        group.append(index)
         weighs += weight
-    return [*found, group] if group else found
+    return [*complete, group] if group else complete

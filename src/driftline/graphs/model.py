@@ -1,24 +1,26 @@
-"""A graph of operators, nested as its program nests them, and how deep one wants to look.
+"""A graph of operators, nested like its program, and its nodes at one level of depth.
 
-Nodes come in the order in which they ran and name the tensors they read and write; a name may be
-written again (an operator that works in place). `seen_at` gives the nodes of one depth: every name
-is written once there, and before it is read. Knows no files, and no framework.
+Nodes are listed in execution order and name the tensors that they read and write. A name may be
+written again by an operator that works in place. `at_level` returns the nodes of one level, where
+every name is written once, before it is read. No files and no frameworks are known here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from driftline.errors import BadFile, BadInput
 
+# Bounds for graphs from files: a hostile file must not exhaust memory or the stack.
 MOST_NODES = 500_000
 DEEPEST = 64
-"""Nobody nests operations deeper; a file that does is not to be believed."""
+"""Greatest nesting depth that is accepted from a file."""
 
 
 class TensorInfo(NamedTuple):
-    """What is known of a tensor: torch's name of its type, and its extents."""
+    """What is known of a tensor: torch's name of its type, and its shape."""
 
     dtype: str = ""
     shape: tuple[int, ...] | None = None
@@ -28,7 +30,7 @@ class GraphNode(NamedTuple):
     """An operator, or a part of the model that holds some.
 
     Attributes:
-        name: Unique in the graph, as far as its source is right.
+        name: Should be unique in the graph; duplicates get a number.
         kind: Type of the operator, class of the module.
         inputs: Names of the tensors it reads.
         outputs: Names of the tensors it writes.
@@ -55,11 +57,11 @@ class Graph(NamedTuple):
         name: The model's name.
         kind: Its class.
         nodes: The outermost ones, in order.
-        inputs: Names of what the model is given, parameters too.
-        outputs: Names of what it gives.
+        inputs: Names of the model's inputs, parameters included.
+        outputs: Names of the model's outputs.
         tensors: What is known of tensors, by name.
-        domain: Whose operators these are: `aten`, `atb`, `ge`.
-        notes: Sentences about what is not in it.
+        domain: The library of the operators: `aten`, `atb`, `ge`.
+        notes: Sentences about what the graph leaves out.
     """
 
     name: str
@@ -76,8 +78,8 @@ class Graph(NamedTuple):
         return max((_depth(node) for node in self.nodes), default=0)
 
 
-class SeenNode(NamedTuple):
-    """A node at the chosen depth; `path` names what it lies in, outermost first."""
+class LevelNode(NamedTuple):
+    """A node at the chosen level; `path` names the nodes around it, outermost first."""
 
     name: str
     kind: str
@@ -90,37 +92,38 @@ class SeenNode(NamedTuple):
     visit: int = 0
 
 
-class SeenGraph(NamedTuple):
-    """The nodes of one depth: each tensor has one maker, which comes before its readers."""
+class LevelGraph(NamedTuple):
+    """The nodes of one level: each tensor has one maker, which comes before its readers."""
 
     name: str
-    nodes: tuple[SeenNode, ...]
+    nodes: tuple[LevelNode, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     tensors: Mapping[str, TensorInfo]
     domain: str
 
 
-def seen_at(graph: Graph, level: int | None = None) -> SeenGraph:
-    """The graph at a depth.
+def at_level(graph: Graph, level: int | None = None) -> LevelGraph:
+    """The graph at one level.
 
     Args:
-        graph: What to look at.
-        level: 0 is the whole model as one node, 1 its outermost nodes, and so on; None, or more
-            than there is, the innermost ones.
+        graph: The nested graph.
+        level: 0 is the whole model as one node, 1 its outermost nodes, and so on; None, or a level
+            below the last, selects the innermost nodes.
 
     Raises:
         BadInput: The level is no such number.
         BadFile: The nodes feed each other in a circle, or there are too many.
     """
     require_level(level)
-    settled = _Settling(graph)
-    nodes = settled.nodes(graph.nodes)
-    outputs = [settled.current[name] for name in graph.outputs if name in settled.current]
+    names = _SsaNames(graph)
+    nodes = names.nodes(graph.nodes)
+    outputs = [names.current[name] for name in graph.outputs if name in names.current]
+    # Level 0 shows the model as a single node, which its source does not list.
     if level == 0:
-        whole = _Settled(graph.name, graph.kind or graph.name, [], outputs, {}, nodes, "")
-        nodes = [whole]
-    return _cut(graph, settled, nodes, outputs, level)
+        model_node = _SsaNode(graph.name, graph.kind or graph.name, [], outputs, {}, nodes)
+        nodes = [model_node]
+    return _cut(graph, names, nodes, outputs, level)
 
 
 def require_level(level: int | None) -> None:
@@ -131,95 +134,88 @@ def require_level(level: int | None) -> None:
         )
 
 
-class _Settled:
-    """A node whose tensors have names of their own."""
+@dataclass(slots=True, eq=False)
+class _SsaNode:
+    """A node in SSA form: every tensor name is written once."""
 
-    __slots__ = ("children", "inputs", "kind", "name", "outputs", "param", "site", "visit")
+    name: str
+    kind: str
+    inputs: list[str]
+    outputs: list[str]
+    param: Mapping[str, Any]
+    children: list[_SsaNode]
+    site: str = ""
+    visit: int = 0
 
-    def __init__(
-        self,
-        name: str,
-        kind: str,
-        inputs: list[str],
-        outputs: list[str],
-        param: Mapping[str, Any],
-        children: list[_Settled],
-        site: str,
-        visit: int = 0,
-    ) -> None:
-        self.name = name
-        self.kind = kind
-        self.inputs = inputs
-        self.outputs = outputs
-        self.param = param
-        self.children = children
-        self.site = site
-        self.visit = visit
-
-    def leaves(self) -> Iterator[_Settled]:
+    def leaves(self) -> Iterator[_SsaNode]:
         if not self.children:
             yield self
         for child in self.children:
             yield from child.leaves()
 
 
-class _Settling:
-    """Gives each writing of a tensor a name of its own, in the order in which nodes ran."""
+class _SsaNames:
+    """Brings nodes into SSA form: each write of a tensor gets a new name, in execution order."""
 
     def __init__(self, graph: Graph) -> None:
         self.current: dict[str, str] = {}
         self.tensors: dict[str, TensorInfo] = {}
-        self._known = graph.tensors
-        self._taken: dict[str, int] = {}
+        self._infos = graph.tensors
+        self._used: dict[str, int] = {}
         self._names: dict[str, int] = {}
         self._count = 0
         for name in graph.inputs:
             self._new(name)
 
-    def nodes(self, nodes: Sequence[GraphNode], depth: int = 1) -> list[_Settled]:
+    def nodes(self, nodes: Sequence[GraphNode], depth: int = 1) -> list[_SsaNode]:
         if depth > DEEPEST:
             raise BadFile(f"the graph is nested more than {DEEPEST} levels deep")
         return [self._node(node, depth) for node in _in_order(nodes, self.current)]
 
-    def _node(self, node: GraphNode, depth: int) -> _Settled:
+    def _node(self, node: GraphNode, depth: int) -> _SsaNode:
         self._count += 1
         if self._count > MOST_NODES:
             raise BadFile(f"the graph has more than {MOST_NODES} nodes")
+        # Reading comes before writing: a node that works in place reads the old value under its old
+        # name.
         inputs = [self.current.get(name) or self._new(name) for name in node.inputs]
         children = self.nodes(node.children, depth + 1)
         made = {name for child in children for leaf in child.leaves() for name in leaf.outputs}
+        # A container that returns a child's tensor names that very tensor; otherwise it
+        # wrote a new one.
         outputs = [
             self.current[name] if self.current.get(name) in made else self._new(name)
             for name in node.outputs
         ]
         name = _unique(node.name or node.kind or "node", self._names)
         kind = node.kind or "Operation"
-        return _Settled(name, kind, inputs, outputs, node.param, children, node.site, node.visit)
+        return _SsaNode(name, kind, inputs, outputs, node.param, children, node.site, node.visit)
 
     def _new(self, name: str) -> str:
-        own = _unique(name or "tensor", self._taken)
+        own = _unique(name or "tensor", self._used)
         self.current[name] = own
-        if name in self._known:
-            self.tensors[own] = self._known[name]
+        if name in self._infos:
+            self.tensors[own] = self._infos[name]
         return own
 
 
-def _unique(name: str, taken: dict[str, int]) -> str:
-    """A name that is not taken; how often it was asked for is kept, so that many are quick."""
-    own, number = name, taken.get(name, 0)
-    while own in taken:
+def _unique(name: str, used: dict[str, int]) -> str:
+    """A name that is not used yet: the name itself, or with a number."""
+    own, number = name, used.get(name, 0)
+    # The counter makes a thousand equal names linear instead of quadratic.
+    while own in used:
         number += 1
         own = f"{name}__{number + 1}"
-    taken[own] = 0
-    taken[name] = number
+    used[own] = 0
+    used[name] = number
     return own
 
 
-def _in_order(nodes: Sequence[GraphNode], known: Mapping[str, str]) -> Sequence[GraphNode]:
-    """Makers before readers. As a rule they are already; a file may list them otherwise.
+def _in_order(nodes: Sequence[GraphNode], available: Mapping[str, str]) -> Sequence[GraphNode]:
+    """The nodes with makers before readers; usually the order of the file.
 
     Raises:
-        BadFile: There is no such order.
+        BadFile: The nodes depend on each other in a circle.
     """
     makers: dict[str, int] = {}
     for index, node in enumerate(nodes):
@@ -231,23 +227,27 @@ def _in_order(nodes: Sequence[GraphNode], known: Mapping[str, str]) -> Sequence[
         return {
             makers[name]
             for name in node.inputs
-            if makers.get(name, index) > index and name not in known and name not in node.outputs
+            if makers.get(name, index) > index
+            and name not in available
+            and name not in node.outputs
         }
 
+    # The usual case is checked first, because files are nearly always in order.
     if not any(waits_for(index) for index in range(len(nodes))):
         return nodes
-    # Each name's first writer before all its readers, otherwise as listed.
+    # The first writer of each name comes before its readers; otherwise the order stays.
     before = [
         {makers[name] for name in node.inputs if name in makers and makers[name] != index}
         for index, node in enumerate(nodes)
     ]
     readers: dict[int, list[int]] = {}
-    for index, those in enumerate(before):
-        for maker in those:
+    for index, waits in enumerate(before):
+        for maker in waits:
             readers.setdefault(maker, []).append(index)
+    # A heap keeps the file's order among nodes that are ready: graphs stay recognisable.
     import heapq
 
-    ready = [index for index, those in enumerate(before) if not those]
+    ready = [index for index, waits in enumerate(before) if not waits]
     ordered: list[GraphNode] = []
     while ready:
         index = heapq.heappop(ready)
@@ -257,53 +257,22 @@ def _in_order(nodes: Sequence[GraphNode], known: Mapping[str, str]) -> Sequence[
             if not before[reader]:
                 heapq.heappush(ready, reader)
     if len(ordered) < len(nodes):
-        stuck = [nodes[index].name for index, those in enumerate(before) if those][:2]
+        stuck = [nodes[index].name for index, waits in enumerate(before) if waits][:2]
         raise BadFile(f"the nodes feed each other in a circle: {' and '.join(map(repr, stuck))}")
     return ordered
 
 
 def _cut(
     graph: Graph,
-    settled: _Settling,
-    nodes: Sequence[_Settled],
+    names: _SsaNames,
+    nodes: Sequence[_SsaNode],
     outputs: Sequence[str],
     level: int | None,
-) -> SeenGraph:
-    chosen: list[tuple[_Settled, tuple[str, ...]]] = []
-
-    def choose(those: Sequence[_Settled], path: tuple[str, ...]) -> None:
-        for node in those:
-            if not node.children or (level is not None and len(path) + 1 >= max(level, 1)):
-                chosen.append((node, path))
-            else:
-                choose(node.children, (*path, node.name))
-
-    choose(nodes, ())
-    reads: list[dict[str, None]] = []
-    makes: list[dict[str, None]] = []
-    owner: dict[str, int] = {}
-    for index, (node, _) in enumerate(chosen):
-        leaves = list(node.leaves())
-        inside = dict.fromkeys(name for leaf in leaves for name in leaf.outputs)
-        wanted = dict.fromkeys(
-            name
-            for name in (*node.inputs, *(n for leaf in leaves for n in leaf.inputs))
-            if name not in inside
-        )
-        reads.append(wanted)
-        makes.append(dict.fromkeys(n for n in node.outputs if n in inside or not node.children))
-        for name in inside:
-            owner.setdefault(name, index)
-    for index, wanted in enumerate(reads):
-        for name in wanted:
-            maker = owner.get(name)
-            if maker is not None and maker != index:
-                makes[maker].setdefault(name)
-    for name in outputs:
-        if name in owner:
-            makes[owner[name]].setdefault(name)
-    seen = tuple(
-        SeenNode(
+) -> LevelGraph:
+    chosen = list(_chosen(nodes, level, ()))
+    reads, makes = _border_tensors([node for node, _ in chosen], outputs)
+    level_nodes = tuple(
+        LevelNode(
             node.name,
             node.kind,
             tuple(wanted),
@@ -316,29 +285,70 @@ def _cut(
         )
         for (node, path), wanted, made in zip(chosen, reads, makes, strict=True)
     )
-    made_by_all = {name for node in seen for name in node.outputs}
-    given = dict.fromkeys(n for node in seen for n in node.inputs if n not in made_by_all)
-    # What nobody reads is given to the outside, where the source does not say what is.
-    read = {name for node in seen for name in node.inputs}
-    last = [n for n in outputs if n in made_by_all] or [
-        name for node in seen for name in node.outputs if name not in read
+    made = {name for node in level_nodes for name in node.outputs}
+    read = dict.fromkeys(name for node in level_nodes for name in node.inputs)
+    # If the source lists no outputs, tensors that no node reads are the outputs.
+    last = [name for name in outputs if name in made] or [
+        name for node in level_nodes for name in node.outputs if name not in read
     ]
-    return SeenGraph(
+    return LevelGraph(
         graph.name,
-        seen,
-        tuple(given),
+        level_nodes,
+        tuple(name for name in read if name not in made),
         tuple(dict.fromkeys(last)),
-        settled.tensors,
+        names.tensors,
         graph.domain,
     )
+
+
+def _chosen(
+    nodes: Sequence[_SsaNode], level: int | None, path: tuple[str, ...]
+) -> Iterator[tuple[_SsaNode, tuple[str, ...]]]:
+    """The nodes of a level, each with the names of the nodes around it."""
+    for node in nodes:
+        if not node.children or (level is not None and len(path) + 1 >= max(level, 1)):
+            yield node, path
+        else:
+            yield from _chosen(node.children, level, (*path, node.name))
+
+
+def _border_tensors(
+    nodes: Sequence[_SsaNode], outputs: Sequence[str]
+) -> tuple[list[dict[str, None]], list[dict[str, None]]]:
+    """The tensors that each node reads from others, and those that it makes for others.
+
+    Tensors between two leaves of one node are invisible; only what crosses its border counts.
+    """
+    reads: list[dict[str, None]] = []
+    makes: list[dict[str, None]] = []
+    owner: dict[str, int] = {}
+    for index, node in enumerate(nodes):
+        leaves = list(node.leaves())
+        inside = dict.fromkeys(name for leaf in leaves for name in leaf.outputs)
+        read = (*node.inputs, *(name for leaf in leaves for name in leaf.inputs))
+        reads.append(dict.fromkeys(name for name in read if name not in inside))
+        makes.append(dict.fromkeys(n for n in node.outputs if n in inside or not node.children))
+        for name in inside:
+            owner.setdefault(name, index)
+    # Whatever another node reads must be an output of its maker, even if the source did not list
+    # it; the same holds for the outputs of the graph.
+    for index, wanted in enumerate(reads):
+        for name in wanted:
+            maker = owner.get(name)
+            if maker is not None and maker != index:
+                makes[maker].setdefault(name)
+    for name in outputs:
+        if name in owner:
+            makes[owner[name]].setdefault(name)
+    return reads, makes
 
 
 def _depth(node: GraphNode) -> int:
     deepest, waiting = 1, [(node, 1)]
     while waiting:
-        one, depth = waiting.pop()
+        current, depth = waiting.pop()
         deepest = max(deepest, depth)
         if depth > DEEPEST:
             raise BadFile(f"the graph is nested more than {DEEPEST} levels deep")
-        waiting += [(child, depth + 1) for child in one.children]
+        waiting += [(child, depth + 1) for child in current.children]
     return deepest

@@ -1,6 +1,6 @@
-"""The module tree of a run: which module is where, of which class, with which parameters.
+"""The module tree of a run: the place, class and parameters of each module.
 
-A value and its JSON; who builds it and where it is written is not known here.
+A value and its JSON form. Who builds it and where it is stored is not known here.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ class ModuleNode:
     Attributes:
         site: Its site in the run.
         class_name: Its class.
-        ids: Child indices from the root joined by `_`: what `-ids` takes. Empty for a root; None
-        where
-            there is no such path (later models of a process).
-        parameters: What it holds itself, not its children's.
+        ids: Child indices from the root joined by `_`, as `-ids` accepts them. Empty for a root;
+            None if there is no such path (later models of a process).
+        parameters: Its own parameters and buffers, without those of its children.
         children: In order of registration, by the name under which the parent holds them.
-        shared: The site is that of a module that appeared before: it is one object in two places.
+        shared: The same object appeared before at another place of the tree.
     """
 
     site: str
@@ -52,6 +51,7 @@ class ModuleNode:
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = {"site": self.site, "class": self.class_name, "ids": self.ids}
+        # Empty fields are left out: trees of large models have thousands of nodes.
         if self.shared:
             data["shared"] = True
         if self.parameters:

@@ -1,8 +1,7 @@
-"""A path → a graph, and a graph → a file: what `driftline topology` and its Python twin open.
+"""Open the graph behind a path, and write graphs to files: `driftline topology` and its API.
 
-A topology file of ATB, a run of ours, or any dump that opens as a run. Which of the sources a graph
-is made of is decided here: a list of calls if there is one, else the dump's own edges, else equal
-bytes.
+A path is a topology file of ATB, a run, or any dump that opens as a run. The graph is made from the
+best source there is: the list of calls, else the dump's edges, else equal bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from driftline.errors import AlreadyThere, BadFile, BadInput, BadRun
-from driftline.graphs.model import Graph, TensorInfo, require_level, seen_at
+from driftline.graphs.model import Graph, TensorInfo, at_level, require_level
 from driftline.graphs.writers.atb import LARGEST, Shapes, atb_graph
 from driftline.graphs.writers.onnx import onnx_bytes
 from driftline.runs.layout import folder_name, parse_folder
@@ -38,38 +37,38 @@ def topology_to_onnx(
     rank: int = 0,
     force: bool = False,
 ) -> Path:
-    """Write the structure of a model as an ONNX file, to be looked at with a viewer.
+    """Write the structure of a model as an ONNX file for a viewer.
 
     Args:
         path: A run, a dump of another program, or a topology file of ATB (`*.json`).
-        model_level: How deep: 1 shows the outermost nodes, 0 the whole as one; the innermost ones
-            if not given, or -1.
-        output: The file. Default: beside the source, with its name and `.onnx`.
-        step: Of a run: which step; its first one if not given.
-        rank: Of a run: which rank.
-        force: Replace a file that is there.
+        model_level: 1 shows the outermost nodes, 0 the whole model as one; None or -1 the innermost
+            nodes.
+        output: The file. Default: next to the source, with its name and `.onnx`.
+        step: Step of a run; None for its first one.
+        rank: Rank of a run.
+        force: Replace an existing file.
 
     Returns:
         The file that was written.
 
     Raises:
-        BadFile: The source cannot be believed.
-        BadInput: The level is no depth, or there is no such step.
+        BadFile: The source is damaged.
+        BadInput: The level is not a depth, or there is no such step.
         AlreadyThere: The output exists.
     """
-    if model_level == -1:  # as the seed's function has it
+    if model_level == -1:  # ait's function of this name uses -1 for the innermost nodes
         model_level = None
     require_level(model_level)
     place = output_for(Path(path), output, ".onnx", force=force)
     graph = read_graph(path, step=step, rank=rank)
     from driftline import __version__
 
-    write_whole(place, onnx_bytes(seen_at(graph, model_level), __version__))
+    write_whole(place, onnx_bytes(at_level(graph, model_level), __version__))
     return place
 
 
 def atb_json_to_onnx(path: StrPath, model_level: int | None = None) -> Path:
-    """The same under its first name; an earlier file of it is replaced, as there."""
+    """`topology_to_onnx` under the name that ait uses; like ait it replaces an earlier file."""
     return topology_to_onnx(path, model_level, force=True)
 
 
@@ -77,8 +76,8 @@ def read_graph(path: StrPath, *, step: int | None = None, rank: int = 0, process
     """The graph behind a path.
 
     Raises:
-        BadFile: It cannot be believed.
-        BadRun: There is nothing, or nothing that has a structure.
+        BadFile: The file is damaged or no topology.
+        BadRun: The path holds nothing from which a graph can be made.
     """
     place = Path(path)
     if place.is_file():
@@ -90,6 +89,7 @@ def read_graph(path: StrPath, *, step: int | None = None, rank: int = 0, process
         return _of_file(place)
     from driftline.formats.registry import open_run
 
+    # A list of calls is exact, so it wins over edges and bytes.
     if (place.is_dir() or url_of(path)) and (calls := _calls_of(place, rank, process)):
         from driftline.graphs.sources.calls import calls_graph
 
@@ -101,6 +101,8 @@ def read_graph(path: StrPath, *, step: int | None = None, rank: int = 0, process
 
     graph = run_graph(run, rank, process, step)
     if graph is None:
+        # The error names what there is: a wrong step or rank is the usual reason for an
+        # empty graph.
         steps = sorted({r.key.step for r in run.records if r.key.rank == rank})
         if step is not None and steps and step not in steps:
             raise BadInput(
@@ -127,11 +129,12 @@ def _of_file(place: Path) -> Graph:
         text = read_inside(place.resolve().parent, place, LARGEST).decode("utf-8", "replace")
     except OSError as trouble:
         raise BadFile(f"{place} cannot be read: {reason_of(trouble)}") from None
+    # This file looks like ATB's but describes a run; its graph needs the tensors beside it.
     if place.name == "topology.json" and parse_folder(place.resolve().parent.name) is not None:
         raise BadFile(
             f"{place} is a part of a run", hint=f"give the run's folder: {place.parent.parent}"
         )
-    return atb_graph(text, str(place), _shapes_beside(place.resolve()))
+    return atb_graph(text, str(place), _shapes_of_dump(place.resolve()))
 
 
 def _calls_of(place: Path, rank: int, process: int) -> list[Call]:
@@ -147,19 +150,21 @@ def _calls_of(place: Path, rank: int, process: int) -> list[Call]:
     return list(read_calls(content.decode("utf-8", "replace")))
 
 
-def _shapes_beside(place: Path) -> Shapes:
-    """What the operation csv of the same process says, where the file lies in a dump."""
+def _shapes_of_dump(place: Path) -> Shapes:
+    """Shapes from the operation csv of the same process, if the file is part of a dump."""
     from driftline.formats.ascend.atb.tables import read_operations
 
+    # ATB keeps topologies and operation tables in parallel folders of one dump.
     if place.parent.parent.name not in ("model", "layer"):
         return {}
     root = place.parent.parent.parent
     folder = root / FOLDERS["operation_tensors"] / place.parent.name
     shapes: dict[str, tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]] = {}
     try:
-        names = sorted(one.name for one in folder.iterdir())
+        names = sorted(entry.name for entry in folder.iterdir())
     except OSError:
         return {}
+    # A bound for folders with unrelated files.
     for name in names[:1000]:
         if kind_of_sheet(name) != "operation_tensors":
             continue
@@ -173,20 +178,20 @@ def _shapes_beside(place: Path) -> Shapes:
 
 
 def _infos(described: tuple[Described, ...]) -> tuple[TensorInfo, ...]:
-    return tuple(TensorInfo(one.dtype, one.shape) for one in described)
+    return tuple(TensorInfo(tensor.dtype, tensor.shape) for tensor in described)
 
 
 def output_for(source: Path, output: StrPath | None, suffix: str, *, force: bool) -> Path:
-    """Where a graph goes, checked before the work is done.
+    """The path of the output, checked before the work is done.
 
     Raises:
-        AlreadyThere: Something is there.
+        AlreadyThere: The path exists.
     """
     if output is None:
         real = source.resolve() if source.name in ("", ".", "..") else source
         name = real.name.removesuffix(".json") if real.is_file() else real.name
         place = real.parent / f"{name}{suffix}"
-        if url_of(source) is not None:  # beside what lies elsewhere nothing is written
+        if url_of(source) is not None:  # nothing is written next to a remote source
             place = Path(f"{name}{suffix}")
     else:
         place = Path(output)
@@ -198,11 +203,12 @@ def output_for(source: Path, output: StrPath | None, suffix: str, *, force: bool
 
 
 def write_whole(place: Path, content: bytes) -> None:
-    """The file appears complete or not at all.
+    """Write a file so that it appears complete or not at all.
 
     Raises:
         BadInput: It cannot be written.
     """
+    # A temporary file in the same folder: the rename is atomic and never crosses file systems.
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(

@@ -1,4 +1,7 @@
-"""What a comparison says of the nodes of a graph. Knows no comparison: whoever has one fills it."""
+"""Findings of a comparison for the nodes of a graph.
+
+How a comparison is made is not known here; the caller fills in the findings.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from driftline.graphs.model import SeenNode
+from driftline.graphs.model import LevelNode
 
 ORDER = ("fail", "incomparable", "missing", "extra", "pass")
 """Statuses, worst first."""
@@ -14,13 +17,13 @@ _NOTHING: Mapping[str, float] = {}
 
 
 class Finding(NamedTuple):
-    """What a comparison says of one site.
+    """The finding of a comparison for one site.
 
     Attributes:
         status: pass, fail, incomparable, missing or extra.
-        value: How far it is off, in the metric of the overlay; NaN if there is no number.
-        text: In words.
-        figures: Numbers that nodes carry, by name: the metric, its limit, value over limit.
+        value: The error in the metric of the overlay; NaN if there is none.
+        text: A description.
+        figures: Numbers for the node, by name: the metric, its limit, value over limit.
     """
 
     status: str
@@ -31,24 +34,27 @@ class Finding(NamedTuple):
     @property
     def badness(self) -> tuple[int, float]:
         """Sorts the worst first: by status, then by value."""
-        at = ORDER.index(self.status) if self.status in ORDER else len(ORDER)
-        return at, math.inf if math.isnan(self.value) else -self.value
+        rank = ORDER.index(self.status) if self.status in ORDER else len(ORDER)
+        # NaN sorts last within its status: no number says how bad it is.
+        return rank, math.inf if math.isnan(self.value) else -self.value
 
 
-def finding_of(node: SeenNode, findings: Mapping[str, Finding]) -> Finding | None:
-    """A node's own finding; of an operator without one its module's, of a closed node the worst
-    inside.
+def finding_of(node: LevelNode, findings: Mapping[str, Finding]) -> Finding | None:
+    """The finding of a node.
+
+    Its own; for an operator without one that of its module; for a closed node the worst inside.
     """
     if not findings or not node.site:
         return None
     module, sign, _ = node.site.rpartition("/")
-    found = findings.get(f"{node.site}#{node.visit}") or findings.get(node.site)
-    found = found or (findings.get(module) if sign else None)
-    if found is not None:
-        return found
+    # The call, then the site, then the module that contains the operator.
+    own = findings.get(f"{node.site}#{node.visit}") or findings.get(node.site)
+    own = own or (findings.get(module) if sign else None)
+    if own is not None:
+        return own
     inside = [
-        one
-        for site, one in findings.items()
+        finding
+        for site, finding in findings.items()
         if node.holds and site.startswith((f"{node.site}.", f"{node.site}/"))
     ]
-    return min(inside, key=lambda one: one.badness, default=None)
+    return min(inside, key=lambda finding: finding.badness, default=None)

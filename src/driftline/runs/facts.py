@@ -1,8 +1,8 @@
-"""What a run says of itself as a whole: which framework and tool made it, and what its order means.
+"""Facts about a whole run: which framework and tool made it, and what its order means.
 
-Read once from the manifest and from what every process left, and the same for every view of a run.
-A converted run writes them again, under the keys they are read from. Knows no tensor's values, and
-of a process that left nothing it says nothing.
+Read once from the manifest and the facts of every process; every view of a run has the same. A
+converted run stores them again under the same keys. Knows no values of tensors, and nothing about
+processes that stored no facts.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ Order = Literal["execution", "registration", "none"]
 """What the order of the records means: tensors as they were computed, modules as the program
 registered them (norms last, say), or nothing, as in a file of named tensors."""
 StepUnit = Literal["", "micro-batch"]
-"""What one step counts, where the tool that wrote the run counts something of its own."""
+"""What one step counts, if the tool that wrote the run counts something else than steps."""
 
 TILED_FORMATS = frozenset({"atb", "atb-bin", "ge", "ge-dump"})
-"""Formats whose matrices may be padded to whole tiles. Elsewhere more tokens are more tokens."""
+"""Formats whose matrices may be padded to tiles; elsewhere a longer axis means more tokens."""
 
 RUN_KEYS = ("framework", "order", "step_unit", "numbered_names", "formats")
-"""Keys of a manifest, or of what a process left, that are about the run as a whole."""
+"""Keys of a manifest or process.json that are about the whole run."""
 
 # What tools call a framework, where that is not the framework's own name: the debugger of
 # transformers names its library, msprobe the project.
 _FRAMEWORKS = {"transformers": "torch", "pytorch": "torch"}
 _ORDERS = ("execution", "registration", "none")
 _STEP_UNITS = ("micro-batch",)
+# Facts come from files: counts beyond these are not believed, because tables are made by them.
 _MOST_RANKS = 1 << 20
 _MOST_STAGES = 1 << 16
 
 
 class ProcessFacts(NamedTuple):
-    """What one process said about its place in a job.
+    """The place of one process in a job, as it described it.
 
     Attributes:
         rank: Its rank.
-        process: Which process of that rank it is.
-        world: How many ranks its job had; 0 where it does not say.
+        process: Its number among the processes of that rank.
+        world: Number of ranks of its job; 0 if unknown.
         meshes: Device meshes, as the process described them.
         groups: Process groups it was part of, each a list of ranks.
         stages: Stages of a pipeline that it ran, as it described them.
@@ -61,16 +62,16 @@ class ProcessFacts(NamedTuple):
         return {"rank": self.rank, "process": self.process, **world, **self.of_job()}
 
     def of_job(self) -> dict[str, JSON]:
-        """Its meshes, groups and stages; who copies a process numbers it, and counts the ranks."""
+        """Meshes, groups and stages; a copy of the process has its own number and world size."""
         lists = {"meshes": self.meshes, "groups": self.groups, "stages": self.stages}
         return {name: list(values) for name, values in lists.items() if values}
 
 
 class RunFacts(NamedTuple):
-    """What is true of a run as a whole.
+    """Facts about a whole run.
 
     Attributes:
-        framework: `torch`, `paddle`, `onnxruntime`...; empty where nothing says it.
+        framework: `torch`, `paddle`, `onnxruntime`...; empty if unknown.
         formats: The format the run is stored in, then those it was converted from, newest first.
         order: What the order of its records means.
         step_unit: What one step counts; empty for the usual, a step of the program.
@@ -96,17 +97,17 @@ class RunFacts(NamedTuple):
 
     @property
     def first_format(self) -> str:
-        """The format of the tool that wrote it, before any conversion; empty where nobody says."""
+        """The format of the tool that wrote it, before any conversion; empty if unknown."""
         return self.formats[-1] if self.formats else ""
 
     @property
     def world(self) -> int:
-        """How many ranks the job had, also where some left nothing; 0 where nobody says."""
+        """Number of ranks of the job, including those that stored nothing; 0 if unknown."""
         return max((process.world for process in self.processes), default=0)
 
     @property
     def stages(self) -> dict[int, list[tuple[int, str | None]]]:
-        """Rank → the pipeline stages its processes named, with the sites of their models."""
+        """Rank → the pipeline stages that its processes declared, with their models' sites."""
         by_rank: dict[int, list[tuple[int, str | None]]] = {}
         for process in self.processes:
             for stage in map(_table, process.stages):
@@ -125,23 +126,25 @@ class RunFacts(NamedTuple):
         order: Order = "execution",
         sites: Iterable[str] = (),
     ) -> RunFacts:
-        """Read the facts; what cannot be believed is as if it were not said.
+        """Read the facts; invalid values are ignored.
 
         Args:
-            manifest: That of the run.
-            processes: What each process left about itself, with its rank and process.
-            order: What the order of its records means, unless the run says it.
+            manifest: Manifest of the run.
+            processes: Facts of each process, with its rank and process.
+            order: Meaning of the records' order, unless the run declares it.
             sites: Site of the first record of each process.
         """
         declared = (manifest, *processes)
         return cls(
             _framework(manifest, processes),
             _formats(manifest, processes),
+            # The first that says something valid wins; the manifest comes before the
+            # processes.
             cast("Order", _declared("order", declared, _ORDERS) or order),
             cast("StepUnit", _declared("step_unit", declared, _STEP_UNITS)),
-            any(said.get("numbered_names") is True for said in declared),
+            any(facts.get("numbered_names") is True for facts in declared),
             any(_is_operator(site) for site in sites),
-            tuple(read_process(said) for said in processes),
+            tuple(read_process(facts) for facts in processes),
         )
 
     def to_json(self) -> dict[str, JSON]:
@@ -156,8 +159,8 @@ class RunFacts(NamedTuple):
         return {name: value for name, value in shown.items() if value}
 
     def of_process(self, rank: int, process: int) -> dict[str, JSON]:
-        """What `process.json` of a copy of the run says: the facts, and the process's place."""
-        places = {(each.rank, each.process): each for each in self.processes}
+        """Content of `process.json` in a copy of the run: the facts, and the process's place."""
+        places = {(facts.rank, facts.process): facts for facts in self.processes}
         place = places.get((rank, process))
         return self.to_json() | ({} if place is None else place.of_job())
 
@@ -167,7 +170,7 @@ def read_facts(run: Run, order: Order) -> RunFacts:
 
     Args:
         run: Any run.
-        order: What the order of its records means, unless the run says it.
+        order: Meaning of the records' order, unless the run declares it.
     """
     sites = [record.key.site for record in first_records(run)]
     return RunFacts.from_json(run.manifest, run.processes(), order=order, sites=sites)
@@ -175,9 +178,9 @@ def read_facts(run: Run, order: Order) -> RunFacts:
 
 def first_records(run: Run) -> list[Record]:
     """The first record of each process that has any."""
-    from driftline.runs.index import KeptRecords
+    from driftline.runs.index import IndexRecords
 
-    if isinstance(run.records, KeptRecords):  # a long run is not built to look at its first lines
+    if isinstance(run.records, IndexRecords):  # a long run is not built to look at its first lines
         return run.records.firsts()
     firsts: dict[tuple[int, int], Record] = {}
     for record in run.records:
@@ -186,9 +189,10 @@ def first_records(run: Run) -> list[Record]:
 
 
 def _framework(manifest: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) -> str:
-    for said in (manifest, *processes):
-        if name := str(said.get("framework") or "").lower():
+    for facts in (manifest, *processes):
+        if name := str(facts.get("framework") or "").lower():
             return "paddle" if name.startswith("paddle") else _FRAMEWORKS.get(name, name)
+    # Dumps of paddle may name no framework, only their format.
     return "paddle" if "paddle" in str(manifest.get("format", "")).lower() else ""
 
 
@@ -196,29 +200,32 @@ def _formats(
     manifest: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]
 ) -> tuple[str, ...]:
     chain = [str(manifest.get("format", ""))]
-    for said in (manifest, *processes):
-        if earlier := _list(said.get("formats")):
+    for facts in (manifest, *processes):
+        if earlier := _list(facts.get("formats")):
             chain += [str(name) for name in earlier]
             break
         # Runs that 0.1.0 converted name only the format before the last conversion.
-        if before := said.get("converted_from"):
+        if before := facts.get("converted_from"):
             # `FORMAT: path` in a list of files, a table in a run.
             of_files = before.partition(":")[0] if isinstance(before, str) else ""
             chain.append(of_files or str(_table(before).get("format", "")))
             break
+    # A run that was copied without conversion would otherwise name its format twice.
     return tuple(
-        name for at, name in enumerate(chain) if name and (at == 0 or chain[at - 1] != name)
+        name
+        for index, name in enumerate(chain)
+        if name and (index == 0 or chain[index - 1] != name)
     )
 
 
-def read_process(said: Mapping[str, Any]) -> ProcessFacts:
-    """What a process said about its place; what cannot be believed is as if it were not said."""
-    world = said.get("world_size")
+def read_process(facts: Mapping[str, Any]) -> ProcessFacts:
+    """Place of a process in its job; invalid values are ignored."""
+    world = facts.get("world_size")
     return ProcessFacts(
-        _count(said.get("rank")),
-        _count(said.get("process")),
+        _count(facts.get("rank")),
+        _count(facts.get("process")),
         world if type(world) is int and 0 <= world < _MOST_RANKS else 0,
-        *(tuple(_list(said.get(name))) for name in ("meshes", "groups", "stages")),
+        *(tuple(_list(facts.get(name))) for name in ("meshes", "groups", "stages")),
     )
 
 
@@ -228,8 +235,8 @@ def _is_operator(site: str) -> bool:
 
 
 def _declared(key: str, declared: Iterable[Mapping[str, Any]], choices: Sequence[str]) -> str:
-    """The first of these values that is said under a key; empty where none is."""
-    return next((said[key] for said in declared if said.get(key) in choices), "")
+    """The first valid value that is declared under a key; empty if there is none."""
+    return next((facts[key] for facts in declared if facts.get(key) in choices), "")
 
 
 def _table(value: Any) -> Mapping[str, Any]:

@@ -1,8 +1,9 @@
-"""The lines of an index, as many as there are: a few thousand in memory, more where they lie.
+"""The index of a run: its lines, and the records made of them on demand.
 
-A line takes a kilobyte as an object and four hundred bytes in its file. So of a long index only the
-place of every 64th line is kept, and lines are read and decoded again when they are asked for: a
-microsecond each. No file is held open: a run may have a thousand of them.
+A line takes a kilobyte as an object and four hundred bytes in its file. So a few thousand lines
+stay in memory, and of a longer index only the offset of every 64th line is kept: lines are then
+read and decoded again when they are needed, a microsecond each. No file is held open, because a run
+may have a thousand indexes.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ if TYPE_CHECKING:
     from driftline.runs.local_files import Listed
 
 
-_one = sys.intern
+_interned = sys.intern
 
 FEW = 4_096
-"""So many lines of a run stay as they are."""
+"""Number of lines of a run that stay in memory."""
 _STRETCH = 64
-"""Lines whose places follow from that of the first of them."""
+"""Number of neighbouring lines for which one offset is kept."""
 
 
 _Read = Callable[[int, int], bytes]
-"""So many bytes of an index, from a place on."""
+"""Reads bytes of an index, given their start and length."""
 
 
-class Room:
-    """How many lines more may stay in memory, over all indexes of a run."""
+class MemoryBudget:
+    """Number of lines that may still stay in memory, shared by all indexes of a run."""
 
     def __init__(self, left: int = FEW) -> None:
         self.left = left
@@ -46,21 +47,21 @@ class Room:
         self.spool: UnnamedFile | None = None
 
     def spooled(self, content: bytes) -> tuple[UnnamedFile, int]:
-        """Bytes that came from elsewhere, in a file without a name, and where they begin there."""
+        """Stores fetched bytes in a temporary file; returns the file and their offset in it."""
         if self.spool is None:
             self.spool = UnnamedFile("driftline-")
         return self.spool, self.spool.append(content)
 
 
-class KeptLines:
-    """Checked lines of one index; in the order of execution once `finish` was called.
+class IndexLines:
+    """Checked lines of one index; in the order of execution after `finish`.
 
     Args:
-        room: What all indexes of the run share.
+        room: Budget shared by all indexes of the run.
         reopen: Opens the file again, for lines that did not stay in memory.
     """
 
-    def __init__(self, room: Room, reopen: Callable[[], BinaryIO]) -> None:
+    def __init__(self, room: MemoryBudget, reopen: Callable[[], BinaryIO]) -> None:
         self.last_step: int | None = None
         self._room = room
         self._reopen = reopen
@@ -76,10 +77,13 @@ class KeptLines:
         self._lost: dict[int, str] = {}
         self._spool: tuple[UnnamedFile, int] | None = None
         self._size = 0
-        self._known: tuple[int, list[bytes]] = (-1, [])
+        # The stretch that was read last: neighbours are usually asked for one after the
+        # other.
+        self._last_stretch: tuple[int, list[bytes]] = (-1, [])
 
     def append(self, line: Line, start: int, length: int, *, ended: bool = True) -> None:
-        """A line that was checked, where in the file its text lies, and whether a line end does."""
+        """Adds a checked line, with the location of its text and whether a line end follows."""
+        # Threads of one process may write their lines slightly out of order.
         if line.order <= self._order:
             self._in_order = False
         self._order = line.order
@@ -87,6 +91,7 @@ class KeptLines:
             self.last_step = line.step
         if line.lost:
             self._lost[self._count] = line.lost
+        # Blank or bad lines break the neighbourhood, and a new stretch begins.
         if start != self._end or self._count - self._firsts[-1] >= _STRETCH:
             self._firsts.append(self._count)
             self._starts.append(start)
@@ -96,6 +101,8 @@ class KeptLines:
         if self._few is not None:
             self._few.append(line)
             self._room.left -= 1
+            # From here on the index is too long: lines are dropped, and only places are
+            # kept.
             if self._room.left < 0:
                 from array import array
 
@@ -103,13 +110,15 @@ class KeptLines:
                 self._firsts, self._starts = array("Q", self._firsts), array("Q", self._starts)
 
     def take(self, lines: list[Line]) -> bool:
-        """All lines, checked; whether there is room for them. `finish` is not needed then."""
+        """Takes all lines at once, already checked; False without room. Replaces `finish`."""
         if self._count or len(lines) > self._room.left:
             return False
         self._room.left -= len(lines)
         self._count = len(lines)
         orders = [line.order for line in lines]
-        self._few = lines if orders == sorted(orders) else sorted(lines, key=lambda one: one.order)
+        self._few = (
+            lines if orders == sorted(orders) else sorted(lines, key=lambda line: line.order)
+        )
         self.last_step = max((line.step for line in lines), default=None)
         return True
 
@@ -119,6 +128,8 @@ class KeptLines:
         Raises:
             OSError: It cannot be read again.
         """
+        # A fetched index would have to be fetched again, so its bytes are kept in a
+        # temporary file.
         if self._few is None and not _can_be_reopened(file):
             file.seek(0)
             self._spool = self._room.spooled(file.read())
@@ -126,7 +137,7 @@ class KeptLines:
             orders = [line.order for line in self]
             places = sorted(range(self._count), key=orders.__getitem__)
             if self._few is not None:
-                self._few = [self._few[at] for at in places]
+                self._few = [self._few[place] for place in places]
             else:
                 from array import array
 
@@ -137,18 +148,18 @@ class KeptLines:
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, at: int) -> Line:
+    def __getitem__(self, index: int) -> Line:
         if self._few is not None:
-            return self._few[at]
+            return self._few[index]
         import bisect  # with `array` half a millisecond, which a short index does not need
 
-        place = at if self._places is None else self._places[at]
-        which = bisect.bisect_right(self._firsts, place) - 1
-        known = self._known
-        if known[0] != which:
+        place = index if self._places is None else self._places[index]
+        number = bisect.bisect_right(self._firsts, place) - 1
+        stretch = self._last_stretch
+        if stretch[0] != number:
             with self._opened() as read:
-                known = self._known = which, self._stretch(read, which)
-        return self._decoded(place, known[1][place - self._firsts[which]])
+                stretch = self._last_stretch = number, self._stretch(read, number)
+        return self._decoded(place, stretch[1][place - self._firsts[number]])
 
     def __iter__(self) -> Iterator[Line]:
         if self._few is not None:
@@ -188,6 +199,7 @@ class KeptLines:
         last = which + 1 == len(self._firsts)
         end = self._size if last else self._starts[which + 1]
         count = (self._count if last else self._firsts[which + 1]) - self._firsts[which]
+        # At most `count` lines, because a growing index may have more by now.
         return read(start, end - start).split(b"\n", count)[:count]
 
     def _decoded(self, place: int, text: bytes) -> Line:
@@ -195,12 +207,21 @@ class KeptLines:
             line = _decode(text)
         except ValueError:
             raise BadRun("an index was changed while it was read") from None
-        # Each text comes as a new object, and most of them are the same few.
-        line.site, line.port, line.slot = _one(line.site), _one(line.port), _one(line.slot)
-        line.dtype, line.class_, line.shard = _one(line.dtype), _one(line.class_), _one(line.shard)
-        line.device, line.alias = _one(line.device), _one(line.alias)
+        # Decoding makes new strings each time, most of which are the same few names.
+        line.site, line.port, line.slot = (
+            _interned(line.site),
+            _interned(line.port),
+            _interned(line.slot),
+        )
+        line.dtype, line.class_, line.shard = (
+            _interned(line.dtype),
+            _interned(line.class_),
+            _interned(line.shard),
+        )
+        line.device, line.alias = _interned(line.device), _interned(line.alias)
         shape = tuple(line.shape)
         line.shape = self._room.shapes.setdefault(shape, shape)
+        # What was found wrong when the index was checked is not in the text of the line.
         if self._lost and place in self._lost:
             line.lost = self._lost[place]
         return line
@@ -211,7 +232,7 @@ def _decode(text: bytes) -> Line:
 
 
 def _can_be_reopened(file: BinaryIO) -> bool:
-    """Whether it is a file of this machine, and not bytes that came from elsewhere."""
+    """Whether this is a file of this machine, not bytes that were fetched."""
     try:
         file.fileno()
     except (io.UnsupportedOperation, OSError):
@@ -219,23 +240,25 @@ def _can_be_reopened(file: BinaryIO) -> bool:
     return True
 
 
-# The records of a run, made of its lines when they are asked for.
-
-
+# Up to here holding all records is cheaper than building them twice.
 _KEPT_RECORDS = 10_000
 
 
-class KeptRecords(Sequence[Record]):
-    """The records of a run, built from its lines when asked for.
+class IndexRecords(Sequence[Record]):
+    """The records of a run, built from its lines on demand.
 
-    A hundred thousand cost nothing until then. They are kept when all are asked for a second time,
-    a few thousand at once: whoever pairs them walks over them often, and holds most of them anyway.
+    A few thousand are kept at the first walk over all of them, more at the second: pairing walks
+    over the records often, and holds most of them anyway.
+
+    Attributes:
+        parts: The lines of each process.
+        hold: Whether records may be kept after a second walk.
     """
 
     def __init__(self, parts: Sequence[Listed]) -> None:
         self.parts = parts
         self._ends = list(itertools.accumulate(len(part.lines) for part in parts))
-        self.hold = True  # whether records that are asked for again and again may be kept
+        self.hold = True
         self._built: list[Record] = []
         self._walked = False
 
@@ -247,21 +270,24 @@ class KeptRecords(Sequence[Record]):
     @overload
     def __getitem__(self, index: slice) -> list[Record]: ...
     def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        # Built records are handed out as they are, so that identity means the same tensor.
         if self._built:
             return self._built[index]
         if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        at = index + len(self) if index < 0 else index
-        if not 0 <= at < len(self):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
             raise IndexError("the run has no such record")
         import bisect  # few ask for one by its number
 
-        which = bisect.bisect_right(self._ends, at)
-        part = self.parts[which]
-        line = part.lines[at - (self._ends[which - 1] if which else 0)]
+        part_index = bisect.bisect_right(self._ends, position)
+        part = self.parts[part_index]
+        line = part.lines[position - (self._ends[part_index - 1] if part_index else 0)]
         return record_of(line, part.rank, part.process)
 
     def __iter__(self) -> Iterator[Record]:
+        # A second walk shows that somebody needs them all; building them again would take
+        # longer.
         again = self._walked and self.hold
         if not self._built and (len(self) <= _KEPT_RECORDS or again):
             self._built = list(self._each())
@@ -288,13 +314,10 @@ class KeptRecords(Sequence[Record]):
                 yield line.site
 
 
-# Making many small values without looking for cycles among them.
-
-
 @contextlib.contextmanager
 def uncollected() -> Generator[None]:
-    """A stretch without cyclic collection; for our own code only, a user's may make cycles."""
-    if not gc.isenabled():  # somebody else's choice, or a stretch within another
+    """Turns the cyclic garbage collector off for a while; a user's code must not run inside."""
+    if not gc.isenabled():  # the program's own choice, or a block inside another one
         yield
         return
     gc.disable()

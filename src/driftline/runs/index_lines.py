@@ -1,8 +1,8 @@
-"""One index line: a record as JSON, and back. Nothing a line claims is believed unchecked.
+"""One index line: a record as JSON, and back. Every value of a line is checked before it is used.
 
-Fields that have their usual value are left out. Rank and process are not in a line: the folder says
-them. The writing half needs only the standard library; the reading half uses msgspec for long
-indexes where it is installed.
+Fields with their usual value are left out. Rank and process are not in a line: the folder's name
+has them. Writing needs only the standard library; reading uses msgspec for long indexes, if it is
+installed. Does not know files.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ from driftline.runs.layout import is_shard_name
 from driftline.runs.records import Blob, Record, TensorKey, usual
 
 _SKETCH = struct.Struct(f"<{SKETCH_BUCKETS}d")
+# Numbers in a line come from a file: larger ones would overflow 64-bit arithmetic later.
 _LARGEST = 2**62
 _KEPT = ("full", "sample", "summary", "digest", "describe")
 _NUMBERS = ("min", "max", "mean", "std", "l2")
 _BYTES = ',"shard":"'
-"""From here on a line says where its bytes are. Inside of a name the quotes would be escaped."""
+"""Begins the part of a line that locates its bytes; inside a name the quotes would be escaped."""
 _COUNTS = ("count", "zeros", "nan", "pos_inf", "neg_inf")
 
 
 class BadLine(ValueError):
-    """An index line that cannot be believed; the message says why."""
+    """Raised for an index line with impossible values; the message says which."""
 
 
 @functools.lru_cache(maxsize=4096)
 def shape_text(shape: tuple[int, ...]) -> str:
-    """A shape inside JSON's brackets; a model has few of them."""
+    """A shape inside JSON's brackets; cached, because a model has few different shapes."""
     return ",".join(str(int(size)) for size in shape)
 
 
 def encode_line(record: Record, order: int, digest: str, blob: Blob | None, lost: str) -> str:
     """The JSON of one record, without a line end.
 
-    Written by hand because 20 000 of them take a second else.
+    Formatted by hand, because 20 000 lines take a second with the JSON encoder.
     """
+    # Unpacked in one go, which is quicker than reading fields one by one.
     (key, _, dtype, shape, alias, class_name, device, kept, _, _, stride, summary, placement, _) = (
         record
     )
@@ -54,6 +56,7 @@ def encode_line(record: Record, order: int, digest: str, blob: Blob | None, lost
         f'"slot":{json_string(slot)},"step":{step},"visit":{visit},'
         f'"dtype":"{dtype}","shape":[{shape_text(shape)}],"kept":"{kept}"'
     )
+    # Usual values are left out of the line; the reader puts them back.
     usual_phase, usual_moment = usual(port)
     if phase != usual_phase:
         line += f',"phase":{json_string(phase)}'
@@ -82,23 +85,25 @@ def encode_line(record: Record, order: int, digest: str, blob: Blob | None, lost
 
 
 def bytes_end(line: str) -> tuple[str, int] | None:
-    """The shard a line of ours names, and where in it the bytes end; None if it names none."""
-    _, found, place = line.rpartition(_BYTES)
-    if not found:
+    """The shard of a line written by us, and the offset after its bytes; None without bytes."""
+    # Searched from the end, where the bytes stand; a site may be called anything.
+    _, separator, place = line.rpartition(_BYTES)
+    if not separator:
         return None
-    said = json.loads("{" + found[1:] + place)
-    return said["shard"], said["offset"] + said["length"]
+    location = json.loads("{" + separator[1:] + place)
+    return location["shard"], location["offset"] + location["length"]
 
 
 def without_bytes(line: str, lost: str) -> str:
-    """A line of ours that does not say where its bytes are, but why they are missing."""
+    """A line written by us without the location of its bytes, but with the reason of their loss."""
     return f'{line.rpartition(_BYTES)[0]},"lost":{json_string(lost)}}}'
 
 
 def line_ends(record: Record) -> tuple[str, str]:
-    """What is the same in all lines of one place: up to the step, and from behind the visit on.
+    """The constant parts of all lines of one tensor: the text before the step and after the visit.
 
-    The second ends where the digest comes; the record is that of step 0 and visit 0, without one.
+    The second part ends where the digest follows. The record must have step 0, visit 0 and no
+    digest.
     """
     step_and_visit = ',"step":0,"visit":0'
     before, behind = encode_line(record, 0, "", None, "").split(step_and_visit, 1)
@@ -112,12 +117,13 @@ def number(value: float) -> str:
     ('0.5', '"-inf"')
     """
     text = repr(float(value))
+    # JSON has no NaN and no infinities; their texts end in these two letters.
     return f'"{text}"' if text[-1] in "nf" else text
 
 
 def encode_summary(summary: Summary) -> str:
     count, low, high, mean, std, l2, zeros, nan, pos_inf, neg_inf, sketch = summary
-    if nan != nan:  # other programs' statistics count nothing
+    if nan != nan:  # statistics of other programs, which have no counts
         zeros = nan = pos_inf = neg_inf = '"nan"'
     text = (
         f'{{"count":{count},"zeros":{zeros},"nan":{nan},"pos_inf":{pos_inf},"neg_inf":{neg_inf},'
@@ -135,6 +141,7 @@ def encode_summary(summary: Summary) -> str:
 def _number_of(value: object) -> float:
     if type(value) is str and value in ("nan", "inf", "-inf"):
         return float(value)
+    # Not isinstance: a bool is an int, and no number of a summary.
     if type(value) is float or type(value) is int:
         try:
             return float(value)
@@ -144,10 +151,10 @@ def _number_of(value: object) -> float:
 
 
 def decode_summary(value: object) -> Summary:
-    """The summary in a line.
+    """Read the summary of a line.
 
     Raises:
-        BadLine: It is not one. A sketch that is only garbled is left out instead.
+        BadLine: It is no summary. A damaged sketch alone is left out instead.
     """
     if not isinstance(value, dict):
         raise BadLine("the summary is not an object")
@@ -159,13 +166,15 @@ def decode_summary(value: object) -> Summary:
     if isinstance(packed, str):
         import binascii
 
+        # A sketch only refines a comparison, so a damaged one is dropped instead of the
+        # whole line.
         with contextlib.suppress(ValueError, struct.error):
             sketch = _SKETCH.unpack(binascii.a2b_base64(packed, strict_mode=True))
     return Summary(count, low, high, mean, std, l2, zeros, nan, pos_inf, neg_inf, sketch=sketch)
 
 
 def _check_summary(value: object) -> None:
-    """Whether `decode_summary` will succeed; a third of its cost, as the sketch is passed over."""
+    """Check that `decode_summary` will succeed; a third of its cost, as the sketch is skipped."""
     if not isinstance(value, dict):
         raise BadLine("the summary is not an object")
     fields = cast("dict[str, object]", value)
@@ -176,13 +185,13 @@ def _check_summary(value: object) -> None:
 
 
 def _count_of(value: object, name: str) -> Any:
-    """A count; NaN where nobody counted."""
+    """A count; NaN if nothing was counted."""
     if value == "nan" and name != "count":
         return math.nan
-    return _whole(value, name)
+    return _checked_count(value, name)
 
 
-def _whole(value: object, name: str) -> int:
+def _checked_count(value: object, name: str) -> int:
     if type(value) is not int or not 0 <= value < _LARGEST:
         raise BadLine(f"{name} is {str(value)[:40]}, not a count")
     return value
@@ -218,7 +227,7 @@ class Line:
     lost: Any
 
 
-# No defaults of the class itself: Python finds an attribute sooner where the class has none.
+# Defaults are no class attributes: Python finds an instance attribute faster without them.
 _USUAL: dict[str, Any] = {
     **dict.fromkeys(Line.__annotations__, ""),
     **dict.fromkeys(("order", "site", "port", "slot", "dtype", "shape", "summary")),
@@ -230,6 +239,7 @@ _FIELDS = {("class" if name == "class_" else name): name for name in Line.__anno
 
 
 _KNOWN = frozenset(_FIELDS)
+# The scanner of the standard library without the checks around it; a private name, thus getattr.
 _scan = cast("Callable[[str, int], tuple[Any, int]]", getattr(json.JSONDecoder(), "scan_once"))  # noqa: B009
 
 
@@ -245,21 +255,24 @@ def _decode_with_json(text: bytes) -> Line:
 
 
 def _line_of(fields: dict[str, Any]) -> Line:
+    # Newer versions may add fields; they are ignored, so that old readers still open new runs.
     if not _KNOWN.issuperset(fields):
         fields = {name: fields[name] for name in fields if name in _KNOWN}
     line = Line()
     if "class" in fields:
         fields["class_"] = fields.pop("class")
+    # One assignment of a dict instead of 22 attributes: this runs for every line.
     line.__dict__ = {**_USUAL, **fields}
     return line
 
 
 def decode_together(text: bytes) -> list[Line] | None:
-    """All lines of a short index in one go, which takes two thirds of the time; None if one is bad.
+    """Decode all lines of a short index at once, in two thirds of the time; None if one is bad.
 
-    Who wants to know which decodes them one by one.
+    To learn which line is bad, decode them one by one.
     """
     count = text.count(b"\n")
+    # Exactly one object a line, or line numbers of errors would be wrong.
     if not text.endswith(b"}\n") or text.count(b"}\n{") != count - 1:
         return None
     listed = b"[" + text[:-1].replace(b"\n", b",") + b"]"
@@ -272,12 +285,12 @@ def decode_together(text: bytes) -> list[Line] | None:
 
 _BLANK = " \t\r\n"
 SHORT = 1 << 20
-"""Bytes of indexes that the standard library has read before msgspec is loaded, for 6 ms."""
+"""Bytes of indexes that are read without msgspec, whose import takes 6 ms."""
 _begun = 0
 
 
 def decoder(size: int = SHORT) -> Callable[[bytes], Line]:
-    """The quickest function for so many bytes more of lines; ValueError on what is none."""
+    """The fastest decoder for `size` more bytes of lines; it raises ValueError on a bad line."""
     global _begun
     _begun += size
     return _decode_with_json if _begun < SHORT else _fast_decoder()
@@ -289,6 +302,7 @@ def _fast_decoder() -> Callable[[bytes], Line]:
         import msgspec
     except ImportError:
         return _decode_with_json
+    # Fields are decoded as Any: checks are done by `check_line`, with messages of its own.
     fields: list[Any] = [(name, Any, usual) for name, usual in _USUAL.items()]
     structure = msgspec.defstruct("FastLine", fields, rename={"class_": "class"}, gc=False)
     return cast("Callable[[bytes], Line]", msgspec.json.Decoder(structure).decode)
@@ -298,11 +312,15 @@ _names_a_shard = functools.lru_cache(maxsize=64)(is_shard_name)
 
 
 def check_line(line: Line) -> int:
-    """Refuses a line whose claims cannot be true, before anything is allocated for it.
+    """Refuses a line with impossible values, before anything is allocated for it.
 
     Returns:
-        How many bytes the values of the tensor take, as far as they are kept.
+        Number of bytes that the stored values of the tensor take.
+
+    Raises:
+        BadLine: A value is impossible.
     """
+    # One long condition instead of a loop over names: it runs for every line of an index.
     if (
         type(line.site) is not str
         or type(line.port) is not str
@@ -327,7 +345,8 @@ def check_line(line: Line) -> int:
         and 0 <= visit < _LARGEST
     ):
         for name in ("order", "step", "visit"):
-            _whole(getattr(line, name), name)
+            _checked_count(getattr(line, name), name)
+    # An unknown type has no size, so nothing about its bytes could be checked.
     if type(line.dtype) is not str or line.dtype not in DTYPES:
         raise BadLine(f"dtype {str(line.dtype)[:40]!r} is not known")
     if line.kept not in _KEPT:
@@ -340,26 +359,34 @@ def check_line(line: Line) -> int:
         if type(extent) is not int or not 0 <= extent < _LARGEST:
             raise BadLine(f"the shape has {str(extent)[:40]} in it")
         elements *= extent
+    # The product of believable extents may still be absurd.
     if elements >= _LARGEST:
         raise BadLine(f"the shape claims {elements:.3g} elements")
     stride = line.sample_stride
     if stride != 1:
-        if _whole(stride, "sample_stride") < 1:
+        if _checked_count(stride, "sample_stride") < 1:
             raise BadLine("sample_stride is 0")
         elements = -(-elements // stride)
     if line.summary is not None:
         _check_summary(line.summary)
     expected = DTYPES[line.dtype].byte_count(elements)
     if line.shard != "":
-        if type(line.shard) is not str or not _names_a_shard(line.shard):
-            raise BadLine(f"shard {str(line.shard)[:60]!r} is not the name of a shard")
-        offset, length = line.offset, line.length
-        if type(offset) is not int or not 0 <= offset < _LARGEST:
-            _whole(offset, "offset")
-        if type(length) is not int or length != expected:
-            _whole(length, "length")
-            raise BadLine(f"{length} bytes are listed for a tensor of {expected}")
+        _check_location(line, expected)
     return expected
+
+
+def _check_location(line: Line, expected: int) -> None:
+    """Refuses a line whose bytes cannot be where it says, or cannot be as many."""
+    # The name becomes part of a path, so only names that we give are accepted.
+    if type(line.shard) is not str or not _names_a_shard(line.shard):
+        raise BadLine(f"shard {str(line.shard)[:60]!r} is not the name of a shard")
+    offset, length = line.offset, line.length
+    if type(offset) is not int or not 0 <= offset < _LARGEST:
+        _checked_count(offset, "offset")
+    # The length must follow from type and shape: a shorter blob would be read beyond its end.
+    if type(length) is not int or length != expected:
+        _checked_count(length, "length")
+        raise BadLine(f"{length} bytes are listed for a tensor of {expected}")
 
 
 def record_of(line: Line, rank: int, process: int) -> Record:

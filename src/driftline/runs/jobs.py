@@ -1,7 +1,7 @@
-"""Which job the parts of a run belong to, and which of its ranks are missing or ended early.
+"""Jobs: several ranks write one run, and a reader notices missing, early or foreign ranks.
 
-Every process writes the id of the run it joined and a name of the job it belongs to. Clocks have no
-say in it: machines of one job need not agree on the time.
+Every process stores the id of the run it joined and the name of its job. The first rank begins the
+run, and no rank waits for another. Clocks are not used: machines of one job may disagree on time.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from driftline.runs.sinks import JSON
 
 
+# A manifest is a few kilobytes; more than this is not one.
 _LARGEST = 1 << 20
 _SHOWN = 8
 
@@ -40,7 +41,7 @@ Facts = Mapping[str, Any]
 
 
 def membership(folder: Path) -> dict[str, JSON]:
-    """What a process says of where it belongs: the run in this folder, and its job."""
+    """The ids of the run in a folder and of this process's job, for `process.json`."""
     facts: dict[str, JSON] = {"run": run_id(folder)}
     if job := settings.job_id():
         facts["job"] = job
@@ -48,7 +49,7 @@ def membership(folder: Path) -> dict[str, JSON]:
 
 
 def run_id(folder: Path) -> str:
-    """The id of the run in a folder; empty where that cannot be told."""
+    """The id of the run in a folder; empty if it cannot be read."""
     return str(_manifest(folder).get("id", ""))
 
 
@@ -61,33 +62,36 @@ def is_of_this_job(folder: Path) -> bool:
 def _manifest(folder: Path) -> Facts:
     try:
         with (folder / MANIFEST).open("rb") as file:
-            found: Any = json.loads(file.read(_LARGEST))
+            content: Any = json.loads(file.read(_LARGEST))
     except (OSError, ValueError, RecursionError):
         return {}
-    return cast("Facts", found) if isinstance(found, dict) else {}
+    return cast("Facts", content) if isinstance(content, dict) else {}
 
 
 def refuse_mixed(name: str, manifest: Facts, parts: Sequence[tuple[str, Facts]]) -> None:
-    """One folder holds one run of one job.
+    """Refuse a folder that holds parts of several runs or jobs.
 
     Args:
-        name: Of the run, for the message.
+        name: Name of the run, for the message.
         manifest: Its run.json.
         parts: Names of the processes' folders, with their facts.
 
     Raises:
-        BadRun: Parts of two are in it.
+        BadRun: It does.
     """
     runs: dict[str, list[str]] = {}
     jobs: dict[str, list[str]] = {}
     for folder, facts in parts:
-        for found, field in ((runs, "run"), (jobs, "job")):
-            said = facts.get(field)
-            if isinstance(said, str) and said:
-                found.setdefault(said, []).append(folder)
+        for folders_by_id, field in ((runs, "run"), (jobs, "job")):
+            identity = facts.get(field)
+            if isinstance(identity, str) and identity:
+                folders_by_id.setdefault(identity, []).append(folder)
+    # A run without an id, or whose parts name none, is accepted.
     if runs and (own := manifest.get("id")) and isinstance(own, str):
         runs.setdefault(own, [])
-        if strangers := [f for said, folders in runs.items() if said != own for f in folders]:
+        if strangers := [
+            f for identity, folders in runs.items() if identity != own for f in folders
+        ]:
             raise BadRun(
                 f"'{name}' holds parts of two runs: {_listed(strangers)} "
                 f"{'was' if len(strangers) == 1 else 'were'} written for another one",
@@ -103,28 +107,31 @@ def refuse_mixed(name: str, manifest: Facts, parts: Sequence[tuple[str, Facts]])
 
 
 def gaps(parts: Sequence[tuple[Facts, int | None]]) -> Iterator[Loss]:
-    """Ranks of a job that left nothing, and those that ended before the others.
+    """Losses for ranks of a job that stored nothing or ended before the others.
 
     Args:
-        parts: Facts of each process, and the last step it has tensors of.
+        parts: Facts of each process, and the last step of its tensors.
     """
+    # A single process without a job or process groups has no other ranks to miss.
     job = [(facts, last) for facts, last in parts if facts.get("job") or facts.get("groups")]
     if not job:
         return
-    world = max(_whole(facts.get("world_size")) for facts, _ in job)
-    here = {_whole(facts.get("rank")) for facts, _ in job}
+    world = max(_count(facts.get("world_size")) for facts, _ in job)
+    present = {_count(facts.get("rank")) for facts, _ in job}
     wanted = [facts for facts, _ in job if facts.get("only_ranks")]
-    missing = [rank for rank in range(world) if rank not in here]
+    missing = [rank for rank in range(world) if rank not in present]
+    # With --rank the other ranks left nothing on purpose.
     if missing and not wanted:
         yield Loss(
             f"rank{'s' if len(missing) > 1 else ''} {_listed(list(map(str, missing)))}",
-            f"left nothing: the job had {world} ranks, {len(here)} of them are here",
+            f"left nothing: the job had {world} ranks, {len(present)} of them are here",
         )
     ends: dict[int, int] = {}
     for facts, last in job:
-        rank = _whole(facts.get("rank"))
+        rank = _count(facts.get("rank"))
         if last is not None:
             ends[rank] = max(last, ends.get(rank, last))
+    # A rank that stopped earlier than the others crashed, or was killed with unwritten steps.
     latest = max(ends.values(), default=0)
     early = [(rank, last) for rank, last in sorted(ends.items()) if last < latest]
     for rank, last in early[:_SHOWN]:
@@ -138,11 +145,8 @@ def _listed(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 
 
-def _whole(value: Any) -> int:
+def _count(value: Any) -> int:
     return value if type(value) is int and 0 <= value < 1 << 20 else 0
-
-
-# The ranks of one job begin one run, whoever comes first, and none waits for another.
 
 
 _ATTEMPTS = 16
@@ -160,10 +164,12 @@ def begin_run(path: str | os.PathLike[str], *, force: bool = False) -> Path:
         BadInput: The folder cannot be made or written.
     """
     place = settings.job_place()
+    # Without a launcher there are no other ranks that might begin the same run.
     if not settings.job_id():
         return create_run(path, force=force, world_size=place.world_size)
     refuse_addresses(path)
     folder = Path(path)
+    # Ranks race for the manifest; a loser finds it a moment later and joins.
     for attempt in reversed(range(_ATTEMPTS)):
         if is_of_this_job(folder):
             break
@@ -184,13 +190,14 @@ def begin_run(path: str | os.PathLike[str], *, force: bool = False) -> Path:
 
 
 def _begin(folder: Path, world_size: int, *, force: bool) -> None:
-    """The first rank writes the manifest; whoever comes second finds it is of its own job."""
+    """Write the manifest, unless another rank of this job has written it."""
     if _holds_something(folder):
         if is_of_this_job(folder):
             return
         if check_room(folder, force=force):
             _set_aside(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    # Created with its whole content at once: another rank never reads half a manifest.
     written = write_new(folder / MANIFEST, dump_json(provenance(world_size=world_size)))
     if not written and not is_of_this_job(folder):
         raise AlreadyThere(
@@ -200,40 +207,41 @@ def _begin(folder: Path, world_size: int, *, force: bool) -> None:
 
 
 def _holds_something(folder: Path) -> bool:
-    """Whether anything is there but drafts of the manifest that other ranks are writing."""
+    """Whether a folder holds more than drafts of the manifest that other ranks are writing."""
     if not folder.is_dir():
         return folder.exists()
     return any(not child.name.startswith(f".{MANIFEST}.") for child in folder.iterdir())
 
 
 def _joined(folder: Path, rank: int, *, force: bool) -> Path:
-    mine = folder / folder_name(rank, 0)
-    if mine.exists():
+    own_folder = folder / folder_name(rank, 0)
+    if own_folder.exists():
         if not force:
             raise AlreadyThere(
                 f"rank {rank} of this job has captured into '{folder}' already",
                 hint="choose another output folder, or force to replace what this rank left",
             )
+        # A run that a living process still writes is never removed, not even with --force.
         refuse_living(folder)
-        shutil.rmtree(mine, ignore_errors=True)
+        shutil.rmtree(own_folder, ignore_errors=True)
     return folder
 
 
 def _set_aside(folder: Path) -> None:
-    """Move an old run out of the way in one stroke, unless another rank has done it.
+    """Move an old run away with one rename, unless another rank has done it.
 
-    It is deleted when this process ends: while its new name is taken, a slower rank cannot move
-    the new run there by mistake.
+    It is deleted when this process ends. Until then its new name exists, so that a slower rank
+    cannot move the new run there by mistake.
 
     Raises:
         OSError: It cannot be moved.
     """
     refuse_living(folder)
-    aside = folder.with_name(f".{folder.name}.{settings.job_id()}")
+    moved = folder.with_name(f".{folder.name}.{settings.job_id()}")
     try:
-        folder.rename(aside)
+        folder.rename(moved)
     except OSError:
         if folder.exists() and not is_of_this_job(folder):
             raise
         return
-    atexit.register(functools.partial(shutil.rmtree, aside, ignore_errors=True))
+    atexit.register(functools.partial(shutil.rmtree, moved, ignore_errors=True))

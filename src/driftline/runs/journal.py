@@ -1,9 +1,10 @@
-"""Between the captured program and the disk: a few buffers, and a thread that empties them.
+"""Writing in the background: buffers between the captured program and the disk (`Staging`), and the
+order in which bytes and index lines are written (`Journal`).
 
-The program's thread copies into a buffer and goes on; when all buffers are full it waits, so that
-memory stays bounded and at most `BUFFERS * BUFFER_BYTES` bytes can be lost to a kill. What a task
-means is the writer's business; this file only keeps tasks in order and never lets the program hang
-on a dead thread.
+The program's thread copies into a buffer and goes on; if all buffers are full it waits, so that
+memory stays bounded and a kill loses at most `BUFFERS * BUFFER_BYTES` bytes. Bytes are written
+before the lines that name them. A dead thread never makes the program hang. Which tensors are
+written is decided by the writer.
 """
 
 from __future__ import annotations
@@ -26,24 +27,27 @@ from driftline.runs.records import Blob, Record
 from driftline.runs.shard_writer import Shard
 from driftline.runs.sinks import Bytes, Group
 
+# Six buffers of 8 MB: enough to hide a disk's pauses, and all that a kill can lose.
 BUFFER_BYTES = 8 << 20
 BUFFERS = 6
 LONGEST_AGE = 0.5
-"""Seconds after which a half-full buffer is written anyway; the promise to users is 2 s."""
+"""Seconds after which a half-full buffer is written; users are promised 2 s."""
+# Tasks without bytes need no buffer, so their number is bounded separately.
 _QUEUE = 16
 
 Task = Callable[[], None]
 
 
 class Staging:
-    """A queue of tasks, the thread that does them, and the buffers they carry."""
+    """A queue of tasks, the thread that runs them, and the buffers they use."""
 
     def __init__(self, when_idle: Task, when_wrong: Callable[[Exception], None]) -> None:
         """Nothing is started yet.
 
         Args:
             when_idle: Called by the thread every half second in which nothing was queued.
-            when_wrong: Takes what a task raised; neither the thread nor the program sees it.
+            when_wrong: Called with the exception of a task, which ends neither the thread nor the
+                program.
         """
         self._when_idle = when_idle
         self._when_wrong = when_wrong
@@ -57,12 +61,12 @@ class Staging:
         self._pid = os.getpid()
 
     def start(self) -> None:
-        """Starts the thread; without it, whoever waits for a buffer does the work."""
+        """Starts the thread; without it, the caller that waits for a buffer does the work."""
         with self._changed:
             self._start()
 
     def take_buffer(self) -> Bytes:
-        """An empty buffer; waits for one when all are on their way to the disk."""
+        """An empty buffer; waits while all are being written."""
         while True:
             with self._changed:
                 if self._free:
@@ -70,6 +74,8 @@ class Staging:
                 if self._made < BUFFERS:
                     self._made += 1
                     return np.empty(BUFFER_BYTES, np.uint8)
+            # Waited for outside of the lock, or the thread could not give its buffer
+            # back.
             self._wait_or_help()
 
     def give_back(self, buffer: Bytes) -> None:
@@ -89,24 +95,25 @@ class Staging:
             self._wait_or_help()
 
     def submit_now(self, task: Task) -> None:
-        """Queues a task at once: for the thread itself, which must not wait for itself."""
+        """Queues a task without waiting: for the thread, which must not wait for itself."""
         with self._changed:
             self._tasks.append(task)
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Does everything that is queued, then ends the thread."""
+        """Runs all queued tasks, then ends the thread."""
         with self._changed:
             self._finished = True
             self._changed.notify_all()
         thread = self._thread
         if self._is_served() and thread is not None and thread is not threading.current_thread():
             thread.join()
+        # A task may have been queued after the thread looked for the last time.
         while self._do_one():
             pass
 
     def drain(self, seconds: float = 60.0) -> bool:
-        """Waits until everything queued is done; False when that took too long."""
+        """Waits until all queued tasks are done; False if that takes too long."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             with self._changed:
@@ -121,10 +128,12 @@ class Staging:
             try:
                 thread.start()
             except RuntimeError:
-                return  # the interpreter is ending: whoever waits helps, see _wait_or_help
+                return  # the interpreter is ending: callers do the work, see _wait_or_help
             self._thread = thread
 
     def _wait_or_help(self) -> None:
+        # Without a living thread (interpreter exit, fork) the program's own thread does the
+        # work.
         if self._is_served():
             with self._changed:
                 self._changed.wait(0.2)
@@ -132,7 +141,7 @@ class Staging:
             time.sleep(0.001)
 
     def _is_served(self) -> bool:
-        """Whether the thread lives. After a fork made in C it does not, but says that it does."""
+        """Whether the thread lives; after a fork made in C, `is_alive` alone would be wrong."""
         thread = self._thread
         return thread is not None and self._pid == os.getpid() and thread.is_alive()
 
@@ -156,6 +165,8 @@ class Staging:
         while True:
             with self._changed:
                 if not self._tasks and not self._finished:
+                    # Half the longest age: a chunk is noticed before it is
+                    # twice as old.
                     self._changed.wait(LONGEST_AGE / 2)
                 waiting, finished = bool(self._tasks), self._finished
             if waiting:
@@ -166,16 +177,15 @@ class Staging:
                 self._when_idle()
 
 
-# Bytes and the lines that name them, on their way to a part's shards and index, in this order.
-
-
+# Lines of tensors without bytes fill no buffer, so they are counted.
 _LINES_PER_CHUNK = 2048
+# On a full disk lines wait in memory, but not without end.
 _PENDING_INDEX = 16 << 20
 _HEADER_SHARE = 64
-"""Small shards have small headers: at most this part of them is kept free."""
+"""Largest share of a shard (one in so many bytes) that is reserved for its header."""
 
 _Later: TypeAlias = "tuple[Group, int]"
-"""Lines that are made when they are written, and the order of the first."""
+"""A group whose lines are made when they are written, and the order of its first record."""
 
 Submit: TypeAlias = Callable[[Task], None]
 Say: TypeAlias = Callable[[str, str], None]
@@ -183,7 +193,7 @@ Say: TypeAlias = Callable[[str, str], None]
 
 @dataclass(slots=True)
 class _Chunk:
-    """Consecutive bytes of one shard, and the index lines that are true once they are written."""
+    """Consecutive bytes of one shard, and the index lines that may be written after them."""
 
     born: float
     shard: Shard | None = None
@@ -195,25 +205,25 @@ class _Chunk:
 
 
 class Journal:
-    """The growing shards and index of one part. All methods but `flush` want the lock to be held.
+    """The growing shards and index of one part. The lock must be held for all methods but `flush`.
 
     Attributes:
-        lock: Whoever appends holds it; the thread only ever tries it.
-        failure: Why no more bytes are stored; empty as long as all is well.
-        taken: Whether that is because the program took a file away, not because of the disk.
-        lost: Lines written without the bytes they should name.
-        unlisted: Lines that could not be written either.
+        lock: Held by callers that append; the thread only tries to take it.
+        failure: Why no more bytes are stored; empty without a failure.
+        taken: Whether the program closed a file of ours, so that the disk is not the reason.
+        lost: Number of lines that were written without their bytes.
+        unlisted: Number of lines that could not be written.
     """
 
     def __init__(
         self, part: Part, lock: threading.RLock, say: Say, *, shard_bytes: int, header_bytes: int
     ) -> None:
-        """Starts the thread, so that a lone tensor does not wait for a second one.
+        """Starts the thread, so that a single tensor is written without waiting for another one.
 
         Args:
-            part: Where to write.
+            part: The folder to write to.
             lock: Held by callers.
-            say: Takes the kind and message of an event.
+            say: Called with the kind and message of an event.
             shard_bytes: Begin a new shard beyond this size.
             header_bytes: Reserved at the start of the first shard.
         """
@@ -237,16 +247,14 @@ class Journal:
     # ---- the program's thread
 
     def append(self, record: Record, order: int, data: Bytes) -> Blob | None:
-        """Copies bytes into the staging area; returns where they will be.
-
-        Or None after a failure.
-        """
+        """Copies bytes into a buffer; returns their future location, or None after a failure."""
         if self.failure:
             return None
         length = data.nbytes
         try:
             shard = self._shard_for(length)
             start = align(shard.end)
+            # A full header ends a shard like a full file does.
             while not shard.header.add(record, order, start, length):
                 shard = self._next_shard()
                 start = align(shard.end)
@@ -261,20 +269,20 @@ class Journal:
         chunk = self._chunk
         if chunk is None:
             chunk = self._chunk = _Chunk(time.monotonic())
-        # Made here and not in the thread: a thread that needs the interpreter slows the program
+        # Encoded here and not in the thread: a thread that needs the interpreter slows the program
         # far more than these two microseconds do.
         chunk.lines.append(encode_line(record, order, digest, blob, lost))
         if lost:
             self.lost += 1
         count = len(chunk.lines)
-        # The thread looks at the age too; here only against a thread that never gets a turn.
+        # The thread checks the age, too; this check helps if the thread never gets a turn.
         if count >= _LINES_PER_CHUNK or (
             count % 16 == 0 and time.monotonic() - chunk.born > LONGEST_AGE
         ):
             self._hand_over(self._staging.submit)
 
     def list_group(self, group: Group, order: int) -> None:
-        """Adds the lines of a group; the thread makes them, which is C's work and not Python's."""
+        """Adds the lines of a group; the thread makes them, because that is done in C."""
         chunk = self._chunk
         if chunk is None:
             chunk = self._chunk = _Chunk(time.monotonic())
@@ -284,7 +292,7 @@ class Journal:
             self._hand_over(self._staging.submit)
 
     def flush(self) -> None:
-        """Returns when everything listed so far is with the system: no kill can lose it now."""
+        """Returns when everything listed so far was given to the system and survives a kill."""
         with self.lock:
             self._hand_over(self._staging.submit)
         self._staging.drain()
@@ -301,14 +309,15 @@ class Journal:
         self.unlisted += self._pending_index.count(b"\n")
 
     def forget(self) -> None:
-        """In a forked child: the files are the parent's."""
+        """Closes the shard in a forked child: the files belong to the parent."""
         if self._shard is not None:
             self._shard.file.close()
 
     def _shard_for(self, length: int) -> Shard:
-        """The shard that so many bytes go to."""
+        """The shard for a tensor of this length."""
         shard = self._shard
         if shard is None or (
+            # A tensor larger than a shard gets a shard of its own, of any size.
             shard.end + length + ALIGNMENT > self._shard_bytes and len(shard.header)
         ):
             return self._next_shard()
@@ -328,9 +337,10 @@ class Journal:
 
     def _copy(self, shard: Shard, data: Bytes, gap: int) -> None:
         """Appends zeros and data to the staged end of a shard, buffer by buffer."""
-        at = -gap
+        # Counted from the first byte of data, so the gap before it is negative.
+        position = -gap
         length = data.nbytes
-        while at < length:
+        while position < length:
             chunk = self._chunk
             if chunk is None:
                 chunk = self._chunk = _Chunk(time.monotonic())
@@ -343,13 +353,13 @@ class Journal:
             if room == 0:
                 self._hand_over(self._staging.submit)
                 continue
-            if at < 0:
-                size = min(-at, room)
+            if position < 0:
+                size = min(-position, room)
                 buffer[used : used + size] = 0
             else:
-                size = min(length - at, room)
-                buffer[used : used + size] = data[at : at + size]
-            at += size
+                size = min(length - position, room)
+                buffer[used : used + size] = data[position : position + size]
+            position += size
             chunk.used = used + size
             shard.end = chunk.base + chunk.used
 
@@ -367,7 +377,7 @@ class Journal:
         chunk = self._chunk
         if chunk is None or time.monotonic() - chunk.born < LONGEST_AGE:
             return
-        # Never waits: a put in progress looks at the age itself, or fills the buffer.
+        # Never waits: a `put` in progress checks the age itself, or fills the buffer.
         if self.lock.acquire(blocking=False):
             try:
                 self._hand_over(self._staging.submit_now)
@@ -376,6 +386,7 @@ class Journal:
 
     def _write_chunk(self, chunk: _Chunk) -> None:
         if chunk.buffer is not None and chunk.shard is not None:
+            # After a torn write the rest of the bytes would have no valid place.
             if self._torn_after is None:
                 done = 0
                 try:
@@ -387,6 +398,7 @@ class Journal:
                     self.fail(error)
             self._staging.give_back(chunk.buffer)
         lines = chunk.lines
+        # Lines behind the tear would name bytes that are not there; they say so instead.
         if self._torn_after is not None:
             for place, line in enumerate(lines):
                 if not isinstance(line, str):
@@ -399,8 +411,9 @@ class Journal:
             self._write_index(b"".join(map(_encoded, lines)))
 
     def _write_index(self, text: bytes) -> None:
-        """Appends whole lines; what the disk refuses is kept and tried again with the next ones."""
+        """Appends complete lines; refused lines are tried again with the next ones."""
         if self._pending_index:
+            # The lines that wait are older, and name tensors that are on disk.
             if len(self._pending_index) + len(text) > _PENDING_INDEX:
                 self.unlisted += text.count(b"\n")
                 text = b""
@@ -413,6 +426,7 @@ class Journal:
 
     def _seal(self, shard: Shard) -> None:
         good_end = None
+        # Shards after the torn one have no bytes at all: their header lists nothing.
         if self._torn_after is not None and shard.name >= self._torn_after[0]:
             torn = shard.name == self._torn_after[0]
             good_end = self._torn_after[1] if torn else shard.header.reserved
@@ -422,12 +436,13 @@ class Journal:
             self._say("unsealed", f"{shard.name} could not be sealed: {error}")
 
     def fail(self, error: Exception) -> None:
-        """From here on bytes are not stored; said once."""
+        """Stops storing bytes, and reports the first failure."""
         if self.failure:
             return
         reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
         self.failure = f"could not be written: {reason}"
         self.taken = isinstance(error, FileTaken)
+        # Its megabyte is what the last index lines are written into.
         self._part.give_up_reserve()
         self._say(
             "disk",
@@ -436,7 +451,7 @@ class Journal:
 
 
 def _encoded(line: str | _Later) -> bytes:
-    """A line, or those of a group, with their ends."""
+    """A line, or the lines of a group, with line ends."""
     if isinstance(line, str):
         return line.encode("ascii", "replace") + b"\n"
     group, order = line

@@ -1,7 +1,7 @@
-"""Names and numbers of run format 1: what lies where in a run's folder.
+"""Names and sizes of run format 1: which files a run's folder holds.
 
-Both the writer and the reader stand on this page; `docs/run-format.md` says the same to strangers.
-It opens no file.
+Shared by the writer and the reader; `docs/run-format.md` describes the same for other programs.
+Opens no file.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ CALLS = "calls.jsonl"
 GRAPHS = "graphs.jsonl"
 """Compiled graphs; see `runs.graphs`."""
 RESERVE = ".reserve"
-"""A file of nothing, given up on a full disk so that the index can still say what is missing."""
+"""A file that only reserves space: deleted on a full disk, so that the index can be completed."""
 RESERVE_BYTES = 1 << 20
 
+# Tensors begin at multiples of a cache line, so that mapped values can be read by wide
+# instructions.
 ALIGNMENT = 64
 SHARD_BYTES = 1 << 30
 SENT_SHARD_BYTES = 64 << 20
-"""Of a run that is sent elsewhere while it is written: a shard is sent when it is sealed."""
+"""Size of shards in a run that is sent while it is written: a shard is sent when it is sealed."""
+# The header of a shard is reserved before its tensors are known, and grows with the shard's number.
 FIRST_HEADER = 256 * 1024
 LARGEST_HEADER = 8 << 20
 LONGEST_NAME = 500
 
+# Folder and shard names come from other machines: a longer number is not believed.
 _MOST_DIGITS = 9
 
 
@@ -46,12 +50,12 @@ def folder_name(rank: int, process: int) -> str:
 
 def parse_folder(name: str) -> tuple[int, int] | None:
     """Rank and process of a folder's name, or None when it is not such a folder."""
-    # By hand, as all of this page: to compile three patterns takes longer than to open a run.
+    # Without regular expressions: compiling three patterns takes longer than opening a run.
     numbers = name.removeprefix("rank").split(".p")
     if len(numbers) > 2 or not all(map(_is_number, numbers)):
         return None
     rank, process = int(numbers[0]), int(numbers[1]) if len(numbers) == 2 else 0
-    # `rank00` and `rank0.p0` would be second names of one place; only the canonical one counts.
+    # `rank00` and `rank0.p0` would be second names of one folder; only the canonical one counts.
     return (rank, process) if folder_name(rank, process) == name else None
 
 
@@ -73,8 +77,8 @@ def align(offset: int) -> int:
 
 
 def header_bytes(number: int, first: int = FIRST_HEADER) -> int:
-    """Bytes reserved at the start of the nth shard, length field included; it grows fourfold.
+    """Bytes reserved at the start of the nth shard, length field included; fourfold each time.
 
-    A small run wastes little, a run of a hundred thousand tensors needs few shards.
+    So a small run wastes little, and a run of a hundred thousand tensors needs few shards.
     """
     return align(min(first * 4**number, max(LARGEST_HEADER, first)))

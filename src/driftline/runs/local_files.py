@@ -1,4 +1,9 @@
-"""Files inside a run's folder, opened as a stranger's: no links out of it, no pipes, no giants."""
+"""Files of a run in a folder of this machine, opened with care: the run may be anybody's.
+
+Links that lead out of the folder, pipes, devices and oversized files are refused. Shards are mapped
+on demand, a bounded number of them at a time. The protocols at the end are what the reader needs of
+any place where a run's files may be. Does not know what the files mean.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
 
 from driftline.errors import BadFile, Unreachable
 from driftline.numerics.kernel import address_of, let_go
-from driftline.runs.index import KeptLines
+from driftline.runs.index import IndexLines
 from driftline.runs.layout import INDEX, is_shard_name
 from driftline.runs.records import Record
 from driftline.runs.run import Memory, ReadAhead
@@ -37,7 +42,7 @@ def is_inside(root: Path, path: Path) -> bool:
 
 
 def folders_in(path: Path) -> list[str]:
-    """Names of the folders in a folder; links are none, and what cannot be listed has none."""
+    """Names of the folders in a folder, links excluded; empty if it cannot be listed."""
     try:
         with os.scandir(path) as entries:
             return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
@@ -46,19 +51,21 @@ def folders_in(path: Path) -> list[str]:
 
 
 def open_inside(root: Path, path: Path) -> int:
-    """Opens a regular file that lies, links followed, inside the run.
+    """Opens a regular file that is inside the run after links are followed.
 
     Raises:
-        OSError: It does not, or cannot be opened.
+        OSError: It is outside, or cannot be opened.
     """
     try:
         real = path.resolve(strict=True)
     except RuntimeError:  # a loop of links
         raise OSError(0, "a link that leads nowhere") from None
+    # Checked on the resolved path: a link inside the run may lead anywhere.
     if not real.is_relative_to(root):
         raise OSError(0, "leads out of the run's folder; not followed")
     # A named pipe would block here for ever without O_NONBLOCK.
     file = os.open(real, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    # Devices may be readable and endless.
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise OSError(0, "is not a regular file")
@@ -68,6 +75,7 @@ def open_inside(root: Path, path: Path) -> int:
 def read_inside(root: Path, path: Path, limit: int | None) -> bytes:
     with os.fdopen(open_inside(root, path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
+        # Read after the check on the open file, so that it cannot be exchanged in between.
         if limit is not None and size > limit:
             raise OSError(0, f"has {size} bytes, more than anybody would write there")
         return file.read()
@@ -80,34 +88,33 @@ def read_object(root: Path, path: Path, limit: int) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", value)
 
 
-# The files of bytes that one process left, mapped when they are first asked for.
-
-
 MOST_MAPPED = 128
-"""Files of a run that are mapped at a time: each is an open file, of which a process often may have
-1024, and a run has one for each of its ranks at least."""
+"""Most shards of a run that are mapped at a time. Each is an open file; a process often may have
+1024, and a run has at least one shard for each rank."""
 
 
 class Mapped:
-    """Which shards of a run are mapped, in all its folders; of too many the oldest is let go."""
+    """The mapped shards of a run, in all its folders; with too many, the oldest is unmapped."""
 
     def __init__(self) -> None:
         self._names: deque[tuple[Shards, str]] = deque()
 
     def add(self, shards: Shards, name: str) -> None:
+        # The oldest goes first; runs are read in order, so it is the least likely to be
+        # needed again.
         self._names.append((shards, name))
         while len(self._names) > MOST_MAPPED:
-            oldest, its = self._names.popleft()
-            oldest.forget(its)
+            oldest, shard_name = self._names.popleft()
+            oldest.forget(shard_name)
 
 
 class Shards:
     """The shards in one folder of a run.
 
     Args:
-        root: The run, which no name leads out of.
-        name: Its folder in there.
-        mapped: What all folders of the run share.
+        root: The run's folder, which no name may lead out of.
+        name: Name of the process's folder.
+        mapped: The mapped shards of all folders of the run.
     """
 
     def __init__(self, root: Path, name: str, mapped: Mapped) -> None:
@@ -118,16 +125,17 @@ class Shards:
         self._places: dict[str, tuple[memoryview, int]] = {}
 
     def size(self, shard: str) -> int | str:
-        """How many bytes a shard has, or why that cannot be said.
+        """Number of bytes of a shard, or why it is unknown.
 
         Raises:
-            Unreachable: No more files can be opened, which says nothing about this one.
+            Unreachable: No more files can be opened, which is no fault of the shard.
         """
         try:
             file = open_inside(self.root, self.root / self.name / shard)
         except FileNotFoundError:
-            known = _sent_to(self.root, f"{self.name}/{shard}")
-            return f"{shard} is missing" if known is None else known[1]
+            # A run that is sent while it is written deletes shards that have arrived.
+            sent = _sent_to(self.root, f"{self.name}/{shard}")
+            return f"{shard} is missing" if sent is None else sent[1]
         except OSError as error:
             _require_files(error)
             return f"{shard} {reason_of(error)}"
@@ -137,56 +145,59 @@ class Shards:
             os.close(file)
 
     def content(self, record: Record) -> tuple[mmap.mmap | bytes, int]:
-        """The mapped shard that holds a record's bytes, and where in it they begin."""
+        """The mapped shard that holds a record's bytes, and their offset in it."""
         assert record.blob is not None
         content = self._map(record.blob.shard)
         check_inside(record, len(content))
         return content, record.blob.offset
 
     def memory(self, record: Record) -> Memory:
-        """Where a record's bytes lie."""
+        """Address of a record's bytes."""
         blob = record.blob
         assert blob is not None
-        found = self._places.get(blob.shard)
-        if found is None:
+        place = self._places.get(blob.shard)
+        if place is None:
             view = memoryview(self._map(blob.shard))  # as long as it lives, the shard stays mapped
-            found = self._places[blob.shard] = (view, address_of(view))
-        view, address = found
+            place = self._places[blob.shard] = (view, address_of(view))
+        view, address = place
         check_inside(record, len(view))
         return Memory(address + blob.offset, blob.length, view)
 
     def window(self, record: Record, start: int, stop: int) -> Memory:
-        """All of it: what is mapped costs nothing until it is looked at."""
+        """The whole record: mapped bytes cost nothing until they are read."""
         del start, stop
         return self.memory(record)
 
     def release(self) -> None:
-        """Let go of the maps: each ends with the last array or address of it, in any thread."""
+        """Forgets the maps; each ends with its last array or address, in any thread."""
+        # Pages are handed back now: the map itself ends with its last user, perhaps much
+        # later.
         for view, address in list(self._places.values()):
             let_go(address, len(view))
         self._places.clear()
         self._maps.clear()
 
     def forget(self, shard: str) -> None:
-        """As `release`, of one of them."""
+        """As `release`, for one shard."""
         self._places.pop(shard, None)
         self._maps.pop(shard, None)
 
     def _map(self, shard: str) -> mmap.mmap | bytes:
-        found = self._maps.get(shard)
-        if found is None:
+        content = self._maps.get(shard)
+        if content is None:
             if not is_shard_name(shard):
                 raise BadFile(f"'{shard[:60]}' is not the name of a shard")
             try:
                 file = open_inside(self.root, self.root / self.name / shard)
             except OSError as error:
                 _require_files(error)
-                known = _sent_to(self.root, f"{self.name}/{shard}")
-                if known is not None:
-                    raise BadFile(f"{self.name}/{shard} was sent to {known[0]}") from None
+                sent = _sent_to(self.root, f"{self.name}/{shard}")
+                if sent is not None:
+                    raise BadFile(f"{self.name}/{shard} was sent to {sent[0]}") from None
                 raise BadFile(f"{self.name}/{shard} cannot be read: {reason_of(error)}") from None
             try:
-                found = (
+                content = (
+                    # An empty file cannot be mapped.
                     mmap.mmap(file, 0, access=mmap.ACCESS_READ) if os.fstat(file).st_size else b""
                 )
             except OSError as error:
@@ -194,16 +205,16 @@ class Shards:
                 raise
             finally:
                 os.close(file)
-            self._maps[shard] = found
+            self._maps[shard] = content
             self._mapped.add(self, shard)
-        return found
+        return content
 
 
 def _require_files(error: OSError) -> None:
-    """A process that may not open another file can say nothing about any tensor.
+    """Stop if the limit of open files is reached: then no error says anything about a tensor.
 
     Raises:
-        Unreachable: It may not.
+        Unreachable: It is reached.
     """
     if error.errno in (errno.EMFILE, errno.ENFILE):
         raise Unreachable(
@@ -213,13 +224,14 @@ def _require_files(error: OSError) -> None:
 
 
 def check_inside(record: Record, size: int) -> None:
-    """Refuses a record whose bytes would lie beyond the end of their shard.
+    """Refuses a record whose bytes would reach beyond the end of their shard.
 
     Raises:
         BadFile: They would.
     """
     blob = record.blob
     assert blob is not None
+    # The index is checked when it is read, but the file may have been cut since.
     if blob.offset < 0 or blob.length < 0 or blob.offset + blob.length > size:
         raise BadFile(f"{record.key} has no values: {blob.shard} ends before its last byte")
 
@@ -230,15 +242,12 @@ def _sent_to(root: Path, name: str) -> tuple[str, int] | None:
     return sent_to(root, name)
 
 
-# The files of a run in a folder of this machine.
-
-
 def object_in(files: Files, name: str, limit: int) -> Mapping[str, Any]:
-    """A file that is one JSON object.
+    """Content of a file that holds one JSON object.
 
     Raises:
         OSError: It cannot be read.
-        ValueError: It is none.
+        ValueError: It holds something else.
     """
     value = json.loads(files.read(name, limit))
     if not isinstance(value, dict):
@@ -278,23 +287,23 @@ class FolderFiles:
         return is_held(self.root / folder / INDEX)
 
     def read_ahead(self, parts: Mapping[tuple[int, int], str]) -> ReadAhead | None:
-        """Mapped files gain nothing by it."""
+        """None: mapped files gain nothing from reading ahead."""
         del parts
         return None
 
 
-# What a reader asks of the place where a run's files lie. For types only: never loaded.
+# Protocols: what the reader needs of a place with a run's files. They are used as types only.
 
 
 class ShardFiles(Protocol):
     """The shards in one folder of a run."""
 
     def size(self, shard: str) -> int | str:
-        """How many bytes a shard has, or why that cannot be said."""
+        """Number of bytes of a shard, or why it is unknown."""
         ...
 
     def content(self, record: Record) -> tuple[Any, int]:
-        """A buffer that holds a record's bytes, and where in it they begin.
+        """A buffer that holds a record's bytes, and their offset in it.
 
         Raises:
             DriftlineError: They cannot be read.
@@ -302,7 +311,7 @@ class ShardFiles(Protocol):
         ...
 
     def memory(self, record: Record) -> Memory:
-        """Where a record's bytes lie.
+        """Address of a record's bytes.
 
         Raises:
             DriftlineError: They cannot be read.
@@ -310,7 +319,7 @@ class ShardFiles(Protocol):
         ...
 
     def window(self, record: Record, start: int, stop: int) -> Memory:
-        """The same of some of its bytes, as if the others lay around them.
+        """As `memory`, where only the bytes from `start` to `stop` may be read.
 
         Raises:
             DriftlineError: They cannot be read.
@@ -318,7 +327,7 @@ class ShardFiles(Protocol):
         ...
 
     def release(self) -> None:
-        """Let go of what is held in memory."""
+        """Release what is held in memory."""
         ...
 
 
@@ -326,18 +335,18 @@ class Files(Protocol):
     """The files of one run."""
 
     fetched: bool
-    """Whether bytes come from another machine, so that a part of a tensor costs less than all."""
+    """Whether bytes come from another machine, so that reading a part of a tensor is cheaper."""
 
     def open(self, name: str) -> BinaryIO:
-        """A file to be read from its start.
+        """Open a file for reading.
 
         Raises:
-            OSError: It is not there, or leads out of the run.
+            OSError: It does not exist, or leads out of the run.
         """
         ...
 
     def read(self, name: str, limit: int) -> bytes:
-        """All of a file.
+        """Read a complete file.
 
         Raises:
             OSError: As `open`, or it has more bytes than the limit.
@@ -345,7 +354,7 @@ class Files(Protocol):
         ...
 
     def names(self, folder: str) -> list[str]:
-        """The plain files in a folder; none where it cannot be listed."""
+        """Names of the plain files in a folder; empty if it cannot be listed."""
         ...
 
     def shards(self, folder: str) -> ShardFiles:
@@ -353,17 +362,17 @@ class Files(Protocol):
         ...
 
     def is_written(self, folder: str) -> bool | None:
-        """Whether a living process writes there now; None where that cannot be told."""
+        """Whether a living process writes there now; None if unknown."""
         ...
 
     def read_ahead(self, parts: Mapping[tuple[int, int], str]) -> ReadAhead | None:
-        """What reads many small tensors in the background; folders by rank and process."""
+        """A background reader of small tensors; `parts` gives folders by rank and process."""
         ...
 
 
 class Listed(Protocol):
-    """What one process listed."""
+    """The index of one process."""
 
     rank: int
     process: int
-    lines: KeptLines
+    lines: IndexLines

@@ -1,4 +1,4 @@
-"""A run that never touches a disk: the sink of `compare_models`, and of tests."""
+"""A run in memory: the sink of `compare_models` and of tests. Touches no disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from driftline.runs.writer import OVER_LIMIT, digest_for
 
 
 class MemorySink:
-    """Keeps records and, once each, their bytes; see `Sink` for what the methods promise."""
+    """Keeps records and, once for equal bytes, their values; see `Sink` for the contract."""
 
     def __init__(
         self, *, rank: int = 0, max_bytes: int | None = None, name: str = "memory"
@@ -46,9 +46,12 @@ class MemorySink:
         with self._lock:
             blob, lost = None, record.lost if data is None else ""
             if data is not None and data.nbytes and record.kept in ("full", "sample"):
+                # Keyed by digest and length: equal bytes are copied once.
                 place = (digest, data.nbytes)
                 if place in self._blobs or self._fits(data.nbytes):
                     if place not in self._blobs:
+                        # The program may overwrite its tensor right after
+                        # the call.
                         copy = data.copy()
                         copy.flags.writeable = False
                         self._blobs[place] = copy
@@ -56,6 +59,8 @@ class MemorySink:
                     blob = Blob("memory", 0, data.nbytes)
                 else:
                     lost = OVER_LIMIT
+            # A sink has one rank; what the record says of its own comes from another
+            # process.
             key = record.key
             if key.rank != self.rank or key.process != 0:
                 key = key._replace(rank=self.rank, process=0)
@@ -101,7 +106,7 @@ class MemorySink:
         """There is nothing to seal."""
 
     def run(self) -> Run:
-        """What was kept so far, as a run."""
+        """The records so far, as a run."""
         return _MemoryRun(
             self.name,
             list(self._records),

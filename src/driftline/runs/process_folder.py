@@ -1,7 +1,7 @@
 """The small files of one process's part of a run: its folder, facts, tree, events, index.
 
-Everything here is written at once and survives a full disk as well as it can; the large files, the
-shards, are written elsewhere, and what is worth saying is decided by the writer.
+Everything is written at once, and as far as possible even on a full disk. Shards are written by
+`journal`; the content of the small files is decided by `writer`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from driftline.runs.owned_file import OwnedFile, write_file
 from driftline.runs.provenance import dump_json, ensure_manifest, process_facts
 from driftline.runs.sinks import JSON
 
+# Blanks behind the facts, enough for the numbers that are added when a part is closed.
 _ROOM = 4096
 
 
@@ -40,6 +41,8 @@ class Part:
         """
         ensure_manifest(path, command, world_size=world_size)
         process = 0
+        # Creating the folder is the race itself: whoever makes it owns it, on every file
+        # system.
         while True:
             folder = path / folder_name(rank, process)
             try:
@@ -50,7 +53,7 @@ class Part:
         self.folder = folder
         self.process = process
         self._events: OwnedFile | None = None
-        # Locked as long as this process lives: readers see that it is still writing.
+        # Locked while this process lives, so that readers see that it is still writing.
         self._index = OwnedFile(folder / INDEX, locked=True)
         self._facts = {**process_facts(rank, process, world_size), **membership(path)}
         self._make_reserve()
@@ -86,7 +89,7 @@ class Part:
             OSError: The disk is full, and the new text is longer than the old.
         """
         text = dump_json({**self._facts, **facts})
-        # Blanks at first, so that the last word can be written in place on a disk full by then.
+        # Blanks at first, so that the final facts can be written in place on a full disk.
         room = 0 if facts.get("sealed") else len(text) + _ROOM
         _replace(self.folder / PROCESS, text.ljust(room))
 
@@ -115,7 +118,8 @@ class Part:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Replaces a small file at once; on a full disk, in place if it fits."""
+    """Replaces a small file in one step; on a full disk, in place if it fits."""
+    # Written beside and renamed: a reader sees the old or the new content, never a half.
     draft = path.with_name(f".{path.name}.new")
     try:
         write_file(draft, content)
@@ -123,6 +127,7 @@ def _replace(path: Path, content: bytes) -> None:
     except OSError:
         with contextlib.suppress(OSError):
             draft.unlink()
+        # On a full disk an existing file of this size can still be overwritten in place.
         if not path.exists() or path.stat().st_size < len(content):
             raise
         with OwnedFile(path) as file:

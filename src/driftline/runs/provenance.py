@@ -1,8 +1,9 @@
-"""Who is writing: a lock of the system on a file that is written, which ends with its process.
+"""Provenance of a run: its manifest and process facts, the git commit, and who is writing it.
 
-No file of its own, so nothing is left behind: a killed process's lock is gone with it, whatever it
-could not clean up. Clocks and process numbers are not looked at. File systems without such locks
-(some network ones) tell nothing, and then nobody is held up.
+`run.json` is written once, by the first process; every process writes its own `process.json`. The
+environment is stored by a list of allowed names, with secrets hidden. Whether a run is being
+written is seen by a lock of the system on its files, which ends with the process that holds it.
+Knows nothing about tensors.
 """
 
 from __future__ import annotations
@@ -37,16 +38,20 @@ except ImportError:  # not on every system
     fcntl = None
 
 
+# Locks: no lock file is left behind, because a killed process's lock ends with it. Clocks and
+# process numbers are not used. File systems without locks (some network ones) refuse nobody.
+
+
 def hold(file: int) -> bool:
-    """Take the lock of an open file for as long as it stays open; False if somebody has it."""
+    """Lock an open file until it is closed; False if another process holds the lock."""
     if fcntl is None:
         return True
-    for wait in (0.01, 0.05, 0.0):  # who only asks whether it is held has it for a moment
+    for wait in (0.01, 0.05, 0.0):  # `is_held` takes the lock for a moment
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(wait)
-        except OSError:  # no locks here
+        except OSError:  # the file system has no locks
             return True
         else:
             return True
@@ -54,7 +59,7 @@ def hold(file: int) -> bool:
 
 
 def hold_path(path: Path) -> int | None:
-    """Open a file and take its lock; None if somebody has it. Closing what is returned ends it.
+    """Open and lock a file; None if another process holds the lock. Closing the file unlocks it.
 
     Raises:
         OSError: It cannot be opened.
@@ -67,7 +72,7 @@ def hold_path(path: Path) -> int | None:
 
 
 def is_held(path: Path) -> bool | None:
-    """Whether a living process holds a file's lock; None where that cannot be told."""
+    """Whether a living process holds a file's lock; None if that is unknown."""
     if fcntl is None:
         return None
     try:
@@ -88,36 +93,38 @@ def is_held(path: Path) -> bool | None:
         os.close(file)
 
 
-# Which commit a program ran from, read from `.git` by hand; git is only asked if files changed.
+# Git: the commit is read from `.git` directly; git itself is only started to see changed files.
 
 
 _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
+# A status of a huge repository on a network disk must not delay the captured program.
 _SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """A commit, and whether tracked files differ from it (None: could not be found out)."""
+    """A commit, and whether tracked files differ from it (None if unknown)."""
 
     commit: str
     dirty: bool | None
 
 
 def _first_line(path: Path) -> str:
+    # Bounded: these files are a line, but `.git` may be anything.
     with path.open("rb") as file:
         return file.read(4096).split(b"\n")[0].decode("utf-8", "replace").strip()
 
 
 def _git_folder(place: Path) -> tuple[Path, Path] | None:
-    """The work tree around a place and its git folder."""
+    """The work tree around a folder, and its git folder."""
     for tree in (place, *place.parents):
-        found = tree / ".git"
-        if found.is_dir():
-            return tree, found
-        if found.is_file():  # a linked work tree or a submodule
-            said = _first_line(found)
-            if said.startswith("gitdir:"):
-                return tree, (tree / said.removeprefix("gitdir:").strip()).resolve()
+        git = tree / ".git"
+        if git.is_dir():
+            return tree, git
+        if git.is_file():  # a linked work tree or a submodule
+            line = _first_line(git)
+            if line.startswith("gitdir:"):
+                return tree, (tree / line.removeprefix("gitdir:").strip()).resolve()
     return None
 
 
@@ -127,6 +134,7 @@ def _commit_of(git: Path) -> str:
         return head if _COMMIT.fullmatch(head) else ""
     name = head.removeprefix("ref:").strip()
     common = git
+    # Branches of a linked work tree are kept in the main repository.
     if (git / "commondir").is_file():
         common = (git / _first_line(git / "commondir")).resolve()
     for folder in (git, common):
@@ -147,6 +155,7 @@ def _is_dirty(tree: Path) -> bool | None:
     git = shutil.which("git")
     if git is None:
         return None
+    # A repository may configure programs that git would start; none of them may run.
     quiet = ["-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "--no-optional-locks"]
     try:
         done = subprocess.run(
@@ -165,19 +174,20 @@ def _is_dirty(tree: Path) -> bool | None:
 def revision_of(place: Path) -> Revision | None:
     """The commit checked out around a folder, or None where there is no repository."""
     try:
-        found = _git_folder(place.absolute())
-        if found is None:
+        folders = _git_folder(place.absolute())
+        if folders is None:
             return None
-        commit = _commit_of(found[1])
-        return Revision(commit, _is_dirty(found[0])) if commit else None
+        commit = _commit_of(folders[1])
+        return Revision(commit, _is_dirty(folders[0])) if commit else None
     except OSError:
         return None
 
 
-# Where a run comes from: one `run.json`, by whoever comes first, one `process.json` per
-# process.
+# Manifest and process facts.
 
 
+# Only these are stored, because an environment is full of secrets; each changes numbers or the
+# placement of ranks.
 _ALLOWED = frozenset(
     {
         "RANK",
@@ -226,6 +236,7 @@ _ALLOWED_PREFIXES = (
     "XLA_",
     "FLAGS_",
 )
+# Not imported for their versions: only what the program has loaded had a part in its numbers.
 _LIBRARIES = (
     "torch",
     "numpy",
@@ -240,7 +251,7 @@ _LONGEST_VALUE = 500
 
 
 def allowed_environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment variables that change numbers or placement, secrets hidden; nothing else."""
+    """The environment variables that change numbers or placement, with secrets hidden."""
     everything = settings.environment() if variables is None else variables
     return {
         name: redact_value(name, everything[name])[:_LONGEST_VALUE]
@@ -260,20 +271,21 @@ def driftline_version() -> str:
 
 def library_versions() -> dict[str, str]:
     """Versions of the libraries the program has imported by now."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for name in _LIBRARIES:
         version = getattr(sys.modules.get(name), "__version__", None)
         if version is not None:
-            found[name] = str(version)
-    return found
+            versions[name] = str(version)
+    return versions
 
 
 def plain_json(value: object, depth: int = 0) -> JSON:
-    """A value as JSON can hold it: non-finite numbers and strangers become strings."""
+    """A value as JSON can hold it: non-finite numbers and unknown types become strings."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
+    # Cycles and absurd nesting of a program's values end here.
     if depth > 200:
         return "..."
     if isinstance(value, Mapping):
@@ -296,6 +308,7 @@ def _working_folder() -> Path | None:
 
 
 def _without_home(path: Path) -> str:
+    # The name of the user's home folder is nobody's business in a bug report.
     try:
         return "~/" + path.relative_to(Path.home()).as_posix()
     except (ValueError, RuntimeError):
@@ -306,8 +319,8 @@ def provenance(command: Sequence[str] | None = None, *, world_size: int = 1) -> 
     """The content of a new `run.json`.
 
     Args:
-        command: What the user asked to run; this process's own command line if not given.
-        world_size: How many ranks the job has, as far as known.
+        command: The user's command; this process's own command line if not given.
+        world_size: Number of ranks of the job, as far as known.
     """
     place = _working_folder()
     revision = revision_of(place) if place else None
@@ -337,7 +350,7 @@ def own_command() -> list[str]:
 
 
 def process_facts(rank: int, process: int, world_size: int) -> dict[str, JSON]:
-    """The opening content of a `process.json`."""
+    """The first content of a `process.json`."""
     return {
         "schema": SCHEMA,
         "rank": rank,
@@ -358,7 +371,8 @@ def dump_json(value: Mapping[str, JSON]) -> bytes:
 
 
 def write_new(path: Path, content: bytes) -> bool:
-    """Creates a file with its whole content at once; False when somebody else's was first."""
+    """Creates a file with its complete content; False if another process was first."""
+    # Linked into place when complete: a hard link fails if the name exists, a rename would not.
     draft = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     try:
         write_file(draft, content)
@@ -413,6 +427,8 @@ def create_run(
     try:
         if check_room(place, force=force):
             refuse_living(place)
+            # The folder itself stays: it may be a mount or a link, and others may watch
+            # it.
             for child in list(place.iterdir()):
                 shutil.rmtree(
                     child
@@ -433,10 +449,10 @@ def create_run(
 
 
 def refuse_addresses(path: str | os.PathLike[str]) -> None:
-    """Capture writes to folders of this machine.
+    """Refuse an address: a capture writes to a folder of this machine.
 
     Raises:
-        BadInput: It is an address elsewhere.
+        BadInput: It is an address.
     """
     if "://" in os.fspath(path):
         raise BadInput(
@@ -447,10 +463,10 @@ def refuse_addresses(path: str | os.PathLike[str]) -> None:
 
 
 def refuse_living(place: Path) -> None:
-    """A run that a living process writes is not replaced; what a dead one left is.
+    """Refuse to replace a run that a living process is writing.
 
     Raises:
-        AlreadyThere: One does.
+        AlreadyThere: A process is writing it.
     """
     files = [place / MANIFEST, *(child / INDEX for child in place.iterdir())]
     for file in files:
@@ -462,7 +478,7 @@ def refuse_living(place: Path) -> None:
 
 
 def check_room(place: Path, *, force: bool) -> bool:
-    """Whether a run is there that may be replaced; False where there is nothing.
+    """Whether a run exists there that may be replaced; False if there is nothing.
 
     Raises:
         AlreadyThere: Something is there and may not be replaced.
@@ -476,6 +492,7 @@ def check_room(place: Path, *, force: bool) -> bool:
             f"output folder '{place}' exists and is not empty",
             hint="choose another one, or --force to replace the run in it",
         )
+    # --force must never delete a home folder that was given by mistake.
     if not _is_only_a_run(place):
         raise AlreadyThere(
             f"'{place}' holds other things than a run, so it is not replaced",

@@ -1,4 +1,8 @@
-"""Why a path is not the folder of a run, with the nearest name that might be meant."""
+"""Opening a run: the index is read at first use, shards are mapped when values are needed.
+
+Whatever a file of the run claims is checked: a damaged or hostile run gives losses, not crashes.
+Where the files are (a folder or a store) is hidden behind `Files`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ import numpy as np
 
 from driftline.errors import BadFile, BadRun
 from driftline.numerics.dtypes import DTYPES
-from driftline.runs.index import KeptLines, KeptRecords, Room, uncollected
+from driftline.runs.index import IndexLines, IndexRecords, MemoryBudget, uncollected
 from driftline.runs.index_lines import SHORT, Line, check_line, decode_together, decoder, record_of
 from driftline.runs.jobs import gaps, refuse_mixed
 from driftline.runs.layout import (
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def no_folder(place: Path) -> BadRun:
-    """The error for a path that is no folder."""
+    """The error for a path that is no folder, with the nearest name as a hint."""
     if place.is_file():
         return BadRun(
             f"'{place}' is a file, not the folder of a run",
@@ -60,14 +64,13 @@ def no_folder(place: Path) -> BadRun:
     return BadRun(f"there is no '{place}'", hint=hint)
 
 
-# Opens a run folder: reads the index at first use, maps shards when values are asked for.
-
-
+# Files of a process that are not side tables.
 _USUAL = frozenset({INDEX, EVENTS, TOPOLOGY, PROCESS})
 _MOST_BAD_LINES = 1000
 _MOST_ALIKE = 100
 _FEW_PROCESSES = 64
-"""So many processes' facts stay in memory: some kilobytes each."""
+"""With more processes, their facts are not kept in memory: each takes some kilobytes."""
+# A damaged index may have no line ends; no line of ours comes near this length.
 _LONGEST_LINE = 16 << 20
 _SMALL_FILE = 64 << 20
 _LARGE_FILE = 1 << 30
@@ -79,10 +82,10 @@ _UNSEALED: Mapping[bool | None, str] = {
 
 
 def open_run(path: str | os.PathLike[str]) -> DiskRun:
-    """Opens a run folder for reading. Costs little: the index is read at first use.
+    """Opens a run folder for reading. Cheap, because the index is read at first use.
 
     Raises:
-        BadRun: There is nothing, no run, or a run of a newer format.
+        BadRun: There is nothing, or something else, or a run of a newer format.
     """
     place = Path(path)
     if not place.is_dir():
@@ -91,6 +94,7 @@ def open_run(path: str | os.PathLike[str]) -> DiskRun:
         names = sorted(child.name for child in place.iterdir())
     except OSError as error:
         raise BadRun(f"'{place}' cannot be read: {error.strerror}") from None
+    # Resolved once: everything that is opened later must lie below this path.
     root = place.resolve()
     folders = [name for name in names if parse_folder(name) and is_inside(root, root / name)]
     losses: list[Loss] = []
@@ -103,6 +107,7 @@ def open_run(path: str | os.PathLike[str]) -> DiskRun:
     try:
         manifest = read_object(root, root / MANIFEST, _SMALL_FILE)
     except (OSError, ValueError, RecursionError) as error:
+        # A manifest may be lost with its machine; the tensors are still worth reading.
         if not any((root / name / INDEX).is_file() for name in folders):
             raise BadRun(
                 f"'{place}' is no run: looked for {MANIFEST} and rank*/{INDEX}",
@@ -115,7 +120,7 @@ def open_run(path: str | os.PathLike[str]) -> DiskRun:
 
 
 def check_schema(place: str, manifest: Mapping[str, Any]) -> None:
-    """Refuses a manifest that is none, or of a newer format.
+    """Refuses a manifest of another or a newer format.
 
     Raises:
         BadRun: It is.
@@ -140,9 +145,9 @@ def _size(file: BinaryIO) -> int:
 
 
 class _Part:
-    """What one process left: its folder, its lines, its shards."""
+    """The part of one process: its folder, lines and shards."""
 
-    def __init__(self, files: Files, name: str, room: Room, *, keeps_facts: bool) -> None:
+    def __init__(self, files: Files, name: str, room: MemoryBudget, *, keeps_facts: bool) -> None:
         place = parse_folder(name)
         assert place is not None
         self.rank, self.process = place
@@ -151,7 +156,7 @@ class _Part:
         self.growing = False
         self._keeps_facts = keeps_facts
         self._sealed_facts: Mapping[str, Any] | None = None
-        self.lines = KeptLines(room, lambda: files.open(f"{name}/{INDEX}"))
+        self.lines = IndexLines(room, lambda: files.open(f"{name}/{INDEX}"))
         self.shards = files.shards(name)
 
     def load(self, losses: list[Loss]) -> None:
@@ -167,11 +172,13 @@ class _Part:
         size = _size(file)
         decode = decoder(size)
         source, together = file, None
+        # Nearly every index is short, without damage, and can be decoded in one call.
         if size <= SHORT:
             content = file.read()
             source, together = io.BytesIO(content), decode_together(content)
             if together is not None and self._take(together):
                 return
+        # Each shard is opened once for its size, not once for every tensor in it.
         sizes: dict[str, int | str] = {}
         keep = self.lines.append
         by_reason: dict[str, int] = {}
@@ -187,6 +194,8 @@ class _Part:
                 check_line(line)
             except (ValueError, RecursionError, OverflowError) as error:
                 bad += 1
+                # An index of somebody else may have a million bad lines; the first
+                # ones say enough.
                 if bad <= _MOST_BAD_LINES:
                     losses.append(self._bad_line(number, row, error))
                 continue
@@ -196,6 +205,8 @@ class _Part:
                     size = sizes[line.shard] = self.shards.size(line.shard)
                 if type(size) is str:
                     line.lost = size
+                # The process was killed after the line was written, but before its
+                # bytes were on disk.
                 elif line.offset + line.length > cast("int", size):
                     line.lost = f"{line.shard} ends before its last byte"
             if line.lost:
@@ -210,7 +221,7 @@ class _Part:
                 losses.append(Loss(self.name, f"{count - _MOST_ALIKE} more tensors: {reason}"))
 
     def _take(self, lines: list[Line]) -> bool:
-        """A short index with which nothing is wrong; what may be, is found line by line."""
+        """Takes a short index without faults; False if a fault must be located line by line."""
         ends: dict[str, int] = {}
         try:
             for line in lines:
@@ -218,6 +229,8 @@ class _Part:
                 if line.lost:
                     return False
                 if line.shard:
+                    # The farthest byte of each shard is enough: it shows
+                    # whether any tensor is cut off.
                     end = line.offset + line.length
                     ends[line.shard] = max(ends.get(line.shard, 0), end)
         except (ValueError, RecursionError, OverflowError):
@@ -228,7 +241,7 @@ class _Part:
         return self.lines.take(lines)
 
     def _lost(self, line: Line, by_reason: dict[str, int], losses: list[Loss]) -> None:
-        """One loss per tensor, but a disk that was full for an hour is said in a hundred."""
+        """Adds one loss per tensor, up to a hundred for each reason, such as a full disk."""
         count = by_reason[line.lost] = by_reason.get(line.lost, 0) + 1
         if count <= _MOST_ALIKE:
             key = record_of(line, self.rank, self.process).key
@@ -246,12 +259,15 @@ class _Part:
 
     def _check_process(self, losses: list[Loss]) -> None:
         facts = self.facts()
+        # An unsealed part is what a killed or living process left; its numbers are not
+        # final.
         if facts.get("sealed") is not True:
             written = self.files.is_written(self.name)
             self.growing = written is True
             losses.append(Loss(self.name, _UNSEALED[written]))
             return
         promised = facts.get("tensors")
+        # Fewer lines than the process counted: the index was truncated after it was closed.
         if type(promised) is int and promised > len(self.lines):
             missing = promised - len(self.lines)
             losses.append(Loss(self.name, f"{missing} of {promised} tensors are not in its index"))
@@ -260,20 +276,21 @@ class _Part:
             losses.append(Loss(self.name, f"writing stopped before the end: {failure}"))
 
     def facts(self) -> Mapping[str, Any]:
-        """What the process said of itself; of few processes read once, when it is the last word."""
+        """Content of process.json; kept if there are few processes and this one is closed."""
         if self._sealed_facts is not None:
             return self._sealed_facts
         try:
             facts = object_in(self.files, f"{self.name}/{PROCESS}", _SMALL_FILE)
         except (OSError, ValueError, RecursionError):
             return {}
+        # Facts of a growing run change, so only those of a closed one are kept.
         if self._keeps_facts and facts.get("sealed") is True:
             self._sealed_facts = facts
         return facts
 
 
 class DiskRun(Run):
-    """A run, opened; made by `open_run`, or by `remote.reading` for one that lies elsewhere."""
+    """An opened run; made by `open_run`, or by `stores.remote_run` for a run at an address."""
 
     def __init__(
         self,
@@ -287,24 +304,26 @@ class DiskRun(Run):
         self.fetched = files.fetched
         self._files = files
         self._manifest = manifest
-        room = Room()
+        room = MemoryBudget()
         few = len(folders) <= _FEW_PROCESSES
         parts = [_Part(files, name, room, keeps_facts=few) for name in folders]
         parts.sort(key=lambda part: (part.rank, part.process))
         self._parts = {(part.rank, part.process): part for part in parts}
         self._losses = list(losses)
-        self._records: KeptRecords | None = None
+        self._records: IndexRecords | None = None
+        # Only several parts can be of different runs; a single one is not read before it is
+        # needed.
         if len(parts) > 1:
             refuse_mixed(name, manifest, [(part.name, part.facts()) for part in parts])
 
-    def _load(self) -> KeptRecords:
+    def _load(self) -> IndexRecords:
         if self._records is None:
             # A hundred thousand small lists keep the collector busier than the decoder.
             with uncollected():
                 parts = list(self._parts.values())
                 for part in parts:
                     part.load(self._losses)
-                self._records = KeptRecords(parts)
+                self._records = IndexRecords(parts)
                 ends = [part.lines.last_step for part in parts]
                 self._losses += gaps(list(zip(self.processes(), ends, strict=True)))
         return self._records
@@ -380,6 +399,8 @@ class DiskRun(Run):
     def events(self) -> Iterator[Mapping[str, Any]]:
         parts = self._parts.values()
         places = [(f"{part.name}/{EVENTS}", part.rank, part.process) for part in parts]
+        # Events of processes without a folder come first: they were written before any
+        # tensor.
         for name, rank, process in [(ORPHAN_EVENTS, None, None), *places]:
             try:
                 text = self._files.read(name, _LARGE_FILE)
@@ -415,6 +436,8 @@ class DiskRun(Run):
         return sheets_among(others)
 
     def sheet(self, name: str, rank: int = 0, process: int = 0) -> str:
+        # Names are checked against the listing, so that a caller's text never becomes a
+        # path.
         if name not in self.sheets(rank, process):
             return ""
         try:

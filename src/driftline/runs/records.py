@@ -1,4 +1,7 @@
-"""The address of one tensor inside one run, and how a person reads it."""
+"""Keys and records: the address of a tensor inside a run, and one line of the run's index.
+
+Pure data. Execution order is the record's `order`; a key has none. Does not know files or values.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ PORTS: tuple[Port, ...] = (
     "optimizer_grad",  # what the optimizer sees: accumulated, reduced, clipped
 )
 
+# Left out of texts and index lines, because nearly every tensor has these values.
 _USUAL: dict[str, tuple[Phase, Moment]] = {
     "input": ("forward", "before"),
     "param": ("forward", "before"),
@@ -33,7 +37,7 @@ _ELSE: tuple[Phase, Moment] = ("forward", "after")
 
 
 def usual(port: str) -> tuple[Phase, Moment]:
-    """When a port is captured unless something special happens."""
+    """Phase and moment at which a port is normally captured."""
     return _USUAL.get(port, _ELSE)
 
 
@@ -104,14 +108,11 @@ class TensorKey(NamedTuple):
         return self._replace(slot=slot)
 
 
-# One line of a run's index: what was captured, and where its bytes are.
-
-
 Kept = Literal["full", "sample", "summary", "digest", "describe"]
 
 
 class Blob(NamedTuple):
-    """Where bytes lie: `length` bytes of a shard, from `offset`, counted from its first byte."""
+    """Location of bytes: `length` bytes of a shard from `offset`, counted from its first byte."""
 
     shard: str
     offset: int
@@ -119,7 +120,7 @@ class Blob(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What is known of one captured tensor.
+    """One captured tensor: its address, type, shape, and how much of it was kept.
 
     Attributes:
         key: Its address.
@@ -134,8 +135,8 @@ class Record(NamedTuple):
         blob: Where its bytes are, for `full` and `sample`.
         sample_stride: For `sample`: every nth element of the flattened tensor was kept.
         summary: For `summary`, and wherever it was computed anyway.
-        placement: How a sharded tensor lies over its ranks, in words; empty for a plain one.
-        lost: Why its bytes are missing although they were to be kept: disk full, size limit.
+        placement: How a tensor is distributed over its ranks, in words; empty for a plain one.
+        lost: Why its bytes are missing although they should be stored: disk full, size limit.
     """
 
     key: TensorKey
@@ -154,5 +155,5 @@ class Record(NamedTuple):
     lost: str = ""
 
     def placed(self, order: int, blob: Blob | None) -> Record:
-        """The same at a place in a run; `_replace` would take three times as long."""
+        """The record with an order and a blob; `_replace` would take three times as long."""
         return self._make((self[0], order, *self[2:9], blob, *self[10:]))

@@ -1,8 +1,8 @@
-"""What must not leave the machine: tokens, keys, secrets and passwords become `***`.
+"""Redaction: tokens, keys, secrets and passwords become `***` before they are stored or shown.
 
-Runs and reports get attached to bugs, so this errs on the side of hiding: a harmless value behind a
-suspicious name is lost from the provenance, and nothing else depends on it. It cannot recognise a
-secret that has neither a telling name nor a known shape.
+Runs and reports get attached to bug reports, so this errs on the side of hiding: a harmless value
+with a suspicious name is lost from the provenance, and nothing else depends on it. A secret that
+has neither a telling name nor a known shape cannot be recognised.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import re
 from collections.abc import Sequence
 
 HIDDEN = "***"
+# Some of the patterns take quadratic time, and a text of a program may be of any length.
 _LONGEST = 4096
+# Values may hold assignments themselves; so deep inside it is hidden without looking.
 _DEEPEST = 6
 
 # Hidden whatever the value is, wherever in a name they stand.
@@ -88,6 +90,7 @@ def names_a_secret(name: str, value: str = "x") -> bool:
     (True, False)
     """
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    # Compared without separators: api_key, api-key and apiKey are the same name.
     if any(word in plain for word in _STRONG):
         return True
     words = [word.lower() for word in _WORDS.findall(name)]
@@ -105,7 +108,7 @@ def names_a_secret(name: str, value: str = "x") -> bool:
 
 
 def redact_text(text: str) -> str:
-    """A text with everything hidden that looks like a secret, by its shape or the name before it.
+    """A text in which everything is hidden that looks like a secret, by shape or by name.
 
     >>> redact_text("API_KEY=abc python x.py --password 'a b' https://me:pw@host/x")
     'API_KEY=*** python x.py --password *** https://***@host/x'
@@ -114,7 +117,7 @@ def redact_text(text: str) -> str:
 
 
 def redact_message(text: str) -> str:
-    """A sentence of ours: `key` and `token` are words of the trade in it, unless they are options.
+    """A message of Driftline, where `key` and `token` are ordinary words unless they are options.
 
     >>> redact_message("past_key_values: sparse, started with --hf-token abc")
     'past_key_values: sparse, started with --hf-token ***'
@@ -123,7 +126,7 @@ def redact_message(text: str) -> str:
 
 
 def _shortened(text: str) -> str:
-    """Nobody reads an argument beyond this, and not every pattern here is linear."""
+    """A text cut to a readable length, because not every pattern here takes linear time."""
     if len(text) <= _LONGEST:
         return text
     return f"{text[:_LONGEST]}... ({len(text) - _LONGEST} more characters)"
@@ -133,21 +136,22 @@ def _redact(text: str, depth: int, *, prose: bool = False) -> str:
     if depth > _DEEPEST:
         return HIDDEN
 
-    def hide(found: re.Match[str]) -> str:
-        name, between, value = found["name"], found["between"], found["value"]
+    def hide(match: re.Match[str]) -> str:
+        name, between, value = match["name"], match["between"], match["value"]
         if _FLAG.match(value) and between.isspace():
             # `--use-auth-token --other 1`: the first is a switch, the second has its own value.
             return name + between + _redact(value, depth + 1, prose=prose)
-        # In prose a number stands in for the value, so that only telling names hide what follows.
-        said = "0" if prose and ":" in between else value
-        if names_a_secret(name, said) and not (said != value and name.lower() in _TRADE):
+        # In prose a number replaces the value, so that only a telling name hides what follows.
+        judged = "0" if prose and ":" in between else value
+        if names_a_secret(name, judged) and not (judged != value and name.lower() in _TRADE):
             # Quotes of JSON stay, so that the text remains readable as what it was.
             quote = value[0] if value[0] in "\"'" and not between.isspace() else ""
             return f"{name}{between}{quote}{HIDDEN}{quote}"
         if "=" in value or ":" in value or value[0] in "\"'":
             return name + between + _redact(value, depth + 1, prose=prose)
-        return found[0]
+        return match[0]
 
+    # Shapes first, because they need no name; then ever more general patterns.
     text = _SHAPES.sub(HIDDEN, text)
     text = _URL_USER.sub(HIDDEN + "@", text)
     text = _HEADER.sub(rf"\1\2{HIDDEN}", text)
@@ -165,6 +169,7 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
     shown: list[str] = []
     waiting = ""
     for argument in map(_shortened, argv):
+        # The option before this argument may have announced a secret as its value.
         if waiting and not _FLAG.match(argument) and names_a_secret(waiting, argument):
             shown.append(HIDDEN)
             waiting = ""
@@ -172,6 +177,8 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
         waiting = ""
         name, equals, value = argument.partition("=")
         if argument.startswith("-") and not equals:
+            # An argument with blanks is a text, such as code for `python -c`, and
+            # announces no value.
             waiting = argument if not any(c.isspace() for c in argument) else ""
         if equals and re.fullmatch(r"[\w.+\-/]+", name) and names_a_secret(name, value):
             shown.append(f"{name}={HIDDEN}")
@@ -181,5 +188,5 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
 
 
 def redact_value(name: str, value: str) -> str:
-    """The value of an environment variable, hidden if its name or its shape tells."""
+    """The value of an environment variable, hidden if its name or shape is that of a secret."""
     return HIDDEN if names_a_secret(name, value) else redact_text(value)

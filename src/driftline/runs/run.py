@@ -1,7 +1,8 @@
-"""What a run is to everybody who reads one: records in execution order, and the bytes behind them.
+"""The interface of a run for all readers: records in execution order, and their values.
 
-A run may lie on disk in our format, in memory, or be somebody else's dump; `Run` asks of each only
-its records and `raw`. How bytes become numbers is here; how they are stored is not.
+A run may be on disk in our format, in memory, or a dump of another program; a subclass of `Run`
+only has to give its records and `raw`. This file knows how bytes become numbers, not how they are
+stored.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class TensorHandle(NamedTuple):
 
     @property
     def lost(self) -> str:
-        """Why its values cannot be read although they were to be kept; empty if all is well."""
+        """Why its values cannot be read although they should be stored; empty if they can."""
         return self.run.lost(self.record)
 
     @property
@@ -102,12 +103,12 @@ class TensorHandle(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Where the stored values of a tensor lie, for whoever needs no array of them.
+    """Address of a tensor's stored values, for callers that need no array.
 
     Attributes:
-        address: Of the first byte.
-        length: In bytes.
-        owner: Keeps the memory where it is, as long as it lives.
+        address: Address of the first byte.
+        length: Number of bytes.
+        owner: Keeps the memory alive.
     """
 
     address: int
@@ -116,23 +117,23 @@ class Memory(NamedTuple):
 
 
 class ReadAhead(Protocol):
-    """Reads the values of records while somebody is busy with others; for one thread."""
+    """Reads the values of records in the background; to be used by one thread."""
 
     def begin(self, records: Sequence[Record]) -> None:
-        """Begin to read these; what was taken before the last `take` may be written over."""
+        """Begin to read these records; memory handed out before the last `take` may be reused."""
         ...
 
     def take(self) -> list[Memory | None]:
-        """Where the values of the records lie that were begun with; None: ask `Run.memory`."""
+        """The values of the records that were begun; None means: ask `Run.memory`."""
         ...
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         ...
 
 
 def kept_elements(record: Record) -> int:
-    """How many elements' values a record keeps."""
+    """Number of elements whose values a record keeps."""
     elements = 1
     for extent in record.shape:
         elements *= extent
@@ -149,6 +150,7 @@ def as_numpy(raw: Storage, record: Record) -> npt.NDArray[Any]:
         codes = unpack_nibbles(raw.view(np.uint8), kept_elements(record))
         if dtype.kind == "int":
             signed = codes.view(np.int8)
+            # Two's complement of four bits: codes above 7 are negative.
             values = np.where(signed > 7, signed - 16, signed).astype(np.int8)
         else:
             values = codes
@@ -158,6 +160,8 @@ def as_numpy(raw: Storage, record: Record) -> npt.NDArray[Any]:
         values = raw.view("<f2").astype(np.float32).view(np.complex64)
     if record.kept != "sample":
         values = values.reshape(record.shape)
+    # Mapped bytes cannot be written, and a caller must not be able to change copied ones
+    # either.
     if values.flags.writeable:
         values.flags.writeable = False
     return values
@@ -175,7 +179,7 @@ def _ml_dtype(name: str) -> Any:
 
 
 def no_values(record: Record) -> Storage:
-    """The values of a record without bytes: none for an empty tensor, else a sentence why.
+    """The values of a record without bytes: an empty array for an empty tensor, else an error.
 
     Raises:
         BadInput: The tensor had values, and they were not kept or are lost.
@@ -195,27 +199,27 @@ def no_values(record: Record) -> Storage:
 
 
 class Run(ABC):
-    """What one execution left. Subclasses give `records` and `raw`; the rest follows."""
+    """The tensors of one execution. Subclasses give `records` and `raw`; the rest has defaults."""
 
     name: str = "run"
-    """How messages call it: a path, as a rule."""
+    """Name in messages, usually a path."""
 
     opened: str = ""
-    """What `open_run` opens it by, in any process; empty for one that only this process has."""
+    """Path or address for `open_run` in any process; empty for a run of this process only."""
 
     _order: Order = "execution"
-    """What the order of its records means, unless the manifest or a process says it."""
+    """Meaning of the records' order, unless the manifest or a process declares it."""
 
     fetched: bool = False
-    """Whether values come from another machine: then a part of a tensor costs less than all of it,
-    and several reads at a time less than one after the other."""
+    """Whether values come from another machine: reading a part of a tensor is then cheaper than
+    reading all of it, and parallel reads are faster than reads one after the other."""
 
     _sites: dict[str, list[int]] | None = None
     _facts_read: RunFacts | None = None
 
     @property
     def facts(self) -> RunFacts:
-        """What is true of the run as a whole; a view of it says the same."""
+        """Facts about the whole run; a view has the same."""
         if self._facts_read is not None:
             return self._facts_read
         from driftline.runs.facts import read_facts  # whoever only captures never asks
@@ -227,7 +231,7 @@ class Run(ABC):
 
     @property
     def ordered(self) -> bool:
-        """Whether its order means something; that of a file of named tensors does not."""
+        """Whether the order of records has a meaning; in a file of named tensors it has none."""
         return self.facts.order != "none"
 
     @property
@@ -240,11 +244,11 @@ class Run(ABC):
         """The kept values of one of its records: flat, of the storage type, read-only.
 
         Raises:
-            DriftlineError: They were not kept, or are lost; says why.
+            DriftlineError: They were not stored, or are lost; the message says why.
         """
 
     def memory(self, record: Record) -> Memory | None:
-        """Where the bytes lie that `raw` would show; None when that must be asked instead.
+        """Address of the bytes that `raw` would show; None if `raw` must be used instead.
 
         Raises:
             DriftlineError: As `raw` does.
@@ -253,7 +257,7 @@ class Run(ABC):
         return None
 
     def window(self, record: Record, start: int, stop: int) -> Memory | None:
-        """As `memory`, of which only the bytes from `start` to `stop` will be looked at.
+        """As `memory`, for a caller that reads only the bytes from `start` to `stop`.
 
         Raises:
             DriftlineError: As `raw` does.
@@ -262,7 +266,7 @@ class Run(ABC):
         return self.memory(record)
 
     def read_ahead(self) -> ReadAhead | None:
-        """What reads many small tensors in the background; None where that gains nothing."""
+        """A background reader of many small tensors; None if that would gain nothing."""
         return None
 
     @property
@@ -271,16 +275,16 @@ class Run(ABC):
 
     @property
     def growing(self) -> bool:
-        """Whether more of it was still to come when it was read."""
+        """Whether a process was still writing it when it was read."""
         return False
 
     @property
     def losses(self) -> Sequence[Loss]:
-        """What should be here and is not."""
+        """Tensors and files that should be in the run and are not."""
         return ()
 
     def lost(self, record: Record) -> str:
-        """Why a record's values cannot be read; empty if they can, or were never to be kept."""
+        """Why a record's values cannot be read; empty if they can, or were not to be stored."""
         return record.lost
 
     def source(self, record: Record) -> str:
@@ -289,31 +293,31 @@ class Run(ABC):
         return ""
 
     def release(self) -> None:  # noqa: B027 - most runs map nothing
-        """Let go of what was mapped to read values; a later read maps it again."""
+        """Unmap the files of values; a later read maps them again."""
 
     def release_some(self) -> None:  # noqa: B027 - most runs map nothing
-        """As `release`, while other threads are reading: what they look at stays."""
+        """As `release`, while other threads are reading: what they use stays mapped."""
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         """Warnings, findings and labels, each with its rank and process."""
         return iter(())
 
     def processes(self) -> list[Mapping[str, Any]]:
-        """The facts each process left about itself: versions, devices, seeds; none of a file."""
+        """The facts that each process stored: versions, devices, seeds; empty for a file."""
         return []
 
     def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
-        """The module tree of a process, if it left one."""
+        """The module tree of a process, if it was captured."""
         del rank, process
         return None
 
     def sheets(self, rank: int = 0, process: int = 0) -> list[str]:
-        """Names of the sheets beside a process's tensors: calls, operators, kernels, times."""
+        """Names of a process's side tables: calls, operators, kernels, times."""
         del rank, process
         return []
 
     def sheet(self, name: str, rank: int = 0, process: int = 0) -> str:
-        """The text of one of them; empty if there is none of that name."""
+        """The text of a side table; empty if there is none of that name."""
         del name, rank, process
         return ""
 
@@ -348,14 +352,21 @@ class Run(ABC):
         phase: str | None = None,
         moment: str | None = None,
     ) -> TensorHandle:
-        """One tensor by its address. A slot is found by its name or by its position.
+        """One tensor by its address; the slot may be its name or its position.
 
         Args:
+            site: Module path, graph node or operator call.
+            port: Input, output, parameter or gradient of the site.
+            slot: Name or position of the tensor at that port.
+            step: Training step or generated token.
+            rank: Rank of the process.
+            visit: Number of the call within the step, from 0.
+            process: Number of the process of that rank.
             phase: forward, backward or recompute; the port's usual one if not given.
             moment: before or after the call; the port's usual one if not given.
 
         Raises:
-            BadInput: There is none; the hint names the nearest.
+            BadInput: There is no such tensor; the hint names the nearest.
         """
         positions = self._positions().get(site)
         if positions is None:
@@ -368,6 +379,7 @@ class Run(ABC):
         wanted["phase"] = phase if phase is not None else usual_phase(port)
         wanted["moment"] = moment if moment is not None else usual_moment(port)
         records = [self.records[p] for p in positions]
+        # By name first: an alias that is another slot's name must not hide it.
         by_name = [r for r in records if all(getattr(r.key, n) == v for n, v in wanted.items())]
         if by_name:
             return TensorHandle(self, by_name[0])
@@ -399,6 +411,8 @@ class Run(ABC):
 
     def _positions(self) -> dict[str, list[int]]:
         if self._sites is None:
+            # Positions instead of records, because a long run builds its records on
+            # demand.
             sites: dict[str, list[int]] = {}
             for position, site in enumerate(self._site_names()):
                 sites.setdefault(site, []).append(position)

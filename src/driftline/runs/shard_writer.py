@@ -1,7 +1,8 @@
-"""A shard's safetensors header, made entry by entry as its tensors come.
+"""Writing one shard: a safetensors file whose header is reserved first and written last.
 
-When the shard is full there is nothing left to do but to join them: to make twenty thousand entries
-at the end took a tenth of a second, in which the captured program waited for the interpreter.
+Header entries are made one by one as tensors come, so that only a join is left at the end: making
+twenty thousand entries at once took a tenth of a second, in which the captured program waited for
+the interpreter. Does not know which tensors are stored, or in which shard.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ _METADATA = '"__metadata__":{"format":"driftline-run 1"}'
 
 
 class Header:
-    """The entries of one shard so far.
+    """The header entries of one shard so far.
 
     Attributes:
-        reserved: Bytes kept free for the header, its length field included; data begin there.
-        end: Where the last listed tensor ends.
+        reserved: Bytes reserved for the header, its length field included; data begin there.
+        end: Offset at which the last listed tensor ends.
     """
 
     __slots__ = ("_ends", "_entries", "_names", "_pads", "_room", "end", "reserved")
@@ -33,6 +34,7 @@ class Header:
     def __init__(self, reserved: int) -> None:
         self.reserved = reserved
         self.end = reserved
+        # Eight bytes hold the header's length; braces and metadata are always written.
         self._room = reserved - 8 - len(_METADATA) - len("{}")
         self._entries: list[str] = []
         self._ends: list[int] = []
@@ -43,44 +45,50 @@ class Header:
         return len(self._entries)
 
     def add(self, record: Record, order: int, start: int, length: int) -> bool:
-        """Lists a tensor behind those before it; False if there is no room for that.
+        """Adds an entry for a tensor; False if the header has no room for it.
 
-        The format refuses holes, so a gap before it is an entry of its own, `__padN`; the names of
-        tensors begin with their step.
+        The format refuses holes, so a gap before the tensor gets an entry of its own, `__padN`. No
+        tensor has such a name, because these begin with their step.
 
         Args:
-            record: What it is.
-            order: Tells tensors of one name apart.
-            start: Where its bytes begin, counted from the file's first.
-            length: How many they are.
+            record: The tensor.
+            order: Makes repeated names unique.
+            start: Offset of its first byte in the file.
+            length: Number of its bytes.
         """
         name = record.key.within_rank  # the folder says the rank
+        # The order makes a shortened name unique again.
         if len(name) > LONGEST_NAME:
             name = f"{name[: LONGEST_NAME - 20]}~{order}"
         if name in self._names:
             name = f"{name}~{order}"
         dtype = DTYPES[record.dtype]
         shape = record.shape
+        # Types that safetensors does not know are stored as their bytes; our index has the
+        # real type.
         if dtype.safetensors == "U8" and record.dtype != "uint8":
             shape = (length,)
         elif record.kept == "sample":
             shape = (length * 8 // dtype.bits,)
-        at, reserved = self.end, self.reserved
+        gap_start, reserved = self.end, self.reserved
         begin, end = start - reserved, start - reserved + length
         entry = (
             f'{json_string(name)}:{{"dtype":"{dtype.safetensors}","shape":[{shape_text(shape)}],'
             f'"data_offsets":[{begin},{end}]}}'
         )
-        if start > at:
+        # Readers of safetensors refuse holes between tensors, so the alignment gap is a
+        # tensor, too.
+        if start > gap_start:
             entry = (
-                f'"__pad{self._pads}":{{"dtype":"U8","shape":[{start - at}],'
-                f'"data_offsets":[{at - reserved},{begin}]}},{entry}'
+                f'"__pad{self._pads}":{{"dtype":"U8","shape":[{start - gap_start}],'
+                f'"data_offsets":[{gap_start - reserved},{begin}]}},{entry}'
             )
+        # One byte more for the comma between entries.
         room = self._room - len(entry) - 1
         if room < 0:
             return False
         self._room = room
-        self._pads += start > at
+        self._pads += start > gap_start
         self._names.add(name)
         self._entries.append(entry)
         self._ends.append(start + length)
@@ -88,7 +96,8 @@ class Header:
         return True
 
     def cut(self, good_end: int) -> None:
-        """Forgets what reaches beyond an offset; nothing is added behind."""
+        """Drops entries that reach beyond an offset; no entry may be added afterwards."""
+        # Names are not removed: a shard that was cut is closed, and takes no more tensors.
         while self._ends and self._ends[-1] > good_end:
             self._ends.pop()
             self._entries.pop()
@@ -101,16 +110,16 @@ class Header:
         return size.to_bytes(8, "little") + text.ljust(size, b" ")
 
 
-# One shard file while it grows: reserved header, appended bytes, header written at the end.
-
-
 @dataclass(slots=True)
 class Shard:
-    """A file being filled.
+    """A shard file that is being written.
 
     Attributes:
-        header: What it lists so far, and room for more.
-        end: Where the next byte goes, counting what is still staged.
+        number: Index of the shard in its folder.
+        name: Name of the file.
+        file: The file.
+        header: Its entries so far.
+        end: Offset of the next byte, bytes in buffers included.
     """
 
     number: int
@@ -124,7 +133,7 @@ class Shard:
         name = shard_name(number)
         reserved = min(header_bytes(number, first_header), align(most))
         file = OwnedFile(folder / name, "new")
-        # So that sealing succeeds on a disk that is full by then. Not every file system can.
+        # Reserved so that sealing succeeds on a full disk; not every file system can do that.
         with contextlib.suppress(OSError):
             file.reserve(reserved)
         return cls(number, name, file, Header(reserved), reserved)
@@ -137,7 +146,7 @@ class Shard:
         """Writes the header and closes the file.
 
         Args:
-            good_end: Set after a failed write: nothing from there on is on disk.
+            good_end: After a failed write, the offset up to which bytes are on disk.
         """
         try:
             header = self.header

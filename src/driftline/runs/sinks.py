@@ -1,4 +1,9 @@
-"""What a capture adapter writes to. The disk, memory, or a test's list may stand behind it."""
+"""Sinks: what a capture adapter writes to, and sinks that wrap another one.
+
+A sink may write to disk, keep everything in memory, or be a test's list. The wrapping sinks decide
+when the real one is made (`Late`), and what happens at a size limit (`Limited`). Does not know how
+tensors are captured.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
 @runtime_checkable
 class Sheets(Protocol):
-    """A sink that also keeps text beside the tensors: lists of calls, of kernels, of times."""
+    """A sink that also stores side tables: lists of calls, of kernels, of times."""
 
     def sheet(self, name: str, text: str, *, anew: bool = False) -> None:
         """Adds text to the end of a file of this process; `anew` replaces what is in it."""
@@ -29,7 +34,7 @@ class Sheets(Protocol):
 
 
 class Group(Protocol):
-    """Several records without bytes, in their order, that need not exist one by one."""
+    """Several records without bytes, in order, that need not exist as objects."""
 
     def __len__(self) -> int: ...
 
@@ -47,7 +52,7 @@ class Group(Protocol):
 
 @runtime_checkable
 class TakesGroups(Protocol):
-    """A sink that writes the lines of a group itself, when it comes to it."""
+    """A sink that makes the index lines of a group when it writes them."""
 
     def put_group(self, group: Group) -> None:
         """Takes the records of a group; their ranks and processes are the sink's."""
@@ -56,22 +61,22 @@ class TakesGroups(Protocol):
 
 @runtime_checkable
 class Sink(Protocol):
-    """Takes records and bytes; may be called from any thread of the process."""
+    """Stores records and bytes; may be called from any thread of the process."""
 
     @property
     def bytes_written(self) -> int:
-        """Bytes of tensors taken over, repeats not counted."""
+        """Bytes of tensors accepted so far, repeats not counted."""
         ...
 
     @property
     def tensors_written(self) -> int:
-        """Records taken over."""
+        """Records accepted so far."""
         ...
 
     def put(self, record: Record, data: Bytes | None) -> None:
-        """Takes one record and, for `full` and `sample`, its bytes.
+        """Stores one record and, for `full` and `sample`, its bytes.
 
-        `order` is assigned here, `blob` too, and `digest` if the record has none and there are
+        The sink assigns `order` and `blob`, and `digest` if the record has none and there are
         bytes. `rank` and `process` of the key become the sink's own.
 
         Args:
@@ -95,27 +100,24 @@ class Sink(Protocol):
         ...
 
     def step_done(self, step: int) -> None:
-        """The program went past the end of a step."""
+        """The program has finished a step."""
         ...
 
     def flush(self) -> None:
-        """Returns when everything put so far would outlive a kill of the process."""
+        """Returns when everything put so far would survive a kill of the process."""
         ...
 
     def close(self) -> None:
-        """Nothing more will come; may be called twice."""
+        """No more records will come; may be called twice."""
         ...
 
 
-# Sinks that stand before another one: what a launched process writes is decided once, when it
-# has its first tensor.
-
-
+# Events before the first tensor: more of them are a loop of warnings.
 MOST_WAITING = 1000
 
 
 class Forwarding:
-    """A sink that passes everything on."""
+    """A sink that passes everything to another one."""
 
     def __init__(self, inner: Sink) -> None:
         self.inner = inner
@@ -155,9 +157,9 @@ class Forwarding:
 
 
 class Late:
-    """Makes the real sink at the first tensor, when the rank is known; before it, nothing.
+    """Makes the real sink at the first tensor, when the rank is known.
 
-    A forked child starts anew with a sink of its own.
+    A forked child starts again, with a sink of its own.
 
     Attributes:
         tree_is_enough: Make the sink for a module tree too, and let no tensor through.
@@ -169,7 +171,7 @@ class Late:
         self.forget()
 
     def forget(self) -> None:
-        """What a forked child does with its parent's sink."""
+        """Forgets the parent's sink, in a forked child."""
         self._lock = threading.RLock()
         self._inner: Sink | None = None
         self._tree: Mapping[str, JSON] | None = None
@@ -178,7 +180,7 @@ class Late:
 
     @property
     def waiting_events(self) -> list[tuple[str, str]]:
-        """Kind and message of what was noted and is nowhere on disk, because no tensor came."""
+        """Kind and message of events that are not on disk yet, because no tensor came."""
         return [(kind, message) for kind, message, _ in self._events]
 
     @property
@@ -196,6 +198,7 @@ class Late:
 
     def event(self, kind: str, message: str, **details: JSON) -> None:
         with self._lock:
+            # Looked at again under the lock: another thread may be making the sink.
             if self._inner is None:
                 if len(self._events) < MOST_WAITING:
                     self._events.append((kind, message, details))
@@ -236,6 +239,7 @@ class Late:
         with self._lock:
             if self._inner is None:
                 inner = self._make()
+                # In the order in which they came: facts and tree before the events.
                 if self._facts:
                     inner.describe(**self._facts)
                 if self._tree is not None:
@@ -248,7 +252,7 @@ class Late:
 
 
 class Nowhere:
-    """For a process whose rank is not wanted."""
+    """Discards everything: for a process whose rank is not captured."""
 
     bytes_written = 0
     tensors_written = 0
@@ -276,11 +280,11 @@ class Nowhere:
 
 
 class Limited(Forwarding):
-    """With `--max-bytes`: says after the first step where this leads, and ends with the step that
-    hit the limit.
+    """For `--max-bytes`: estimates the size after the first step, and stops after the step that
+    reached the limit.
 
-    The inner sink enforces the limit on values and lists what does not fit; without an end that
-    list alone would outgrow any limit.
+    The inner sink enforces the limit on values, but lists the tensors that do not fit; without an
+    end that list alone would outgrow any limit.
     """
 
     def __init__(
@@ -290,20 +294,23 @@ class Limited(Forwarding):
         self._limit = limit
         self._say = say or print_to_stderr
         self._last_step: int | None = None
-        self._told = False
+        self._noted = False
 
     def put(self, record: Record, data: Bytes | None) -> None:
         size = 0 if data is None else data.nbytes
         if self._last_step is None:
+            # Asked before the tensor is put, because the inner sink counts it
+            # afterwards.
             beyond = bool(size) and self.inner.bytes_written + size > self._limit
             self.inner.put(record, data)
             # Bytes that are there already, as parameters are after a step, take no room.
             if beyond and getattr(self.inner, "over_limit", True):
                 self._last_step = record.key.step
             return
+        # The step that hit the limit is still listed to its end, so that it is complete.
         if record.key.step > self._last_step:
-            if not self._told:
-                self._told = True
+            if not self._noted:
+                self._noted = True
                 self.inner.event(
                     "limit", f"nothing of the steps after step {self._last_step} is captured"
                 )
@@ -316,14 +323,17 @@ class Limited(Forwarding):
             self._say(self._estimate(details.get("steps"), details.get("once")))
 
     def _estimate(self, steps: JSON, once: JSON) -> str:
-        taken = max(1, self.inner.bytes_written)
+        first_step = max(1, self.inner.bytes_written)
         weights = once if isinstance(once, int) else 0
-        each = max(1, taken - weights)
+        # Weights are stored once, and take no room in later steps.
+        later_step = max(1, first_step - weights)
         if self._last_step is not None:
             return f"the first step does not fit into the limit of {say_size(self._limit)}"
-        text = f"the first step takes {say_size(taken)} of the limit of {say_size(self._limit)}"
+        text = (
+            f"the first step takes {say_size(first_step)} of the limit of {say_size(self._limit)}"
+        )
         if isinstance(steps, int) and steps > 1:
-            total = weights + each * steps
+            total = weights + later_step * steps
             text += f"; all {steps} selected steps would take about {say_size(total)}"
-        fitting = max(1, (self._limit - weights) // each)
+        fitting = max(1, (self._limit - weights) // later_step)
         return text + f"; the limit holds about {fitting} step{'s' if fitting > 1 else ''}"

@@ -1,4 +1,7 @@
-"""Are the bytes of a run still those that were captured? Digests, computed again."""
+"""Verification: are the bytes of a run still those that were captured?
+
+Computes digests again and compares them with those of the index. Does not know why bytes changed.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ _CLASH = "its bytes have digest"
 
 
 def verify(run: Run) -> Iterator[Loss]:
-    """Every tensor whose values cannot be read or are not those of its digest.
+    """Every tensor whose values cannot be read or do not have the stored digest.
 
-    Tensors whose digest was made by an algorithm that is not at hand here are reported too: they
-    are unverified. Tensors kept without values are passed over. Shared bytes are read once.
+    Tensors whose digest cannot be computed on this machine are reported as not verified. Tensors
+    without stored values are skipped. Shared bytes are read once.
     """
     seen: dict[tuple[object, ...], str] = {}
     for tensor in run.tensors():
@@ -28,6 +31,7 @@ def verify(run: Run) -> Iterator[Loss]:
             continue
         if record.blob is None and not record.lost:
             continue
+        # Tensors with the same bytes share a blob, and weights repeat in every step.
         place = (record.key.rank, record.key.process, record.blob, record.digest)
         reason = seen.get(place)
         if reason is None or record.lost:
@@ -41,16 +45,17 @@ def verify(run: Run) -> Iterator[Loss]:
 
 
 def is_damaged(raw: Storage, record: Record) -> bool:
-    """Whether values that were read are not those that were captured; False where none can tell."""
+    """Whether values do not have their captured digest; False if that cannot be checked."""
     return bool(record.digest) and _clash(raw, record.digest).startswith(_CLASH)
 
 
 def _clash(raw: Storage, expected: str) -> str:
     data = raw.view(np.uint8)
     algorithm = expected.partition(":")[0]
-    found = digest_of(data)
-    if found.partition(":")[0] != algorithm:
+    computed = digest_of(data)
+    # The kernel computes one kind of digest here; blake2b-128 can be computed everywhere.
+    if computed.partition(":")[0] != algorithm:
         if algorithm != "blake2b-128":
             return f"not verified: digest {algorithm} cannot be computed here"
-        found = "blake2b-128:" + hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()
-    return "" if found == expected else f"{_CLASH} {found}, not {expected}"
+        computed = "blake2b-128:" + hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()
+    return "" if computed == expected else f"{_CLASH} {computed}, not {expected}"

@@ -1,8 +1,8 @@
-"""Runs seen otherwise: only some steps, ranks or tensors of them, or under other names.
+"""Views of runs: only some steps, ranks or tensors of a run, or tensors under other names.
 
-A view passes on everything that it does not change on purpose, so that what a run says of itself
-(its framework, its meshes, its events) cannot be lost on the way. `Run` gives most of its members a
-default, so each is passed on by name here, and a test walks over them.
+A view delegates everything that it does not change on purpose, so that facts of a run (framework,
+meshes, events) cannot be lost. `Run` gives most members a default, so every member is delegated by
+name here, and a test checks that none is forgotten.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from driftline.errors import BadInput
-from driftline.runs.index import KeptRecords
+from driftline.runs.index import IndexRecords
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Loss, Memory, ReadAhead, Run, Storage
 from driftline.runs.sinks import JSON
@@ -21,118 +21,123 @@ if TYPE_CHECKING:
 
 
 def narrowed(run: Run, *, steps: Collection[int] = (), ranks: Collection[int] = ()) -> Run:
-    """The same run without the other steps and ranks; none given is all.
+    """The run with only these steps and ranks; an empty collection means all.
 
     Raises:
         BadInput: The run has none of the steps or none of the ranks.
     """
     if not steps and not ranks:
         return run
-    if isinstance(run.records, KeptRecords) and not steps:
-        # Whole parts of it: they stay where they lie.
+    # Records of a long run are not built to leave out ranks.
+    if isinstance(run.records, IndexRecords) and not steps:
+        # Complete parts of the run, whose lines can stay in their files.
         parts = [part for part in run.records.parts if len(part.lines)]
         _require(run, "rank", ranks, {part.rank for part in parts})
-        return NarrowedRun(run, KeptRecords([part for part in parts if part.rank in ranks]))
-    known: tuple[set[int], set[int]] = (set(), set())
+        return NarrowedRun(run, IndexRecords([part for part in parts if part.rank in ranks]))
+    existing: tuple[set[int], set[int]] = (set(), set())
     kept: list[Record] = []
     for record in run.records:
         key = record.key
-        known[0].add(key.step)
-        known[1].add(key.rank)
+        existing[0].add(key.step)
+        existing[1].add(key.rank)
         if (not steps or key.step in steps) and (not ranks or key.rank in ranks):
             kept.append(record)
-    _require(run, "step", steps, known[0])
-    _require(run, "rank", ranks, known[1])
+    _require(run, "step", steps, existing[0])
+    _require(run, "rank", ranks, existing[1])
     return NarrowedRun(run, kept)
 
 
-def _require(run: Run, what: str, wanted: Collection[int], known: Collection[int]) -> None:
+def _require(run: Run, what: str, wanted: Collection[int], existing: Collection[int]) -> None:
     for number in sorted(wanted):
-        if number not in known:
-            have = ", ".join(str(n) for n in sorted(known)[:8])
-            have += ", ..." if len(known) > 8 else ""
+        if number not in existing:
+            have = ", ".join(str(n) for n in sorted(existing)[:8])
+            have += ", ..." if len(existing) > 8 else ""
             raise BadInput(f"run '{run.name}' has no {what} {number}", hint=f"it has {what} {have}")
 
 
 def only(run: Run, wanted: Callable[[Record], bool]) -> Run:
-    """The same run without the tensors that are not wanted."""
+    """The run with only the wanted tensors."""
     return NarrowedRun(run, [record for record in run.records if wanted(record)])
 
 
 class RunView(Run):
-    """A run seen through another object; what a subclass does not change is the run's own."""
+    """A view of a run; what a subclass does not override is the run's own.
 
-    def __init__(self, whole: Run) -> None:
-        self.name = whole.name
-        self.opened = whole.opened
-        self.fetched = whole.fetched
-        self.whole = whole
+    Attributes:
+        base: The run behind the view.
+    """
+
+    def __init__(self, base: Run) -> None:
+        self.name = base.name
+        self.opened = base.opened
+        self.fetched = base.fetched
+        self.base = base
 
     @property
     def facts(self) -> RunFacts:
-        return self.whole.facts
+        return self.base.facts
 
     @property
     def records(self) -> Sequence[Record]:
-        return self.whole.records
+        return self.base.records
 
     def raw(self, record: Record) -> Storage:
-        return self.whole.raw(record)
+        return self.base.raw(record)
 
     def memory(self, record: Record) -> Memory | None:
-        return self.whole.memory(record)
+        return self.base.memory(record)
 
     def window(self, record: Record, start: int, stop: int) -> Memory | None:
-        return self.whole.window(record, start, stop)
+        return self.base.window(record, start, stop)
 
     def read_ahead(self) -> ReadAhead | None:
-        return self.whole.read_ahead()
+        return self.base.read_ahead()
 
     @property
     def manifest(self) -> Mapping[str, Any]:
-        return self.whole.manifest
+        return self.base.manifest
 
     @property
     def growing(self) -> bool:
-        return self.whole.growing
+        return self.base.growing
 
     @property
     def losses(self) -> Sequence[Loss]:
-        return self.whole.losses
+        return self.base.losses
 
     def lost(self, record: Record) -> str:
-        return self.whole.lost(record)
+        return self.base.lost(record)
 
     def source(self, record: Record) -> str:
-        return self.whole.source(record)
+        return self.base.source(record)
 
     def release(self) -> None:
-        self.whole.release()
+        self.base.release()
 
     def release_some(self) -> None:
-        self.whole.release_some()
+        self.base.release_some()
 
     def events(self) -> Iterator[Mapping[str, Any]]:
-        return self.whole.events()
+        return self.base.events()
 
     def processes(self) -> list[Mapping[str, Any]]:
-        return self.whole.processes()
+        return self.base.processes()
 
     def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
-        return self.whole.topology(rank, process)
+        return self.base.topology(rank, process)
 
     def sheets(self, rank: int = 0, process: int = 0) -> list[str]:
-        return self.whole.sheets(rank, process)
+        return self.base.sheets(rank, process)
 
     def sheet(self, name: str, rank: int = 0, process: int = 0) -> str:
-        return self.whole.sheet(name, rank, process)
+        return self.base.sheet(name, rank, process)
 
 
 class NarrowedRun(RunView):
     """Some records of a run."""
 
-    def __init__(self, whole: Run, records: Sequence[Record]) -> None:
-        super().__init__(whole)
+    def __init__(self, base: Run, records: Sequence[Record]) -> None:
+        super().__init__(base)
         self._records = records
 
     @property
@@ -141,9 +146,10 @@ class NarrowedRun(RunView):
 
     @property
     def losses(self) -> Sequence[Loss]:
-        """Those of its own tensors, and those that are about no tensor."""
-        named = {loss.key for loss in self.whole.losses if loss.key is not None}
+        """Losses of its own tensors, and those that are not about a tensor."""
+        # Walking all records is worth it only where a loss names a tensor.
+        named = {loss.key for loss in self.base.losses if loss.key is not None}
         keys: set[TensorKey] = set()
         if named:
             keys = {record.key for record in self._records if record.key in named}
-        return [loss for loss in self.whole.losses if loss.key is None or loss.key in keys]
+        return [loss for loss in self.base.losses if loss.key is None or loss.key in keys]

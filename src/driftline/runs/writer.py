@@ -1,9 +1,9 @@
-"""A run on disk, as one process writes it: `rankN/` with its index, shards, events and facts.
+"""Writing a run: the part of one process, `rankN/` with its index, shards, events and facts.
 
-Bytes first, then the line that names them: a killed process leaves a run that opens, and loses at
-most what was still staged. A disk that is full or a folder that cannot be written never stops the
-captured program; the run then says what is missing. Which tensors are worth keeping is decided
-elsewhere.
+Bytes are written before the line that names them: a killed process leaves a run that can be opened,
+and loses at most what was still in buffers. A full disk or an unwritable folder never stops the
+captured program; the run then lists what is missing. Which tensors are stored is decided by the
+caller.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from driftline.runs.provenance import ensure_manifest, event_line, library_versi
 from driftline.runs.records import Blob, Record
 from driftline.runs.sinks import JSON, Bytes, Group
 
+# Digests that are remembered to store equal bytes once; each takes some hundred bytes.
 _LONGEST_MEMORY = 500_000
+# A program may warn in an endless loop before its first tensor.
 _EARLY_EVENTS = 1000
 
 OVER_LIMIT = "beyond the size limit of the dump"
@@ -43,12 +45,17 @@ def digest_for(record: Record, data: Bytes | None) -> str:
 
 
 class RunWriter:
-    """The sink that writes a run's folder for one process; see `Sink` for what the methods promise.
+    """The sink that writes the part of one process; see `Sink` for the contract of its methods.
 
-    The folder `rankN` (or `rankN.p1`, ... when that is taken) is made at the first tensor, so that
-    launchers and helper processes leave nothing behind. After a fork, the child's copy starts a
+    The folder `rankN` (or `rankN.p1`, ... if that exists) is made at the first tensor, so that
+    launchers and helper processes leave nothing behind. After a fork, the child's copy begins a
     folder of its own.
+
+    Attributes:
+        first_header: Bytes reserved at the start of the first shard; tests make it small.
     """
+
+    first_header: int = FIRST_HEADER
 
     def __init__(
         self,
@@ -59,19 +66,17 @@ class RunWriter:
         command: Sequence[str] | None = None,
         max_bytes: int | None = None,
         shard_bytes: int = SHARD_BYTES,
-        header_bytes: int = FIRST_HEADER,
         seal_at_exit: bool = True,
     ) -> None:
         """Nothing is written before the first tensor.
 
         Args:
-            path: The run's folder; may exist, with other processes writing their own part of it.
+            path: The run's folder; other processes may be writing their parts of it.
             rank: Rank of this process in its job.
-            world_size: How many ranks the job has.
-            command: What the user ran, if not this process's own command line.
-            max_bytes: Store no more tensor bytes of this process; lines and summaries go on.
+            world_size: Number of ranks of the job.
+            command: The user's command, if it is not this process's own command line.
+            max_bytes: Limit of stored tensor bytes of this process; lines and summaries go on.
             shard_bytes: Begin a new shard file beyond this size.
-            header_bytes: Reserved at the start of the first shard.
             seal_at_exit: Close at interpreter exit; pass False if the owner does.
         """
         self.path = Path(path).absolute()
@@ -81,7 +86,7 @@ class RunWriter:
         self._command = list(command) if command is not None else None
         self._max_bytes = max_bytes
         self._shard_bytes = shard_bytes
-        self._first_header = header_bytes
+
         self._seal_at_exit = seal_at_exit
         self._facts: dict[str, JSON] = {}
         self._tree: Mapping[str, JSON] | None = None
@@ -91,14 +96,14 @@ class RunWriter:
             atexit.register(self.close)
 
     def _reset(self) -> None:
-        """The state of a writer that has written nothing: at birth, and in a forked child."""
+        """Sets the state of a writer that has written nothing: a new one, or a forked child's."""
         self._pid = os.getpid()
         self._no_folder = ""
         self._part: Part | None = None
         self._journal: Journal | None = None
         self._lock = threading.RLock()
         self._events_lock = threading.RLock()
-        self._known: dict[str, tuple[str, int, int]] = {}
+        self._stored: dict[str, tuple[str, int, int]] = {}
         self._early: list[bytes] = []
         self._early_dropped = 0
         self._order = 0
@@ -110,7 +115,7 @@ class RunWriter:
         self._over_limit = False
         self._closed = False
 
-    # ---- what adapters call
+    # ---- the methods of a sink
 
     @property
     def folder(self) -> Path | None:
@@ -119,7 +124,7 @@ class RunWriter:
 
     @property
     def failure(self) -> str:
-        """Why nothing more is stored; empty as long as all is well."""
+        """Why nothing more is stored; empty without a failure."""
         return self._journal.failure if self._journal is not None else self._no_folder
 
     @property
@@ -136,14 +141,19 @@ class RunWriter:
         return self._order
 
     def put(self, record: Record, data: Bytes | None) -> None:
+        # Before the lock: hashing takes longest, and threads can do it at the same time.
         digest = digest_for(record, data)
         self._notice_fork()
         with self._lock:
             journal = self._journal
+            # After a failure tensors are still counted, so that the run can say how
+            # many are missing.
             if self._closed or (journal is None and (journal := self._open()) is None):
                 self._unlisted += 1
                 return
             blob, lost = None, record.lost if data is None else ""
+            # Digest and summary records have bytes for their digest only, which are not
+            # stored.
             if data is not None and data.nbytes and record.kept in ("full", "sample"):
                 blob, lost = self._store(journal, record, data, digest)
             journal.list(record, self._order, digest, blob, lost)
@@ -151,7 +161,7 @@ class RunWriter:
             self._dtypes.add(record.dtype)
 
     def put_group(self, group: Group) -> None:
-        """Takes several records without bytes; their lines are made when they are written."""
+        """Stores several records without bytes; their lines are made when they are written."""
         self._notice_fork()
         with self._lock:
             journal = self._journal
@@ -166,6 +176,7 @@ class RunWriter:
         self._notice_fork()
         line = event_line(kind, message, self._order, details)
         with self._events_lock:
+            # No folder before the first tensor: events wait in memory.
             if self._part is None:
                 if len(self._early) < _EARLY_EVENTS:
                     self._early.append(line)
@@ -201,7 +212,7 @@ class RunWriter:
 
     def step_done(self, step: int) -> None:
         self._steps += 1
-        # Steps that ran before the first tensor are many and say nothing; they are counted only.
+        # There may be many steps before the first tensor; they are only counted.
         if self._part is not None:
             self.event("step", f"step {step} done", step=step)
 
@@ -212,7 +223,7 @@ class RunWriter:
                 self._open()
 
     def flush(self) -> None:
-        """Returns when everything put so far is with the system: no kill can lose it now."""
+        """Returns when everything put so far was given to the system and survives a kill."""
         self._notice_fork()
         if self._journal is not None:
             self._journal.flush()
@@ -221,10 +232,14 @@ class RunWriter:
         self._notice_fork()
         with self._lock:
             if self._closed:
+                # Set first: what closing itself triggers must not open a new
+                # folder.
                 return
             self._closed = True
             if self._seal_at_exit:
                 atexit.unregister(self.close)
+            # Without a tensor there is no folder, but what was said is still worth
+            # keeping.
             if self._part is None or self._journal is None:
                 self._leave_orphan_events()
                 return
@@ -232,7 +247,8 @@ class RunWriter:
             self._write_facts()
             with self._events_lock:
                 self._part.close()
-            # A launcher reads the events itself; a program that captures itself has nobody else.
+            # A launcher reads the events; for a program that captures itself, this is the only
+            # message.
             if self._seal_at_exit and self._journal.taken:
                 print_to_stderr(f"the run '{self.path}' is incomplete: {self._journal.failure}")
 
@@ -257,7 +273,7 @@ class RunWriter:
             self._lock,
             self.event,
             shard_bytes=self._shard_bytes,
-            header_bytes=self._first_header,
+            header_bytes=self.first_header,
         )
         self._write_facts()
         self._write_topology()
@@ -267,12 +283,14 @@ class RunWriter:
     def _store(
         self, journal: Journal, record: Record, data: Bytes, digest: str
     ) -> tuple[Blob | None, str]:
-        """Hands new bytes to the journal; returns where they will be, or why nowhere."""
+        """Gives new bytes to the journal; returns their location, or why they are not stored."""
         length = data.nbytes
-        known = self._known.get(digest)
-        if known is not None and known[2] == length:
+        stored = self._stored.get(digest)
+        # Equal digests of different length are no repeat: the digest may be of a sample.
+        if stored is not None and stored[2] == length:
             self._repeats += 1
-            return Blob(*known), ""
+            return Blob(*stored), ""
+        # The limit is not hit exactly: a later, smaller tensor may still fit.
         if self._max_bytes is not None and self._bytes + length > self._max_bytes:
             if not self._over_limit:
                 self._over_limit = True
@@ -286,10 +304,10 @@ class RunWriter:
         blob = journal.append(record, self._order, data)
         if blob is None:
             return None, journal.failure
-        if len(self._known) >= _LONGEST_MEMORY:
-            self._known.clear()  # forgetting costs only space on disk
-        # A plain tuple: the collector of a program with many objects soon looks past it.
-        self._known[digest] = (blob.shard, blob.offset, blob.length)
+        if len(self._stored) >= _LONGEST_MEMORY:
+            self._stored.clear()  # forgetting costs only space on disk
+        # A plain tuple of atoms: the garbage collector stops tracking it.
+        self._stored[digest] = (blob.shard, blob.offset, blob.length)
         self._bytes += length
         return blob, ""
 
@@ -304,6 +322,7 @@ class RunWriter:
             "dtypes": sorted(self._dtypes),
             "sealed": self._closed,
         }
+        # Final numbers only at the end: a killed process's would be wrong.
         if self._closed:
             facts |= {
                 "ended": now(),
@@ -332,16 +351,15 @@ class RunWriter:
             self._journal.fail(error)
 
     def _early_events(self) -> list[bytes]:
-        """What was said before there was a place for it."""
+        """Events from before the folder existed."""
         if not self._early_dropped:
             return self._early
         text = f"{self._early_dropped} more events before the first tensor were not kept"
         return [*self._early, event_line("dropped", text, 0, {})]
 
     def _leave_orphan_events(self) -> None:
-        """A process without tensors has no folder.
-
-        What it had to say goes into the run's own events.
+        """Writes the events of a process without tensors, which has no folder, into the run's own
+        events.
         """
         if not self._early:
             return
@@ -353,16 +371,18 @@ class RunWriter:
     # ---- forks
 
     def _notice_fork(self) -> None:
-        """A fork made in C, such as `daemon(3)`, does not call what Python has registered."""
+        """Notices a fork made in C, such as `daemon(3)`, which does not call Python's hooks."""
         if self._pid != os.getpid():
             self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        """The parent goes on writing its files; this copy forgets them and would start its own."""
+        """Forgets the parent's files, which the parent goes on writing."""
         if self._part is not None:
             self._part.close()
         if self._journal is not None:
             self._journal.forget()
+        # A writer that failed to make its folder may succeed in the child; a closed one
+        # stays closed.
         was_closed = self._closed and not self._no_folder
         self._reset()
         self._closed = was_closed

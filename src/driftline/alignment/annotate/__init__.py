@@ -1,3 +1,4 @@
-"""Annotators: words added to a finished plan, such as source lines and fusions. They never
-change a pair.
+"""Annotators: text added to a finished plan, such as source lines and fusions.
+
+They never change a pair.
 """

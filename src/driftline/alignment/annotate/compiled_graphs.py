@@ -1,9 +1,8 @@
-"""Nodes of a compiled graph that are off by themselves, and what is computed from them.
+"""Annotations from compiled graphs: source lines, fused kernels, and the first faulty node.
 
-While kernels are recorded, each operator of the program is also computed by torch, from the same
-inputs, and so is each node that it was taken apart into. A node for which the results disagree is
-off whatever the other run says: it is the first culprit of everything that is computed from it.
-Reads lists and no tensor.
+While kernels are recorded, torch also computes each operator of the program from the same inputs,
+and each node that the compiler decomposed it into. A node whose results disagree is faulty whatever
+the other run has: it is the culprit of everything computed from it. Reads lists and no tensor.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from typing import NamedTuple
 
 from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.sites.compiled_graphs import Graphs, Value, is_view
-from driftline.graphs.sources.graph_files import Graph, GraphNode, Off
+from driftline.graphs.sources.graph_files import Graph, GraphNode, NodeError
 from driftline.runs.records import TensorKey
 
-_WHOLE = ("(root)", "")
+_ROOTS = ("(root)", "")
 _AS_NODES = (
     "{node}: what inductor makes of it is relative_l2 {error:.3g} from torch's own operator for "
     "the same inputs"
@@ -29,57 +28,66 @@ _AS_KERNEL = (
 
 
 class Culprits:
-    """Who is to blame for the values of a process's graphs.
+    """The faulty nodes upstream of the values of a process's graphs.
 
     Args:
         graphs: The graphs.
-        errors: Nodes that are off, in the order of execution.
+        errors: Faulty nodes in execution order.
     """
 
-    def __init__(self, graphs: Graphs, errors: Sequence[Off]) -> None:
+    def __init__(self, graphs: Graphs, errors: Sequence[NodeError]) -> None:
         self._graphs = graphs
         self._errors = errors
         self._by_number = {graph.number: graph for graph in graphs.graphs}
-        self._off: dict[tuple[int, int], dict[str, Off]] = defaultdict(dict)
+        self._off: dict[tuple[int, int], dict[str, NodeError]] = defaultdict(dict)
         for error in errors:
-            known = self._off[error.graph, error.step].get(error.node)
-            if known is None or (error.kernel and not known.kernel):
+            # A kernel's own error is more specific than that of the nodes it was made
+            # of.
+            previous = self._off[error.graph, error.step].get(error.node)
+            if previous is None or (error.kernel and not previous.kernel):
                 self._off[error.graph, error.step][error.node] = error
-        self._first: dict[tuple[int, int], Mapping[str, Off]] = {}
+        self._first: dict[tuple[int, int], Mapping[str, NodeError]] = {}
 
     def of(self, value: Value) -> str:
-        """The first node that is off on the way to a value, in words; empty where none is."""
-        at = (value.graph.number, value.record.key.step)
-        if at not in self._off:
+        """Description of the first faulty node upstream of a value; empty if there is none."""
+        graph_step = (value.graph.number, value.record.key.step)
+        if graph_step not in self._off:
             return ""
-        if at not in self._first:
-            self._first[at] = _spread(value.graph, self._off[at])
+        if graph_step not in self._first:
+            # Spreading is done once per graph and step, because every value of the
+            # graph asks for it.
+            self._first[graph_step] = _spread(value.graph, self._off[graph_step])
         names = [value.node.name] if value.node is not None else []
         if value.kept is not None:
             names += value.kept.nodes
-        found = [first for name in names if (first := self._first[at].get(name)) is not None]
-        if not found:
+        faults = [
+            first for name in names if (first := self._first[graph_step].get(name)) is not None
+        ]
+        if not faults:
             return ""
+        # Execution order decides who is first, not the order in which errors were listed.
         order = {node.name: place for place, node in enumerate(value.graph.nodes)}
-        return self._said(value.graph, min(found, key=lambda one: order[one.node]))
+        return self._describe(value.graph, min(faults, key=lambda fault: order[fault.node]))
 
     def of_module(self, site: str, step: int) -> str:
-        """The first node of a module that is off in a step."""
+        """The first faulty node of a module in a step."""
         for error in self._errors:
             graph = self._by_number.get(error.graph)
             node = self._graphs.node(graph, error.node) if graph is not None else None
             if graph is None or node is None or error.step != step:
                 continue
-            if site in _WHOLE or f"{node.module}.".startswith(f"{site}."):
-                return self._said(graph, self._off[error.graph, step][error.node])
+            # The root stands for every module; otherwise the node must lie inside the
+            # site.
+            if site in _ROOTS or f"{node.module}.".startswith(f"{site}."):
+                return self._describe(graph, self._off[error.graph, step][error.node])
         return ""
 
     def of_gradients(self, step: int) -> str:
-        """The first node that is off in a step: all gradients of it come later."""
-        return self.of_module(_WHOLE[0], step)
+        """The first faulty node of a step: all gradients are computed after it."""
+        return self.of_module(_ROOTS[0], step)
 
     def all(self) -> Iterator[str]:
-        """Every operator that is off, once for all its steps."""
+        """Every faulty operator, once for all its steps."""
         seen: set[tuple[str, str]] = set()
         for error in self._errors:
             graph = self._by_number.get(error.graph)
@@ -87,82 +95,88 @@ class Culprits:
             if graph is None or node is None or (node.site, node.phase) in seen:
                 continue
             seen.add((node.site, node.phase))
-            yield self._said(graph, self._off[error.graph, error.step][error.node])
+            yield self._describe(graph, self._off[error.graph, error.step][error.node])
 
-    def _said(self, graph: Graph, error: Off) -> str:
+    def _describe(self, graph: Graph, error: NodeError) -> str:
         node = self._graphs.node(graph, error.node)
         if node is None:
             return ""
         operator = node.origins[0].operator if node.origins else node.target
-        at = f" at {node.line}" if node.line else ""
-        name = f"{operator} of '{node.module}'{at} (node {node.name})"
+        location = f" at {node.line}" if node.line else ""
+        name = f"{operator} of '{node.module}'{location} (node {node.name})"
         if error.kernel:
             kernel = self._graphs.kernel_of(graph, node)
             return _AS_KERNEL.format(node=name, kernel=kernel, error=error.error)
         return _AS_NODES.format(node=name, error=error.error)
 
 
-def _spread(graph: Graph, off: Mapping[str, Off]) -> Mapping[str, Off]:
-    """For every node, the first of those before it, and itself, that are off."""
+def _spread(graph: Graph, off: Mapping[str, NodeError]) -> Mapping[str, NodeError]:
+    """For every node, the first faulty node among it and the nodes it depends on."""
     order = {node.name: place for place, node in enumerate(graph.nodes)}
-    found: dict[str, Off] = {}
+    first_fault: dict[str, NodeError] = {}
     for node in graph.nodes:
-        before = [found[name] for name in node.inputs if name in found]
+        before = [first_fault[name] for name in node.inputs if name in first_fault]
         own = [off[node.name]] if node.name in off else []
         if before or own:
-            found[node.name] = min((*before, *own), key=lambda one: order[one.node])
-    return found
+            # The earliest fault upstream explains the later ones.
+            first_fault[node.name] = min((*before, *own), key=lambda fault: order[fault.node])
+    return first_fault
 
 
-# What a compiled graph tells a reader of a row: the program's line, and what a kernel fused.
+# --- annotations of a plan
 
 
 Owners = Mapping[tuple[int, int], Graphs]
-_TOLD = 3
+_SHOWN = 3
 _NOT_COMPUTED = ("placeholder", "get_attr", "getitem")
 
 
 def with_lines(plan: Plan, reference: Owners, candidate: Owners) -> Plan:
-    """The plan whose pairs and lone tensors know their lines, and pairs what was fused.
+    """The plan with source lines for pairs and unpaired tensors, and with fusions for pairs.
 
     Args:
-        plan: What was set against what.
-        reference: The graphs of the one run, by rank and process; empty if it was not compiled.
-        candidate: The graphs of the other.
+        plan: The pairs.
+        reference: Graphs of the reference, by rank and process; empty if it was not compiled.
+        candidate: Graphs of the candidate.
     """
-    ours, theirs = _values(reference), _values(candidate)
+    reference_values, candidate_values = _values(reference), _values(candidate)
     lone: dict[tuple[str, TensorKey], str] = {}
+    # Lone tensors get their lines too: the reader wants to know which code has no partner.
     for side, records, values in (
-        ("reference", plan.missing, ours),
-        ("candidate", plan.extra, theirs),
+        ("reference", plan.missing, reference_values),
+        ("candidate", plan.extra, candidate_values),
     ):
         for record in records:
             if line := _line(values.get(record.key)):
                 lone[side, record.key] = line
     blamed = _blamed(reference), _blamed(candidate)
-    pairs = (_with_line(pair, ours, theirs) for pair in plan.pairs)
+    pairs = (_with_line(pair, reference_values, candidate_values) for pair in plan.pairs)
     return plan._replace(
         pairs=tuple(_with_culprit(pair, *blamed) for pair in pairs),
         lone_lines=lone,
-        notes=(*plan.notes, *_off("reference", blamed[0]), *_off("candidate", blamed[1])),
+        notes=(
+            *plan.notes,
+            *_fault_notes("reference", blamed[0]),
+            *_fault_notes("candidate", blamed[1]),
+        ),
     )
 
 
 def _blamed(owners: Owners) -> dict[tuple[int, int], Culprits]:
-    """What is off by itself, of processes where anything is."""
+    """Faulty nodes by process, for processes that have any."""
     return {
         owner: Culprits(graphs, graphs.errors) for owner, graphs in owners.items() if graphs.errors
     }
 
 
-def _off(side: str, blamed: Mapping[tuple[int, int], Culprits]) -> Iterator[str]:
-    found = list(dict.fromkeys(said for culprits in blamed.values() for said in culprits.all()))
-    if found:
-        more = f"; and {len(found) - _TOLD} more" if len(found) > _TOLD else ""
-        what = "an operator" if len(found) == 1 else f"{len(found)} operators"
+def _fault_notes(side: str, blamed: Mapping[tuple[int, int], Culprits]) -> Iterator[str]:
+    faults = list(dict.fromkeys(fault for culprits in blamed.values() for fault in culprits.all()))
+    if faults:
+        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        what = "an operator" if len(faults) == 1 else f"{len(faults)} operators"
         yield (
-            f"{what} of the {side} {'is' if len(found) == 1 else 'are'} off, whatever the other "
-            f"run has: {'; '.join(found[:_TOLD])}{more}"
+            f"{what} of the {side} {'is' if len(faults) == 1 else 'are'} off, whatever the other "
+            f"run has: {'; '.join(faults[:_SHOWN])}{more}"
         )
 
 
@@ -171,90 +185,105 @@ def _with_culprit(
     reference: Mapping[tuple[int, int], Culprits],
     candidate: Mapping[tuple[int, int], Culprits],
 ) -> Pair:
-    """What was recorded around compiled graphs, of modules and gradients, knows a culprit, too."""
+    """Add the culprit to pairs of modules and gradients around compiled graphs."""
     if pair.culprit:
         return pair
+    # The candidate is usually the compiled run, so it is asked first.
     for record, blamed in ((pair.candidate, candidate), (pair.reference, reference)):
         key = record.key
         culprits = blamed.get((key.rank, key.process))
         if culprits is None or "/" in key.site:
             continue
-        said = ""
+        culprit = ""
         if key.port == "output":
-            said = culprits.of_module(key.site, key.step)
+            culprit = culprits.of_module(key.site, key.step)
+        # Any forward fault of the step precedes all gradients.
         elif key.port.endswith(("grad", "grad_input", "grad_output")):
-            said = culprits.of_gradients(key.step)
-        if said:
-            return pair._replace(culprit=said)
+            culprit = culprits.of_gradients(key.step)
+        if culprit:
+            return pair._replace(culprit=culprit)
     return pair
 
 
-class _Told(NamedTuple):
-    """A value, the graphs that tell about it, and what is known to be off in them."""
+class _Described(NamedTuple):
+    """A value, its graphs, and the faulty nodes in them."""
 
     graphs: Graphs
     value: Value
     culprits: Culprits
 
 
-def _values(owners: Owners) -> dict[TensorKey, _Told]:
-    found: dict[TensorKey, _Told] = {}
+def _values(owners: Owners) -> dict[TensorKey, _Described]:
+    by_key: dict[TensorKey, _Described] = {}
     for graphs in owners.values():
         culprits = Culprits(graphs, graphs.errors)
         for value in graphs.values:
-            found[value.record.key] = _Told(graphs, value, culprits)
-    return found
+            by_key[value.record.key] = _Described(graphs, value, culprits)
+    return by_key
 
 
 def _with_line(
-    pair: Pair, ours: Mapping[TensorKey, _Told], theirs: Mapping[TensorKey, _Told]
+    pair: Pair,
+    reference_values: Mapping[TensorKey, _Described],
+    candidate_values: Mapping[TensorKey, _Described],
 ) -> Pair:
-    here, there = ours.get(pair.reference.key), theirs.get(pair.candidate.key)
-    line = _line(here) or _line(there)
-    fused = _fused(there) or _fused(here)
+    reference, candidate = (
+        reference_values.get(pair.reference.key),
+        candidate_values.get(pair.candidate.key),
+    )
+    line = _line(reference) or _line(candidate)
+    # The line is the reference's if it has one; the fusion is the candidate's, the run in question.
+    fused = _fused(candidate) or _fused(reference)
     culprit = next(
-        (said for one in (there, here) if one and (said := one.culprits.of(one.value))), ""
+        (
+            text
+            for value in (candidate, reference)
+            if value and (text := value.culprits.of(value.value))
+        ),
+        "",
     )
     if line or fused or culprit:
         return pair._replace(line=line, fused=fused, culprit=culprit)
     return pair
 
 
-def _line(told: _Told | None) -> str:
-    """The line of the node; of a kernel's result that is no node's, that of its last one."""
-    if told is None:
+def _line(described: _Described | None) -> str:
+    """The source line of the node; if no node has the value, of the last node computed for it."""
+    if described is None:
         return ""
-    if told.value.node is not None:
-        return told.value.node.line
-    found = [node.line for node in told.graphs.computed_for(told.value) if node.line]
-    return found[-1] if found else ""
+    if described.value.node is not None:
+        return described.value.node.line
+    lines = [node.line for node in described.graphs.computed_for(described.value) if node.line]
+    return lines[-1] if lines else ""
 
 
-def _fused(told: _Told | None) -> str:
-    """Operators that went into a kernel's result, module by module; empty for a single one."""
-    if told is None:
+def _fused(described: _Described | None) -> str:
+    """Operators in a kernel's result, module by module; empty for a single one."""
+    if described is None:
         return ""
-    if told.value.inside:
-        return f"{told.value.inside}, whose nodes were computed one by one"
+    if described.value.inside:
+        return f"{described.value.inside}, whose nodes were computed one by one"
     calls: dict[str, list[str]] = {}
     of_passes: list[str] = []
-    for node in told.graphs.computed_for(told.value):
+    # Views and inputs compute nothing, so they are not part of what was fused.
+    for node in described.graphs.computed_for(described.value):
         if node.target in _NOT_COMPUTED or is_view(node):
             continue
-        # A pass of the compiler leaves nodes that know no module.
-        known = calls.setdefault(node.module, []) if node.calls or node.origins else of_passes
-        known += [name for name in _called(node) if name not in known]
-    everywhere = {name for known in calls.values() for name in known}
+        # Nodes that a compiler pass inserted have no module.
+        operators = calls.setdefault(node.module, []) if node.calls or node.origins else of_passes
+        operators += [name for name in _called(node) if name not in operators]
+    everywhere = {name for operators in calls.values() for name in operators}
     if more := [name for name in of_passes if name not in everywhere]:
-        base = calls.setdefault(told.value.graph.base, [])
+        base = calls.setdefault(described.value.graph.base, [])
         base += [name for name in more if name not in base]
+    # One operator is no fusion, and naming it would repeat the site.
     if sum(map(len, calls.values())) < 2:
         return ""
-    return "; ".join(f"{module}: {', '.join(known)}" for module, known in calls.items())
+    return "; ".join(f"{module}: {', '.join(operators)}" for module, operators in calls.items())
 
 
 def _called(node: GraphNode) -> list[str]:
-    """The operators that a node stems from, or its own where nothing is known of that."""
+    """The operators that a node comes from, or its own if that is unknown."""
     names = [origin.operator for origin in node.origins] or [node.operator or node.target]
     return [_short(name) for name in names]
 

@@ -1,7 +1,9 @@
-"""Inputs that one run took before the call and the other after it: the same, unless written into.
+"""The order of normalisers and reconcilers: what happens to two runs before and after matching.
 
-A weak rule: it is used where a run has inputs of the other moment only, and never for outputs (an
-output before the call is memory that nobody has written yet).
+Before matching, ranks are gathered, steps renumbered, inputs brought to one moment and packed
+weights unpacked (`before_matching`). After it, the plan of the views becomes one of the runs, and
+pairs that differ in layout, size or scale get recipes (`after_matching`). Which tensors belong
+together is decided by `alignment.rules`.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from driftline.alignment.normalise.view import Origin, SeenRun, aside_of, origins_of
+from driftline.alignment.normalise.view import AlignedView, Origin, excluded_of, origins_of
 from driftline.alignment.plan import Pair, Plan
 from driftline.errors import BadInput
 from driftline.runs.facts import first_records
@@ -22,22 +24,27 @@ if TYPE_CHECKING:
 
 
 CONFIDENCE = 0.8
+"""Confidence of a pair of inputs of different moments: an operator may write into its input."""
+
+# Moments: one run stored its inputs before the call, the other after it. They are the same unless
+# the call writes into them. Outputs are never matched like this: before the call, an output is
+# memory that nobody has written yet.
 
 
-def seen_moments(reference: Run, candidate: Run) -> tuple[Run, Run]:
-    """Both runs, with the inputs of a run that took them after the call seen as the other's."""
-    ours, theirs = _moments(reference), _moments(candidate)
+def align_moments(reference: Run, candidate: Run) -> tuple[Run, Run]:
+    """Both runs, with inputs that were stored after the call shown as stored before it."""
+    reference_moments, candidate_moments = _moments(reference), _moments(candidate)
     # Only where every input of a run is of the one moment: a run with both has the right one
     # itself.
-    if ours == {"after"} and theirs == {"before"}:
+    if reference_moments == {"after"} and candidate_moments == {"before"}:
         return _as_before(reference), candidate
-    if ours == {"before"} and theirs == {"after"}:
+    if reference_moments == {"before"} and candidate_moments == {"after"}:
         return reference, _as_before(candidate)
     return reference, candidate
 
 
-def said_of_moments(plan: Plan) -> Plan:
-    """The plan with such pairs under their own rule, and a note; of the runs, not of views."""
+def note_moments(plan: Plan) -> Plan:
+    """The plan with pairs of different moments under a rule of their own, and a note."""
     apart = [pair.reference.key.moment != pair.candidate.key.moment for pair in plan.pairs]
     if not any(apart):
         return plan
@@ -74,82 +81,82 @@ def _as_before(run: Run) -> Run:
         if origin is not seen:
             origins[seen.key] = origin
         records.append(seen)
-    whole = run.whole if isinstance(run, SeenRun) else run
-    return SeenRun(whole, records, origins, aside_of(run))
-
-
-# What happens to two runs before their tensors are matched, and to the pairs afterwards.
+    base = run.base if isinstance(run, AlignedView) else run
+    return AlignedView(base, records, origins, excluded_of(run))
 
 
 PLAIN = frozenset({"float64", "float32", "float16", "bfloat16"})
-"""Types that need nothing done to be compared with each other."""
+"""Types that can be compared with each other without a recipe."""
 
 
 _CODES = frozenset({"int8", "int4"})
 WEIGHTS = frozenset({"param", "param_grad", "optimizer_grad"})
 
 
-class Seen(NamedTuple):
-    """Both runs as the matching rules see them, and what was concluded on the way."""
+class Views(NamedTuple):
+    """Both runs as the matching rules see them, and notes on how they were changed."""
 
     reference: Run
     candidate: Run
     notes: tuple[str, ...] = ()
 
 
-def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Seen:
-    """See the ranks and steps of both runs under the same numbers.
+def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Views:
+    """Views of both runs with common ranks, steps, moments and encodings.
 
     Raises:
-        BadInput: A placement or step map that means nothing here.
+        BadInput: A placement or step map that does not fit the runs.
     """
     notes: list[str] = []
-    ours, theirs = _places(reference), _places(candidate)
+    reference_places, candidate_places = _places(reference), _places(candidate)
     # Ranks come first: steps and moments are then looked at once, not once per rank.
-    if options.placements or _lie_differently(reference, candidate, ours, theirs):
+    if options.placements or _lie_differently(
+        reference, candidate, reference_places, candidate_places
+    ):
         reference, candidate = _gathered(reference, candidate, options, notes)
-    elif ours != theirs and len(ours) == len(theirs):
-        from driftline.alignment.normalise.steps import seen_ranks
+    elif reference_places != candidate_places and len(reference_places) == len(candidate_places):
+        from driftline.alignment.normalise.steps import align_ranks
 
-        candidate, said = seen_ranks(reference, candidate)
-        notes += said
+        candidate, more_notes = align_ranks(reference, candidate)
+        notes += more_notes
     # Steps before moments: inputs can only be compared once their steps have the same number.
     step_map = options.step_map
     if step_map or len(_steps(reference) | _steps(candidate)) > 1:
-        from driftline.alignment.normalise.steps import parse_step_map, seen_steps
+        from driftline.alignment.normalise.steps import align_steps, parse_step_map
 
-        said_map = parse_step_map(",".join(step_map)) if step_map else None
-        reference, candidate, said = seen_steps(reference, candidate, said_map)
-        notes += said
+        declared_map = parse_step_map(",".join(step_map)) if step_map else None
+        reference, candidate, more_notes = align_steps(reference, candidate, declared_map)
+        notes += more_notes
     if any(_late(record.key) for run in (reference, candidate) for record in run.records):
-        reference, candidate = seen_moments(reference, candidate)
+        reference, candidate = align_moments(reference, candidate)
     # Cheap looks at names decide whether a normaliser is imported at all.
     if any(
         record.key.site[-7:] == "qweight" or record.key.slot == "qweight"
         for run in (reference, candidate)
         for record in run.records
     ):
-        from driftline.alignment.normalise.encodings import seen_packed
+        from driftline.alignment.normalise.encodings import unpack_weights
 
-        reference, candidate = seen_packed(reference, candidate)
-    return Seen(reference, candidate, tuple(notes))
+        reference, candidate = unpack_weights(reference, candidate)
+    return Views(reference, candidate, tuple(notes))
 
 
-def after_matching(plan: Plan, seen: Seen, options: AlignOptions) -> Plan:
+def after_matching(plan: Plan, seen: Views, options: AlignOptions) -> Plan:
     """The plan of the runs themselves, with a recipe wherever a pair needs one.
 
     Raises:
         BadInput: A mask that cannot be read or fits no tensor.
     """
-    from driftline.alignment.normalise.view import SeenRun, taken_back
+    from driftline.alignment.normalise.view import AlignedView, resolve_views
 
     reference, candidate = (
-        run.whole if isinstance(run, SeenRun) else run for run in (seen.reference, seen.candidate)
+        run.base if isinstance(run, AlignedView) else run
+        for run in (seen.reference, seen.candidate)
     )
-    plan = taken_back(plan, seen.reference, seen.candidate)
+    plan = resolve_views(plan, seen.reference, seen.candidate)
     plan = plan._replace(notes=(*plan.notes, *seen.notes))
     if any(_late(pair.reference.key) != _late(pair.candidate.key) for pair in plan.pairs):
-        plan = said_of_moments(plan)
+        plan = note_moments(plan)
     # Between frameworks a square weight may be stored transposed, which its shape does not
     # show.
     foreign = any(_is_square_weight(pair) for pair in plan.pairs) and (
@@ -168,10 +175,11 @@ def after_matching(plan: Plan, seen: Seen, options: AlignOptions) -> Plan:
 
         rules = Reconciler(reference, candidate, plan)
         pairs = tuple(
-            rules.settled(pair) if apart else pair
+            rules.reconcile(pair) if apart else pair
             for pair, apart in zip(plan.pairs, unlike, strict=True)
         )
-        notes = tuple(dict.fromkeys((*plan.notes, *rules.notes)))  # of ranks each for itself
+        # Ranks are reconciled one by one, and many of them say the same.
+        notes = tuple(dict.fromkeys((*plan.notes, *rules.notes)))
         plan = _without_sources(plan._replace(pairs=pairs, notes=notes))
     # Masks come last, because they must fit the shapes that are really compared.
     if options.masks:
@@ -182,22 +190,26 @@ def after_matching(plan: Plan, seen: Seen, options: AlignOptions) -> Plan:
 
 
 def _without_sources(plan: Plan) -> Plan:
-    """The plan without lone tensors that a recipe uses: a scale is part of what it scales."""
-    ours = {r.key for p in plan.pairs if p.reference_recipe for r in p.reference_recipe.records}
-    theirs = {r.key for p in plan.pairs if p.candidate_recipe for r in p.candidate_recipe.records}
+    """The plan without unpaired tensors that a recipe uses, such as the scale of a weight."""
+    reference_keys = {
+        r.key for p in plan.pairs if p.reference_recipe for r in p.reference_recipe.records
+    }
+    candidate_keys = {
+        r.key for p in plan.pairs if p.candidate_recipe for r in p.candidate_recipe.records
+    }
     return plan._replace(
-        missing=tuple(record for record in plan.missing if record.key not in ours),
-        extra=tuple(record for record in plan.extra if record.key not in theirs),
+        missing=tuple(record for record in plan.missing if record.key not in reference_keys),
+        extra=tuple(record for record in plan.extra if record.key not in candidate_keys),
     )
 
 
 def is_compiled(run: Run) -> bool:
-    """Whether any process lists graphs of a compiler beside its tensors: one look at its folder."""
+    """Whether any process has side files that list graphs of a compiler."""
     return any(GRAPHS in run.sheets(r.key.rank, r.key.process) for r in first_records(run))
 
 
 def keeps_graphs(run: Run) -> bool:
-    """Whether the module tree of any process holds the graph that a compiler's dump came with."""
+    """Whether the module tree of any process holds the graph of a compiler's dump."""
     trees = (run.topology(r.key.rank, r.key.process) for r in first_records(run))
     return any(tree is not None and tree.get("graphs") for tree in trees)
 
@@ -208,59 +220,69 @@ def _is_square_weight(pair: Pair) -> bool:
 
 
 def _unlike(pair: Pair, foreign: bool) -> bool:
-    """Whether two sides are kept apart by more than their values."""
-    ours, theirs = pair.reference, pair.candidate
-    here = ours.shape if pair.reference_recipe is None else pair.reference_recipe.shape
-    there = theirs.shape if pair.candidate_recipe is None else pair.candidate_recipe.shape
-    if here != there:
+    """Whether two sides differ in shape, type or layout, so that they need a reconciler."""
+    reference, candidate = pair.reference, pair.candidate
+    reference_shape = (
+        reference.shape if pair.reference_recipe is None else pair.reference_recipe.shape
+    )
+    candidate_shape = (
+        candidate.shape if pair.candidate_recipe is None else pair.candidate_recipe.shape
+    )
+    if reference_shape != candidate_shape:
         return not pair.trouble
-    if ours.dtype != theirs.dtype and not (ours.dtype in PLAIN and theirs.dtype in PLAIN):
+    if reference.dtype != candidate.dtype and not (
+        reference.dtype in PLAIN and candidate.dtype in PLAIN
+    ):
         return not pair.trouble
-    # A square weight may lie transposed and have the same shape.
+    # A square weight may be stored transposed and still have the same shape.
     return (
-        (foreign or ours.class_name != theirs.class_name)
-        and not {ours.key.port, theirs.key.port}.isdisjoint(WEIGHTS)
-        and len(here) == 2
+        (foreign or reference.class_name != candidate.class_name)
+        and not {reference.key.port, candidate.key.port}.isdisjoint(WEIGHTS)
+        and len(reference_shape) == 2
         and not pair.trouble
     )
 
 
 def _operands(pair: Pair, codes: bool) -> bool:
-    """Whether two inputs may be a weight or, among codes, the scale of one or codes themselves."""
-    ours, theirs = pair.reference, pair.candidate
-    if pair.trouble or ours.key.port != theirs.key.port:
+    """Whether a pair may be operands that need a recipe: weights, scales or quantised codes."""
+    reference, candidate = pair.reference, pair.candidate
+    if pair.trouble or reference.key.port != candidate.key.port:
         return False
-    if ours.dtype == theirs.dtype and ours.dtype in _CODES:
-        return ours.key.port in ("input", "output")
+    if reference.dtype == candidate.dtype and reference.dtype in _CODES:
+        return reference.key.port in ("input", "output")
     recipe = pair.reference_recipe
-    shape = ours.shape if recipe is None else recipe.shape
+    shape = reference.shape if recipe is None else recipe.shape
     square = len(shape) == 2 and shape[0] == shape[1]
-    return ours.key.port == "input" and (square or (codes and len(shape) == 1))
+    return reference.key.port == "input" and (square or (codes and len(shape) == 1))
 
 
 def _lie_differently(
-    reference: Run, candidate: Run, ours: list[tuple[int, int]], theirs: list[tuple[int, int]]
+    reference: Run,
+    candidate: Run,
+    reference_places: list[tuple[int, int]],
+    candidate_places: list[tuple[int, int]],
 ) -> bool:
-    """Whether the ranks of one side, or of both, must be made one before anything can be paired."""
-    many = {rank for rank, _ in ours}, {rank for rank, _ in theirs}
-    if len(many[0]) != len(many[1]):
-        # Ranks that are gone, or were not captured, change nothing about where the others stand.
-        subset = many[0] < many[1] or many[1] < many[0]
+    """Whether the ranks of a side must be gathered before tensors can be paired."""
+    ranks = {rank for rank, _ in reference_places}, {rank for rank, _ in candidate_places}
+    if len(ranks[0]) != len(ranks[1]):
+        # Ranks that crashed, or were not captured, do not change what the other ranks hold.
+        subset = ranks[0] < ranks[1] or ranks[1] < ranks[0]
         if not subset or reference.facts.world != candidate.facts.world:
             return True
-    elif len(many[0]) == 1 and _cut_over_more_ranks(reference) != _cut_over_more_ranks(candidate):
-        return True  # what is left of a job that dealt out its tensors is a part
-    elif len(many[0]) == 1 or ours != theirs:
+    elif len(ranks[0]) == 1 and _cut_over_more_ranks(reference) != _cut_over_more_ranks(candidate):
+        return True  # the only captured rank of a sharded job holds parts of tensors
+    elif len(ranks[0]) == 1 or reference_places != candidate_places:
         return False
-    # As many ranks on both sides, but perhaps another mesh: tensors that rank by rank are others.
+    # Equally many ranks on both sides may still form another mesh: then placements or shapes of
+    # equal keys differ.
     if reference.facts.stages or candidate.facts.stages:
         return True  # other stages, or another order of micro-batches
-    known = {record.key: record for record in reference.records}
+    records_by_key = {record.key: record for record in reference.records}
     for record in candidate.records:
-        same = known.get(record.key)
+        same = records_by_key.get(record.key)
         if same is None:
             continue
-        if way(same.placement) != way(record.placement):
+        if placement_kind(same.placement) != placement_kind(record.placement):
             return True
         if record.key.port == "param" and same.shape != record.shape:
             return True  # one of them cut its weights itself
@@ -268,13 +290,13 @@ def _lie_differently(
 
 
 def _cut_over_more_ranks(run: Run) -> bool:
-    """Whether one rank is here of a job of several, whose tensors say that they are parts."""
-    # Records first: most runs have no placements, and the facts of processes lie in files.
+    """Whether a job of several ranks says in its placements that tensors are shards."""
+    # Records first: most runs have no placements, and the facts of processes are in files.
     return any("S(" in record.placement for record in run.records) and run.facts.world > 1
 
 
-def way(placement: str) -> str:
-    """How a tensor lies, without where this rank stands."""
+def placement_kind(placement: str) -> str:
+    """A placement's text without the coordinates of the rank, which differ on every rank."""
     return "" if placement.startswith("local ") else placement.partition(" at (")[0]
 
 
@@ -284,8 +306,8 @@ def _gathered(
     from driftline.alignment.placements.declared import gather_ranks, parse_placement
 
     rules = [parse_placement(text) for text in options.placements]
-    ours, theirs = _places(reference), _places(candidate)
-    single = len(ours) == len(theirs) == 1
+    reference_places, candidate_places = _places(reference), _places(candidate)
+    single = len(reference_places) == len(candidate_places) == 1
     part = single and _cut_over_more_ranks(reference)
     if single and part == _cut_over_more_ranks(candidate):
         raise BadInput(
@@ -294,22 +316,27 @@ def _gathered(
         )
     # The user's placements say how to gather; with as many ranks on both sides nothing is
     # gathered.
-    if rules and len(ours) == len(theirs) > 1:
+    if rules and len(reference_places) == len(candidate_places) > 1:
         notes.append(
-            f"both runs have {len(ours)} ranks: compared rank by rank, the placements are not used"
+            f"both runs have {len(reference_places)} ranks: compared rank by rank, the placements "
+            "are not used"
         )
         return reference, candidate
     # The side that has one rank gives the name under which the other is seen.
-    onto = ours[0] if len(ours) == 1 else (theirs[0] if len(theirs) == 1 else (0, 0))
-    if len(ours) == 1 and not part:
-        made = gather_ranks(candidate, rules, reference, onto=onto)
-        notes += made.notes
-        return reference, made.run
-    if len(theirs) == 1:
-        made = gather_ranks(reference, rules, candidate, onto=onto)
-        notes += made.notes
-        return made.run, candidate
-    # Both are in pieces: they are made the shapes that both can make.
+    onto = (
+        reference_places[0]
+        if len(reference_places) == 1
+        else (candidate_places[0] if len(candidate_places) == 1 else (0, 0))
+    )
+    if len(reference_places) == 1 and not part:
+        gathered = gather_ranks(candidate, rules, reference, onto=onto)
+        notes += gathered.notes
+        return reference, gathered.run
+    if len(candidate_places) == 1:
+        gathered = gather_ranks(reference, rules, candidate, onto=onto)
+        notes += gathered.notes
+        return gathered.run, candidate
+    # Both runs are sharded: they are gathered into shapes that both can make.
     from driftline.alignment.placements.gather import common_shapes
 
     # The shapes are found from both sides first. Then the candidate is gathered towards the
@@ -317,16 +344,19 @@ def _gathered(
     calls = _calls_differ(reference, candidate)
     targets = common_shapes(reference, candidate, onto, calls=calls)
     gather = partial(gather_ranks, rules=rules, onto=onto, targets=targets, calls=calls)
-    there = gather(candidate, other=gather(reference, other=None).run)
-    if not there.decided:  # whether gradients are averaged, neither of the two can say alone
-        there = gather(candidate, other=gather(reference, other=None, averaged=False).run)
-    here = gather(reference, other=there.run)
-    notes += [*here.notes, *there.notes]
-    return here.run, there.run
+    gathered_candidate = gather(candidate, other=gather(reference, other=None).run)
+    if not gathered_candidate.decided:
+        # Neither run alone shows whether gradients are averaged, so sums are tried as well.
+        gathered_candidate = gather(
+            candidate, other=gather(reference, other=None, averaged=False).run
+        )
+    gathered_reference = gather(reference, other=gathered_candidate.run)
+    notes += [*gathered_reference.notes, *gathered_candidate.notes]
+    return gathered_reference.run, gathered_candidate.run
 
 
 def _calls_differ(reference: Run, candidate: Run) -> bool:
-    """Whether two pipelines had their batch in another number of parts."""
+    """Whether two pipelines split their batch into different numbers of micro-batches."""
     if not reference.facts.stages or not candidate.facts.stages:
         return False
     visits = [
@@ -337,12 +367,12 @@ def _calls_differ(reference: Run, candidate: Run) -> bool:
 
 
 def _explained(plan: Plan) -> Plan:
-    """A reason for what is alone because the other run has no such step or rank at all."""
+    """The plan with a reason for tensors whose step or rank the other run does not have."""
     if not plan.missing and not plan.extra:
         return plan
     reasons = dict(plan.reasons)
     paired = [pair.reference.key for pair in plan.pairs], [p.candidate.key for p in plan.pairs]
-    known = {
+    other_keys = {
         "reference": paired[1] + [record.key for record in plan.extra],
         "candidate": paired[0] + [record.key for record in plan.missing],
     }
@@ -352,8 +382,8 @@ def _explained(plan: Plan) -> Plan:
     ):
         # What is paired counts too: a step without a single tensor on the other side is a
         # missing step.
-        steps = {key.step for key in known[side]}
-        ranks = {key.rank for key in known[side]}
+        steps = {key.step for key in other_keys[side]}
+        ranks = {key.rank for key in other_keys[side]}
         for record in records:
             if (side, record.key) not in reasons and (
                 why := why_alone(record.key, other, steps, ranks)
@@ -363,14 +393,14 @@ def _explained(plan: Plan) -> Plan:
 
 
 def why_alone(key: TensorKey, other: str, steps: set[int], ranks: set[int]) -> str:
-    """Why the other side, of these steps and ranks, cannot have a tensor; empty when it could."""
+    """Why the other side, with these steps and ranks, lacks a tensor; empty if it could have it."""
     if key.step not in steps:
         return f"the {other} has no step {key.step}"
     return "" if key.rank in ranks else f"the {other} has no rank {key.rank}"
 
 
 def _late(key: TensorKey) -> bool:
-    """Whether this is an input as it was after the call."""
+    """Whether this is an input that was stored after the call."""
     return key.moment == "after" and key.port == "input"
 
 

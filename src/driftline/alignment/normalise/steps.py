@@ -1,10 +1,9 @@
-"""Which step of one run is which of the other, from sequence lengths; and ranks that only differ
-in their number.
+"""Step and rank numbers: the steps of one run get the numbers of the matching steps of the other.
 
-Runs count differently: a warm-up takes number 0, or a prefill and a decode graph count each for
-itself. The number of tokens of each execution tells them apart, and where that is the same the
-token ids do. Where neither can, nothing is concluded: numbers are taken as they are, and the plan
-says so.
+Runs count differently: a warm-up takes number 0, or a prefill graph and a decode graph have
+separate counters. Steps are matched by the number of tokens of each execution, and if several
+matches fit, by the token ids. If those cannot decide either, the numbers stay as they are, and the
+plan says so. Ranks that only differ in their numbers are renumbered in order.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from driftline.alignment.normalise.view import Origin, SeenRun, aside_of, origins_of
+from driftline.alignment.normalise.view import AlignedView, Origin, excluded_of, origins_of
 from driftline.errors import BadInput, DriftlineError
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record, TensorKey
@@ -23,16 +22,16 @@ from driftline.runs.run import Run
 
 ID_NAMES = frozenset({"input_ids", "ids", "token_ids", "tokens", "x_ids", "inputs_ids"})
 _COUNTER = re.compile(r"\d+_[^.]+")
-"""An outermost operation of an accelerator library's dump: each counts its own executions."""
+"""Site of an outermost operation in an ATB dump; each of these counts its own executions."""
 # Bounds on what is read and tried: ids of a long prompt, shifts that fit equally well.
 _MOST_IDS = 1 << 20
 _MOST_FITS = 32
 _MOST_EXECUTIONS = 256
-"""A warm-up comes early; so many executions of a run are looked at."""
+"""Most executions of a run that are compared: a warm-up comes early."""
 
 
 class Execution(NamedTuple):
-    """One counted execution of a run (or of one graph of it): its number and what it worked on."""
+    """One execution of a run, or of one graph of it: its number, its tokens and their ids."""
 
     step: int
     tokens: int
@@ -43,7 +42,7 @@ Timeline = tuple[Execution, ...]
 
 
 def parse_step_map(text: str) -> dict[int, int]:
-    """`0=1,1=2`: step of the reference = step of the candidate.
+    """Parse `0=1,1=2`: step of the reference = step of the candidate.
 
     >>> parse_step_map("0=1,1=2")
     {0: 1, 1: 2}
@@ -51,18 +50,18 @@ def parse_step_map(text: str) -> dict[int, int]:
     Raises:
         BadInput: It is none.
     """
-    found: dict[int, int] = {}
+    step_map: dict[int, int] = {}
     for word in text.split(","):
-        here, equals, there = (part.strip() for part in word.partition("="))
-        if not equals or not here.isdigit() or not there.isdigit():
+        reference_step, equals, candidate_step = (part.strip() for part in word.partition("="))
+        if not equals or not reference_step.isdigit() or not candidate_step.isdigit():
             raise BadInput(
                 f"'{word.strip()}' is no pair of steps", hint="write REF=CAND, such as 0=1,1=2"
             )
         # A step that is named twice on either side would put two tensors under one key.
-        if int(here) in found or int(there) in found.values():
-            raise BadInput(f"step {here} or {there} is given twice in '{text}'")
-        found[int(here)] = int(there)
-    return found
+        if int(reference_step) in step_map or int(candidate_step) in step_map.values():
+            raise BadInput(f"step {reference_step} or {candidate_step} is given twice in '{text}'")
+        step_map[int(reference_step)] = int(candidate_step)
+    return step_map
 
 
 def is_ids(record: Record) -> bool:
@@ -79,45 +78,45 @@ def is_ids(record: Record) -> bool:
 
 
 def timelines(run: Run) -> dict[str, Timeline]:
-    """Every counter of a run: one, called "", unless outermost operations count for themselves."""
-    found: dict[str, dict[int, tuple[Record, Record | None]]] = {}
+    """Timelines of a run's counters: one called "", unless outermost operations have their own."""
+    counters: dict[str, dict[int, tuple[Record, Record | None]]] = {}
     for record in run.records:
         key = record.key
         # Parameters are the same in all steps, and gradients come in another order.
         if key.port not in ("input", "output"):
             continue
         counter = counter_of(key.site)
-        steps = found.setdefault(counter, {})
-        known = steps.get(key.step)
-        if known is None:
+        steps = counters.setdefault(counter, {})
+        entry = steps.get(key.step)
+        if entry is None:
             # The first tensor of a step shows its number of tokens; token ids, wherever
             # they come, do better.
             steps[key.step] = (record, record if is_ids(record) else None)
-        elif known[1] is None and is_ids(record):
-            steps[key.step] = (known[0], record)
+        elif entry[1] is None and is_ids(record):
+            steps[key.step] = (entry[0], record)
     return {
         counter: tuple(
             Execution(step, _tokens(ids or first), ids)
             for step, (first, ids) in sorted(steps.items())
         )
-        for counter, steps in found.items()
+        for counter, steps in counters.items()
     }
 
 
-def counters_alike(run: Run) -> dict[str, str]:
-    """Every counter of a run → the one that speaks for all that count like it."""
+def counter_groups(run: Run) -> dict[str, str]:
+    """Every counter of a run → the representative of all counters that count like it."""
     lines = timelines(run)
-    return {counter: group[0] for group in _alike(lines) for counter in group}
+    return {counter: group[0] for group in _group_counters(lines) for counter in group}
 
 
 def counter_of(site: str) -> str:
-    """The outermost operation that counts the executions of a site; empty for the run's steps."""
+    """Name of the operation that counts a site's executions; empty for the steps of the run."""
     first = site.partition(".")[0]
     return first if _COUNTER.fullmatch(first) else ""
 
 
 def _tokens(record: Record) -> int:
-    """How many tokens (all sequences together) an execution works on, by its first tensor."""
+    """Number of tokens of an execution, all sequences together, by its first tensor."""
     shape = record.shape
     if len(shape) < 2 or is_ids(record):
         return int(np.prod(shape)) if shape else 0
@@ -125,31 +124,44 @@ def _tokens(record: Record) -> int:
     return int(np.prod(shape[:-1]))
 
 
-def seen_steps(
-    reference: Run, candidate: Run, said: Mapping[int, int] | None
+def align_steps(
+    reference: Run, candidate: Run, step_map: Mapping[int, int] | None
 ) -> tuple[Run, Run, list[str]]:
-    """Both runs with the same numbers for the same steps, and what was concluded.
+    """Both runs with the same numbers for the same steps, and notes on what was concluded.
 
     Raises:
-        BadInput: The user's map speaks of steps that are not there.
+        BadInput: The user's map names a step that a run does not have.
     """
-    if said is not None:
-        return reference, _said(reference, candidate, said), [_map_text(said)]
-    ours, theirs = ({record.key.step for record in run.records} for run in (reference, candidate))
-    if ours == theirs and (len(ours) == 1 or _agree(reference, candidate)):
+    if step_map is not None:
+        return reference, _by_step_map(reference, candidate, step_map), [_map_text(step_map)]
+    reference_steps, candidate_steps = (
+        {record.key.step for record in run.records} for run in (reference, candidate)
+    )
+    if reference_steps == candidate_steps and (
+        len(reference_steps) == 1 or _agree(reference, candidate)
+    ):
         return reference, candidate, []
-    here, there = timelines(reference), timelines(candidate)
+    reference_lines, candidate_lines = timelines(reference), timelines(candidate)
     notes: list[str] = []
-    if _single(there) and not _single(here):  # the side with one counter gives the numbers
-        view = _renumbered(reference, here, candidate, there, "reference", notes)
+    if _single(candidate_lines) and not _single(
+        reference_lines
+    ):  # the side with one counter gives the numbers
+        view = _renumbered(
+            reference, reference_lines, candidate, candidate_lines, "reference", notes
+        )
         return view, candidate, notes
-    return reference, _renumbered(candidate, there, reference, here, "candidate", notes), notes
+    return (
+        reference,
+        _renumbered(candidate, candidate_lines, reference, reference_lines, "candidate", notes),
+        notes,
+    )
 
 
 def _agree(reference: Run, candidate: Run) -> bool:
-    """Whether both have the same names and shapes in every step: then nothing is to be moved.
+    """Whether both runs have the same names and shapes in every step, so that no step is moved.
 
-    The first tensor of a step may be another one in a dump that lost the order of execution.
+    Needed because in a dump that lost the order of execution the first tensor of a step, which
+    gives its number of tokens, may be another one.
     """
     # Equal lengths first: it is cheap, and most runs that differ do so here.
     if len(reference) != len(candidate):
@@ -158,23 +170,25 @@ def _agree(reference: Run, candidate: Run) -> bool:
     return all(shapes.get(record.key) == record.shape for record in candidate.records)
 
 
-def _single(found: Mapping[str, Timeline]) -> bool:
-    return len({tuple((e.step, e.tokens) for e in line) for line in found.values()}) <= 1
+def _single(lines: Mapping[str, Timeline]) -> bool:
+    return len({tuple((e.step, e.tokens) for e in line) for line in lines.values()}) <= 1
 
 
-def _said(reference: Run, candidate: Run, said: Mapping[int, int]) -> Run:
-    for run, steps in ((reference, said.keys()), (candidate, said.values())):
-        known = {record.key.step for record in run.records}
+def _by_step_map(reference: Run, candidate: Run, step_map: Mapping[int, int]) -> Run:
+    for run, steps in ((reference, step_map.keys()), (candidate, step_map.values())):
+        existing = {record.key.step for record in run.records}
         for step in steps:
-            if step not in known:
+            if step not in existing:
                 raise BadInput(
                     f"run '{run.name}' has no step {step}",
-                    hint=f"it has step {', '.join(map(str, sorted(known)[:8]))}",
+                    hint=f"it has step {', '.join(map(str, sorted(existing)[:8]))}",
                 )
     # The reference keeps its numbers; the candidate is renumbered.
-    back = {there: here for here, there in said.items()}
-    changes = {("", step): new for step, new in back.items()}
-    return _view(candidate, changes, {}, whole=True)
+    reference_step_of = {
+        candidate_step: reference_step for reference_step, candidate_step in step_map.items()
+    }
+    changes = {("", step): new for step, new in reference_step_of.items()}
+    return _view(candidate, changes, {}, all_steps=True)
 
 
 def _renumbered(
@@ -185,47 +199,66 @@ def _renumbered(
     side: str,
     notes: list[str],
 ) -> Run:
-    """The run with the numbers of the model; itself where they are the same."""
+    """The run with the step numbers of `model`; the run itself if they are the same already."""
     changes: dict[tuple[str, int], int] = {}
     reasons: dict[tuple[str, int], str] = {}
     other = "candidate" if side == "reference" else "reference"
-    told: set[str] = set()
-    for counters in _alike(lines):
+    doubts: set[str] = set()
+    for counters in _group_counters(lines):
         line = lines[counters[0]]
-        own = False
-        goal = next((found for c in counters if (found := model_lines.get(c))), None)
-        if goal is None and _single(model_lines):
-            goal = next(iter(model_lines.values()), ())
-            own = not _single(lines)
-            if own:  # a graph for prompts knows nothing of the steps of the other
-                lengths = {execution.tokens for execution in line}
-                goal = tuple(execution for execution in goal if execution.tokens in lengths)
+        goal, own = _goal(counters, lines, model_lines)
         if not goal:
             continue
         shift, doubt = _shift(model, goal, run, line, own)
-        if doubt and doubt not in told:
-            told.add(doubt)
+        # Several counters may have the same doubt; the user is told once.
+        if doubt and doubt not in doubts:
+            doubts.add(doubt)
             notes.append(doubt)
         if shift is None:
             continue
-        for at, execution in enumerate(line):
-            partner = at + shift
+        for index, execution in enumerate(line):
+            partner = index + shift
+            # -1 excludes a step that the other run does not have.
             step = goal[partner].step if 0 <= partner < len(goal) else -1
-            why = f"its step of {execution.tokens} tokens comes before the first of the {other}"
-            if partner < 0 and all(execution.tokens != each.tokens for each in goal):
-                why = f"a warm-up: the {other} has no step of {execution.tokens} tokens"
-            elif partner >= 0:
-                why = f"the {other} ended earlier"
-            for each in counters:
-                changes[each, execution.step] = step
-                reasons[each, execution.step] = why
-        said = _change_text(side, counters, line, goal, shift)
-        notes += [said] if said else []
+            for counter in counters:
+                changes[counter, execution.step] = step
+                reasons[counter, execution.step] = _why_excluded(execution, partner, goal, other)
+        if note := _change_text(side, counters, line, goal, shift):
+            notes.append(note)
     return _view(run, changes, reasons) if changes else run
 
 
-def _alike(lines: Mapping[str, Timeline]) -> list[list[str]]:
-    """Counters that ran at the same numbers on as many tokens; one that knows ids goes first."""
+def _goal(
+    counters: Sequence[str], lines: Mapping[str, Timeline], model_lines: Mapping[str, Timeline]
+) -> tuple[Timeline, bool]:
+    """The timeline of the other run that these counters are matched with; empty if there is none.
+
+    Also whether the counters are separate ones where the other run has a single counter.
+    """
+    for counter in counters:
+        if goal := model_lines.get(counter):
+            return goal, False
+    if not _single(model_lines):
+        return (), False
+    goal = next(iter(model_lines.values()), ())
+    if _single(lines):
+        return goal, False
+    # A prefill graph never ran the decode steps of the other run's only counter, and the reverse.
+    lengths = {execution.tokens for execution in lines[counters[0]]}
+    return tuple(execution for execution in goal if execution.tokens in lengths), True
+
+
+def _why_excluded(execution: Execution, partner: int, goal: Timeline, other: str) -> str:
+    """Why a step has no partner, in case it has none."""
+    if partner >= 0:
+        return f"the {other} ended earlier"
+    if all(execution.tokens != step.tokens for step in goal):
+        return f"a warm-up: the {other} has no step of {execution.tokens} tokens"
+    return f"its step of {execution.tokens} tokens comes before the first of the {other}"
+
+
+def _group_counters(lines: Mapping[str, Timeline]) -> list[list[str]]:
+    """Groups of counters with equal numbers and tokens; a counter with token ids comes first."""
     groups: dict[tuple[tuple[int, int], ...], list[str]] = {}
     for counter, line in lines.items():
         groups.setdefault(tuple((e.step, e.tokens) for e in line), []).append(counter)
@@ -238,24 +271,24 @@ def _alike(lines: Mapping[str, Timeline]) -> list[list[str]]:
 def _shift(
     model: Run, goal: Timeline, run: Run, line: Timeline, own: bool
 ) -> tuple[int | None, str]:
-    """Which execution of `goal` the first of `line` is; None to take the numbers as they are.
+    """Index in `goal` of the first execution of `line`, or None to keep the numbers; and a doubt.
 
-    Numbers of a counter of its `own` are no evidence.
+    The numbers of an `own` counter are no evidence: it counts other executions.
     """
     # Bounded, because every shift of two timelines is tried against the other.
     goal, line = goal[:_MOST_EXECUTIONS], line[:_MOST_EXECUTIONS]
     by_step = {execution.step: execution.tokens for execution in goal}
     common = [execution for execution in line if execution.step in by_step]
-    agrees = bool(common) and all(each.tokens == by_step[each.step] for each in common)
-    varied = own or len({each.tokens for each in (*goal, *line)}) > 1
+    agrees = bool(common) and all(step.tokens == by_step[step.step] for step in common)
+    varied = own or len({step.tokens for step in (*goal, *line)}) > 1
     fits = _fitting(goal, line)
-    if agrees and not varied:  # steps of training, all alike: only their ids can say otherwise
-        at = line.index(common[0])
-        taken = next(n for n, each in enumerate(goal) if each.step == common[0].step) - at
-        if len(fits) == 1 or _same_ids(model, goal, run, line, taken):
+    if agrees and not varied:
+        # Steps of training, all of one length: only their token ids can contradict the numbers.
+        by_number = [step.step for step in goal].index(common[0].step) - line.index(common[0])
+        if len(fits) == 1 or _same_ids(model, goal, run, line, by_number):
             return None, ""
-        found = [shift for shift in fits[:_MOST_FITS] if _same_ids(model, goal, run, line, shift)]
-        return (found[0] if len(found) == 1 else None), ""
+        equal = [shift for shift in fits[:_MOST_FITS] if _same_ids(model, goal, run, line, shift)]
+        return (equal[0] if len(equal) == 1 else None), ""
     # Several shifts fit the lengths: token ids choose, or the user is told that nothing can.
     if len(fits) > 1 and varied:
         by_ids = [shift for shift in fits if _same_ids(model, goal, run, line, shift)]
@@ -271,38 +304,42 @@ def _shift(
     shift = fits[0]
     # A shift that changes no number is none, and needs no note.
     same = not own and all(
-        execution.step == goal[at + shift].step
-        for at, execution in enumerate(line)
-        if 0 <= at + shift < len(goal)
+        execution.step == goal[index + shift].step
+        for index, execution in enumerate(line)
+        if 0 <= index + shift < len(goal)
     )
     return (None if same else shift), ""
 
 
 def _fitting(goal: Timeline, line: Timeline) -> list[int]:
-    """The shifts with the longest overlap, of those whose whole overlap has the same lengths."""
-    ways: list[tuple[int, int]] = []
+    """Of the shifts whose overlap has equal lengths throughout, those with the longest overlap."""
+    overlaps: list[tuple[int, int]] = []
     # From the last of one against the first of the other to the reverse: every possible
     # overlap.
     for shift in range(-len(line) + 1, len(goal)):
         first, last = max(0, -shift), min(len(line), len(goal) - shift)
-        if all(line[at].tokens == goal[at + shift].tokens for at in range(first, last)):
-            ways.append((last - first, shift))
-    best = max((overlap for overlap, _ in ways), default=0)
-    return [shift for overlap, shift in ways if overlap == best]
+        if all(line[index].tokens == goal[index + shift].tokens for index in range(first, last)):
+            overlaps.append((last - first, shift))
+    best = max((overlap for overlap, _ in overlaps), default=0)
+    return [shift for overlap, shift in overlaps if overlap == best]
 
 
 def _same_ids(model: Run, goal: Timeline, run: Run, line: Timeline, shift: int) -> bool:
-    """Whether the first execution that both have worked on the same token ids."""
-    at = max(0, -shift)
-    mine, its = line[at].ids, goal[at + shift].ids
-    if mine is None or its is None:
+    """Whether both sides had the same token ids in their first common execution."""
+    index = max(0, -shift)
+    own_ids, model_ids = line[index].ids, goal[index + shift].ids
+    if own_ids is None or model_ids is None:
         return False
-    here, there = read_ids(run, mine), read_ids(model, its)
-    return here is not None and there is not None and np.array_equal(here.ravel(), there.ravel())
+    own_values, model_values = read_ids(run, own_ids), read_ids(model, model_ids)
+    return (
+        own_values is not None
+        and model_values is not None
+        and np.array_equal(own_values.ravel(), model_values.ravel())
+    )
 
 
 def read_ids(run: Run, record: Record) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None:
-    """A small integer tensor, in its shape; None when it was not kept."""
+    """Values of a small integer tensor, in its shape; None if they were not kept."""
     if record.kept != "full" or np.prod(record.shape) > _MOST_IDS or run.lost(record):
         return None
     # Codes of four bits are no token ids, and share bytes.
@@ -319,21 +356,24 @@ def _view(
     changes: Mapping[tuple[str, int], int],
     reasons: Mapping[tuple[str, int], str],
     *,
-    whole: bool = False,
+    all_steps: bool = False,
 ) -> Run:
-    """The run with other step numbers; -1, and with `whole` every step not named, is set aside."""
+    """The run with other step numbers.
+
+    A step whose new number is -1 is excluded; with `all_steps`, so is every step without a number.
+    """
     records: list[Record] = []
     before = origins_of(run)
-    aside = list(aside_of(run))
+    excluded = list(excluded_of(run))
     origins: dict[TensorKey, Origin] = {}
     for record in run.records:
         key = record.key
-        counter = "" if whole else counter_of(key.site)
-        new = changes.get((counter, key.step), -1 if whole else key.step)
+        counter = "" if all_steps else counter_of(key.site)
+        new = changes.get((counter, key.step), -1 if all_steps else key.step)
         origin = before.get(key, record)
         if new < 0:
             why = reasons.get((counter, key.step), "the step map leaves its step out")
-            aside.append((record, origin, why))
+            excluded.append((record, origin, why))
             continue
         moved = record if new == key.step else record._replace(key=key._replace(step=new))
         # Only what differs from the run is noted: a record that is its own origin needs no
@@ -343,12 +383,15 @@ def _view(
         records.append(moved)
     # Views do not nest: one of a view is made of the run behind it, with the origins carried
     # over.
-    base = run.whole if isinstance(run, SeenRun) else run
-    return SeenRun(base, records, origins, aside)
+    base = run.base if isinstance(run, AlignedView) else run
+    return AlignedView(base, records, origins, excluded)
 
 
-def _map_text(said: Mapping[int, int]) -> str:
-    shown = ", ".join(f"{here} = {there}" for here, there in sorted(said.items()))
+def _map_text(step_map: Mapping[int, int]) -> str:
+    shown = ", ".join(
+        f"{reference_step} = {candidate_step}"
+        for reference_step, candidate_step in sorted(step_map.items())
+    )
     return f"steps as you say, reference = candidate: {shown}"
 
 
@@ -360,35 +403,35 @@ def _change_text(
         more = f" and {len(counters) - 1} more" if len(counters) > 1 else ""
         whose = f"of '{counters[0]}'{more} in the {side}"
     same = [
-        (execution.step, goal[at + shift].step)
-        for at, execution in enumerate(line)
-        if 0 <= at + shift < len(goal)
+        (execution.step, goal[index + shift].step)
+        for index, execution in enumerate(line)
+        if 0 <= index + shift < len(goal)
     ]
-    if len(same) == len(line) and all(own == its for own, its in same):
+    if len(same) == len(line) and all(own_step == model_step for own_step, model_step in same):
         return ""  # nothing was moved and nothing is left out
-    pairs = [f"{own} is {its}" for own, its in same]
+    pairs = [f"{own_step} is {model_step}" for own_step, model_step in same]
     shown = ", ".join(pairs[:4]) + (", ..." if len(pairs) > 4 else "")
     how = "numbers of tokens" + (" and their ids" if line[0].ids and goal[0].ids else "")
     text = f"steps {whose}, by their {how}: {shown}"
     lengths = {execution.tokens for execution in goal}
-    before = [e for at, e in enumerate(line) if at + shift < 0]
+    before = [e for index, e in enumerate(line) if index + shift < 0]
     if before:
-        told = ", ".join(
+        skipped = ", ".join(
             f"{e.step} ({e.tokens} token{'s' if e.tokens != 1 else ''})" for e in before[:4]
         )
-        known = all(e.tokens not in lengths for e in before)
-        why = "of another length, a warm-up" if known else "before the first common one"
-        text += f"; not compared: {told}, {why}"
+        unmatched = all(e.tokens not in lengths for e in before)
+        why = "of another length, a warm-up" if unmatched else "before the first common one"
+        text += f"; not compared: {skipped}, {why}"
     return text
 
 
-def seen_ranks(reference: Run, candidate: Run) -> tuple[Run, list[str]]:
-    """The candidate with the reference's rank numbers, where both have as many and they differ."""
-    ours, theirs = _places(reference.records), _places(candidate.records)
-    if ours == theirs or len(ours) != len(theirs):
+def align_ranks(reference: Run, candidate: Run) -> tuple[Run, list[str]]:
+    """The candidate with the reference's rank numbers, if both have equally many ranks."""
+    reference_places, candidate_places = _places(reference.records), _places(candidate.records)
+    if reference_places == candidate_places or len(reference_places) != len(candidate_places):
         return candidate, []
     # In order: the nth rank of one run is taken for the nth of the other.
-    numbers = dict(zip(theirs, ours, strict=True))
+    numbers = dict(zip(candidate_places, reference_places, strict=True))
     records: list[Record] = []
     origins: dict[TensorKey, Origin] = {}
     for record in candidate.records:
@@ -398,8 +441,8 @@ def seen_ranks(reference: Run, candidate: Run) -> tuple[Run, list[str]]:
         if moved.key != key:
             origins[moved.key] = record
         records.append(moved)
-    said = ", ".join(f"{_place(b)} is {_place(a)}" for b, a in list(numbers.items())[:8])
-    return SeenRun(candidate, records, origins), [f"ranks of the candidate, in order: {said}"]
+    shown = ", ".join(f"{_place(b)} is {_place(a)}" for b, a in list(numbers.items())[:8])
+    return AlignedView(candidate, records, origins), [f"ranks of the candidate, in order: {shown}"]
 
 
 def _places(records: Sequence[Record]) -> list[tuple[int, int]]:

@@ -1,7 +1,8 @@
-"""A run as the matching rules see it: other ranks and steps, shards as the whole they are part of.
+"""A run as the matching rules see it: renumbered ranks and steps, shards joined into tensors.
 
-What is seen can be taken back: every record of a view knows what it is made of, so that a plan made
-of views becomes one of the runs themselves. Which rank or step is which, the rules say.
+Every record of a view has an origin, the stored tensors it is made of, so that a plan of two views
+can be resolved into a plan of the runs themselves. This file does not decide which rank or step is
+which; the normalisers do.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ if TYPE_CHECKING:
 
 
 class Replicas(NamedTuple):
-    """Several ranks that should hold the same tensor; each is set against the other side."""
+    """Records of several ranks that should hold the same tensor; each is compared."""
 
     records: tuple[Record, ...]
 
 
-class Apart(NamedTuple):
-    """Tensors of several ranks that cannot be made one, and why."""
+class Unjoinable(NamedTuple):
+    """Tensors of several ranks that cannot be joined, and why."""
 
     records: tuple[Record, ...]
     reason: str
 
 
 class Gathered(NamedTuple):
-    """Shards (or partial sums) of several ranks, the recipe that makes them whole, and a doubt.
+    """Shards (or partial sums) of several ranks, with the recipe that joins them.
 
     Attributes:
         recipe: Joins the ranks.
-        replicas: Whether the ranks' shapes allow that each holds the whole tensor already; taken
-            so when the other side has their shape rather than the recipe's.
+        replicas: Whether the ranks may be replicas instead, by their shapes. They are treated as
+            replicas if the other side has the shape of one part rather than the recipe's.
     """
 
     recipe: Recipe
@@ -47,38 +48,38 @@ class Gathered(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """What the places of a mesh hold that should all be the same: records, or wholes of shards.
+    """Several copies of one tensor on a mesh: records, or joined shards.
 
     Attributes:
-        sources: Each is set against the other side.
+        sources: The copies; each is compared with the other side.
     """
 
     sources: tuple[Source, ...]
 
 
-Origin = Record | Replicas | Gathered | Copies | Apart
-Aside = tuple[Record, Origin, str]
-"""A tensor that has no part in the matching: as it is seen, what it is made of, and why."""
+Origin = Record | Replicas | Gathered | Copies | Unjoinable
+Excluded = tuple[Record, Origin, str]
+"""A tensor that takes no part in the matching: its record in the view, its origin, and why."""
 
 
-class SeenRun(RunView):
-    """A run with some records in place of others; the rest of it is as it was.
+class AlignedView(RunView):
+    """A run with some records replaced; everything else is the run's own.
 
     Attributes:
-        origins: What the records are made of, by their keys; those that are not here are the run's.
-        aside: Tensors that have no part in the matching.
+        origins: What a record is made of, by its key; a record without an entry is the run's own.
+        excluded: Tensors that take no part in the matching.
     """
 
     def __init__(
         self,
-        whole: Run,
+        base: Run,
         records: Sequence[Record],
         origins: Mapping[TensorKey, Origin],
-        aside: Sequence[Aside] = (),
+        excluded: Sequence[Excluded] = (),
     ) -> None:
-        super().__init__(whole)
+        super().__init__(base)
         self.origins = origins
-        self.aside = aside
+        self.excluded = excluded
         self._records = records
         # Filled on first use: most views are never asked for side files.
         self._places: dict[tuple[int, int], tuple[int, int]] | None = None
@@ -90,48 +91,48 @@ class SeenRun(RunView):
     def raw(self, record: Record) -> Storage:
         origin = self._first(record)
         if isinstance(origin, Record):
-            return self.whole.raw(origin)
+            return self.base.raw(origin)
         raise BadInput(f"{record.key} is gathered from several ranks when it is compared")
 
     def memory(self, record: Record) -> Memory | None:
         origin = self._first(record)
-        return self.whole.memory(origin) if isinstance(origin, Record) else None
+        return self.base.memory(origin) if isinstance(origin, Record) else None
 
     def window(self, record: Record, start: int, stop: int) -> Memory | None:
         origin = self._first(record)
-        return self.whole.window(origin, start, stop) if isinstance(origin, Record) else None
+        return self.base.window(origin, start, stop) if isinstance(origin, Record) else None
 
     def read_ahead(self) -> ReadAhead | None:
-        """None: rules read few of its tensors, and the run knows them by other keys."""
+        """None: rules read few tensors of a view, and the run has them under other keys."""
         return None
 
     def lost(self, record: Record) -> str:
         origin = self._first(record)
         if isinstance(origin, Record):
-            return self.whole.lost(origin)
+            return self.base.lost(origin)
         return "it is gathered from several ranks when it is compared"
 
     def source(self, record: Record) -> str:
         origin = self._first(record)
-        return self.whole.source(origin) if isinstance(origin, Record) else ""
+        return self.base.source(origin) if isinstance(origin, Record) else ""
 
     def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
-        tree = self.whole.topology(*self._place(rank, process))
+        tree = self.base.topology(*self._place(rank, process))
         if tree is not None:
             return tree
         # A gathered run has no tree of its own: that of any process describes the same
         # model.
-        places = sorted({(r.key.rank, r.key.process) for r in self.whole.records})
-        return next((tree for place in places if (tree := self.whole.topology(*place))), None)
+        places = sorted({(r.key.rank, r.key.process) for r in self.base.records})
+        return next((tree for place in places if (tree := self.base.topology(*place))), None)
 
     def sheets(self, rank: int = 0, process: int = 0) -> list[str]:
-        return self.whole.sheets(*self._place(rank, process))
+        return self.base.sheets(*self._place(rank, process))
 
     def sheet(self, name: str, rank: int = 0, process: int = 0) -> str:
-        return self.whole.sheet(name, *self._place(rank, process))
+        return self.base.sheet(name, *self._place(rank, process))
 
     def _first(self, record: Record) -> Origin:
-        """What a record of the view is made of; of replicas the first."""
+        """Origin of a record of the view; the first one if there are copies."""
         origin = self.origins.get(record.key, record)
         if isinstance(origin, Replicas):
             return origin.records[0]
@@ -141,7 +142,7 @@ class SeenRun(RunView):
         return origin
 
     def _place(self, rank: int, process: int) -> tuple[int, int]:
-        """The process of the run that is seen as this one; of gathered ranks the first."""
+        """The run's process behind a process of the view; the first of gathered ranks."""
         if self._places is None:
             self._places = {}
             for record in self._records:
@@ -152,26 +153,38 @@ class SeenRun(RunView):
         return self._places.get((rank, process), (rank, process))
 
 
-def taken_back(plan: Plan, reference: Run, candidate: Run) -> Plan:
-    """A plan of two views as a plan of the runs behind them."""
-    ours, theirs = origins_of(reference), origins_of(candidate)
-    aside = aside_of(reference), aside_of(candidate)
+def resolve_views(plan: Plan, reference: Run, candidate: Run) -> Plan:
+    """Turn a plan of two views into a plan of the runs behind them."""
+    reference_origins, candidate_origins = origins_of(reference), origins_of(candidate)
+    excluded = excluded_of(reference), excluded_of(candidate)
     # Without views the plan speaks of the runs already.
-    if not ours and not theirs and not any(aside):
+    if not reference_origins and not candidate_origins and not any(excluded):
         return plan
-    pairs = [real for pair in plan.pairs for real in _real_pairs(pair, ours, theirs)]
-    seen, reasons = plan.reasons, dict[tuple[str, TensorKey], str]()  # by views; by real keys
-    missing = list(_real_records(plan.missing, ours, "reference", seen, reasons))
-    extra = list(_real_records(plan.extra, theirs, "candidate", seen, reasons))
-    for side, found, left in (("reference", missing, aside[0]), ("candidate", extra, aside[1])):
+    pairs = [
+        real
+        for pair in plan.pairs
+        for real in _real_pairs(pair, reference_origins, candidate_origins)
+    ]
+    view_reasons, reasons = (
+        plan.reasons,
+        dict[tuple[str, TensorKey], str](),
+    )  # by views; by real keys
+    missing = list(
+        _real_records(plan.missing, reference_origins, "reference", view_reasons, reasons)
+    )
+    extra = list(_real_records(plan.extra, candidate_origins, "candidate", view_reasons, reasons))
+    for side, unpaired, left in (
+        ("reference", missing, excluded[0]),
+        ("candidate", extra, excluded[1]),
+    ):
         # Excluded tensors come back as unpaired ones, with the reason why they took no
         # part.
         for _, origin, reason in left:
             for record in _parts(origin):
                 reasons.setdefault((side, record.key), reason)
-                found.append(record)
-        found.sort(key=lambda record: (record.key.rank, record.key.process, record.order))
-    stored_keys = {"reference": _keys(ours), "candidate": _keys(theirs)}
+                unpaired.append(record)
+        unpaired.sort(key=lambda record: (record.key.rank, record.key.process, record.order))
+    stored_keys = {"reference": _keys(reference_origins), "candidate": _keys(candidate_origins)}
     lines = {
         (side, key): line
         for (side, seen_key), line in plan.lone_lines.items()
@@ -200,33 +213,42 @@ def _keys(origins: Mapping[TensorKey, Origin]) -> dict[TensorKey, tuple[TensorKe
 
 
 def origins_of(run: Run) -> Mapping[TensorKey, Origin]:
-    """What the records of a view are made of; those of a run are themselves."""
-    return run.origins if isinstance(run, SeenRun) else {}
+    """Origins of a view's records; empty for a run, whose records are their own origins."""
+    return run.origins if isinstance(run, AlignedView) else {}
 
 
-def aside_of(run: Run) -> Sequence[Aside]:
-    """What a view keeps out of the matching."""
-    return run.aside if isinstance(run, SeenRun) else ()
+def excluded_of(run: Run) -> Sequence[Excluded]:
+    """Tensors that a view keeps out of the matching."""
+    return run.excluded if isinstance(run, AlignedView) else ()
 
 
 def _parts(origin: Origin) -> tuple[Record, ...]:
     if isinstance(origin, Gathered):
         return origin.recipe.records
     if isinstance(origin, Copies):
-        found = [each.records if isinstance(each, Recipe) else (each,) for each in origin.sources]
-        return tuple(record for records in found for record in records)
+        parts = [
+            source.records if isinstance(source, Recipe) else (source,) for source in origin.sources
+        ]
+        return tuple(record for records in parts for record in records)
     return (origin,) if isinstance(origin, Record) else origin.records
 
 
 def _real_pairs(
-    pair: Pair, ours: Mapping[TensorKey, Origin], theirs: Mapping[TensorKey, Origin]
+    pair: Pair,
+    reference_origins: Mapping[TensorKey, Origin],
+    candidate_origins: Mapping[TensorKey, Origin],
 ) -> Iterator[Pair]:
-    here = ours.get(pair.reference.key, pair.reference)
-    there = theirs.get(pair.candidate.key, pair.candidate)
-    left_side = _ways(here, pair.candidate.shape, pair.reference_recipe, ours)
-    right_side = list(_ways(there, pair.reference.shape, pair.candidate_recipe, theirs))
+    reference_origin = reference_origins.get(pair.reference.key, pair.reference)
+    candidate_origin = candidate_origins.get(pair.candidate.key, pair.candidate)
+    left_side = _ways(
+        reference_origin, pair.candidate.shape, pair.reference_recipe, reference_origins
+    )
+    right_side = list(
+        _ways(candidate_origin, pair.reference.shape, pair.candidate_recipe, candidate_origins)
+    )
     for which, (left, left_recipe, trouble) in enumerate(left_side):
-        # Of copies on both sides the first of each is set against all of the other.
+        # With copies on both sides, the first of each is compared with all of the other: every
+        # copy is compared once, without every combination.
         for right, right_recipe, more in right_side if which == 0 else right_side[:1]:
             yield pair._replace(
                 reference=left,
@@ -243,7 +265,7 @@ def _ways(
     recipe: Recipe | None,
     origins: Mapping[TensorKey, Origin],
 ) -> Iterator[tuple[Record, Recipe | None, str]]:
-    """The records of one side that a pair stands for, what to do to each, and what is wrong."""
+    """The stored records of one side of a pair, each with its recipe and its trouble."""
     if isinstance(origin, Gathered):
         parts = origin.recipe.records
         # The other side has the shape of one part, not of the joined ones: then every rank
@@ -253,17 +275,17 @@ def _ways(
             yield parts[0], _real_recipe(recipe, origins) or origin.recipe, ""
             return
         origin = Replicas(parts)
-    if isinstance(origin, Apart):
+    if isinstance(origin, Unjoinable):
         yield origin.records[0], _real_recipe(recipe, origins), origin.reason
     elif isinstance(origin, Copies):
         for which, source in enumerate(origin.sources):
-            found = _real_recipe(recipe, origins, which)
+            stored_recipe = _real_recipe(recipe, origins, which)
             if isinstance(source, Recipe):
-                yield source.records[0], found or source, ""
-            else:  # how it lies is settled: it is whole
-                yield source._replace(placement=""), found, ""
+                yield source.records[0], stored_recipe or source, ""
+            else:  # its placement is settled: this copy is complete
+                yield source._replace(placement=""), stored_recipe, ""
     elif isinstance(origin, Replicas):
-        for which, record in enumerate(origin.records):  # each for itself, whatever is done to it
+        for which, record in enumerate(origin.records):  # every replica gets the same recipe
             yield record, _real_recipe(recipe, origins, which), ""
     else:
         yield origin, _real_recipe(recipe, origins), ""
@@ -272,7 +294,7 @@ def _ways(
 def _real_recipe(
     recipe: Recipe | None, origins: Mapping[TensorKey, Origin], which: int = 0
 ) -> Recipe | None:
-    """A recipe whose sources are what the run holds; of replicas, the one of this number."""
+    """A recipe with stored sources; `which` chooses one of several copies."""
     # A recipe of a view names records that no file holds; they are replaced by what they stand
     # for.
     if recipe is None or not origins:
@@ -292,7 +314,7 @@ def _real_recipe(
             sources.append(origin.sources[min(which, len(origin.sources) - 1)])
         elif isinstance(origin, Replicas):
             sources.append(origin.records[min(which, len(origin.records) - 1)])
-        elif isinstance(origin, Apart):
+        elif isinstance(origin, Unjoinable):
             sources.append(origin.records[0])
         else:
             sources.append(origin)
@@ -310,7 +332,7 @@ def _real_records(
         origin = origins.get(record.key, record)
         # A rule's reason says more than that the parts do not fit together.
         reason = seen.get((side, record.key), "")
-        if isinstance(origin, Apart):
+        if isinstance(origin, Unjoinable):
             reason = reason or origin.reason
         for real in _parts(origin):
             if reason:
@@ -319,16 +341,16 @@ def _real_records(
 
 
 def shapes_of(pair: Pair) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of both sides as they would be compared."""
-    ours, theirs = pair.reference_recipe, pair.candidate_recipe
+    """The shapes of both sides after their recipes."""
+    reference_recipe, candidate_recipe = pair.reference_recipe, pair.candidate_recipe
     return (
-        pair.reference.shape if ours is None else ours.shape,
-        pair.candidate.shape if theirs is None else theirs.shape,
+        pair.reference.shape if reference_recipe is None else reference_recipe.shape,
+        pair.candidate.shape if candidate_recipe is None else candidate_recipe.shape,
     )
 
 
 def with_steps(pair: Pair, side: str, *steps: Step, shape: tuple[int, ...]) -> Pair:
-    """A pair of which one side (`reference` or `candidate`) has more done to it."""
+    """A pair with more steps on one side (`reference` or `candidate`)."""
     if side == "reference":
         recipe = pair.reference_recipe or start(pair.reference)
         return pair._replace(reference_recipe=recipe.then(*steps, shape=shape))

@@ -1,12 +1,12 @@
-"""Tensors that lie over several ranks: what the user declares of them, and a run seen as one rank.
+"""Declared placements (`--placement`), and a run of several ranks shown as one rank.
 
     mlp.up=shard(1)          site (glob), every port of it (partial: its outputs)
     mlp.up/param=shard(0)    one port; `mlp.up/param/weight=shard(0)` one slot
     attn.qkv=shard(-1, 4:1:1)   each rank has its piece of three parts of these shares
     *.down/output=partial(sum)
 
-What no rule covers is concluded by `gathering`. A replica that differs is found because each
-replica is compared.
+Tensors that no declaration covers are left to `gather.Gathering`, which concludes their placement.
+Replicas are all kept: one that differs from the others is a finding of the comparison.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from driftline.alignment.normalise.view import Apart, Aside, Gathered, Origin, Replicas, SeenRun
+from driftline.alignment.normalise.view import (
+    AlignedView,
+    Excluded,
+    Gathered,
+    Origin,
+    Replicas,
+    Unjoinable,
+)
 from driftline.alignment.placements.join import is_called_fused, parts_by_values, positions
 from driftline.alignment.recipe import Step, joined
 from driftline.errors import BadInput, did_you_mean
@@ -28,7 +35,7 @@ _PLACEMENT = re.compile(r"(shard|replicate|partial)\s*(?:\(\s*([^()]*?)\s*\))?")
 
 
 class Placement(NamedTuple):
-    """One declared rule."""
+    """One declared placement: a pattern of sites and how their tensors are distributed."""
 
     pattern: str
     kind: Kind
@@ -36,9 +43,10 @@ class Placement(NamedTuple):
     parts: tuple[int, ...] = ()
 
     def covers(self, key: TensorKey) -> bool:
-        """Whether it speaks of this tensor: by site, by site/port, or by site/port/slot."""
+        """Whether the pattern fits a tensor: by site, by site/port, or by site/port/slot."""
+        # A pattern that fits the site alone covers all its ports.
         if fnmatch.fnmatchcase(key.site, self.pattern):
-            # What a site leaves unreduced is its result, not what it was given.
+            # A site leaves its output unreduced, never its input.
             return self.kind != "partial" or key.port == "output"
         if "/" not in self.pattern:
             return False
@@ -52,7 +60,7 @@ class Placement(NamedTuple):
 
 
 def parse_placement(text: str) -> Placement:
-    """A rule as it is written on the command line.
+    """Parse a placement as it is written on the command line.
 
     >>> parse_placement("attn.*=shard(1)")
     Placement(pattern='attn.*', kind='shard', axis=1, parts=())
@@ -60,23 +68,25 @@ def parse_placement(text: str) -> Placement:
     Raises:
         BadInput: It is none.
     """
-    pattern, equals, said = text.rpartition("=")
-    found = _PLACEMENT.fullmatch(said.strip())
+    # Split at the last `=`, because a site's name may hold one.
+    pattern, equals, declaration = text.rpartition("=")
+    match = _PLACEMENT.fullmatch(declaration.strip())
     hint = "write SITE=shard(AXIS), SITE=replicate or SITE=partial(sum)"
-    if not equals or not pattern.strip() or found is None:
+    if not equals or not pattern.strip() or match is None:
         raise BadInput(f"'{text}' is no placement", hint=hint)
-    kind, inside = found.group(1), found.group(2)
+    kind, inside = match.group(1), match.group(2)
     if kind == "shard":
-        said_axis, comma, parts = (inside or "").partition(",")
-        if not re.fullmatch(r"-?\d{1,2}\s*", said_axis):
+        axis_text, comma, parts = (inside or "").partition(",")
+        if not re.fullmatch(r"-?\d{1,2}\s*", axis_text):
             raise BadInput(f"'{text}' does not say along which axis", hint="such as shard(1)")
+        # Bounded, because positions are computed from these shares.
         if comma and not re.fullmatch(r"\s*[1-9]\d{0,5}(:[1-9]\d{0,5}){1,63}\s*", parts):
             raise BadInput(
                 f"'{text}' does not say what the parts are",
                 hint="their shares, such as shard(-1, 1:1:1), or 4:1:1 where keys are shared",
             )
         shares = tuple(int(share) for share in parts.split(":")) if comma else ()
-        return Placement(pattern.strip(), "shard", int(said_axis), shares)
+        return Placement(pattern.strip(), "shard", int(axis_text), shares)
     if kind == "partial":
         if inside not in (None, "", "sum"):
             raise BadInput(f"'{text}': partial results can only be summed", hint="partial(sum)")
@@ -91,16 +101,16 @@ def ranks_of(run: Run) -> list[tuple[int, int]]:
     return sorted({(record.key.rank, record.key.process) for record in run.records})
 
 
-class AsOne(NamedTuple):
-    """A run of several ranks, seen as if they were one.
+class GatheredRun(NamedTuple):
+    """A run of several ranks, shown as one rank.
 
     Attributes:
-        run: It.
-        notes: What to say about it.
-        decided: Whether gradients of other data said how they add up, or there are none.
+        run: The view.
+        notes: What was concluded, one sentence each.
+        decided: Whether gradients of different data showed how they add up, or there are none.
     """
 
-    run: SeenRun
+    run: AlignedView
     notes: list[str]
     decided: bool
 
@@ -114,82 +124,146 @@ def gather_ranks(
     targets: Mapping[TensorKey, tuple[int, ...]] | None = None,
     calls: bool = False,
     averaged: bool = True,
-) -> AsOne:
-    """The run as if its ranks were one.
+) -> GatheredRun:
+    """Show a run of several ranks as one rank.
 
-    The last rule that covers a tensor counts; of what no rule covers, the tensors themselves and
-    the shapes of the other side say how it lies.
+    The last rule that covers a tensor counts. Without one, the tensors themselves and the shapes of
+    the other side show the placement.
 
     Args:
         run: A run of several ranks.
-        rules: What the user declared.
+        rules: The user's placements.
         other: The other side: where it has a tensor only in the shape that each rank has, the ranks
-            hold replicas, whatever a rule for their whole site says. None where it is in shards
-            itself, and says nothing yet.
-        onto: Rank and process to see everything as.
-        targets: Shapes of wholes, where they are known from elsewhere.
-        calls: Whether the calls of a step are to be made one, too.
-        averaged: Whether gradients of other data are averaged, where no other side says it.
+            hold replicas, whatever a rule for their whole site says. None where it is sharded
+            itself, and its shapes are no evidence yet.
+        onto: Rank and process of the gathered tensors.
+        targets: Shapes of complete tensors, where they are known from elsewhere.
+        calls: Whether the calls of a step are joined, too.
+        averaged: Whether gradients of different data are averaged, if no other side shows it.
 
     Raises:
         BadInput: A rule covers nothing.
     """
     from driftline.alignment.placements.gather import Gathering
-    from driftline.alignment.placements.groups import processes_of
 
-    found = Gathering(run, other, onto, targets or {}, calls=calls, averaged=averaged)
-    used: set[Placement] = set()
+    gathering = Gathering(run, other, onto, targets or {}, calls=calls, averaged=averaged)
+    groups = {group.key: list(group.records) for group in gathering.groups}
+    declared = _Declared(run, other, groups, rules)
     records: list[Record] = []
     origins: dict[TensorKey, Origin] = {}
     counts: dict[str, int] = {}
-    seen: Sequence[Record] = () if other is None else other.records
-    shapes = {record.key: record.shape for record in seen}
-    known = {(record.key.port, record.shape) for record in seen}
-    groups = {group.key: list(group.records) for group in found.groups}
-    guessed = None if other is None or not rules else _Fused(run, other, groups, rules)
-    for group in found.groups:
+    for group in gathering.groups:
         key, parts = group.key, groups[group.key]
-        rule = next((rule for rule in reversed(rules) if rule.covers(parts[0].key)), None)
-        if rule is None:
-            origin, shape, word = found.decide(group)
-        else:
-            used.add(rule)
-            rule = rule if guessed is None else guessed.better(key, parts, rule)
-            origin, shape = _origin(parts, rule, len(ranks_of(run)))
-            if isinstance(origin, Gathered) and origin.replicas:
-                each, port = parts[0].shape, key.port
-                if shapes.get(key) == each or (
-                    key not in shapes and (port, shape) not in known and (port, each) in known
-                ):
-                    origin, shape = Replicas(tuple(parts)), each
-            word = _word(origin, rule)
+        origin, shape, word = declared.decide(key, parts) or gathering.decide(group)
         origins[key] = origin
         counts[word] = counts.get(word, 0) + 1
         records.append(parts[0]._replace(key=key, shape=shape, placement="", digest=""))
-    for rule in rules:
-        if rule not in used:
-            sites = {record.key.site for record in run.records}
-            raise BadInput(
-                f"--placement '{rule}' covers no tensor of '{run.name}'",
-                hint=did_you_mean(rule.pattern.partition("/")[0], sites),
-            )
+    declared.check_all_used()
+    # The parts of one tensor may have any order; the first one stands for all.
     records.sort(key=lambda record: record.order)
-    said = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
     count = len(ranks_of(run))
     whose = "1 rank" if count == 1 else f"{count} ranks"
-    notes = [f"{whose} of '{run.name}' as one ({found.mesh}): {said}"]
-    notes += found.notes + ([] if guessed is None else guessed.notes)
-    ranks = processes_of(run)
-    aside: list[Aside] = []
+    counted = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
+    notes = [f"{whose} of '{run.name}' as one ({gathering.mesh}): {counted}"]
+    notes += gathering.notes + declared.notes
+    view = AlignedView(run, records, origins, _of_other_processes(run))
+    return GatheredRun(view, notes, gathering.decided)
+
+
+def _of_other_processes(run: Run) -> list[Excluded]:
+    """Tensors of processes that are not a part of the job, such as a restarted rank."""
+    from driftline.alignment.placements.groups import processes_of
+
+    process_of = processes_of(run)
+    excluded: list[Excluded] = []
     for record in run.records:
-        if ranks.get(record.key.rank) != record.key.process:
-            why = f"not of the job: process {ranks[record.key.rank]} is its rank {record.key.rank}"
-            aside.append((record, record, why))
-    return AsOne(SeenRun(run, records, origins, aside), notes, found.decided)
+        rank, process = record.key.rank, record.key.process
+        if process_of.get(rank) != process:
+            why = f"not of the job: process {process_of[rank]} is its rank {rank}"
+            excluded.append((record, record, why))
+    return excluded
+
+
+class _Declared:
+    """Applies the user's placements to the tensors of a run.
+
+    Args:
+        run: A run of several ranks.
+        other: The other side; None where it says nothing about shapes.
+        groups: The parts of every tensor, by its key in the gathered run.
+        rules: The user's placements.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        other: Run | None,
+        groups: Mapping[TensorKey, list[Record]],
+        rules: Sequence[Placement],
+    ) -> None:
+        self._run = run
+        self._rules = rules
+        self._used: set[Placement] = set()
+        self._ranks = len(ranks_of(run))
+        other_records: Sequence[Record] = () if other is None else other.records
+        self._shapes = {record.key: record.shape for record in other_records}
+        self._port_shapes = {(record.key.port, record.shape) for record in other_records}
+        # Fused projections are looked for by values, which is slow and needs a declared shard.
+        self._fused = None if other is None or not rules else _Fused(run, other, groups, rules)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was concluded beyond the declarations."""
+        return [] if self._fused is None else self._fused.notes
+
+    def decide(
+        self, key: TensorKey, parts: list[Record]
+    ) -> tuple[Origin, tuple[int, ...], str] | None:
+        """Origin, shape and label of a tensor by the last rule that covers it; None without one."""
+        rule = next((rule for rule in reversed(self._rules) if rule.covers(parts[0].key)), None)
+        if rule is None:
+            return None
+        self._used.add(rule)
+        if self._fused is not None:
+            rule = self._fused.better(key, parts, rule)
+        origin, shape = _origin(parts, rule, self._ranks)
+        if (
+            isinstance(origin, Gathered)
+            and origin.replicas
+            and self._are_replicas(key, parts[0].shape, shape)
+        ):
+            origin, shape = Replicas(tuple(parts)), parts[0].shape
+        return origin, shape, _word(origin, rule)
+
+    def _are_replicas(
+        self, key: TensorKey, part: tuple[int, ...], joined_shape: tuple[int, ...]
+    ) -> bool:
+        """Whether the other side has a tensor only in the shape that every rank has.
+
+        A rule for a whole site covers its small tensors, too, which every rank holds complete.
+        """
+        if key in self._shapes:
+            return self._shapes[key] == part
+        port = key.port
+        return (port, joined_shape) not in self._port_shapes and (port, part) in self._port_shapes
+
+    def check_all_used(self) -> None:
+        """Refuse a rule that covers no tensor: it is misspelt.
+
+        Raises:
+            BadInput: There is one.
+        """
+        for rule in self._rules:
+            if rule not in self._used:
+                sites = {record.key.site for record in self._run.records}
+                raise BadInput(
+                    f"--placement '{rule}' covers no tensor of '{self._run.name}'",
+                    hint=did_you_mean(rule.pattern.partition("/")[0], sites),
+                )
 
 
 class _Fused:
-    """Sites whose shards are pieces of several parts each, though no rule says so."""
+    """Fused projections whose shards are pieces of several parts, although no rule declares it."""
 
     def __init__(
         self,
@@ -200,24 +274,27 @@ class _Fused:
     ) -> None:
         self.notes: list[str] = []
         self._parts: dict[str, tuple[int, ...]] = {}
-        whole = {(r.key.step, r.key.site, r.key.visit, r.key.port, r.key.slot): r
+        # Without rank and process: the other run has the tensor under its own.
+        other_records = {(r.key.step, r.key.site, r.key.visit, r.key.port, r.key.slot): r
                  for r in other.records}  # fmt: skip
         for key, shards in groups.items():
             if key.port != "output" or key.site in self._parts or not is_called_fused(key.site):
                 continue
             rule = next((rule for rule in reversed(rules) if rule.covers(shards[0].key)), None)
-            record = whole.get((key.step, key.site, key.visit, key.port, key.slot))
+            record = other_records.get((key.step, key.site, key.visit, key.port, key.slot))
+            # Values are read only for outputs that are cut along their last axis, where
+            # parts can be fused.
             last = len(shards[0].shape) - 1
             if rule is None or rule.kind != "shard" or rule.parts or record is None:
                 continue
             if last < 0 or rule.axis not in (-1, last):
                 continue
             self._parts[key.site] = parts_by_values(run, shards, other, record)
-        found = {site: parts for site, parts in self._parts.items() if parts}
-        if found:
-            site, parts = next(iter(found.items()))
+        fused_sites = {site: parts for site, parts in self._parts.items() if parts}
+        if fused_sites:
+            site, parts = next(iter(fused_sites.items()))
             shown = ":".join(map(str, parts))
-            others = f" (and of {len(found) - 1} more sites)" if len(found) > 1 else ""
+            others = f" (and of {len(fused_sites) - 1} more sites)" if len(fused_sites) > 1 else ""
             self.notes.append(
                 f"each rank holds its piece of {len(parts)} parts of '{site}'{others}: so joined "
                 "it agrees, rank after rank it does not; "
@@ -225,62 +302,68 @@ class _Fused:
             )
 
     def better(self, key: TensorKey, shards: Sequence[Record], rule: Placement) -> Placement:
-        """The rule, with the parts of the site."""
+        """The rule with the fused parts of the site, where they apply to a tensor."""
         parts = self._parts.get(key.site)
         if not parts or rule.kind != "shard" or rule.parts:
             return rule
         axis = rule.axis % len(shards[0].shape) if shards[0].shape else 0
+        # What a projection takes is not fused; along the other axis its weight is cut like
+        # its input.
         is_input = key.port == "input" or (key.port == "param" and axis and "weight" in key.slot)
         return rule if is_input else rule._replace(parts=parts)
 
 
-def _origin(
-    parts: list[Record], rule: Placement | None, ranks: int
-) -> tuple[Origin, tuple[int, ...]]:
-    """What a tensor of several ranks is, and the shape to look for on the other side."""
+def _origin(parts: list[Record], rule: Placement, ranks: int) -> tuple[Origin, tuple[int, ...]]:
+    """Origin of a tensor of several ranks, and the shape to look for on the other side."""
     first = parts[0]
-    if len(parts) == 1 and (rule is None or rule.kind == "replicate"):
+    if len(parts) == 1 and rule.kind == "replicate":
         return first, first.shape  # layers that live on one rank only: pipelines
-    kind = "replicate" if rule is None else rule.kind
-    if len(parts) < ranks and kind != "replicate":
+    # A replica needs no other rank, but shards and terms are only whole with all of them.
+    if len(parts) < ranks and rule.kind != "replicate":
         have = ", ".join(str(part.key.rank) for part in parts)
         why = f"declared {rule}, but only rank {have} of {ranks} has it"
-        return Apart(tuple(parts), why), first.shape
-    shapes = {part.shape for part in parts}
-    if kind == "shard" and rule is not None:
-        axis = rule.axis + len(first.shape) if rule.axis < 0 else rule.axis
-        if not 0 <= axis < len(first.shape):
-            # A rule for a whole site meets its bias, too, or a scalar: each rank has all of it.
-            return Replicas(tuple(parts)), first.shape
-        if len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) != 1:
-            why = f"declared {rule}, but the ranks' shapes do not fit: {_all(parts)}"
-            return Apart(tuple(parts), why), first.shape
-        whole = sum(part.shape[axis] for part in parts)
-        shape = (*first.shape[:axis], whole, *first.shape[axis + 1 :])
-        recipe = joined(parts, "concat", axis, shape)
-        if rule.parts:
-            places = positions([part.shape[axis] for part in parts], rule.parts)
-            if places is None:
-                why = f"declared {rule}, but the ranks' shapes have no such parts: {_all(parts)}"
-                return Apart(tuple(parts), why), first.shape
-            recipe = recipe.then(Step("select", axis, numbers=places), shape=shape)
-        return Gathered(recipe, len(shapes) == 1), shape
-    if len(shapes) != 1:
-        said = f"declared {rule}" if rule else "no --placement says how it lies over the ranks"
-        return Apart(tuple(parts), f"{said}, and the ranks' shapes differ: {_all(parts)}"), (
-            first.shape
-        )
-    if kind == "partial":
+        return Unjoinable(tuple(parts), why), first.shape
+    if rule.kind == "shard":
+        return _joined_shards(parts, rule)
+    if len({part.shape for part in parts}) != 1:
+        why = f"declared {rule}, and the ranks' shapes differ: {_all(parts)}"
+        return Unjoinable(tuple(parts), why), first.shape
+    if rule.kind == "partial":
         return Gathered(joined(parts, "sum", 0, first.shape)), first.shape
     return Replicas(tuple(parts)), first.shape
 
 
-def _word(origin: Origin, rule: Placement | None) -> str:
+def _joined_shards(parts: list[Record], rule: Placement) -> tuple[Origin, tuple[int, ...]]:
+    """Shards joined along the declared axis, with fused parts put in order."""
+    first = parts[0]
+    shapes = {part.shape for part in parts}
+    axis = rule.axis + len(first.shape) if rule.axis < 0 else rule.axis
+    if not 0 <= axis < len(first.shape):
+        # A rule for a whole site covers its bias, too, or a scalar: each rank has all of it.
+        return Replicas(tuple(parts)), first.shape
+    if len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) != 1:
+        why = f"declared {rule}, but the ranks' shapes do not fit: {_all(parts)}"
+        return Unjoinable(tuple(parts), why), first.shape
+    length = sum(part.shape[axis] for part in parts)
+    shape = (*first.shape[:axis], length, *first.shape[axis + 1 :])
+    recipe = joined(parts, "concat", axis, shape)
+    if rule.parts:
+        places = positions([part.shape[axis] for part in parts], rule.parts)
+        if places is None:
+            why = f"declared {rule}, but the ranks' shapes have no such parts: {_all(parts)}"
+            return Unjoinable(tuple(parts), why), first.shape
+        recipe = recipe.then(Step("select", axis, numbers=places), shape=shape)
+    # Equal shapes may also be replicas; the other side's shape decides that later.
+    return Gathered(recipe, len(shapes) == 1), shape
+
+
+def _word(origin: Origin, rule: Placement) -> str:
+    """Label of a tensor in the count that the plan prints."""
     if isinstance(origin, Gathered):
-        return "summed" if rule is not None and rule.kind == "partial" else "joined"
+        return "summed" if rule.kind == "partial" else "joined"
     if isinstance(origin, Replicas):
-        return "replicas" if rule is not None else "taken for replicas"
-    return "that do not fit together" if isinstance(origin, Apart) else "of one rank"
+        return "replicas"
+    return "that do not fit together" if isinstance(origin, Unjoinable) else "of one rank"
 
 
 def _all(parts: Sequence[Record]) -> str:

@@ -1,7 +1,9 @@
-"""In which order ranks had the rows and tokens of a batch, seen by its inputs.
+"""Evidence from values about a distributed run, where shapes leave its placements open.
 
-Samplers deal rows out, and context parallelism gives every rank two stretches of the text, one from
-either end. Knows arrays only.
+Inputs show in which order ranks had the rows and tokens of a batch: samplers deal out rows, and
+context parallelism gives every rank two stretches of the text. Gradients show whether they are
+summed or averaged over ranks, and outputs whether they are terms of a sum. Reads values only where
+these questions arise, and never decides which tensors are paired.
 """
 
 from __future__ import annotations
@@ -14,24 +16,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from driftline.alignment.normalise.view import Copies, Gathered, SeenRun, origins_of
+from driftline.alignment.normalise.view import AlignedView, Copies, Gathered, origins_of
 from driftline.alignment.placements.groups import Group, in_execution
 from driftline.alignment.placements.join import DoesNotFit, distance, join, thinned, values_of
 from driftline.alignment.placements.layouts import Layouts
-from driftline.alignment.placements.mesh import Placed, lying_of
+from driftline.alignment.placements.mesh import AxisPlacement, record_placement
 from driftline.alignment.recipe import Recipe, Source, Step
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record, TensorKey
 
 Order = tuple[int, ...]
-"""Where the elements of the other run's axis lie in the joined one."""
+"""For each element of the other run's axis, its position in the joined tensor."""
 
 
 def orders(
     made: npt.NDArray[Any], wanted: npt.NDArray[Any], parts: Mapping[int, int]
 ) -> dict[int, Order]:
-    """What must be done to joined inputs to make them the other run's, by axis; empty if nothing,
-    or if nothing does it.
+    """The orders, by axis, that turn joined inputs into the other run's; empty if none is needed
+    or none does it.
 
     Args:
         made: Inputs, joined rank after rank.
@@ -40,11 +42,14 @@ def orders(
     """
     if made.shape != wanted.shape or np.array_equal(made, wanted):
         return {}
+    # Rows before tokens: samplers that deal out rows are the common case.
     if 0 in parts and (rows := _matched(made, wanted)):
         return {0: rows}
     for axis, many in parts.items():
         if axis == 0 or axis >= made.ndim:
             continue
+        # The order of context parallelism is tried before a search, which needs distinct
+        # tokens.
         for order in (from_both_ends(made.shape[axis], many), _distinct(made, wanted, axis)):
             if not order:
                 continue
@@ -56,30 +61,37 @@ def orders(
     return {}
 
 
-def from_both_ends(length: int, many: int) -> Order:
-    """Rank r holds stretch r and, counted from the end, stretch r; empty if that does not go.
+def from_both_ends(length: int, ranks: int) -> Order:
+    """Order of context parallelism: rank r holds stretch r from the start and stretch r from the
+    end; empty if the length does not divide.
 
     >>> from_both_ends(8, 2)
     (0, 1, 4, 5, 6, 7, 2, 3)
     """
-    if many < 2 or length % (2 * many):
+    if ranks < 2 or length % (2 * ranks):
         return ()
-    each = length // (2 * many)
-    found = [0] * (2 * many)
-    for rank in range(many):
-        found[rank], found[2 * many - 1 - rank] = 2 * rank, 2 * rank + 1
-    return tuple(stretch * each + n for stretch in found for n in range(each))
+    stretch_length = length // (2 * ranks)
+    # Two stretches a rank: one counted from the start, one from the end, so that all have equal
+    # work.
+    stretches = [0] * (2 * ranks)
+    for rank in range(ranks):
+        stretches[rank], stretches[2 * ranks - 1 - rank] = 2 * rank, 2 * rank + 1
+    return tuple(
+        stretch * stretch_length + n for stretch in stretches for n in range(stretch_length)
+    )
 
 
 def _matched(made: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> Order:
-    """Equal rows, in the order in which they come: what is computed of equal rows is equal."""
+    """Order that matches equal rows; interchangeable rows keep their order, as they give equal
+    results."""
     rows: dict[bytes, list[int]] = {}
-    found: Any
-    for at, found in enumerate(np.ascontiguousarray(made)):
-        rows.setdefault(found.tobytes(), []).append(at)
+    row: Any
+    for index, row in enumerate(np.ascontiguousarray(made)):
+        rows.setdefault(row.tobytes(), []).append(index)
     order: list[int] = []
-    for found in np.ascontiguousarray(wanted):
-        places = rows.get(found.tobytes())
+    for row in np.ascontiguousarray(wanted):
+        # Each row is used once, in order, so that equal rows keep theirs.
+        places = rows.get(row.tobytes())
         if not places:
             return ()
         order.append(places.pop(0))
@@ -87,37 +99,41 @@ def _matched(made: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> Order:
 
 
 def _distinct(made: npt.NDArray[Any], wanted: npt.NDArray[Any], axis: int) -> Order:
-    """The same for tokens, if no two are alike: what is computed of equal tokens is not equal."""
-    ours, theirs = (np.ascontiguousarray(np.moveaxis(each, axis, 0)) for each in (made, wanted))
-    tokens: Any = theirs
-    if len({each.tobytes() for each in tokens}) < len(theirs):
+    """Order that matches tokens, if no two of them are equal: equal tokens give different results
+    at different positions."""
+    made_tokens, wanted_tokens = (
+        np.ascontiguousarray(np.moveaxis(values, axis, 0)) for values in (made, wanted)
+    )
+    tokens: Any = wanted_tokens
+    # Attention tells equal tokens apart by their position, so their order must not be guessed.
+    if len({values.tobytes() for values in tokens}) < len(wanted_tokens):
         return ()
-    return _matched(ours, theirs)
-
-
-# What values say about a run of many ranks, each for the run or a tensor as a whole.
+    return _matched(made_tokens, wanted_tokens)
 
 
 ACTIVATION_GRADIENTS = ("grad_input", "grad_output")
+# Relative distances: below the first two tensors are one, above the second they are not. Between
+# them lies rounding that no rule should decide on.
 _AGREE, _APART = 0.02, 0.1
+# Gradients that are looked at before the convention counts as settled.
 _VOTES = 6
-_SUM = Placed("sum")
+_SUM = AxisPlacement("sum")
 
 F64 = npt.NDArray[np.float64]
 
 
 class Evidence:
-    """What the values of a run and of the one it is compared with say.
+    """What the values of a distributed run and of the run it is compared with show.
 
     Args:
-        layouts: How the tensors lie.
-        averaged: What to take for true where the other run says nothing.
+        layouts: Placements of the tensors.
+        averaged: Whether gradients are averaged, if the other run does not show it.
 
     Attributes:
-        averaged: Whether the mean of gradients of other data is the whole's, not their sum.
-        decided: Whether the gradients said that, or there are none that could.
-        terms: Tensors that are terms of a sum, and the axes along which.
-        notes: What to say about it.
+        averaged: Whether gradients of different data are averaged over ranks, not summed.
+        decided: Whether the gradients showed that, or there are none that could.
+        terms: Tensors that are terms of a sum, and the mesh axes they are summed over.
+        notes: What was concluded, one sentence each.
     """
 
     def __init__(self, layouts: Layouts, *, averaged: bool) -> None:
@@ -125,6 +141,7 @@ class Evidence:
         self.decided = True
         self.notes: list[str] = []
         self._orders: dict[int, dict[int, Order]] = {}
+        # Summaries hold sketches instead of values; rows have no order in them.
         self._sketched = any(
             record.kept == "summary"
             for run in (layouts.run, layouts.other)
@@ -138,7 +155,7 @@ class Evidence:
 
     # --- rows and tokens
 
-    def in_order(self, group: Group, source: Source, placed: Sequence[Placed]) -> Source:
+    def in_order(self, group: Group, source: Source, placed: Sequence[AxisPlacement]) -> Source:
         """A joined source with its rows and tokens in the other run's order."""
         for of_inputs, order in self._orders.get(group.key.step, {}).items():
             split = {n for n, axis in self._layouts.split.items() if axis == of_inputs}
@@ -146,57 +163,65 @@ class Evidence:
             if len(along) != 1 or not isinstance(source, Recipe):
                 continue
             axis = along.pop()
-            each, rest = divmod(source.shape[axis], len(order))
-            if rest or not each or (each > 1 and of_inputs):
+            # An axis may hold several elements for each row, such as tokens folded into
+            # it. That is allowed for rows only: the tokens of a row are not next to
+            # each other.
+            block, rest = divmod(source.shape[axis], len(order))
+            if rest or not block or (block > 1 and of_inputs):
                 continue
-            numbers = tuple(at * each + n for at in order for n in range(each))
+            numbers = tuple(index * block + n for index in order for n in range(block))
             source = source.then(Step("select", axis, numbers=numbers), shape=source.shape)
         return source
 
     def _find_orders(self) -> None:
-        """In which order the ranks had the batch; by step."""
+        """Find the order in which the ranks had the batch of each step."""
         for group in self._layouts.groups:
-            whole = self._layouts.whole(group)
+            wanted_record = self._layouts.counterpart(group)
             step = group.key.step
-            if group.key.port != "input" or whole is None or self._orders.get(step):
+            # The first input of a step that shows an order decides for the whole step.
+            if group.key.port != "input" or wanted_record is None or self._orders.get(step):
                 continue
-            placed, _ = self._layouts.lie(group)
-            if placed is None or not whole.shape:
+            placed, _ = self._layouts.placement_of(group)
+            if placed is None or not wanted_record.shape:
                 continue
             cut = {n: how.axis for n, how in enumerate(placed) if how.kind == "shard"}
             parts = {
                 axis: _places(group, {n for n in cut if cut[n] == axis})
                 for axis in {cut[n] for n in cut if n in self._layouts.data}
             }
-            made, wanted = self._joined(group, placed), self._whole(whole, placed)
+            made, wanted = (
+                self._joined_values(group, placed),
+                self._wanted_values(wanted_record, placed),
+            )
             if not parts or made is None or wanted is None:
                 continue
             self._orders[step] = orders(made, wanted, parts)
-            self._say_orders(self._orders[step])
+            self._note_orders(self._orders[step])
 
-    def _say_orders(self, found: Mapping[int, Order]) -> None:
-        said = {
+    def _note_orders(self, step_orders: Mapping[int, Order]) -> None:
+        texts = {
             0: "the ranks' rows together are the other run's in another order (as samplers deal "
             "them out): put in its order by the inputs",
             1: "the ranks' tokens together are the other run's in another order (as context "
             "parallelism deals them out): put in its order by the inputs",
         }
-        for axis in found:
-            if (note := said[min(axis, 1)]) not in self.notes:
+        for axis in step_orders:
+            if (note := texts[min(axis, 1)]) not in self.notes:
                 self.notes.append(note)
 
-    # --- gradients of other data
+    # --- gradients of different data
 
-    def data_terms(self, group: Group, placed: Sequence[Placed]) -> set[int]:
-        """Axes of other data along which a group holds terms of one gradient or loss."""
+    def data_terms(self, group: Group, placed: Sequence[AxisPlacement]) -> set[int]:
+        """Mesh axes with different data along which a group holds terms of one gradient or loss."""
+        # Only gradients of weights and scalars, such as a loss, are terms of the data.
         if group.key.port != "param_grad" and (group.first.shape or group.key.port != "output"):
             return set()
         if not _is_float(group.first):
             return set()
         return _whole_axes(placed) & self._layouts.data & self._layouts.bytes.differ_along(group)
 
-    def rows_apart(self, group: Group, placed: Sequence[Placed]) -> int:
-        """Among how many places the data of a group are split."""
+    def rows_apart(self, group: Group, placed: Sequence[AxisPlacement]) -> int:
+        """Number of places over which the data of a group are split."""
         axes = {n for n, how in enumerate(placed) if how.kind == "shard"}
         return _places(group, axes & self._layouts.data)
 
@@ -205,27 +230,31 @@ class Evidence:
         groups = self._layouts.groups
         weights = [group for group in groups if group.key.port == "param_grad"]
         others = [group for group in groups if group.key.port in ACTIVATION_GRADIENTS]
+        # Gradients of weights are asked first: they are terms themselves, while those of
+        # activations only carry the factor of the mean.
         for group in [*weights, *others]:
             if sum(votes.values()) >= _VOTES:
                 break
-            placed, _ = self._layouts.lie(group)
-            whole = self._layouts.whole(group)
-            if placed is None or whole is None:
+            placed, _ = self._layouts.placement_of(group)
+            wanted_record = self._layouts.counterpart(group)
+            if placed is None or wanted_record is None:
                 continue
             axes = self.data_terms(group, placed)
             many = _places(group, axes) if axes else self.rows_apart(group, placed)
             if many < 2 or (not axes and group.key.port == "param_grad"):
                 continue
-            found, wanted = (
-                self._joined(group, _with(placed, axes, _SUM)),
-                self._whole(whole, placed),
+            summed, wanted = (
+                self._joined_values(group, _with(placed, axes, _SUM)),
+                self._wanted_values(wanted_record, placed),
             )
-            if found is None or wanted is None:
+            if summed is None or wanted is None:
                 continue
             self.decided = False
-            added, averaged = distance(wanted, found), distance(wanted, found / many)
+            added, averaged = distance(wanted, summed), distance(wanted, summed / many)
+            # Gradients that fit neither way are themselves wrong, and have no vote.
             if min(added, averaged) < _AGREE:
                 votes[averaged < added] += 1
+        # A split vote is no finding; the majority is used without a note.
         if len(votes) == 1:
             word = "the mean" if True in votes else "the sum"
             self.notes.append(
@@ -238,28 +267,30 @@ class Evidence:
 
     def _find_terms(self) -> dict[TensorKey, set[int]]:
         suspects: dict[TensorKey, set[int]] = {}
-        taken: set[TensorKey] = set()
+        believed: set[TensorKey] = set()
         for group in self._layouts.groups:
-            placed, _ = self._layouts.lie(group)
-            whole = self._layouts.whole(group)
-            if placed is None or whole is None or group.key.port in ("input", "param"):
+            placed, _ = self._layouts.placement_of(group)
+            wanted_record = self._layouts.counterpart(group)
+            if placed is None or wanted_record is None or group.key.port in ("input", "param"):
                 continue
-            says = lying_of(group.first)
+            # A distributed tensor says itself whether it is a term.
+            says = record_placement(group.first)
             if (says is not None and not says.local) or not _is_float(group.first):
                 continue
             axes = _whole_axes(placed) & self._layouts.bytes.differ_along(group)
             axes -= self.data_terms(group, placed)
-            if axes and self._is_sum(group, placed, axes, whole):
+            if axes and self._is_sum(group, placed, axes, wanted_record):
                 suspects[group.key] = axes
+            # Summaries cannot show that a sum agrees, so shared parts are believed.
             elif axes and self._sketched and self._is_shared_gradient(group, axes):
                 suspects[group.key] = axes
-                taken.add(group.key)
+                believed.add(group.key)
         reduced = self._reduced_later(suspects) if suspects else set[TensorKey]()
-        reduced |= {key for key in suspects if key in taken}
+        reduced |= {key for key in suspects if key in believed}
         return {key: axes for key, axes in suspects.items() if key in reduced}
 
     def _is_shared_gradient(self, group: Group, axes: set[int]) -> bool:
-        """Whether ranks share a part: each one's own heads give it its gradient.
+        """Whether a gradient belongs to a part that ranks share, so that each has a term of it.
 
         Values would show whether the sum agrees; summaries of several parts cannot.
         """
@@ -267,26 +298,35 @@ class Evidence:
         return gradient and axes <= self._layouts.shared(group)
 
     def _is_sum(
-        self, group: Group, placed: Sequence[Placed], axes: set[int], whole: Record
+        self, group: Group, placed: Sequence[AxisPlacement], axes: set[int], wanted_record: Record
     ) -> bool:
-        found, alone = self._joined(group, _with(placed, axes, _SUM)), self._joined(group, placed)
-        if found is None or alone is None:
+        summed, alone = (
+            self._joined_values(group, _with(placed, axes, _SUM)),
+            self._joined_values(group, placed),
+        )
+        if summed is None or alone is None:
             return False
+        # Terms are believed only if their sum agrees and a single one does not.
         return any(
-            distance(wanted, found) < _AGREE and distance(wanted, alone) > _APART
-            for wanted in (self._whole(whole, placed), self._added(whole, placed))
+            distance(wanted, summed) < _AGREE and distance(wanted, alone) > _APART
+            for wanted in (
+                self._wanted_values(wanted_record, placed),
+                self._summed_values(wanted_record, placed),
+            )
             if wanted is not None
         )
 
     def _reduced_later(self, suspects: Mapping[TensorKey, set[int]]) -> set[TensorKey]:
-        """Those of which the run itself shows that somebody adds them up.
+        """Suspected terms for which the run itself shows that they are added up later.
 
-        What is computed next from terms that nobody added differs from rank to rank, or from the
-        other run where ranks have other tokens. What is cut otherwise (heads, features) may have
-        come another way, and says nothing.
+        If nobody adds them up, the tensor that is computed next differs between ranks, or from the
+        other run where ranks have different tokens. A next tensor that is cut in another way
+        (heads, features) may have other sources and is no evidence.
         """
-        found: set[TensorKey] = set()
+        reduced: set[TensorKey] = set()
         for backward in (False, True):
+            # Walked backwards, so that the tensor that follows in execution is known at
+            # every suspect.
             following: Group | None = None
             flow = [
                 group
@@ -297,14 +337,14 @@ class Evidence:
             for group in reversed(flow):
                 if group.key in suspects:
                     if following is not None and self._is_sound(following):
-                        found.add(group.key)
-                elif self._speaks(group):
+                        reduced.add(group.key)
+                elif self._decides(group):
                     following = group
-        # What one backward pass contributes is not added up yet; what the optimizer sees must be.
-        return found | {key for key in suspects if key.port == "param_grad"}
+        # A weight's gradient in one backward pass is not added up yet, but the optimizer adds it.
+        return reduced | {key for key in suspects if key.port == "param_grad"}
 
-    def _speaks(self, group: Group) -> bool:
-        placed, _ = self._layouts.lie(group)
+    def _decides(self, group: Group) -> bool:
+        placed, _ = self._layouts.placement_of(group)
         split = self._layouts.split
         return placed is not None and all(
             how.kind != "shard" or how.axis == split.get(n, 0 if n in self._layouts.data else -1)
@@ -312,46 +352,51 @@ class Evidence:
         )
 
     def _is_sound(self, group: Group) -> bool:
-        placed, _ = self._layouts.lie(group)
+        placed, _ = self._layouts.placement_of(group)
         if placed is None:
             return False
+        # Copies that differ were computed from terms that nobody has added up.
         if _whole_axes(placed) & self._layouts.bytes.differ_along(group):
             return False
-        whole = self._layouts.whole(group)
-        if all(how.kind != "shard" for how in placed) or whole is None:
+        wanted_record = self._layouts.counterpart(group)
+        if all(how.kind != "shard" for how in placed) or wanted_record is None:
             return True
         many = self.rows_apart(group, placed) if group.key.port in ACTIVATION_GRADIENTS else 1
         many = many if self.averaged else 1
-        made, wanted = self._joined(group, placed), self._whole(whole, placed)
+        made, wanted = (
+            self._joined_values(group, placed),
+            self._wanted_values(wanted_record, placed),
+        )
         if made is not None and wanted is not None:
             return distance(wanted, made / many) < _AGREE
-        return self._sketched and self._has_the_size_of(group, placed, whole, many)
+        return self._sketched and self._has_the_size_of(group, placed, wanted_record, many)
 
     def _has_the_size_of(
-        self, group: Group, placed: Sequence[Placed], whole: Record, many: int
+        self, group: Group, placed: Sequence[AxisPlacement], wanted_record: Record, many: int
     ) -> bool:
-        """Whether shards of which only summaries were kept are together as large as the whole."""
+        """Whether the norms of shards, known from summaries only, add up to the other run's."""
         try:
             source = join(group.parts, placed)[0]
         except DoesNotFit:
             return False
         other = self._layouts.other
-        origin: object = whole
-        if isinstance(other, SeenRun):
-            origin = origins_of(other).get(whole.key, whole)
+        origin: object = wanted_record
+        if isinstance(other, AlignedView):
+            origin = origins_of(other).get(wanted_record.key, wanted_record)
             origin = origin.recipe if isinstance(origin, Gathered) else origin
         wanted = _size(origin) if isinstance(origin, Record | Recipe) else math.nan
+        # The other side may be stored in full although this one kept summaries.
         if (
             other is not None
             and math.isnan(wanted)
-            and (all_of_it := values_of(other, whole)) is not None
+            and (all_of_it := values_of(other, wanted_record)) is not None
         ):
             wanted = float(np.linalg.norm(all_of_it.reshape(-1)))
         return wanted > 0 and abs(_size(source) / many / wanted - 1) < _AGREE
 
     # --- values
 
-    def _joined(self, group: Group, placed: Sequence[Placed]) -> F64 | None:
+    def _joined_values(self, group: Group, placed: Sequence[AxisPlacement]) -> F64 | None:
         try:
             source = join(group.parts, placed)[0]
         except DoesNotFit:
@@ -360,10 +405,10 @@ class Evidence:
         thin = thinned(source.shape, placed)
         return values_of(self._layouts.run, source, sketched=self._sketched, thin=thin)
 
-    def _added(self, record: Record, placed: Sequence[Placed]) -> F64 | None:
-        """The sum of what the other run's ranks hold, where they may hold terms as well."""
+    def _summed_values(self, record: Record, placed: Sequence[AxisPlacement]) -> F64 | None:
+        """The sum of the copies of the other run, which may be terms as well."""
         other = self._layouts.other
-        if not isinstance(other, SeenRun):
+        if not isinstance(other, AlignedView):
             return None
         origin = origins_of(other).get(record.key)
         if not isinstance(origin, Copies) or len(origin.sources) < 2:
@@ -372,16 +417,16 @@ class Evidence:
             return None
         total = Recipe(origin.sources, (Step("sum"),), origin.sources[0].shape)
         thin = thinned(total.shape, placed)
-        return values_of(other.whole, total, sketched=self._sketched, thin=thin)
+        return values_of(other.base, total, sketched=self._sketched, thin=thin)
 
-    def _whole(self, record: Record, placed: Sequence[Placed]) -> F64 | None:
-        """Values of the other run, also where that is itself gathered from ranks."""
+    def _wanted_values(self, record: Record, placed: Sequence[AxisPlacement]) -> F64 | None:
+        """Values of the other run's tensor, even if that is itself gathered from ranks."""
         other = self._layouts.other
         if other is None:
             return None
         origin: object = record
-        if isinstance(other, SeenRun):
-            origin, other = origins_of(other).get(record.key, record), other.whole
+        if isinstance(other, AlignedView):
+            origin, other = origins_of(other).get(record.key, record), other.base
         if isinstance(origin, Gathered):
             origin = origin.recipe
         elif isinstance(origin, Copies):
@@ -393,7 +438,7 @@ class Evidence:
 
 
 def _size(source: Source) -> float:
-    """The norm of shards by their summaries; nan where one has none."""
+    """Norm of joined shards by their summaries; NaN if one has no summary."""
     parts = source.records if isinstance(source, Recipe) else (source,)
     sizes = [math.nan if part.summary is None else part.summary.l2 for part in parts]
     return math.nan if any(map(math.isnan, sizes)) else math.hypot(*sizes)
@@ -404,14 +449,16 @@ def _is_float(record: Record) -> bool:
     return dtype is not None and dtype.is_floating
 
 
-def _whole_axes(placed: Sequence[Placed]) -> set[int]:
+def _whole_axes(placed: Sequence[AxisPlacement]) -> set[int]:
     return {n for n, how in enumerate(placed) if how.kind == "replicate"}
 
 
-def _with(placed: Sequence[Placed], axes: set[int], how: Placed) -> list[Placed]:
-    return [how if n in axes else each for n, each in enumerate(placed)]
+def _with(
+    placed: Sequence[AxisPlacement], axes: set[int], how: AxisPlacement
+) -> list[AxisPlacement]:
+    return [how if n in axes else previous for n, previous in enumerate(placed)]
 
 
 def _places(group: Group, axes: set[int]) -> int:
-    """How many places a group has along axes."""
-    return math.prod(len({at[axis] for at in group.parts}) for axis in axes)
+    """Number of places of a group along some mesh axes."""
+    return math.prod(len({coordinate[axis] for coordinate in group.parts}) for axis in axes)

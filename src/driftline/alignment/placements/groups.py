@@ -1,7 +1,7 @@
-"""The same tensor on every rank: groups of records, each part at its place on the mesh.
+"""Groups: the records of one tensor on all ranks, each with its coordinate on the mesh.
 
-Micro-batches that the other run has in one call are one more axis, behind the mesh's own. Compares
-bytes by digest, within one run only.
+Micro-batches that the other run has in one call get one more axis, after those of the mesh. Bytes
+are compared by digest, within one run only. Does not know how a tensor is distributed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from driftline.runs.run import Run
 
 
 class Group(NamedTuple):
-    """One tensor of the whole model.
+    """One tensor of the complete model.
 
     Attributes:
-        key: Its address there.
-        parts: What each place holds, in the order of places.
-        axes: Names of the axes of these places.
+        key: Its key in the complete model.
+        parts: The record at each coordinate, in the order of coordinates.
+        axes: Names of the axes of these coordinates.
     """
 
     key: TensorKey
@@ -41,63 +41,66 @@ class Group(NamedTuple):
 
 
 class Bytes:
-    """Who holds the same bytes, asked of one run."""
+    """Digests of a run's tensors: which ranks hold the same bytes?"""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._made: dict[TensorKey, str] = {}
 
     def of(self, record: Record) -> str:
-        """A name for a tensor's bytes, or for what was kept of them; empty where nothing was."""
+        """Digest of a tensor's bytes, or of its summary; empty if neither was kept."""
         if record.digest:
             return record.digest
         if record.kept == "summary" and record.summary is not None:
             return repr(record.summary)
-        found = self._made.get(record.key)
-        if found is None:
+        name = self._made.get(record.key)
+        if name is None:
+            # Digests are computed only where the capture kept none: reading every
+            # tensor is slow.
             try:
                 raw = self._run.raw(record) if record.kept == "full" else None
             except (DriftlineError, OSError):
                 raw = None
-            found = (
-                "" if raw is None else hashlib.blake2b(raw.tobytes(), digest_size=16).hexdigest()
-            )
-            self._made[record.key] = found
-        return found
+            name = "" if raw is None else hashlib.blake2b(raw.tobytes(), digest_size=16).hexdigest()
+            self._made[record.key] = name
+        return name
 
     def differ_along(self, group: Group) -> set[int]:
-        """Axes along which two places that differ in nothing else hold different bytes."""
-        found: set[int] = set()
+        """Mesh axes along which neighbouring places hold different bytes."""
+        axes: set[int] = set()
         for axis in range(len(group.axes)):
             seen: dict[Coordinate, tuple[str, tuple[int, ...]]] = {}
-            for at, record in group.parts.items():
-                rest = (*at[:axis], 0, *at[axis + 1 :])
-                mine = (self.of(record), record.shape)
-                if seen.setdefault(rest, mine) != mine:
-                    found.add(axis)
+            for coordinate, record in group.parts.items():
+                # Places are compared with the first one that differs from them
+                # along this axis only.
+                rest = (*coordinate[:axis], 0, *coordinate[axis + 1 :])
+                content = (self.of(record), record.shape)
+                if seen.setdefault(rest, content) != content:
+                    axes.add(axis)
                     break
-        return found
+        return axes
 
 
 MICRO = "micro-batches"
 
 
 def processes_of(run: Run) -> dict[int, int]:
-    """Which process of each rank is its part of the job: of the widest world, then the longest.
+    """The process of each rank that belongs to the job: the one of the largest world, then with
+    most tensors.
 
-    A script may run something else first, and a launcher may start a rank anew.
+    A script may run something else first, and a launcher may restart a rank.
     """
     worlds: dict[tuple[int, int], int] = {}
     for facts in run.facts.processes:
         worlds[facts.rank, facts.process] = facts.world
     tensors = Counter((record.key.rank, record.key.process) for record in run.records)
-    found: dict[int, int] = {}
+    process_of_rank: dict[int, int] = {}
     for (rank, process), count in sorted(tensors.items()):
-        best = found.setdefault(rank, process)
-        here, there = (worlds.get((rank, p), 0) for p in (process, best))
-        if (here, count) > (there, tensors[rank, best]):
-            found[rank] = process
-    return found
+        best = process_of_rank.setdefault(rank, process)
+        world, best_world = (worlds.get((rank, p), 0) for p in (process, best))
+        if (world, count) > (best_world, tensors[rank, best]):
+            process_of_rank[rank] = process
+    return process_of_rank
 
 
 def groups_of(
@@ -109,9 +112,10 @@ def groups_of(
     *,
     calls: bool = False,
 ) -> list[Group]:
-    """Every tensor of a run of many ranks, in the order of the first rank that has it."""
+    """Every tensor of a distributed run, in the order of the first rank that has it."""
     ranks = processes_of(run)
     parts: dict[TensorKey, dict[int, Record]] = {}
+    # What enters and leaves a stage is stored by its own layers as well; equal bytes show that.
     inside = (
         set[tuple[int, str]]()
         if stages is None
@@ -120,32 +124,39 @@ def groups_of(
     for record in run.records:
         key = record.key if stages is None else stages.key(record.key)
         if is_border(key) and (record.key.rank, record.digest) in inside:
-            continue  # what a stage takes and gives is what its first and last layers do
+            continue  # the first or last layer of the stage has stored the same tensor
+        # Another process of the rank is not a part of the job, see `processes_of`.
         if ranks.get(record.key.rank) != record.key.process:
             continue
         key = key._replace(rank=onto[0], process=onto[1])
         parts.setdefault(key, {})[record.key.rank] = record
     if stages is not None:
-        parts = _once(parts)
-    micro = _micro(parts, other, pipeline=stages is not None, calls=calls)
-    found: dict[TensorKey, Group] = {}
+        parts = _without_repeats(parts)
+    micro = _micro_batches(parts, other, pipeline=stages is not None, calls=calls)
+    axes_of: dict[TensorKey, tuple[str, ...]] = {}
+    placed: dict[TensorKey, dict[Coordinate, Record]] = {}
     for key, members in parts.items():
+        # Calls that stand for one of the other run become places along one more axis.
         many = micro.get(key._replace(visit=0), 1)
-        one = key._replace(visit=0) if many > 1 else key
+        group_key = key._replace(visit=0) if many > 1 else key
         more = (key.visit,) if many > 1 else ()
-        group = found.get(one)
-        if group is None:
-            axes = (*mesh.names, MICRO) if many > 1 else mesh.names
-            group = found[one] = Group(one, {}, axes)
-        group.parts.update({(*mesh.at[rank], *more): record for rank, record in members.items()})  # type: ignore[attr-defined]
-    return [group._replace(parts=dict(sorted(group.parts.items()))) for group in found.values()]
+        axes_of.setdefault(group_key, (*mesh.names, MICRO) if many > 1 else mesh.names)
+        placed.setdefault(group_key, {}).update(
+            {(*mesh.coordinates[rank], *more): record for rank, record in members.items()}
+        )
+    return [
+        Group(group_key, dict(sorted(at_places.items())), axes_of[group_key])
+        for group_key, at_places in placed.items()
+    ]
 
 
-def _once(parts: Mapping[TensorKey, dict[int, Record]]) -> dict[TensorKey, dict[int, Record]]:
-    """Tensors of a pipeline without the gradients that pass a second time.
+def _without_repeats(
+    parts: Mapping[TensorKey, dict[int, Record]],
+) -> dict[TensorKey, dict[int, Record]]:
+    """Tensors of a pipeline without repeated gradients.
 
-    Schedules that compute the gradients of weights later walk a call's graph twice: a site then has
-    more gradients than calls. What passes again has passed before, and is not counted.
+    Schedules that compute the gradients of weights later walk a call's graph twice, so a site has
+    more gradients than calls. The second walk repeats gradients of the first, which are dropped.
     """
     calls = Counter(
         (key.step, key.site) for key in parts if (key.port, key.slot) == ("output", "0")
@@ -155,33 +166,38 @@ def _once(parts: Mapping[TensorKey, dict[int, Record]]) -> dict[TensorKey, dict[
         if key.port in ("grad_input", "grad_output"):
             visits.setdefault(key._replace(visit=0), []).append(key)
     renamed: dict[TensorKey, TensorKey | None] = {}
-    for one, keys in visits.items():
+    for first_visit, keys in visits.items():
         keys.sort(key=lambda key: key.visit)
-        if len(keys) > calls[one.step, one.site] > 0:
+        # Of equal gradients the first is kept: `reversed` lets it overwrite the later ones.
+        if len(keys) > calls[first_visit.step, first_visit.site] > 0:
             new = {frozenset(r.digest for r in parts[key].values()): key for key in reversed(keys)}
             keys = [key for key in keys if key in new.values()]
-            renamed.update(dict.fromkeys(visits[one]))
-        renamed.update({key: one._replace(visit=n) for n, key in enumerate(keys)})
+            renamed.update(dict.fromkeys(visits[first_visit]))
+        renamed.update({key: first_visit._replace(visit=n) for n, key in enumerate(keys)})
     named = ((renamed.get(key, key), members) for key, members in parts.items())
     return {key: members for key, members in named if key is not None}
 
 
-def _micro(
+def _micro_batches(
     keys: Iterable[TensorKey], other: Run | None, *, pipeline: bool, calls: bool
 ) -> dict[TensorKey, int]:
-    """Tensors that one call of the other run stands against several of, and how many.
+    """Tensors of which the other run has one call for several here, and the number of calls.
 
-    Schedules of pipelines walk back through micro-batches in their own order: where the other run
-    is none that says better, what all of them give to a parameter is one.
+    Pipeline schedules walk back through micro-batches in their own order. Without another run to
+    compare with, the contributions of all micro-batches to a parameter's gradient are joined.
     """
-    mine = Counter(key._replace(visit=0) for key in keys)
+    calls_of_key = Counter(key._replace(visit=0) for key in keys)
     if other is not None:
-        theirs = Counter(record.key._replace(visit=0) for record in other.records)
-        return {key: count for key, count in mine.items() if count > 1 and theirs.get(key) == 1}
-    terms = mine.items() if pipeline else ()
+        other_calls = Counter(record.key._replace(visit=0) for record in other.records)
+        return {
+            key: count
+            for key, count in calls_of_key.items()
+            if count > 1 and other_calls.get(key) == 1
+        }
+    terms = calls_of_key.items() if pipeline else ()
     return {k: count for k, count in terms if count > 1 and (calls or k.port == "param_grad")}
 
 
 def in_execution(groups: Sequence[Group]) -> list[Group]:
-    """By the order of the first part of each."""
+    """Groups in the order of execution of their first parts."""
     return sorted(groups, key=lambda group: group.first.order)

@@ -1,7 +1,8 @@
-"""Parts of one tensor, each at its place on a mesh, become the whole they are part of.
+"""Joining: the parts of one tensor on a mesh become a recipe for the complete tensor.
 
-Gives recipes, and for the rules that must look, what such a recipe would give. Which axis of the
-mesh holds what is for others to say.
+Also computes the values that such a recipe gives, for rules that must look at them, and finds the
+parts of fused projections, of which each rank has a piece of q, of k and of v. The placements are
+decided elsewhere.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from driftline.alignment.placements.mesh import Coordinate, Placed
+from driftline.alignment.placements.mesh import AxisPlacement, Coordinate
 from driftline.alignment.recipe import Recipe, Source, joined
-from driftline.alignment.rules.fused_projections import rows_of, share_off
+from driftline.alignment.rules.fused_projections import relative_distance, rows_of
 from driftline.errors import BadInput, DriftlineError
 from driftline.numerics.definitions import sketch
 from driftline.numerics.dtypes import DTYPES, to_float64
@@ -27,56 +28,59 @@ from driftline.runs.run import Run
 Shape = tuple[int, ...]
 F64 = npt.NDArray[np.float64]
 _LARGEST = 1 << 22
-"""Elements of a tensor that are looked at, and of larger ones about so many."""
+"""Most elements of a tensor that are looked at; of a larger one, about so many are sampled."""
 
 
 _ALONG = ("concat", "select")
 
 
 class DoesNotFit(Exception):
-    """Parts that cannot be joined so; the message says why."""
+    """Raised if parts cannot be joined under a placement; the message says why."""
 
 
-def join(parts: Mapping[Coordinate, Source], placed: Sequence[Placed]) -> list[Source]:
-    """What parts make together: one source for each place of the axes that hold replicas.
+def join(parts: Mapping[Coordinate, Source], placed: Sequence[AxisPlacement]) -> list[Source]:
+    """Join parts; the result has one source for each place along axes that hold replicas.
 
     Raises:
         DoesNotFit: A part is missing, or shapes do not fit.
     """
-    found = dict(parts)
+    sources_by_place = dict(parts)
     for axis in _order(placed):
         how = placed[axis]
         if how.kind == "replicate":
             continue
-        together: dict[Coordinate, dict[int, Source]] = {}
-        for at, source in found.items():
-            rest = (*at[:axis], 0, *at[axis + 1 :])
-            together.setdefault(rest, {})[at[axis]] = source
-        size = 1 + max(at[axis] for at in found)
-        found = {}
-        for rest, members in together.items():
+        groups: dict[Coordinate, dict[int, Source]] = {}
+        for coordinate, source in sources_by_place.items():
+            rest = (*coordinate[:axis], 0, *coordinate[axis + 1 :])
+            groups.setdefault(rest, {})[coordinate[axis]] = source
+        # The size is counted from the parts, so a part missing at the end shows only
+        # elsewhere.
+        size = 1 + max(coordinate[axis] for coordinate in sources_by_place)
+        sources_by_place = {}
+        # A hole is an error: the parts after it would move to its place.
+        for rest, members in groups.items():
             if lacking := [n for n in range(size) if n not in members]:
                 raise DoesNotFit(f"part {lacking[0] + 1} of {size} is missing")
             sources = [members[n] for n in sorted(members)]
-            found[rest] = _one(sources, how)
-    return [found[at] for at in sorted(found)]
+            sources_by_place[rest] = _join_axis(sources, how)
+    return [sources_by_place[coordinate] for coordinate in sorted(sources_by_place)]
 
 
-def _order(placed: Sequence[Placed]) -> list[int]:
-    """Axes in the order in which they are undone: what was cut last is joined first."""
+def _order(placed: Sequence[AxisPlacement]) -> list[int]:
+    """Mesh axes in the order in which they are joined: the last cut is undone first."""
     late = sorted(
         (axis for axis, how in enumerate(placed) if how.late), key=lambda n: -placed[n].late
     )
     return late + [axis for axis in reversed(range(len(placed))) if not placed[axis].late]
 
 
-def _one(sources: Sequence[Source], how: Placed) -> Source:
+def _join_axis(sources: Sequence[Source], how: AxisPlacement) -> Source:
     if len(sources) == 1:
         return sources[0]
     first = sources[0].shape
     if how.kind in ("sum", "mean"):
         if len({source.shape for source in sources}) != 1:
-            raise DoesNotFit(f"terms of a sum have different shapes: {shapes_said(sources)}")
+            raise DoesNotFit(f"terms of a sum have different shapes: {shapes_text(sources)}")
         return joined(sources, how.kind, 0, first)
     if how.kind != "shard":
         raise DoesNotFit("nothing says how it lies")
@@ -85,16 +89,19 @@ def _one(sources: Sequence[Source], how: Placed) -> Source:
     first, axis = full[0].shape, how.axis
     rest = {(*source.shape[:axis], *source.shape[axis + 1 :]) for source in full}
     if not all(axis < len(source.shape) for source in full) or len(rest) != 1:
-        raise DoesNotFit(f"the ranks' shapes do not fit: {shapes_said(sources)}")
+        raise DoesNotFit(f"the ranks' shapes do not fit: {shapes_text(sources)}")
     if len(full) == 1:
         return full[0]
-    whole = sum(source.shape[axis] for source in full)
+    length = sum(source.shape[axis] for source in full)
+    # One long concat instead of nested ones: the plan stays readable, and is carried out in one
+    # go.
     full = [part for source in full for part in _flat(source, axis)]
-    return joined(full, "concat", axis, (*first[:axis], whole, *first[axis + 1 :]))
+    return joined(full, "concat", axis, (*first[:axis], length, *first[axis + 1 :]))
 
 
 def _flat(source: Source, axis: int) -> Sequence[Source]:
-    """The parts of what was itself joined along this axis and no more: joined in one go."""
+    """The parts of a source that is only a join along this axis, so that they can be joined in one
+    step."""
     if isinstance(source, Recipe) and [(s.kind, s.axis) for s in source.steps] == [
         ("concat", axis)
     ]:
@@ -102,70 +109,72 @@ def _flat(source: Source, axis: int) -> Sequence[Source]:
     return (source,)
 
 
-def ways(
+def fitting_placements(
     parts: Mapping[Coordinate, Source],
     target: Shape,
-    known: Mapping[int, Placed],
+    fixed: Mapping[int, AxisPlacement],
     axes: int,
-) -> list[tuple[Placed, ...]]:
-    """Every way in which parts, cut along axes, make tensors of a shape.
+) -> list[tuple[AxisPlacement, ...]]:
+    """Every placement under which parts make tensors of a given shape.
 
     Args:
-        parts: By place.
+        parts: The parts by coordinate.
         target: The shape they must make.
-        known: What is known of some axes of the mesh.
-        axes: How many axes the mesh has.
+        fixed: Placements of mesh axes that are known already.
+        axes: Number of axes of the mesh.
     """
     shapes = {part.shape for part in parts.values() if 0 not in part.shape}
     if any(len(shape) != len(target) for shape in shapes):
         return []
+    # Axes whose size is the whole's already cannot have been cut.
     cut = [n for n in range(len(target)) if any(shape[n] != target[n] for shape in shapes)]
-    choices: list[list[Placed]] = []
+    choices: list[list[AxisPlacement]] = []
     for axis in range(axes):
-        if axis in known:
-            choices.append([known[axis]])
-        elif len({at[axis] for at in parts}) == 1:
-            choices.append([Placed("replicate")])
+        if axis in fixed:
+            choices.append([fixed[axis]])
+        elif len({coordinate[axis] for coordinate in parts}) == 1:
+            choices.append([AxisPlacement("replicate")])
         else:
-            choices.append([Placed("replicate"), *(Placed("shard", n) for n in cut)])
-    found: list[tuple[Placed, ...]] = []
-    for way in itertools.product(*choices):
+            choices.append([AxisPlacement("replicate"), *(AxisPlacement("shard", n) for n in cut)])
+    fitting: list[tuple[AxisPlacement, ...]] = []
+    for placements in itertools.product(*choices):
         try:
-            made = join(parts, way)
+            made = join(parts, placements)
         except DoesNotFit:
             continue
         if all(source.shape == target for source in made):
-            found.append(way)
-    return found
+            fitting.append(placements)
+    return fitting
 
 
 class Thin(NamedTuple):
-    """Which elements of a large tensor are looked at: every nth along an axis that nothing cuts."""
+    """Sampling of a large tensor: every nth element along an axis that is not cut."""
 
     axis: int
     step: int
 
 
-def thinned(shape: Shape, placed: Sequence[Placed]) -> Thin | None:
-    """How to look at a tensor of many elements; None where all of them may be."""
+def thinned(shape: Shape, placed: Sequence[AxisPlacement]) -> Thin | None:
+    """Sampling for a tensor of many elements; None if it is small enough to read all."""
     many = -(-math.prod(shape) // _LARGEST)
     cut = {how.axis for how in placed if how.kind == "shard"}
-    whole = [axis for axis in range(len(shape)) if axis not in cut]
-    if many < 2 or not whole:
+    uncut = [axis for axis in range(len(shape)) if axis not in cut]
+    if many < 2 or not uncut:
         return None
-    return Thin(max(whole, key=lambda axis: shape[axis]), many)
+    # The longest axis that is not cut loses the least detail.
+    return Thin(max(uncut, key=lambda axis: shape[axis]), many)
 
 
 def values_of(
     run: Run, source: Source, *, sketched: bool = False, thin: Thin | None = None
 ) -> F64 | None:
-    """What a record or a recipe of joins holds; None where that cannot be had.
+    """Values of a record or of a recipe of joins; None if they cannot be read.
 
     Args:
-        run: Where it lies.
-        source: What.
-        sketched: Its sketch instead, which is linear in the values: summaries have no more.
-        thin: Which elements; all, when not given.
+        run: The run that holds them.
+        source: The record or recipe.
+        sketched: Return sketches instead, which are linear in the values: summaries have no more.
+        thin: Sampling of the elements; None for all of them.
     """
     try:
         return _values(run, source, sketched, thin)
@@ -176,31 +185,34 @@ def values_of(
 def _values(run: Run, source: Source, sketched: bool, thin: Thin | None) -> F64:
     if isinstance(source, Record):
         return _sketch(run, source) if sketched else _numbers(run, source, thin)
-    each = (_values(run, one, sketched, thin) for one in source.sources)  # one at a time
+    parts = (_values(run, part, sketched, thin) for part in source.sources)  # one at a time
     joining = source.steps[0].kind if source.steps else ""
+    # Positions along a thinned axis do not mean what the recipe means by them.
     if thin is not None and any(
         step.axis == thin.axis for step in source.steps if step.kind in _ALONG
     ):
         raise BadInput("it is cut where elements are left out")
-    found: Any
+    values: Any
     if joining == "concat" and not sketched:
-        found = np.concatenate(list(each), axis=source.steps[0].axis)
+        values = np.concatenate(list(parts), axis=source.steps[0].axis)
     else:
-        found = next(each)
-        for more in each if joining in ("sum", "mean") else ():
-            found = found + more
+        values = next(parts)
+        for more in parts if joining in ("sum", "mean") else ():
+            values = values + more
     for step in source.steps:
         if step.kind == "mean":
-            found = found / len(source.sources)
+            values = values / len(source.sources)
         elif step.kind == "times":
-            found = found * step.factor
+            # A sketch is linear in the values: sums and factors carry over, joins do
+            # not.
+            values = values * step.factor
         elif sketched and step.kind != "sum":
             raise BadInput("sketches of parts are none of the whole")
         elif step.kind == "select":
-            found = np.take(found, step.numbers, axis=step.axis)
+            values = np.take(values, step.numbers, axis=step.axis)
         elif step.kind not in ("concat", "sum"):
             raise BadInput("no join")
-    return cast("F64", found)
+    return cast("F64", values)
 
 
 def _numbers(run: Run, record: Record, thin: Thin | None = None) -> F64:
@@ -214,6 +226,8 @@ def _numbers(run: Run, record: Record, thin: Thin | None = None) -> F64:
         raise BadInput("no plain numbers")
     words: Any = run.raw(record).reshape(record.shape)
     if thin is not None:
+        # Thinned before the conversion: float64 takes up to eight times the memory of the
+        # stored words.
         words = words[(slice(None),) * thin.axis + (slice(None, None, thin.step),)]
     numbers: Any = to_float64(np.ascontiguousarray(words).reshape(-1), dtype, words.size)
     return cast("F64", numbers.reshape(words.shape))
@@ -227,35 +241,36 @@ def _sketch(run: Run, record: Record) -> F64:
     return np.array(record.summary.sketch)
 
 
-def distance(ours: F64, theirs: F64) -> float:
-    """Relative to the first: |theirs - ours| / |ours|; infinite where they cannot be compared."""
-    if ours.shape != theirs.shape:
+def distance(reference: F64, candidate: F64) -> float:
+    """Relative distance |candidate - reference| / |reference|; infinite if shapes differ or a value
+    is not finite."""
+    if reference.shape != candidate.shape:
         return math.inf
+    # Overflows in broken tensors are findings of the comparison, not of this look.
     with np.errstate(all="ignore"):
-        off = float(np.linalg.norm((theirs - ours).reshape(-1)))
-        size = float(np.linalg.norm(ours.reshape(-1)))
+        off = float(np.linalg.norm((candidate - reference).reshape(-1)))
+        size = float(np.linalg.norm(reference.reshape(-1)))
     if not math.isfinite(off):
         return math.inf
     return off / size if size else (0.0 if off == 0 else math.inf)
 
 
-def shapes_said(sources: Sequence[Source | Recipe]) -> str:
+def shapes_text(sources: Sequence[Source | Recipe]) -> str:
     return " and ".join("x".join(map(str, source.shape)) or "scalar" for source in sources)
 
 
-# Shards of a tensor that is several in one: each rank has its piece of q, of k and of v.
-
-
+# Shares of elements that are off: so few mean agreement, so many that the order is wrong.
 AGREE, APART = 0.05, 0.5
 FUSED = re.compile(
     r"(w?_?qkv|query_key_value|c_attn|w_?pack|in_proj|kv|key_value|gate_?up|up_gate|w13|fc1|"
     r"wi|dense_h_to_4h|linear_fc1)(_?(proj|linear|layer|operation))*"
 )
+# Equal thirds (q, k, v), halves (gate, up), and grouped queries with several heads for each key.
 _WAYS = ((1, 1, 1), (1, 1), *((share, 1, 1) for share in (2, 3, 4, 5, 6, 7, 8, 12, 16)))
 
 
 def positions(sizes: Sequence[int], parts: Sequence[int]) -> tuple[int, ...] | None:
-    """Where the elements of the whole lie among joined shards; None if the shards have no parts so.
+    """Positions of the complete tensor's elements among joined shards; None if sizes do not divide.
 
     >>> positions([4, 4], [1, 1])
     (0, 1, 4, 5, 2, 3, 6, 7)
@@ -263,18 +278,18 @@ def positions(sizes: Sequence[int], parts: Sequence[int]) -> tuple[int, ...] | N
     unit = sum(parts)
     if any(size % unit for size in sizes):
         return None
-    found: list[int] = []
+    numbers: list[int] = []
     for which in range(len(parts)):
         begin = 0
         for size in sizes:
             first = begin + sum(parts[:which]) * size // unit
-            found.extend(range(first, first + parts[which] * size // unit))
+            numbers.extend(range(first, first + parts[which] * size // unit))
             begin += size
-    return tuple(found)
+    return tuple(numbers)
 
 
 def is_called_fused(site: str) -> bool:
-    """Whether a name says that a projection is several in one.
+    """Whether a site's name is one that programs give to fused projections.
 
     >>> is_called_fused("layers.0.attn.qkv_proj"), is_called_fused("layers.0.attn.q_proj")
     (True, False)
@@ -284,30 +299,32 @@ def is_called_fused(site: str) -> bool:
 
 
 def parts_by_values(
-    run: Run, shards: Sequence[Record], other: Run, whole: Record
+    run: Run, shards: Sequence[Record], other: Run, other_record: Record
 ) -> tuple[int, ...]:
-    """The parts that make shards along the last axis agree with the whole; empty if none need be.
+    """Shares of fused parts that make shards agree with the other run; empty if none are needed.
 
     Args:
         run: The sharded run.
-        shards: Of one tensor, in the order of ranks.
-        other: The run that has it whole.
-        whole: The tensor there.
+        shards: The shards of one tensor, in the order of ranks.
+        other: The run that has the complete tensor.
+        other_record: The tensor there.
     """
-    target = rows_of(other, whole)
+    target = rows_of(other, other_record)
     pieces = [rows_of(run, shard) for shard in shards]
     if target is None or any(piece is None for piece in pieces):
         return ()
-    known = [piece for piece in pieces if piece is not None]
-    count = min(len(target), *map(len, known))
-    joined = np.concatenate([piece[:count] for piece in known], axis=1)
+    readable = [piece for piece in pieces if piece is not None]
+    count = min(len(target), *map(len, readable))
+    joined = np.concatenate([piece[:count] for piece in readable], axis=1)
     if not count or joined.shape[1] != target.shape[1]:
         return ()
-    if not share_off(joined, target[:count]) > APART:
+    # Rank after rank agrees already: nothing is fused in parts.
+    if not relative_distance(joined, target[:count]) > APART:
         return ()
     fitting: list[tuple[int, ...]] = []
     for parts in _WAYS:
-        places = positions([piece.shape[1] for piece in known], parts)
-        if places is not None and share_off(joined[:, places], target[:count]) < AGREE:
+        places = positions([piece.shape[1] for piece in readable], parts)
+        if places is not None and relative_distance(joined[:, places], target[:count]) < AGREE:
             fitting.append(parts)
+    # Several fitting splits mean that the values cannot tell, so none is used.
     return fitting[0] if len(fitting) == 1 else ()

@@ -1,7 +1,7 @@
-"""Where the ranks of a run stand: the mesh its processes described, and what a record's placement
-says.
+"""The device mesh of a run, and the placement that a record declares.
 
-Reads facts and words only, no tensor. A run that left no mesh has a flat one, called `ranks`.
+Reads facts of processes and the text of placements, no tensor. A run without a described mesh gets
+a flat one with a single axis called `ranks`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from driftline.runs.run import Run
 
 Coordinate = tuple[int, ...]
 Named = tuple[tuple[str, ...], tuple[int, ...]]
-"""Names of the axes of a mesh, if it has any, and their sizes."""
+"""Names and sizes of the axes of a mesh; the names may be empty."""
 
 _TEXT = re.compile(
     r"(local )?\[(.*?)\] of \(([\d, ]*)\) over mesh \(([\d, ]*)\)"
@@ -27,73 +27,83 @@ _PLACED = re.compile(r"(S|_S|R|P|MaskP|[A-Za-z_]+)(?:\(([^()]*)\))?(?:,\s*|$)")
 
 
 _MOST_AXES = 8
-"""Of a mesh that are tried: it may be a stranger's, and no program has more."""
+"""Most axes of a mesh that are searched: it comes from a file, and real ones have fewer."""
 
 
 class Mesh(NamedTuple):
-    """Ranks on axes.
+    """The ranks of a run on named axes.
 
     Attributes:
-        names: Of the axes.
-        sizes: Of the axes.
-        at: Where each rank stands.
-        others: Where ranks stand on meshes that placements speak of, by names and sizes of those.
+        names: Names of the axes.
+        sizes: Sizes of the axes.
+        coordinates: Coordinate of each rank.
+        others: Coordinates of the ranks on other meshes that placements name, by names and sizes.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
-    at: Mapping[int, Coordinate]
+    coordinates: Mapping[int, Coordinate]
     others: Mapping[Named, Mapping[int, Coordinate]] = {}
 
     @property
     def ranks(self) -> list[int]:
-        return sorted(self.at)
+        return sorted(self.coordinates)
 
-    def plain_axes(self, lying: Lying) -> tuple[int, ...]:
-        """The axes that a placement names; empty where they are not of this mesh."""
-        if lying.names and set(lying.names) <= set(self.names):
-            axes = tuple(self.names.index(name) for name in lying.names)
-            return axes if tuple(self.sizes[axis] for axis in axes) == lying.sizes else ()
-        if not lying.names and lying.sizes == self.sizes:
+    def plain_axes(self, placement: RecordPlacement) -> tuple[int, ...]:
+        """The axes of this mesh that a placement names; empty if it names another mesh."""
+        if placement.names and set(placement.names) <= set(self.names):
+            axes = tuple(self.names.index(name) for name in placement.names)
+            return axes if tuple(self.sizes[axis] for axis in axes) == placement.sizes else ()
+        if not placement.names and placement.sizes == self.sizes:
             return tuple(range(len(self.sizes)))
         return ()
 
-    def axes_of(self, lying: Lying) -> tuple[tuple[int, ...], ...]:
-        """The axes of this mesh that each axis of a record's placement stands for.
+    def axes_of(self, placement: RecordPlacement) -> tuple[tuple[int, ...], ...]:
+        """The axes of this mesh that correspond to each axis of a record's placement.
 
-        An axis may be several flattened into one. Empty where a placement is of no such mesh.
+        An axis of the placement may be several axes flattened into one. Empty if the placement's
+        mesh cannot be expressed by this one.
         """
-        if plain := self.plain_axes(lying):
+        # By name first; only a mesh that was flattened or sliced needs the search over
+        # coordinates.
+        if plain := self.plain_axes(placement):
             return tuple((axis,) for axis in plain)
-        standing = self.others.get((lying.names, lying.sizes), {})
-        found: list[tuple[int, ...]] = []
-        for which, size in enumerate(lying.sizes):
-            axes = self._counting_as({rank: at[which] for rank, at in standing.items()}, size)
-            if axes is None or any(set(axes) & set(other) for other in found):
+        standing = self.others.get((placement.names, placement.sizes), {})
+        axes_by_position: list[tuple[int, ...]] = []
+        for position, size in enumerate(placement.sizes):
+            axes = self._counting_as(
+                {rank: coordinate[position] for rank, coordinate in standing.items()}, size
+            )
+            # Two axes of a placement cannot stand for the same axis of the mesh.
+            if axes is None or any(set(axes) & set(other) for other in axes_by_position):
                 return ()
-            found.append(axes)
-        return tuple(found)
+            axes_by_position.append(axes)
+        return tuple(axes_by_position)
 
     def _counting_as(self, places: Mapping[int, int], size: int) -> tuple[int, ...] | None:
-        """The axes whose places, counted through in their order, are these of the ranks."""
-        if not places or not set(places) <= set(self.at):
+        """The axes whose coordinates, counted in C order, give these places of the ranks."""
+        if not places or not set(places) <= set(self.coordinates):
             return None
         usable = [axis for axis, many in enumerate(self.sizes) if many > 1][:_MOST_AXES]
+        # The fewest axes first: a flattened axis seldom stands for more than two.
         for many in range(len(usable) + 1):
             for axes in itertools.combinations(usable, many):
                 if math.prod(self.sizes[axis] for axis in axes) == size and all(
-                    _counted([self.at[rank][axis] for axis in axes], [self.sizes[a] for a in axes])
+                    _counted(
+                        [self.coordinates[rank][axis] for axis in axes],
+                        [self.sizes[a] for a in axes],
+                    )
                     == place
                     for rank, place in places.items()
                 ):
                     return axes
         return None
 
-    def fit(self, said: Sequence[Lying]) -> tuple[int, int, int]:
-        """How well placements can be told on this mesh: all of them, by name, and finely."""
+    def fit(self, placements: Sequence[RecordPlacement]) -> tuple[int, int, int]:
+        """How well this mesh expresses placements: how many at all, how many by name, its axes."""
         return (
-            sum(bool(self.axes_of(each)) for each in said),
-            sum(bool(self.plain_axes(each)) for each in said),
+            sum(bool(self.axes_of(placement)) for placement in placements),
+            sum(bool(self.plain_axes(placement)) for placement in placements),
             len(self.sizes),
         )
 
@@ -102,15 +112,15 @@ class Mesh(NamedTuple):
         return " x ".join(f"{n} {size}" for n, size in [a for a in axes if a[1] > 1] or axes)
 
 
-class Placed(NamedTuple):
-    """How one axis of a mesh holds a tensor.
+class AxisPlacement(NamedTuple):
+    """How a tensor is distributed along one axis of a mesh.
 
     Attributes:
-        kind: In pieces, whole, or as terms of a sum (of a mean).
-        axis: Along which axis of the tensor it is cut.
-        late: Cut after the axes to its right, though it stands before them (FSDP over a tensor
-            that tensor parallelism had cut already). Of several such, the largest number was cut
-            last; of equal ones the first.
+        kind: In shards, complete, or as terms of a sum (of a mean).
+        axis: The axis of the tensor that is cut.
+        late: Not 0 if this mesh axis was cut after the ones to its right (FSDP over a tensor that
+            tensor parallelism had cut already). The largest number was cut last; of equal numbers,
+            the first axis.
     """
 
     kind: Literal["shard", "replicate", "sum", "mean", "unknown"]
@@ -122,64 +132,66 @@ class Placed(NamedTuple):
         return {"sum": "partial(sum)", "mean": "partial(mean)"}.get(self.kind, self.kind + inside)
 
 
-REPLICATE = Placed("replicate")
+REPLICATE = AxisPlacement("replicate")
 
 
-class Lying(NamedTuple):
-    """What a record says of itself.
+class RecordPlacement(NamedTuple):
+    """The placement that a record declares for itself.
 
     Attributes:
-        placed: By axis of its mesh.
-        shape: Of the whole.
-        sizes: Of its mesh.
-        names: Of its mesh's axes; empty where they have none.
-        local: It is a plain tensor: the program goes on with the part as it is.
-        at: Where the rank of the record stands on that mesh; empty where that is not said.
+        placed: Placement by axis of its mesh.
+        shape: Shape of the complete tensor.
+        sizes: Sizes of the mesh's axes.
+        names: Names of the mesh's axes; empty if they have none.
+        local: The record is a plain local tensor: the program computes on with the part alone.
+        coordinate: Coordinate of the record's rank on that mesh; empty if not given.
     """
 
-    placed: tuple[Placed, ...]
+    placed: tuple[AxisPlacement, ...]
     shape: tuple[int, ...]
     sizes: tuple[int, ...]
     names: tuple[str, ...] = ()
     local: bool = False
-    at: Coordinate = ()
+    coordinate: Coordinate = ()
 
 
-def lying_of(record: Record) -> Lying | None:
-    """A record's placement, understood; None where it says nothing.
+def record_placement(record: Record) -> RecordPlacement | None:
+    """Parse a record's placement; None if it has none or the text cannot be read.
 
     >>> from driftline.runs.records import TensorKey
     >>> key = TensorKey.of("up", "param", "weight")
     >>> text = "[S(0)] of (8, 4) over mesh (2,) named (tp) at (1,)"
-    >>> lying_of(Record(key, 0, "float32", (4, 4), placement=text)).names
+    >>> record_placement(Record(key, 0, "float32", (4, 4), placement=text)).names
     ('tp',)
     """
     if not record.placement:
         return None
-    found = _TEXT.fullmatch(record.placement)
-    if found is None:
+    match = _TEXT.fullmatch(record.placement)
+    if match is None:
         return None
-    placed = tuple(_placed(*each.groups()) for each in _PLACED.finditer(found[2]))
-    sizes = _numbers(found[4])
+    placed = tuple(_placed(*entry.groups()) for entry in _PLACED.finditer(match[2]))
+    sizes = _numbers(match[4])
+    # The text is from a file: a placement whose numbers do not match is ignored, not guessed.
     if len(placed) != len(sizes):
         return None
-    names = tuple(name.strip() for name in (found[5] or "").split(",") if name.strip())
+    names = tuple(name.strip() for name in (match[5] or "").split(",") if name.strip())
     if names and len(names) != len(sizes):
         return None
-    at = _numbers(found[6] or "")
-    at = at if len(at) == len(sizes) else ()
-    return Lying(placed, _numbers(found[3]), sizes, names, bool(found[1]), at)
+    coordinate = _numbers(match[6] or "")
+    coordinate = coordinate if len(coordinate) == len(sizes) else ()
+    return RecordPlacement(placed, _numbers(match[3]), sizes, names, bool(match[1]), coordinate)
 
 
-def _placed(kind: str, inside: str | None) -> Placed:
+def _placed(kind: str, inside: str | None) -> AxisPlacement:
     first = (inside or "").split(",")[0].strip()
     if kind in ("S", "_S") and first.isdigit():
-        return Placed("shard", int(first), int(kind == "_S"))
+        return AxisPlacement("shard", int(first), int(kind == "_S"))
     if kind == "R":
         return REPLICATE
+    # Masked terms of a sharded embedding add up like any others.
     if kind in ("P", "MaskP") and first in ("sum", "avg"):
-        return Placed("sum" if first == "sum" else "mean")
-    return Placed("unknown")
+        return AxisPlacement("sum" if first == "sum" else "mean")
+    return AxisPlacement("unknown")
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -187,50 +199,59 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def mesh_of(run: Run) -> Mesh:
-    """The mesh over which a run's ranks are to be gathered.
+    """The mesh over which a run's ranks are gathered.
 
-    It holds all of them, and tells most placements, by name if possible; else it is the finest.
+    Of the described meshes that hold all ranks, the one that expresses most placements, then most
+    of them by name, then with most axes.
     """
     facts = run.facts.processes
-    here = sorted({record.key.rank for record in run.records})
-    world = max(run.facts.world, here[-1] + 1, len(here))
-    known = [_mesh(shown, world) for each in facts for shown in each.meshes]
-    meshes = [mesh for mesh in known if mesh is not None]
-    said, standing = _said(run)
+    ranks = sorted({record.key.rank for record in run.records})
+    # A job that lost ranks still has its size from the processes; without it the largest rank
+    # counts.
+    world = max(run.facts.world, ranks[-1] + 1, len(ranks))
+    described = [_mesh(shown, world) for process in facts for shown in process.meshes]
+    meshes = [mesh for mesh in described if mesh is not None]
+    placements, standing = _record_meshes(run)
+    # A placement that names the coordinates of every rank describes a mesh, too.
     meshes += [
-        _named(Mesh(names, sizes, at))
-        for (names, sizes), at in standing.items()
-        if sorted(at) == list(range(world)) and len(set(at.values())) == math.prod(sizes) == world
+        _named(Mesh(names, sizes, coordinates))
+        for (names, sizes), coordinates in standing.items()
+        if sorted(coordinates) == list(range(world))
+        and len(set(coordinates.values())) == math.prod(sizes) == world
     ]
     meshes = [mesh._replace(others=standing) for mesh in meshes]
-    best = max(meshes, key=lambda mesh: mesh.fit(said), default=None)
+    best = max(meshes, key=lambda mesh: mesh.fit(placements), default=None)
     if best is None:
-        best = _of_groups([list(each.groups) for each in facts], world)
-    if best is not None and set(here) <= set(best.at):
+        # Programs without a mesh may still have process groups, of which neighbours form
+        # one axis.
+        best = _of_groups([list(process.groups) for process in facts], world)
+    if best is not None and set(ranks) <= set(best.coordinates):
         return best
     flat = {rank: (rank,) for rank in range(world)}
     return Mesh(("ranks",), (world,), flat, standing)
 
 
-def _said(run: Run) -> tuple[list[Lying], dict[Named, dict[int, Coordinate]]]:
-    """The meshes that placements speak of, and where ranks stand on each."""
-    said: dict[Named, Lying] = {}
+def _record_meshes(run: Run) -> tuple[list[RecordPlacement], dict[Named, dict[int, Coordinate]]]:
+    """The meshes that records name in their placements, and the coordinates of ranks on each."""
+    placements: dict[Named, RecordPlacement] = {}
     standing: dict[Named, dict[int, Coordinate]] = {}
+    # Thousands of tensors share a few texts, so each text is parsed once per rank.
     for record in {(r.key.rank, r.placement): r for r in run.records if r.placement}.values():
-        if lying := lying_of(record):
-            name = (lying.names, lying.sizes)
-            said.setdefault(name, lying)
-            if lying.at:
-                standing.setdefault(name, {})[record.key.rank] = lying.at
-    return list(said.values()), standing
+        if placement := record_placement(record):
+            name = (placement.names, placement.sizes)
+            placements.setdefault(name, placement)
+            if placement.coordinate:
+                standing.setdefault(name, {})[record.key.rank] = placement.coordinate
+    return list(placements.values()), standing
 
 
 def _mesh(shown: Any, world: int) -> Mesh | None:
     if not isinstance(shown, Mapping):
         return None
     about = cast("Mapping[str, Any]", shown)
-    sizes = tuple(_whole(size) for size in _list(about.get("shape")))
-    ranks = [_whole(rank) for rank in _list(about.get("ranks"))]
+    sizes = tuple(_count(size) for size in _list(about.get("shape")))
+    ranks = [_count(rank) for rank in _list(about.get("ranks"))]
+    # Facts are read from files: a mesh that does not hold every rank exactly once is ignored.
     if not sizes or math.prod(sizes) != len(ranks) or sorted(ranks) != list(range(world)):
         return None
     names = tuple(str(name) for name in _list(about.get("names")))
@@ -243,39 +264,46 @@ def _named(mesh: Mesh) -> Mesh:
     return mesh._replace(names=tuple(f"axis {n}" for n in range(len(mesh.sizes))))
 
 
-def _counted(at: Sequence[int], sizes: Sequence[int]) -> int:
-    """The number of a place, counted in C order; the inverse of `_place`."""
-    found = 0
-    for each, size in zip(at, sizes, strict=True):
-        found = found * size + each
-    return found
+def _counted(coordinate: Sequence[int], sizes: Sequence[int]) -> int:
+    """Number of a coordinate in C order; the inverse of `_place`."""
+    number = 0
+    for place, size in zip(coordinate, sizes, strict=True):
+        number = number * size + place
+    return number
 
 
 def _of_groups(groups: Sequence[Sequence[Any]], world: int) -> Mesh | None:
-    """A mesh of two axes, if groups of neighbours cut the job into equal parts."""
-    found = {tuple(_whole(rank) for rank in _list(ranks)) for mine in groups for ranks in mine}
-    for size in sorted({len(ranks) for ranks in found}):
+    """A mesh of two axes, if process groups of neighbours divide the job into equal parts."""
+    rank_sets = {
+        tuple(_count(rank) for rank in _list(ranks))
+        for process_groups in groups
+        for ranks in process_groups
+    }
+    # The smallest groups first: they are the innermost axis, whose ranks are neighbours.
+    for size in sorted({len(ranks) for ranks in rank_sets}):
         if not 1 < size < world or world % size:
             continue
-        blocks = {tuple(range(at, at + size)) for at in range(0, world, size)}
-        if blocks <= found:
+        blocks = {
+            tuple(range(coordinates, coordinates + size)) for coordinates in range(0, world, size)
+        }
+        if blocks <= rank_sets:
             sizes = (world // size, size)
-            at = {rank: _place(rank, sizes) for rank in range(world)}
-            return Mesh(("groups", "group"), sizes, at)
+            coordinates = {rank: _place(rank, sizes) for rank in range(world)}
+            return Mesh(("groups", "group"), sizes, coordinates)
     return None
 
 
 def _place(number: int, sizes: Sequence[int]) -> Coordinate:
-    found: list[int] = []
+    coordinate: list[int] = []
     for size in reversed(sizes):
-        number, at = divmod(number, size)
-        found.append(at)
-    return tuple(reversed(found))
+        number, place = divmod(number, size)
+        coordinate.append(place)
+    return tuple(reversed(coordinate))
 
 
 def _list(value: Any) -> list[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else []
 
 
-def _whole(value: Any) -> int:
+def _count(value: Any) -> int:
     return value if type(value) is int and 0 <= value < 1 << 20 else 0

@@ -1,8 +1,9 @@
 """Stages of a pipeline: every rank has some of the layers, and may count them from 0.
 
-A rank may run several stages (interleaved schedules): each is a model, or a part of one, with its
-own place in the names. Which one is which stage its process has said, or the layers' numbers do:
-where the layers add up to those of the whole model, they follow one another. Looks at names only.
+A rank may run several stages (interleaved schedules); each is a model of its own with a prefix in
+the site names. The number of a stage is declared by its process, or concluded from layer numbers:
+if the layers of all ranks add up to those of the complete model, the stages follow one another.
+Looks at names only, never at tensors.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from driftline.runs.run import Run
 
 ROOT = "(root)"
 Numbers = dict[str, set[int]]
-"""Path before a number in a site's name → the numbers that follow it."""
+"""Path before a number in site names → the numbers that follow it."""
 
 Sites = Mapping[int, Mapping[str, None]]
-"""Names of the sites of every rank, in the order of their first tensors."""
+"""Site names of every rank, in the order of their first tensors."""
 
 
 class Chunk(NamedTuple):
-    """What one rank has of a pipeline at one place.
+    """One stage on one rank.
 
     Attributes:
-        under: Site of the stage's own model on its rank; empty for the whole of the rank's names.
-        stage: Which stage it is.
+        under: Site of the stage's own model on its rank; empty if all sites of the rank belong.
+        stage: Number of the stage.
     """
 
     under: str
     stage: int
 
     def inside(self, site: str) -> str | None:
-        """The name of a site in the stage's own model; None where it is not part of that."""
+        """Name of a site inside the stage's own model; None if it does not belong to the stage."""
         if not self.under:
             return site
         if site == self.under:
@@ -43,27 +44,29 @@ class Chunk(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """Who has which part of a pipeline.
+    """The stages of a pipeline and how their layers are numbered.
 
     Attributes:
-        of: Rank → its stages, those with the longest names first.
-        stages: How many stages there are.
-        shifts: (stage, path before a number) → path in the whole model, and what to add.
+        chunks: Rank → its stages, those with the longest names first.
+        stages: Number of stages.
+        shifts: (stage, path before a number) → path in the complete model, and what to add.
     """
 
-    of: Mapping[int, Sequence[Chunk]]
+    chunks: Mapping[int, Sequence[Chunk]]
     stages: int
     shifts: Mapping[tuple[int, str], tuple[str, int]]
 
     def key(self, key: TensorKey) -> TensorKey:
-        """The address of a stage's tensor in the whole model."""
-        for chunk in self.of.get(key.rank, ()):
+        """Key of a stage's tensor in the complete model."""
+        for chunk in self.chunks.get(key.rank, ()):
             if (site := chunk.inside(key.site)) is not None:
                 return key._replace(site=self._site(site, chunk.stage, key.port))
         return key
 
     def _site(self, site: str, stage: int, port: str) -> str:
         if site == ROOT:
+            # The whole model's input enters the first stage, and its output leaves the
+            # last one.
             ends = ("input", "grad_input") if stage == 0 else ()
             ends += ("output", "grad_output") if stage == self.stages - 1 else ()
             return site if port in ends else f"(stage {stage})"
@@ -77,25 +80,25 @@ class Stages(NamedTuple):
     def note(self) -> str:
         shown = [
             f"rank {rank} has {_listed(sorted(chunk.stage for chunk in chunks))}"
-            for rank, chunks in sorted(self.of.items())
+            for rank, chunks in sorted(self.chunks.items())
         ]
-        text = f"a pipeline of {self.stages} stages: {_some(shown)}"
+        text = f"a pipeline of {self.stages} stages: {_abbreviated(shown)}"
         moved = [
             f"{before or 'number'} n of stage {stage} is {path} n + {shift}".replace("  ", " ")
             for (stage, before), (path, shift) in sorted(self.shifts.items())
             if shift or path != before
         ]
-        return f"{text}; {_some(moved)}" if moved else text
+        return f"{text}; {_abbreviated(moved)}" if moved else text
 
 
 def _listed(stages: Sequence[int]) -> str:
     return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
 
 
-def _some(words: Sequence[str]) -> str:
-    """All while they are few, else the first and the last.
+def _abbreviated(words: Sequence[str]) -> str:
+    """All words if there are few, else the first three and the last.
 
-    >>> _some(["a", "b"]), _some(list("abcdefgh"))
+    >>> _abbreviated(["a", "b"]), _abbreviated(list("abcdefgh"))
     ('a; b', 'a; b; c; ...; h')
     """
     few = list(words) if len(words) <= 4 else [*words[:3], "...", words[-1]]
@@ -103,46 +106,59 @@ def _some(words: Sequence[str]) -> str:
 
 
 def is_border(key: TensorKey) -> bool:
-    """Whether this is what a stage takes or gives, somewhere inside the whole model."""
+    """Whether this is an input or output of a stage inside the complete model."""
     return key.site.startswith("(stage ")
 
 
 def stages_of(run: Run, other: Run | None) -> Stages | None:
-    """The pipeline of a run; None where it is none.
+    """The pipeline of a run; None if it is not one.
 
     Args:
-        run: Of several ranks.
-        other: What it is compared with; None where that says nothing about names.
+        run: A run of several ranks.
+        other: The run it is compared with; None where its names are no evidence.
     """
     sites: dict[int, dict[str, None]] = {}
     for record in run.records:
         sites.setdefault(record.key.rank, {})[record.key.site] = None
     names = dict.fromkeys(record.key.site for record in (() if other is None else other.records))
-    whole = _numbers(names)
-    of = _said(run, sites, whole) or _by_counting(sites, whole)
-    if not of:
+    model_numbers = _numbers(names)
+    # What the processes declared wins; counting is for programs that declared nothing.
+    chunks_of_rank = _declared(run, sites, model_numbers) or _by_counting(sites, model_numbers)
+    if not chunks_of_rank:
         return None
-    of = {rank: _fitting(chunks, sites.get(rank, {}), names) for rank, chunks in of.items()}
+    chunks_of_rank = {
+        rank: _fitting(chunks, sites.get(rank, {}), names)
+        for rank, chunks in chunks_of_rank.items()
+    }
     by_stage: dict[int, dict[str, None]] = {}
-    for rank, chunks in of.items():
+    for rank, chunks in chunks_of_rank.items():
+        # The longest name first: a stage inside another one must not be counted with it.
         for site in sites.get(rank, {}):
             for chunk in chunks:
                 if (inner := chunk.inside(site)) is not None:
                     by_stage.setdefault(chunk.stage, {})[inner] = None
                     break
-    stages = max(chunk.stage for chunks in of.values() for chunk in chunks) + 1
-    return Stages(of, stages, _shifts({s: _numbers(names) for s, names in by_stage.items()}, whole))
+    stages = max(chunk.stage for chunks in chunks_of_rank.values() for chunk in chunks) + 1
+    return Stages(
+        chunks_of_rank,
+        stages,
+        _shifts({s: _numbers(names) for s, names in by_stage.items()}, model_numbers),
+    )
 
 
 def _fitting(
-    chunks: Sequence[Chunk], sites: Iterable[str], whole: Iterable[str]
+    chunks: Sequence[Chunk], sites: Iterable[str], model_sites: Iterable[str]
 ) -> Sequence[Chunk]:
-    """Chunks, the longest names first; a single one whose names fit as they are has no place."""
+    """Chunks, longest prefix first; a single chunk loses its prefix if full names fit better."""
     if len(chunks) == 1 and chunks[0].under:
-        known = {_NUMBER.sub("#", name) for name in whole}
-        mine = [site for site in sites if chunks[0].inside(site) is not None]
-        apart = [chunks[0].inside(site) or "" for site in mine]
-        fits = [sum(_NUMBER.sub("#", name) in known for name in each) for each in (mine, apart)]
+        # Numbers are blanked out, because a stage may count its layers from 0.
+        model_names = {_NUMBER.sub("#", name) for name in model_sites}
+        own_sites = [site for site in sites if chunks[0].inside(site) is not None]
+        inner_sites = [chunks[0].inside(site) or "" for site in own_sites]
+        fits = [
+            sum(_NUMBER.sub("#", name) in model_names for name in names)
+            for names in (own_sites, inner_sites)
+        ]
         if fits[0] >= fits[1]:
             return [chunks[0]._replace(under="")]
     return sorted(chunks, key=lambda chunk: -len(chunk.under))
@@ -151,100 +167,117 @@ def _fitting(
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
-def _said(run: Run, sites: Sites, whole: Numbers) -> dict[int, Sequence[Chunk]]:
-    """Stages as the processes named them."""
-    found: dict[int, Sequence[Chunk]] = {}
-    for rank, said in run.facts.stages.items():
-        under = [None if site is None else site.removeprefix(ROOT) for _, site in said]
-        stages = [stage for stage, _ in said]
+def _declared(run: Run, sites: Sites, model_numbers: Numbers) -> dict[int, Sequence[Chunk]]:
+    """Stages as the processes declared them."""
+    chunks_of_rank: dict[int, Sequence[Chunk]] = {}
+    for rank, declared in run.facts.stages.items():
+        under = [None if site is None else site.removeprefix(ROOT) for _, site in declared]
+        stages = [stage for stage, _ in declared]
         if None in under:  # in the order in which the rank has them
-            under = _places(sites.get(rank, {}), whole) if len(said) > 1 else [""]
+            under = _places(sites.get(rank, {}), model_numbers) if len(declared) > 1 else [""]
             stages.sort()
         if len(under) != len(stages):
             return {}
-        found[rank] = [Chunk(u or "", stage) for u, stage in zip(under, stages, strict=True)]
-    return found if len({c.stage for chunks in found.values() for c in chunks}) > 1 else {}
+        chunks_of_rank[rank] = [
+            Chunk(u or "", stage) for u, stage in zip(under, stages, strict=True)
+        ]
+    # One stage is no pipeline.
+    return (
+        chunks_of_rank
+        if len({c.stage for chunks in chunks_of_rank.values() for c in chunks}) > 1
+        else {}
+    )
 
 
-def _places(sites: Iterable[str], whole: Numbers) -> list[str]:
-    """Where a rank has models of its own that hold layers of the whole model, in their order."""
-    for path, layers in whole.items():
-        if len(layers) > 1 and (found := list(_under(sites, path, whole))):
-            return found
+def _places(sites: Iterable[str], model_numbers: Numbers) -> list[str]:
+    """Prefixes of a rank's own models that hold layers of the complete model, in their order."""
+    for path, layers in model_numbers.items():
+        if len(layers) > 1 and (prefixes := list(_under(sites, path, model_numbers))):
+            return prefixes
     return []
 
 
-def _under(sites: Iterable[str], path: str, whole: Numbers) -> dict[str, set[int]]:
-    """Names in front of a path of the whole model → the numbers after it there."""
-    found: dict[str, set[int]] = {}
+def _under(sites: Iterable[str], path: str, model_numbers: Numbers) -> dict[str, set[int]]:
+    """Prefix before a path of the complete model → the layer numbers after it."""
+    numbers_of_prefix: dict[str, set[int]] = {}
     for site in sites:
         for before, number, _ in _numbered(site):
             if before == path:
-                found.setdefault("", set()).add(number)
-            elif before.endswith(f".{path}" if path else ".") and before not in whole:
-                found.setdefault(before[: -len(path) - 1], set()).add(number)
-    return found
+                numbers_of_prefix.setdefault("", set()).add(number)
+            elif before.endswith(f".{path}" if path else ".") and before not in model_numbers:
+                numbers_of_prefix.setdefault(before[: -len(path) - 1], set()).add(number)
+    return numbers_of_prefix
 
 
-def _by_counting(sites: Sites, whole: Numbers) -> dict[int, Sequence[Chunk]]:
-    """Ranks in order, if they share out the layers of the whole model.
+def _by_counting(sites: Sites, model_numbers: Numbers) -> dict[int, Sequence[Chunk]]:
+    """Stages in the order of ranks, if these share the layers of the complete model.
 
-    Where every rank has several models, the first models of all ranks come first.
+    If every rank has several models, the first models of all ranks come first.
     """
     ranks = sorted(sites)
-    for path, layers in whole.items():
-        mine = {rank: _under(sites[rank], path, whole) for rank in ranks}
-        counts = [len(numbers) for each in mine.values() for numbers in each.values()]
-        many = {len(each) for each in mine.values()}
-        if len(layers) < 2 or len(many) != 1 or not all(mine.values()):
+    for path, layers in model_numbers.items():
+        models_of_rank = {rank: _under(sites[rank], path, model_numbers) for rank in ranks}
+        counts = [len(numbers) for models in models_of_rank.values() for numbers in models.values()]
+        many = {len(models) for models in models_of_rank.values()}
+        # All ranks must have equally many models, or nothing says which belongs to which
+        # stage.
+        if len(layers) < 2 or len(many) != 1 or not all(models_of_rank.values()):
             continue
         if sum(counts) == len(layers) and all(count < len(layers) for count in counts):
             return {
-                rank: [Chunk(under, n * len(ranks) + at) for n, under in enumerate(mine[rank])]
-                for at, rank in enumerate(ranks)
+                rank: [
+                    Chunk(under, n * len(ranks) + index)
+                    for n, under in enumerate(models_of_rank[rank])
+                ]
+                for index, rank in enumerate(ranks)
             }
     return {}
 
 
 def _shifts(
-    stages: Mapping[int, Numbers], whole: Numbers
+    stages: Mapping[int, Numbers], model_numbers: Numbers
 ) -> dict[tuple[int, str], tuple[str, int]]:
-    found: dict[tuple[int, str], tuple[str, int]] = {}
+    shifts: dict[tuple[int, str], tuple[str, int]] = {}
     paths = sorted({path for numbers in stages.values() for path in numbers}, key=len)
     for path in paths:
-        having = [stage for stage in sorted(stages) if path in stages[stage]]
-        mine = [stages[stage][path] for stage in having]
-        total = sum(map(len, mine))
-        if len(having) < 2 or total == len(set[int]().union(*mine)):
-            continue  # numbers of the whole model already
-        if any(each != set(range(len(each))) for each in mine):
+        holders = [stage for stage in sorted(stages) if path in stages[stage]]
+        layer_numbers = [stages[stage][path] for stage in holders]
+        total = sum(map(len, layer_numbers))
+        if len(holders) < 2 or total == len(set[int]().union(*layer_numbers)):
+            continue  # these are numbers of the complete model already
+        # Numbers that do not count from 0 are not a stage's own; nothing is added to them.
+        if any(layers != set(range(len(layers))) for layers in layer_numbers):
             continue
         target = path
-        if whole and len(whole.get(path, ())) != total:
-            fitting = [name for name, layers in whole.items() if len(layers) == total]
+        if model_numbers and len(model_numbers.get(path, ())) != total:
+            # The whole model may keep its layers under another path, if only one has so
+            # many of them.
+            fitting = [name for name, layers in model_numbers.items() if len(layers) == total]
             if len(fitting) != 1:
                 continue
             target = fitting[0]
-        at = 0
-        for stage, each in zip(having, mine, strict=True):
-            found[stage, path] = (target, at)
-            at += len(each)
-    return found
+        offset = 0
+        for stage, layers in zip(holders, layer_numbers, strict=True):
+            shifts[stage, path] = (target, offset)
+            offset += len(layers)
+    return shifts
 
 
 def _numbers(sites: Iterable[str]) -> Numbers:
-    found: Numbers = {}
+    numbers: Numbers = {}
     for site in sites:
         for before, number, _ in _numbered(site):
-            found.setdefault(before, set()).add(number)
-    return found
+            numbers.setdefault(before, set()).add(number)
+    return numbers
 
 
 def _numbered(site: str) -> Sequence[tuple[str, int, str]]:
-    """Every number of a path, with what stands before and after it."""
+    """Every number of a path, with the text before and after it."""
     words = site.split(".")
     return [
-        (".".join(words[:n]), int(word), "".join(f".{each}" for each in words[n + 1 :]))
+        (".".join(words[:n]), int(word), "".join(f".{later}" for later in words[n + 1 :]))
         for n, word in enumerate(words)
+        # Seven digits and more are no layer, and would make huge numbers of a stranger's
+        # text.
         if word.isdecimal() and len(word) < 7
     ]

@@ -1,7 +1,8 @@
-"""How a matrix lies that an operator library takes as an input of a product: its operator says it.
+"""Layout: weights that are stored transposed, tensors that differ in shape only, padding to tiles.
 
-By its sizes; of a square one by the operator's parameter (`transposeB`, which ATB has on unless it
-is turned off). Never asks the values.
+How a weight is stored follows from its class and framework. The weight that an operator library
+takes as an input of a product follows from its sizes, or if it is square, from the operator's
+parameter (`transposeB`, which ATB has on by default). Never looks at values.
 """
 
 from __future__ import annotations
@@ -21,23 +22,24 @@ Layout = Literal["out_in", "in_out", "rows", ""]
 
 
 class OperandLayouts:
-    """The layouts of a run's operands."""
+    """Layouts of the weights that a run's operators take as inputs."""
 
     def __init__(self, steps: OperatorSteps) -> None:
         self._steps = steps
         self._any = steps.run.facts.operator_sites
 
     def is_operand(self, record: Record) -> bool:
-        """Whether an input is the matrix of a product, or is handed on to one."""
+        """Whether an input is the weight of a product, or is passed on to one."""
         return self._operand(record) is not None
 
     def of(self, record: Record) -> Layout:
-        """How it lies; empty for what is no matrix of a product, or where nothing says it."""
+        """Layout of an operand; empty if it is no weight of a product, or if nothing shows it."""
         operand = self._operand(record)
         if operand is None:
             return ""
         calls, flow = self._steps.at(operand)
         call = calls[operand.key.site]
+        # Unequal sides: the operator's number of features tells which axis is the output.
         if operand.shape[0] != operand.shape[1]:
             return "out_in" if operand.shape[0] == call.features else "in_out"
         param = flow.params.get(call.site)
@@ -46,40 +48,39 @@ class OperandLayouts:
         return "in_out" if param.get("transposeB", True) is False else "out_in"
 
     def _operand(self, record: Record) -> Record | None:
-        """The matrix that a product takes: this input, or the one that it is handed on as."""
+        """The weight that a product takes: this input, or the inner one it is passed on as."""
         key = record.key
         if not self._any or (key.port, key.phase, len(record.shape)) != ("input", "forward", 2):
             return None
         calls, _ = self._steps.at(record)
         if key.site not in calls:  # a container's, or that of an operation's kernel
             around = (calls[site] for site in enclosing(key.site) if site in calls)
-            whole = next(around, None)
+            operator = next(around, None)
             inner = self._steps.taken(record)
-            if whole is not None:
-                inner = next((r for r in whole.records if _same_place(r, record)), None)
+            if operator is not None:
+                inner = next((r for r in operator.records if _same_place(r, record)), None)
             if inner is None or inner.key.site not in calls or inner.shape != record.shape:
                 return None
             record = inner
         call = calls[record.key.site]
+        # The activation of a product is an input too, and is no weight.
         if call.kind != "linear" or record is main_tensor(call.records, "input"):
             return None
+        # Both sizes must fit: a third input may be a bias or a scale of two axes.
         return record if sorted(record.shape) == sorted((call.features, call.width)) else None
 
 
-def _same_place(ours: Record, theirs: Record) -> bool:
-    return (ours.key.port, ours.key.slot) == (theirs.key.port, theirs.key.slot)
-
-
-# Layout: weights that lie transposed, tensors of which only the shape differs, padding to
-# tiles.
+def _same_place(first: Record, second: Record) -> bool:
+    return (first.key.port, first.key.slot) == (second.key.port, second.key.slot)
 
 
 Shape = tuple[int, ...]
 
 WEIGHT_PORTS = ("param", "param_grad", "optimizer_grad")
 _TILE = 16
-"""Private formats pad the last two axes of a matrix to whole tiles of this size."""
+"""Ascend's private formats pad the last two axes of a matrix to multiples of this size."""
 
+# Classes whose weight is [out, in] in PyTorch, and [in, out] in Paddle. Others are not assumed.
 _OUT_IN = (
     "Linear",
     "NonDynamicallyQuantizableLinear",
@@ -97,14 +98,14 @@ _IN_OUT = (
 
 
 def layout(framework: str, class_name: str) -> Layout:
-    """How a matrix of this class lies: [out, in], [in, out], rows of a table; empty: not known.
+    """Layout of a weight by its class: [out, in], [in, out] or rows of a table; empty if unknown.
 
     >>> layout("torch", "Linear"), layout("paddle", "Linear"), layout("torch", "Conv1D")
     ('out_in', 'in_out', 'in_out')
     """
     if "Embedding" in class_name:
         return "rows"
-    if class_name == "Conv1D":  # the one of Hugging Face: a matrix, called by its first use
+    if class_name == "Conv1D":  # that of Hugging Face (GPT-2), which is a linear layer
         return "in_out"
     if framework == "torch" and class_name in _OUT_IN:
         return "out_in"
@@ -114,7 +115,7 @@ def layout(framework: str, class_name: str) -> Layout:
 
 
 def is_weight(record: Record) -> bool:
-    """Whether a tensor is a parameter (or its gradient); a file of tensors says so by the name."""
+    """Whether a tensor is a parameter or its gradient; in a file of tensors, the name shows it."""
     key = record.key
     if key.port in WEIGHT_PORTS:
         return True
@@ -122,12 +123,12 @@ def is_weight(record: Record) -> bool:
 
 
 def are_weights(pair: Pair) -> bool:
-    """Whether a pair is of parameters."""
+    """Whether a pair consists of parameters."""
     return is_weight(pair.reference) or is_weight(pair.candidate)
 
 
 class Layouts:
-    """Which matrices of two runs lie transposed to each other."""
+    """Knows which weights of two runs are stored transposed to each other."""
 
     def __init__(
         self,
@@ -140,68 +141,85 @@ class Layouts:
         straight: set[tuple[str, str]] = set()
         crossed: set[tuple[str, str]] = set()
         for pair in pairs:
-            here, there = shapes_of(pair)
-            if len(here) == 2 and here[0] != here[1] and self.are_weights(pair):
+            reference_shape, candidate_shape = shapes_of(pair)
+            # Matrices with unequal sides show how their classes store weights; square
+            # ones of the same classes follow them.
+            if (
+                len(reference_shape) == 2
+                and reference_shape[0] != reference_shape[1]
+                and self.are_weights(pair)
+            ):
                 classes = (pair.reference.class_name, pair.candidate.class_name)
-                if here == there:
+                if reference_shape == candidate_shape:
                     straight.add(classes)
-                elif here == there[::-1]:
+                elif reference_shape == candidate_shape[::-1]:
                     crossed.add(classes)
+        # Classes that were seen both ways decide nothing.
         self._crossed = crossed - straight
 
     def are_weights(self, pair: Pair) -> bool:
-        """Whether a pair is of parameters; an operator may have its own as further inputs."""
+        """Whether a pair consists of parameters, which an operator may take as inputs."""
         if are_weights(pair):
             return True
-        here, there = self._operands
-        return here.is_operand(pair.reference) and there.is_operand(pair.candidate)
+        reference_operands, candidate_operands = self._operands
+        return reference_operands.is_operand(pair.reference) and candidate_operands.is_operand(
+            pair.candidate
+        )
 
     def transposed(self, pair: Pair) -> bool | None:
-        """Whether a matrix of this pair lies transposed; None when nothing says it."""
-        ours, theirs = (
+        """Whether one weight of a pair is stored transposed; None if nothing shows it."""
+        reference_layout, candidate_layout = (
             operands.of(record) or layout(framework, record.class_name)
             for framework, operands, record in zip(
                 self._frameworks, self._operands, (pair.reference, pair.candidate), strict=True
             )
         )
-        if ours and theirs:
-            return ours != theirs
+        if reference_layout and candidate_layout:
+            return reference_layout != candidate_layout
         classes = (pair.reference.class_name, pair.candidate.class_name)
         return True if classes in self._crossed else None
 
 
 def transposed(pair: Pair, layouts: Layouts) -> Pair | None:
-    """The candidate's weight turned; None where that is not what keeps the two apart.
+    """The pair with the candidate's weight transposed; None if that is not how they differ.
 
-    Unequal sides are turned unless the classes say that both lie alike; a square matrix only when
-    the classes or operators, or the unequal matrices of the same classes, say that it lies the
-    other way.
+    A matrix with unequal sides is transposed unless the classes show equal layouts. A square matrix
+    is transposed only if classes or operators, or other matrices of the same classes, show it.
     """
-    here, there = shapes_of(pair)
-    if len(here) != 2 or here != there[::-1] or not layouts.are_weights(pair):
+    reference_shape, candidate_shape = shapes_of(pair)
+    if (
+        len(reference_shape) != 2
+        or reference_shape != candidate_shape[::-1]
+        or not layouts.are_weights(pair)
+    ):
         return None
     says = layouts.transposed(pair)
-    if says is False or (says is None and here[0] == here[1]):
+    if says is False or (says is None and reference_shape[0] == reference_shape[1]):
         return None
-    return with_steps(pair, "candidate", Step("transpose", numbers=(1, 0)), shape=here)
+    return with_steps(pair, "candidate", Step("transpose", numbers=(1, 0)), shape=reference_shape)
 
 
 def reshaped(pair: Pair) -> Pair | None:
-    """The candidate in the reference's shape, where axes were only merged, split, or are 1."""
-    here, there = shapes_of(pair)
-    if here == there or math.prod(here) != math.prod(there):
+    """The candidate reshaped to the reference, if axes were only merged, split, or are 1."""
+    reference_shape, candidate_shape = shapes_of(pair)
+    if reference_shape == candidate_shape or math.prod(reference_shape) != math.prod(
+        candidate_shape
+    ):
         return None
-    if not (merges(here, there) or merges(there, here)):
+    if not (merges(reference_shape, candidate_shape) or merges(candidate_shape, reference_shape)):
         return None
-    return with_steps(pair, "candidate", Step("reshape", numbers=here), shape=here)
+    return with_steps(
+        pair, "candidate", Step("reshape", numbers=reference_shape), shape=reference_shape
+    )
 
 
 def merges(fine: Shape, coarse: Shape) -> bool:
-    """Whether `coarse` is `fine` with neighbouring axes merged; axes of 1 do not count.
+    """Whether `coarse` is `fine` with neighbouring axes merged; axes of size 1 do not count.
 
     >>> merges((2, 5, 8), (10, 8)), merges((2, 5, 8), (8, 10)), merges((4, 6), (6, 4))
     (True, False, False)
     """
+    # Products of empty shapes are all 0, so the axes themselves must agree.
     if 0 in fine or 0 in coarse:
         return [size for size in fine if size != 1] == [size for size in coarse if size != 1]
     sizes = iter([size for size in fine if size != 1])
@@ -218,36 +236,44 @@ def merges(fine: Shape, coarse: Shape) -> bool:
 
 
 def cropped(pair: Pair) -> Pair | None:
-    """The padded side cut to the other, where the surplus is what tiles of a private format need.
+    """The padded side trimmed to the other, if the surplus is the padding of a tiled format.
 
-    Such padding is at the end of the last two axes, so what to keep is no question.
+    Such padding is always at the end of the last two axes, so the start is kept.
     """
-    here, there = shapes_of(pair)
-    length = min(len(here), len(there))
+    reference_shape, candidate_shape = shapes_of(pair)
+    length = min(len(reference_shape), len(candidate_shape))
     if length < 1:
         return None
-    ours, theirs = _led(here, length), _led(there, length)
+    reference_merged, candidate_merged = (
+        _with_merged_front(reference_shape, length),
+        _with_merged_front(candidate_shape, length),
+    )
     kept: dict[str, list[Step]] = {"reference": [], "candidate": []}
-    for axis, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+    for axis, (a, b) in enumerate(zip(reference_merged, candidate_merged, strict=True)):
         if a == b:
             continue
         longer, shorter = max(a, b), min(a, b)
+        # Tiles pad to the next multiple only; any other surplus is a difference of the
+        # programs.
         if axis < length - 2 or longer != -(-shorter // _TILE) * _TILE or not shorter:
             return None
         kept["reference" if a > b else "candidate"].append(Step("trim", axis, 0, shorter))
     if not kept["reference"] and not kept["candidate"]:
         return None
-    shape = tuple(min(a, b) for a, b in zip(ours, theirs, strict=True))
-    for side, whole, led in (("reference", here, ours), ("candidate", there, theirs)):
+    shape = tuple(min(a, b) for a, b in zip(reference_merged, candidate_merged, strict=True))
+    for side, original, merged in (
+        ("reference", reference_shape, reference_merged),
+        ("candidate", candidate_shape, candidate_merged),
+    ):
         steps = kept[side]
-        if whole != led:
-            steps = [Step("reshape", numbers=led), *steps]
+        if original != merged:
+            steps = [Step("reshape", numbers=merged), *steps]
         if steps:
             pair = with_steps(pair, side, *steps, shape=shape)
     return pair
 
 
-def _led(shape: Shape, length: int) -> Shape:
-    """The shape with its first axes merged until so many are left."""
+def _with_merged_front(shape: Shape, length: int) -> Shape:
+    """The shape with its first axes merged, so that `length` axes are left."""
     surplus = len(shape) - length
     return (math.prod(shape[: surplus + 1]), *shape[surplus + 1 :])

@@ -1,9 +1,9 @@
-"""Masks: positions that are pads take no part in any metric.
+"""Masks: padding takes no part in any metric.
 
 A mask has the shape [rows, tokens], or one that broadcasts to it, and is non-zero where a position
 counts. It comes from a file, or is the attention_mask that a run captured. Parameters are never
-masked. In tensors with a query and a key axis the pad queries are left out, and the pad keys where
-every row has the same: an attention mask has made them zero, or minus infinity, on both sides.
+masked. In tensors with a query and a key axis, padded queries are left out, and padded keys if they
+are the same in every row: an attention mask has made them zero, or minus infinity, on both sides.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from driftline.alignment.normalise.view import shapes_of, with_steps
 from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.recipe import Step
 from driftline.alignment.reconcile.layout import are_weights
-from driftline.alignment.reconcile.tokens import TokenBook
+from driftline.alignment.reconcile.tokens import StepBatches
 from driftline.errors import BadFile, BadInput
 from driftline.runs.run import Run
 
 Mask = npt.NDArray[np.bool_]
 Shape = tuple[int, ...]
 CAPTURED = "captured"
+# Positions end up in the plan as numbers: four million is a batch that still fits there.
 _MOST = 1 << 22
 
 
@@ -38,8 +39,8 @@ def masked(plan: Plan, reference: Run, candidate: Run, masks: Sequence[str]) -> 
         BadFile: A file that holds no mask.
     """
     files = [read_mask_file(Path(name)) for name in masks if name != CAPTURED]
-    book = TokenBook(reference, candidate) if CAPTURED in masks else None
-    chosen = _Chosen(files, book)
+    book = StepBatches(reference, candidate) if CAPTURED in masks else None
+    chosen = _MaskChoice(files, book)
     pairs = tuple(_apply(pair, chosen) for pair in plan.pairs)
     chosen.check(masks)
     fitted = sum(pair is not before for pair, before in zip(pairs, plan.pairs, strict=True))
@@ -47,25 +48,26 @@ def masked(plan: Plan, reference: Run, candidate: Run, masks: Sequence[str]) -> 
 
 
 def without_pads(pairs: Sequence[Pair], reference: Run, candidate: Run) -> list[Pair]:
-    """Those of some pairs that the captured attention_mask leaves positions out of, without them.
+    """The pairs that a captured attention_mask shortens, without their padding.
 
-    None where the two runs were given different masks: that is a difference of its own.
+    Pairs of runs with different masks are left out: that is a difference of its own.
     """
-    book = TokenBook(reference, candidate)
-    chosen = _Chosen((), book)
-    found: list[Pair] = []
+    book = StepBatches(reference, candidate)
+    chosen = _MaskChoice((), book)
+    masked_pairs: list[Pair] = []
     for pair in pairs:
         masks = [batch.mask for batch in book.batches(pair) if batch is not None]
-        known = [mask for mask in masks if mask is not None]
-        if not known or any(not np.array_equal(known[0], mask) for mask in known[1:]):
+        captured = [mask for mask in masks if mask is not None]
+        # Different masks on the two sides would compare different tokens.
+        if not captured or any(not np.array_equal(captured[0], mask) for mask in captured[1:]):
             continue
         if (cut := _apply(pair, chosen)) is not pair:
-            found.append(cut)
-    return found
+            masked_pairs.append(cut)
+    return masked_pairs
 
 
 def read_mask_file(path: Path) -> Mask:
-    """The positions that count, as two axes.
+    """Read the mask in a file, as two axes.
 
     Raises:
         BadFile: No .npy file of one or two axes of numbers, or nothing in it counts.
@@ -80,6 +82,7 @@ def read_mask_file(path: Path) -> Mask:
         shown = "x".join(map(str, record.shape)) or "scalar"
         raise BadFile(f"{path} holds {shown}", hint="a mask is [batch, tokens] or [tokens]")
     raw: npt.NDArray[Any] = run.raw(record)
+    # NaN is not 0, so it would silently count as a position to keep.
     if raw.dtype.kind == "f" and np.isnan(raw).any():
         raise BadFile(f"{path} holds NaN", hint="what counts is non-zero, what does not is 0")
     mask = raw.reshape(record.shape) != 0
@@ -88,10 +91,10 @@ def read_mask_file(path: Path) -> Mask:
     return mask.reshape(1, -1) if mask.ndim == 1 else mask
 
 
-class _Chosen:
-    """Which mask a pair gets: the user's files, and what was captured in the pair's step."""
+class _MaskChoice:
+    """Chooses the mask of a pair: the user's files, and the mask captured in the pair's step."""
 
-    def __init__(self, files: Sequence[Mask], book: TokenBook | None) -> None:
+    def __init__(self, files: Sequence[Mask], book: StepBatches | None) -> None:
         self._files = files
         self._book = book
         self._used = [False] * len(files)
@@ -100,38 +103,43 @@ class _Chosen:
 
     def fitting(self, pair: Pair, shape: Shape) -> Iterator[tuple[Mask, tuple[int, ...]]]:
         """Masks that fit a tensor of this shape, with the axes of its rows and tokens."""
-        for at, mask in enumerate(self._files):
-            if (found := _fit(mask, shape)) is not None:
-                self._used[at] = True
-                yield found
+        for index, mask in enumerate(self._files):
+            if (fitted := _fit(mask, shape)) is not None:
+                self._used[index] = True
+                yield fitted
         if self._book is None:
             return
         for mask in self._of_step(pair, self._book):
             self._captured = True
+            # A mask without zeros leaves out nothing: it is noted as captured, and not
+            # applied.
             if mask.all():
                 continue
             self._zeros = True
-            if (found := _fit(mask, shape)) is not None:
+            if (fitted := _fit(mask, shape)) is not None:
                 self._captured_used = True
-                yield found
+                yield fitted
 
-    def _of_step(self, pair: Pair, book: TokenBook) -> Iterator[Mask]:
-        ours, theirs = book.batches(pair)
+    def _of_step(self, pair: Pair, book: StepBatches) -> Iterator[Mask]:
+        reference, candidate = book.batches(pair)
         common = book.common(pair)
-        for side, batch in (("ours", ours), ("theirs", theirs)):
+        for side, batch in (("reference", reference), ("candidate", candidate)):
             if batch is None or batch.mask is None:
                 continue
             mask = batch.mask
+            # The pair is already cut to common rows and tokens, so the mask is cut the
+            # same way.
             if common is not None and not common.packed:
-                begin, end = common.ours if side == "ours" else common.theirs
+                begin, end = common.reference if side == "reference" else common.candidate
                 mask = mask[: common.rows, begin:end]
             yield mask
 
     def positions(self, mask: Mask) -> tuple[int, ...]:
-        """Flat positions that count; one tuple for all tensors of a mask."""
+        """Flat positions that count; all tensors of a mask share one tuple."""
         name = mask.tobytes() + bytes(str(mask.shape), "ascii")
+        # Thousands of tensors share a mask, and a tuple of its positions is large.
         if name not in self._positions:
-            self._positions[name] = tuple(int(at) for at in np.flatnonzero(mask))
+            self._positions[name] = tuple(int(position) for position in np.flatnonzero(mask))
         return self._positions[name]
 
     def check(self, masks: Sequence[str]) -> None:
@@ -160,15 +168,20 @@ class _Chosen:
 
 
 def _fit(mask: Mask, shape: Shape) -> tuple[Mask, tuple[int, ...]] | None:
-    """The mask at the tensor's size, and its axes of rows and tokens; None where it has none."""
+    """The mask broadcast to a tensor, and the tensor's row and token axes; None if it does not fit.
+
+    Accepted are [rows, tokens, ...], [rows, heads, tokens, size] and [rows * tokens, ...].
+    """
     rows, tokens = mask.shape
     for axes in ((0, 1), (0, 2)):
         if len(shape) <= axes[1] + (axes[1] == 2):  # [rows, heads, tokens, size]: four axes
             continue
         goal = (shape[0], shape[axes[1]])
         if axes == (0, 2) and shape[1] == goal[1] and shape[1] > 1:
-            continue  # as many heads as tokens: which is which, the shape does not say
-        if all(size in (1, whole) for size, whole in zip(mask.shape, goal, strict=True)):
+            continue  # as many heads as tokens: the shape does not show which axis is which
+        if all(size in (1, length) for size, length in zip(mask.shape, goal, strict=True)):
+            # One axis alone may broadcast: a mask of one row for all, or of one token
+            # for whole rows.
             wide = goal[1] == tokens and (rows == goal[0] or rows == 1)
             if wide or (tokens == 1 and rows == goal[0] > 1 and axes == (0, 1)):
                 return np.broadcast_to(mask, goal), axes
@@ -177,21 +190,27 @@ def _fit(mask: Mask, shape: Shape) -> tuple[Mask, tuple[int, ...]] | None:
     return None
 
 
-def _apply(pair: Pair, chosen: _Chosen) -> Pair:
-    here, there = shapes_of(pair)
-    if pair.trouble or here != there or not here or are_weights(pair):
+def _apply(pair: Pair, chosen: _MaskChoice) -> Pair:
+    reference_shape, candidate_shape = shapes_of(pair)
+    if (
+        pair.trouble
+        or reference_shape != candidate_shape
+        or not reference_shape
+        or are_weights(pair)
+    ):
         return pair
-    found = list(chosen.fitting(pair, here))
-    if not found:
+    fitting = list(chosen.fitting(pair, reference_shape))
+    if not fitting:
         return pair
-    axes = found[0][1]
-    together = found[0][0]
-    for mask, others in found[1:]:
-        if others == axes and mask.shape == together.shape:
-            together = together & mask
-    if together.all():
+    axes = fitting[0][1]
+    combined = fitting[0][0]
+    for mask, others in fitting[1:]:
+        # Masks of other axes cannot be combined; the first one is used.
+        if others == axes and mask.shape == combined.shape:
+            combined = combined & mask
+    if combined.all():
         return pair
-    steps, shape = _steps(here, together, axes, chosen.positions(together))
+    steps, shape = _steps(reference_shape, combined, axes, chosen.positions(combined))
     for side in ("reference", "candidate"):
         pair = with_steps(pair, side, *steps, shape=shape)
     return pair
@@ -200,7 +219,7 @@ def _apply(pair: Pair, chosen: _Chosen) -> Pair:
 def _steps(
     shape: Shape, mask: Mask, axes: tuple[int, ...], positions: tuple[int, ...]
 ) -> tuple[list[Step], Shape]:
-    """Rows and tokens first, as one axis, of which the positions that count are taken."""
+    """Steps that merge rows and tokens into the first axis and select the positions that count."""
     steps: list[Step] = []
     rest = shape[1:]
     if len(axes) == 2:
@@ -217,7 +236,7 @@ def _steps(
     with_keys = axes == (0, 2) and rest[-1] == mask.shape[1] and len(shape) == 4
     # Queries and keys: the same keys must be pads in every row to be taken out of all.
     if with_keys and bool((mask == columns).all()):
-        keys = tuple(int(at) for at in np.flatnonzero(columns))
+        keys = tuple(int(position) for position in np.flatnonzero(columns))
         steps.append(Step("select", len(result) - 1, numbers=keys))
         result = (*result[:-1], len(keys))
     return steps, result

@@ -1,8 +1,10 @@
-"""Scales of an operator library, which no name tells: by the operator that made or takes the codes.
+"""Quantised tensors: recipes that turn integer codes back into numbers with captured scales.
 
-An operator that quantises says its scale among its parameters or takes it as an input; a product of
-two quantised matrices takes one scale for both (as a float, or as a float in the low half of 64
-bits), so that of the weight alone is what is left when the input's is divided out.
+Scales are found by name beside the values (`Scales`), or in dumps of an operator library, where no
+name tells, by the operator that wrote or takes the codes (`OperatorScales`). A quantising operator
+has its scale among its parameters or takes it as an input. A product of two quantised matrices
+takes one scale for both (a float, or a float in the low half of 64 bits); the weight's own scale is
+what remains when the input's is divided out.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _SCALE_INPUTS = ("inputScale", "quantInputScale")
 _OFFSET_INPUTS = ("inputOffset", "quantInputOffset")
 _SCALE_TYPES = ("float32", "float16", "bfloat16", "uint64", "int64")
 CODES = ("int8", "int4", "uint4")
-"""Integers that against a float can only be codes of a quantised tensor."""
+"""Integer types that, paired with a float, can only be codes of a quantised tensor."""
 _FOR_BOTH = (
     "its operator takes one scale for the weight and the input, and nothing says the input's"
 )
@@ -34,8 +36,8 @@ _BY_COLUMN = (
 )
 
 
-class _Made(NamedTuple):
-    """How codes become numbers: a number for all of them, or a tensor of scales."""
+class _Quantisation(NamedTuple):
+    """How codes were made from numbers: one scale for all of them, or a tensor of scales."""
 
     factor: float = 1.0
     zero: float = 0.0
@@ -44,13 +46,13 @@ class _Made(NamedTuple):
 
 
 class WeightScale(NamedTuple):
-    """What a product takes as the scale of its weight.
+    """The scale of a weight, as a product takes it.
 
     Attributes:
-        record: The tensor.
+        record: The tensor of scales.
         packed: Whether it is a float in the low half of 64 bits.
-        factor: What makes it the weight's alone, if it is the input's too.
-        why: Why nothing does.
+        factor: Factor that divides out the input's scale, if that is included.
+        why: Why the input's scale cannot be divided out; empty if it can.
     """
 
     record: Record
@@ -66,30 +68,36 @@ class OperatorScales:
         self._run = steps.run
         self._steps = steps
 
-    def recipe(self, record: Record, known: Recipe | None) -> Recipe | None:
-        """What makes numbers of these codes; None if no operator says it."""
+    def recipe(self, record: Record, earlier: Recipe | None) -> Recipe | None:
+        """Recipe that turns codes into numbers; None if no operator shows the scale."""
         calls, flow = self._steps.at(record)
         call = calls.get(record.key.site)
         if call is None:
-            return self._handed_on(record, known)
-        values: Source = record if known is None else known
-        shape = record.shape if known is None else known.shape
+            return self._through_container(record, earlier)
+        values: Source = record if earlier is None else earlier
+        shape = record.shape if earlier is None else earlier.shape
         is_input = record.key.port == "input" and record is main_tensor(call.records, "input")
+        # Activations were quantised during the run, by an operator; a weight was quantised
+        # before it.
         if is_input or record.key.port == "output":
-            made = self._made(record, calls, flow)
+            made = self._quantisation(record, calls, flow)
             return None if made is None else _recipe_of_operator(values, shape, made)
-        return self._weight(record, call, calls, flow, values, known)
+        return self._weight(record, call, calls, flow, values, earlier)
 
-    def _handed_on(self, record: Record, known: Recipe | None) -> Recipe | None:
-        """What a container takes for an operator inside is made numbers as it is there."""
-        taken = self._steps.taken(record)
-        found = None if taken is None else self.recipe(taken, known)
-        if found is None:
+    def _through_container(self, record: Record, earlier: Recipe | None) -> Recipe | None:
+        """Recipe of a container's input, by the operator inside that takes the same tensor."""
+        inner = self._steps.taken(record)
+        inner_recipe = None if inner is None else self.recipe(inner, earlier)
+        if inner_recipe is None:
             return None
-        return found._replace(sources=(record if known is None else known, *found.sources[1:]))
+        return inner_recipe._replace(
+            sources=(record if earlier is None else earlier, *inner_recipe.sources[1:])
+        )
 
-    def _made(self, codes: Record, calls: Mapping[str, Call], flow: Dataflow) -> _Made | None:
-        """By the operator that wrote the codes."""
+    def _quantisation(
+        self, codes: Record, calls: Mapping[str, Call], flow: Dataflow
+    ) -> _Quantisation | None:
+        """How the operator that wrote the codes has quantised them."""
         key = codes.key
         place = (key.site, key.slot)
         maker = flow.makers.get(place) if key.port == "input" else place
@@ -98,43 +106,33 @@ class OperatorScales:
             return None
         # Tensors first: an operator that takes its scale as one still has a parameter, at its
         # default of 1.
-        if call.kind != "linear" and (beside := self._beside(call, codes)) is not None:
-            return beside
+        if call.kind != "linear" and (tensors := self._scale_tensors(call, codes)) is not None:
+            return tensors
         param = flow.params.get(call.site, {})
         scale = _number(param, _SCALE_INPUTS)
-        return _Made(scale, _number(param, _OFFSET_INPUTS) or 0.0) if scale else None
+        return _Quantisation(scale, _number(param, _OFFSET_INPUTS) or 0.0) if scale else None
 
-    def _beside(self, call: Call, codes: Record) -> _Made | None:
-        """A scale, and perhaps a zero point, that a quantising operator takes, or gives per token.
-
-        A norm takes its own weights too: of one element, or after those, is the scale.
-        """
-        last = codes.shape[-1] if codes.shape else -1
+    def _scale_tensors(self, call: Call, codes: Record) -> _Quantisation | None:
+        """The scale, and perhaps the zero point, that a quantising operator takes or returns."""
+        token_scales = [
+            record
+            for record in call.records
+            if record.key.port == "output"
+            and record is not codes
+            and record.dtype in ("float32", "float16")
+        ]
+        # One float for each token, returned beside the codes: dynamic quantisation.
         rows = math.prod(codes.shape[:-1])
-        given = [
-            r
-            for r in call.records
-            if r.key.port == "output" and r is not codes and r.dtype in ("float32", "float16")
-        ]
-        if len(given) == 1 and math.prod(given[0].shape) == rows:
-            return _Made(scale=given[0])
-        vectors = [
-            r for r in call.records if r.key.port == "input" and math.prod(r.shape) in (1, last)
-        ]
-        vectors = [r for r in vectors if r is not main_tensor(call.records, "input")]
-        floats = [r for r in vectors if "float" in r.dtype]
-        single = [r for r in floats if math.prod(r.shape) == 1]
-        zeros = [r for r in vectors if r.dtype in ("int8", "int32")]
-        scale = single[0] if len(single) == 1 else None
-        if scale is None and not call.kind.startswith("norm") and len(floats) == 1:
-            scale = floats[0]
+        if len(token_scales) == 1 and math.prod(token_scales[0].shape) == rows:
+            return _Quantisation(scale=token_scales[0])
+        scale, offset = _operand_scale(call, codes)
         if scale is None:
             return None
-        offset = zeros[0] if len(zeros) == 1 and zeros[0].shape == scale.shape else None
+        # A single scale goes into the recipe as a number, which any plan file can hold.
         if math.prod(scale.shape) == 1 and (number := self._value(scale)):
             zero = self._value(offset) if offset is not None else 0.0
-            return None if zero is None else _Made(number, zero)
-        return _Made(scale=scale, offset=offset)
+            return None if zero is None else _Quantisation(number, zero)
+        return _Quantisation(scale=scale, offset=offset)
 
     def _weight(
         self,
@@ -143,9 +141,9 @@ class OperatorScales:
         calls: Mapping[str, Call],
         flow: Dataflow,
         values: Source,
-        known: Recipe | None,
+        earlier: Recipe | None,
     ) -> Recipe | None:
-        """The scale that a product takes beside two matrices, less that of its input."""
+        """Recipe of a weight: the scale that its product takes, without the input's scale."""
         own = self._own_scale(call, calls, flow) if len(codes.shape) == 2 else None
         if own is None or own.why:
             return None
@@ -158,9 +156,11 @@ class OperatorScales:
             axis = 1
         if own.packed:
             scale = Recipe((own.record,), (Step("lowfloat"),), own.record.shape)
-        if known is not None:
-            cut = next((step for step in known.steps if step.kind == "split"), None)
-            if cut is None or len(known.steps) != 1 or cut.axis != axis:
+        if earlier is not None:
+            cut = next((step for step in earlier.steps if step.kind == "split"), None)
+            # Of a part of the weight, only one that was cut along the scaled axis has
+            # its own scales.
+            if cut is None or len(earlier.steps) != 1 or cut.axis != axis:
                 return None
             if math.prod(own.record.shape) > 1:  # the same columns of the scales
                 inner = scale.steps if isinstance(scale, Recipe) else ()
@@ -171,13 +171,13 @@ class OperatorScales:
                     Step("split", 0, cut.start, cut.stop),
                 )
                 scale = Recipe((own.record,), steps, (cut.stop - cut.start,))
-        shape = codes.shape if known is None else known.shape
+        shape = codes.shape if earlier is None else earlier.shape
         return Recipe((values, scale), (Step("dequantise", axis, factor=own.factor),), shape)
 
     def _own_scale(
         self, call: Call, calls: Mapping[str, Call], flow: Dataflow
     ) -> WeightScale | None:
-        """What a product takes as the scale of its weight; None if it takes none."""
+        """The scale that a product takes for its weight; None if it takes none."""
         if call.kind != "linear":
             return None
         scales = [
@@ -196,52 +196,81 @@ class OperatorScales:
             return None
         packed = scales[0].dtype in ("uint64", "int64")
         fed = main_tensor(call.records, "input")
+        # The input is no code: the scale belongs to the weight alone.
         if fed is None or fed.dtype not in CODES:
             return WeightScale(scales[0], packed)
-        made = self._made(fed, calls, flow)
+        made = self._quantisation(fed, calls, flow)
         if made is None:
             return WeightScale(scales[0], packed, why=_FOR_BOTH)
+        # Scales by column of the input are folded into the product and cannot be divided
+        # out.
         if made.scale is not None and made.scale.key.port == "input":
             return WeightScale(scales[0], packed, why=_BY_COLUMN)
+        # A scale for each token is applied after the product, so it is not part of the
+        # weight's.
         return WeightScale(scales[0], packed, 1.0 / made.factor if made.scale is None else None)
 
     def weight_scale(self, record: Record) -> WeightScale | None:
-        """What a tensor says of the scale of a product's weight; None if it is no such scale."""
+        """A tensor as the scale of a product's weight; None if it is no such scale."""
         calls, flow = self._steps.at(record)
-        taken = record if record.key.site in calls else self._steps.taken(record)
-        call = None if taken is None else calls.get(taken.key.site)
+        operand = record if record.key.site in calls else self._steps.taken(record)
+        call = None if operand is None else calls.get(operand.key.site)
         own = None if call is None else self._own_scale(call, calls, flow)
-        return own if own is not None and own.record is taken else None
+        return own if own is not None and own.record is operand else None
 
     def why_not(self, record: Record) -> str:
-        """Why the scale that a product takes does not make numbers of its weight; else empty."""
+        """Why the scale that a product takes cannot be applied to its weight; empty if it can."""
         calls, flow = self._steps.at(record)
-        taken = record if record.key.site in calls else self._steps.taken(record)
-        call = None if taken is None else calls.get(taken.key.site)
-        if taken is None or call is None or taken is main_tensor(call.records, "input"):
+        operand = record if record.key.site in calls else self._steps.taken(record)
+        call = None if operand is None else calls.get(operand.key.site)
+        if operand is None or call is None or operand is main_tensor(call.records, "input"):
             return ""
-        own = self._own_scale(call, calls, flow) if taken.key.port == "input" else None
+        own = self._own_scale(call, calls, flow) if operand.key.port == "input" else None
         return "" if own is None else own.why
 
-    def of_activation(self, record: Record, known: Recipe | None) -> Recipe | None:
-        """What makes numbers of codes that were computed in the run; None for a weight's."""
+    def of_activation(self, record: Record, earlier: Recipe | None) -> Recipe | None:
+        """Recipe for codes that were computed in the run; None for those of a weight."""
         calls, _ = self._steps.at(record)
         call = calls.get(record.key.site)
         if call is None or record.key.phase != "forward":
             return None
         if record.key.port == "input" and record is not main_tensor(call.records, "input"):
             return None
-        return self.recipe(record, known) if record.key.port in ("input", "output") else None
+        return self.recipe(record, earlier) if record.key.port in ("input", "output") else None
 
     def _value(self, record: Record) -> float | None:
-        """A number that a tensor of one element holds."""
+        """The number in a tensor of one element; None if it cannot be read."""
         try:
             return float(to_float64(self._run.raw(record).reshape(-1), DTYPES[record.dtype])[0])
         except (DriftlineError, OSError, ValueError, IndexError, KeyError):
             return None
 
 
-def _recipe_of_operator(values: Source, shape: tuple[int, ...], made: _Made) -> Recipe:
+def _operand_scale(call: Call, codes: Record) -> tuple[Record | None, Record | None]:
+    """The inputs of an operator that are its scale and its zero point."""
+    features = codes.shape[-1] if codes.shape else -1
+    main = main_tensor(call.records, "input")
+    vectors = [
+        record
+        for record in call.records
+        if record.key.port == "input"
+        and math.prod(record.shape) in (1, features)
+        and record is not main
+    ]
+    floats = [record for record in vectors if "float" in record.dtype]
+    single = [record for record in floats if math.prod(record.shape) == 1]
+    zeros = [record for record in vectors if record.dtype in ("int8", "int32")]
+    scale = single[0] if len(single) == 1 else None
+    # A norm's weights have the same shape as scales, so there only a single number is believed.
+    if scale is None and not call.kind.startswith("norm") and len(floats) == 1:
+        scale = floats[0]
+    if scale is None:
+        return None, None
+    offset = zeros[0] if len(zeros) == 1 and zeros[0].shape == scale.shape else None
+    return scale, offset
+
+
+def _recipe_of_operator(values: Source, shape: tuple[int, ...], made: _Quantisation) -> Recipe:
     sources: list[Source] = [values]
     axis = 0
     if made.scale is not None:
@@ -255,32 +284,41 @@ def _recipe_of_operator(values: Source, shape: tuple[int, ...], made: _Made) -> 
             )
         if made.offset is not None:
             sources.append(made.offset)
+    # A tensor of scales replaces the number in the step.
     factor = made.factor if made.scale is None else None
     step = Step("dequantise", axis, factor=factor, zero=made.zero)
     return Recipe(tuple(sources), (step,), shape)
 
 
 def _number(param: Mapping[str, Any], names: tuple[str, ...]) -> float | None:
-    """A parameter, itself or one level down (`quantParam`, `normParam`)."""
+    """A numeric parameter, at the top or one level down (`quantParam`, `normParam`)."""
     levels = [param]
-    for each in param.values():
-        if isinstance(each, Mapping):
-            levels.append(cast("Mapping[str, Any]", each))
+    for nested in param.values():
+        if isinstance(nested, Mapping):
+            levels.append(cast("Mapping[str, Any]", nested))
     for level in levels:
         for name in names:
             value = level.get(name)
+            # A bool is an int in Python, but no scale.
             if isinstance(value, int | float) and not isinstance(value, bool):
                 return float(value) if math.isfinite(value) else None
     return None
 
 
-# Float against quantised: the scales that are in the run make numbers of integers again.
-
+# Scales by name: writers of checkpoints and captures keep them beside the values.
 
 Shape = tuple[int, ...]
 
-_PERHAPS = ("uint8", "int32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
-"""Taken for codes where a scale lies beside them, for numbers where none does."""
+_MAYBE_CODES = (
+    "uint8",
+    "int32",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+)
+"""Types that are codes if a scale is found for them, and plain numbers if not."""
+# Names in the order in which they are tried, the most specific first.
 _SCALES = {
     "weight": ("weightscale", "weightscales", "scales", "scale", "weightscaleinv", "wscale"),
     "input": ("inputscale", "xscale", "pertokenscale", "activationscale", "scale", "scales"),
@@ -295,24 +333,25 @@ LOOKED_FOR = "weight_scale, scales, scale, input_scale, deq_scale"
 
 
 class Scales:
-    """The small float tensors of a run that may be scales, by where they lie and what they are."""
+    """Tensors of a run that may be scales or zero points, by place and name."""
 
     def __init__(self, run: Run) -> None:
-        self._known: dict[tuple[int, int, str, str], list[Record]] = {}
+        self._by_name: dict[tuple[int, int, str, str], list[Record]] = {}
         self._words = {word for words in (*_SCALES.values(), *_ZEROS.values()) for word in words}
         for record in run.records:
             for place, word in _named(record):
                 if word in self._words:
                     key = (record.key.rank, record.key.process, place, word)
-                    self._known.setdefault(key, []).append(record)
+                    self._by_name.setdefault(key, []).append(record)
 
     def find(self, values: Record, words: Iterable[str]) -> Record | None:
-        """The first of these names beside the values, of the same step where it has several."""
+        """The first tensor with one of these names beside the values, of the same step if any."""
         key = values.key
         for word in words:
             for place in _places(values):
-                found = self._known.get((key.rank, key.process, place, word), ())
-                best = [record for record in found if record.key.step == key.step] or list(found)
+                named = self._by_name.get((key.rank, key.process, place, word), ())
+                # Activations have a scale in every step, weights one for all.
+                best = [record for record in named if record.key.step == key.step] or list(named)
                 for record in best:
                     if record.key != key:
                         return record
@@ -320,7 +359,7 @@ class Scales:
 
 
 def _named(record: Record) -> Iterator[tuple[str, str]]:
-    """Where a tensor lies and how it is called there, in the ways writers have for both."""
+    """Place and name of a tensor, in every form that writers use."""
     key = record.key
     yield key.site, _plain(key.slot)
     if record.alias:
@@ -330,7 +369,7 @@ def _named(record: Record) -> Iterator[tuple[str, str]]:
 
 
 def _places(record: Record) -> Iterator[str]:
-    """Where a scale of these values may lie: at the same module, or beside it in a flat file."""
+    """Places where a scale of these values may be: the same module, or its parent in a file."""
     site = record.key.site
     yield site
     yield site.rpartition(".")[0]
@@ -341,31 +380,45 @@ def _plain(name: str) -> str:
 
 
 def dequantised(
-    pair: Pair, ours: Scales, theirs: Scales, operators: tuple[OperatorScales, OperatorScales]
+    pair: Pair,
+    reference_scales: Scales,
+    candidate_scales: Scales,
+    operators: tuple[OperatorScales, OperatorScales],
 ) -> Pair:
-    """The pair with its quantised side made numbers; or with the reason why it cannot be."""
-    here, there = DTYPES.get(pair.reference.dtype), DTYPES.get(pair.candidate.dtype)
-    if here is None or there is None or here.name == there.name:
+    """The pair with a recipe that dequantises its quantised side, or with the reason why not."""
+    reference_dtype, candidate_dtype = (
+        DTYPES.get(pair.reference.dtype),
+        DTYPES.get(pair.candidate.dtype),
+    )
+    if (
+        reference_dtype is None
+        or candidate_dtype is None
+        or reference_dtype.name == candidate_dtype.name
+    ):
         return pair
     for side, dtype, other, scales, more in (
-        ("reference", here, there, ours, operators[0]),
-        ("candidate", there, here, theirs, operators[1]),
+        ("reference", reference_dtype, candidate_dtype, reference_scales, operators[0]),
+        ("candidate", candidate_dtype, reference_dtype, candidate_scales, operators[1]),
     ):
         is_code = dtype.name in CODES and other.kind == "float"
-        may_be = dtype.name in _PERHAPS and other.kind == "float" and other.bits > 8
+        may_be = dtype.name in _MAYBE_CODES and other.kind == "float" and other.bits > 8
         if not is_code and not may_be:
             continue
         record = pair.reference if side == "reference" else pair.candidate
-        known = pair.reference_recipe if side == "reference" else pair.candidate_recipe
-        if known is not None and any(step.kind == "dequantise" for step in known.steps):
+        earlier = pair.reference_recipe if side == "reference" else pair.candidate_recipe
+        # Packed weights come with their own recipe already.
+        if earlier is not None and any(step.kind == "dequantise" for step in earlier.steps):
             continue
-        recipe = _recipe(record, known, scales) or more.recipe(record, known)
+        # Names first: they are exact, and need no dataflow.
+        recipe = _recipe(record, earlier, scales) or more.recipe(record, earlier)
         if recipe is not None:
             return pair._replace(**{f"{side}_recipe": recipe})
+        # Types that may be numbers stay as they are; codes without a scale cannot be
+        # compared.
         if is_code:
             why = f"{dtype.name} against {other.name}, and "
-            if both := more.why_not(record):
-                why += f"in the {side} {both}; dump the operator that quantises the input too"
+            if obstacle := more.why_not(record):
+                why += f"in the {side} {obstacle}; dump the operator that quantises the input too"
             else:
                 why += f"no scale that fits lies beside it in the {side} (looked for {LOOKED_FOR} "
                 why += f"at '{record.key.site}'); capture the scales too"
@@ -374,38 +427,40 @@ def dequantised(
 
 
 def as_numbers(pair: Pair, operators: tuple[OperatorScales, OperatorScales]) -> Pair:
-    """Codes of both sides as the numbers they stand for: scales may differ, and so may rounding.
+    """Codes of both sides as the numbers they stand for, because their scales may differ.
 
-    Only those that were computed: the codes of two weights are equal or not.
+    Only for codes that were computed in the run: the codes of two weights are compared directly.
     """
     if pair.reference.dtype not in CODES or pair.candidate.dtype not in CODES:
         return pair
-    ours = operators[0].of_activation(pair.reference, pair.reference_recipe)
-    theirs = operators[1].of_activation(pair.candidate, pair.candidate_recipe)
-    if ours is None or theirs is None:
+    reference_recipe = operators[0].of_activation(pair.reference, pair.reference_recipe)
+    candidate_recipe = operators[1].of_activation(pair.candidate, pair.candidate_recipe)
+    if reference_recipe is None or candidate_recipe is None:
         return pair
-    return pair._replace(reference_recipe=ours, candidate_recipe=theirs)
+    return pair._replace(reference_recipe=reference_recipe, candidate_recipe=candidate_recipe)
 
 
-def same_terms(pair: Pair, operators: tuple[OperatorScales, OperatorScales]) -> Pair:
-    """Two scales of weights as the same thing: floats, and without the scale of the input."""
-    ours = operators[0].weight_scale(pair.reference)
-    theirs = operators[1].weight_scale(pair.candidate) if ours is not None else None
-    if ours is None or theirs is None:
+def comparable_scales(pair: Pair, operators: tuple[OperatorScales, OperatorScales]) -> Pair:
+    """Two scales of weights in the same terms: as floats, and without the scale of the input."""
+    reference_scale = operators[0].weight_scale(pair.reference)
+    candidate_scale = (
+        operators[1].weight_scale(pair.candidate) if reference_scale is not None else None
+    )
+    if reference_scale is None or candidate_scale is None:
         return pair
-    unlike = ours.factor != theirs.factor
-    if unlike and (ours.why or theirs.why):
-        return pair._replace(
-            trouble=f"scales of weights in different terms: {ours.why or theirs.why}"
-        )
-    if not unlike and ours.packed == theirs.packed:
+    # Both may include the scale of an input: then the two are in the same terms.
+    unlike = reference_scale.factor != candidate_scale.factor
+    if unlike and (reference_scale.why or candidate_scale.why):
+        why = reference_scale.why or candidate_scale.why
+        return pair._replace(trouble=f"scales of weights in different terms: {why}")
+    if not unlike and reference_scale.packed == candidate_scale.packed:
         return pair
     recipes: list[Recipe | None] = []
-    for scale, record, known in (
-        (ours, pair.reference, pair.reference_recipe),
-        (theirs, pair.candidate, pair.candidate_recipe),
+    for scale, record, earlier in (
+        (reference_scale, pair.reference, pair.reference_recipe),
+        (candidate_scale, pair.candidate, pair.candidate_recipe),
     ):
-        source: Source = record if known is None else known
+        source: Source = record if earlier is None else earlier
         shape = source.shape
         if scale.packed:
             source = Recipe((source,), (Step("lowfloat"),), shape)
@@ -415,13 +470,13 @@ def same_terms(pair: Pair, operators: tuple[OperatorScales, OperatorScales]) -> 
     return pair._replace(reference_recipe=recipes[0], candidate_recipe=recipes[1])
 
 
-def _recipe(record: Record, known: Recipe | None, scales: Scales) -> Recipe | None:
+def _recipe(record: Record, earlier: Recipe | None, scales: Scales) -> Recipe | None:
     role = _role(record)
     scale = scales.find(record, _SCALES[role])
     if scale is None or scale.dtype not in DTYPES or not DTYPES[scale.dtype].is_floating:
         return None
-    values: Source = record if known is None else known
-    shape = record.shape if known is None else known.shape
+    values: Source = record if earlier is None else earlier
+    shape = record.shape if earlier is None else earlier.shape
     axis = _axis(shape, scale.shape, role)
     if axis is None:
         return None
@@ -444,15 +499,18 @@ def _role(record: Record) -> str:
 
 
 def _axis(shape: Shape, scale: Shape, role: str) -> int | None:
-    """Along which axis a list of scales lies; 0 where the scales have a shape of their own."""
+    """Axis along which a list of scales applies; 0 if the scales broadcast by their own shape."""
     count = math.prod(scale)
     if count == 1:
         return 0
+    # A weight's scales usually run along its outputs (the first axis), an output's along
+    # features.
     if len([size for size in scale if size != 1]) == 1 and len(scale) != len(shape):
         last = len(shape) - 1
         order = (0, last) if role in ("weight", "input") else (last, 0)
         return next((axis for axis in order if shape and shape[axis] == count), None)
+    # Scales of blocks: every axis of the values is a multiple of that of the scales.
     fits = len(scale) == len(shape) and all(
-        size and whole % size == 0 for whole, size in zip(shape, scale, strict=True)
+        size and length % size == 0 for length, size in zip(shape, scale, strict=True)
     )
     return 0 if fits else None

@@ -1,7 +1,8 @@
-"""A pair whose sides are kept apart by layout, size or scale: each rule is asked in turn.
+"""The reconcilers, in order: pairs that differ in scale, layout or size get recipes.
 
-Scales first (they need the values as they are stored), then weights that lie transposed, tokens
-and batches, plain reshapes, and tile padding. What no rule explains stays apart, with a reason.
+Scales come first, because they apply to the values as they are stored; then transposed weights,
+tokens and batches, plain reshapes, and tile padding. A pair that no reconciler explains keeps its
+different shapes, with a reason if one is known.
 """
 
 from __future__ import annotations
@@ -19,37 +20,39 @@ from driftline.alignment.reconcile.quantised import (
     OperatorScales,
     Scales,
     as_numbers,
+    comparable_scales,
     dequantised,
-    same_terms,
 )
 from driftline.alignment.sites.operators import OperatorSteps
 from driftline.runs.run import Run
 
 
 class Reconciler:
-    """The rules, with what they know of both runs as wholes.
+    """The reconcilers with what they have collected from both runs.
 
     Attributes:
-        notes: What was concluded about steps as wholes, one sentence each.
+        notes: What was concluded about whole steps, one sentence each.
     """
 
     def __init__(self, reference: Run, candidate: Run, plan: Plan) -> None:
-        from driftline.alignment.reconcile.tokens import TokenBook
+        from driftline.alignment.reconcile.tokens import StepBatches
 
         self._runs = (reference, candidate)
         steps = OperatorSteps(reference), OperatorSteps(candidate)
         operands = OperandLayouts(steps[0]), OperandLayouts(steps[1])
         frameworks = (reference.facts.framework, candidate.facts.framework)
         self._layouts = Layouts(frameworks, operands, plan.pairs)
+        # Made on first use: collecting scales walks all records, and most runs quantise
+        # nothing.
         self._scales: tuple[Scales, Scales] | None = None
         self._operators = (OperatorScales(steps[0]), OperatorScales(steps[1]))
         self._takes_weights = all(run.facts.operator_sites for run in self._runs)
-        self._tokens = TokenBook(reference, candidate)
+        self._tokens = StepBatches(reference, candidate)
         self.notes = self._tokens.notes
         self._tiled = any(run.facts.tiled for run in self._runs)
 
-    def settled(self, pair: Pair) -> Pair:
-        """The pair with recipes that bring its sides together, or with the reason there is none."""
+    def reconcile(self, pair: Pair) -> Pair:
+        """The pair with recipes that make its sides comparable, or with the reason why not."""
         if pair.reference.dtype != pair.candidate.dtype:
             if self._scales is None:
                 self._scales = (Scales(self._runs[0]), Scales(self._runs[1]))
@@ -57,36 +60,42 @@ class Reconciler:
         elif self._takes_weights:
             pair = as_numbers(pair, self._operators)
         if self._takes_weights and len(pair.reference.shape) == 1:
-            pair = same_terms(pair, self._operators)
+            pair = comparable_scales(pair, self._operators)
+        # With a reason why the values cannot be had, shapes do not matter any more.
         if pair.trouble:
             return pair
+        # Before shapes are compared: a transposed square weight has the same shape.
         turned = transposed(pair, self._layouts)
         if turned is not None:
             return turned
-        here, there = shapes_of(pair)
-        if here == there:
+        reference_shape, candidate_shape = shapes_of(pair)
+        if reference_shape == candidate_shape:
             return pair
         trouble = ""
+        # Weights have no tokens; cutting one would hide that two models differ in size.
         if not self._layouts.are_weights(pair):
-            found, trouble = self._tokens.cut(pair)
-            if found is not None:
-                return found
-        found = reshaped(pair)
-        if found is None and self._tiled and not trouble and not self._tokens_differ(pair):
-            found = cropped(pair)
-        if found is not None:
-            return found
+            reconciled, trouble = self._tokens.cut(pair)
+            if reconciled is not None:
+                return reconciled
+        reconciled = reshaped(pair)
+        # Tile padding last: another number of tokens may look the same, and is a finding.
+        if reconciled is None and self._tiled and not trouble and not self._tokens_differ(pair):
+            reconciled = cropped(pair)
+        if reconciled is not None:
+            return reconciled
         if trouble:
-            apart = f"the shapes differ: {_dims(here)} against {_dims(there)}"
+            apart = f"the shapes differ: {_dims(reference_shape)} against {_dims(candidate_shape)}"
             return pair._replace(trouble=f"{apart}; {trouble}")
         return pair
 
     def _tokens_differ(self, pair: Pair) -> bool:
-        """Whether the step has another number of tokens: that is no padding of a tile."""
+        """Whether the steps have different numbers of tokens, which is no padding of a tile."""
         if self._layouts.are_weights(pair):
             return False
-        ours, theirs = self._tokens.batches(pair)
-        return ours is not None and theirs is not None and ours.tokens != theirs.tokens
+        reference, candidate = self._tokens.batches(pair)
+        return (
+            reference is not None and candidate is not None and reference.tokens != candidate.tokens
+        )
 
 
 def _dims(shape: tuple[int, ...]) -> str:

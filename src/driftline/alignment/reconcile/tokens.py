@@ -1,8 +1,8 @@
 """Tokens: padded against unpadded sequences, packed ones, and batches of different size.
 
-A pair is cut only where the inputs of its step explain the difference: a site that alone has
-another shape is a finding. On which side the pads are is read from the captured attention_mask or
-from equal token ids; where neither is there, nothing is cut.
+A pair is cut only if the inputs of its step explain the difference: a single site with another
+shape is a finding. The side of the padding is read from the captured attention_mask or from equal
+token ids; without either, nothing is cut. `StepBatches` looks up what each step worked on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from driftline.alignment.normalise.steps import counter_of, counters_alike, is_ids, read_ids
+from driftline.alignment.normalise.steps import counter_groups, counter_of, is_ids, read_ids
 from driftline.alignment.normalise.view import shapes_of, with_steps
 from driftline.alignment.plan import Pair
 from driftline.alignment.recipe import Step
@@ -30,12 +30,13 @@ class Batch(NamedTuple):
     """What one side worked on in one step.
 
     Attributes:
-        rows: Sequences.
-        tokens: Positions of each.
-        flat: Whether that is not known to be more than one list of tokens.
+        rows: Number of sequences.
+        tokens: Positions of each sequence.
+        flat: Whether only a list of tokens is known, which may hold several sequences.
         ids: The token ids, [rows, tokens], if they were captured.
-        mask: True for what is no pad, [rows, tokens], if it was captured.
-        cached: The same with the tokens of earlier steps in front: what keys and values are of.
+        mask: False for padding, [rows, tokens], if it was captured.
+        cached: The same mask with the tokens of earlier steps in front, as keys and values have
+            them.
     """
 
     rows: int
@@ -46,13 +47,54 @@ class Batch(NamedTuple):
     cached: Mask | None = None
 
 
+class _StepInputs(NamedTuple):
+    """The tensors of one step that show what it worked on.
+
+    Attributes:
+        first: The first input, or an output with a token axis.
+        ids: The token ids.
+        mask: The attention mask.
+    """
+
+    first: Record | None
+    ids: Record | None
+    mask: Record | None
+
+
 def batch_of(run: Run, records: Iterable[Record]) -> Batch | None:
-    """What one step (of one process) of a run worked on, by its inputs.
+    """The batch of one step of one process, by its inputs; None if they do not show it.
 
     Args:
-        run: Where the values are.
-        records: Those of that step, in execution order.
+        run: The run that holds the values.
+        records: The records of that step, in execution order.
     """
+    inputs = _step_inputs(records)
+    ids = None if inputs.ids is None else read_ids(run, inputs.ids)
+    mask = None if inputs.mask is None else read_mask(run, inputs.mask)
+    shape: Shape
+    # Ids are exact; a mask may also cover earlier tokens; a first tensor may have other axes.
+    if inputs.ids is not None:
+        flat = len(inputs.ids.shape) == 1
+        shape = (1, math.prod(inputs.ids.shape)) if flat else inputs.ids.shape
+        ids = None if ids is None else ids.reshape(shape)
+    elif mask is not None:
+        shape, flat = mask.shape, False
+    elif inputs.first is not None and run.ordered:
+        flat = len(inputs.first.shape) == 2
+        shape = (1, *inputs.first.shape[:1]) if flat else inputs.first.shape[:2]
+    else:
+        return None
+    rows, tokens = int(shape[0]), int(shape[1])
+    cached = mask
+    if mask is not None:
+        # In a decode step the mask also covers the tokens in the cache, which come first.
+        mask = mask[:, -tokens:] if tokens else mask
+        mask = mask if mask.shape == (rows, tokens) else None
+    return Batch(rows, tokens, flat, ids, mask, cached)
+
+
+def _step_inputs(records: Iterable[Record]) -> _StepInputs:
+    """The first mask, the first token ids and the first other tensor of a step."""
     first: Record | None = None
     ids: Record | None = None
     mask: Record | None = None
@@ -63,28 +105,10 @@ def batch_of(run: Run, records: Iterable[Record]) -> Batch | None:
             ids = record
         elif first is None and record.key.port in ("input", "output") and len(record.shape) >= 2:
             first = record
+    # An output shows the step's tokens only if it has an axis for them; a matrix may be anything.
     if first is not None and first.key.port == "output" and len(first.shape) == 2:
-        first = None  # what comes first is what the step was given; a mere matrix says less
-    known = None if ids is None else read_ids(run, ids)
-    found = None if mask is None else read_mask(run, mask)
-    shape: tuple[int, ...]
-    if ids is not None:
-        shape = ids.shape if len(ids.shape) == 2 else (1, math.prod(ids.shape))
-        flat = len(ids.shape) == 1
-        known = None if known is None else known.reshape(shape)
-    elif found is not None:
-        shape, flat = found.shape, False
-    elif first is not None and run.ordered:
-        flat = len(first.shape) == 2
-        shape = (1, *first.shape[:1]) if flat else first.shape[:2]
-    else:
-        return None
-    rows, tokens = int(shape[0]), int(shape[1])
-    cached = found
-    if found is not None:  # of a later token: the mask covers what is in the cache, too
-        found = found[:, -tokens:] if tokens else found
-        found = found if found.shape == (rows, tokens) else None
-    return Batch(rows, tokens, flat, known, found, cached)
+        first = None
+    return _StepInputs(first, ids, mask)
 
 
 def is_mask(record: Record) -> bool:
@@ -94,9 +118,10 @@ def is_mask(record: Record) -> bool:
 
 
 def read_mask(run: Run, record: Record) -> Mask | None:
-    """A captured mask; None when it was not kept."""
+    """A captured mask; None if its values were not kept."""
     if record.dtype not in ("int64", "int32", "int8", "uint8", "bool", "float32", "float16"):
         return None
+    # Bounded, because a mask becomes positions in the plan.
     if record.kept != "full" or run.lost(record) or math.prod(record.shape) > 1 << 22:
         return None
     raw: npt.NDArray[Any] = run.raw(record)
@@ -104,59 +129,67 @@ def read_mask(run: Run, record: Record) -> Mask | None:
 
 
 class Common(NamedTuple):
-    """What two batches share, and how to cut each side to it.
+    """What two batches share, and how each side is cut to it.
 
     Attributes:
-        rows: Sequences both have: the first so many.
-        ours: First and last-plus-one token of the reference to keep.
-        theirs: The same for the candidate.
-        packed: Which side is a plain list of the other's unmasked tokens; empty for none.
-        trouble: Why tokens cannot be set against each other although they should.
-        said: What is done, in words.
+        rows: Number of sequences that both have, counted from the first.
+        reference: First and last-plus-one token of the reference to keep.
+        candidate: The same for the candidate.
+        packed: The side that is a plain list of the other's unmasked tokens; empty for none.
+        trouble: Why tokens cannot be compared with each other although they should.
+        note: What is done, in words.
     """
 
     rows: int
-    ours: tuple[int, int]
-    theirs: tuple[int, int]
+    reference: tuple[int, int]
+    candidate: tuple[int, int]
     packed: str = ""
     trouble: str = ""
-    said: str = ""
+    note: str = ""
 
 
-def common_part(ours: Batch, theirs: Batch) -> Common | None:
-    """How two steps of different size are cut to what both have; None when nothing is known."""
-    rows = min(ours.rows, theirs.rows)
-    whole = Common(rows, (0, ours.tokens), (0, theirs.tokens))
-    if ours.flat != theirs.flat:
-        flat, full = (ours, theirs) if ours.flat else (theirs, ours)
+def common_part(reference: Batch, candidate: Batch) -> Common | None:
+    """How two steps of different size are cut to what both have; None if nothing shows it."""
+    rows = min(reference.rows, candidate.rows)
+    uncut = Common(rows, (0, reference.tokens), (0, candidate.tokens))
+    # One side is a plain list of tokens: all of the other's, or those that its mask keeps.
+    if reference.flat != candidate.flat:
+        flat, full = (reference, candidate) if reference.flat else (candidate, reference)
         if flat.tokens == full.rows * full.tokens:
-            return whole
+            return uncut
         if full.mask is not None and flat.tokens == int(full.mask.sum()):
-            side = "reference" if ours.flat else "candidate"
-            said = f"the {side} has the {flat.tokens} tokens that the other side's mask keeps"
-            return whole._replace(packed=side, said=said)
-    if ours.tokens == theirs.tokens:
+            side = "reference" if reference.flat else "candidate"
+            note = f"the {side} has the {flat.tokens} tokens that the other side's mask keeps"
+            return uncut._replace(packed=side, note=note)
+    if reference.tokens == candidate.tokens:
         first = "the first row" if rows == 1 else f"the first {rows} rows"
-        said = "" if ours.rows == theirs.rows else f"{first} of the larger batch"
-        return whole._replace(said=said)
-    if (ours.rows, ours.tokens) == (theirs.tokens, theirs.rows) and not ours.flat | theirs.flat:
-        return whole._replace(
+        note = "" if reference.rows == candidate.rows else f"{first} of the larger batch"
+        return uncut._replace(note=note)
+    # A transposed batch has the same number of tokens, and nothing says so for sure.
+    if (reference.rows, reference.tokens) == (
+        candidate.tokens,
+        candidate.rows,
+    ) and not reference.flat | candidate.flat:
+        return uncut._replace(
             trouble="rows and tokens look swapped; a plan with a transpose step decides that"
         )
-    longer, shorter = (ours, theirs) if ours.tokens > theirs.tokens else (theirs, ours)
+    longer, shorter = (
+        (reference, candidate) if reference.tokens > candidate.tokens else (candidate, reference)
+    )
     kept, why = _kept(longer, shorter, rows)
     if kept is None:
-        return whole._replace(trouble=why) if why else None
+        return uncut._replace(trouble=why) if why else None
     full = (0, shorter.tokens)
-    cut = (kept, full) if longer is ours else (full, kept)
-    side = "reference" if longer is ours else "candidate"
-    said = f"tokens {kept[0]}:{kept[1]} of {longer.tokens} in the {side}, {why}"
-    return Common(rows, *cut, said=said)
+    cut = (kept, full) if longer is reference else (full, kept)
+    side = "reference" if longer is reference else "candidate"
+    note = f"tokens {kept[0]}:{kept[1]} of {longer.tokens} in the {side}, {why}"
+    return Common(rows, *cut, note=note)
 
 
 def _kept(longer: Batch, shorter: Batch, rows: int) -> tuple[tuple[int, int] | None, str]:
     surplus = longer.tokens - shorter.tokens
     right, left = (0, shorter.tokens), (surplus, longer.tokens)
+    # The mask is asked before the ids: pads have ids, too.
     if longer.mask is not None:
         mask = longer.mask[:rows]
         if not mask[:, shorter.tokens :].any():
@@ -165,18 +198,20 @@ def _kept(longer: Batch, shorter: Batch, rows: int) -> tuple[tuple[int, int] | N
             return left, "the rest is pads on the left by its attention_mask"
         return None, f"its attention_mask keeps more than {shorter.tokens} tokens"
     if longer.ids is not None and shorter.ids is not None:
-        mine, its = longer.ids[:rows], shorter.ids[:rows]
-        starts = np.array_equal(mine[:, : shorter.tokens], its)
-        ends = np.array_equal(mine[:, surplus:], its)
+        longer_ids, shorter_ids = longer.ids[:rows], shorter.ids[:rows]
+        starts = np.array_equal(longer_ids[:, : shorter.tokens], shorter_ids)
+        ends = np.array_equal(longer_ids[:, surplus:], shorter_ids)
         if starts and not ends:
             return right, "the token ids agree from the first on"
         if ends and not starts:
             return left, "the token ids agree up to the last"
+        # All ids alike: either end fits, and the first tokens are the usual choice.
         if starts and ends:
             return right, "the token ids agree from the first on (and up to the last)"
         return None, "their token ids are not part of each other"
     if not shorter.tokens:
         return None, ""
+    # Without ids or a mask, a list that is several times as long is taken for a larger batch.
     if longer.flat and shorter.flat and longer.tokens % shorter.tokens == 0:
         times = longer.tokens // shorter.tokens
         return right, f"taken for a batch {times} times as large"
@@ -185,31 +220,38 @@ def _kept(longer: Batch, shorter: Batch, rows: int) -> tuple[tuple[int, int] | N
     return None, "neither an attention_mask nor token ids say on which side the pads are"
 
 
-def cut(pair: Pair, ours: Batch, theirs: Batch, common: Common) -> Pair | None:
-    """The pair with both sides cut to what they share; None where that is not the difference."""
-    here, there = shapes_of(pair)
+def cut(pair: Pair, reference: Batch, candidate: Batch, common: Common) -> Pair | None:
+    """The pair with both sides cut to what they share; None if the batch is not how they differ."""
+    reference_shape, candidate_shape = shapes_of(pair)
     if common.packed:
-        return _unpacked(pair, ours, theirs, common)
-    here, ours_first = _unfolded(here, there, ours)
-    there, theirs_first = _unfolded(there, here, theirs)
-    if ours_first is None and len(here) == len(there):
-        here, ours_first = _unfolded_both(here, there, ours, theirs)
-        if ours_first is not None:
-            there, theirs_first = _unfolded_both(there, here, theirs, None)
-    if len(here) != len(there):
+        return _unpacked(pair, reference, candidate, common)
+    # Rows and tokens may be folded into one axis on one side, or on both.
+    reference_shape, reference_first = _unfolded(reference_shape, candidate_shape, reference)
+    candidate_shape, candidate_first = _unfolded(candidate_shape, reference_shape, candidate)
+    if reference_first is None and len(reference_shape) == len(candidate_shape):
+        reference_shape, reference_first = _unfolded_both(
+            reference_shape, candidate_shape, reference, candidate
+        )
+        if reference_first is not None:
+            candidate_shape, candidate_first = _unfolded_both(
+                candidate_shape, reference_shape, candidate, None
+            )
+    if len(reference_shape) != len(candidate_shape):
         return None
-    left: list[Step] = [] if ours_first is None else [ours_first]
-    right: list[Step] = [] if theirs_first is None else [theirs_first]
-    shape = list(here)
-    for axis, (a, b) in enumerate(zip(here, there, strict=True)):
+    left: list[Step] = [] if reference_first is None else [reference_first]
+    right: list[Step] = [] if candidate_first is None else [candidate_first]
+    shape = list(reference_shape)
+    for axis, (a, b) in enumerate(zip(reference_shape, candidate_shape, strict=True)):
         if a == b:
             continue
-        if axis == 0 and (a, b) == (ours.rows, theirs.rows):
+        # Each axis that differs must be one that the batch explains; any other is a
+        # finding.
+        if axis == 0 and (a, b) == (reference.rows, candidate.rows):
             kept = ((0, common.rows), (0, common.rows))
-        elif (a, b) == (ours.tokens, theirs.tokens) and not common.trouble:
-            kept = (common.ours, common.theirs)
-        elif (found := _cache(ours, theirs, a, b, common.rows)) is not None:
-            kept = found
+        elif (a, b) == (reference.tokens, candidate.tokens) and not common.trouble:
+            kept = (common.reference, common.candidate)
+        elif (cached := _cache(reference, candidate, a, b, common.rows)) is not None:
+            kept = cached
         else:
             return None
         for steps, (begin, end), size in ((left, kept[0], a), (right, kept[1], b)):
@@ -224,22 +266,24 @@ def cut(pair: Pair, ours: Batch, theirs: Batch, common: Common) -> Pair | None:
 
 
 def _cache(
-    ours: Batch, theirs: Batch, a: int, b: int, rows: int
+    reference: Batch, candidate: Batch, a: int, b: int, rows: int
 ) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """An axis of keys: what the longer side's mask keeps of it, if that is as many as the other."""
-    longer, size, other = (ours, a, b) if a > b else (theirs, b, a)
+    """Cut of an axis of keys: the stretch that the longer side's mask keeps, if it has the other
+    side's length."""
+    longer, size, other = (reference, a, b) if a > b else (candidate, b, a)
     if longer.cached is None or longer.cached.shape[1] < size:
         return None
     mask = longer.cached[:rows, :size]
+    # The kept keys must be one stretch: a trim cannot leave a hole.
     kept = np.flatnonzero(mask.any(axis=0))
     if kept.size != other or not other or int(kept[-1]) - int(kept[0]) + 1 != other:
         return None
-    cut, whole = (int(kept[0]), int(kept[-1]) + 1), (0, other)
-    return (cut, whole) if a > b else (whole, cut)
+    cut, full = (int(kept[0]), int(kept[-1]) + 1), (0, other)
+    return (cut, full) if a > b else (full, cut)
 
 
 def _unfolded(shape: Shape, other: Shape, batch: Batch) -> tuple[Shape, Step | None]:
-    """[rows * tokens, ...] as [rows, tokens, ...] where the other side has the two apart."""
+    """[rows * tokens, ...] as [rows, tokens, ...], if the other side has two axes."""
     if len(shape) + 1 == len(other) and shape and shape[0] == batch.rows * batch.tokens:
         unfolded = (batch.rows, batch.tokens, *shape[1:])
         return unfolded, Step("reshape", numbers=unfolded)
@@ -249,7 +293,8 @@ def _unfolded(shape: Shape, other: Shape, batch: Batch) -> tuple[Shape, Step | N
 def _unfolded_both(
     shape: Shape, other: Shape, batch: Batch, others: Batch | None
 ) -> tuple[Shape, Step | None]:
-    """Two lists of tokens of different length, both of several sequences: taken apart first."""
+    """[rows * tokens, ...] as [rows, tokens, ...], if both sides fold several sequences of
+    different length into one axis."""
     folded = shape and shape[0] == batch.rows * batch.tokens and not batch.flat
     if others is not None:
         folded = folded and other[0] == others.rows * others.tokens and not others.flat
@@ -261,12 +306,14 @@ def _unfolded_both(
     return unfolded, Step("reshape", numbers=unfolded)
 
 
-def _unpacked(pair: Pair, ours: Batch, theirs: Batch, common: Common) -> Pair | None:
-    """The padded side without its pads, as the list of tokens that the other side is."""
-    here, there = shapes_of(pair)
+def _unpacked(pair: Pair, reference: Batch, candidate: Batch, common: Common) -> Pair | None:
+    """The padded side without its padding, as a list of tokens like the other side."""
+    reference_shape, candidate_shape = shapes_of(pair)
     side = "candidate" if common.packed == "reference" else "reference"
-    padded, full = (here, ours) if side == "reference" else (there, theirs)
-    packed = there if side == "reference" else here
+    padded, full = (
+        (reference_shape, reference) if side == "reference" else (candidate_shape, candidate)
+    )
+    packed = candidate_shape if side == "reference" else reference_shape
     if full.mask is None or not packed or packed[0] != int(full.mask.sum()):
         return None
     steps: list[Step] = []
@@ -277,50 +324,51 @@ def _unpacked(pair: Pair, ours: Batch, theirs: Batch, common: Common) -> Pair | 
         return None
     if rest != packed[1:]:
         return None
-    positions = tuple(int(at) for at in np.flatnonzero(full.mask.ravel()))
+    positions = tuple(int(position) for position in np.flatnonzero(full.mask.ravel()))
     steps.append(Step("select", 0, numbers=positions))
     return with_steps(pair, side, *steps, shape=packed)
 
 
-# What each step of two runs worked on, looked up once per step.
-
-
 Place = tuple[int, int, int, str]
-"""Step, rank, process, and the counter that the step is one of."""
+"""Step, rank, process, and the counter that the step belongs to."""
 
 
-class TokenBook:
-    """Batches of both runs by step and rank, and what those of a pair have in common."""
+class StepBatches:
+    """Batches of both runs, looked up once for each step and rank.
+
+    Attributes:
+        notes: What was cut or could not be cut, one sentence for each step.
+    """
 
     def __init__(self, reference: Run, candidate: Run) -> None:
         self._runs = (reference, candidate)
         self._records: list[dict[Place, list[Record]] | None] = [None, None]
         self._counters: list[dict[str, str]] = [{}, {}]
-        self._known: dict[tuple[int, Place], Batch | None] = {}
+        self._batches: dict[tuple[int, Place], Batch | None] = {}
         self._common: dict[tuple[Place, Place], Common | None] = {}
         self.notes: list[str] = []
 
     def cut(self, pair: Pair) -> tuple[Pair | None, str]:
-        """The pair cut to the tokens both sides have; else None and perhaps a reason."""
-        ours, theirs = self.batches(pair)
+        """The pair cut to the tokens that both sides have; else None, and perhaps a reason."""
+        reference, candidate = self.batches(pair)
         common = self.common(pair)
-        if ours is None or theirs is None or common is None:
+        if reference is None or candidate is None or common is None:
             return None, ""
-        return cut(pair, ours, theirs, common), common.trouble
+        return cut(pair, reference, candidate, common), common.trouble
 
     def batches(self, pair: Pair) -> tuple[Batch | None, Batch | None]:
-        """What both sides of a pair worked on."""
-        ours, theirs = self._places(pair)
-        return self._batch(0, ours), self._batch(1, theirs)
+        """The batches of both sides of a pair; None where they are not known."""
+        reference, candidate = self._places(pair)
+        return self._batch(0, reference), self._batch(1, candidate)
 
     def common(self, pair: Pair) -> Common | None:
-        """What both sides of a pair share; None when that is not known."""
-        ours, theirs = self.batches(pair)
-        if ours is None or theirs is None:
+        """What both sides of a pair share; None if a batch is not known."""
+        reference, candidate = self.batches(pair)
+        if reference is None or candidate is None:
             return None
         places = self._places(pair)
         if places not in self._common:
-            self._common[places] = self._compared(places, ours, theirs)
+            self._common[places] = self._compared(places, reference, candidate)
         return self._common[places]
 
     def _places(self, pair: Pair) -> tuple[Place, Place]:
@@ -328,34 +376,38 @@ class TokenBook:
 
     def _place(self, side: int, record: Record) -> Place:
         steps = self._records[side]
+        # Records are sorted by step on first use; most comparisons never need it.
         if steps is None:
             steps = self._records[side] = {}
-            self._counters[side] = counters_alike(self._runs[side])
-            for each in self._runs[side].records:
-                steps.setdefault(self._place(side, each), []).append(each)
+            self._counters[side] = counter_groups(self._runs[side])
+            for stored in self._runs[side].records:
+                steps.setdefault(self._place(side, stored), []).append(stored)
         key = record.key
         counter = counter_of(key.site)
         return key.step, key.rank, key.process, self._counters[side].get(counter, counter)
 
     def _batch(self, side: int, place: Place) -> Batch | None:
-        if (side, place) not in self._known:
+        if (side, place) not in self._batches:
             steps = self._records[side] or {}
-            self._known[side, place] = batch_of(self._runs[side], steps.get(place, ()))
-        return self._known[side, place]
+            self._batches[side, place] = batch_of(self._runs[side], steps.get(place, ()))
+        return self._batches[side, place]
 
-    def _compared(self, places: tuple[Place, Place], ours: Batch, theirs: Batch) -> Common | None:
-        if (ours.rows, ours.tokens) == (theirs.rows, theirs.tokens):
-            whole = (0, ours.tokens)
-            return Common(ours.rows, whole, whole)
-        common = common_part(ours, theirs)
+    def _compared(
+        self, places: tuple[Place, Place], reference: Batch, candidate: Batch
+    ) -> Common | None:
+        if (reference.rows, reference.tokens) == (candidate.rows, candidate.tokens):
+            all_tokens = (0, reference.tokens)
+            return Common(reference.rows, all_tokens, all_tokens)
+        common = common_part(reference, candidate)
         if common is None:
             return None
         step = places[0][0]
-        sizes = f"{_size(ours)} tokens in the reference, {_size(theirs)} in the candidate"
+        # Noted once for each step, because the result is cached by the caller.
+        sizes = f"{_size(reference)} tokens in the reference, {_size(candidate)} in the candidate"
         if common.trouble:
             self.notes.append(f"step {step}: {sizes}; {common.trouble}")
-        elif common.said:
-            self.notes.append(f"step {step}: {sizes}; compared: {common.said}")
+        elif common.note:
+            self.notes.append(f"step {step}: {sizes}; compared: {common.note}")
         return common
 
 

@@ -1,8 +1,8 @@
-"""Equal names that are accidents: numbers of `nn.Sequential` against another nesting.
+"""Equal names that are accidents, such as the numbers of `nn.Sequential` in two nestings.
 
-`2` is the second Linear of one model and the third of the other. Asked only where names have left
-sites over. Says which pairs are in doubt; structure may find them better partners,
-and what it finds none for stays as it was. Reads no tensor.
+`2` may be the second Linear of one model and the third of the other. This rule runs only if names
+left some sites unpaired. It says which pairs are in doubt; structure may find better partners, and
+a pair without a better partner is restored. It reads no tensor.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from driftline.alignment.sites.kinds import is_known, kind_of, same_kind
 from driftline.alignment.sites.site_graph import ROOTS, enclosing, main_tensor
 from driftline.runs.records import Record
 
+# Only pairs that a name made can be accidents: a map was given by the user, a graph has edges.
 _BY_NAME = ("name", "alias", "normalised")
 
 
 def in_doubt(
     pairs: Sequence[Pair], missing: Sequence[Record], extra: Sequence[Record]
 ) -> list[Pair]:
-    """Pairs that only a name holds together, where what is called so does other work.
+    """Pairs made by name whose two sites do different work.
 
-    A name that says something is in doubt if the two classes are known and differ in kind. A number
-    is in doubt as soon as one among its neighbours stands for a leaf here and for several there, or
-    for other work; unless both sides have the same sites around it.
+    A real name is in doubt if both classes are known and differ in kind. A number is in doubt as
+    soon as one of its siblings is a leaf on one side and a container on the other, or does other
+    work, unless both sides have the same sites below the parent.
     """
     named = [pair for pair in pairs if pair.by in _BY_NAME]
-    here = _Side([*(pair.reference for pair in pairs), *missing])
-    there = _Side([*(pair.candidate for pair in pairs), *extra])
+    reference_sites = _Side([*(pair.reference for pair in pairs), *missing])
+    candidate_sites = _Side([*(pair.candidate for pair in pairs), *extra])
     links = {
         pair.reference.key.site: pair.candidate.key.site
         for pair in named
@@ -38,40 +39,48 @@ def in_doubt(
     }
     doubted: set[str] = set()
     numbered: set[str] = set()
-    for ours, theirs in links.items():
-        if _other_work(here, ours, there, theirs):
-            doubted.add(ours)
-            holder, _, last = ours.rpartition(".")
-            if last.isdigit() and here.below(holder) != there.below(theirs.rpartition(".")[0]):
+    for site, partner in links.items():
+        # A number alone does not prove anything; the other children of the same parent do.
+        # If their names differ too, all numbers of that parent are shifted and none can be
+        # trusted.
+        if _other_work(reference_sites, site, candidate_sites, partner):
+            doubted.add(site)
+            holder, _, last = site.rpartition(".")
+            if last.isdigit() and reference_sites.below(holder) != candidate_sites.below(
+                partner.rpartition(".")[0]
+            ):
                 numbered.add(holder)
+    # One shifted number moves every later one, so all sites below such a parent are in doubt.
     if numbered:
         doubted.update(site for site in links if _counted_by(site, numbered))
     return [pair for pair in named if pair.reference.key.site in doubted]
 
 
-def still_alone(doubted: Sequence[Pair], found: Sequence[Pair]) -> list[Pair]:
-    """Those of the doubted pairs whose sites have found nothing better.
+def still_alone(doubted: Sequence[Pair], new_pairs: Sequence[Pair]) -> list[Pair]:
+    """Doubted pairs to restore: neither site has found a better partner.
 
-    A container whose leaves have found partners elsewhere is not the one of the same name.
+    A container whose leaves found partners elsewhere is not restored either.
     """
-    taken: set[tuple[str, str]] = set()
-    there = {pair.reference.key.site: pair.candidate.key.site for pair in doubted}
-    here = {theirs: ours for ours, theirs in there.items()}
-    for pair in found:
-        ours, theirs = pair.reference.key.site, pair.candidate.key.site
-        taken.update((("here", ours), ("there", theirs)))
-        for side, site, partner, known in (
-            ("here", ours, theirs, there),
-            ("there", theirs, ours, here),
+    moved: set[tuple[str, str]] = set()
+    partner_of = {pair.reference.key.site: pair.candidate.key.site for pair in doubted}
+    reference_of = {partner: site for site, partner in partner_of.items()}
+    for pair in new_pairs:
+        reference, candidate = pair.reference.key.site, pair.candidate.key.site
+        moved.update((("reference", reference), ("candidate", candidate)))
+        for side, site, partner, by_name in (
+            ("reference", reference, candidate, partner_of),
+            ("candidate", candidate, reference, reference_of),
         ):
+            # A leaf that found its partner elsewhere takes the containers around it along: if they
+            # do not hold that partner, their equal names were accidents as well.
             for around in enclosing(site):
-                if around in known and not partner.startswith(known[around] + "."):
-                    taken.add((side, around))
+                if around in by_name and not partner.startswith(by_name[around] + "."):
+                    moved.add((side, around))
     return [
         pair
         for pair in doubted
-        if ("here", pair.reference.key.site) not in taken
-        and ("there", pair.candidate.key.site) not in taken
+        if ("reference", pair.reference.key.site) not in moved
+        and ("candidate", pair.candidate.key.site) not in moved
     ]
 
 
@@ -81,7 +90,7 @@ class _Site(NamedTuple):
 
 
 class _Side:
-    """The sites of one run: what each is, and how much is inside it."""
+    """The sites of one run: their classes, and what each contains."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         self.sites: dict[str, _Site] = {}
@@ -95,7 +104,7 @@ class _Side:
                     self._inside[around].append(site)
 
     def below(self, holder: str) -> set[str]:
-        """The names of what is inside a site, without its own."""
+        """Names of the sites inside a site, relative to it."""
         cut = len(holder) + 1 if holder else 0
         return {site[cut:] for site in self._inside[holder]}
 
@@ -107,24 +116,24 @@ class _Side:
         return output.shape[-1] if output is not None and output.shape else -1
 
 
-def _other_work(here: _Side, ours: str, there: _Side, theirs: str) -> bool:
-    classes = here.sites[ours].class_name, there.sites[theirs].class_name
+def _other_work(reference_sites: _Side, site: str, candidate_sites: _Side, partner: str) -> bool:
+    classes = reference_sites.sites[site].class_name, candidate_sites.sites[partner].class_name
     if not all(classes) or classes[0] == classes[1]:
-        same_leaf = not here.count(ours) and not there.count(theirs)
-        sizes = here.features(ours), there.features(theirs)
-        return same_leaf and ours.rpartition(".")[2].isdigit() and sizes[0] != sizes[1]
-    inside = here.count(ours), there.count(theirs)
+        same_leaf = not reference_sites.count(site) and not candidate_sites.count(partner)
+        sizes = reference_sites.features(site), candidate_sites.features(partner)
+        return same_leaf and site.rpartition(".")[2].isdigit() and sizes[0] != sizes[1]
+    inside = reference_sites.count(site), candidate_sites.count(partner)
     if not any(inside):
         return same_kind(kind_of(classes[0]), kind_of(classes[1])) == 0
     if all(inside):
         return False
     leaf = classes[0] if not inside[0] else classes[1]
-    # What holds one thing is a wrapper around it, and rightly called so.
-    return max(inside) > 1 and is_known(kind_of(leaf)) and ours.rpartition(".")[2].isdigit()
+    # A container of one site is a wrapper around it, and its name is no accident.
+    return max(inside) > 1 and is_known(kind_of(leaf)) and site.rpartition(".")[2].isdigit()
 
 
 def _counted_by(site: str, holders: set[str]) -> bool:
-    """Whether one of these holders counts the site, or something around it."""
+    """Whether the site, or a site around it, is a numbered child of one of these holders."""
     while site:
         holder, _, last = site.rpartition(".")
         if holder in holders and last.isdigit():

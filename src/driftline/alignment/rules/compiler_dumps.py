@@ -1,7 +1,10 @@
-"""A GE dump with fused operators against one without: a fused operator is what it replaced.
+"""Pairs by the names in a compiler's graph: dumps of GE (Ascend's graph engine) and of torch FX.
 
-Its inputs are those of its members that no member made, its outputs those that somebody else reads.
-Operators of one name are pairs as they are.
+Two GE dumps: operators of one name are pairs; a fused operator stands for the operators whose names
+are joined in its own. Its inputs are those that no member made, its outputs those that others read.
+GE against FX: outputs are paired by the FX names in the graph, inputs by who produced them.
+
+The rule knows graphs, names and shapes. It reads bytes only to tell two inputs of one shape apart.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import NamedTuple, TypeVar
 from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.recipe import Recipe, Step, start
 from driftline.alignment.rules.names import select
-from driftline.alignment.sites.operators import Found, Match, Operator, at_slot, operators_of
+from driftline.alignment.sites.operators import Match, Matching, Operator, at_slot, operators_of
 from driftline.errors import BadInput, DriftlineError
 from driftline.graphs.sources.compiler_text import Input, OperatorGraph, graphs_in
 from driftline.numerics.dtypes import DTYPES
@@ -22,73 +25,88 @@ from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run, Storage
 
 WITHOUT_EDGES = 0.7
-"""Confidence where no graph says who reads whom, and only shape and order are left."""
+"""Confidence where no graph has the edges, and only shape and order are left."""
 
 
 def match_fused(
-    ours: Mapping[str, Operator], theirs: Mapping[str, Operator], graph: OperatorGraph
-) -> Found:
+    operators: Mapping[str, Operator], others: Mapping[str, Operator], graph: OperatorGraph
+) -> Matching:
     """Pair the tensors of two GE dumps, either of which may have operators fused.
 
     Args:
-        ours: Operators of one side, by name.
-        theirs: Those of the other.
-        graph: Whichever side's graph is known.
+        operators: Operators of the reference, by name.
+        others: Operators of the candidate.
+        graph: The graph of either side; one is enough.
     """
-    found = Found([], {}, {})
-    reverse = Found([], {}, {})
-    for operator in ours.values():
-        twin = theirs.get(operator.name)
+    matching = Matching([], {}, {})
+    from_candidate = Matching([], {}, {})
+    for operator in operators.values():
+        twin = others.get(operator.name)
         if twin is not None:
-            _same_name(operator, twin, found)
+            _same_name(operator, twin, matching)
         else:
-            _fused(operator, theirs, graph, found)
-    for operator in theirs.values():
-        if operator.name not in ours:
-            _fused(operator, ours, graph, reverse)
-    found.matches.extend(
-        match._replace(ours=match.theirs, theirs=match.ours) for match in reverse.matches
+            _fused(operator, others, graph, matching)
+    # The second pass asks the same from the candidate's side, because either dump may be the
+    # fused one; its matches are flipped back into reference order.
+    for operator in others.values():
+        if operator.name not in operators:
+            _fused(operator, operators, graph, from_candidate)
+    matching.matches.extend(
+        match._replace(record=match.partner, partner=match.record)
+        for match in from_candidate.matches
     )
-    # What is inside a fused operator of the other side has no twin there, which says less.
-    found.ours.update(reverse.theirs)
-    found.theirs.update({key: why for key, why in reverse.ours.items() if key not in found.theirs})
-    return found
+    # "Inside a fused operator" explains more than "no operator of this name", so it wins.
+    matching.reasons.update(from_candidate.partner_reasons)
+    matching.partner_reasons.update(
+        {
+            key: why
+            for key, why in from_candidate.reasons.items()
+            if key not in matching.partner_reasons
+        }
+    )
+    return matching
 
 
-def _same_name(operator: Operator, twin: Operator, found: Found) -> None:
-    for here, there in ((operator.inputs, twin.inputs), (operator.outputs, twin.outputs)):
-        for record in here:
-            partner = at_slot(there, record.key.slot)
+def _same_name(operator: Operator, twin: Operator, matching: Matching) -> None:
+    for records, partners in ((operator.inputs, twin.inputs), (operator.outputs, twin.outputs)):
+        for record in records:
+            partner = at_slot(partners, record.key.slot)
             if partner is not None:
-                found.matches.append(Match(record, partner, same_name=True))
+                matching.matches.append(Match(record, partner, same_name=True))
 
 
 def _fused(
-    operator: Operator, others: Mapping[str, Operator], graph: OperatorGraph, found: Found
+    operator: Operator, others: Mapping[str, Operator], graph: OperatorGraph, matching: Matching
 ) -> None:
     members = graph.members(operator.name, others)
     dumped = [name for name in members if name in others]
     if not dumped or members == [operator.name]:
+        # A name that cannot be taken apart into operators of the other dump has no fused
+        # meaning.
         for record in operator.records:
-            found.ours.setdefault(record.key, "the other dump has no operator of this name")
+            matching.reasons.setdefault(record.key, "the other dump has no operator of this name")
         return
-    known = all(name in graph.nodes for name in members)
+    # Edges decide only if every member is in the graph text; half a graph would misplace
+    # inputs.
+    has_edges = all(name in graph.nodes for name in members)
     shown = len(operator.inputs)
-    inputs, outputs = _ends(members, dumped, others, graph if known else None, shown)
+    inputs, outputs = _ends(members, dumped, others, graph if has_edges else None, shown)
     matched = [
-        *_matched(operator.inputs, inputs, known),
-        *_matched(operator.outputs, outputs, known),
+        *_matched(operator.inputs, inputs, has_edges),
+        *_matched(operator.outputs, outputs, has_edges),
     ]
-    found.matches.extend(matched)
-    taken = {match.ours.key for match in matched}
-    used = {match.theirs.key for match in matched}
+    matching.matches.extend(matched)
+    matched_keys = {match.record.key for match in matched}
+    used_keys = {match.partner.key for match in matched}
     for record in operator.records:
-        if record.key not in taken:
+        if record.key not in matched_keys:
             why = f"no tensor of {', '.join(dumped)} fits it"
-            found.ours.setdefault(record.key, why)
+            matching.reasons.setdefault(record.key, why)
     for record in (record for name in dumped for record in others[name].records):
-        if record.key not in used:
-            found.theirs.setdefault(record.key, f"inside the fused operator {operator.name}")
+        if record.key not in used_keys:
+            matching.partner_reasons.setdefault(
+                record.key, f"inside the fused operator {operator.name}"
+            )
 
 
 def _ends(
@@ -98,13 +116,13 @@ def _ends(
     graph: OperatorGraph | None,
     shown: int,
 ) -> tuple[list[Record | None], list[Record | None]]:
-    """What goes into and comes out of the members as a whole; None for what was not dumped."""
+    """Inputs and outputs of the members as one operator; None for tensors that were not dumped."""
     if graph is None:
-        inputs: list[Record | None] = [one for name in dumped for one in others[name].inputs]
+        inputs: list[Record | None] = [item for name in dumped for item in others[name].inputs]
         return inputs, list(others[dumped[-1]].outputs)
     read = [
-        at_slot(others[one.node].inputs, str(one.position)) if one.node in others else None
-        for one in graph.inputs_of(members, shown)
+        at_slot(others[item.node].inputs, str(item.position)) if item.node in others else None
+        for item in graph.inputs_of(members, shown)
     ]
     made = [
         at_slot(others[name].outputs, str(output)) if name in others else None
@@ -113,61 +131,69 @@ def _ends(
     return read, made
 
 
-def _matched(here: list[Record], there: list[Record | None], known: bool) -> list[Match]:
-    """One by one where the numbers agree, else the next of the same shape."""
-    if known and len(here) == len(there):
-        return [Match(one, other) for one, other in zip(here, there, strict=True) if other]
-    free = [record for record in there if record is not None]
-    found: list[Match] = []
-    for record in here:
-        partner = next((one for one in free if one.shape == record.shape), None)
+def _matched(records: list[Record], partners: list[Record | None], has_edges: bool) -> list[Match]:
+    """In order if both sides have equally many, else the next free tensor of the same shape."""
+    if has_edges and len(records) == len(partners):
+        return [
+            Match(option, other) for option, other in zip(records, partners, strict=True) if other
+        ]
+    free = [record for record in partners if record is not None]
+    # Without edges, shape is the only evidence left, and the first free tensor of a shape is
+    # the likeliest because both dumps list operands in call order.
+    matches: list[Match] = []
+    for record in records:
+        partner = next((option for option in free if option.shape == record.shape), None)
         if partner is not None:
-            found.append(Match(record, partner, WITHOUT_EDGES))
+            matches.append(Match(record, partner, WITHOUT_EDGES))
             free.remove(partner)
-    return found
+    return matches
 
 
-# GE operators against FX nodes: outputs by the names in the graph, inputs by who produced them.
+# --- GE operators against FX nodes
 
 
 Same = Callable[[Record, Record], bool]
-"""Whether two tensors of the FX dump hold the same bytes; asked only where shapes leave a doubt."""
+"""Whether two tensors of the FX dump hold the same bytes; asked only if shapes are ambiguous."""
 
 CONVERSIONS = ("Cast", "TransData")
 IN_ORDER = 0.9
-"""Confidence of inputs that only their shape and their order pair."""
+"""Confidence of inputs that are paired by shape and order only."""
 
 
 def match_fx(
     ge: Mapping[str, Operator], fx: Mapping[str, Operator], graph: OperatorGraph, same: Same
-) -> Found:
-    """Pair the tensors of GE operators (ours) with those of FX nodes (theirs)."""
-    found = Found([], {}, {})
+) -> Matching:
+    """Pair the tensors of GE operators with those of FX nodes (the partners)."""
+    matching = Matching([], {}, {})
     for operator in ge.values():
         members = graph.members(operator.name)
         if not members:
-            _say(found, operator.records, _unknown(operator))
+            _explain(matching, operator.records, _unknown(operator))
             continue
-        _inputs(operator, members, fx, graph, same, found)
-        _outputs(operator, members, fx, graph, found)
+        _inputs(operator, members, fx, graph, same, matching)
+        _outputs(operator, members, fx, graph, matching)
         if len(members) > 1:
-            _say_inside(operator, members, fx, graph, found)
+            _explain_inside(operator, members, fx, graph, matching)
     for node in fx.values():
         for record in node.records:
-            found.theirs.setdefault(record.key, "no tensor of the GE dump stands for it")
-    return found
+            matching.partner_reasons.setdefault(
+                record.key, "no tensor of the GE dump stands for it"
+            )
+    return matching
 
 
-def _say_inside(
+def _explain_inside(
     operator: Operator,
     members: list[str],
     fx: Mapping[str, Operator],
     graph: OperatorGraph,
-    found: Found,
+    matching: Matching,
 ) -> None:
     for node in (fx.get(graph.owner(name)) for name in members):
         for record in node.records if node is not None else ():
-            found.theirs.setdefault(record.key, f"inside the fused operator {operator.name}")
+            matching.partner_reasons.setdefault(
+                record.key, f"inside the fused operator {operator.name}"
+            )
 
 
 def _unknown(operator: Operator) -> str:
@@ -177,13 +203,13 @@ def _unknown(operator: Operator) -> str:
 
 
 def is_conversion(class_name: str) -> bool:
-    """Whether an operator only changes type or layout, so that its output should be its input."""
+    """Whether an operator only changes type or layout, so that its output equals its input."""
     return any(word in class_name for word in CONVERSIONS)
 
 
-def _say(found: Found, records: Sequence[Record], why: str) -> None:
+def _explain(matching: Matching, records: Sequence[Record], why: str) -> None:
     for record in records:
-        found.ours.setdefault(record.key, why)
+        matching.reasons.setdefault(record.key, why)
 
 
 def _outputs(
@@ -191,8 +217,10 @@ def _outputs(
     members: list[str],
     fx: Mapping[str, Operator],
     graph: OperatorGraph,
-    found: Found,
+    matching: Matching,
 ) -> None:
+    # A GE operator stands for the last FX node it replaced, so its outputs are that node's
+    # unless the graph says that others leave the group too.
     made = [(members[-1], output) for output in range(len(operator.outputs))]
     if len(members) > 1:
         seen = graph.outputs_of(members)
@@ -200,14 +228,14 @@ def _outputs(
     for record, tensor in zip(operator.outputs, made, strict=True):
         name = graph.fx_tensor(tensor)
         if name is None:
-            _say(found, [record], "no FX tensor stands for it")
+            _explain(matching, [record], "no FX tensor stands for it")
             continue
         node = fx.get(name[0])
         partner = at_slot(node.outputs, name[1]) if node is not None else None
         if partner is None:
-            _say(found, [record], f"the FX dump has no output {name[1]} of {name[0]}")
+            _explain(matching, [record], f"the FX dump has no output {name[1]} of {name[0]}")
         else:
-            found.matches.append(Match(record, partner))
+            matching.matches.append(Match(record, partner))
 
 
 def _inputs(
@@ -216,24 +244,29 @@ def _inputs(
     fx: Mapping[str, Operator],
     graph: OperatorGraph,
     same: Same,
-    found: Found,
+    matching: Matching,
 ) -> None:
     read = graph.inputs_of(members, len(operator.inputs))
-    known = len(read) == len(operator.inputs)
-    places: list[Input | None] = list(read) if known else [None] * len(operator.inputs)
+    # A dump may leave out operands that the graph lists; positions then mean nothing.
+    has_positions = len(read) == len(operator.inputs)
+    places: list[Input | None] = list(read) if has_positions else [None] * len(operator.inputs)
     wanted: dict[str, list[tuple[Record, Input | None]]] = defaultdict(list)
     first = next((owner for name in members if (owner := graph.owner(name))), "")
     for record, place in zip(operator.inputs, places, strict=True):
         owner = graph.owner(place.node) if place is not None else first
+        # GE decomposes one FX node into several steps; tensors between these steps never
+        # existed in FX.
         if place is not None and graph.is_inner(place.source, owner):
             why = f"a step on the way to {owner}" if owner else "no FX node reads it"
-            _say(found, [record], f"{why}; FX has no such tensor")
+            _explain(matching, [record], f"{why}; FX has no such tensor")
         elif owner not in fx:
-            _say(found, [record], f"the FX dump has no node {owner}" if owner else "of no FX node")
+            _explain(
+                matching, [record], f"the FX dump has no node {owner}" if owner else "of no FX node"
+            )
         else:
             wanted[owner].append((record, place))
     for owner, takers in wanted.items():
-        _assign(takers, fx[owner].inputs, fx, graph, same, found)
+        _assign(takers, fx[owner].inputs, fx, graph, same, matching)
 
 
 def _assign(
@@ -242,34 +275,42 @@ def _assign(
     fx: Mapping[str, Operator],
     graph: OperatorGraph,
     same: Same,
-    found: Found,
+    matching: Matching,
 ) -> None:
     """Give each GE input one of an FX node's inputs, those of known producers first."""
     free = list(offered)
     chosen: dict[int, Match] = {}
-    for at, (record, place) in enumerate(takers):
+    for index, (record, place) in enumerate(takers):
         made = _made_by(place, fx, graph)
         if made is None:
             continue
-        alike = [one for one in free if (one.shape, one.dtype) == (made.shape, made.dtype)]
+        # Known producers go first: what they leave over is then often the only one of its
+        # shape.
+        alike = [
+            option for option in free if (option.shape, option.dtype) == (made.shape, made.dtype)
+        ]
         if len(alike) > 1:
-            alike = [one for one in alike if same(one, made)]
+            alike = [option for option in alike if same(option, made)]
         if alike:
-            chosen[at] = Match(record, alike[0])
+            chosen[index] = Match(record, alike[0])
             free.remove(alike[0])
+    # The second pass must count rivals before it hands them out, or the last one looks
+    # unambiguous.
     left = list(free)
-    for at, (record, _) in enumerate(takers):
-        if at not in chosen:
-            partner = next((one for one in free if _alike(one, record)), None)
+    for index, (record, _) in enumerate(takers):
+        if index not in chosen:
+            partner = next((option for option in free if _alike(option, record)), None)
             if partner is None:
-                _say(found, [record], "no FX input of this shape is left for it")
+                _explain(matching, [record], "no FX input of this shape is left for it")
                 continue
-            others = sum(_alike(one, record) for one in left)
-            chosen[at] = Match(record, partner, 1.0 if others == 1 else IN_ORDER)
+            others = sum(_alike(option, record) for option in left)
+            chosen[index] = Match(record, partner, 1.0 if others == 1 else IN_ORDER)
             free.remove(partner)
-    found.matches.extend(chosen[at] for at in sorted(chosen))
-    for one in free:
-        found.theirs.setdefault(one.key, "an argument of the FX call that GE has no input for")
+    matching.matches.extend(chosen[index] for index in sorted(chosen))
+    for option in free:
+        matching.partner_reasons.setdefault(
+            option.key, "an argument of the FX call that GE has no input for"
+        )
 
 
 def _made_by(
@@ -282,22 +323,22 @@ def _made_by(
 
 
 def _alike(offered: Record, record: Record) -> bool:
-    """Same shape, and numbers of one kind: a weight is no index."""
-    ours, theirs = DTYPES.get(record.dtype), DTYPES.get(offered.dtype)
-    if ours is None or theirs is None:
+    """Whether shape and kind of number agree: a weight is never an index."""
+    # An index may be signed in one dump and unsigned in the other: int and uint count as one kind.
+    dtype, offered_dtype = DTYPES.get(record.dtype), DTYPES.get(offered.dtype)
+    if dtype is None or offered_dtype is None:
         return False
     kinds = {"uint": "int"}
     return offered.shape == record.shape and (
-        kinds.get(ours.kind, ours.kind) == kinds.get(theirs.kind, theirs.kind)
+        kinds.get(dtype.kind, dtype.kind) == kinds.get(offered_dtype.kind, offered_dtype.kind)
     )
 
 
-# Pairs by the names a compiler's graph gives: GE against FX, a fused GE dump against an
-# unfused.
+# --- whole runs
 
 
-SEEN_WHOLE = 1 << 20
-"""Bytes of a tensor that are read to settle which of two inputs of one shape is which."""
+READ_WHOLE = 1 << 20
+"""Tensors up to this many bytes are read whole to tell two inputs of one shape apart."""
 
 T = TypeVar("T", int, tuple[int, int])
 
@@ -316,105 +357,142 @@ class _Side(NamedTuple):
 
 
 def align_graphs(
-    reference: Run, candidate: Run, here: Sequence[Record], there: Sequence[Record]
+    reference: Run,
+    candidate: Run,
+    reference_records: Sequence[Record],
+    candidate_records: Sequence[Record],
 ) -> Plan | None:
     """Pair two runs by their graphs.
 
     Args:
-        reference: What is right.
-        candidate: What is in question.
-        here: The records of the reference to look at.
-        there: The same of the candidate.
+        reference: The reference run.
+        candidate: The candidate run.
+        reference_records: The records of the reference that may be paired.
+        candidate_records: The records of the candidate that may be paired.
 
     Returns:
-        None when this rule has nothing to say: a run without a graph, or two FX dumps.
+        None if the rule does not apply: a run without a graph, or two FX dumps.
 
     Raises:
-        BadInput: A GE dump against an FX dump, and nothing says which name is which.
+        BadInput: A GE dump and an FX dump without a graph that connects their names.
     """
-    ours, theirs = _side(reference, "reference", here), _side(candidate, "candidate", there)
-    if ours is None or theirs is None or ours.kind == theirs.kind == "fx":
+    reference_side, candidate_side = (
+        _side(reference, "reference", reference_records),
+        _side(candidate, "candidate", candidate_records),
+    )
+    if (
+        reference_side is None
+        or candidate_side is None
+        or reference_side.kind == candidate_side.kind == "fx"
+    ):
         return None
     pairs: list[Pair] = []
     notes: list[str] = []
     reasons: dict[tuple[str, TensorKey], str] = {}
-    ranks = _partners(sorted(ours.records), sorted(theirs.records))
-    for mine, other in ranks:
-        if mine != other:
-            notes.append(f"rank {mine[0]} of the reference is rank {other[0]} of the candidate")
-        for first, second in _graph_partners(ours.graphs[mine], theirs.graphs[other], notes):
-            _steps(ours, theirs, (mine, other), (first, second), pairs, notes, reasons)
-    notes += _unpaired("rank", [mine[0] for mine in ours.records], [o[0] for o in theirs.records])
-    if not pairs and ours.kind != theirs.kind:
-        raise _silent(ours if ours.kind == "ge" else theirs)
-    used_here = {pair.reference.key for pair in pairs}
-    used_there = {pair.candidate.key for pair in pairs}
+    ranks = _partners(sorted(reference_side.records), sorted(candidate_side.records))
+    for owner, other in ranks:
+        if owner != other:
+            notes.append(f"rank {owner[0]} of the reference is rank {other[0]} of the candidate")
+        # Graphs are matched before steps: one process may run several graphs in each step.
+        for first, second in _graph_partners(
+            reference_side.graphs[owner], candidate_side.graphs[other], notes
+        ):
+            _steps(
+                reference_side,
+                candidate_side,
+                (owner, other),
+                (first, second),
+                pairs,
+                notes,
+                reasons,
+            )
+    notes += _unpaired(
+        "rank",
+        [owner[0] for owner in reference_side.records],
+        [o[0] for o in candidate_side.records],
+    )
+    # A fused GE dump still has names; GE against FX has nothing but the graph, so silence is an
+    # error that the user can act on.
+    if not pairs and reference_side.kind != candidate_side.kind:
+        raise _nothing_matched(reference_side if reference_side.kind == "ge" else candidate_side)
+    used_reference = {pair.reference.key for pair in pairs}
+    used_candidate = {pair.candidate.key for pair in pairs}
     pairs.sort(key=_execution)
     return Plan(
         tuple(pairs),
-        tuple(record for record in here if record.key not in used_here),
-        tuple(record for record in there if record.key not in used_there),
+        tuple(record for record in reference_records if record.key not in used_reference),
+        tuple(record for record in candidate_records if record.key not in used_candidate),
         tuple(dict.fromkeys(notes)),
         {
             (side, key): why
             for (side, key), why in reasons.items()
-            if key not in (used_here if side == "reference" else used_there)
+            if key not in (used_reference if side == "reference" else used_candidate)
         },
     )
 
 
 def narrowed(plan: Plan, sites: Sequence[str], ports: Sequence[str]) -> Plan:
-    """Only what a selection asks for, by the name that either side gives it.
+    """The selected part of a plan; a site may be named as either side calls it.
 
     Raises:
         BadInput: A glob or a port matches nothing on either side.
     """
     if not sites and not ports:
         return plan
-    here = [*(pair.reference for pair in plan.pairs), *plan.missing]
-    there = [*(pair.candidate for pair in plan.pairs), *plan.extra]
-    select([*here, *there], sites, ports)  # says which glob matches nothing
-    ours = {record.key for record in select(here, sites, ports, strict=False)}
-    theirs = {record.key for record in select(there, sites, ports, strict=False)}
+    reference_records = [*(pair.reference for pair in plan.pairs), *plan.missing]
+    candidate_records = [*(pair.candidate for pair in plan.pairs), *plan.extra]
+    select(
+        [*reference_records, *candidate_records], sites, ports
+    )  # says which glob matches nothing
+    # Selection comes last, because a site may be named as either side calls it.
+    reference_keys = {
+        record.key for record in select(reference_records, sites, ports, strict=False)
+    }
+    candidate_keys = {
+        record.key for record in select(candidate_records, sites, ports, strict=False)
+    }
     return plan._replace(
         pairs=tuple(
             pair
             for pair in plan.pairs
-            if pair.reference.key in ours or pair.candidate.key in theirs
+            if pair.reference.key in reference_keys or pair.candidate.key in candidate_keys
         ),
-        missing=tuple(record for record in plan.missing if record.key in ours),
-        extra=tuple(record for record in plan.extra if record.key in theirs),
+        missing=tuple(record for record in plan.missing if record.key in reference_keys),
+        extra=tuple(record for record in plan.extra if record.key in candidate_keys),
     )
 
 
 def conversions(run: Run) -> list[tuple[Record, Record]]:
-    """Input and output of every conversion (Cast, TransData) the graph does not know.
+    """Input and output of every conversion (Cast, TransData) that is not in the graph text.
 
-    A compiler put them in; nothing stands against them in another dump, but each should give what
-    it got. One that makes integers or truth values of floats gives something else, and is left out.
+    The compiler inserted them. They have no partner in another dump, but each should return its
+    input. Conversions of floats to integers or truth values change the value and are left out.
     """
     side = _side(run, "run", run.records)
     if side is None:
         return []
-    found: list[tuple[Record, Record]] = []
+    conversion_pairs: list[tuple[Record, Record]] = []
     for owner, graphs in side.graphs.items():
         for graph in (graph for graph in graphs if graph.kind == "ge"):
             for records in _by_step(side.records[owner], graph, graphs).values():
+                # A conversion that the graph lists has a partner by name and is
+                # compared there.
                 for operator in operators_of(records, graph.prefix).values():
                     lone = is_conversion(operator.class_name) and not graph.members(operator.name)
                     if lone and operator.inputs and operator.outputs:
                         got, gave = operator.inputs[0], operator.outputs[0]
                         if not _cuts_off(got.dtype, gave.dtype):
-                            found.append((got, gave))
-    return sorted(found, key=lambda pair: pair[0].order)
+                            conversion_pairs.append((got, gave))
+    return sorted(conversion_pairs, key=lambda pair: pair[0].order)
 
 
 def _cuts_off(got: str, gave: str) -> bool:
-    """Whether a conversion between two types loses more than precision by what it is."""
+    """Whether a conversion between two types loses more than precision."""
+    # Casting floats to integers or truth values is meant to change them: no equality is owed.
     return gave != got and (gave == "bool" or ("float" in got and "float" not in gave))
 
 
-def _silent(side: _Side) -> BadInput:
+def _nothing_matched(side: _Side) -> BadInput:
     named = any(
         fx is not None
         for graphs in side.graphs.values()
@@ -449,18 +527,21 @@ def _side(run: Run, name: str, records: Sequence[Record]) -> _Side | None:
     return _Side(run, name, graphs, by_owner)
 
 
-def _partners(ours: list[T], theirs: list[T]) -> list[tuple[T, T]]:
-    """Equal numbers; a lone one goes with a lone one whatever it is called."""
-    if len(ours) == len(theirs) == 1:
-        return [(ours[0], theirs[0])]
-    return [(one, one) for one in ours if one in theirs]
+def _partners(numbers: list[T], others: list[T]) -> list[tuple[T, T]]:
+    """Pairs of equal numbers; a single one on each side is a pair whatever the numbers are."""
+    if len(numbers) == len(others) == 1:
+        return [(numbers[0], others[0])]
+    return [(number, number) for number in numbers if number in others]
 
 
-def _unpaired(what: str, ours: list[int], theirs: list[int]) -> list[str]:
-    """Which numbers only one side has, where there is more than one to choose from."""
-    if len(ours) == len(theirs) == 1:
+def _unpaired(what: str, reference: list[int], candidate: list[int]) -> list[str]:
+    """Notes on numbers that only one side has; none if each side has a single one."""
+    if len(reference) == len(candidate) == 1:
         return []
-    sides = (("reference", set(ours) - set(theirs)), ("candidate", set(theirs) - set(ours)))
+    sides = (
+        ("reference", set(reference) - set(candidate)),
+        ("candidate", set(candidate) - set(reference)),
+    )
     return [
         f"only the {side} has {what} {', '.join(map(str, sorted(numbers)))}"
         for side, numbers in sides
@@ -469,19 +550,19 @@ def _unpaired(what: str, ours: list[int], theirs: list[int]) -> list[str]:
 
 
 def _graph_partners(
-    ours: list[OperatorGraph], theirs: list[OperatorGraph], notes: list[str]
+    graphs: list[OperatorGraph], others: list[OperatorGraph], notes: list[str]
 ) -> list[tuple[OperatorGraph, OperatorGraph]]:
-    """By name, else one after the other in the order of their numbers."""
-    names = {graph.name: graph for graph in theirs}
-    if all(graph.name in names for graph in ours):
-        return [(graph, names[graph.name]) for graph in ours]
-    if len(ours) != len(theirs):
+    """Graphs paired by name, else in the order of their numbers."""
+    names = {graph.name: graph for graph in others}
+    if all(graph.name in names for graph in graphs):
+        return [(graph, names[graph.name]) for graph in graphs]
+    if len(graphs) != len(others):
         notes.append(
-            f"{len(ours)} graphs against {len(theirs)}: paired in the order of their numbers"
+            f"{len(graphs)} graphs against {len(others)}: paired in the order of their numbers"
         )
-    paired = list(zip(ours, theirs, strict=False))
-    if len(paired) > 1 or len(ours) != len(theirs):
-        notes.extend(f"graph {one.name} is taken for {other.name}" for one, other in paired)
+    paired = list(zip(graphs, others, strict=False))
+    if len(paired) > 1 or len(graphs) != len(others):
+        notes.extend(f"graph {own.name} is taken for {other.name}" for own, other in paired)
     return paired
 
 
@@ -489,87 +570,98 @@ def _by_step(
     records: Sequence[Record], graph: OperatorGraph, graphs: Sequence[OperatorGraph]
 ) -> dict[int, list[Record]]:
     """The records of one of a run's graphs; the longest prefix that fits is the graph's own."""
-    found: dict[int, list[Record]] = defaultdict(list)
-    prefixes = sorted((one.prefix for one in graphs), key=len, reverse=True)
+    by_step: dict[int, list[Record]] = defaultdict(list)
+    prefixes = sorted((option.prefix for option in graphs), key=len, reverse=True)
+    # Prefixes may contain each other (`graph1_` and `graph1_2_`), so the longest one wins.
     for record in records:
         fitting = next((p for p in prefixes if record.key.site.startswith(p)), None)
         if fitting == graph.prefix and record.key.visit == 0:
-            found[record.key.step].append(record)
-    return found
+            by_step[record.key.step].append(record)
+    return by_step
 
 
 def _steps(
-    ours: _Side,
-    theirs: _Side,
+    reference: _Side,
+    candidate: _Side,
     owners: tuple[tuple[int, int], tuple[int, int]],
     graphs: tuple[OperatorGraph, OperatorGraph],
     pairs: list[Pair],
     notes: list[str],
     reasons: dict[tuple[str, TensorKey], str],
 ) -> None:
-    here = _by_step(ours.records[owners[0]], graphs[0], ours.graphs[owners[0]])
-    there = _by_step(theirs.records[owners[1]], graphs[1], theirs.graphs[owners[1]])
-    notes += _unpaired("step", sorted(here), sorted(there))
-    for mine, other in _partners(sorted(here), sorted(there)):
-        if mine != other:
-            notes.append(f"step {mine} of the reference is step {other} of the candidate")
-        found = _found(ours, theirs, graphs, here[mine], there[other])
-        for match in found.matches:
+    reference_steps = _by_step(reference.records[owners[0]], graphs[0], reference.graphs[owners[0]])
+    candidate_steps = _by_step(candidate.records[owners[1]], graphs[1], candidate.graphs[owners[1]])
+    notes += _unpaired("step", sorted(reference_steps), sorted(candidate_steps))
+    for step, other in _partners(sorted(reference_steps), sorted(candidate_steps)):
+        if step != other:
+            notes.append(f"step {step} of the reference is step {other} of the candidate")
+        matching = _match_step(
+            reference, candidate, graphs, reference_steps[step], candidate_steps[other]
+        )
+        for match in matching.matches:
             pairs.append(
                 Pair(
-                    match.ours,
-                    match.theirs,
+                    match.record,
+                    match.partner,
                     "name" if match.same_name else "graph",
                     match.confidence,
-                    candidate_recipe=_reshaped(match.theirs, match.ours.shape),
+                    candidate_recipe=_reshaped(match.partner, match.record.shape),
                 )
             )
-        reasons.update({("reference", key): why for key, why in found.ours.items()})
-        reasons.update({("candidate", key): why for key, why in found.theirs.items()})
+        reasons.update({("reference", key): why for key, why in matching.reasons.items()})
+        reasons.update({("candidate", key): why for key, why in matching.partner_reasons.items()})
 
 
-def _found(
-    ours: _Side,
-    theirs: _Side,
+def _match_step(
+    reference: _Side,
+    candidate: _Side,
     graphs: tuple[OperatorGraph, OperatorGraph],
-    here: list[Record],
-    there: list[Record],
-) -> Found:
+    reference_records: list[Record],
+    candidate_records: list[Record],
+) -> Matching:
     first, second = graphs
-    mine, other = operators_of(here, first.prefix), operators_of(there, second.prefix)
+    operators, other = (
+        operators_of(reference_records, first.prefix),
+        operators_of(candidate_records, second.prefix),
+    )
     if first.kind == second.kind:
-        return match_fused(mine, other, first if first.nodes else second)
+        return match_fused(operators, other, first if first.nodes else second)
     if first.kind == "ge":
-        return match_fx(mine, other, first, _Bytes(theirs.run))
-    turned = match_fx(other, mine, second, _Bytes(ours.run))
-    return Found([match.turned for match in turned.matches], turned.theirs, turned.ours)
+        return match_fx(operators, other, first, _SameBytes(candidate.run))
+    # FX to GE is solved as GE to FX and flipped: the matcher always starts from GE operators.
+    flipped = match_fx(other, operators, second, _SameBytes(reference.run))
+    return Matching(
+        [match.flipped for match in flipped.matches], flipped.partner_reasons, flipped.reasons
+    )
 
 
-class _Bytes:
-    """Whether two tensors of one run hold the same bytes; large ones are seen in 16 places."""
+class _SameBytes:
+    """Whether two tensors of one run hold the same bytes; large ones are compared in 16 places."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
 
-    def __call__(self, one: Record, other: Record) -> bool:
-        if one.digest and other.digest:
-            return one.digest == other.digest
+    def __call__(self, first: Record, second: Record) -> bool:
+        if first.digest and second.digest:
+            return first.digest == second.digest
         try:
-            first, second = (_seen(self.run.raw(record)) for record in (one, other))
+            samples = [_sample(self.run.raw(record)) for record in (first, second)]
         except (DriftlineError, OSError, ValueError):
             return False
-        return first == second
+        return samples[0] == samples[1]
 
 
-def _seen(values: Storage) -> bytes:
-    if values.nbytes <= SEEN_WHOLE:
+def _sample(values: Storage) -> bytes:
+    # A large tensor is sampled at 16 places: enough to distinguish two inputs of one operator, and
+    # less than a megabyte is read.
+    if values.nbytes <= READ_WHOLE:
         return values.tobytes()
     starts = range(0, values.size, -(-values.size // 16))
     return b"".join(values[start : start + 1024].tobytes() for start in starts)
 
 
 def _reshaped(record: Record, shape: tuple[int, ...]) -> Recipe | None:
-    """Axes of one element are added or left out; any other shape is a finding."""
+    """Add or drop axes of size one; any other difference of shape is a finding."""
     if record.shape == shape or record.lost or math.prod(record.shape) != math.prod(shape):
         return None
     if [size for size in record.shape if size != 1] != [size for size in shape if size != 1]:

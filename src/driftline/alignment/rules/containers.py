@@ -1,7 +1,7 @@
-"""Containers of two models: those that hold the same leaves are the same part.
+"""Link the containers of two models: those that hold the same linked leaves are the same part.
 
-Works on what the leaves have settled. Where several nested containers hold the same leaves, class,
-shape and where their output comes from tell them apart; where nothing does, they stay alone.
+Runs after the leaves are linked. If several nested containers hold the same leaves, class, shape
+and the origin of their output decide; if these do not decide, the containers stay unpaired.
 """
 
 from __future__ import annotations
@@ -17,31 +17,36 @@ from driftline.alignment.rules.leaves import Link, align_sequences
 from driftline.alignment.sites.kinds import container_kind, kind_of
 from driftline.alignment.sites.site_graph import ROOTS, Call, enclosing
 
+# Below a leaf's 0.9: which of several nested containers is meant is inferred, not observed.
 _CONFIDENCE = 0.85
 
 Marks = Mapping[int, frozenset[int]]
-"""id of a leaf → the numbers of the links it has a part in."""
+"""id of a leaf → numbers of the links that it belongs to."""
 
 
 class Tree:
-    """One side: which leaves each container holds."""
+    """One run in one frame: which leaves each container holds."""
 
     def __init__(self, calls: Sequence[Call], marks: Marks) -> None:
         self.marks = marks
         by_site: dict[str, list[Call]] = defaultdict(list)
         for call in calls:
             by_site[call.site].append(call)
+        # Calls of one site are sorted by their end so that `_around` can find the one that
+        # contains a leaf by bisection.
         for group in by_site.values():
             group.sort(key=_ended)
         self.leaves: dict[int, list[Call]] = defaultdict(list)
+        # Inner calls and fused families are leaves of the comparison, whatever they
+        # contain.
         self.containers = [
             call for call in calls if not call.leaf and not call.inner and not call.parts
         ]
-        known = {id(call) for call in self.containers}
+        container_ids = {id(call) for call in self.containers}
         for leaf in calls:
             if leaf.leaf:
                 for call in _around(leaf, by_site):
-                    if id(call) in known:
+                    if id(call) in container_ids:
                         self.leaves[id(call)].append(leaf)
 
     def holds(self, call: Call) -> int:
@@ -49,73 +54,99 @@ class Tree:
         total = 0
         for leaf in self.leaves[id(call)]:
             for mark in self.marks.get(id(leaf), ()):
+                # XOR over spread marks is an order-independent hash of the set: two
+                # containers hold the same leaves exactly if these numbers are
+                # equal, without building sets for every container.
                 total ^= _spread(mark)
         return total
 
     def origin(self, call: Call) -> frozenset[int] | None:
-        """Links of the leaves whose output it hands on; empty for its own work; None: not known."""
-        if not call.makes:
+        """Links of the leaves whose output it returns; empty if it makes its own; None: unknown."""
+        if not call.output_value:
             return None
-        hands_on = [leaf for leaf in self.leaves[id(call)] if leaf.makes == call.makes]
+        hands_on = [
+            leaf for leaf in self.leaves[id(call)] if leaf.output_value == call.output_value
+        ]
         marks = frozenset(mark for leaf in hands_on for mark in self.marks.get(id(leaf), ()))
         return None if hands_on and not marks else marks
 
 
 def link_containers(
-    here: Tree, there: Tree, taken: set[int]
+    reference_tree: Tree, candidate_tree: Tree, used_calls: set[int]
 ) -> tuple[list[Link], dict[int, list[Call]]]:
-    """Link the containers of two models; and the partners that tied ones could have had."""
-    groups_here, groups_there = _groups(here, taken), _groups(there, taken)
+    """Link the containers of two models; also return the options of tied containers."""
+    reference_groups, candidate_groups = (
+        _groups(reference_tree, used_calls),
+        _groups(candidate_tree, used_calls),
+    )
     links: list[Link] = []
     ties: dict[int, list[Call]] = {}
-    for held, ours in groups_here.items():
-        theirs = groups_there.get(held)
-        if theirs is None:
+    # Containers that hold the same linked leaves form a chain of wrappers; outermost first on
+    # both sides, so the chains can be aligned like sequences.
+    for held, group in reference_groups.items():
+        partners = candidate_groups.get(held)
+        if partners is None:
             continue
-        worth = np.array([[_worth(here, a, there, b) for b in theirs] for a in ours], np.int32)
-        matched = align_sequences(np.arange(len(ours)), np.arange(len(theirs)), worth)
-        links += [Link(ours[i], theirs[j], _CONFIDENCE) for i, j in matched.pairs]
+        scores = np.array(
+            [[_score(reference_tree, a, candidate_tree, b) for b in partners] for a in group],
+            np.int32,
+        )
+        matched = align_sequences(np.arange(len(group)), np.arange(len(partners)), scores)
+        links += [Link(group[i], partners[j], _CONFIDENCE) for i, j in matched.pairs]
         used = {j for _, j in matched.pairs}
-        for i, places in matched.tied_here.items():
-            options = [theirs[j] for j in places if j not in used]
-            same = {(call.makes, call.fed_by) for call in options}
+        # A tie among wrappers that pass the same value through is harmless: any choice
+        # compares the same tensor, so the innermost one is taken.
+        for i, places in matched.tied_rows.items():
+            options = [partners[j] for j in places if j not in used]
+            same = {(call.output_value, call.input_value) for call in options}
             if options and len(same) == 1 and "" not in same.pop():
-                used.add(theirs.index(options[-1]))  # a wrapper hands on what it is given
-                links.append(Link(ours[i], options[-1], _CONFIDENCE))
+                used.add(partners.index(options[-1]))
+                links.append(Link(group[i], options[-1], _CONFIDENCE))
             else:
-                ties[id(ours[i])] = options
-        for j, places in matched.tied_there.items():
+                ties[id(group[i])] = options
+        for j, places in matched.tied_columns.items():
             if j not in used:
-                ties[id(theirs[j])] = [ours[i] for i in places]
+                ties[id(partners[j])] = [group[i] for i in places]
     return links, ties
 
 
 def link_across(
-    here: Tree, there: Tree, ours: Sequence[Call], theirs: Sequence[Call]
+    reference_tree: Tree,
+    candidate_tree: Tree,
+    reference_leaves: Sequence[Call],
+    candidate_leaves: Sequence[Call],
 ) -> list[Link]:
-    """Link leaves that are a container on the other side, none of whose leaves has a partner.
+    """Link a leaf with a container of the other side whose own leaves have no partner.
 
-    An attention of one call against one of modules: by its place between the linked leaves, its
-    kind and its shape.
+    For example, an attention that is one call with an attention made of modules. Position between
+    linked leaves, kind and shape must agree.
     """
-    links = [Link(a, b, _CONFIDENCE - 0.1) for a, b in _across(ours, here, theirs, there)]
-    return links + [Link(a, b, _CONFIDENCE - 0.1) for b, a in _across(theirs, there, ours, here)]
+    links = [
+        Link(a, b, _CONFIDENCE - 0.1)
+        for a, b in _across(reference_leaves, reference_tree, candidate_leaves, candidate_tree)
+    ]
+    return links + [
+        Link(a, b, _CONFIDENCE - 0.1)
+        for b, a in _across(candidate_leaves, candidate_tree, reference_leaves, reference_tree)
+    ]
 
 
 def _across(
-    leaves: Sequence[Call], mine: Tree, others: Sequence[Call], tree: Tree
+    leaves: Sequence[Call], own_tree: Tree, others: Sequence[Call], other_tree: Tree
 ) -> Iterator[tuple[Call, Call]]:
-    gaps_mine, gaps_tree = _gaps(leaves, mine.marks), _gaps(others, tree.marks)
+    # Leaves between the same two linked neighbours compete for one place; only a single
+    # candidate of the right kind and size may take it.
+    own_gaps, other_gaps = _gaps(leaves, own_tree.marks), _gaps(others, other_tree.marks)
     options: dict[tuple[int, str], list[Call]] = defaultdict(list)
-    for call in tree.containers:
-        inside = tree.leaves[id(call)]
-        where = {gaps_tree.get(id(leaf), -1) for leaf in inside}
+    for call in other_tree.containers:
+        inside = other_tree.leaves[id(call)]
+        where = {other_gaps.get(id(leaf), -1) for leaf in inside}
         if len(where) == 1 and -1 not in where and (kind := _part(call)):
             options[where.pop(), kind].append(call)
     alone: dict[tuple[int, str], list[Call]] = defaultdict(list)
     for leaf in leaves:
-        if id(leaf) in gaps_mine and (kind := _part(leaf)):
-            alone[gaps_mine[id(leaf)], kind].append(leaf)
+        if id(leaf) in own_gaps and (kind := _part(leaf)):
+            alone[own_gaps[id(leaf)], kind].append(leaf)
     for place, lone in alone.items():
         fitting = [call for call in options.get(place, ()) if call.features == lone[0].features]
         if len(lone) == 1 and len(fitting) == 1:
@@ -123,12 +154,12 @@ def _across(
 
 
 def link_uncalled(
-    ours: Sequence[Call], theirs: Sequence[Call], linked: Sequence[tuple[Call, Call]]
+    reference: Sequence[Call], candidate: Sequence[Call], linked: Sequence[tuple[Call, Call]]
 ) -> list[Link]:
-    """Link sites of which there are only parameters, such as the projection inside an attention.
+    """Link sites that only have parameters, such as the projection inside a fused attention.
 
-    They have no place in the order of execution; the linked site around them and the shapes of what
-    they hold must leave no doubt.
+    They are not part of the execution order. The linked site around them and the shapes of their
+    parameters must identify them.
     """
     names = {(a.site, b.site): number for number, (a, b) in enumerate(linked)}
     numbers = [dict[str, int](), dict[str, int]()]
@@ -136,17 +167,19 @@ def link_uncalled(
         for side, site in zip(numbers, pair, strict=True):
             side.setdefault(site, number)
     groups = [
-        _uncalled(calls, around) for calls, around in zip((ours, theirs), numbers, strict=True)
+        _uncalled(calls, around)
+        for calls, around in zip((reference, candidate), numbers, strict=True)
     ]
+    # Exactly one on each side, or none: parameters have no execution order that could break a tie.
     return [
-        Link(calls[0], groups[1][look][0], _CONFIDENCE)
-        for look, calls in groups[0].items()
-        if len(calls) == 1 == len(groups[1].get(look, ()))
+        Link(calls[0], groups[1][signature][0], _CONFIDENCE)
+        for signature, calls in groups[0].items()
+        if len(calls) == 1 == len(groups[1].get(signature, ()))
     ]
 
 
 def _uncalled(calls: Sequence[Call], around: Mapping[str, int]) -> dict[object, list[Call]]:
-    found: dict[object, list[Call]] = defaultdict(list)
+    groups: dict[object, list[Call]] = defaultdict(list)
     for call in calls:
         if call.called or not call.leaf or call.inner:
             continue
@@ -154,31 +187,33 @@ def _uncalled(calls: Sequence[Call], around: Mapping[str, int]) -> dict[object, 
         holder = next(holders, None)
         if holder is not None:
             shapes = sorted((record.key.port, record.shape) for record in call.records)
-            found[around[holder], call.kind, tuple(shapes)].append(call)
-    return found
+            groups[around[holder], call.kind, tuple(shapes)].append(call)
+    return groups
 
 
 def _part(call: Call) -> str:
-    known = kind_of(call.class_name)
-    return known if known == "core attention" else container_kind(call.class_name)
+    # An attention may be a leaf in one model and a container in the other; both names must
+    # meet.
+    kind = kind_of(call.class_name)
+    return kind if kind == "core attention" else container_kind(call.class_name)
 
 
 def _gaps(leaves: Sequence[Call], marks: Marks) -> dict[int, int]:
-    """For each leaf without a link: the number of the last link before it."""
+    """For each unlinked leaf: the number of the last link before it."""
     gaps: dict[int, int] = {}
     last = -2
     for leaf in leaves:
-        if mine := marks.get(id(leaf)):
-            last = max(mine)
+        if own_marks := marks.get(id(leaf)):
+            last = max(own_marks)
         else:
             gaps[id(leaf)] = last
     return gaps
 
 
-def _groups(tree: Tree, taken: set[int]) -> dict[int, list[Call]]:
+def _groups(tree: Tree, used_calls: set[int]) -> dict[int, list[Call]]:
     groups: dict[int, list[Call]] = defaultdict(list)
     for call in tree.containers:
-        if id(call) not in taken and (held := tree.holds(call)):
+        if id(call) not in used_calls and (held := tree.holds(call)):
             groups[held].append(call)
     for calls in groups.values():
         calls.sort(key=_depth)
@@ -189,20 +224,26 @@ def _depth(call: Call) -> tuple[int, int]:
     return (0 if call.site in ROOTS else 1 + sum(1 for _ in enclosing(call.site)), call.order)
 
 
-def _worth(here: Tree, ours: Call, there: Tree, theirs: Call) -> int:
-    kinds = container_kind(ours.class_name), container_kind(theirs.class_name)
+def _score(reference_tree: Tree, reference: Call, candidate_tree: Tree, candidate: Call) -> int:
+    kinds = container_kind(reference.class_name), container_kind(candidate.class_name)
     same = kinds[0] == kinds[1] != ""
     if all(kinds) and not same:
         return 0
-    if ours.features != theirs.features:
+    # Unequal feature sizes cannot hold the same tensor, whatever the classes are called.
+    if reference.features != candidate.features:
         return 0
-    from_here, from_there = here.origin(ours), there.origin(theirs)
-    if from_here is not None and from_there is not None and not same:
-        # One hands on a leaf's output and the other makes something of it: not one tensor.
-        together = from_here & from_there if from_here else not from_there
+    reference_origin, candidate_origin = (
+        reference_tree.origin(reference),
+        candidate_tree.origin(candidate),
+    )
+    if reference_origin is not None and candidate_origin is not None and not same:
+        # One returns a leaf's output and the other computes something from it: different tensors.
+        together = reference_origin & candidate_origin if reference_origin else not candidate_origin
         if not together:
             return 0
-    return 4 + 2 * same + (ours.class_name == theirs.class_name)
+    # Any fitting pair scores 4, so that kind and class only order the candidates among
+    # themselves.
+    return 4 + 2 * same + (reference.class_name == candidate.class_name)
 
 
 def _around(leaf: Call, by_site: Mapping[str, list[Call]]) -> Iterator[Call]:
@@ -213,8 +254,8 @@ def _around(leaf: Call, by_site: Mapping[str, list[Call]]) -> Iterator[Call]:
             if len(calls) == 1:
                 yield calls[0]
             else:  # the first to end after the leaf began
-                at = bisect.bisect_left(calls, leaf.order, key=_ended)
-                yield calls[at if at < len(calls) else 0]
+                index = bisect.bisect_left(calls, leaf.order, key=_ended)
+                yield calls[index if index < len(calls) else 0]
 
 
 def _ended(call: Call) -> int:
@@ -222,5 +263,5 @@ def _ended(call: Call) -> int:
 
 
 def _spread(mark: int) -> int:
-    """A number whose bits look random, so that sums over sets tell the sets apart."""
+    """A number with random-looking bits, so that the XOR over a set identifies the set."""
     return int.from_bytes(hashlib.blake2b(mark.to_bytes(8, "little"), digest_size=16).digest())

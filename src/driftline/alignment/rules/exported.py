@@ -1,8 +1,14 @@
-"""A model against a graph that names none of its modules: layers with weights, in order.
+"""Pairs between a model and an exported graph, or between two exported graphs.
 
-The graph's list of what it does with weights (products, convolutions, norms, look-ups) is laid over
-the model's leaves of the same kinds. Order, kind and shape decide; what is not the only answer
-stays alone. A batch norm that an exporter worked into its convolution is known by its absence.
+Three cases, in the order of this file:
+- The graph does not name the model's modules: its nodes with weights (products, convolutions,
+  norms, look-ups) are aligned in order with the model's layers of the same kinds. A batch norm that
+  the exporter folded into its convolution is recognised by its absence.
+- Names agree: what names left unpaired is paired by value names, bytes and signatures.
+- `align_exported` chooses between the two and returns a plan; `with_calls` pairs an exported graph
+  with a compiled one.
+
+The rule knows graphs and digests; it opens no tensor.
 """
 
 from __future__ import annotations
@@ -18,211 +24,269 @@ from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.recipe import Recipe, Step
 from driftline.alignment.rules.leaves import align_sequences
 from driftline.alignment.rules.module_borders import (
-    LOOK,
     MADE,
-    Left,
-    either_way,
-    take_outputs,
-    take_turned,
-    without_places,
+    SIGNATURE,
+    Draft,
+    is_square,
+    pair_outputs,
+    pair_time_first,
+    without_tuple_positions,
 )
-from driftline.alignment.sites.exported_graph import (
+from driftline.alignment.sites.kinds import kind_of, same_kind
+from driftline.alignment.sites.site_graph import Call, calls_of, frames_of, main_tensor
+from driftline.graphs.sources.exported import (
     ROOT,
     ExportedGraph,
     Fusion,
     exported_graph,
     listed,
-    names_fit,
     without_number,
 )
-from driftline.alignment.sites.kinds import kind_of, same_kind
-from driftline.alignment.sites.site_graph import Call, calls_of, frames_of, main_tensor
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
+# Only these kinds carry weights in every exported file; anything else may be folded or fused away.
 _KINDS = ("linear", "conv", "embedding", "norm", "norm.layer", "norm.rms", "norm.batch")
+_NORM = "norm.batch"
 
 
-class Work(NamedTuple):
-    """One node with weights.
+class WeightedNode(NamedTuple):
+    """A node of an exported graph that has weights.
 
     Attributes:
-        kind: What it does.
-        takes: The value it works on.
-        makes: The site of what it makes.
-        shape: Of that; None where it is not known.
-        norm_after: A batch norm of its own reads it.
+        kind: The kind of layer it is.
+        input_value: The value that it reads.
+        output_site: The site of its output.
+        shape: Shape of its output; None where it is not known.
+        norm_after: A batch norm of its own reads the output.
     """
 
     kind: str
-    takes: str
-    makes: str
+    input_value: str
+    output_site: str
     shape: tuple[int, ...] | None
     norm_after: bool
 
 
-def work_of(about: Mapping[str, Any]) -> Work:
-    """A work from a topology."""
+def weighted_node(about: Mapping[str, Any]) -> WeightedNode:
+    """A weighted node from its entry in a topology."""
     shape = about.get("shape")
     sizes = cast("list[int]", shape) if isinstance(shape, list) else None
-    known = tuple(int(size) for size in sizes) if sizes is not None else None
-    return Work(
+    extents = tuple(int(size) for size in sizes) if sizes is not None else None
+    return WeightedNode(
         str(about.get("kind", "")),
         str(about.get("takes", "")),
         str(about.get("makes", "")),
-        known,
+        extents,
         bool(about.get("norm_after")),
     )
 
 
-class Linked(NamedTuple):
-    """Tensors that belong together, and what of a model lies inside the graph's fused nodes.
+class LinkedTensors(NamedTuple):
+    """Paired tensors, and what of the model is computed inside fused nodes of the graph.
 
     Attributes:
-        pairs: Of the model, and of the graph.
-        fusions: Nodes of the graph, with what of the model went into them.
+        pairs: A tensor of the model and one of the graph.
+        fusions: Nodes of the graph, with the parts of the model that they contain.
     """
 
     pairs: list[tuple[Record, Record]]
     fusions: list[Fusion]
 
 
-def link_works(model: Sequence[Record], graph: Sequence[Record], about: ExportedGraph) -> Linked:
-    """Tensors of a model's leaves with those of the graph's works, step by step."""
-    found = Linked([], [])
-    works = [work_of(work) for work in about.works]
-    there = frames_of(graph)
+def link_weighted_nodes(
+    model: Sequence[Record], graph: Sequence[Record], about: ExportedGraph
+) -> LinkedTensors:
+    """Pair tensors of a model's layers with those of the graph's weighted nodes, step by step."""
+    linked = LinkedTensors([], [])
+    weighted_nodes = [weighted_node(node) for node in about.weighted_nodes]
+    graph_frames = frames_of(graph)
     for frame, records in frames_of(model).items():
-        if frame in there:
-            one = _in_frame(sorted(records, key=lambda r: r.order), there[frame], works, about)
-            found.pairs.extend(one.pairs)
-            found.fusions.extend(fusion for fusion in one.fusions if fusion not in found.fusions)
-    return found
+        if frame in graph_frames:
+            in_frame = _in_frame(
+                sorted(records, key=lambda r: r.order), graph_frames[frame], weighted_nodes, about
+            )
+            linked.pairs.extend(in_frame.pairs)
+            linked.fusions.extend(
+                fusion for fusion in in_frame.fusions if fusion not in linked.fusions
+            )
+    return linked
+
+
+class _GraphTensors(NamedTuple):
+    """The recorded tensors of a graph in one frame: outputs by site, inputs by value."""
+
+    made: Mapping[str, Record]
+    read: Mapping[str, Record]
+
+
+def _graph_tensors(records: Sequence[Record]) -> _GraphTensors:
+    made = {r.key.site: r for r in records if r.key.port == "output" and not r.alias}
+    read: dict[str, Record] = {}
+    # Several nodes may read one value; the first reader stands for all of them.
+    for record in records:
+        if record.key.port == "input":
+            read.setdefault(record.key.slot, record)
+    return _GraphTensors(made, read)
 
 
 def _in_frame(
-    model: Sequence[Record], graph: Sequence[Record], works: Sequence[Work], about: ExportedGraph
-) -> Linked:
-    made = {r.key.site: r for r in graph if r.key.port == "output" and not r.alias}
-    read: dict[str, Record] = {}
-    for record in graph:
-        if record.key.port == "input":
-            read.setdefault(record.key.slot, record)
+    model: Sequence[Record],
+    graph: Sequence[Record],
+    nodes: Sequence[WeightedNode],
+    about: ExportedGraph,
+) -> LinkedTensors:
+    tensors = _graph_tensors(graph)
     leaves = [c for c in calls_of(model) if c.leaf and c.called and c.kind in _KINDS]
-    norms = {call.fed_by: call for call in leaves if call.kind == "norm.batch" and call.fed_by}
-    merged = not any(work.kind == "norm.batch" for work in works)
-    if merged:
-        leaves = [call for call in leaves if call.kind != "norm.batch"]
-    found = Linked([], [])
-    for call, work in _matched(leaves, list(works), made):
-        after = norms.get(call.makes) if merged and call.makes and not work.norm_after else None
-        output = main_tensor((after or call).records, "output")
+    norms: dict[str, Call] = {}
+    # An export without a single batch norm has folded them all into the convolutions before them.
+    if not any(node.kind == _NORM for node in nodes):
+        norms = {c.input_value: c for c in leaves if c.kind == _NORM and c.input_value}
+        leaves = [call for call in leaves if call.kind != _NORM]
+    linked = LinkedTensors([], [])
+    for call, node in _matched(leaves, nodes, tensors.made):
+        # A folded convolution computes what the model's batch norm gives, so that is its partner,
+        # unless the graph still has a norm of its own after it.
+        norm = norms.get(call.output_value) if call.output_value and not node.norm_after else None
         source = main_tensor(call.records, "input")
-        for own, other in ((source, read.get(work.takes)), (output, made.get(work.makes))):
+        output = main_tensor((norm or call).records, "output")
+        for own, other in (
+            (source, tensors.read.get(node.input_value)),
+            (output, tensors.made.get(node.output_site)),
+        ):
             if own is not None and other is not None and own.shape == other.shape:
-                found.pairs.append((own, other))
-        holds = [(call.site, call.visit, "output")] if after or work.makes not in made else []
-        if after is not None:
-            holds.append((after.site, after.visit, "input"))
-            holds += [(after.site, after.visit, "output")] if work.makes not in made else []
-        node = work.makes if work.makes in made else about.inside.get(work.makes, "")
-        if holds and node:
-            values = [str(value) for value in listed(about.nodes.get(node, {}).get("values"))]
-            takers = [read[value].key for value in values if value in read]
-            at = [(key.site, key.visit, "input", key.slot) for key in takers]
-            kind = str(about.nodes.get(node, {}).get("class", ""))
-            found.fusions.append(Fusion(node, kind, tuple(holds), ((node, 0, "output", "0"), *at)))
-    return found
+                linked.pairs.append((own, other))
+        if (fusion := _fusion(call, norm, node, tensors, about)) is not None:
+            linked.fusions.append(fusion)
+    return linked
+
+
+def _fusion(
+    call: Call, norm: Call | None, node: WeightedNode, tensors: _GraphTensors, about: ExportedGraph
+) -> Fusion | None:
+    """What of a layer, and of the norm that was folded into it, the graph no longer computes.
+
+    It lies inside the node that computes the whole, and is compared there.
+    """
+    is_kept = node.output_site in tensors.made
+    holder = node.output_site if is_kept else about.inside.get(node.output_site, "")
+    holds = [] if norm is None and is_kept else [(call.site, call.visit, "output")]
+    if norm is not None:
+        holds.append((norm.site, norm.visit, "input"))
+        if not is_kept:
+            holds.append((norm.site, norm.visit, "output"))
+    if not holds or not holder:
+        return None
+    described = about.nodes.get(holder, {})
+    values = [str(value) for value in listed(described.get("values"))]
+    readers = [tensors.read[value].key for value in values if value in tensors.read]
+    places = [(key.site, key.visit, "input", key.slot) for key in readers]
+    kind = str(described.get("class", ""))
+    return Fusion(holder, kind, tuple(holds), ((holder, 0, "output", "0"), *places))
 
 
 def _matched(
-    leaves: list[Call], works: list[Work], made: Mapping[str, Record]
-) -> list[tuple[Call, Work]]:
-    shapes = [made[w.makes].shape if w.makes in made else w.shape for w in works]
-    worth = np.zeros((len(leaves), len(works)), np.int32)
+    leaves: Sequence[Call], nodes: Sequence[WeightedNode], made: Mapping[str, Record]
+) -> list[tuple[Call, WeightedNode]]:
+    """Layers and nodes in order; only what has a single best partner."""
+    shapes = [made[n.output_site].shape if n.output_site in made else n.shape for n in nodes]
+    scores = np.zeros((len(leaves), len(nodes)), np.int32)
     for row, call in enumerate(leaves):
-        for column, (work, shape) in enumerate(zip(works, shapes, strict=True)):
+        for column, (node, shape) in enumerate(zip(nodes, shapes, strict=True)):
             fits = shape is None or shape == call.out
-            if fits and same_kind(call.kind, work.kind) == 2:
-                worth[row, column] = 2 if shape is not None else 1
-    if len(leaves) == len(works) and all(worth[at, at] for at in range(len(works))):
-        return list(zip(leaves, works, strict=True))
-    if not leaves or not works:
+            # Only the same kind of layer may pair: a guess between two classes is left to other
+            # rules.
+            if fits and same_kind(call.kind, node.kind) == 2:
+                scores[row, column] = 2 if shape is not None else 1
+    # Equal counts with fitting shapes throughout need no alignment, and it is the usual case.
+    if len(leaves) == len(nodes) and all(scores[index, index] for index in range(len(nodes))):
+        return list(zip(leaves, nodes, strict=True))
+    if not leaves or not nodes:
         return []
     try:
-        matched = align_sequences(np.arange(len(leaves)), np.arange(len(works)), worth)
+        matched = align_sequences(np.arange(len(leaves)), np.arange(len(nodes)), scores)
     except ValueError:
         return []
-    return [(leaves[i], works[j]) for i, j in matched.pairs]
+    return [(leaves[i], nodes[j]) for i, j in matched.pairs]
 
 
-# A model against a graph that was exported from it: what names leave over, by what the graph
-# says.
+# --- what names left unpaired
 
 
-SAME, WORK = 0.9, 0.7
-"""Confidence of what holds the same bytes, and of layers whose order says which is which."""
+SAME_BYTES, IN_ORDER = 0.9, 0.7
+"""Confidence of tensors with the same bytes, and of layers that are paired in order."""
 
 _DEQUANTISED = "_DequantizeLinear_Output"
-"""How onnxruntime.quantization calls what a tensor is after it was quantised."""
-_NORM = "norm.batch"
+"""Suffix that onnxruntime.quantization gives to a value after quantising and dequantising it."""
 _Call = tuple[int, int, int, str, int]
+"""Rank, process, step, site and visit."""
+_Bytes = tuple[int, int, int, str, tuple[int, ...]]
+"""Rank, process, step, digest and shape."""
 
 
 def pair_exported(
-    plan: Plan, ours: ExportedGraph | None, theirs: ExportedGraph | None
+    plan: Plan, reference: ExportedGraph | None, candidate: ExportedGraph | None
 ) -> tuple[list[Pair], dict[tuple[str, TensorKey], str]]:
-    """Pairs for what names have left over, and why the rest is alone.
+    """Pairs for what names left unpaired, and reasons for the rest.
 
     Args:
         plan: What names have paired.
-        ours: The reference's graph; None if it is a model that ran as it is.
-        theirs: The candidate's.
+        reference: The reference's graph; None if the reference is a model, not a graph.
+        candidate: The candidate's graph, likewise.
     """
-    left = Left(plan)
-    if ours is not None and theirs is not None:
-        _by_value(left, ours, theirs)
-        _by_code(left, ours, theirs)
-        for graph, turned in ((ours, False), (theirs, True)):
-            _fused(graph, left, turned)
-        _same_bytes(left, exported_first=False, only_modules=ours)
+    draft = Draft(plan)
+    # Two graphs name their values; a model and a graph share only modules. The order inside
+    # each branch goes from what names say to what bytes say.
+    if reference is not None and candidate is not None:
+        _by_value(draft, reference, candidate)
+        _by_code(draft, reference, candidate)
+        for graph, turned in ((reference, False), (candidate, True)):
+            _fused(graph, draft, turned)
+        _same_bytes(draft, exported_first=False, only_modules=reference)
     else:
-        _repeated_modules(left, exported_first=ours is not None)
-        take_outputs(left, by_look=False)
-        _inputs(left)
-        take_outputs(left, by_look=True)
-        take_turned(left, exported_first=ours is not None)
-        _worked_in(left, ours or theirs, exported_first=ours is not None)
-        _same_bytes(left, exported_first=ours is not None)
-    return left.found, _reasons(left, ours, theirs)
+        _repeated_modules(draft, exported_first=reference is not None)
+        # Outputs by value first, then inputs, then outputs by signature: each step leaves
+        # fewer rivals for the next, weaker one.
+        pair_outputs(draft, by_signature=False)
+        _inputs(draft)
+        pair_outputs(draft, by_signature=True)
+        pair_time_first(draft, exported_first=reference is not None)
+        _folded_norms(draft, reference or candidate, exported_first=reference is not None)
+        _same_bytes(draft, exported_first=reference is not None)
+    return draft.new_pairs, _reasons(draft, reference, candidate)
 
 
 def pair_unnamed(
-    plan: Plan, ours: ExportedGraph | None, theirs: ExportedGraph | None
+    plan: Plan, reference: ExportedGraph | None, candidate: ExportedGraph | None
 ) -> tuple[list[Pair], dict[tuple[str, TensorKey], str], list[Fusion]]:
-    """Pairs where the graph names no modules of the model: layers with weights, in order.
+    """Pairs in order, for a graph that does not name the model's modules.
 
-    Nothing where both are graphs, or none is. Third comes what lies inside of the graph's nodes.
+    Returns pairs, reasons and fusions; nothing if both sides are graphs, or neither is.
     """
-    graph = ours if ours is not None else theirs
-    if graph is None or (ours is not None and theirs is not None):
+    graph = reference if reference is not None else candidate
+    if graph is None or (reference is not None and candidate is not None):
         return [], {}, []
 
-    first = ours is not None
-    # All of both sides, so that what is paired already keeps its place in the order.
-    here = [*(pair.reference for pair in plan.pairs), *plan.missing]
-    there = [*(pair.candidate for pair in plan.pairs), *plan.extra]
-    model, values = (there, here) if first else (here, there)
-    left = Left(plan)
-    linked = link_works(model, values, graph)
+    graph_first = reference is not None
+    # Paired tensors are included, so that they keep their place in the order.
+    reference_records = [*(pair.reference for pair in plan.pairs), *plan.missing]
+    candidate_records = [*(pair.candidate for pair in plan.pairs), *plan.extra]
+    model, values = (
+        (candidate_records, reference_records)
+        if graph_first
+        else (reference_records, candidate_records)
+    )
+    draft = Draft(plan)
+    linked = link_weighted_nodes(model, values, graph)
     for own, value in linked.pairs:
-        both = (value, own) if first else (own, value)
-        if id(both[0]) in left.here and id(both[1]) in left.there:
-            left.take(*both, WORK, "structure")
-    if not left.found:
+        ordered = (value, own) if graph_first else (own, value)
+        if id(ordered[0]) in draft.missing and id(ordered[1]) in draft.extra:
+            draft.pair(*ordered, IN_ORDER, "structure")
+    # Without a single layer in order there is no evidence that the two belong together at all.
+    if not draft.new_pairs:
         return [], {}, []
-    _same_bytes(left, exported_first=first)
-    return left.found, _reasons(left, ours, theirs), linked.fusions
+    _same_bytes(draft, exported_first=graph_first)
+    return draft.new_pairs, _reasons(draft, reference, candidate), linked.fusions
 
 
 def _call(record: Record) -> _Call:
@@ -230,17 +294,22 @@ def _call(record: Record) -> _Call:
     return (key.rank, key.process, key.step, key.site, key.visit)
 
 
-def loosened(plan: Plan, ours: ExportedGraph | None, theirs: ExportedGraph | None) -> Plan:
-    """Without pairs by names that say nothing: of a value that only one of two graphs rounds, and
-    of the place in a tuple where one side is no graph.
+def without_uncertain_pairs(
+    plan: Plan, reference: ExportedGraph | None, candidate: ExportedGraph | None
+) -> Plan:
+    """The plan without pairs whose names prove nothing.
+
+    Between two graphs: values that only one of them rounds. Between a model and a graph: outputs
+    that only a position in a tuple has paired.
     """
-    if ours is None or theirs is None:
-        graph = ours if ours is not None else theirs
+    if reference is None or candidate is None:
+        graph = reference if reference is not None else candidate
         if graph is None:
             return plan
-        return without_places(plan, graph, exported_first=ours is not None)
-    rounded = ours.quantised() ^ theirs.quantised()
-    sites = {site for value, site in ours.values().items() if value in rounded}
+        return without_tuple_positions(plan, graph, exported_first=reference is not None)
+    # A value that only one graph rounds has another content under the same name.
+    rounded = reference.quantised() ^ candidate.quantised()
+    sites = {site for value, site in reference.values().items() if value in rounded}
     loose = [
         pair
         for pair in plan.pairs
@@ -256,215 +325,256 @@ def loosened(plan: Plan, ours: ExportedGraph | None, theirs: ExportedGraph | Non
     )
 
 
-def _by_value(left: Left, ours: ExportedGraph, theirs: ExportedGraph) -> None:
-    """Outputs of nodes by the names of values; a quantised one by what its integers stand for."""
-    here, there = ours.values(), theirs.values()
-    rounded = ours.quantised() ^ theirs.quantised()
-    mine, others = _outputs(left.here.values()), _outputs(left.there.values())
-    for value, site in here.items():
+def _by_value(draft: Draft, reference: ExportedGraph, candidate: ExportedGraph) -> None:
+    """Pair outputs of nodes by value names; a quantised value by the value it represents."""
+    reference_values, candidate_values = reference.values(), candidate.values()
+    rounded = reference.quantised() ^ candidate.quantised()
+    own_outputs, others = _outputs(draft.missing.values()), _outputs(draft.extra.values())
+    # onnxruntime's quantiser appends a suffix to the values it rounds, so names are tried with
+    # and without it.
+    for value, site in reference_values.items():
         for name in (f"{value}{_DEQUANTISED}", value, value.removesuffix(_DEQUANTISED)):
             if name == value and value in rounded:
                 continue
-            for record in mine.get(site, ()) if name in there else ():
-                for other in others.get(there[name], ()):
-                    same = record.key.step == other.key.step and _look(record) == _look(other)
-                    if same and id(record) in left.here and id(other) in left.there:
-                        left.take(record, other, 1.0)
+            for record in own_outputs.get(site, ()) if name in candidate_values else ():
+                for other in others.get(candidate_values[name], ()):
+                    same = record.key.step == other.key.step and _signature(record) == _signature(
+                        other
+                    )
+                    if same and id(record) in draft.missing and id(other) in draft.extra:
+                        draft.pair(record, other, 1.0)
 
 
-def _by_code(left: Left, ours: ExportedGraph, theirs: ExportedGraph) -> None:
-    """A value against the integers that stand for it on the other side."""
-    for graph, other, codes_first in ((ours, theirs, True), (theirs, ours, False)):
-        coded = _outputs((left.here if codes_first else left.there).values())
-        plain = _outputs((left.there if codes_first else left.here).values())
-        taken = _inputs_by_value((left.there if codes_first else left.here).values())
+def _by_code(draft: Draft, reference: ExportedGraph, candidate: ExportedGraph) -> None:
+    """Pair a value with its quantised codes on the other side."""
+    for graph, other, codes_first in ((reference, candidate, True), (candidate, reference, False)):
+        coded = _outputs((draft.missing if codes_first else draft.extra).values())
+        plain = _outputs((draft.extra if codes_first else draft.missing).values())
+        read_by_value = _inputs_by_value((draft.extra if codes_first else draft.missing).values())
         makers = other.values()
         for site, about in graph.codes.items():
+            # The topology comes from a file that others write: a short or mistyped
+            # entry is skipped.
             of, scale, zero, dtype = (*listed(about), "", None, None, "")[:4]
             if site in other.codes or not isinstance(scale, float) or not isinstance(zero, float):
                 continue
             for record in coded.get(site, ()):
-                for value in (*plain.get(makers.get(str(of), ""), ()), *taken.get(str(of), ())):
+                for value in (
+                    *plain.get(makers.get(str(of), ""), ()),
+                    *read_by_value.get(str(of), ()),
+                ):
                     if record.shape == value.shape and record.key.step == value.key.step:
+                        # onnxruntime may turn int8 codes into uint8 while it optimises, which moves
+                        # the zero point by 128.
                         step = Step("dequantise", factor=scale, zero=zero + _shift(dtype, record))
-                        left.take_decoded(
+                        draft.pair_decoded(
                             record, value, Recipe((record,), (step,), record.shape), codes_first
                         )
 
 
 def _inputs_by_value(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """What nodes take, by the name of the value: a float that the other side takes as integers."""
-    found: dict[str, list[Record]] = defaultdict(list)
+    """Inputs of nodes by value name."""
+    by_value: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         if record.key.port == "input" and "/" in record.key.site:
-            found[record.key.slot].append(record)
-    return found
+            by_value[record.key.slot].append(record)
+    return by_value
 
 
 def _shift(dtype: object, record: Record) -> float:
-    """How much further the zero point lies where int8 was made uint8, or the other way."""
+    """Shift of the zero point where int8 became uint8, or the other way round."""
     moved = {("int8", "uint8"): 128.0, ("uint8", "int8"): -128.0}
     return moved.get((str(dtype), record.dtype), 0.0)
 
 
 def _outputs(records: Iterable[Record]) -> dict[str, list[Record]]:
-    found: dict[str, list[Record]] = defaultdict(list)
+    by_site: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         if record.key.port == "output":
-            found[record.key.site].append(record)
-    return found
+            by_site[record.key.site].append(record)
+    return by_site
 
 
-def _fused(graph: ExportedGraph, left: Left, turned: bool) -> None:
-    """Inputs of fused nodes, at whatever node reads the same value on the other side."""
-    fused, plain = (left.there, left.here) if turned else (left.here, left.there)
+def _fused(graph: ExportedGraph, draft: Draft, turned: bool) -> None:
+    """Pair inputs of fused nodes with the node that reads the same value on the other side."""
+    fused, plain = (draft.extra, draft.missing) if turned else (draft.missing, draft.extra)
     reads: dict[tuple[int, int, int, str, str], list[Record]] = defaultdict(list)
     for record in plain.values():
         if record.key.port == "input":
             rank, process, step, site, _ = _call(record)
             reads[rank, process, step, site, record.key.slot].append(record)
     for record in list(fused.values()):
+        # A fused node may read what several of its members read, so partners are used up one by
+        # one.
         if record.key.port != "input":
             continue
         rank, process, step, site, _ = _call(record)
         for other in graph.replaced_by(site):
-            at = reads.get((rank, process, step, other, record.key.slot))
-            if at:
-                partner = at.pop(0)
-                left.take(*((partner, record) if turned else (record, partner)), 1.0)
+            readers = reads.get((rank, process, step, other, record.key.slot))
+            if readers:
+                partner = readers.pop(0)
+                draft.pair(*((partner, record) if turned else (record, partner)), 1.0)
                 break
 
 
-def _repeated_modules(left: Left, *, exported_first: bool) -> None:
-    """torch's older exporter calls the second call of `relu` by `relu_1`."""
-    graph, model = (left.here, left.there) if exported_first else (left.there, left.here)
-    known: dict[_Call, list[Record]] = defaultdict(list)
+def _repeated_modules(draft: Draft, *, exported_first: bool) -> None:
+    """Pair repeated calls: torch's older exporter names the second call of `relu` `relu_1`."""
+    graph, model = (draft.missing, draft.extra) if exported_first else (draft.extra, draft.missing)
+    by_call: dict[_Call, list[Record]] = defaultdict(list)
     for record in model.values():
-        known[_call(record)].append(record)
+        by_call[_call(record)].append(record)
+    # Older exporters number repeated calls of one module instead of naming the call.
     for record in list(graph.values()):
         for site, number in without_number(record.key.site):
             key = record.key
-            for other in known.get((key.rank, key.process, key.step, site, number), ()):
+            for other in by_call.get((key.rank, key.process, key.step, site, number), ()):
                 alike = other.key.port == key.port and other.shape == record.shape
                 if alike and id(other) in model and key.port == "output":
-                    left.take(*((record, other) if exported_first else (other, record)), MADE)
+                    draft.pair(*((record, other) if exported_first else (other, record)), MADE)
                     break
 
 
-def _worked_in(left: Left, graph: ExportedGraph | None, *, exported_first: bool) -> None:
-    """What a convolution with a batch norm in it gives is what the model's batch norm gives."""
-    values, model = (left.here, left.there) if exported_first else (left.there, left.here)
+def _folded_norms(draft: Draft, graph: ExportedGraph | None, *, exported_first: bool) -> None:
+    """Pair a convolution that contains a folded batch norm with the model's batch norm."""
+    values, model = (draft.missing, draft.extra) if exported_first else (draft.extra, draft.missing)
     made = _outputs(values.values())
-    given = _outputs(model.values())
+    module_outputs = _outputs(model.values())
+    # Within the model, equal bytes show which norm reads a convolution; the graph no longer says.
     takers = {
         (record.key.step, record.digest): record
         for record in model.values()
         if record.key.port == "input" and record.digest and kind_of(record.class_name) == _NORM
     }
-    for site, node in graph.reworked.items() if graph is not None else ():
-        for record in given.get(site, ()):
+    for site, node in graph.folded_norms.items() if graph is not None else ():
+        for record in module_outputs.get(site, ()):
             taker = takers.get((record.key.step, record.digest))
-            for norm in given.get(taker.key.site, ()) if taker is not None else ():
+            for norm in module_outputs.get(taker.key.site, ()) if taker is not None else ():
                 for value in made.get(node, ()):
                     same = norm.key.step == value.key.step == record.key.step
                     if same and norm.shape == value.shape and id(norm) in model:
-                        left.take(*((value, norm) if exported_first else (norm, value)), MADE)
+                        draft.pair(*((value, norm) if exported_first else (norm, value)), MADE)
 
 
-def _inputs(left: Left) -> None:
-    """Inputs of calls that belong together, by who made them; by their looks where nobody knows.
+def _inputs(draft: Draft) -> None:
+    """Pair inputs of paired calls by their makers, else by signature.
 
-    What one module computes first an exporter may leave to another that computes the same. So an
-    input whose maker is known is never set against one of another maker.
+    If two modules compute the same value, an exporter may keep either of them. So an input with a
+    known maker is never paired with an input of another maker.
     """
     partner: dict[_Call, _Call] = {}
     twins: dict[tuple[int, str], set[str]] = defaultdict(set)
-    for pair in left.pairs:
+    for pair in draft.pairs:
         partner.setdefault(_call(pair.reference), _call(pair.candidate))
         if pair.reference.digest and pair.candidate.digest:
             twins[pair.reference.key.step, pair.reference.digest].add(pair.candidate.digest)
-    for call in _calls(left.here.values(), left.there.values()):
-        partner.setdefault(call, call)  # a module whose output is computed nowhere
-    here, there = _by_call(left.here.values()), _by_call(left.there.values())
+    for call in _calls(draft.missing.values(), draft.extra.values()):
+        # A module whose output is computed nowhere in the graph still has inputs to compare.
+        partner.setdefault(call, call)
+    reference_calls, candidate_calls = (
+        _by_call(draft.missing.values()),
+        _by_call(draft.extra.values()),
+    )
+    # A value that some pair has claimed may not be paired again by its signature.
     made = set[str]().union(*twins.values())
-    for call, mine in here.items():
-        others = list(there.get(partner.get(call, call), ()))
-        mine = list(mine)
-        for record in list(mine):
+    for call, own in reference_calls.items():
+        others = list(candidate_calls.get(partner.get(call, call), ()))
+        own = list(own)
+        for record in list(own):
             digests = twins.get((record.key.step, record.digest), set())
-            same = [one for one in others if one.digest in digests and one.shape == record.shape]
+            same = [
+                option
+                for option in others
+                if option.digest in digests and option.shape == record.shape
+            ]
             if same:
-                left.take(record, same[0], MADE)
-                mine.remove(record)
+                draft.pair(record, same[0], MADE)
+                own.remove(record)
                 others.remove(same[0])
-        for record in mine:
-            rivals = [one for one in mine if _look(one) == _look(record)]
-            alike = [one for one in others if _look(one) == _look(record)]
+        for record in own:
+            # Signature pairs are guesses, so each side must have exactly one tensor of
+            # that signature.
+            rivals = [option for option in own if _signature(option) == _signature(record)]
+            alike = [option for option in others if _signature(option) == _signature(record)]
             unknown = (record.key.step, record.digest) not in twins
-            unknown = unknown and not any(map(either_way, (record, *alike)))
+            unknown = unknown and not any(map(is_square, (record, *alike)))
             if unknown and len(rivals) == len(alike) == 1 and alike[0].digest not in made:
-                left.take(record, alike[0], LOOK)
+                draft.pair(record, alike[0], SIGNATURE)
 
 
-def _calls(ours: Iterable[Record], theirs: Iterable[Record]) -> set[_Call]:
-    return {_call(record) for record in ours} & {_call(record) for record in theirs}
+def _calls(reference: Iterable[Record], candidate: Iterable[Record]) -> set[_Call]:
+    return {_call(record) for record in reference} & {_call(record) for record in candidate}
 
 
 def _by_call(records: Iterable[Record]) -> dict[_Call, list[Record]]:
-    found: dict[_Call, list[Record]] = defaultdict(list)
+    inputs: dict[_Call, list[Record]] = defaultdict(list)
     for record in records:
         if record.key.port == "input" and record.key.phase == "forward":
-            found[_call(record)].append(record)
-    return found
+            inputs[_call(record)].append(record)
+    return inputs
 
 
-def _look(record: Record) -> tuple[tuple[int, ...], str]:
+def _signature(record: Record) -> tuple[tuple[int, ...], str]:
     return record.shape, record.dtype
 
 
 def _same_bytes(
-    left: Left, *, exported_first: bool, only_modules: ExportedGraph | None = None
+    draft: Draft, *, exported_first: bool, only_modules: ExportedGraph | None = None
 ) -> None:
-    """What of the model holds the bytes of something that has a partner: one value in the graph."""
-    known: dict[tuple[int, int, int, str, tuple[int, ...]], Pair] = {}
-    for output in (True, False):  # who made it says more than who read it
-        for pair in left.pairs:
-            model = pair.candidate if exported_first else pair.reference
-            whole = (pair.candidate_recipe if exported_first else pair.reference_recipe) is None
-            if model.digest and whole and (model.key.port == "output") is output:
-                known.setdefault(_bytes(model), pair)
-    model_side = left.there if exported_first else left.here
+    """Pair every tensor of the model that holds the same bytes as a paired one.
+
+    Modules repeat values: a wrapper returns what its last child made. One comparison in the graph
+    then serves all of them.
+    """
+    pair_of_bytes = _pairs_by_bytes(draft.pairs, exported_first=exported_first)
+    model_side = draft.extra if exported_first else draft.missing
     for record in list(model_side.values()):
         if record.key.port not in ("input", "output") or record.key.phase != "forward":
             continue
+        # Between two graphs only modules are looked at: nodes are paired by value already.
         if only_modules and (record.key.site in only_modules.nodes or record.key.port == "input"):
             continue
-        pair = known.get(_bytes(record)) if record.digest and record.kept == "full" else None
+        has_bytes = record.digest and record.kept == "full"
+        pair = pair_of_bytes.get(_bytes(record)) if has_bytes else None
         if pair is None:
             continue
         value = pair.reference if exported_first else pair.candidate
         if recipe := pair.reference_recipe or pair.candidate_recipe:
-            left.take_decoded(value, record, recipe, exported_first)
+            draft.pair_decoded(value, record, recipe, exported_first)
         elif value.shape == record.shape:
-            left.take(*((value, record) if exported_first else (record, value)), SAME)
+            draft.pair(*((value, record) if exported_first else (record, value)), SAME_BYTES)
 
 
-def _bytes(record: Record) -> tuple[int, int, int, str, tuple[int, ...]]:
+def _pairs_by_bytes(pairs: Sequence[Pair], *, exported_first: bool) -> dict[_Bytes, Pair]:
+    """Pairs by the bytes of the model's tensor; a tensor with a recipe holds other bytes."""
+    by_bytes: dict[_Bytes, Pair] = {}
+    # Outputs first: the maker of a value identifies it better than a reader.
+    for is_output in (True, False):
+        for pair in pairs:
+            model = pair.candidate if exported_first else pair.reference
+            recipe = pair.candidate_recipe if exported_first else pair.reference_recipe
+            if model.digest and recipe is None and (model.key.port == "output") is is_output:
+                by_bytes.setdefault(_bytes(model), pair)
+    return by_bytes
+
+
+def _bytes(record: Record) -> _Bytes:
     key = record.key
     return key.rank, key.process, key.step, record.digest, record.shape
 
 
 def _reasons(
-    left: Left, ours: ExportedGraph | None, theirs: ExportedGraph | None
+    draft: Draft, reference: ExportedGraph | None, candidate: ExportedGraph | None
 ) -> dict[tuple[str, TensorKey], str]:
-    found: dict[tuple[str, TensorKey], str] = {}
+    reasons: dict[tuple[str, TensorKey], str] = {}
     sides: Sequence[tuple[str, Iterable[Record], ExportedGraph | None, ExportedGraph | None]] = (
-        ("reference", left.here.values(), ours, theirs),
-        ("candidate", left.there.values(), theirs, ours),
+        ("reference", draft.missing.values(), reference, candidate),
+        ("candidate", draft.extra.values(), candidate, reference),
     )
-    twins: dict[str, dict[tuple[int, int, int, str, tuple[int, ...]], Record]] = {}
+    twins: dict[str, dict[_Bytes, Record]] = {}
     for side in ("reference", "candidate"):
-        paired: list[Record] = [getattr(pair, side) for pair in left.pairs]
+        paired: list[Record] = [getattr(pair, side) for pair in draft.pairs]
+        # Outputs sort last, so that they overwrite inputs below: the maker of a value says
+        # more.
         paired.sort(key=lambda record: (record.key.port == "output", -record.order))
         twins[side] = {_bytes(record): record for record in paired if record.digest}
     for side, records, own, other in sides:
@@ -476,12 +586,14 @@ def _reasons(
             elif not why and other is not None:
                 why = "the graph as it ran computes no tensor for it: a constant there, or left out"
             if why:
-                found[side, record.key] = why
-    return found
+                reasons[side, record.key] = why
+    return reasons
 
 
 def _of_a_node(record: Record, own: ExportedGraph, twin: Record | None, *, model: bool) -> str:
     key = record.key
+    # The other run has no nodes at all, so a node can only be explained by where else it is
+    # compared.
     if key.site in own.nodes and model:
         if twin is not None:
             return f"a node; the same value is compared at '{twin.key.site}' {twin.key.port}"
@@ -497,35 +609,79 @@ def _of_a_node(record: Record, own: ExportedGraph, twin: Record | None, *, model
     return "no tensor of the other run is surely the same"
 
 
-# Runs of exported graphs become a plan: where their names fit, and where they do not.
+# --- whole runs
 
 
 def align_exported(
     plan: Plan, reference: Run, candidate: Run, *, structural: bool = False
 ) -> Plan | None:
-    """A graph that was exported: if names fit, it says the rest. None for other runs.
+    """The plan of two runs of which at least one is an exported graph; None for other runs.
 
-    With `structural` its names do not, and layers with weights are taken in order.
+    Without `structural` the names of the two sides must agree; with it, layers with weights are
+    paired in order.
     """
     graphs = exported_graph(reference), exported_graph(candidate)
-    if graphs == (None, None) or not (structural or names_fit(plan, *graphs)):
+    if graphs == (None, None) or not (structural or _names_fit(plan, *graphs)):
         return None
-    plan = loosened(plan, *graphs)
-    inside: list[Fusion] = []
+    plan = without_uncertain_pairs(plan, *graphs)
+    fusions: list[Fusion] = []
     if structural:
-        pairs, reasons, inside = pair_unnamed(plan, *graphs)
+        pairs, reasons, fusions = pair_unnamed(plan, *graphs)
         if not pairs:
             return None
     else:
         pairs, reasons = pair_exported(plan, *graphs)
-    ours, theirs = (
-        graph if graph is None or not inside else graph._replace(fusions=inside) for graph in graphs
+    reference_graph, candidate_graph = (
+        graph if graph is None or not fusions else graph._replace(fusions=fusions)
+        for graph in graphs
     )
-    return with_fusions(plan.with_pairs(pairs)._replace(reasons=reasons), ours, theirs)
+    return with_fusions(
+        plan.with_pairs(pairs)._replace(reasons=reasons), reference_graph, candidate_graph
+    )
+
+
+def _names_fit(
+    plan: Plan, reference: ExportedGraph | None, candidate: ExportedGraph | None
+) -> bool:
+    """Whether the two sides use the same names.
+
+    They do if half of the modules that the graph names are sites of the other side; for two graphs,
+    half of the sites of the smaller one.
+    """
+    sites = [
+        {*(record.key.site for record in paired), *(record.key.site for record in left)}
+        for paired, left in (
+            ([pair.reference for pair in plan.pairs], plan.missing),
+            ([pair.candidate for pair in plan.pairs], plan.extra),
+        )
+    ]
+    # Sites are compared as the reference names them, so that earlier pairs count as agreement.
+    linked = {pair.candidate.key.site: pair.reference.key.site for pair in plan.pairs}
+    named = [{linked.get(site, site) for site in sites[1]}, sites[0]]
+    shared = (named[0] & named[1]) - {ROOT}
+    if reference is not None and candidate is not None:
+        modules = [sites[0] - set(reference.nodes), sites[1] - set(candidate.nodes)]
+        values = reference.values().keys() & candidate.values().keys()
+        return (
+            # `shared` leaves out the root, which both graphs have: hence one less.
+            2 * len(shared) >= min(map(len, named)) - 1
+            or len(modules[0] & modules[1] - {ROOT}) * 2 >= min(map(len, modules)) > 1
+            or 2 * len(values) >= min(len(reference.nodes), len(candidate.nodes))
+        )
+    own, others = (sites[0], named[0]) if reference is not None else (sites[1], sites[0])
+    nodes = (reference or candidate or ExportedGraph({}, {})).nodes
+    modules = {linked.get(site, site) for site in own if site not in nodes} - {ROOT}
+    recognised = {
+        site
+        for site in modules
+        if site in others or any(base in others for base, _ in without_number(site))
+    }
+    # Half of the modules: an exporter renames or wraps some of them.
+    return bool(recognised) and 2 * len(recognised) >= len(modules)
 
 
 def with_calls(plan: Plan, reference: Run, candidate: Run) -> Plan:
-    """With pairs of nodes where one of the two graphs was compiled and the other one exported."""
+    """The plan with pairs of nodes, if one graph was compiled and the other one exported."""
     for first, run, other in ((True, reference, candidate), (False, candidate, reference)):
         if (graph := exported_graph(run)) is not None and exported_graph(other) is None:
             from driftline.alignment.rules.exported_nodes import pair_calls

@@ -1,10 +1,10 @@
-"""Nodes of an exported graph against those of a compiled one: call of an operator by call.
+"""Nodes of an exported graph against nodes of a compiled graph, operator call by operator call.
 
-The exporter writes down which call of torch's graph a node was made for, a compiled graph which
-call of the program a node stems from: module, operator, and the how manieth in that module. Where
-these agree, and the shapes do, the two are a pair; a kernel that fused several calls gives the last
-one's. The exporter keeps some operators whole that torch takes apart while it traces: they are
-known by what gives their result, or by their line of the program, if that gives nothing else.
+The exporter records which call of torch's graph each node was made for; a compiled graph records
+which call of the program each node comes from: module, operator, and the index of the call in that
+module. If these and the shapes agree, the two nodes are a pair. A kernel that fused several calls
+holds the result of the last one. Operators that the exporter keeps whole and torch decomposes are
+found by the operator that gives their result, or by their source line if it gives one value only.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.sites.compiled_graphs import Graphs, graphs_of, is_view
-from driftline.alignment.sites.exported_graph import ExportedGraph
+from driftline.graphs.sources.exported import ExportedGraph
 from driftline.graphs.sources.graph_files import Graph, GraphNode
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
 CALL, LINE = 0.95, 0.9
-"""Confidence of a call that both have, and of what a line gives."""
+"""Confidence of a pair by call, and of a pair by source line."""
+# Which attention kernel torch picks depends on the machine; all of them give the same result.
 _ATTENTION = tuple(
     f"aten._scaled_dot_product_{how}"
     for how in (
@@ -39,9 +40,9 @@ _RESULT_OF = {
     **{f"aten.max_pool{n}d": (f"aten.max_pool{n}d_with_indices",) for n in (2, 3)},
     "aten.scaled_dot_product_attention": _ATTENTION,
 }
-"""Operators that the exporter keeps whole → those that give their first result in torch's graph."""
+"""Operators that the exporter keeps whole → operators that give their first result in torch."""
 _Call = tuple[int, str, str, int, str]
-"""Step, module, operator, the how manieth call of it there, and which of its results."""
+"""Step, module, operator, index of the call in the module, and slot of the result."""
 _Line = tuple[str, str]
 """Module and line of the program."""
 
@@ -49,7 +50,7 @@ _Line = tuple[str, str]
 def pair_calls(
     plan: Plan, compiled: Run, graph: ExportedGraph, *, exported_first: bool
 ) -> tuple[list[Pair], dict[tuple[str, TensorKey], str]]:
-    """Pairs of the exported graph's nodes with those of the compiled one, and why others are alone.
+    """Pairs of exported and compiled nodes, and reasons for unpaired nodes.
 
     Args:
         plan: What is paired already.
@@ -63,20 +64,22 @@ def pair_calls(
     pairs: list[Pair] = []
     paired: set[int] = set()
     nodes.wholes = _wholes(graph)
+    # Calls first, then source lines, then modules: a call is counted, a line may give several
+    # values.
     for find, confidence in ((nodes.by_call, CALL), (nodes.by_line, LINE), (nodes.by_module, CALL)):
         for value in values:
             if value is None or id(value.record) in paired:
                 continue
             partner = find(value)
             if partner is not None and id(partner) not in paired:
-                both = (value.record, partner) if exported_first else (partner, value.record)
-                pairs.append(Pair(*both, "graph", confidence))
+                ordered = (value.record, partner) if exported_first else (partner, value.record)
+                pairs.append(Pair(*ordered, "graph", confidence))
                 paired |= {id(value.record), id(partner)}
     return pairs, _reasons(plan.with_pairs(pairs), graph, nodes, exported_first=exported_first)
 
 
 class _Value(NamedTuple):
-    """What an exported node gives, and the call it is the result of."""
+    """The output of an exported node, and the call that it is the result of."""
 
     record: Record
     module: str
@@ -92,10 +95,11 @@ class _Value(NamedTuple):
 
     @classmethod
     def of(cls, record: Record, graph: ExportedGraph) -> _Value | None:
-        """None for what is no result of a call."""
+        """The value of a record; None if it is not the result of a call."""
         if record.key.port != "output":
             return None
         call = graph.call(record.key.site)
+        # Without all four counts a call cannot be numbered, and so not be found on the other side.
         counts = [call.get(name) for name in ("nth", "total", "on_line", "in_line")]
         numbers = [count for count in counts if isinstance(count, int)]
         if len(numbers) < len(counts):
@@ -113,23 +117,25 @@ class _Value(NamedTuple):
 
 
 def _wholes(graph: ExportedGraph) -> Mapping[tuple[str, str], int]:
-    """How many operators that the exporter keeps whole have their result from which one."""
-    found: dict[tuple[str, str], set[str]] = defaultdict(set)
+    """Module and inner operator → number of whole operators whose result it gives."""
+    # An exporter keeps `softmax` whole where torch traces `_softmax`. The result belongs to it
+    # only if no other whole operator of the module ends in the same one.
+    operators_of: dict[tuple[str, str], set[str]] = defaultdict(set)
     for site, node in graph.nodes.items():
         operator = str(node.get("target", "")).rpartition(".")[0]
         for inner in _RESULT_OF.get(operator, ()):
-            found[site.rpartition("/")[0], inner].add(operator)
-    return {place: len(operators) for place, operators in found.items()}
+            operators_of[site.rpartition("/")[0], inner].add(operator)
+    return {place: len(operators) for place, operators in operators_of.items()}
 
 
 class _Nodes:
-    """The values of a compiled run, by the calls and the lines that they stem from."""
+    """The values of a compiled run, by the calls and the source lines that they come from."""
 
     def __init__(self, owners: Iterable[Graphs]) -> None:
-        self.known: dict[_Call, Record | None] = {}
+        self.by_place: dict[_Call, Record | None] = {}
         self.nodes: dict[TensorKey, GraphNode] = {}
         self.wholes: Mapping[tuple[str, str], int] = {}
-        self._given: dict[tuple[int, str, str, tuple[int, ...]], Record] = {}
+        self._module_outputs: dict[tuple[int, str, str, tuple[int, ...]], Record] = {}
         self._totals: dict[tuple[str, str], set[int]] = defaultdict(set)
         self._ends: dict[_Line, list[tuple[Graphs, Graph, GraphNode]]] = defaultdict(list)
         self._on_line: dict[_Line, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
@@ -146,9 +152,12 @@ class _Nodes:
                 continue
             self.nodes[record.key] = node
             for origin in node.origins:
+                # Only the first visit of a step: calls of an exported graph are counted within one
+                # execution.
                 if origin.nth >= 0 and record.key.visit == 0:
                     place = (record.key.step, node.module, origin.name, origin.nth, origin.slot)
-                    self.known[place] = None if place in self.known else record
+                    # A place that two values claim identifies neither of them.
+                    self.by_place[place] = None if place in self.by_place else record
                     self._totals[node.module, origin.name].add(origin.total)
 
     def _learn_lines(self, graphs: Graphs, graph: Graph) -> None:
@@ -160,74 +169,83 @@ class _Nodes:
             for origin in node.origins:
                 if origin.nth >= 0:
                     self._on_line[place][origin.name].add(origin.nth)
-            others = (one for one in uses[node.name] if (one.module, _short(one.line)) != place)
+            # A value that only its own line reads is an intermediate, not what the line
+            # gives.
+            others = (
+                reader
+                for reader in uses[node.name]
+                if (reader.module, _short(reader.line)) != place
+            )
             if node.shape is not None and (node.leaves or any(True for _ in others)):
                 self._ends[place].append((graphs, graph, node))
 
     def learn_modules(self, pairs: Iterable[Pair], *, exported_first: bool) -> None:
-        """What modules of the exported graph give, and the node that it is paired with."""
+        """Remember which nodes the outputs of the exported graph's modules are paired with."""
         for pair in pairs:
-            both = pair.reference, pair.candidate
-            module, node = both if exported_first else both[::-1]
+            records = pair.reference, pair.candidate
+            module, node = records if exported_first else records[::-1]
             recipes = pair.reference_recipe or pair.candidate_recipe
             if module.key.port == "output" and module.digest and not recipes:
                 key = module.key
-                self._given[key.step, key.site, module.digest, module.shape] = node
+                self._module_outputs[key.step, key.site, module.digest, module.shape] = node
 
     def by_module(self, value: _Value) -> Record | None:
-        """What a module gives is compared already: the node that gives it is that node, too."""
+        """The partner of the module's output, if the node holds the same bytes."""
         record = value.record
         place = (record.key.step, value.module, record.digest, record.shape)
-        return self._given.get(place) if record.digest else None
+        return self._module_outputs.get(place) if record.digest else None
 
     def by_call(self, value: _Value) -> Record | None:
         """The value of the same call.
 
-        An exporter leaves calls out, so one that is not sure counts only if both have as many, in
-        the module or on the line of the program.
+        An exporter leaves calls out. An uncertain call counts only if both sides have equally many,
+        in the module or on the source line.
         """
         for operator in (value.operator, *_RESULT_OF.get(value.operator, ())):
-            whole = operator != value.operator
-            if whole and self.wholes.get((value.module, operator)) != 1:
+            is_part = operator != value.operator
+            if is_part and self.wholes.get((value.module, operator)) != 1:
                 continue
             on_line = sorted(self._calls_on(value).get(operator, ()))
+            # Equal totals mean that the exporter left no call out, so the running
+            # number can be trusted.
             if self._totals.get((value.module, operator)) == {value.total}:
                 nth = value.nth
             elif value.line and value.on_line < len(on_line) == value.in_line:
                 nth = on_line[value.on_line]
-            elif value.sure and not whole:
+            elif value.sure and not is_part:
                 nth = value.nth
             else:
                 continue
             step = value.record.key.step
-            found = self.known.get((step, value.module, operator, nth, value.slot))
-            if found is not None and found.shape == value.record.shape:
-                return found
+            record = self.by_place.get((step, value.module, operator, nth, value.slot))
+            if record is not None and record.shape == value.record.shape:
+                return record
         return None
 
     def _calls_on(self, value: _Value) -> Mapping[str, set[int]]:
-        """Operators that are called on the line of an exported node, and which calls of each."""
+        """Operators on the source line of an exported node → indices of their calls."""
         return self._on_line.get((value.module, value.line), {})
 
     def by_line(self, value: _Value) -> Record | None:
-        """The one value of the same shape that the same line gives, if both give one.
+        """The only value of the same shape that the same source line gives.
 
-        Not where the line makes the very call of the exported node and gives something else.
+        None if the line makes the same call as the exported node: then `by_call` has decided.
         """
         called = {value.operator, *_RESULT_OF.get(value.operator, ())}
         if not value.ends or called & self._calls_on(value).keys():
             return None
         ends = self._ends.get((value.module, value.line), ())
         fitting = [end for end in ends if end[2].shape == value.record.shape]
+        # Two values of one shape on a line cannot be told apart.
         if len(fitting) != 1:
             return None
         graphs, graph, node = fitting[0]
-        found = graphs.by_node.get((id(graph), node.name, value.record.key.step, 0))
-        return found.record if found and found.record.shape == value.record.shape else None
+        recorded = graphs.by_node.get((id(graph), node.name, value.record.key.step, 0))
+        return recorded.record if recorded and recorded.record.shape == value.record.shape else None
 
 
 def _short(line: str) -> str:
-    """The line as an exporter's is kept.
+    """A source line in the form that exported graphs store.
 
     >>> _short("/home/me/net.py:12 in forward")
     'net.py:12'
@@ -238,19 +256,23 @@ def _short(line: str) -> str:
 def _reasons(
     plan: Plan, graph: ExportedGraph, nodes: _Nodes, *, exported_first: bool
 ) -> dict[tuple[str, TensorKey], str]:
-    """Why nodes of either are alone."""
-    ours, theirs = ("reference", "candidate") if exported_first else ("candidate", "reference")
+    """Reasons for unpaired nodes of both sides."""
+    exported_side, compiled_side = (
+        ("reference", "candidate") if exported_first else ("candidate", "reference")
+    )
     exported, others = plan.missing, plan.extra
     if not exported_first:
         exported, others = others, exported
+    # A lone node may hold bytes that are compared elsewhere; then nothing is lost, and the
+    # reason names the place.
     twins: dict[tuple[int, str, tuple[int, ...]], Record] = {}
     for pair in plan.pairs:
         record = pair.reference if exported_first else pair.candidate
         if record.digest:
             twins.setdefault((record.key.step, record.digest, record.shape), record)
-    found = {(ours, key): why for key, why in _of_exported(exported, graph, twins)}
-    found.update({(theirs, key): why for key, why in _of_compiled(others, nodes)})
-    return found
+    reasons = {(exported_side, key): why for key, why in _of_exported(exported, graph, twins)}
+    reasons.update({(compiled_side, key): why for key, why in _of_compiled(others, nodes)})
+    return reasons
 
 
 def _of_exported(
@@ -265,8 +287,8 @@ def _of_exported(
         if node is None:
             continue
         if twin is not None:
-            at = f"'{twin.key.site}' {twin.key.port}"
-            yield key, f"the same value is compared at {at}"
+            shown = f"'{twin.key.site}' {twin.key.port}"
+            yield key, f"the same value is compared at {shown}"
         elif key.port == "output":
             yield key, _why_alone(node, graph.call(key.site))
 

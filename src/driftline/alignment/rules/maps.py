@@ -1,7 +1,7 @@
-"""What the user says about names: `--map`, a mapping file, the seed's `op_mapping_file.json`.
+"""Name maps of the user: `--map`, a mapping file, and ait's `op_mapping_file.json`.
 
-Site against site (globs whose stars stand for the same text on both sides), or class against class
-(the seed's file). Strict: what means nothing is refused, with the file and the line.
+A map pairs site with site (globs whose stars stand for the same text on both sides) or class with
+class (ait's file). Parsing is strict: an entry that has no meaning is refused with file and entry.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, cast
 from driftline.errors import BadFile, BadInput, did_you_mean
 from driftline.runs.records import Record
 
-SEED_NAME = "op_mapping_file.json"
+AIT_FILE_NAME = "op_mapping_file.json"
+# Room for about a million pairs of names; a larger file is a mistake.
 _LARGEST = 64 << 20
 _PORTS = {"intensor": "input", "outtensor": "output", "input": "input", "output": "output"}
 _FILE = re.compile(r"_(intensor|outtensor|input|output)_?(\d+)?$")
@@ -24,23 +25,23 @@ _WORD = re.compile(r"[A-Za-z0-9_.]+")
 
 
 class ClassMap(NamedTuple):
-    """Classes whose names contain `ours` do the work of classes whose names contain `theirs`.
+    """Classes whose names contain `left` do the work of classes whose names contain `right`.
 
     Attributes:
-        ours: Text in the class name on one side.
-        theirs: Text in the class name on the other.
-        our_slot: Only this port and slot of it, such as ("output", "0"); None for all.
-        their_slot: The same for the other side.
+        left: Part of the class name on one side.
+        right: Part of the class name on the other side.
+        left_slot: Only this port and slot of it, such as ("output", "0"); None for all.
+        right_slot: The same for the other side.
     """
 
-    ours: str
-    theirs: str
-    our_slot: tuple[str, str] | None = None
-    their_slot: tuple[str, str] | None = None
+    left: str
+    right: str
+    left_slot: tuple[str, str] | None = None
+    right_slot: tuple[str, str] | None = None
 
 
-class Said(NamedTuple):
-    """What a mapping file holds."""
+class MappingFile(NamedTuple):
+    """The content of a mapping file."""
 
     sites: tuple[tuple[str, str], ...] = ()
     classes: tuple[ClassMap, ...] = ()
@@ -52,59 +53,65 @@ def parse_map(text: str) -> tuple[str, str]:
     Raises:
         BadInput: It is not of that form, or has stars on one side only.
     """
-    ours, equals, theirs = (part.strip() for part in text.partition("="))
-    if not equals or not ours or not theirs:
+    left, equals, right = (part.strip() for part in text.partition("="))
+    if not equals or not left or not right:
         raise BadInput(
             f"--map '{text}' says not what stands for what",
             hint="write REFERENCE=CANDIDATE, such as --map 'model.*=*'",
         )
-    if theirs.count("*") not in (0, ours.count("*")) or ("*" in ours and "*" not in theirs):
+    if right.count("*") not in (0, left.count("*")) or ("*" in left and "*" not in right):
         raise BadInput(
-            f"--map '{text}' has {ours.count('*')} stars on the left and {theirs.count('*')} on "
+            f"--map '{text}' has {left.count('*')} stars on the left and {right.count('*')} on "
             "the right",
             hint="each star stands for the same text on both sides",
         )
-    return ours, theirs
+    return left, right
 
 
 def link_sites(
-    maps: Sequence[tuple[str, str]], ours: Iterable[str], theirs: Iterable[str]
+    maps: Sequence[tuple[str, str]], reference: Iterable[str], candidate: Iterable[str]
 ) -> dict[str, str]:
-    """Sites of the reference → sites of the candidate, as the maps say; the first that fits wins.
+    """Sites of the reference → sites of the candidate; the first map that fits wins.
 
     Raises:
         BadInput: A map fits no site, or gives two sites one partner.
     """
-    here, there = list(dict.fromkeys(ours)), set(theirs)
+    # A dict keeps the order of execution and drops repeats.
+    reference_sites, candidate_sites = list(dict.fromkeys(reference)), set(candidate)
     links: dict[str, str] = {}
-    given: dict[str, str] = {}
+    owner_of: dict[str, str] = {}
+    # Stars become groups, and the text they matched is put into the right side.
     for left, right in maps:
         pattern = re.compile("(.*)".join(re.escape(piece) for piece in left.split("*")))
-        hits = [(site, hit) for site in here if (hit := pattern.fullmatch(site)) is not None]
+        hits = [
+            (site, hit) for site in reference_sites if (hit := pattern.fullmatch(site)) is not None
+        ]
         if not hits:
             raise BadInput(
                 f"--map '{left}={right}': no site of the reference matches '{left}'",
-                hint=did_you_mean(left, here),
+                hint=did_you_mean(left, reference_sites),
             )
         named = 0
         for site, hit in hits:
             partner = _filled(right, hit.groups())
-            if partner not in there or site in links:
+            # A site that an earlier map has taken still counts as named: overlapping
+            # maps are not an error.
+            if partner not in candidate_sites or site in links:
                 named += site in links
                 continue
             named += 1
-            if (other := given.get(partner)) is not None:
+            if (other := owner_of.get(partner)) is not None:
                 raise BadInput(
                     f"--map gives '{partner}' to '{other}' and to '{site}'",
                     hint="each site of the candidate can stand for one of the reference",
                 )
             links[site] = partner
-            given[partner] = site
+            owner_of[partner] = site
         if not named:
             wanted = _filled(right, hits[0][1].groups())
             raise BadInput(
                 f"--map '{left}={right}': the candidate has no site '{wanted}'",
-                hint=did_you_mean(wanted, there),
+                hint=did_you_mean(wanted, candidate_sites),
             )
     return links
 
@@ -119,13 +126,13 @@ def _filled(right: str, groups: Sequence[str]) -> str:
     )
 
 
-def read_mapping(path: Path) -> Said:
-    """A file of site pairs (TOML or JSON), or the seed's file, or the folder that holds it.
+def read_mapping(path: Path) -> MappingFile:
+    """Read a file of site pairs (TOML or JSON), ait's file, or the folder that contains it.
 
     Raises:
         BadFile: It is not there, too large, or no mapping.
     """
-    file = path / SEED_NAME if path.is_dir() else path
+    file = path / AIT_FILE_NAME if path.is_dir() else path
     try:
         if file.stat().st_size > _LARGEST:
             raise BadFile(f"{file} is too large for a mapping")
@@ -144,49 +151,51 @@ def read_mapping(path: Path) -> Said:
             f"{file} is no mapping", hint='it holds one table: {"reference site": "candidate site"}'
         )
     table = cast("Mapping[str, Any]", data)
-    if file.name == SEED_NAME or (set(table) <= {"classes", "sites"} and "classes" in table):
-        classes = table if file.name == SEED_NAME else table["classes"]
-        sites = () if file.name == SEED_NAME else _pairs(file, table.get("sites", {}))
-        return Said(sites, _classes(file, classes))
-    return Said(_pairs(file, table.get("sites", table)))
+    # ait's own file holds classes only; ours may hold both tables, and plain site pairs need
+    # neither.
+    if file.name == AIT_FILE_NAME or (set(table) <= {"classes", "sites"} and "classes" in table):
+        classes = table if file.name == AIT_FILE_NAME else table["classes"]
+        sites = () if file.name == AIT_FILE_NAME else _pairs(file, table.get("sites", {}))
+        return MappingFile(sites, _classes(file, classes))
+    return MappingFile(_pairs(file, table.get("sites", table)))
 
 
 def _pairs(file: Path, table: object) -> tuple[tuple[str, str], ...]:
     if not isinstance(table, Mapping):
         raise BadFile(f"{file}: 'sites' is no table")
-    found: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     for name, value in cast("Mapping[str, Any]", table).items():
         if not isinstance(value, str) or not value:
             raise BadFile(
                 f"{file}: '{name}' stands for {str(value)[:60]!r}, not for a site",
                 hint='write "reference site" = "candidate site"; quote names that have dots',
             )
-        found.append(parse_map(f"{name}={value}"))
-    return tuple(found)
+        pairs.append(parse_map(f"{name}={value}"))
+    return tuple(pairs)
 
 
 def _classes(file: Path, table: object) -> tuple[ClassMap, ...]:
     if not isinstance(table, Mapping):
         raise BadFile(f"{file}: classes are a table of class names")
-    found: list[ClassMap] = []
+    class_maps: list[ClassMap] = []
     for name, value in cast("Mapping[str, Any]", table).items():
         if not isinstance(value, (str, list)) or not value:
             raise BadFile(f"{file}: '{name}' needs a class name, or a list of them")
-        for each in cast("list[Any]", [value] if isinstance(value, str) else value):
-            for word in (name, each):
+        for partner in cast("list[Any]", [value] if isinstance(value, str) else value):
+            for word in (name, partner):
                 if not isinstance(word, str) or not _WORD.fullmatch(word):
                     raise BadFile(
                         f"{file}: {str(word)[:60]!r} is no class name",
                         hint="letters, digits and _, such as RmsNormOperation or GLMBlock_output_0",
                     )
-            ours, our_slot = _with_slot(name)
-            theirs, their_slot = _with_slot(cast(str, each))
-            found.append(ClassMap(ours, theirs, our_slot, their_slot))
-    return tuple(found)
+            left, left_slot = _with_slot(name)
+            right, right_slot = _with_slot(cast(str, partner))
+            class_maps.append(ClassMap(left, right, left_slot, right_slot))
+    return tuple(class_maps)
 
 
 def _with_slot(word: str) -> tuple[str, tuple[str, str] | None]:
-    """`GLMBlock_output_0` → the class, and the one tensor of it that is meant."""
+    """`GLMBlock_output_0` → the class, and port and slot of the tensor."""
     file = _FILE.search(word)
     if file is None or not file.start():
         return word, None
@@ -194,35 +203,40 @@ def _with_slot(word: str) -> tuple[str, tuple[str, str] | None]:
 
 
 def link_classes(
-    maps: Sequence[ClassMap], ours: Sequence[Record], theirs: Sequence[Record]
+    maps: Sequence[ClassMap], reference: Sequence[Record], candidate: Sequence[Record]
 ) -> list[tuple[Record, Record]]:
     """Tensors of mapped classes, paired in order where both sides have equally many.
 
-    The seed's keys are the candidate's classes (ATB) and its values the reference's (torch); where
-    it fits only the other way round, it is taken so.
+    In ait's file the keys are the candidate's classes (ATB) and the values the reference's (torch);
+    if it fits only the other way round, it is used that way.
     """
-    found: list[tuple[Record, Record]] = []
+    pairs: list[tuple[Record, Record]] = []
     used: set[int] = set()
-    for each in maps:
-        turned = ClassMap(each.theirs, each.ours, each.their_slot, each.our_slot)
-        for choice in (turned, each):
-            here = _calls(ours, choice.ours, choice.our_slot)
-            there = _calls(theirs, choice.theirs, choice.their_slot)
-            if here and len(here) == len(there):
+    for class_map in maps:
+        flipped = ClassMap(
+            class_map.right, class_map.left, class_map.right_slot, class_map.left_slot
+        )
+        # Users write both directions, so the map is tried the documented way first and then
+        # reversed.
+        for choice in (flipped, class_map):
+            records = _calls(reference, choice.left, choice.left_slot)
+            partners = _calls(candidate, choice.right, choice.right_slot)
+            if records and len(records) == len(partners):
                 new = [
                     (a, b)
-                    for a, b in zip(here, there, strict=True)
+                    for a, b in zip(records, partners, strict=True)
                     if id(a) not in used and id(b) not in used
                 ]
                 used.update(id(record) for pair in new for record in pair)
-                found += new
+                pairs += new
                 break
-    return found
+    return pairs
 
 
 def _calls(records: Sequence[Record], word: str, slot: tuple[str, str] | None) -> list[Record]:
     port, which = slot or ("output", "0")
     first: dict[tuple[object, ...], Record] = {}
+    # Class maps pair by position, which is only meaningful in execution order.
     for record in sorted(records, key=lambda r: (r.key.rank, r.key.process, r.key.step, r.order)):
         key = record.key
         if (
@@ -231,6 +245,8 @@ def _calls(records: Sequence[Record], word: str, slot: tuple[str, str] | None) -
             and key.moment == ("before" if port == "input" else "after")
         ):
             place = (key.rank, key.process, key.step, key.site, key.visit)
+            # ait counts outputs from 0; where a dump has named slots, the first one
+            # stands for 0.
             if which in (key.slot, record.alias) or (which == "0" and place not in first):
                 first[place] = record
     return list(first.values())

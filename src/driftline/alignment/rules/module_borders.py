@@ -1,9 +1,12 @@
-"""Modules against compiled graphs: a module gives what its nodes hand to others.
+"""Inputs and outputs of modules against a graph in which the module is a set of nodes.
 
-A module that was called by itself has an output; in a graph it is a set of nodes, and its output
-is the one value of the right shape that somebody outside of the set takes. Where several fit, or
-the nodes lie in several graphs, nothing is paired, and the reason says so. Inductor keeps no memory
-for views: what a module gives may be seen through a few of them, which becomes a recipe.
+Compiled graphs: the output of a module is the one value of the right shape that a node outside of
+the module reads. If several values fit, or the nodes are in several graphs, nothing is paired and
+the reason says so. Inductor keeps no memory for views, so the value may be read through a few
+views, which become a recipe.
+
+Exported graphs: modules that return several tensors, of which the graph uses only some. `Draft` is
+the plan while these rules extend it.
 """
 
 from __future__ import annotations
@@ -14,59 +17,68 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from driftline.alignment.plan import Pair, Plan, Rule
 from driftline.alignment.recipe import Recipe, Step, start
-from driftline.alignment.sites.compiled_graphs import FARTHEST, RESHAPES, Found, Graphs, Match
-from driftline.alignment.sites.exported_graph import ROOT, ExportedGraph
+from driftline.alignment.sites.compiled_graphs import FARTHEST, RESHAPES, Graphs, Match, Matching
+from driftline.graphs.sources.exported import ROOT, ExportedGraph
 from driftline.graphs.sources.graph_files import Graph, GraphNode
 from driftline.runs.records import Record
 
 NO_NODE = "no node of the compiled graphs stems from it"
 OF_A_MODULE = 0.95
 _Side = tuple[int, int, int, str, int, str, tuple[int, ...]]
-"""One side of one call of a module, and a shape there."""
+"""Rank, process, step, site, visit, port and shape."""
 
 
-def pair_modules(records: Sequence[Record], graphs: Graphs, found: Found) -> Iterator[Match]:
-    """Inputs and outputs of modules, each with the value that enters or leaves its nodes."""
+def pair_modules(records: Sequence[Record], graphs: Graphs, matching: Matching) -> Iterator[Match]:
+    """Match inputs and outputs of modules with the values that enter or leave their nodes."""
     wanted = [r for r in records if r.key.port in ("input", "output") and "/" not in r.key.site]
     if not wanted:
         return
+    # Modules are compared in the forward pass only; gradients have ports of their own.
     forward = [graph for graph in graphs.graphs if graph.kind != "backward"]
     borders = {id(graph): _borders(graphs, graph) for graph in forward}
     held: dict[_Side, set[str]] = defaultdict(set)
+    # Two tensors of one shape on one side of a call cannot be told apart, unless their bytes
+    # are equal: then either is right.
     for record in wanted:
         held[_side(record)].add(record.digest)
     for record in wanted:
         key = record.key
-        found.ours[key] = NO_NODE
+        matching.reasons[key] = NO_NODE
         if len(held[_side(record)]) > 1:
-            found.ours[key] = "one of several of its shape here: which is which is not known"
+            matching.reasons[key] = "one of several of its shape here: which is which is not known"
             continue
         holders = [graph for graph in forward if key.site in borders[id(graph)][key.port]]
+        # A module split over several graphs has no single set of nodes, so nothing leaves
+        # "it".
         if len({graphs.piece(graph) for graph in holders}) > 1:
-            found.ours[key] = "its nodes lie in several graphs: none of them is the module"
+            matching.reasons[key] = "its nodes lie in several graphs: none of them is the module"
             continue
         for graph in holders:
             calls = borders[id(graph)][key.port][key.site]
+            # A graph may contain several calls of a module and may be executed several
+            # times; calls are counted through all executions.
             visit, which = divmod(key.visit, len(calls))
             fitting = _of_shape(calls[which], record.shape)
             if len(fitting) != 1:
                 verb = "leave" if key.port == "output" else "enter"
-                found.ours[key] = (
+                matching.reasons[key] = (
                     f"{len(fitting)} values of its shape {verb} its nodes: which is its {key.port} "
                     "is not known"
                 )
                 continue
+            # The value itself may be a view, which inductor keeps no memory for; then
+            # the tensor behind it is taken with a recipe.
             reached = _reached(graphs, graph, fitting[0], key.step, visit, record.shape)
             if reached is not None:
                 yield Match(record, *reached, confidence=OF_A_MODULE)
                 break
             behind = _behind_views(graphs, graph, fitting[0])
             if behind.target == "placeholder":
-                found.ours[key] = "an input of the graph, which no kernel gives"
+                matching.reasons[key] = "an input of the graph, which no kernel gives"
             elif graphs.engine != "fx":
-                found.ours[key] = graphs.why_not_kept(graph, behind)
-                if whole := graphs.whole(graph, behind, key.step, visit):
-                    found.inside[key] = whole.key
+                matching.reasons[key] = graphs.why_not_kept(graph, behind)
+                if fused := graphs.whole(graph, behind, key.step, visit):
+                    matching.inside[key] = fused.key
 
 
 def _side(record: Record) -> _Side:
@@ -75,32 +87,33 @@ def _side(record: Record) -> _Side:
 
 
 def _of_shape(nodes: Sequence[GraphNode], shape: tuple[int, ...]) -> list[GraphNode]:
-    """Nodes of one shape; those whose shape varies only where no other fits."""
+    """Nodes of one shape; nodes of unknown shape only if no other fits."""
     fitting = [node for node in nodes if node.shape == shape]
     return fitting or [node for node in nodes if node.shape is None]
 
 
 def _borders(graphs: Graphs, graph: Graph) -> dict[str, dict[str, list[list[GraphNode]]]]:
-    """By port and module, call by call: the nodes whose value enters it, and leaves it."""
+    """By port and module, call by call: the nodes whose values enter or leave the module."""
     uses = graphs.uses(graph)
     leaving: dict[str, dict[str, dict[str, GraphNode]]] = defaultdict(lambda: defaultdict(dict))
     entering: dict[str, dict[str, dict[str, GraphNode]]] = defaultdict(lambda: defaultdict(dict))
     for node in graph.nodes:
+        # Nodes without shape and dtype give tuples or symbols, which are no tensors.
         valued = node.shape is not None or bool(node.dtype)
         for label in node.calls if node.target != "placeholder" else ():
             module = label.partition("@")[0]
-            given = leaving[module][label]
-            taken = entering[module][label]
-            if valued and (node.leaves or any(label not in one.calls for one in uses[node.name])):
-                given[node.name] = node
+            outputs = leaving[module][label]
+            inputs = entering[module][label]
+            if valued and (node.leaves or any(label not in item.calls for item in uses[node.name])):
+                outputs[node.name] = node
             for name in node.inputs:
                 source = graphs.node(graph, name)
                 outside = source is not None and label not in source.calls
                 if source is not None and outside and (source.shape is not None or source.dtype):
-                    taken[name] = source
+                    inputs[name] = source
     return {
         port: {
-            module: [list(labels[one].values()) for one in sorted(labels, key=_call_number)]
+            module: [list(labels[item].values()) for item in sorted(labels, key=_call_number)]
             for module, labels in sides.items()
         }
         for port, sides in (("output", leaving), ("input", entering))
@@ -115,7 +128,8 @@ def _call_number(label: str) -> int:
 def _reached(
     graphs: Graphs, graph: Graph, node: GraphNode, step: int, visit: int, shape: tuple[int, ...]
 ) -> tuple[Record, Recipe | None] | None:
-    """The tensor that holds a node's value, directly or seen through views."""
+    """The tensor that holds a node's value, directly or behind views."""
+    # Steps are collected from the value back to memory, so each one is put in front.
     steps: list[Step] = []
     wanted = shape
     for _ in range(FARTHEST):
@@ -133,6 +147,8 @@ def _reached(
             return None
         node = source
         if node.shape is None:
+            # A transposition needs the exact axes of its input; with an unknown shape
+            # it cannot be checked.
             if any(step.kind == "transpose" for step in steps):
                 return None
         else:
@@ -159,60 +175,66 @@ def _behind_views(graphs: Graphs, graph: Graph, node: GraphNode) -> GraphNode:
 
 
 def reshaped(record: Record, shape: tuple[int, ...], *, anyhow: bool = False) -> Recipe | None:
-    """Another shape of as many elements, where only axes of one come or go, or a view says so."""
+    """A reshape recipe if only axes of size one differ, or (`anyhow`) if a view proves it."""
     if record.shape == shape or math.prod(record.shape) != math.prod(shape):
         return None
+    # Axes of size one may come and go without moving any element.
     alike = [size for size in record.shape if size != 1] == [size for size in shape if size != 1]
     if not alike and not anyhow:
         return None
     return start(record).then(Step("reshape", numbers=shape), shape=shape)
 
 
-# Modules that give several tensors, against a graph in which only some of them are used.
+# --- modules that return several tensors, against exported graphs
 
 
-MADE, LOOK = 0.95, 0.9
-"""Confidence of a tensor by its maker, and of one by its look."""
+MADE, SIGNATURE = 0.95, 0.9
+"""Confidence of a pair by maker, and of a pair by signature (shape and dtype)."""
 _RECURRENT = ("LSTM", "GRU", "RNN")
 _Call = tuple[int, int, int, str, int]
 
 
-class Left:
-    """What is paired and what is not, while rules are tried."""
+class Draft:
+    """The plan while rules extend it: pairs, new pairs, and what is unpaired on either side."""
 
     def __init__(self, plan: Plan) -> None:
         self.pairs = list(plan.pairs)
-        self.found: list[Pair] = []
-        self.here = {id(record): record for record in plan.missing}
-        self.there = {id(record): record for record in plan.extra}
+        self.new_pairs: list[Pair] = []
+        self.missing = {id(record): record for record in plan.missing}
+        self.extra = {id(record): record for record in plan.extra}
 
-    def take(self, ours: Record, theirs: Record, confidence: float, by: Rule = "graph") -> None:
-        pair = Pair(ours, theirs, by, confidence)
-        self.found.append(pair)
+    def pair(
+        self, reference: Record, candidate: Record, confidence: float, by: Rule = "graph"
+    ) -> None:
+        pair = Pair(reference, candidate, by, confidence)
+        self.new_pairs.append(pair)
         self.pairs.append(pair)
-        self.here.pop(id(ours), None)
-        self.there.pop(id(theirs), None)
+        self.missing.pop(id(reference), None)
+        self.extra.pop(id(candidate), None)
 
-    def take_decoded(self, codes: Record, value: Record, recipe: Recipe, codes_first: bool) -> None:
+    def pair_decoded(self, codes: Record, value: Record, recipe: Recipe, codes_first: bool) -> None:
         if codes_first:
             pair = Pair(codes, value, "graph", 1.0, reference_recipe=recipe)
         else:
             pair = Pair(value, codes, "graph", 1.0, candidate_recipe=recipe)
-        self.found.append(pair)
+        self.new_pairs.append(pair)
         self.pairs.append(pair)
-        self.here.pop(id(pair.reference), None)
-        self.there.pop(id(pair.candidate), None)
+        self.missing.pop(id(pair.reference), None)
+        self.extra.pop(id(pair.candidate), None)
 
 
-def without_places(plan: Plan, graph: ExportedGraph, *, exported_first: bool) -> Plan:
-    """The plan without pairs that only the place in a tuple of several outputs has made."""
+def without_tuple_positions(plan: Plan, graph: ExportedGraph, *, exported_first: bool) -> Plan:
+    """The plan without pairs that only a position among several outputs has made."""
     alone = plan.extra if exported_first else plan.missing
     models = [pair.candidate if exported_first else pair.reference for pair in plan.pairs]
-    given = Counter(_call(record) for record in (*models, *alone) if _is_output(record, graph))
+    # A tuple position means the same on both sides only if the module returns one tensor.
+    output_counts = Counter(
+        _call(record) for record in (*models, *alone) if _is_output(record, graph)
+    )
     loose = {
         id(pair)
         for pair, model in zip(plan.pairs, models, strict=True)
-        if _is_output(model, graph) and given[_call(model)] > 1
+        if _is_output(model, graph) and output_counts[_call(model)] > 1
     }
     gone = [pair for pair in plan.pairs if id(pair) in loose]
     return plan._replace(
@@ -222,57 +244,77 @@ def without_places(plan: Plan, graph: ExportedGraph, *, exported_first: bool) ->
     )
 
 
-def take_outputs(left: Left, *, by_look: bool) -> None:
-    """Outputs of one call that hold what is paired elsewhere.
+def pair_outputs(draft: Draft, *, by_signature: bool) -> None:
+    """Pair outputs of one call whose bytes are paired elsewhere.
 
     Args:
-        left: What is paired already, and what is not.
-        by_look: Those of whose shape and type each side has one are pairs, too.
+        draft: The plan so far.
+        by_signature: Also pair outputs whose signature is unique on both sides.
     """
     twins: dict[tuple[int, str], set[str]] = defaultdict(set)
-    for pair in left.pairs:
+    # Digests of paired tensors translate one run's bytes into the other's.
+    for pair in draft.pairs:
         if pair.reference.digest and pair.candidate.digest:
             twins[pair.reference.key.step, pair.reference.digest].add(pair.candidate.digest)
-    here, there = _by_call(left.here.values()), _by_call(left.there.values())
+    reference_calls, candidate_calls = (
+        _by_call(draft.missing.values()),
+        _by_call(draft.extra.values()),
+    )
     made = set[str]().union(*twins.values())
-    for call, mine in here.items():
-        others = list(there.get(call, ()))
-        for record in list(mine):
+    for call, own in reference_calls.items():
+        others = list(candidate_calls.get(call, ()))
+        for record in list(own):
             digests = twins.get((record.key.step, record.digest), set())
-            same = [one for one in others if one.digest in digests and one.shape == record.shape]
+            same = [
+                option
+                for option in others
+                if option.digest in digests and option.shape == record.shape
+            ]
             if same:
-                left.take(record, same[0], MADE)
-                mine.remove(record)
+                draft.pair(record, same[0], MADE)
+                own.remove(record)
                 others.remove(same[0])
-        looks = Counter(map(_look, mine)), Counter(map(_look, others))
-        for record in mine if by_look else ():
-            look = _look(record)
-            unknown = (record.key.step, record.digest) not in twins and not either_way(record)
+        # Counted after pairs by value were removed: what remains of one signature is the
+        # only choice.
+        looks = Counter(map(_signature, own)), Counter(map(_signature, others))
+        for record in own if by_signature else ():
+            look = _signature(record)
+            unknown = (record.key.step, record.digest) not in twins and not is_square(record)
             if unknown and looks[0][look] == looks[1][look] == 1:
-                other = next(one for one in others if _look(one) == look)
+                other = next(option for option in others if _signature(option) == look)
                 if other.digest not in made:
-                    left.take(record, other, LOOK)
+                    draft.pair(record, other, SIGNATURE)
 
 
-def take_turned(left: Left, *, exported_first: bool) -> None:
-    """What a recurrent layer gives, batch first here and time first there.
+def pair_time_first(draft: Draft, *, exported_first: bool) -> None:
+    """Pair outputs of recurrent layers that are batch first in the model and time first in ONNX.
 
-    ONNX has time first, with a transposition on either side, which exporters take out between two
+    ONNX puts a transposition before and after each layer; exporters remove those between two
     layers.
     """
-    here, there = _by_call(left.here.values()), _by_call(left.there.values())
-    models, graphs = (there, here) if exported_first else (here, there)
-    for call, given in models.items():
+    reference_calls, candidate_calls = (
+        _by_call(draft.missing.values()),
+        _by_call(draft.extra.values()),
+    )
+    models, graphs = (
+        (candidate_calls, reference_calls) if exported_first else (reference_calls, candidate_calls)
+    )
+    for call, outputs in models.items():
         values = list(graphs.get(call, ()))
-        for model in given:
+        for model in outputs:
             turned = (*model.shape[1::-1], *model.shape[2:])
-            fitting = [one for one in values if one.shape == turned and one.dtype == model.dtype]
-            if not _is_recurrent(model) or either_way(model) or len(fitting) != 1:
+            fitting = [
+                option
+                for option in values
+                if option.shape == turned and option.dtype == model.dtype
+            ]
+            if not _is_recurrent(model) or is_square(model) or len(fitting) != 1:
                 continue
-            if sum(one.shape == model.shape for one in given) == 1:
+            if sum(option.shape == model.shape for option in outputs) == 1:
+                # Only the first two axes are exchanged: time and batch.
                 step = Step("transpose", numbers=(1, 0, 2))
                 recipe = Recipe((fitting[0],), (step,), model.shape)
-                left.take_decoded(fitting[0], model, recipe, exported_first)
+                draft.pair_decoded(fitting[0], model, recipe, exported_first)
                 values.remove(fitting[0])
 
 
@@ -280,8 +322,8 @@ def _is_recurrent(record: Record) -> bool:
     return record.class_name in _RECURRENT and len(record.shape) == 3
 
 
-def either_way(record: Record) -> bool:
-    """Whether its shape does not say if time or the batch comes first."""
+def is_square(record: Record) -> bool:
+    """Whether batch and time have one size, so that the shape does not show which comes first."""
     return _is_recurrent(record) and record.shape[0] == record.shape[1]
 
 
@@ -292,12 +334,12 @@ def _is_output(record: Record, graph: ExportedGraph) -> bool:
 
 
 def _by_call(records: Iterable[Record]) -> Mapping[_Call, list[Record]]:
-    found: dict[_Call, list[Record]] = defaultdict(list)
+    outputs: dict[_Call, list[Record]] = defaultdict(list)
     for record in records:
         key = record.key
         if key.port == "output" and "/" not in key.site and key.phase == "forward":
-            found[_call(record)].append(record)
-    return found
+            outputs[_call(record)].append(record)
+    return outputs
 
 
 def _call(record: Record) -> _Call:
@@ -305,5 +347,5 @@ def _call(record: Record) -> _Call:
     return (key.rank, key.process, key.step, key.site, key.visit)
 
 
-def _look(record: Record) -> tuple[tuple[int, ...], str]:
+def _signature(record: Record) -> tuple[tuple[int, ...], str]:
     return record.shape, record.dtype

@@ -1,7 +1,9 @@
-"""Names that differ only by what wrappers and conventions put into them.
+"""Pairs by name: equal keys first, then names without what wrappers and conventions add.
 
-`module.`, `_orig_mod.` and the like vanish wherever they stand; `layers[3]`, `layers3`, `h.3` and
-`blocks.3` are one spelling. Two sites are a pair only where the plain name is unique on both sides.
+Equal: site, port, slot (or its alias), step, visit, rank, process, phase and moment all agree.
+Normalised: `module.`, `_orig_mod.` and the like are removed anywhere; `layers[3]`, `layers3`, `h.3`
+and `blocks.3` are one spelling. Two sites are a pair only if the plain name is unique on both
+sides. Also the selection by site and port, and the error for runs without a common tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from driftline.runs.records import Record, TensorKey
 _WRAPPERS = frozenset(
     {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 )
+# Names that model libraries use for the list of layers.
 _STACKS = frozenset({"layers", "layer", "h", "blocks", "block", "decoder_layers", "encoder_layers"})
+# Longest first, because `base_model.` is a prefix of `base_model.model.`.
 _HEADS = ("base_model.model.", "base_model.", "model.", "transformer.")
 _INDEX = re.compile(r"\[(\d+)\]")
 _GLUED = re.compile(r"([A-Za-z_]*[A-Za-z])_?(\d+)")
@@ -38,6 +42,7 @@ def plain(site: str) -> str:
     spelt: list[str] = []
     for part in parts:
         glued = _GLUED.fullmatch(part)
+        # `layers3` and `h_3` have the number glued to the list's name.
         if glued is not None and glued.group(1) in _STACKS:
             spelt += ["layers", glued.group(2)]
         elif part.isdigit() and spelt and spelt[-1] in _STACKS:
@@ -48,30 +53,33 @@ def plain(site: str) -> str:
 
 
 def headless(site: str) -> str:
-    """A plain name without what holds the whole model: `model.`, `transformer.`, an adapter's."""
+    """A plain name without the prefix of the model: `model.`, `transformer.` or an adapter's."""
     name = plain(site)
+    # Only one head is removed: deeper ones are parts of the model.
     for head in _HEADS:
         if name.startswith(head) and len(name) > len(head):
             return name.removeprefix(head)
     return name
 
 
-def link_names(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
+def link_names(reference: Iterable[str], candidate: Iterable[str]) -> dict[str, str]:
     """Sites of the reference → sites of the candidate whose plain names agree."""
-    here, there = list(ours), list(theirs)
+    reference_sites, candidate_sites = list(reference), list(candidate)
     links: dict[str, str] = {}
+    # Wrappers first, heads second: a name that agrees with its head is the stronger match.
     for simplify in (plain, headless):
-        rest_here = _unique(simplify, (site for site in here if site not in links))
+        free_sites = _unique(simplify, (site for site in reference_sites if site not in links))
         used = set(links.values())
-        rest_there = _unique(simplify, (site for site in there if site not in used))
-        for name, site in rest_here.items():
-            if site is not None and (partner := rest_there.get(name)) is not None:
+        free_partners = _unique(simplify, (site for site in candidate_sites if site not in used))
+        for name, site in free_sites.items():
+            if site is not None and (partner := free_partners.get(name)) is not None:
                 links[site] = partner
     return links
 
 
 def _unique(simplify: object, sites: Iterable[str]) -> dict[str, str | None]:
     """Plain name → its only site; None where several have it."""
+    # A plain name that two sites share identifies neither of them.
     names: dict[str, str | None] = {}
     for site in sites:
         name = headless(site) if simplify is headless else plain(site)
@@ -79,8 +87,7 @@ def _unique(simplify: object, sites: Iterable[str]) -> dict[str, str | None]:
     return names
 
 
-# Pairs by equal names: site, port, slot, step, visit, rank, process, phase and moment all
-# agree.
+# --- equal names
 
 
 WRAPPERS = ("module.", "_orig_mod.", "model.", "base_model.model.", "transformer.")
@@ -88,26 +95,27 @@ WRAPPERS = ("module.", "_orig_mod.", "model.", "base_model.model.", "transformer
 
 
 def pair_by_name(reference: Iterable[Record], candidate: Iterable[Record]) -> Plan:
-    """Pair the tensors of two runs, as many as there are; none is an answer too."""
-    ours = sorted(reference, key=_execution)
-    theirs = sorted(candidate, key=_execution)
+    """Pair all tensors of two runs that have equal keys or aliases; there may be none."""
+    reference_records = sorted(reference, key=_execution)
+    candidate_records = sorted(candidate, key=_execution)
     by_key: dict[TensorKey, Record] = {}
-    repeated: list[Record] = []  # a run of ours has no key twice; somebody else's dump may
-    for record in theirs:
+    repeated: list[Record] = []  # our own runs have unique keys; dumps of other tools may not
+    for record in candidate_records:
         if by_key.setdefault(record.key, record) is not record:
             repeated.append(record)
     pairs: list[Pair] = []
     alone: list[Record] = []
-    for record in ours:
+    for record in reference_records:
         partner = by_key.pop(record.key, None)
         if partner is None:
             alone.append(record)
         else:
             pairs.append(Pair(record, partner))
     if alone and by_key:
-        found, alone = _by_alias(alone, by_key)
-        if found:
-            pairs = sorted([*pairs, *found], key=lambda pair: _execution(pair.reference))
+        by_alias, alone = _by_alias(alone, by_key)
+        if by_alias:
+            pairs = sorted([*pairs, *by_alias], key=lambda pair: _execution(pair.reference))
+    # Execution order everywhere, because plans are printed and compared in it.
     extra = tuple(sorted([*by_key.values(), *repeated], key=_execution))
     return Plan(tuple(pairs), tuple(alone), extra)
 
@@ -115,7 +123,7 @@ def pair_by_name(reference: Iterable[Record], candidate: Iterable[Record]) -> Pl
 def select(
     records: Sequence[Record], sites: Sequence[str], ports: Sequence[str], *, strict: bool = True
 ) -> list[Record]:
-    """The records whose site matches one of the globs and whose port is listed; none given is all.
+    """The records whose site matches a glob and whose port is listed; an empty list selects all.
 
     Raises:
         BadInput: A glob or a port matches nothing, unless not `strict`.
@@ -128,6 +136,8 @@ def select(
             hits = fnmatch.filter(known_sites, glob)
             if strict and not hits:
                 raise BadInput(f"no site matches '{glob}'", hint=did_you_mean(glob, known_sites))
+            # Globs are matched against the names there are, so that a typing error is
+            # refused, not ignored.
             wanted_sites.update(hits)
     known_ports = {record.key.port for record in records}
     for port in ports:
@@ -147,7 +157,7 @@ def _execution(record: Record) -> tuple[int, int, int]:
 def _by_alias(
     alone: list[Record], leftover: dict[TensorKey, Record]
 ) -> tuple[list[Pair], list[Record]]:
-    """Second chance for what names left over; takes partners out of `leftover`."""
+    """Pair by the alias of a slot; partners are removed from `leftover`."""
     known_as: dict[TensorKey, Record] = {}
     for record in leftover.values():
         if record.alias:
@@ -167,48 +177,56 @@ def _by_alias(
     return pairs, still_alone
 
 
-def nothing_in_common(ours: Sequence[Record], theirs: Sequence[Record]) -> BadInput:
-    """What to say when no tensor has a partner: the likely reason as a hint."""
-    our_sites = {record.key.site for record in ours}
-    their_sites = {record.key.site for record in theirs}
+def nothing_in_common(reference: Sequence[Record], candidate: Sequence[Record]) -> BadInput:
+    """The error for two runs without a common tensor, with the likely reason as a hint."""
+    reference_sites = {record.key.site for record in reference}
+    candidate_sites = {record.key.site for record in candidate}
     return BadInput(
-        f"the two runs share no tensor: {len(ours)} names against {len(theirs)}, 0 in common",
-        hint=_why(ours, theirs)
-        if our_sites & their_sites
-        else _prefix_hint(our_sites, their_sites),
+        f"the two runs share no tensor: {len(reference)} names against {len(candidate)}, "
+        "0 in common",
+        hint=_why(reference, candidate)
+        if reference_sites & candidate_sites
+        else _prefix_hint(reference_sites, candidate_sites),
     )
 
 
-def _why(ours: Sequence[Record], theirs: Sequence[Record]) -> str:
-    """The sites agree, so another part of the key keeps everything apart: name it."""
+def _why(reference: Sequence[Record], candidate: Sequence[Record]) -> str:
+    """The sites agree, so another part of the key differs everywhere: name it."""
+    # Steps and ranks come first: the first part of the key without a common value is the reason.
     for part in ("step", "rank", "process", "port", "phase", "moment", "visit"):
-        here = {getattr(record.key, part) for record in ours}
-        there = {getattr(record.key, part) for record in theirs}
-        if not here & there:
+        reference_values = {getattr(record.key, part) for record in reference}
+        candidate_values = {getattr(record.key, part) for record in candidate}
+        if not reference_values & candidate_values:
             return (
-                f"the sites agree, but the reference has {part} {_some(here)} "
-                f"and the candidate {part} {_some(there)}"
+                f"the sites agree, but the reference has {part} {_some(reference_values)} "
+                f"and the candidate {part} {_some(candidate_values)}"
             )
     return "the sites agree, but no port, slot, step and visit together do"
 
 
-def _prefix_hint(ours: set[str], theirs: set[str]) -> str:
-    """Say so when one side's names are the other's with something in front."""
-    found: Counter[tuple[str, str]] = Counter()
-    for side, longer, shorter in (("candidate", theirs, ours), ("reference", ours, theirs)):
+def _prefix_hint(reference: set[str], candidate: set[str]) -> str:
+    """A hint if the names of one side are those of the other with a prefix."""
+    prefixes: Counter[tuple[str, str]] = Counter()
+    for side, longer, shorter in (
+        ("candidate", candidate, reference),
+        ("reference", reference, candidate),
+    ):
         firsts = {site.partition(".")[0] + "." for site in longer if "." in site}
+        # Every first part of a name may be a prefix, also one that is in no list.
         for prefix in firsts.union(WRAPPERS):
             cut = {site[len(prefix) :] for site in longer if site.startswith(prefix)} - {""}
             if hits := len(cut & shorter):
-                found[side, prefix] = hits
-    if found:
-        (side, prefix), hits = found.most_common(1)[0]
+                prefixes[side, prefix] = hits
+    if prefixes:
+        (side, prefix), hits = prefixes.most_common(1)[0]
         return (
             f"{hits} names differ by the prefix '{prefix}' in the {side}; "
             f"try --map '{_map_for(side, prefix)}'"
         )
-    here, there = next(iter(sorted(ours))), next(iter(sorted(theirs)))
-    return f"the reference has names like '{here}', the candidate like '{there}'"
+    first_reference, first_candidate = next(iter(sorted(reference))), next(iter(sorted(candidate)))
+    return (
+        f"the reference has names like '{first_reference}', the candidate like '{first_candidate}'"
+    )
 
 
 def _map_for(side: str, prefix: str) -> str:

@@ -1,7 +1,10 @@
-"""A run of operators against compiled graphs: the nth call of an operator in a module and phase.
+"""Pairs where at least one run has compiled graphs.
 
-How many calls there are must be the same on both sides; where it is not, nothing is paired, and the
-reason says so. What a kernel computed on the way to something else has the fusion as its reason.
+A run of operators against compiled graphs: the nth call of an operator in a module and phase. Both
+sides must have the same number of calls; otherwise nothing is paired, and the reason says so. A
+value that a kernel computes on the way to another one has the fusion as its reason. Two compiled
+runs are paired call by call. Modules are paired by `module_borders`, parameters by name.
+`align_compiled` puts these together; nothing is guessed beyond them.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from driftline.alignment.annotate.compiled_graphs import Owners
 from driftline.alignment.plan import Pair, Plan
@@ -16,13 +20,13 @@ from driftline.alignment.rules.module_borders import NO_NODE, pair_modules, resh
 from driftline.alignment.rules.names import pair_by_name
 from driftline.alignment.sites.compiled_graphs import (
     SAVED,
-    Found,
     Graphs,
     Match,
+    Matching,
     Piece,
     Place,
     Value,
-    said_of,
+    why_unpaired,
 )
 from driftline.graphs.sources.graph_files import Graph, GraphNode, Origin
 from driftline.runs.records import Record, TensorKey
@@ -30,8 +34,10 @@ from driftline.runs.records import Record, TensorKey
 _Calls = Mapping[tuple[int, str, str, str], Mapping[int, Mapping[str, Record]]]
 
 
-def pair_operators(records: Sequence[Record], graphs: Graphs, found: Found) -> Iterator[Match]:
-    """Results of operators, each with the value of the node that stems from its call."""
+def pair_operators(
+    records: Sequence[Record], graphs: Graphs, matching: Matching
+) -> Iterator[Match]:
+    """Match results of operators with the values of the nodes that come from their calls."""
     calls: dict[tuple[int, str, str, str], dict[int, dict[str, Record]]]
     calls = defaultdict(lambda: defaultdict(dict))
     for record in records:
@@ -39,39 +45,41 @@ def pair_operators(records: Sequence[Record], graphs: Graphs, found: Found) -> I
         if slash and record.key.port == "output":
             key = (record.key.step, module, name, record.key.phase)
             calls[key][record.key.visit][record.key.slot] = record
-            found.ours[record.key] = NO_NODE
+            matching.reasons[record.key] = NO_NODE
     if not calls:
         return
-    called = _Called(graphs, calls)
+    index = _CallIndex(graphs, calls)
+    # With kernels, the fusion is every call's reason to be alone, until a match removes it.
     if graphs.engine != "fx":
-        for graph, node, step in called.executed():
-            for ours in called.by(graph, node, step):
-                found.ours[ours.key] = graphs.why_not_kept(graph, node)
-                if whole := graphs.whole(graph, node, step, 0):
-                    found.inside[ours.key] = whole.key
+        for graph, node, step in index.executed():
+            for result in index.by(graph, node, step):
+                matching.reasons[result.key] = graphs.why_not_kept(graph, node)
+                if fused := graphs.whole(graph, node, step, 0):
+                    matching.inside[result.key] = fused.key
+    # The first value that fits a call is kept: later ones are views of it.
     once: set[TensorKey] = set()
     shown = [
         (bool(value.inside), node is not value.node, value, node)
         for value in graphs.values
         for node in graphs.same_elements(value)
     ]
-    # Views come last: they stand for an operator of which nothing else was kept. What was computed
-    # beside a kernel stands for nothing that a kernel kept.
-    for *_, value, node in sorted(shown, key=lambda one: one[:2]):
+    # Views come last: they represent an operator only if nothing else of it was kept. Values that
+    # were recomputed outside of a kernel come after everything that kernels kept.
+    for *_, value, node in sorted(shown, key=lambda row: row[:2]):
         key = value.record.key
-        for ours in called.by(value.graph, node, key.step, key.visit):
-            fits = math.prod(ours.shape) == math.prod(value.record.shape)
-            if fits and ours.key not in once:
-                once.add(ours.key)
-                yield Match(ours, value.record, reshaped(value.record, ours.shape))
+        for result in index.by(value.graph, node, key.step, key.visit):
+            fits = math.prod(result.shape) == math.prod(value.record.shape)
+            if fits and result.key not in once:
+                once.add(result.key)
+                yield Match(result, value.record, reshaped(value.record, result.shape))
                 break
         else:
-            if why := called.why_unknown(value.graph, node, key.step):
-                found.theirs[key] = why
+            if why := index.why_unknown(value.graph, node, key.step):
+                matching.partner_reasons[key] = why
 
 
-class _Called:
-    """Which calls of operators, in a run of operators, the nodes of compiled graphs stem from.
+class _CallIndex:
+    """Which calls of a run of operators the nodes of compiled graphs come from.
 
     Args:
         graphs: The compiled graphs.
@@ -87,8 +95,8 @@ class _Called:
     def executed(self) -> Iterator[tuple[Graph, GraphNode, int]]:
         """Every node of a graph, for each step that executed it."""
         steps: dict[int, list[int]] = defaultdict(list)
-        for known, step in self._times:
-            steps[known].append(step)
+        for graph_id, step in self._times:
+            steps[graph_id].append(step)
         for graph in self._graphs.graphs:
             for step in steps[id(graph)]:
                 for node in graph.nodes:
@@ -97,65 +105,73 @@ class _Called:
     def by(
         self, graph: Graph, node: GraphNode, step: int, visit: int | None = None
     ) -> Iterator[Record]:
-        """What a node's calls gave in one execution of its graph, or in all of a step."""
-        for origin, there, each, ran in self._found(graph, node, step):
-            if each * ran == max(there) + 1:
+        """Results of a node's calls in one execution of its graph, or in all of a step."""
+        for origin, calls, per_run, ran in self._calls_of(graph, node, step):
+            # Numbers mean the same on both sides only if both counted equally many
+            # calls.
+            if per_run * ran == max(calls) + 1:
                 pieces = self._totals[node.module, origin.name, node.phase]
-                mine = self._graphs.piece(graph)
-                place = sum(n for piece, n in pieces.items() if piece < mine) + origin.nth
+                own_piece = self._graphs.piece(graph)
+                # Pieces run in program order, so calls of earlier pieces come
+                # before this piece's own.
+                place = sum(n for piece, n in pieces.items() if piece < own_piece) + origin.nth
                 for time in range(ran) if visit is None else (visit,):
-                    ours = there.get(time * each + place, {}).get(origin.slot)
-                    if ours is not None:
-                        yield ours
+                    result = calls.get(time * per_run + place, {}).get(origin.slot)
+                    if result is not None:
+                        yield result
 
     def why_unknown(self, graph: Graph, node: GraphNode, step: int) -> str:
-        for origin, there, each, ran in self._found(graph, node, step):
-            if each * ran != max(there) + 1:
+        for origin, calls, per_run, ran in self._calls_of(graph, node, step):
+            if per_run * ran != max(calls) + 1:
                 return (
-                    f"{max(there) + 1} calls of {origin.name} in {node.module} there, "
-                    f"{each * ran} here: which is which is not known"
+                    f"{max(calls) + 1} calls of {origin.name} in {node.module} there, "
+                    f"{per_run * ran} here: which is which is not known"
                 )
         return ""
 
-    def _found(
+    def _calls_of(
         self, graph: Graph, node: GraphNode, step: int
     ) -> Iterator[tuple[Origin, Mapping[int, Mapping[str, Record]], int, int]]:
-        """Each call of a node: those of its operator there, and how many and how often here."""
+        """For each call of a node: the recorded calls of its operator, calls per run, and runs."""
         if node.target == "placeholder" or node.body:
             return
         ran = self._times[id(graph), step]
         for origin in node.origins:
+            # In-place operators have an underscore in eager mode; compilers trace the
+            # plain one.
             for name in (origin.name, f"{origin.name}_"):
-                there = self._calls.get((step, node.module, name, node.phase))
-                if there:
-                    each = sum(self._totals[node.module, origin.name, node.phase].values())
-                    yield origin, there, each, ran
+                calls = self._calls.get((step, node.module, name, node.phase))
+                if calls:
+                    per_run = sum(self._totals[node.module, origin.name, node.phase].values())
+                    yield origin, calls, per_run, ran
                     break
 
 
 def _totals(graphs: Graphs) -> dict[tuple[str, str, str], dict[Piece, int]]:
-    """By module, operator and phase: how many calls each piece of the program has."""
-    found: dict[tuple[str, str, str], dict[Piece, int]] = defaultdict(dict)
+    """By module, operator and phase: the number of calls in each piece of the program."""
+    totals: dict[tuple[str, str, str], dict[Piece, int]] = defaultdict(dict)
     for graph in graphs.graphs:
         for node in graph.nodes:
             if node.target == "placeholder" or node.body:
                 continue
             for origin in node.origins:
                 key = (node.module, origin.name, node.phase)
-                found[key][graphs.piece(graph)] = origin.total
-    return found
+                totals[key][graphs.piece(graph)] = origin.total
+    return totals
 
 
 def _executions(graphs: Graphs) -> dict[tuple[int, int], int]:
     """How often a graph was executed in a step."""
-    found: dict[tuple[int, int], int] = {}
+    runs: dict[tuple[int, int], int] = {}
     for value in graphs.values:
-        at = (id(value.graph), value.record.key.step)
-        found[at] = max(found.get(at, 0), value.record.key.visit + 1)
-    return found
+        # A visit is counted from 0 within its step, so the highest one plus one is the
+        # number of runs.
+        graph_step = (id(value.graph), value.record.key.step)
+        runs[graph_step] = max(runs.get(graph_step, 0), value.record.key.visit + 1)
+    return runs
 
 
-# Pairs where a run lists compiled graphs: call by call, and modules by what leaves them.
+# --- whole runs
 
 
 _Input = tuple[Piece, str, str, str, tuple[int, ...], int, int]
@@ -163,90 +179,111 @@ _READ = "a parameter, which kernels only read (--level params records it)"
 _TAKEN = "what an operator takes; a run of graphs keeps what nodes give"
 
 
-def align_compiled(here: Owners, there: Owners, plan: Plan) -> Plan:
-    """The plan with the pairs that compiled graphs tell, and nothing guessed beyond them.
+class _OwnerPairs(NamedTuple):
+    """Pairs of one process of either run, reasons for unpaired tensors, and notes."""
+
+    pairs: list[Pair]
+    reasons: dict[tuple[str, TensorKey], str]
+    inside: dict[tuple[str, TensorKey], TensorKey]
+    notes: list[str]
+
+
+def align_compiled(reference_graphs: Owners, candidate_graphs: Owners, plan: Plan) -> Plan:
+    """The plan with the pairs that follow from compiled graphs, and no guesses beyond them.
 
     Args:
-        here: The graphs of the reference, by rank and process; empty if it was not compiled.
-        there: Those of the candidate.
-        plan: Its lone tensors are paired.
+        reference_graphs: Graphs of the reference, by rank and process; empty if not compiled.
+        candidate_graphs: Graphs of the candidate.
+        plan: Its unpaired tensors are paired.
     """
-    ours, theirs = _by_owner(plan.missing), _by_owner(plan.extra)
-    pairs: list[Pair] = []
-    reasons: dict[tuple[str, TensorKey], str] = {}
-    notes: list[str] = []
-    inside: dict[tuple[str, TensorKey], TensorKey] = {}
-    for mine, other in _owners(list(ours), list(theirs)):
-        a, b = here.get(mine), there.get(other)
-        left, right = ours[mine], theirs[other]
-        by_name = pair_by_name(_others(a, left), _others(b, right))
-        pairs += by_name.pairs
-        taken = {id(record) for pair in by_name.pairs for record in pair.records}
-        left = [record for record in left if id(record) not in taken]
-        right = [record for record in right if id(record) not in taken]
-        if a is not None and b is not None:
-            found = _by_calls(a, b)
-            found.matches.extend(_parameters(left, b))
-            found.matches.extend(_turned(one) for one in _parameters(right, a))
-        elif b is not None:
-            found = _plain(left, b)
-        elif a is not None:
-            turned = _plain(right, a)
-            found = Found(
-                [_turned(one) for one in turned.matches],
-                turned.theirs,
-                turned.ours,
-                turned.inside,
-            )
-        else:
-            continue
-        free = {id(record) for record in (*left, *right)}
-        for match in found.matches:
-            if id(match.ours) not in free or id(match.theirs) not in free:
-                continue
-            first = a is not None and b is None
-            pairs.append(
-                Pair(
-                    match.ours,
-                    match.theirs,
-                    "graph",
-                    match.confidence,
-                    reference_recipe=match.recipe if first else None,
-                    candidate_recipe=None if first else match.recipe,
-                )
-            )
-        known = {id(record): record.key for record in (*left, *right)}
-        wholes = {known[id(r)] for pair in pairs for r in pair.records if id(r) in known}
-        inside.update(
-            {
-                ("reference" if key in found.ours else "candidate", key): whole
-                for key, whole in found.inside.items()
-                if whole in wholes
-            }
-        )
-        reasons.update({("reference", key): why for key, why in found.ours.items()})
-        reasons.update({("candidate", key): why for key, why in found.theirs.items()})
-        notes += [*_said("reference", a), *_said("candidate", b)]
-    together = sorted([*plan.pairs, *pairs], key=lambda pair: _execution(pair.reference))
-    paired = {id(record) for pair in pairs for record in pair.records}
+    reference, candidate = _by_owner(plan.missing), _by_owner(plan.extra)
+    total = _OwnerPairs([], {}, {}, [])
+    for owner, other in _owners(list(reference), list(candidate)):
+        graphs = reference_graphs.get(owner), candidate_graphs.get(other)
+        result = _align_owner(*graphs, reference[owner], candidate[other])
+        total.pairs.extend(result.pairs)
+        total.reasons.update(result.reasons)
+        total.inside.update(result.inside)
+        total.notes.extend(result.notes)
+    together = sorted([*plan.pairs, *total.pairs], key=lambda pair: _execution(pair.reference))
+    paired = {id(record) for pair in total.pairs for record in pair.records}
     missing = tuple(record for record in plan.missing if id(record) not in paired)
     extra = tuple(record for record in plan.extra if id(record) not in paired)
+    # Reasons of tensors that did find a partner are dropped.
     alone = {("reference", r.key) for r in missing} | {("candidate", r.key) for r in extra}
+    reasons = {place: why for place, why in total.reasons.items() if place in alone}
+    inside = {place: fused for place, fused in total.inside.items() if place in alone}
     return plan._replace(
         pairs=tuple(together),
         missing=missing,
         extra=extra,
-        notes=(*plan.notes, *dict.fromkeys(notes)),
-        reasons={**plan.reasons, **{at: why for at, why in reasons.items() if at in alone}},
-        inside={**plan.inside, **{at: whole for at, whole in inside.items() if at in alone}},
+        notes=(*plan.notes, *dict.fromkeys(total.notes)),
+        reasons={**plan.reasons, **reasons},
+        inside={**plan.inside, **inside},
     )
 
 
-def _turned(match: Match) -> Match:
-    return match._replace(ours=match.theirs, theirs=match.ours)
+def _align_owner(
+    a: Graphs | None, b: Graphs | None, left: list[Record], right: list[Record]
+) -> _OwnerPairs:
+    # Modules around compiled regions have names on both sides; they pair as usual.
+    by_name = pair_by_name(_others(a, left), _others(b, right))
+    result = _OwnerPairs(list(by_name.pairs), {}, {}, [])
+    named = {id(record) for pair in by_name.pairs for record in pair.records}
+    left = [record for record in left if id(record) not in named]
+    right = [record for record in right if id(record) not in named]
+    matching = _match_owner(a, b, left, right)
+    if matching is None:
+        return result
+    # A tensor is paired once, by the first match that claims it.
+    free = {id(record): record.key for record in (*left, *right)}
+    recipe_first = b is None
+    for match in matching.matches:
+        if id(match.record) in free and id(match.partner) in free:
+            recipes = (match.recipe, None) if recipe_first else (None, match.recipe)
+            pair = Pair(match.record, match.partner, "graph", match.confidence, *recipes)
+            result.pairs.append(pair)
+    # A fused result explains its inner values only if it is compared itself.
+    compared = {free[id(r)] for pair in result.pairs for r in pair.records if id(r) in free}
+    for key, fused in matching.inside.items():
+        if fused in compared:
+            side = "reference" if key in matching.reasons else "candidate"
+            result.inside[side, key] = fused
+    result.reasons.update({("reference", key): why for key, why in matching.reasons.items()})
+    result.reasons.update(
+        {("candidate", key): why for key, why in matching.partner_reasons.items()}
+    )
+    result.notes.extend((*_notes("reference", a), *_notes("candidate", b)))
+    return result
 
 
-def _said(side: str, graphs: Graphs | None) -> Iterator[str]:
+def _match_owner(
+    a: Graphs | None, b: Graphs | None, left: Sequence[Record], right: Sequence[Record]
+) -> Matching | None:
+    """Matches with the reference first; None if neither side was compiled.
+
+    Both compiled: calls are keyed alike. One compiled: the other is a run of modules or operators;
+    it is solved from the plain side, and flipped if the reference was compiled.
+    """
+    if a is not None and b is not None:
+        matching = _by_calls(a, b)
+        matching.matches.extend(_parameters(left, b))
+        matching.matches.extend(_flipped(match) for match in _parameters(right, a))
+        return matching
+    if b is not None:
+        return _plain(left, b)
+    if a is None:
+        return None
+    plain = _plain(right, a)
+    matches = [_flipped(match) for match in plain.matches]
+    return Matching(matches, plain.partner_reasons, plain.reasons, plain.inside)
+
+
+def _flipped(match: Match) -> Match:
+    return match._replace(record=match.partner, partner=match.record)
+
+
+def _notes(side: str, graphs: Graphs | None) -> Iterator[str]:
     if graphs is None:
         return
     count = len(graphs.graphs)
@@ -261,9 +298,9 @@ def _said(side: str, graphs: Graphs | None) -> Iterator[str]:
         f"the {side} ran inductor's kernels of {what}: {exact} of their results are the value of "
         f"one node, and only those are paired; {inside} lie inside a fusion"
     )
-    if beside := sum(bool(value.inside) for value in graphs.values):
+    if recomputed := sum(bool(value.inside) for value in graphs.values):
         yield (
-            f"{beside} values of nodes inside the {side}'s fusions were computed beside the "
+            f"{recomputed} values of nodes inside the {side}'s fusions were computed beside the "
             "kernels, node by node, from what those were given: they show what inductor takes "
             "operators apart into, the kernels' own results what was generated from it"
         )
@@ -272,8 +309,10 @@ def _said(side: str, graphs: Graphs | None) -> Iterator[str]:
 # --- two compiled runs
 
 
-def _by_calls(a: Graphs, b: Graphs) -> Found:
-    found = Found([], {}, {}, {})
+def _by_calls(a: Graphs, b: Graphs) -> Matching:
+    matching = Matching([], {}, {}, {})
+    # Three ranks of evidence: the node's own value, a view of it, and what was computed beside
+    # a fused kernel. The stronger one wins a place.
     index: dict[tuple[Place, int, int], Value] = {}
     shown: dict[tuple[Place, int, int], Value] = {}
     inside: dict[tuple[Place, int, int], Value] = {}
@@ -281,10 +320,12 @@ def _by_calls(a: Graphs, b: Graphs) -> Found:
         key = value.record.key
         for node in b.same_elements(value):
             for place in b.places(value.graph, node):
-                at = (place, key.step, key.visit)
-                known = index if node is value.node else shown
-                (inside if value.inside else known).setdefault(at, value)
+                call = (place, key.step, key.visit)
+                rank = index if node is value.node else shown
+                (inside if value.inside else rank).setdefault(call, value)
     index = inside | shown | index
+    # Inputs have no call that made them; equal piece, phase and shape in order is all there is.
+    # Not for graphs that were cut, whose parts have inputs of their own.
     inputs: dict[_Input, list[Value]] = defaultdict(list)
     for value in b.values:
         if _is_input(value) and not b.is_cut(value.graph):
@@ -297,17 +338,17 @@ def _by_calls(a: Graphs, b: Graphs) -> Found:
             partner = waiting.pop(0) if waiting else None
         if partner is not None:
             matched.add(id(partner.record))
-            found.matches.append(
+            matching.matches.append(
                 Match(value.record, partner.record, reshaped(partner.record, value.record.shape))
             )
-        elif reason := said_of(value) or _why_alone(a, value, b, found.inside):
-            found.ours[value.record.key] = reason
+        elif reason := why_unpaired(value) or _why_alone(a, value, b, matching.inside):
+            matching.reasons[value.record.key] = reason
     for value in b.values:
         if id(value.record) not in matched and (
-            reason := said_of(value) or _why_alone(b, value, a, found.inside)
+            reason := why_unpaired(value) or _why_alone(b, value, a, matching.inside)
         ):
-            found.theirs[value.record.key] = reason
-    return found
+            matching.partner_reasons[value.record.key] = reason
+    return matching
 
 
 def _partner(
@@ -317,9 +358,11 @@ def _partner(
     for node in a.same_elements(value):
         for place in a.places(value.graph, node):
             partner = index.get((place, key.step, key.visit))
-            if partner is None and place.phase == SAVED:  # not saved there: computed there
-                there = place._replace(phase="forward")
-                partner = index.get((there, key.step, key.visit))
+            if (
+                partner is None and place.phase == SAVED
+            ):  # the other run computed it instead of saving it
+                forward = place._replace(phase="forward")
+                partner = index.get((forward, key.step, key.visit))
             if partner is not None:
                 return partner
     return None
@@ -327,24 +370,25 @@ def _partner(
 
 def _is_input(value: Value) -> bool:
     node = value.node
-    given = ("placeholder", "get_attr")
-    return node is not None and node.target in given and bool(_kind(node))
+    input_targets = ("placeholder", "get_attr")
+    return node is not None and node.target in input_targets and bool(_kind(node))
 
 
 def _kind(node: GraphNode) -> str:
-    """What an input of a graph is; empty for what the forward pass saves for the backward pass."""
+    """The kind of a graph input; empty for values that the forward pass saved."""
     if node.origins:
         return ""
     if node.body or node.target == "get_attr":
         return node.target
+    # Names that AOTAutograd gives to graph inputs.
     name = node.name.rstrip("_0123456789")
     return {"primals": "input", "arg": "input", "tangents": "gradient"}.get(name, "")
 
 
 def _input(graphs: Graphs, value: Value) -> _Input:
-    """Inputs of a graph have no call; those of one piece, phase and shape go in order.
+    """What identifies an input of a graph; inputs with equal identity pair in order.
 
-    Parameters are known by name.
+    Parameters are identified by name.
     """
     key, node = value.record.key, value.node
     body = f"{node.body} {_kind(node)}" if node is not None else ""
@@ -353,18 +397,16 @@ def _input(graphs: Graphs, value: Value) -> _Input:
     return piece, body, whose, key.phase, value.record.shape, key.step, key.visit
 
 
-def _why_alone(
-    mine: Graphs, value: Value, other: Graphs, inside: dict[TensorKey, TensorKey]
-) -> str:
+def _why_alone(own: Graphs, value: Value, other: Graphs, inside: dict[TensorKey, TensorKey]) -> str:
     if value.node is None:
         return ""
-    for place in mine.places(value.graph, value.node):
-        there = other.by_place.get(place)
-        if there:
-            graph, node = there[-1]
+    for place in own.places(value.graph, value.node):
+        nodes = other.by_place.get(place)
+        if nodes:
+            graph, node = nodes[-1]
             key = value.record.key
-            if whole := other.whole(graph, node, key.step, key.visit):
-                inside[key] = whole.key
+            if fused := other.whole(graph, node, key.step, key.visit):
+                inside[key] = fused.key
             return other.why_not_kept(graph, node) if other.engine != "fx" else ""
     if value.node.target == "placeholder" and value.node.body:
         return "what a body is given by its operator, compared where it comes from"
@@ -376,41 +418,44 @@ def _why_alone(
 # --- a compiled run and one of modules or operators
 
 
-def _plain(records: Sequence[Record], graphs: Graphs) -> Found:
-    found = Found([], {}, {}, {})
+def _plain(records: Sequence[Record], graphs: Graphs) -> Matching:
+    matching = Matching([], {}, {}, {})
     matched: set[int] = set()
+    # Operators first: a module's output is often the result of its last operator, which is
+    # exact.
     for match in (
-        *pair_operators(records, graphs, found),
-        *pair_modules(records, graphs, found),
+        *pair_operators(records, graphs, matching),
+        *pair_modules(records, graphs, matching),
         *_parameters(records, graphs),
     ):
-        found.matches.append(match)
-        matched.add(id(match.theirs))
-        found.ours.pop(match.ours.key, None)
-    paired = {match.ours.key for match in found.matches}
+        matching.matches.append(match)
+        matched.add(id(match.partner))
+        matching.reasons.pop(match.record.key, None)
+    paired = {match.record.key for match in matching.matches}
+    # Inputs of operators are outputs of others and are compared there.
     for record in records:
         if record.key.port == "input" and "/" in record.key.site and record.key not in paired:
-            found.ours[record.key] = _TAKEN
+            matching.reasons[record.key] = _TAKEN
     for value in graphs.values:
         if id(value.record) not in matched:
-            reason = said_of(value) or "the other run has no tensor for this node"
-            found.theirs.setdefault(value.record.key, reason)
-    return found
+            reason = why_unpaired(value) or "the other run has no tensor for this node"
+            matching.partner_reasons.setdefault(value.record.key, reason)
+    return matching
 
 
 def _parameters(records: Sequence[Record], graphs: Graphs) -> Iterator[Match]:
-    """Parameters of a run of modules, and the inputs of graphs that they are."""
+    """Match parameters of a run of modules with the graph inputs that hold them."""
     named = {(r.key.step, r.key.site, r.key.slot): r for r in records if r.key.port == "param"}
     for value in graphs.values if named else ():
         node, key = value.node, value.record.key
         if node is not None and node.parameter and not key.visit:
-            ours = named.get((key.step, node.module, node.parameter))
-            if ours is not None and ours.shape == value.record.shape:
-                yield Match(ours, value.record)
+            parameter = named.get((key.step, node.module, node.parameter))
+            if parameter is not None and parameter.shape == value.record.shape:
+                yield Match(parameter, value.record)
 
 
 def _others(graphs: Graphs | None, records: Sequence[Record]) -> Sequence[Record]:
-    """What is not the value of a node: modules around compiled regions."""
+    """Records that are not the value of a node: modules around compiled regions."""
     if graphs is None:
         return [record for record in records if "/" not in record.key.site]
     values = {value.record.key for value in graphs.values}
@@ -418,18 +463,18 @@ def _others(graphs: Graphs | None, records: Sequence[Record]) -> Sequence[Record
 
 
 def _by_owner(records: Sequence[Record]) -> dict[tuple[int, int], list[Record]]:
-    found: dict[tuple[int, int], list[Record]] = {}
+    by_owner: dict[tuple[int, int], list[Record]] = {}
     for record in records:
-        found.setdefault((record.key.rank, record.key.process), []).append(record)
-    return found
+        by_owner.setdefault((record.key.rank, record.key.process), []).append(record)
+    return by_owner
 
 
 def _owners(
-    ours: list[tuple[int, int]], theirs: list[tuple[int, int]]
+    reference: list[tuple[int, int]], candidate: list[tuple[int, int]]
 ) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    if len(ours) == len(theirs) == 1:
-        return [(ours[0], theirs[0])]
-    return [(one, one) for one in ours if one in theirs]
+    if len(reference) == len(candidate) == 1:
+        return [(reference[0], candidate[0])]
+    return [(owner, owner) for owner in reference if owner in candidate]
 
 
 def _execution(record: Record) -> tuple[int, int, int]:

@@ -1,9 +1,11 @@
-"""Sites that only give on what they were given: a dropout in evaluation, a container.
+"""Pairs for tensors that repeat a value that is paired already.
 
-The other side may do without them. What a dropout took and gave is the very tensor that the leaf
-before it made, or that the leaf after it reads; what a module gives is what a leaf inside gave, and
-operators of a library have no modules around them. So it is set against that one's partner. Asked
-of each run alone, by bytes; knows no numbers.
+A dropout in evaluation and an identity return their input: their tensors are those of the leaf
+before or after them. The other run may not have such sites. A container returns what a leaf inside
+made; operators of a library have no containers. Such tensors get the partner of the equal tensor.
+`ForwardedInputs` does the same for inputs that a container passes to its operators.
+
+Equality is decided within one run, by bytes; the two runs are never compared here.
 """
 
 from __future__ import annotations
@@ -25,80 +27,113 @@ from driftline.alignment.sites.values import Dataflow, bytes_of
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 
-PASSED = 0.8
-"""Confidence, at most."""
+MOST_CONFIDENT = 0.8
+"""Upper bound of the confidence of these pairs."""
 _ENDS = 4
-"""So many leaves at either end of a container are looked at."""
+"""Number of leaves that are examined at either end of a container."""
 _NEAR = 16
-"""So many leaves before and after are looked at."""
+"""Number of leaves that are examined before and after a site."""
 _KINDS = frozenset({"dropout", "identity"})
 
 
 def pair_passed(plan: Plan, reference: Run, candidate: Run) -> list[Pair]:
-    """Pairs for the lone tensors of sites that only give on what they were given."""
-    found: list[Pair] = []
-    for run, alone, ours in ((reference, plan.missing, True), (candidate, plan.extra, False)):
+    """Pairs for unpaired tensors of sites that return their input."""
+    new_pairs: list[Pair] = []
+    for run, alone, in_reference in (
+        (reference, plan.missing, True),
+        (candidate, plan.extra, False),
+    ):
         if not alone:
             continue
         partners: dict[int, Pair | None] = {}
         for pair in plan.pairs:
-            own = id(pair.reference if ours else pair.candidate)
-            whole = pair.reference_recipe is None and pair.candidate_recipe is None
-            partners[own] = pair if whole and own not in partners else None
-        other = candidate if ours else reference
+            own = id(pair.reference if in_reference else pair.candidate)
+            # A recipe changes the value, so what equals the stored tensor does not
+            # equal the compared one; a tensor with two pairs has no single partner to
+            # share.
+            unchanged = pair.reference_recipe is None and pair.candidate_recipe is None
+            partners[own] = pair if unchanged and own not in partners else None
+        other = candidate if in_reference else reference
+        # Library operators have no modules around them, so a model's containers would all
+        # be alone.
         modules = other.facts.operator_sites and not run.facts.operator_sites
-        for record, pair in _passed(run, alone, partners, modules):
-            sure = min(pair.confidence, PASSED)
-            both = (record, pair.candidate) if ours else (pair.reference, record)
-            found.append(Pair(*both, "structure", sure))
-    return found
+        for record, pair in _of_passing_sites(run, alone, partners, modules):
+            sure = min(pair.confidence, MOST_CONFIDENT)
+            ordered = (record, pair.candidate) if in_reference else (pair.reference, record)
+            new_pairs.append(Pair(*ordered, "structure", sure))
+    return new_pairs
 
 
-def _passed(
+def _of_passing_sites(
     run: Run, alone: Sequence[Record], partners: Mapping[int, Pair | None], modules: bool
 ) -> Iterator[tuple[Record, Pair]]:
+    """Unpaired tensors of one run, each with the pair of the equal tensor."""
     lone = {id(record) for record in alone}
     wanted = {Frame(r.key.rank, r.key.process, r.key.step) for r in alone}
     for frame, records in frames_of(run.records).items():
         if frame not in wanted:
             continue
         calls = [call for call in calls_of(_in_order(records)) if call.called]
+        # Frames without a lone tensor are skipped before any byte is read.
         if not any(id(record) in lone for call in calls for record in call.records):
             continue
         leaves = [call for call in calls if call.leaf]
-        given: dict[str, Pair | None] = {}  # what sites that only give on gave
-        for at, call in enumerate(leaves):
-            own = [main_tensor(call.records, port) for port in ("input", "output")]
-            if call.kind not in _KINDS or own[0] is None or own[1] is None:
-                continue
-            if not {id(own[0]), id(own[1])} <= lone:
-                continue
-            same = bytes_of(run, own[0])
-            if not same or same != bytes_of(run, own[1]):
-                continue
-            known = given.get(same)
-            for other, port in _around(leaves, at):
-                record = main_tensor(other.records, port)
-                if known is None and record is not None and record.shape == own[0].shape:
-                    pair = partners.get(id(record))
-                    known = pair if pair and bytes_of(run, record) == same else None
-            given[same] = known
-            if known is not None:
-                yield own[0], known
-                yield own[1], known
+        yield from _of_leaves(run, leaves, lone, partners)
         for call in calls if modules else ():
             if not call.leaf and not call.inner:
-                yield from _handed(run, call, leaves, lone, partners)
+                yield from _of_container(run, call, leaves, lone, partners)
 
 
-def _handed(
+def _of_leaves(
+    run: Run, leaves: Sequence[Call], lone: set[int], partners: Mapping[int, Pair | None]
+) -> Iterator[tuple[Record, Pair]]:
+    """Input and output of each dropout or identity that returned its input."""
+    passed_on: dict[str, Pair | None] = {}  # by the value that was passed on
+    for index, call in enumerate(leaves):
+        source, output = (main_tensor(call.records, port) for port in ("input", "output"))
+        if call.kind not in _KINDS or source is None or output is None:
+            continue
+        # A site of which one side is paired already needs no help.
+        if not {id(source), id(output)} <= lone:
+            continue
+        value = bytes_of(run, source)
+        # Unequal bytes mean that the dropout was active: it changed the value.
+        if not value or value != bytes_of(run, output):
+            continue
+        # A chain of dropouts passes one value on; what an earlier one found holds for the next.
+        pair = passed_on.get(value) or _pair_around(run, leaves, index, source, partners)
+        passed_on[value] = pair
+        if pair is not None:
+            yield source, pair
+            yield output, pair
+
+
+def _pair_around(
+    run: Run,
+    leaves: Sequence[Call],
+    index: int,
+    source: Record,
+    partners: Mapping[int, Pair | None],
+) -> Pair | None:
+    """The pair of a neighbouring tensor that holds the bytes of a site's input."""
+    value = bytes_of(run, source)
+    for call, port in _around(leaves, index):
+        record = main_tensor(call.records, port)
+        if record is not None and record.shape == source.shape:
+            pair = partners.get(id(record))
+            if pair is not None and bytes_of(run, record) == value:
+                return pair
+    return None
+
+
+def _of_container(
     run: Run,
     container: Call,
     leaves: Sequence[Call],
     lone: set[int],
     partners: Mapping[int, Pair | None],
 ) -> Iterator[tuple[Record, Pair]]:
-    """Tensors of a container that a leaf inside took first, or gave last."""
+    """Tensors of a container that its first leaves read, or its last leaves made."""
     alone = [r for r in container.records if id(r) in lone and r.key.phase == "forward"]
     if not alone:
         return
@@ -106,6 +141,8 @@ def _handed(
     inside = [leaf for leaf in leaves if leaf.site.startswith(prefix)]
     for record in alone:
         port = record.key.port
+        # An input is read by the first leaves, an output made by the last ones; looking
+        # further costs reads and finds unrelated equal values.
         ends = inside[:_ENDS] if port == "input" else inside[: -_ENDS - 1 : -1]
         same = bytes_of(run, record) if port in ("input", "output") else ""
         for leaf in ends if same else ():
@@ -121,98 +158,104 @@ def _in_order(records: Iterable[Record]) -> list[Record]:
     return sorted(records, key=lambda record: record.order)
 
 
-def _around(leaves: Sequence[Call], at: int) -> Iterator[tuple[Call, str]]:
-    """Who may have made what a site gives on, likeliest first, and who may read it.
+def _around(leaves: Sequence[Call], index: int) -> Iterator[tuple[Call, str]]:
+    """Calls that may have made the value that a site passes on, likeliest first, then its reader.
 
-    Beside the leaf before it those of the same module: a dump may list them in another order.
+    Besides the previous leaf these are leaves of the same module: a dump may list them in another
+    order.
     """
-    holder = leaves[at].site.rpartition(".")[0]
-    if at:
-        yield leaves[at - 1], "output"
-    for call in leaves[max(0, at - _NEAR) : at + _NEAR]:
+    holder = leaves[index].site.rpartition(".")[0]
+    if index:
+        yield leaves[index - 1], "output"
+    # Dumps of some tools list modules by registration, so the maker may come later in the list.
+    for call in leaves[max(0, index - _NEAR) : index + _NEAR]:
         if call.site.rpartition(".")[0] == holder:
             yield call, "output"
-    if (reader := _next(leaves, at)) is not None:
+    if (reader := _next(leaves, index)) is not None:
         yield reader, "input"
 
 
-def _next(leaves: Sequence[Call], at: int) -> Call | None:
-    return next((call for call in leaves[at + 1 :] if call.kind not in _KINDS), None)
+def _next(leaves: Sequence[Call], index: int) -> Call | None:
+    return next((call for call in leaves[index + 1 :] if call.kind not in _KINDS), None)
 
 
-# Inputs of a container that it only hands on: they pair as the operators that take them do.
+# --- inputs that a container passes to its operators
 
 
 _NONE: dict[object, Pair] = {}
 
 
 def name_of(record: Record, flow: Dataflow) -> str:
-    """What the dump calls an input; empty if it does not say."""
+    """The name of an input in the dump; empty if it has none."""
     if record.key.port != "input":
         return ""
     return flow.names.get((record.key.site, record.key.slot), "")
 
 
-class HandedOn:
-    """The pairs of operators' inputs, by the names of the tensors."""
+class ForwardedInputs:
+    """Pairs of operators' inputs, by tensor name, to be repeated for the containers around."""
 
-    def __init__(self, pairs: Iterable[Pair], ours: Dataflow, theirs: Dataflow) -> None:
-        self._flows = (ours, theirs)
+    def __init__(self, pairs: Iterable[Pair], reference: Dataflow, candidate: Dataflow) -> None:
+        self._flows = (reference, candidate)
         self._pairs: dict[str, dict[object, Pair]] = {}
         for pair in pairs:
-            names = name_of(pair.reference, ours), name_of(pair.candidate, theirs)
+            names = name_of(pair.reference, reference), name_of(pair.candidate, candidate)
             if all(names):
-                # Norms of all layers may hold the same bytes: what says the same is said once.
-                self._pairs.setdefault(names[0], {}).setdefault((names[1], _said(pair)), pair)
+                # Norms of all layers may hold the same bytes; equivalent pairs are kept once.
+                self._pairs.setdefault(names[0], {}).setdefault((names[1], _signature(pair)), pair)
 
     def pairs_of(
-        self, one: Call, other: Call, free: set[int], confidence: float
+        self, container: Call, other: Call, free: set[int], confidence: float
     ) -> tuple[list[Pair], set[int]]:
-        """Pairs of two containers' inputs, and the records in them."""
-        there: dict[str, list[Record]] = {}
+        """Pairs of two containers' inputs, and the ids of the records in them."""
+        by_name: dict[str, list[Record]] = {}
         for record in other.records:
             if id(record) in free:
-                there.setdefault(name_of(record, self._flows[1]), []).append(record)
+                by_name.setdefault(name_of(record, self._flows[1]), []).append(record)
         seen: Counter[str] = Counter()
-        found: dict[tuple[int, int, str], Pair] = {}
-        for record in one.records:
+        new_pairs: dict[tuple[int, int, str], Pair] = {}
+        for record in container.records:
             if id(record) not in free:
                 continue
             name = name_of(record, self._flows[0])
-            nth = seen[name]  # equal bytes have equal names: the nth goes with the nth
+            # Several inputs of one container may hold equal bytes, such as the norms'
+            # weights of a fresh model.
+            nth = seen[name]  # equal bytes have equal names: pair the nth with the nth
             seen[name] += 1
             for pair in self._pairs.get(name, _NONE).values():
-                fitting = there.get(name_of(pair.candidate, self._flows[1]), ())
+                fitting = by_name.get(name_of(pair.candidate, self._flows[1]), ())
                 partner = fitting[min(nth, len(fitting) - 1)] if fitting else None
-                alike = partner is not None and _alike(record, pair.reference)
-                if partner is None or not alike or not _alike(partner, pair.candidate):
+                alike = partner is not None and _same_signature(record, pair.reference)
+                if partner is None or not alike or not _same_signature(partner, pair.candidate):
                     continue
-                mine = _instead(pair.reference_recipe, pair.reference, record)
-                theirs = _instead(pair.candidate_recipe, pair.candidate, partner)
-                both = Pair(record, partner, "structure", confidence, mine, theirs)
-                found.setdefault((id(record), id(partner), f"{mine} {theirs}"), both)
-        told = {id(record) for pair in found.values() for record in pair.records}
-        return list(found.values()), told
+                recipe = _with_source(pair.reference_recipe, pair.reference, record)
+                partner_recipe = _with_source(pair.candidate_recipe, pair.candidate, partner)
+                new = Pair(record, partner, "structure", confidence, recipe, partner_recipe)
+                new_pairs.setdefault((id(record), id(partner), f"{recipe} {partner_recipe}"), new)
+        used = {id(record) for pair in new_pairs.values() for record in pair.records}
+        return list(new_pairs.values()), used
 
 
-def _said(pair: Pair) -> object:
-    """What a pair says of two tensors, whichever they are."""
-    said: list[object] = []
+def _signature(pair: Pair) -> object:
+    """Shapes, dtypes and steps of a pair, without the identity of its tensors."""
+    parts: list[object] = []
     for record, recipe in (
         (pair.reference, pair.reference_recipe),
         (pair.candidate, pair.candidate_recipe),
     ):
+        # Recipes with other sources are kept apart by identity: they cannot be moved to new
+        # tensors.
         alone = recipe is None or recipe.sources == (record,)
         steps = () if recipe is None else recipe.steps
-        said.append((record.shape, record.dtype, steps, None if alone else id(recipe)))
-    return tuple(said)
+        parts.append((record.shape, record.dtype, steps, None if alone else id(recipe)))
+    return tuple(parts)
 
 
-def _alike(ours: Record, theirs: Record) -> bool:
-    return ours.shape == theirs.shape and ours.dtype == theirs.dtype
+def _same_signature(record: Record, other: Record) -> bool:
+    return record.shape == other.shape and record.dtype == other.dtype
 
 
-def _instead(recipe: Recipe | None, old: Record, new: Record) -> Recipe | None:
+def _with_source(recipe: Recipe | None, old: Record, new: Record) -> Recipe | None:
     if recipe is None:
         return None
     sources = tuple(new if source is old else source for source in recipe.sources)

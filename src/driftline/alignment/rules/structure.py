@@ -1,8 +1,9 @@
-"""Structure: pairs for tensors whose names say nothing, by class, shape and order of execution.
+"""Structure: pairs for tensors whose names do not agree, by class, shape and execution order.
 
-Frame by frame (one step of one process): leaves as a sequence, containers by the leaves they hold,
-then tensor by tensor. What stronger rules have paired stays paired and holds the rest in place. A
-wrong pair is worse than none: whatever is not the only answer stays alone, with a reason.
+Works frame by frame (one step of one process): leaves are aligned as a sequence, containers by the
+leaves they hold, then the tensors of linked sites are paired. Pairs of stronger rules stay and
+anchor the rest. A wrong pair is worse than none: a site without a unique partner stays unpaired,
+with a reason.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from driftline.alignment.fingerprints import Looks
+from driftline.alignment.fingerprints import Fingerprints
 from driftline.alignment.plan import Pair
 from driftline.alignment.rules.containers import Tree, link_across, link_containers, link_uncalled
 from driftline.alignment.rules.fused_projections import (
@@ -20,12 +21,12 @@ from driftline.alignment.rules.fused_projections import (
     in_family_order,
     is_certain,
     pair_parts,
-    pair_relaid,
+    pair_reordered,
 )
 from driftline.alignment.rules.leaves import Link, link_leaves
-from driftline.alignment.rules.same_value import HandedOn
+from driftline.alignment.rules.same_value import ForwardedInputs
 from driftline.alignment.sites.kinds import MAPPED
-from driftline.alignment.sites.roles import tell_by_dataflow, tell_elementwise
+from driftline.alignment.sites.roles import infer_elementwise_kinds, infer_roles
 from driftline.alignment.sites.site_graph import (
     Call,
     Frame,
@@ -53,111 +54,144 @@ _Name = tuple[str, int]
 _Inner = dict[_Name, list[Call]]
 
 
-class Concluded(NamedTuple):
-    """What structure says: new pairs, and why the rest is alone."""
+class Conclusion(NamedTuple):
+    """The result of the rule: new pairs, reasons for unpaired tensors, and notes."""
 
     pairs: list[Pair]
     reasons: Reasons
     notes: list[str]
 
 
-class _Solution(NamedTuple):
-    """Links between two frames, in names, so that they hold for every frame with these calls."""
+class _NamedLink(NamedTuple):
+    """A link by names; parts are the members of a fused family on that side, else empty."""
 
-    links: list[tuple[_Name, _Name, tuple[_Name, ...], tuple[_Name, ...], float]]
-    why_here: dict[_Name, str]
-    why_there: dict[_Name, str]
+    name: _Name
+    partner: _Name
+    parts: tuple[_Name, ...]
+    partner_parts: tuple[_Name, ...]
+    confidence: float
+
+
+class _Solution(NamedTuple):
+    """Links between two frames by name, so that they hold for every frame with the same calls."""
+
+    links: list[_NamedLink]
+    reference_reasons: dict[_Name, str]
+    candidate_reasons: dict[_Name, str]
     notes: list[str]
 
 
 def align_by_structure(
     reference: Run,
     candidate: Run,
-    known: Sequence[Pair],
+    paired: Sequence[Pair],
     missing: Sequence[Record],
     extra: Sequence[Record],
     same_class: Sequence[tuple[str, str]] = (),
-) -> Concluded:
-    """Pair what stronger rules have left over.
+) -> Conclusion:
+    """Pair what stronger rules left unpaired.
 
     Args:
-        reference: Where values are read from for ties.
-        candidate: The same.
-        known: The pairs there are.
-        missing: What is left over of the reference.
-        extra: What is left over of the candidate.
-        same_class: Texts in class names that the user says mean the same work.
+        reference: The reference run; values are read only to break ties.
+        candidate: The candidate run.
+        paired: The existing pairs.
+        missing: Unpaired tensors of the reference.
+        extra: Unpaired tensors of the candidate.
+        same_class: Parts of class names that the user has mapped to each other.
     """
-    found = Concluded([], {}, [])
-    here = frames_of([*(pair.reference for pair in known), *missing])
-    there = frames_of([*(pair.candidate for pair in known), *extra])
+    conclusion = Conclusion([], {}, [])
+    reference_frames = frames_of([*(pair.reference for pair in paired), *missing])
+    candidate_frames = frames_of([*(pair.candidate for pair in paired), *extra])
+    # Pairs that exist already anchor the order inside their own frame.
     links: dict[Frame, list[Pair]] = {}
-    for pair in known:
+    for pair in paired:
         key = pair.reference.key
         links.setdefault(Frame(key.rank, key.process, key.step), []).append(pair)
+    # Steps of one run repeat the same calls; the alignment is solved once per distinct
+    # sequence.
     solved: dict[object, _Solution] = {}
+    # Records are compared by identity: equal keys may stand in both runs.
     free = {id(record) for record in (*missing, *extra)}
-    looks = Looks(reference, candidate)
-    interleaving = Interleaving(reference, candidate, found.notes)
-    here_flows, there_flows = Dataflows(reference), Dataflows(candidate)
-    for frame, other in _frames(here, there):
-        ours, theirs = _in_order(here[frame]), _in_order(there[other])
+    fingerprints = Fingerprints(reference, candidate)
+    interleaving = Interleaving(reference, candidate, conclusion.notes)
+    reference_flows, candidate_flows = Dataflows(reference), Dataflows(candidate)
+    for frame, other in _frames(reference_frames, candidate_frames):
+        reference_records, candidate_records = (
+            _in_order(reference_frames[frame]),
+            _in_order(candidate_frames[other]),
+        )
         anchors = _anchors(links.get(frame, ()))
         mapped = _anchors(pair for pair in links.get(frame, ()) if pair.by == "map")
-        if not mapped and not _could_gain(ours, theirs, free, anchors):
+        if not mapped and not _could_gain(reference_records, candidate_records, free, anchors):
             continue
-        a, b = calls_of(ours), calls_of(theirs)
-        _as_said(same_class, a, b)
+        a, b = calls_of(reference_records), calls_of(candidate_records)
+        _apply_class_map(same_class, a, b)
         outline = (_names(a), _names(b), tuple(anchors.items()))
-        flows = here_flows.of(frame, a, outline), there_flows.of(other, b, outline)
-        tell_by_dataflow(a, flows[0])
-        tell_by_dataflow(b, flows[1])
-        tell_elementwise(a, b, flows)
+        flows = reference_flows.of(frame, a, outline), candidate_flows.of(other, b, outline)
+        # Roles by dataflow come before matching, since unnamed q, k and v are
+        # indistinguishable by shape.
+        infer_roles(a, flows[0])
+        infer_roles(b, flows[1])
+        infer_elementwise_kinds(a, b, flows)
+        # A bias that one library adds by an operator of its own is part of a Linear
+        # elsewhere, unless the other side has such operators, too: then they pair with each
+        # other.
         for side, other_side in ((a, b), (b, a)):
             if not any(call.class_name.startswith("Elewise") for call in other_side):
                 with_bias(side)
         if outline not in solved:
-            solved[outline] = _solve(a, b, anchors, looks)
-            found.notes.extend(solved[outline].notes)
-        for both in pair_rest(mapped, a, b, free):
-            found.pairs.append(Pair(*both, "structure", WEIGHTS))
-            free.difference_update(map(id, both))
-        _pair_up(solved[outline], a, b, anchors, free, found, flows, interleaving)
-    found.pairs.sort(key=lambda pair: pair.reference.order)
-    return found
+            solved[outline] = _solve(a, b, anchors, fingerprints)
+            conclusion.notes.extend(solved[outline].notes)
+        for rest_pair in pair_rest(mapped, a, b, free):
+            conclusion.pairs.append(Pair(*rest_pair, "structure", WEIGHTS))
+            free.difference_update(map(id, rest_pair))
+        tensors = _FrameTensors((a, b), anchors, free, flows, interleaving)
+        tensors.pair(solved[outline])
+        conclusion.pairs.extend(tensors.pairs)
+        used = {id(record) for pair in tensors.pairs for record in pair.records}
+        conclusion.reasons.update(tensors.reasons(solved[outline], used))
+    conclusion.pairs.sort(key=lambda pair: pair.reference.order)
+    return conclusion
 
 
-def _as_said(same_class: Sequence[tuple[str, str]], ours: list[Call], theirs: list[Call]) -> None:
-    """Give leaves of classes that were mapped to each other one kind, if both sides have them."""
+def _apply_class_map(
+    same_class: Sequence[tuple[str, str]], reference: list[Call], candidate: list[Call]
+) -> None:
+    """Give leaves of mapped classes one kind, if both sides have such leaves."""
     for number, words in enumerate(same_class):
+        # A class map of the user outranks what classes are called.
         sides = [
             [call for call in side if call.leaf and any(word in call.class_name for word in words)]
-            for side in (ours, theirs)
+            for side in (reference, candidate)
         ]
         if all(sides):
             for call in (*sides[0], *sides[1]):
                 call.kind = f"{MAPPED} {number}"
 
 
-def _frames(here: Iterable[Frame], there: Iterable[Frame]) -> list[tuple[Frame, Frame]]:
-    ours, theirs = list(here), set(there)
-    common = [(frame, frame) for frame in ours if frame in theirs]
-    if not common and len(ours) == len(theirs) == 1:
-        return [(ours[0], theirs.pop())]
+def _frames(reference: Iterable[Frame], candidate: Iterable[Frame]) -> list[tuple[Frame, Frame]]:
+    reference_list, candidate_set = list(reference), set(candidate)
+    common = [(frame, frame) for frame in reference_list if frame in candidate_set]
+    # Two single steps belong together whatever their numbers are.
+    if not common and len(reference_list) == len(candidate_set) == 1:
+        return [(reference_list[0], candidate_set.pop())]
     return common
 
 
 def _could_gain(
-    ours: Iterable[Record], theirs: Iterable[Record], free: set[int], anchors: Mapping[_Name, _Name]
+    reference: Iterable[Record],
+    candidate: Iterable[Record],
+    free: set[int],
+    anchors: Mapping[_Name, _Name],
 ) -> bool:
-    """Whether both sides have sites without a partner, with tensors of a common port left over.
+    """Whether both sides have unpaired sites with unpaired tensors of a common port.
 
-    Spares the work where names have paired all sites and only single tensors are alone.
+    Skips the work if names have paired all sites and only single tensors are left.
     """
-    sides = (ours, set(anchors)), (theirs, set(anchors.values()))
+    sides = (reference, set(anchors)), (candidate, set(anchors.values()))
     alone = [
-        {r.key.port for r in side if id(r) in free and (r.key.site, r.key.visit) not in known}
-        for side, known in sides
+        {r.key.port for r in side if id(r) in free and (r.key.site, r.key.visit) not in anchored}
+        for side, anchored in sides
     ]
     return bool(alone[0] & alone[1])
 
@@ -171,103 +205,135 @@ def _names(calls: Iterable[Call]) -> tuple[_Name, ...]:
 
 
 def _anchors(pairs: Iterable[Pair]) -> dict[_Name, _Name]:
-    found: dict[_Name, _Name] = {}
+    anchors: dict[_Name, _Name] = {}
     for pair in pairs:
-        ours, theirs = pair.reference.key, pair.candidate.key
-        found.setdefault((ours.site, ours.visit), (theirs.site, theirs.visit))
-    return found
+        key, partner = pair.reference.key, pair.candidate.key
+        anchors.setdefault((key.site, key.visit), (partner.site, partner.visit))
+    return anchors
 
 
 def _solve(
-    ours: list[Call], theirs: list[Call], anchors: Mapping[_Name, _Name], looks: Looks
+    reference: list[Call],
+    candidate: list[Call],
+    anchors: Mapping[_Name, _Name],
+    fingerprints: Fingerprints,
 ) -> _Solution:
-    names_there = {(call.site, call.visit): call for call in theirs}
+    """Link the calls of two frames: leaves, then containers, then sites without a call."""
+    by_name = {(call.site, call.visit): call for call in candidate}
     fixed = [
-        (call, names_there[partner])
-        for call in ours
-        if (partner := anchors.get((call.site, call.visit))) in names_there
+        (call, by_name[partner])
+        for call in reference
+        if (partner := anchors.get((call.site, call.visit))) in by_name
     ]
-    taken = {id(call) for pair in fixed for call in pair}
+    paired = {id(call) for pair in fixed for call in pair}
 
-    def alike(one: Call, other: Call) -> bool:
-        return looks.alike(main_tensor(one.records, "output"), main_tensor(other.records, "output"))
+    def alike(call: Call, other: Call) -> bool:
+        return fingerprints.alike(
+            main_tensor(call.records, "output"), main_tensor(other.records, "output")
+        )
 
-    a, b = ([call for call in side if call.leaf] for side in (ours, theirs))
-    if all(any(call.called for call in side) for side in (a, b)):
-        a, b = ([call for call in side if call.called] for side in (a, b))
-    a, b = in_family_order(a), in_family_order(b)
-    a, b = fuse_alike(a, b, taken)
-    solution = _Solution([], {}, {}, [])
-    leaves = link_leaves(a, b, [pair for pair in fixed if pair[0].leaf and pair[1].leaf], alike)
+    sequences = _leaf_sequences(reference, candidate, paired)
+    anchored = [pair for pair in fixed if pair[0].leaf and pair[1].leaf]
+    leaves = link_leaves(*sequences, anchored, alike)
     links = list(leaves.links)
-    solution.notes.extend(leaves.notes)
-    inside = _inner(ours), _inner(theirs)
-    for link in list(links):  # inside what counts as one: an adapted Linear, an operation's kernels
+    inside = _inner(reference), _inner(candidate)
+    for link in leaves.links:  # calls inside a linked leaf: an adapted Linear, kernels
         links += _inside(link, inside)
-    marks_here, marks_there = _marks(fixed, links)
-    here, there = Tree(ours, marks_here), Tree(theirs, marks_there)
-    found, ties = link_containers(here, there, taken)
-    links += found
+    # Containers are matched by the leaves they hold, so leaves must be linked first.
+    marks = _marks(fixed, links)
+    trees = Tree(reference, marks[0]), Tree(candidate, marks[1])
+    container_links, ties = link_containers(*trees, paired)
+    links += container_links
     links += [
         link
-        for link in link_across(here, there, a, b)
-        if id(link.ours) not in taken and id(link.theirs) not in taken
+        for link in link_across(*trees, *sequences)
+        if id(link.reference) not in paired and id(link.candidate) not in paired
     ]
-    linked = {id(call) for link in links for call in (link.ours, link.theirs)} | taken
+    linked = {id(call) for link in links for call in (link.reference, link.candidate)} | paired
+    # Parameters without a call come last: they are found by the linked sites around them.
     links += link_uncalled(
-        [call for call in ours if id(call) not in linked],
-        [call for call in theirs if id(call) not in linked],
-        [*fixed, *((link.ours, link.theirs) for link in links)],
+        [call for call in reference if id(call) not in linked],
+        [call for call in candidate if id(call) not in linked],
+        [*fixed, *((link.reference, link.candidate) for link in links)],
     )
-    for link in links:
-        sure = link.confidence if is_certain(link.ours) and is_certain(link.theirs) else 0.7
-        name = (link.ours.site, link.ours.visit), (link.theirs.site, link.theirs.visit)
-        parts = _names(link.ours.parts), _names(link.theirs.parts)
-        solution.links.append((*name, *parts, min(sure, link.confidence)))
-    _explain(solution.why_here, ours, theirs, "candidate", {**leaves.ties_here, **ties})
-    _explain(solution.why_there, theirs, ours, "reference", {**leaves.ties_there, **ties})
+    solution = _Solution([_named_link(link) for link in links], {}, {}, list(leaves.notes))
+    reference_ties = {**leaves.reference_ties, **ties}
+    _explain(solution.reference_reasons, reference, candidate, "candidate", reference_ties)
+    candidate_ties = {**leaves.candidate_ties, **ties}
+    _explain(solution.candidate_reasons, candidate, reference, "reference", candidate_ties)
     return solution
 
 
+def _leaf_sequences(
+    reference: list[Call], candidate: list[Call], paired: set[int]
+) -> tuple[list[Call], list[Call]]:
+    """The leaves of both sides in comparable order, with families fused alike."""
+    sides = [[call for call in side if call.leaf] for side in (reference, candidate)]
+    # Where calls were recorded, sites that only hold parameters are not part of the sequence.
+    if all(any(call.called for call in side) for side in sides):
+        sides = [[call for call in side if call.called] for side in sides]
+    # Fuse before aligning, so that both sequences have the same units.
+    return fuse_alike(in_family_order(sides[0]), in_family_order(sides[1]), paired)
+
+
+def _named_link(link: Link) -> _NamedLink:
+    own, other = link.reference, link.candidate
+    # A family whose members only their order distinguishes is less certain than its link.
+    sure = link.confidence if is_certain(own) and is_certain(other) else 0.7
+    return _NamedLink(
+        (own.site, own.visit),
+        (other.site, other.visit),
+        _names(own.parts),
+        _names(other.parts),
+        min(sure, link.confidence),
+    )
+
+
 def _inner(calls: Iterable[Call]) -> _Inner:
-    """What stands inside calls that count as one, by the site around it and the visit."""
-    found: _Inner = {}
+    """Calls inside leaves (such as adapters), by the enclosing site and the visit."""
+    inner: _Inner = {}
     for call in calls:
         if call.inner:
             for site in enclosing(call.site):
-                found.setdefault((site, call.visit), []).append(call)
-    return found
+                inner.setdefault((site, call.visit), []).append(call)
+    return inner
 
 
 def _inside(link: Link, inside: tuple[_Inner, _Inner]) -> list[Link]:
-    here = inside[0].get((link.ours.site, link.ours.visit), [])
-    there = inside[1].get((link.theirs.site, link.theirs.visit), [])
-    if len(here) != len(there) or not here or link.ours.parts or link.theirs.parts:
+    calls = inside[0].get((link.reference.site, link.reference.visit), [])
+    partners = inside[1].get((link.candidate.site, link.candidate.visit), [])
+    # Inner calls pair by position only if both sides have the same number and kinds of them.
+    if len(calls) != len(partners) or not calls or link.reference.parts or link.candidate.parts:
         return []
     same = all(
-        a.kind == b.kind and a.features == b.features for a, b in zip(here, there, strict=True)
+        a.kind == b.kind and a.features == b.features for a, b in zip(calls, partners, strict=True)
     )
-    pairs = zip(here, there, strict=True)
+    pairs = zip(calls, partners, strict=True)
     return [Link(a, b, link.confidence) for a, b in pairs] if same else []
 
 
 def _marks(
     fixed: Sequence[tuple[Call, Call]], links: Sequence[Link]
 ) -> tuple[dict[int, frozenset[int]], dict[int, frozenset[int]]]:
-    """Numbers for what is linked; a fused call has those of all its parts."""
-    here: dict[int, frozenset[int]] = {}
-    there: dict[int, frozenset[int]] = {}
+    """Numbers of links for each linked leaf; a fused call has those of all its parts."""
+    reference_marks: dict[int, frozenset[int]] = {}
+    candidate_marks: dict[int, frozenset[int]] = {}
     number = 0
-    for ours, theirs in (*fixed, *((link.ours, link.theirs) for link in links)):
-        if ours.leaf and theirs.leaf:
-            mine, others = ours.parts or (ours,), theirs.parts or (theirs,)
-            many = range(number, number + max(len(mine), len(others)))
+    for reference, candidate in (*fixed, *((link.reference, link.candidate) for link in links)):
+        if reference.leaf and candidate.leaf:
+            own_calls, others = reference.parts or (reference,), candidate.parts or (candidate,)
+            many = range(number, number + max(len(own_calls), len(others)))
             number += len(many)
-            for side, calls, whole in ((here, mine, ours), (there, others, theirs)):
-                side[id(whole)] = frozenset(many)
+            # A fused call carries the marks of all its members, so that a container
+            # holds "the same leaves" on both sides even if only one of them is fused.
+            for side, calls, fused in (
+                (reference_marks, own_calls, reference),
+                (candidate_marks, others, candidate),
+            ):
+                side[id(fused)] = frozenset(many)
                 for place, call in enumerate(calls):
                     side[id(call)] = frozenset(many if len(calls) == 1 else (many[place],))
-    return here, there
+    return reference_marks, candidate_marks
 
 
 def _explain(
@@ -277,10 +343,11 @@ def _explain(
     side: str,
     ties: Mapping[int, list[Call]],
 ) -> None:
-    """A reason for every call, used only for those that stay alone."""
+    """Set a reason for every call; it is used only if the call stays unpaired."""
     classes = Counter(call.class_name for call in others)
     kinds = {call.kind for call in others}
     for call in calls:
+        # Ties are the most useful reason: they name what the user can decide with --map.
         if options := ties.get(id(call)):
             shown = " and ".join(f"'{option.site}'" for option in options[:2])
             reason = f"{shown} of the {side} are equally good"
@@ -297,99 +364,144 @@ def _explain(
         why[call.site, call.visit] = reason
 
 
-def _pair_up(
-    solution: _Solution,
-    ours: list[Call],
-    theirs: list[Call],
-    anchors: Mapping[_Name, _Name],
-    free: set[int],
-    found: Concluded,
-    flows: tuple[Dataflow, Dataflow],
-    interleaving: Interleaving,
-) -> None:
-    first = len(found.pairs)
-    inside: HandedOn | None = None
-    here = {(call.site, call.visit): call for call in ours}
-    there = {(call.site, call.visit): call for call in theirs}
-    linked: dict[tuple[str, _Name], str] = {}
-    for name, partner in anchors.items():
-        linked["reference", name] = partner[0]
-        linked["candidate", partner] = name[0]
-    # Leaves first: what a container hands on goes as they go.
-    ordered = sorted(solution.links, key=lambda link: not here[link[0]].leaf)
-    for name, partner, parts, other_parts, confidence in ordered:
-        one, other = here[name], there[partner]
-        linked["reference", name] = partner[0]
-        linked["candidate", partner] = name[0]
-        if parts or other_parts:
-            members = [here[part] for part in parts] or [there[part] for part in other_parts]
-            side = "reference" if parts else "candidate"
-            trouble = pair_parts(
-                other if parts else one,
-                members,
-                bool(parts),
-                confidence,
-                found.pairs,
-                (here, there),
-                interleaving,
-            )
-            for member in members:
-                place = (member.site, member.visit)
-                linked[side, place] = (other if parts else one).site
-                if trouble:
-                    (solution.why_here if parts else solution.why_there)[place] = trouble
-            continue
-        told: set[int] = set()
-        if not one.leaf and not other.leaf:
-            inside = inside or HandedOn(found.pairs[first:], *flows)
-            handed, told = inside.pairs_of(one, other, free, confidence)
-            found.pairs.extend(handed)
-        elif one.layout != other.layout and (parted := pair_relaid(one, other, confidence)):
-            found.pairs.extend(parted)
-            told = {id(record) for pair in parted for record in pair.records}
-        mine = [r for r in one.records if id(r) in free and id(r) not in told]
-        others = [r for r in other.records if id(r) in free and id(r) not in told]
-        both = pair_tensors(mine, others)
-        for record, match in both:
-            found.pairs.append(Pair(record, match, "structure", confidence))
-        used = {id(record) for pair in both for record in pair}
-        mine = [record for record in mine if id(record) not in used]
+class _FrameTensors:
+    """Pairs the tensors of the linked calls of one frame.
+
+    Args:
+        sides: The calls of the reference and of the candidate.
+        anchors: Names of calls that stronger rules have paired.
+        free: ids of the records without a partner.
+        flows: The dataflow of both sides.
+        interleaving: How fused projections are laid out.
+    """
+
+    def __init__(
+        self,
+        sides: tuple[list[Call], list[Call]],
+        anchors: Mapping[_Name, _Name],
+        free: set[int],
+        flows: tuple[Dataflow, Dataflow],
+        interleaving: Interleaving,
+    ) -> None:
+        self.pairs: list[Pair] = []
+        self._sides = sides
+        self._calls = tuple({(c.site, c.visit): c for c in side} for side in sides)
+        self._anchors = anchors
+        self._free = free
+        self._flows = flows
+        self._interleaving = interleaving
+        self._forwarded: ForwardedInputs | None = None
+        self._linked: dict[tuple[str, _Name], str] = {}
+        for name, partner in anchors.items():
+            self._link(name, partner)
+
+    def _link(self, name: _Name, partner: _Name) -> None:
+        self._linked["reference", name] = partner[0]
+        self._linked["candidate", partner] = name[0]
+
+    def pair(self, solution: _Solution) -> None:
+        """Pair the tensors of all links; reasons of uncut families go to the solution."""
+        # Leaves first: inputs that a container passes on are paired like those of its leaves.
+        for link in sorted(solution.links, key=lambda link: not self._calls[0][link.name].leaf):
+            self._link(link.name, link.partner)
+            if link.parts or link.partner_parts:
+                self._pair_family(link, solution)
+            else:
+                self._pair_calls(link)
+        partners = _partners(solution, self._anchors, *self._calls)
+        rest = self._free - self._used()
+        for made, read in pair_read(self._sides[0], partners[0], rest):
+            self.pairs.append(Pair(made, read, "structure", READ))
+        for made, read in pair_read(self._sides[1], partners[1], rest):
+            self.pairs.append(Pair(read, made, "structure", READ))
+
+    def _used(self) -> set[int]:
+        return {id(record) for pair in self.pairs for record in pair.records}
+
+    def _pair_family(self, link: _NamedLink, solution: _Solution) -> None:
+        """Pair a fused site with the members of the family on the other side."""
+        in_reference = bool(link.parts)
+        own, others = self._calls if in_reference else self._calls[::-1]
+        members = [own[part] for part in link.parts or link.partner_parts]
+        fused = others[link.partner if in_reference else link.name]
+        trouble = pair_parts(
+            fused,
+            members,
+            in_reference,
+            link.confidence,
+            self.pairs,
+            (self._calls[0], self._calls[1]),
+            self._interleaving,
+        )
+        side = "reference" if in_reference else "candidate"
+        reasons = solution.reference_reasons if in_reference else solution.candidate_reasons
+        for member in members:
+            name = (member.site, member.visit)
+            self._linked[side, name] = fused.site
+            if trouble:
+                reasons[name] = trouble
+
+    def _pair_calls(self, link: _NamedLink) -> None:
+        """Pair the tensors of two calls, from the most certain evidence to the least."""
+        call, other = self._calls[0][link.name], self._calls[1][link.partner]
+        covered: set[int] = set()
+        if not call.leaf and not other.leaf:
+            # Built once, when all leaves are paired: containers come after them.
+            self._forwarded = self._forwarded or ForwardedInputs(self.pairs, *self._flows)
+            new, covered = self._forwarded.pairs_of(call, other, self._free, link.confidence)
+            self.pairs.extend(new)
+        elif call.layout != other.layout:
+            new = pair_reordered(call, other, link.confidence)
+            self.pairs.extend(new)
+            covered = {id(record) for pair in new for record in pair.records}
+        own = [r for r in call.records if id(r) in self._free and id(r) not in covered]
+        others = [r for r in other.records if id(r) in self._free and id(r) not in covered]
+        tensor_pairs = pair_tensors(own, others)
+        self._add(tensor_pairs, link.confidence)
+        used = {id(record) for pair in tensor_pairs for record in pair}
+        own = [record for record in own if id(record) not in used]
         others = [record for record in others if id(record) not in used]
-        for record, match in pair_weights(mine, others) if one.leaf and other.leaf else ():
-            found.pairs.append(Pair(record, match, "structure", min(confidence, WEIGHTS)))
-        used = {id(record) for record in (*mine, *others)}
-        for record, match in pair_codes(one, other, used):
-            found.pairs.append(Pair(record, match, "structure", min(confidence, WEIGHTS)))
-    partners = _partners(solution, anchors, here, there)
-    used = {id(record) for pair in found.pairs for record in pair.records}
-    for made, read in pair_read(ours, partners[0], free - used):
-        found.pairs.append(Pair(made, read, "structure", READ))
-    for made, read in pair_read(theirs, partners[1], free - used):
-        found.pairs.append(Pair(read, made, "structure", READ))
-    paired = {id(record) for pair in found.pairs for record in pair.records}
-    for side, calls, why in (
-        ("reference", ours, solution.why_here),
-        ("candidate", theirs, solution.why_there),
-    ):
-        for call in calls:
-            name = (call.site, call.visit)
-            for record in call.records:
-                if id(record) in free and id(record) not in paired:
-                    partner = linked.get((side, name))
-                    reason = (
+        confidence = min(link.confidence, WEIGHTS)
+        if call.leaf and other.leaf:
+            self._add(pair_weights(own, others), confidence)
+        self._add(pair_codes(call, other, {id(r) for r in (*own, *others)}), confidence)
+
+    def _add(self, pairs: Iterable[tuple[Record, Record]], confidence: float) -> None:
+        self.pairs.extend(Pair(*pair, "structure", confidence) for pair in pairs)
+
+    def reasons(self, solution: _Solution, paired: set[int]) -> Reasons:
+        """Why the remaining tensors of the frame have no partner."""
+        reasons: Reasons = {}
+        for side, calls, why in (
+            ("reference", self._sides[0], solution.reference_reasons),
+            ("candidate", self._sides[1], solution.candidate_reasons),
+        ):
+            for call in calls:
+                name = (call.site, call.visit)
+                partner = self._linked.get((side, name))
+                for record in call.records:
+                    if id(record) not in self._free or id(record) in paired:
+                        continue
+                    reasons[side, record.key] = (
                         f"its site goes with '{partner}', which has none that is surely the same"
+                        if partner
+                        else why[name]
                     )
-                    found.reasons[side, record.key] = reason if partner else why[name]
+        return reasons
 
 
 def _partners(
     solution: _Solution,
     anchors: Mapping[_Name, _Name],
-    here: Mapping[_Name, Call],
-    there: Mapping[_Name, Call],
+    reference_calls: Mapping[_Name, Call],
+    candidate_calls: Mapping[_Name, Call],
 ) -> tuple[dict[_Name, Call], dict[_Name, Call]]:
-    """Who goes with whom, seen from either side."""
-    pairs = [*anchors.items(), *((link[0], link[1]) for link in solution.links)]
-    ours = {name: there[partner] for name, partner in pairs if partner in there}
-    theirs = {partner: here[name] for name, partner in pairs if name in here}
-    return ours, theirs
+    """Partner calls by name, for either side."""
+    pairs = [*anchors.items(), *((link.name, link.partner) for link in solution.links)]
+    of_reference = {
+        name: candidate_calls[partner] for name, partner in pairs if partner in candidate_calls
+    }
+    of_candidate = {
+        partner: reference_calls[name] for name, partner in pairs if name in reference_calls
+    }
+    return of_reference, of_candidate

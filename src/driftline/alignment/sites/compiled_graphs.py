@@ -1,4 +1,8 @@
-"""Calls of operators, counted by piece of the program where a piece was cut into several graphs."""
+"""Compiled graphs of a run: which node each recorded tensor is the value of, and who fused it.
+
+Calls of operators are counted by piece of the program, also if a piece was cut into several graphs.
+Describes one run; pairs are made by the rules.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from driftline.graphs.sources.graph_files import (
     GraphNode,
     Kept,
     Kernel,
-    Off,
+    NodeError,
     Origin,
     read_errors,
     read_graphs,
@@ -26,27 +30,30 @@ from driftline.runs.sidecars.calls import GRAPHS
 
 
 def counted_together(graphs: Sequence[Graph]) -> Sequence[Graph]:
-    """Graphs whose calls are counted by piece of the program, also where a piece was cut in parts.
+    """Graphs with calls counted by piece of the program, also if a piece was cut into parts.
 
     The graph of a distributed model is cut at the buckets of its gradients, and each part is traced
-    by itself. Backward parts are executed from the last to the first.
+    separately. Backward parts are executed from the last to the first.
     """
     parts: dict[tuple[str, str, str], list[int]] = defaultdict(list)
-    for at, graph in enumerate(graphs):
-        parts[graph.compile_id, graph.kind, graph.base].append(at)
-    found = list(graphs)
+    # Parts of one piece share these three; recompilations have a compile id of their own.
+    for index, graph in enumerate(graphs):
+        parts[graph.compile_id, graph.kind, graph.base].append(index)
+    recounted = list(graphs)
     for group in parts.values():
         if len(group) == 1:
             continue
         totals: dict[tuple[str, str, str], int] = defaultdict(int)
         before: dict[int, dict[tuple[str, str, str], int]] = {}
-        for at in group:  # backward graphs are listed as they come: the last part first
-            before[at] = dict(totals)
-            for call, total in _calls_of(found[at]).items():
+        for index in group:  # backward graphs are listed as they come: the last part first
+            before[index] = dict(totals)
+            for call, total in _calls_of(recounted[index]).items():
                 totals[call] += total
-        for at in group:
-            found[at] = _recounted(found[at], before[at], totals)
-    return found
+        # Counts of earlier parts are added, so that a call has the same number as in the
+        # uncut graph.
+        for index in group:
+            recounted[index] = _recounted(recounted[index], before[index], totals)
+    return recounted
 
 
 def _calls_of(graph: Graph) -> dict[tuple[str, str, str], int]:
@@ -67,24 +74,26 @@ def _recounted(
     def counted(node: GraphNode) -> GraphNode:
         if not node.origins or node.body:
             return node
+        # A placeholder of a backward graph stands for a value of the forward pass and keeps
+        # its number.
         phase = "forward" if node.target == "placeholder" else node.phase
         origins: list[Origin] = []
-        for one in node.origins:
-            call = (phase, node.module, one.name)
-            nth = one.nth + before.get(call, 0)
-            origins.append(one._replace(nth=nth, total=totals.get(call, one.total)))
+        for origin in node.origins:
+            call = (phase, node.module, origin.name)
+            nth = origin.nth + before.get(call, 0)
+            origins.append(origin._replace(nth=nth, total=totals.get(call, origin.total)))
         return node._replace(origins=tuple(origins))
 
     return graph._replace(nodes=tuple(counted(node) for node in graph.nodes))
 
 
-# Values of compiled graphs: which node each recorded tensor is the value of, and who fused it.
+# --- values of nodes
 
 
 SAVED = "saved"
-"""In place of a phase: what the backward pass is given of the forward pass."""
+"""Pseudo-phase of values that the forward pass saved for the backward pass."""
 SHOWN = 6
-"""So many nodes of a fusion are named in a reason."""
+"""Number of nodes of a fusion that a reason names."""
 VIEWS = frozenset(
     f"aten.{name}"
     for name in (
@@ -93,15 +102,17 @@ VIEWS = frozenset(
         *("unbind", "split_with_sizes", "view_as", "lift_fresh_copy"),
     )
 )
+# Of the views only these keep all elements in order; the others select, repeat or move them.
 RESHAPES = frozenset(
     f"aten.{name}"
     for name in ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "alias", "detach")
 )
 
 
+# An expand counts only if it repeats nothing, which is checked where it is met.
 _SAME_ELEMENTS = RESHAPES | {"aten.expand", "aten.clone"}
 FARTHEST = 8
-"""So many views may lie between a value and the memory that holds it."""
+"""Greatest number of views between a value and the memory that holds it."""
 
 
 class Value(NamedTuple):
@@ -123,27 +134,27 @@ class Value(NamedTuple):
 
     @property
     def inside(self) -> str:
-        """The fused kernel that computes it on the way; it was computed beside that kernel."""
+        """The fused kernel that contains the node; the value was recomputed outside of it."""
         if self.graph.engine == "fx" or self.kernel is not None:
             return ""
         return self.record.class_name.partition(INSIDE)[2]
 
 
 class Match(NamedTuple):
-    """A tensor of a plain or compiled run, and the compiled value it belongs to."""
+    """A tensor of one run and its partner among the compiled values of the other."""
 
-    ours: Record
-    theirs: Record
+    record: Record
+    partner: Record
     recipe: Recipe | None = None
     confidence: float = 1.0
 
 
-class Found(NamedTuple):
-    """Pairs, why the rest of each side is alone, and which of them lie inside what other tensor."""
+class Matching(NamedTuple):
+    """Matches, reasons for unpaired tensors, and which of them are inside a fused tensor."""
 
     matches: list[Match]
-    ours: dict[TensorKey, str]
-    theirs: dict[TensorKey, str]
+    reasons: dict[TensorKey, str]
+    partner_reasons: dict[TensorKey, str]
     inside: dict[TensorKey, TensorKey]
 
 
@@ -155,7 +166,7 @@ class Piece(NamedTuple):
 
 
 class Place(NamedTuple):
-    """An operator call, wherever it was compiled: which of how many, of its module and phase."""
+    """An operator call, independent of compilation: the nth of `total` in its module and phase."""
 
     piece: Piece
     phase: str
@@ -170,12 +181,13 @@ class Graphs:
     """The graphs of one process of a run, and the tensors that are values of their nodes."""
 
     def __init__(
-        self, graphs: Sequence[Graph], records: Sequence[Record], errors: Sequence[Off] = ()
+        self, graphs: Sequence[Graph], records: Sequence[Record], errors: Sequence[NodeError] = ()
     ) -> None:
         self.errors = errors
         self.graphs = graphs = counted_together(graphs)
         self.engine = graphs[0].engine if graphs else ""
         self._parts = Counter((graph.compile_id, graph.kind, graph.base) for graph in graphs)
+        # Pieces are numbered in program order, however often one of them was compiled.
         order = sorted({graph.piece for graph in graphs}, key=_natural)
         self._order = {piece: index for index, piece in enumerate(order)}
         self._nodes = {id(graph): {n.name: n for n in graph.nodes} for graph in graphs}
@@ -193,51 +205,63 @@ class Graphs:
                 self.values.append(value)
 
     def _sites(self) -> dict[str, list[tuple[Graph, Kernel | None, Kept | None, GraphNode | None]]]:
-        found: dict[str, list[tuple[Graph, Kernel | None, Kept | None, GraphNode | None]]]
-        found = defaultdict(list)
+        by_site: dict[str, list[tuple[Graph, Kernel | None, Kept | None, GraphNode | None]]]
+        by_site = defaultdict(list)
         for graph in self.graphs:
             nodes, keeps = self._nodes[id(graph)], self._kept_nodes[id(graph)]
+            # A node whose value a kernel keeps is listed with its kernel below, not
+            # twice.
             for node in graph.nodes:
                 if node.name not in keeps:
-                    found[node.site].append((graph, None, None, node))
+                    by_site[node.site].append((graph, None, None, node))
             for kernel in graph.kernels:
                 for kept in kernel.kept:
-                    found[kept.site].append((graph, kernel, kept, nodes.get(kept.node)))
-        return found
+                    by_site[kept.site].append((graph, kernel, kept, nodes.get(kept.node)))
+        return by_site
 
     def _value(
         self,
         record: Record,
-        there: list[tuple[Graph, Kernel | None, Kept | None, GraphNode | None]],
+        entries: list[tuple[Graph, Kernel | None, Kept | None, GraphNode | None]],
     ) -> Value | None:
-        if record.key.port != "output" or not there:
+        if record.key.port != "output" or not entries:
             return None
         backward = record.key.phase != "forward"
-        fitting = [one for one in there if (one[0].kind == "backward") == backward] or there
+        # Forward and backward graphs may use one site name; the phase of the record
+        # decides.
+        fitting = [
+            entry for entry in entries if (entry[0].kind == "backward") == backward
+        ] or entries
         # A site may belong to several compilations of one piece: the shape says which.
         for graph, kernel, kept, node in fitting:
-            whole = self._part(graph, node, record.key.slot)
-            if whole is None or whole.shape is None or whole.shape == record.shape:
-                return Value(record, graph, whole, kernel, kept)
+            part = self._part(graph, node, record.key.slot)
+            if part is None or part.shape is None or part.shape == record.shape:
+                return Value(record, graph, part, kernel, kept)
         graph, kernel, kept, node = fitting[-1]
         return Value(record, graph, self._part(graph, node, record.key.slot), kernel, kept)
 
     def _part(self, graph: Graph, node: GraphNode | None, slot: str) -> GraphNode | None:
-        """The node of one of several results, also of one that nobody takes."""
+        """The node of one of several results, also of a result that nobody reads."""
         if node is None or node.shape is not None or not slot.isdigit():
             return node
         slots = self._slots[id(graph)]
-        at = (node.name, int(slot))
-        if at not in slots:
-            taken = [one for (name, _), one in slots.items() if name == node.name and one.origins]
-            if not taken:
+        result = (node.name, int(slot))
+        if result not in slots:
+            # Nobody reads this result, so the graph has no node for it; a sibling's
+            # origin tells the call.
+            siblings = [
+                sibling
+                for (name, _), sibling in slots.items()
+                if name == node.name and sibling.origins
+            ]
+            if not siblings:
                 return node
-            origins = tuple(origin._replace(slot=slot) for origin in taken[0].origins)
-            slots[at] = taken[0]._replace(of=at, origins=origins, shape=None)
-        return slots[at]
+            origins = tuple(origin._replace(slot=slot) for origin in siblings[0].origins)
+            slots[result] = siblings[0]._replace(of=result, origins=origins, shape=None)
+        return slots[result]
 
     def is_cut(self, graph: Graph) -> bool:
-        """Whether it is one of several parts of a piece, each with inputs of its own."""
+        """Whether a graph is one of several parts of a piece, each with its own inputs."""
         return self._parts[graph.compile_id, graph.kind, graph.base] > 1
 
     def node(self, graph: Graph, name: str) -> GraphNode | None:
@@ -248,29 +272,31 @@ class Graphs:
 
     def places(self, graph: Graph, node: GraphNode) -> Iterator[Place]:
         piece = self.piece(graph)
-        # A body of control flow counts its calls for itself; what a backward graph is given was
+        # A body of control flow counts its own calls; values saved for the backward pass were
         # counted in the forward pass.
         module = f"{node.module}/{node.body}" if node.body else node.module
         phase = SAVED if is_saved(node) else node.phase
-        for one in node.origins:
-            yield Place(piece, phase, module, one.name, one.nth, one.slot, one.total)
+        for origin in node.origins:
+            yield Place(piece, phase, module, origin.name, origin.nth, origin.slot, origin.total)
 
     @cached_property
     def by_node(self) -> dict[tuple[int, str, int, int], Value]:
-        """Values by graph, node, step and visit; a view's is that of what it shows, too."""
-        found: dict[tuple[int, str, int, int], Value] = {}
+        """Values by graph, node, step and visit; the value of a view also stands for its source."""
+        own: dict[tuple[int, str, int, int], Value] = {}
         shown: dict[tuple[int, str, int, int], Value] = {}
         inside: dict[tuple[int, str, int, int], Value] = {}
         for value in self.values:
             key = value.record.key
             for node in self.same_elements(value):
-                at = (id(value.graph), node.name, key.step, key.visit)
-                known = found if node is value.node else shown
-                (inside if value.inside else known).setdefault(at, value)
-        return inside | shown | found
+                place = (id(value.graph), node.name, key.step, key.visit)
+                # A node's own value wins over a view of it, and that over what was
+                # computed beside a kernel.
+                rank = own if node is value.node else shown
+                (inside if value.inside else rank).setdefault(place, value)
+        return inside | shown | own
 
     def same_elements(self, value: Value) -> Iterator[GraphNode]:
-        """The node of a value, and those before it of which it only is another shape.
+        """The node of a value, and the nodes before it that it only reshapes.
 
         A softmax that is expanded to the shape it has is kept as the value of the `expand`.
         """
@@ -280,6 +306,8 @@ class Graphs:
                 return
             yield node
             operator = node.target.rpartition(".")[0]
+            # Each step must keep all elements, or the value would stand for a node it
+            # is only a part of.
             same = operator in _SAME_ELEMENTS and bool(node.inputs)
             source = self.node(value.graph, node.inputs[0]) if same else None
             if source is None or (operator == "aten.expand" and not _as_large(source, node)):
@@ -288,30 +316,32 @@ class Graphs:
 
     @cached_property
     def by_place(self) -> dict[Place, list[tuple[Graph, GraphNode]]]:
-        """Every node, recorded or not, by the calls it stems from."""
-        found: dict[Place, list[tuple[Graph, GraphNode]]] = defaultdict(list)
+        """Every node, recorded or not, by the calls it comes from."""
+        by_place: dict[Place, list[tuple[Graph, GraphNode]]] = defaultdict(list)
         for graph in self.graphs:
             for node in graph.nodes:
                 for place in self.places(graph, node):
-                    found[place].append((graph, node))
-        return found
+                    by_place[place].append((graph, node))
+        return by_place
 
     @cached_property
     def _fusions(self) -> dict[tuple[int, str], tuple[Kernel, Kept]]:
-        found: dict[tuple[int, str], tuple[Kernel, Kept]] = {}
+        # What a kernel keeps explains the nodes on the way to it. Nodes of no kept result
+        # are explained by the kernel's last one.
+        fusions: dict[tuple[int, str], tuple[Kernel, Kept]] = {}
         for graph in self.graphs:
             for kernel in graph.kernels:
                 for kept in kernel.kept:
                     for name in kept.nodes:
-                        found.setdefault((id(graph), name), (kernel, kept))
+                        fusions.setdefault((id(graph), name), (kernel, kept))
             for kernel in graph.kernels:
                 for name in kernel.nodes if kernel.kept else ():
-                    found.setdefault((id(graph), name), (kernel, kernel.kept[-1]))
-        return found
+                    fusions.setdefault((id(graph), name), (kernel, kernel.kept[-1]))
+        return fusions
 
     @cached_property
     def _by_kept(self) -> dict[tuple[int, str, int, int], Record]:
-        """What kernels kept, by graph, buffer, step and visit."""
+        """Recorded results of kernels, by graph, buffer, step and visit."""
         return {
             (id(value.graph), value.kept.buffer, value.record.key.step, value.record.key.visit): (
                 value.record
@@ -321,7 +351,7 @@ class Graphs:
         }
 
     def whole(self, graph: Graph, node: GraphNode, step: int, visit: int) -> Record | None:
-        """What a fused kernel keeps that computes a node on the way."""
+        """The recorded result of the fused kernel that computes a node on the way."""
         _, kept = self._fusions.get((id(graph), node.name), (None, None))
         if kept is None or is_view(node):
             return None
@@ -333,7 +363,7 @@ class Graphs:
         return kernel.name if kernel is not None else ""
 
     def why_not_kept(self, graph: Graph, node: GraphNode) -> str:
-        """Why the value of a node is nowhere in memory."""
+        """The reason why the value of a node is not in memory."""
         if is_view(node) and node.inputs:
             return f"a view of {node.inputs[0]}, which has no memory of its own"
         fused = self._fusions.get((id(graph), node.name))
@@ -352,52 +382,55 @@ class Graphs:
         }
 
     def computed_for(self, value: Value) -> list[GraphNode]:
-        """The nodes that a kernel computes on the way to a value, in order.
+        """The nodes that a kernel computes for a value, in order.
 
-        Inductor's own list goes on through results that an earlier kernel left in memory.
+        Inductor's own list continues through results of earlier kernels; these are left out.
         """
         if value.kept is None:
             return []
         graph, kept = value.graph, self._kept_nodes[id(value.graph)]
         went_in = set(value.kept.nodes)
+        # If no node has exactly the kept value, everything the kernel computed is on the
+        # way to it.
         waiting = [value.kept.node] if value.kept.node else list(went_in - kept)
-        found = set(waiting)
+        computed = set(waiting)
         while waiting:
             node = self.node(graph, waiting.pop())
             for name in node.inputs if node is not None else ():
-                if name in went_in and name not in found and name not in kept:
-                    found.add(name)
+                if name in went_in and name not in computed and name not in kept:
+                    computed.add(name)
                     waiting.append(name)
-        return [node for node in graph.nodes if node.name in found]
+        return [node for node in graph.nodes if node.name in computed]
 
     def uses(self, graph: Graph) -> dict[str, list[GraphNode]]:
-        """Who takes what a node gives."""
-        found: dict[str, list[GraphNode]] = defaultdict(list)
+        """The readers of each node, by name."""
+        readers: dict[str, list[GraphNode]] = defaultdict(list)
         for node in graph.nodes:
             for name in node.inputs:
-                found[name].append(node)
-        return found
+                readers[name].append(node)
+        return readers
 
 
-def _as_large(one: GraphNode, other: GraphNode) -> bool:
-    """Whether two nodes surely have as many elements."""
-    if one.shape is None or other.shape is None:
+def _as_large(node: GraphNode, other: GraphNode) -> bool:
+    """Whether two nodes are known to have equally many elements."""
+    if node.shape is None or other.shape is None:
         return False
-    return math.prod(one.shape) == math.prod(other.shape)
+    return math.prod(node.shape) == math.prod(other.shape)
 
 
 def is_saved(node: GraphNode) -> bool:
-    """Whether a backward graph is given it by the forward pass, which computed it."""
-    given = node.target == "placeholder" and node.phase == "backward"
-    return given and not node.name.startswith(("primals_", "tangents_"))
+    """Whether a node is a backward graph's input that the forward pass computed and saved."""
+    # Names that AOTAutograd gives: primals are inputs of the program, tangents its gradients.
+    is_input = node.target == "placeholder" and node.phase == "backward"
+    return is_input and not node.name.startswith(("primals_", "tangents_"))
 
 
 def is_view(node: GraphNode) -> bool:
     return node.target.rpartition(".")[0] in VIEWS or node.target == "getitem"
 
 
-def said_of(value: Value) -> str:
-    """Why a kernel's result has no partner."""
+def why_unpaired(value: Value) -> str:
+    """Why a value cannot have a partner; empty if it can."""
     if value.node is not None and is_saved(value.node):
         return "saved by the forward pass, where it is compared"
     if value.kernel is None or value.kept is None:
@@ -409,8 +442,8 @@ def said_of(value: Value) -> str:
     if value.record.key.phase == "recompute":
         return "computed again in the backward pass"
     if not value.node.origins:
-        whole = value.node.operator or "an operator"
-        return f"part of {whole}, which was taken apart ({value.kernel.name})"
+        operator = value.node.operator or "an operator"
+        return f"part of {operator}, which was taken apart ({value.kernel.name})"
     return ""
 
 
@@ -419,15 +452,16 @@ def graphs_of(run: Run) -> dict[tuple[int, int], Graphs]:
     owners: dict[tuple[int, int], list[Record]] = {}
     for record in run.records:
         owners.setdefault((record.key.rank, record.key.process), []).append(record)
-    found: dict[tuple[int, int], Graphs] = {}
+    graphs_by_owner: dict[tuple[int, int], Graphs] = {}
     for owner, records in owners.items():
         if GRAPHS in run.sheets(*owner):
             text = run.sheet(GRAPHS, *owner)
             graphs = list(read_graphs(text))
             if graphs:
-                found[owner] = Graphs(graphs, records, tuple(read_errors(text)))
-    return found
+                graphs_by_owner[owner] = Graphs(graphs, records, tuple(read_errors(text)))
+    return graphs_by_owner
 
 
 def _natural(text: str) -> tuple[int, str]:
+    # Numbers sort as numbers, so that piece 10 comes after piece 2; names come last.
     return (int(text), "") if text.isdigit() else (1 << 30, text)

@@ -1,7 +1,7 @@
-"""What classes mean: which ones do the same work under other names, and what a name says of a role.
+"""Classes of layers: which ones do the same work, and the role that a name suggests.
 
-One table for torch, transformers, Paddle, ATB and hand-written models. Knows names only: no shape,
-no order. A class that is not in it is of its own kind, and only its shapes can find it a partner.
+One table for torch, transformers, Paddle, ATB and hand-written models. It knows names only, no
+shapes and no order. An unknown class is a kind of its own; only its shapes can find it a partner.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 SOLID = frozenset({"linear", "norm.layer", "norm.rms", "norm", "norm.batch", "embedding", "conv"})
-"""Kinds that every implementation of a model has as sites of their own. Activations, dropouts and
-the like may just as well be a line of code, so they are looked for between solid ones."""
+"""Kinds that every implementation of a model has as separate sites. Activations and dropouts may
+also be a line of code, so they are aligned between solid ones."""
 
 MAPPED = "mapped"
-"""Begin of the kinds of classes that the user maps to each other; they are solid too."""
+"""Prefix of the kinds of classes that the user maps to each other; they are solid too."""
 
 WHOLE = frozenset({"linear", "norm.layer", "norm.rms", "norm"})
-"""Kinds that are one thing to a model even where they have children: an adapter around a Linear,
-an ATB operation with its kernels."""
+"""Kinds that count as one leaf even if they have children: an adapter around a Linear, an ATB
+operation with its kernels."""
 
-# Exact names first: the ends of others' class names are guesses, these are not.
+# Exact names come first: endings of class names are guesses, these are not.
 _EXACT = {
     "RmsNormOperation": "norm.rms",
     "LayerNormOperation": "norm.layer",
@@ -61,6 +61,7 @@ _EXACT = {
     "Softmax": "softmax",
     "Flatten": "flatten",
 }
+# Activations are the last row of the table: their short endings (`act`, `elu`) fit many names.
 _ACTIVATIONS = (
     r"gelu|relu|silu|swish|swiglu|sigmoid|tanh|mish|elu|celu|selu|softplus|activation|glu|act"
 )
@@ -77,6 +78,7 @@ _ENDS = (  # tried in this order on the lower-case class name
     (_ACTIVATIONS, "activation"),
 )
 _COMPILED = tuple((re.compile(rf"(?:\w*?)(?:{end})"), kind) for end, kind in _ENDS)
+# Containers are guessed from any part of the name: frameworks add prefixes and versions freely.
 _CONTAINERS = (
     (re.compile(r"\w*attention\w*|\w*attn\w*"), "attention"),
     (re.compile(r"\w*(mlp|feed_?forward|ffn)\w*"), "mlp"),
@@ -88,10 +90,10 @@ TRANSPOSED = frozenset({"Conv1D"})
 """Linear classes whose weight is (in, out): y = x W + b. torch's own is (out, in)."""
 
 PER_HEAD = ("GPTNeoX", "Bloom", "Falcon", "Persimmon")
-"""Families whose fused qkv goes head by head (q, k, v of head 0, then of head 1, ...)."""
+"""Model families whose fused qkv is stored head by head (q, k, v of head 0, then head 1, ...)."""
 
 OWN_LAYOUT = ("CodeGen",)
-"""Families whose fused qkv lies in an order of their own; its parts are not told apart."""
+"""Model families whose fused qkv has an order of its own; it is not cut into parts."""
 
 _ROLES = {
     "q": "q", "query": "q", "wq": "q", "queries": "q", "qproj": "q", "toq": "q", "querylayer": "q",
@@ -101,33 +103,35 @@ _ROLES = {
     "up": "up", "upproj": "up", "wup": "up",
 }  # fmt: skip
 ROLE_ORDER = ("q", "k", "v", "gate", "up")
-"""The order in which fused weights hold their parts, wherever they are not interleaved."""
+"""The order of the parts in fused weights that are not interleaved."""
 
 
 @lru_cache(maxsize=4096)
 def kind_of(class_name: str) -> str:
-    """The kind of work a leaf of this class does; its own name where that is not known.
+    """The kind of work that a leaf of this class does; `?` and the name for unknown classes.
 
     >>> kind_of("LlamaRMSNorm"), kind_of("RmsNormOperation"), kind_of("Frobnicate")
     ('norm.rms', 'norm.rms', '?Frobnicate')
     >>> kind_of("AllGatherOperation"), kind_of("RopeGradOperation")  # "gatheROPEration" is no rope
     ('?AllGatherOperation', 'rope')
     """
-    if (known := _EXACT.get(class_name)) is not None:
-        return known
+    if (exact := _EXACT.get(class_name)) is not None:
+        return exact
+    # All of ATB's classes end in "Operation"; with that, "AllGatherOperation" would contain "rope".
     lower = class_name.removesuffix("Operation").lower()
     for pattern, kind in _COMPILED:
         if pattern.fullmatch(lower):
             return kind
-    return container_kind(class_name) or f"?{class_name}"  # attention may be one call
+    # A fused attention may be a single call, so a leaf can have a container's kind.
+    return container_kind(class_name) or f"?{class_name}"
 
 
 @lru_cache(maxsize=4096)
 def container_kind(class_name: str) -> str:
-    """What a container is called by everybody: attention, mlp, block; empty if it is not known."""
-    known = _EXACT.get(class_name)
-    if known in ("block", "mlp"):
-        return known
+    """The kind of a container: attention, mlp or block; empty if unknown."""
+    exact = _EXACT.get(class_name)
+    if exact in ("block", "mlp"):
+        return exact
     lower = class_name.lower()
     for pattern, kind in _CONTAINERS:
         if pattern.fullmatch(lower):
@@ -135,24 +139,27 @@ def container_kind(class_name: str) -> str:
     return ""
 
 
+# Quantised variants (Linear4bit, LinearFP8) are still one linear layer.
 _ONE_LINEAR = re.compile(r"\w*(linear(_?\dbits?|fp\d|nf\d|lt)?|lm_?head)|dense")
 _ONE_NORM = frozenset({"norm.layer", "norm.rms", "norm", "dropout", "identity"})
 
 
 def is_whole(class_name: str, inside: Iterable[str]) -> bool:
-    """Whether a site with others inside is one thing all the same, by its class and their kinds.
+    """Whether a site with children counts as one leaf, by its class and the kinds inside.
 
-    An adapter around a Linear is one. T5's `DenseActDense` and a `PreNorm` that holds the attention
-    are called like a single piece of work, and are several.
+    An adapter around a Linear does. T5's `DenseActDense` and a `PreNorm` that contains the
+    attention have the name of a single layer, but are several.
 
     >>> is_whole("Linear", ["linear", "dropout"]), is_whole("T5DenseActDense", ["linear"])
     (True, False)
     """
     kind = kind_of(class_name)
+    # The exact test keeps T5DenseActDense out: its name ends like a Linear, but it holds
+    # several.
     if kind == "linear":
         named = class_name in _EXACT or _ONE_LINEAR.fullmatch(class_name.lower()) is not None
         return named and not {"activation", "conv", *_NORMS}.intersection(inside)
-    return kind in WHOLE and all(each in _ONE_NORM or not is_known(each) for each in inside)
+    return kind in WHOLE and all(inner in _ONE_NORM or not is_known(inner) for inner in inside)
 
 
 def is_solid(kind: str) -> bool:
@@ -161,27 +168,28 @@ def is_solid(kind: str) -> bool:
 
 
 def is_known(kind: str) -> bool:
-    """Whether a kind is one of the table's."""
+    """Whether a kind is in the table."""
     return not kind.startswith("?")
 
 
 @lru_cache(maxsize=65536)
-def same_kind(ours: str, theirs: str) -> int:
-    """2 for the same work, 1 where one of the two is not known, 0 for different work."""
-    if ours == theirs:
-        return 2 if ours != "?" else 1  # a run without classes says nothing by them
-    if ours in _NORMS and theirs in _NORMS and "norm" in (ours, theirs):
-        return 2  # "norm" says not which, the other does
-    return 1 if not (is_known(ours) and is_known(theirs)) else 0
+def same_kind(kind: str, other: str) -> int:
+    """2 for the same work, 1 if one of the two is unknown, 0 for different work."""
+    if kind == other:
+        return 2 if kind != "?" else 1  # runs without class names: no evidence
+    if kind in _NORMS and other in _NORMS and "norm" in (kind, other):
+        return 2  # a generic "norm" may be any of them
+    return 1 if not (is_known(kind) and is_known(other)) else 0
 
 
 @lru_cache(maxsize=65536)
 def role_of(site: str) -> str:
-    """Which of several like projections a site says it is; empty if its name does not tell.
+    """The role (q, k, v, gate, up) that the name of a site suggests; empty if none.
 
     >>> role_of("model.layers.0.self_attn.q_proj"), role_of("h.0.attn.key"), role_of("h.0.fc")
     ('q', 'k', '')
     """
+    # The name of the parent counts too: `attn.q.linear` is a query projection.
     last, *holder = reversed(site.replace("/", ".").split(".")[-2:])
     for part in (last, *(name for name in holder if not name[-1:].isdigit())):  # not `k0`, `v2`
         word = re.sub(r"[^a-z]", "", part.lower().removesuffix("_linear").removesuffix("_layer"))

@@ -1,6 +1,8 @@
-"""The operators of a run, step by step: who was called, who feeds whom, who takes what by name.
+"""Operators of a run: their calls, dataflow and tensors, step by step.
 
-What rules about operators' inputs share, read once per step. Draws no conclusions.
+`OperatorSteps` serves rules about operators' inputs and is read once per step. `Operator` groups
+the tensors of a compiler's dump; `Match` and `Matching` hold what matching two dumps finds. No rule
+is applied here.
 """
 
 from __future__ import annotations
@@ -26,18 +28,19 @@ class OperatorSteps:
         self._taken: dict[Frame, dict[str, Record]] = {}
 
     def at(self, record: Record) -> tuple[Mapping[str, Call], Dataflow]:
-        """What was called in the step of a record, and the edges."""
+        """The calls in the step of a record by site, and the dataflow between them."""
         frame = _frame(record)
         if frame not in self._known:
+            # Grouping all records takes time, so it waits for the first question.
             if self._frames is None:
                 self._frames = frames_of(self.run.records)
-            calls = calls_of(sorted(self._frames.get(frame, []), key=lambda each: each.order))
+            calls = calls_of(sorted(self._frames.get(frame, []), key=lambda item: item.order))
             by_site = {call.site: call for call in calls if call.leaf and not call.visit}
             self._known[frame] = by_site, self._flows.of(frame, calls, frame)
         return self._known[frame]
 
     def taken(self, record: Record) -> Record | None:
-        """The input of an operator inside that a container only hands on; None if it is none."""
+        """The operator's input that is the same tensor as a container's input, if known."""
         if record.key.port != "input":
             return None
         calls, flow = self.at(record)
@@ -47,10 +50,12 @@ class OperatorSteps:
         frame = _frame(record)
         if frame not in self._taken:
             first: dict[str, Record] = {}
-            for each in (each for call in calls.values() for each in call.records):
-                called = flow.names.get((each.key.site, each.key.slot))
-                if called and each.key.port == "input":
-                    first.setdefault(called, each)
+            # Several operators may read one tensor; the first one stands for all of
+            # them.
+            for other in (other for call in calls.values() for other in call.records):
+                called = flow.names.get((other.key.site, other.key.slot))
+                if called and other.key.port == "input":
+                    first.setdefault(called, other)
             self._taken[frame] = first
         return self._taken[frame].get(name)
 
@@ -59,7 +64,7 @@ def _frame(record: Record) -> Frame:
     return Frame(record.key.rank, record.key.process, record.key.step)
 
 
-# The tensors of a dump put together by the operator they belong to, and what matching finds.
+# --- operators of a compiler's dump
 
 
 class Operator(NamedTuple):
@@ -83,49 +88,50 @@ class Operator(NamedTuple):
 
 
 class Match(NamedTuple):
-    """Two tensors that belong together; whose side is which, the caller knows."""
+    """Two paired tensors; the caller knows which side each belongs to."""
 
-    ours: Record
-    theirs: Record
+    record: Record
+    partner: Record
     confidence: float = 1.0
     same_name: bool = False
 
     @property
-    def turned(self) -> Match:
-        """The same, seen from the other side."""
-        return self._replace(ours=self.theirs, theirs=self.ours)
+    def flipped(self) -> Match:
+        """The same match with the sides exchanged."""
+        return self._replace(record=self.partner, partner=self.record)
 
 
-class Found(NamedTuple):
-    """What comparing two graphs gave.
+class Matching(NamedTuple):
+    """The result of matching two dumps.
 
     Attributes:
-        matches: In the order of our operators.
-        ours: Why tensors of our side are alone, where there is something to say.
-        theirs: The same for the other side.
+        matches: In the order of the operators that were asked for.
+        reasons: Why tensors of these operators have no partner, where something is known.
+        partner_reasons: The same for the other side.
     """
 
     matches: list[Match]
-    ours: dict[TensorKey, str]
-    theirs: dict[TensorKey, str]
+    reasons: dict[TensorKey, str]
+    partner_reasons: dict[TensorKey, str]
 
 
 def operators_of(records: Iterable[Record], prefix: str) -> dict[str, Operator]:
     """Operators by name, in the order of their first tensor."""
-    found: dict[str, Operator] = {}
+    operators: dict[str, Operator] = {}
     for record in records:
+        # Dumps flatten the names of operators in file names, so sites are flattened alike.
         name = flat(record.key.site.removeprefix(prefix))
-        operator = found.get(name)
+        operator = operators.get(name)
         if operator is None:
-            operator = found[name] = Operator(name, record.class_name, [], [])
+            operator = operators[name] = Operator(name, record.class_name, [], [])
         if record.key.port == "input":
             operator.inputs.append(record)
         elif record.key.port == "output":
             operator.outputs.append(record)
-    for operator in found.values():
+    for operator in operators.values():
         operator.inputs.sort(key=_slot)
         operator.outputs.sort(key=_slot)
-    return found
+    return operators
 
 
 def at_slot(records: Iterable[Record], slot: str) -> Record | None:
@@ -134,4 +140,5 @@ def at_slot(records: Iterable[Record], slot: str) -> Record | None:
 
 def _slot(record: Record) -> tuple[int, ...]:
     parts = record.key.slot.split(".")
+    # Slots such as `0.1` are nested tuples; each level sorts as a number.
     return tuple(int(part) if part.isascii() and part.isdigit() else -1 for part in parts)

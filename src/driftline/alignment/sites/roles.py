@@ -1,8 +1,9 @@
-"""What the dataflow says of projections whose names say nothing: q, k and v; gate and up.
+"""Roles of projections that follow from the dataflow: q, k and v; gate and up.
 
-What an attention takes as its first, second and third input are q, k and v, whatever lies between;
-of two projections that are multiplied the gate is the one with an activation in between. A
-projection that is cut into such pieces is a fused one, and the cuts say where its parts lie.
+The first, second and third input of an attention are q, k and v, whatever operators are in between.
+Of two projections that are multiplied, the gate is the one with an activation in between. A
+projection that is cut into such pieces is fused, and the cuts give the columns of its parts.
+`rewired` finds operators of equal number that have another role in the other run.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from driftline.alignment.sites.values import Dataflow, Dataflows, Place
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 
+# A bound against cycles in damaged topologies as well.
 _STEPS = 16
-"""So many operators between a projection and what uses it; more is no projection of it."""
+"""Greatest number of operators between a projection and what uses it."""
 _ATTENTION = ("q", "k", "v")
 _CACHES = ("k", "v")
 _QUANTISE = (6, 17, 19)
-"""Numbers of ATB's element-wise operations that quantise: by one scale, by columns, by rows."""
-_PASSING = ("Transpose", "Reshape", "View", "Transdata", "TransData", "Cast", "Contiguous", "Pad",
-            "Unpad", "Squeeze", "Unsqueeze", "AsStrided")  # fmt: skip
+"""Numbers of ATB's element-wise operations that quantise per tensor, per column or per row."""
+# Operators that move, pad or retype elements without computing new ones, by the start of ATB's
+# class names.
+_MOVES_ELEMENTS = ("Transpose", "Reshape", "View", "Transdata", "TransData", "Cast", "Contiguous",
+                   "Pad", "Unpad", "Squeeze", "Unsqueeze", "AsStrided")  # fmt: skip
 
 
 class _Origin(NamedTuple):
@@ -35,68 +39,75 @@ class _Origin(NamedTuple):
     span: tuple[int, int] | None
 
 
-def tell_by_dataflow(calls: Sequence[Call], flow: Dataflow) -> None:
-    """Give projections the roles that follow from who reads them; names that say one stay.
+def infer_roles(calls: Sequence[Call], flow: Dataflow) -> None:
+    """Give projections the roles that follow from their readers; roles from names stay.
 
     Args:
-        calls: Of one step, in order; changed in place (`role`, `layout`, `fed_by`, `makes`).
+        calls: Of one step, in order. Their `role`, `layout`, `input_value` and `output_value` are
+            changed in place.
         flow: Who feeds whom.
     """
     if not flow.makers:
         return
+    # First visits only: a site that is called again computes the same role again.
     leaves = {call.site: call for call in calls if call.leaf and call.called and not call.visit}
     for call in leaves.values():
         source, result = (main_tensor(call.records, port) for port in ("input", "output"))
-        if not call.makes and result is not None:
-            call.makes = f"{call.site}/{result.key.slot}"
-        if not call.fed_by and source is not None:
-            call.fed_by = _first_source(leaves, flow, call.site, source.key.slot)
-    found: dict[int, list[tuple[str, tuple[int, int] | None]]] = {}
+        if not call.output_value and result is not None:
+            call.output_value = f"{call.site}/{result.key.slot}"
+        if not call.input_value and source is not None:
+            call.input_value = _first_source(leaves, flow, call.site, source.key.slot)
+    evidence: dict[int, list[tuple[str, tuple[int, int] | None]]] = {}
+    # Evidence is collected for all readers before any role is given: readers may contradict
+    # each other.
     by_id = {id(call): call for call in leaves.values()}
     for role, origin in _used(leaves, flow):
-        told = found.setdefault(id(origin.linear), [])
-        if (role, origin.span) not in told:
-            told.append((role, origin.span))
-    for at, told in found.items():
-        _say(by_id[at], told)
+        roles = evidence.setdefault(id(origin.linear), [])
+        if (role, origin.span) not in roles:
+            roles.append((role, origin.span))
+    for call_id, roles in evidence.items():
+        _set_role(by_id[call_id], roles)
+    # The operator that cuts a projection has the same parts, in the same order.
     for call in leaves.values():
         maker = flow.makers.get((call.site, "0")) if call.kind == "cut" else None
         if maker is not None and maker[0] in leaves:
             call.layout = leaves[maker[0]].layout
 
 
-def tell_elementwise(
-    ours: Sequence[Call], theirs: Sequence[Call], flows: tuple[Dataflow, Dataflow]
+def infer_elementwise_kinds(
+    reference: Sequence[Call], candidate: Sequence[Call], flows: tuple[Dataflow, Dataflow]
 ) -> None:
-    """Operators that do many things by a parameter get kinds of their own, if all of them have it.
+    """Give element-wise operators a kind by their parameter, if all of them have it.
 
     A product, a sum and a quantising cast are all an `ElewiseOperation`.
     """
     sides = [
         [call for call in side if call.leaf and call.class_name.startswith("Elewise")]
-        for side in (ours, theirs)
+        for side in (reference, candidate)
     ]
     types = [
         [flow.params.get(call.site, {}).get("elewiseType") for call in side]
         for side, flow in zip(sides, flows, strict=True)
     ]
-    if all(isinstance(each, int) for side in types for each in side):
+    # All or none: kinds by parameter on one side only would match nothing on the other.
+    if all(isinstance(kind_number, int) for side in types for kind_number in side):
         for side, numbers in zip(sides, types, strict=True):
             for call, number in zip(side, numbers, strict=True):
                 call.kind = f"elementwise {'quantise' if number in _QUANTISE else number}"
 
 
-def _say(call: Call, told: Sequence[tuple[str, tuple[int, int] | None]]) -> None:
-    """One role for the whole projection, or one for each of its parts; nothing if they clash."""
-    if len(told) == 1 and told[0][1] is None:
-        call.role = call.role or told[0][0]
+def _set_role(call: Call, evidence: Sequence[tuple[str, tuple[int, int] | None]]) -> None:
+    """Set one role for the projection, or one for each of its parts; none if they clash."""
+    if len(evidence) == 1 and evidence[0][1] is None:
+        call.role = call.role or evidence[0][0]
         return
-    parts = [(span, role) for role, span in told if span is not None]
-    # Two parts of the same bytes are not told apart; the others still are.
+    # A projection that is used whole and in parts has no clear role.
+    parts = [(span, role) for role, span in evidence if span is not None]
+    # Parts with the same bytes cannot be distinguished; the others still can.
     clear = Counter(span for span, _ in parts), Counter(role for _, role in parts)
     spans = sorted(part for part in parts if clear[0][part[0]] == clear[1][part[1]] == 1)
     apart = all(a[0][1] <= b[0][0] for a, b in itertools.pairwise(spans))
-    if len(parts) == len(told) and apart and not call.role:
+    if len(parts) == len(evidence) and apart and not call.role:
         call.layout = tuple((role, *span) for span, role in spans)
 
 
@@ -110,12 +121,16 @@ def _used(leaves: dict[str, Call], flow: Dataflow) -> Iterable[tuple[str, _Origi
             names = _ATTENTION
         elif call.class_name.startswith("ReshapeAndCache"):
             names = _CACHES
+        # Inputs 0, 1 and 2 of an attention are q, k and v; the operator that fills a cache takes k
+        # and v.
         for slot, role in enumerate(names):
             if (origin := _traced(leaves, flow, call.site, str(slot))) is not None:
                 yield role, origin
         if call.kind == "activation" and (origin := _traced(leaves, flow, call.site, "0")):
             wide = origin.linear.features if origin.span is None else 0
-            if wide and 2 * call.features == wide:  # the gated one takes both halves at once
+            # A fused SwiGLU takes gate and up as one tensor, and the gate is the first
+            # half.
+            if wide and 2 * call.features == wide:
                 half = wide // 2
                 yield "gate", _Origin(origin.linear, (0, half))
                 yield "up", _Origin(origin.linear, (half, wide))
@@ -125,11 +140,17 @@ def _used(leaves: dict[str, Call], flow: Dataflow) -> Iterable[tuple[str, _Origi
         inputs = _ports(call, "input")
         if len(inputs) != 2 or call.kind == "linear":
             continue
-        for one, other in (inputs, inputs[::-1]):
-            maker = flow.makers.get((call.site, one.key.slot))
+        for gated, other in (inputs, inputs[::-1]):
+            maker = flow.makers.get((call.site, gated.key.slot))
             gate = active.get(maker) if maker is not None else None
             up = _traced(leaves, flow, call.site, other.key.slot) if gate is not None else None
-            if gate is None or up is None or gate == up or gate.linear.fed_by != up.linear.fed_by:
+            # Gate and up must read the same input, or the product is something else.
+            if (
+                gate is None
+                or up is None
+                or gate == up
+                or gate.linear.input_value != up.linear.input_value
+            ):
                 continue
             yield "gate", gate
             yield "up", up
@@ -140,11 +161,13 @@ def _ports(call: Call, port: str) -> list[Record]:
 
 
 def _first_source(leaves: dict[str, Call], flow: Dataflow, site: str, slot: str) -> str:
-    """What a projection is fed by, seen through what only changes its type (a quantising cast)."""
+    """The value that a projection reads, before operators that only change its type."""
     for _ in range(_STEPS):
         maker = flow.makers.get((site, slot))
         call = leaves.get(maker[0]) if maker is not None else None
         inputs = [] if call is None else [r for r in _ports(call, "input") if r.shape == call.out]
+        # A quantising cast sits between a norm and the projections; they still share one
+        # input.
         rest = call is not None and call.class_name.startswith(("Elewise", "Cast"))
         if call is None or not rest or len(inputs) != 1:
             break
@@ -155,7 +178,7 @@ def _first_source(leaves: dict[str, Call], flow: Dataflow, site: str, slot: str)
 
 
 def _traced(leaves: dict[str, Call], flow: Dataflow, site: str, slot: str) -> _Origin | None:
-    """The projection whose result, or a piece of it, an operator reads."""
+    """The projection whose result, or a part of it, an operator reads."""
     span: tuple[int, int] | None = None
     for _ in range(_STEPS):
         maker = flow.makers.get((site, slot))
@@ -166,12 +189,13 @@ def _traced(leaves: dict[str, Call], flow: Dataflow, site: str, slot: str) -> _O
             return _Origin(call, span)
         piece = _piece(call, maker[1], flow)
         if piece is not None:
+            # A piece of a piece: offsets add up from the inner cut to the outer one.
             if span is not None:
                 piece = (piece[0] + span[0], piece[0] + span[1])
             span = piece
             slot = "0"
         else:
-            passed = _passed(call, maker[1], flow)
+            passed = _passed_input(call, maker[1], flow)
             if passed is None:
                 return None
             slot = passed
@@ -180,15 +204,15 @@ def _traced(leaves: dict[str, Call], flow: Dataflow, site: str, slot: str) -> _O
 
 
 def _piece(call: Call, output: str, flow: Dataflow) -> tuple[int, int] | None:
-    """Which columns of its input an operator that cuts puts into one of its outputs."""
+    """The columns of its input that a cutting operator puts into one of its outputs."""
     source = next((r for r in _ports(call, "input") if r.key.slot == "0"), None)
     outputs = _ports(call, "output")
     if source is None or not source.shape or not outputs:
         return None
-    whole = source.shape[-1]
+    width = source.shape[-1]
     if call.class_name.startswith("Split"):
         sizes = [(r.key.slot, r.shape[-1] if r.shape else 0) for r in outputs]
-        if sum(size for _, size in sizes) != whole:
+        if sum(size for _, size in sizes) != width:
             return None  # along another axis, or not all of it was dumped
         start = 0
         for slot, size in sizes:
@@ -199,13 +223,14 @@ def _piece(call: Call, output: str, flow: Dataflow) -> tuple[int, int] | None:
         offsets = flow.params.get(call.site, {}).get("offsets")
         size = outputs[0].shape[-1] if outputs[0].shape else 0
         last = cast("list[object]", offsets)[-1] if isinstance(offsets, list) and offsets else None
-        if isinstance(last, int) and last >= 0 and last + size <= whole:
+        if isinstance(last, int) and last >= 0 and last + size <= width:
             return (last, last + size)
     return None
 
 
-def _passed(call: Call, output: str, flow: Dataflow) -> str | None:
-    """The slot of the input that an operator gives on as this output, if it is only one."""
+def _passed_input(call: Call, output: str, flow: Dataflow) -> str | None:
+    """The slot of the only input that an operator passes on as this output; None otherwise."""
+    # Rope rotates its first two inputs (q and k) and hands each on at the same position.
     if call.kind == "rope":
         return output if output in ("0", "1") else None
     result = next((r for r in _ports(call, "output") if r.key.slot == output), None)
@@ -213,53 +238,59 @@ def _passed(call: Call, output: str, flow: Dataflow) -> str | None:
         return None
     size = math.prod(result.shape)
     fed = [r for r in _ports(call, "input") if math.prod(r.shape) == size]
-    known = [r for r in fed if (call.site, r.key.slot) in flow.makers]
-    simple = call.class_name.startswith(_PASSING) or call.class_name.startswith("Elewise")
-    if not (simple or call.kind.startswith("norm")) or len(fed) != 1 or len(known) != 1:
+    with_maker = [r for r in fed if (call.site, r.key.slot) in flow.makers]
+    simple = call.class_name.startswith(_MOVES_ELEMENTS) or call.class_name.startswith("Elewise")
+    if not (simple or call.kind.startswith("norm")) or len(fed) != 1 or len(with_maker) != 1:
         return None  # a sum of two tensors is neither of them
-    return known[0].key.slot
+    return with_maker[0].key.slot
 
 
-# Equal numbers of operators that are used for something else: the second is q here and k there.
+# --- operators of equal number with different roles
 
 
 def rewired(reference: Run, candidate: Run) -> str:
-    """A site of both runs that has another role in each, by the dataflow; empty if none has."""
-    ours = frames_of(reference.records)
-    theirs = frames_of(candidate.records)
+    """A site of both runs with different roles, by the dataflow; empty if there is none."""
+    reference_frames = frames_of(reference.records)
+    candidate_frames = frames_of(candidate.records)
     seen: set[tuple[int, int]] = set()
-    for frame in ours:
+    # The first step of each process is enough: later steps call the same operators.
+    for frame in reference_frames:
         place = (frame.rank, frame.process)
-        if place in seen or frame not in theirs:
+        if place in seen or frame not in candidate_frames:
             continue
         seen.add(place)
-        here = _told(reference, frame, calls_of(ours[frame]))
-        there = _told(candidate, frame, calls_of(theirs[frame])) if here else {}
-        for site, told in here.items():
-            if site in there and there[site] != told:
+        reference_roles = _inferred_roles(reference, frame, calls_of(reference_frames[frame]))
+        candidate_roles = (
+            _inferred_roles(candidate, frame, calls_of(candidate_frames[frame]))
+            if reference_roles
+            else {}
+        )
+        for site, role in reference_roles.items():
+            if site in candidate_roles and candidate_roles[site] != role:
                 return site
-        places = _places(here), _places(there)
+        places = _places(reference_roles), _places(candidate_roles)
         for what, site in places[0].items():
             if site and (other := places[1].get(what)) and other != site:
-                return site  # one that the other run tells nothing of
+                return site  # the other run has this role at another site
     return ""
 
 
-def _places(told: dict[str, object]) -> dict[tuple[str, object], str]:
-    """The one site of each layer that has a role; empty where several have it."""
-    found: dict[tuple[str, object], str] = {}
-    for site, role in told.items():
+def _places(roles: dict[str, object]) -> dict[tuple[str, object], str]:
+    """Layer and role → the only site with that role; empty if there are several."""
+    sites: dict[tuple[str, object], str] = {}
+    for site, role in roles.items():
         what = (site.rpartition(".")[0], role)
-        found[what] = "" if what in found else site
-    return found
+        sites[what] = "" if what in sites else site
+    return sites
 
 
-def _told(run: Run, frame: Frame, calls: list[Call]) -> dict[str, object]:
-    """What the edges alone say of each projection."""
+def _inferred_roles(run: Run, frame: Frame, calls: list[Call]) -> dict[str, object]:
+    """Roles and layouts by the edges only, ignoring names."""
     flow = Dataflows(run).of(frame, calls, None)
     if not flow.makers:
         return {}
+    # Roles by name would hide what the edges say.
     for call in calls:
         call.role = ""
-    tell_by_dataflow(calls, flow)
+    infer_roles(calls, flow)
     return {c.site: (c.role, c.layout) for c in calls if c.role or c.layout}

@@ -1,6 +1,6 @@
-"""A run as calls: each site with its visit, what it is, what went in and what came out, in order.
+"""A run as calls: each call of a site with its class, inputs and outputs, in execution order.
 
-What structural alignment looks at. Reads records only; no tensor is opened.
+This is what structural alignment works on. It reads records only; no tensor is opened.
 """
 
 from __future__ import annotations
@@ -19,30 +19,29 @@ class Call:
     """One call of one site.
 
     Attributes:
-        site: Where.
+        site: The site that was called.
         visit: The nth call of the site in the step.
-        class_name: Of the site.
-        kind: What work that is (`classes.kind_of`).
-        role: Which of several like sites its name says it is.
+        class_name: The class of the site.
+        kind: The kind of work (`kinds.kind_of`).
+        role: The role of a projection (q, k, v, gate, up), by its name or the dataflow.
         records: Its tensors, in order.
         out: Shape of its main output; None if no output was kept.
         into: Shape of its main input; None if no input was kept.
-        fed_by: One text for its main input, whoever reads it: its digest, or who made it; empty
-            if not known.
-        makes: The same for its main output.
-        layout: Of a fused projection: role, first and last column plus one of each part, where the
+        input_value: Identifies its main input: the digest, or who made it; empty if not known.
+        output_value: The same for its main output.
+        layout: For a fused projection: role, first column and end column of each part, where the
             dataflow shows them.
-        inner: It stands inside a call that counts as one thing, such as an adapted Linear.
-        leaf: Nothing is inside it that counts.
-        called: It has tensors of a call, and not only parameters or gradients.
-        order: When it was called: the place of its first tensor in the run.
-        ended: The place of the last tensor of its call.
-        parts: For what stands for several calls (q, k and v as one): those calls.
+        inner: It is inside a call that counts as one leaf, such as an adapted Linear.
+        leaf: It contains no other calls, or counts as one leaf.
+        called: It has tensors of a call, not only parameters or gradients.
+        order: Position of its first tensor in the run.
+        ended: Position of its last tensor in the run.
+        parts: For a fused family (q, k and v as one): its calls.
     """
 
     __slots__ = (
-        "called", "class_name", "ended", "fed_by", "inner", "into", "kind", "layout", "leaf",
-        "makes", "order", "out", "parts", "records", "role", "site", "visit",
+        "called", "class_name", "ended", "inner", "input_value", "into", "kind", "layout", "leaf",
+        "order", "out", "output_value", "parts", "records", "role", "site", "visit",
     )  # fmt: skip
 
     def __init__(self, site: str, visit: int, records: list[Record]) -> None:
@@ -52,8 +51,8 @@ class Call:
         self.class_name = next((r.class_name for r in records if r.class_name), "")
         self.kind = kind_of(self.class_name)
         self.role = role_of(site)
-        # Parameters are taken before the first call and gradients after the last: neither says when
-        # a site was called.
+        # Parameters are recorded before the first call and gradients after the last: neither shows
+        # when a site was called.
         moments = [
             record.order
             for record in records
@@ -70,20 +69,21 @@ class Call:
         source = main_tensor(records, "input")
         self.out = None if output is None else output.shape
         self.into = None if source is None else source.shape
-        self.makes = "" if output is None else output.digest
-        self.fed_by = "" if source is None else source.digest
+        self.output_value = "" if output is None else output.digest
+        self.input_value = "" if source is None else source.digest
+        # Only unknown classes are guessed by shape; a known class is better evidence.
         if not is_known(self.kind) and output is not None and source is not None:
             self.kind = _by_shape(source, output) or self.kind
 
     @property
     def features(self) -> int:
-        """Extent of the output's last axis; -1 for a scalar or where nothing is known."""
+        """Size of the output's last axis; -1 for a scalar or if unknown."""
         shape = self.out if self.out is not None else self.into
         return shape[-1] if shape else -1
 
     @property
     def width(self) -> int:
-        """Extent of the input's last axis; -1 where nothing is known."""
+        """Size of the input's last axis; -1 if unknown."""
         return self.into[-1] if self.into else -1
 
     def __repr__(self) -> str:
@@ -92,7 +92,7 @@ class Call:
 
 
 class Frame(NamedTuple):
-    """One step of one process: where structure is looked for."""
+    """One step of one process: the unit of structural alignment."""
 
     rank: int
     process: int
@@ -100,9 +100,9 @@ class Frame(NamedTuple):
 
 
 def main_tensor(records: Iterable[Record], port: str) -> Record | None:
-    """The first tensor of a port in the forward pass: floats and their codes before ids and masks.
+    """The main tensor of a port in the forward pass: floats and codes before ids and masks.
 
-    Vectors come last: where operators take weights as inputs, those are scales and biases.
+    Vectors come last: operators that take weights as inputs have scales and biases among them.
     """
     first: Record | None = None
     matrix: Record | None = None
@@ -110,6 +110,7 @@ def main_tensor(records: Iterable[Record], port: str) -> Record | None:
         if record.key.port == port and record.key.phase == "forward":
             first = first or record
             if len(record.shape) > 1:
+                # Quantised activations are int8 or int4 matrices and count like floats.
                 if "float" in record.dtype or record.dtype in ("int8", "int4"):
                     return record
                 matrix = matrix or record
@@ -117,7 +118,7 @@ def main_tensor(records: Iterable[Record], port: str) -> Record | None:
 
 
 def _by_shape(source: Record, output: Record) -> str:
-    """What a leaf of an unknown class must be: ids become vectors, or vectors change their size."""
+    """The kind of a leaf of unknown class: ids become vectors, or vectors change their size."""
     if "float" not in output.dtype or not output.shape or not source.shape:
         return ""
     if "int" in source.dtype and output.shape[:-1] == source.shape:
@@ -127,17 +128,18 @@ def _by_shape(source: Record, output: Record) -> str:
 
 
 def frames_of(records: Iterable[Record]) -> dict[Frame, list[Record]]:
-    """Records by step and process, in the order they come."""
-    found: dict[Frame, list[Record]] = {}
+    """Records by frame, in their given order."""
+    frames: dict[Frame, list[Record]] = {}
     for record in records:
         key = record.key
-        found.setdefault(Frame(key.rank, key.process, key.step), []).append(record)
-    return found
+        frames.setdefault(Frame(key.rank, key.process, key.step), []).append(record)
+    return frames
 
 
 def calls_of(records: Sequence[Record]) -> list[Call]:
-    """The calls of one frame in execution order, with their places in the tree."""
+    """The calls of one frame in execution order, with `leaf` and `inner` set."""
     by_call: dict[tuple[str, int], list[Record]] = {}
+    # Grouped by call first: a run lists tensors in the order they were written.
     for record in records:
         by_call.setdefault((record.key.site, record.key.visit), []).append(record)
     calls = [Call(site, visit, group) for (site, visit), group in by_call.items()]
@@ -147,31 +149,36 @@ def calls_of(records: Sequence[Record]) -> list[Call]:
 
 
 def with_bias(calls: list[Call]) -> None:
-    """Give a matrix product the output of the operator after it that only adds its bias.
+    """Give a matrix product the output of the next operator if that only adds a bias.
 
-    `LinearOperation` then `ElewiseOperation` are one Linear elsewhere. A residual is added the same
-    way, but it is no vector.
+    `LinearOperation` followed by `ElewiseOperation` is one Linear elsewhere. A residual is added in
+    the same way, but it is not a vector.
     """
     leaves = [call for call in calls if call.leaf]
     for call, after in itertools.pairwise(leaves):
+        # The bias must be the only other operand and a vector; a residual has the full
+        # shape.
         if call.kind != "linear" or not after.class_name.startswith("Elewise"):
             continue
         shapes = sorted(
             (record.shape for record in after.records if record.key.port == "input"), key=len
         )
         if after.out == call.out and shapes == [(call.features,), call.out]:
-            mine = [record for record in call.records if record.key.port != "output"]
+            operands = [record for record in call.records if record.key.port != "output"]
             made = [record for record in after.records if record.key.port == "output"]
             raw = [record for record in call.records if record.key.port == "output"]
+            # The raw product keeps its tensor, now under the operator that adds the
+            # bias, so that nothing is lost from the plan.
             after.records = [r for r in after.records if r.key.port != "output"] + raw
-            call.records = mine + made
-            call.makes = after.makes
+            call.records = operands + made
+            call.output_value = after.output_value
             after.inner, after.leaf = True, False
 
 
 def enclosing(site: str) -> Iterable[str]:
-    """The sites around a site, nearest first, the root not included."""
+    """The sites around a site, nearest first, without the root."""
     while True:
+        # Operators stand behind a slash, modules behind dots; both nest.
         cut = max(site.rfind("."), site.rfind("/"))
         if cut <= 0:
             return
@@ -180,14 +187,17 @@ def enclosing(site: str) -> Iterable[str]:
 
 
 def _place(calls: list[Call]) -> None:
-    """Say which calls are leaves, and which stand inside something that counts as one."""
+    """Set which calls are leaves, and which are inside a leaf."""
     kinds = {call.site: kind_of(call.class_name) for call in calls}
-    # What only holds parameters makes no container of what uses them: an attention of one call.
+    # Sites that only have parameters do not make a container: an attention may be one call that
+    # uses the parameters of sites below it.
     counted = dict.fromkeys(call.site for call in calls if call.called) or kinds
     around: set[str] = set()
     within: dict[str, list[str]] = {}
     for site in counted:
         for parent in enclosing(site):
+            # Only sites with records count as parents: names may contain levels that
+            # were not captured.
             if parent in kinds:
                 around.add(parent)
                 if kinds[parent] in WHOLE and parent not in ROOTS:
@@ -195,14 +205,14 @@ def _place(calls: list[Call]) -> None:
     if len(kinds) > 1:
         around.update(root for root in ROOTS if root in kinds)
     classes = {call.site: call.class_name for call in calls}
-    whole = {
+    single = {
         parent
         for parent, sites in within.items()
         if is_whole(classes[parent], [kinds[site] for site in sites])
     }
-    inside = {site for parent in whole for site in within[parent]}
+    inside = {site for parent in single for site in within[parent]}
     for call in calls:
         call.inner = call.site in inside
         if call.site in around:
-            call.kind = kinds[call.site]  # shapes say what a leaf is, not a container
-        call.leaf = not call.inner and (call.site not in around or call.site in whole)
+            call.kind = kinds[call.site]  # guesses by shape are for leaves only
+        call.leaf = not call.inner and (call.site not in around or call.site in single)

@@ -1,7 +1,7 @@
-"""Who feeds whom in a run: the edges of its topology or, without one, equal bytes within the run.
+"""Dataflow of a run: which output each input is, by its topology or by equal bytes.
 
-Says which output each input is. What follows from that for sites whose names say nothing is
-`dataroles`' part. Never looks at another run, so a fault of one side cannot make a partner.
+It looks at one run only, so a fault of one side cannot create a pair. The roles that follow from
+the dataflow are inferred in `roles`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from driftline.runs.records import Record
 from driftline.runs.run import Run
 
 _SAMPLE = 1 << 16
-"""Bytes at either end of a tensor that tell it from others of its run."""
+"""Bytes at either end of a tensor that identify it within its run."""
 _MOST_READ = 1 << 28
-"""Bytes that are read of one step to find out who feeds whom; the rest stays unknown."""
+"""Greatest number of bytes read per step; edges beyond that stay unknown."""
 
 _CONSTANT = "constant "
 
@@ -33,8 +33,8 @@ class Dataflow(NamedTuple):
     """The edges of one step of one process.
 
     Attributes:
-        makers: Input → the output it is.
-        names: Input → the name the dump has for what nobody made (a weight, an input of the model).
+        makers: Input → the output that it is.
+        names: Input → name of the tensor in the dump (a weight, an input of the model).
         params: Site → the operator's parameters, where the dump holds them.
     """
 
@@ -43,7 +43,7 @@ class Dataflow(NamedTuple):
     params: Mapping[str, Mapping[str, Any]]
 
     def source(self, site: str, slot: str) -> str:
-        """One text for one tensor, whoever reads it; empty if it is not known."""
+        """An identifier of the tensor behind an input, equal for all readers; empty if unknown."""
         maker = self.makers.get((site, slot))
         return "/".join(maker) if maker is not None else self.names.get((site, slot), "")
 
@@ -52,55 +52,57 @@ _NOTHING = Dataflow({}, {}, {})
 
 
 class Dataflows:
-    """What is known of who feeds whom in a run: read once per process, or per look of a step."""
+    """The dataflow of a run, read once per process, or once per kind of step."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._by_process: dict[tuple[int, int], Dataflow] = {}
-        self._by_look: dict[object, Dataflow] = {}
+        self._by_signature: dict[object, Dataflow] = {}
 
-    def of(self, frame: Frame, calls: Sequence[Call], look: object) -> Dataflow:
+    def of(self, frame: Frame, calls: Sequence[Call], signature: object) -> Dataflow:
         """The edges of one step.
 
         Args:
             frame: Which step of which process.
-            calls: What was called there.
-            look: Equal for steps in which the same was called; only the first one's bytes are read.
+            calls: The calls of that step.
+            signature: Equal for steps with the same calls; bytes of the first of them are read.
         """
         place = (frame.rank, frame.process)
         if place not in self._by_process:
             self._by_process[place] = edges_of(self._run, *place)
-        known = self._by_process[place]
-        if known.makers:
-            return known
-        if look not in self._by_look:
+        # Edges of the dump are certain; bytes are read only if there are none.
+        flow = self._by_process[place]
+        if flow.makers:
+            return flow
+        if signature not in self._by_signature:
             leaves = [call for call in calls if call.leaf and call.called]
             if _has_operators(leaves):
                 makers, names = _from_bytes(self._run, [call for call in calls if call.called])
-                known = known._replace(makers=makers, names=names)
-            self._by_look[look] = known
-        return self._by_look[look]
+                flow = flow._replace(makers=makers, names=names)
+            self._by_signature[signature] = flow
+        return self._by_signature[signature]
 
 
 def edges_of(run: Run, rank: int, process: int) -> Dataflow:
-    """What the topology of one process says."""
+    """The edges in the topology of one process."""
     topology = run.topology(rank, process)
     return _NOTHING if topology is None else _from_topology(topology)
 
 
 def _has_operators(leaves: Iterable[Call]) -> bool:
-    """Whether operators that take several tensors are sites: only they say what is what."""
+    """Whether attention operators are sites: only they give inputs a meaning by position."""
     return any(call.kind == "core attention" for call in leaves)
 
 
 def _from_topology(topology: Mapping[str, Any]) -> Dataflow:
     makers: dict[Place, Place] = {}
     for maker, taker in _edges(topology):
-        # A container's output is the output of a leaf inside it, which says more.
+        # A container's output is the output of a leaf inside it; the leaf is more precise.
         if taker not in makers or maker[0].startswith(f"{makers[taker][0]}."):
             makers[taker] = maker
     names: dict[Place, str] = {}
     params: dict[str, Mapping[str, Any]] = {}
+    # An explicit stack instead of recursion: the nesting comes from a file.
     below = [cast("object", root) for root in _list(topology.get("roots"))]
     while below:
         node = below.pop()
@@ -119,7 +121,7 @@ def _from_topology(topology: Mapping[str, Any]) -> Dataflow:
 
 
 def _edges(topology: Mapping[str, Any]) -> Iterable[tuple[Place, Place]]:
-    """Edges in the two forms there are; what is neither is passed over."""
+    """Edges in either of the two forms; other entries are skipped."""
     for edge in _list(topology.get("edges")):
         if isinstance(edge, Mapping):
             about = cast("Mapping[str, Any]", edge)
@@ -135,19 +137,22 @@ def _list(value: object) -> list[Any]:
 
 
 def _from_bytes(run: Run, calls: Sequence[Call]) -> tuple[dict[Place, Place], dict[Place, str]]:
-    """Edges where an input holds the very bytes of an output made before it; and names of bytes."""
+    """Edges by equal bytes of an input and an earlier output; and digests as names of inputs."""
     made: dict[str, list[Place]] = {}
     makers: dict[Place, Place] = {}
     names: dict[Place, str] = {}
     read = 0
     for call in sorted(calls, key=lambda call: call.order):
+        # Containers repeat the tensors of their leaves, so only their inputs are named.
         for port in ("input", "output") if call.leaf else ("input",):
-            taken: dict[str, list[Place]] = {}
+            inputs: dict[str, list[Place]] = {}
             for record in call.records:
                 if record.key.port != port or record.key.phase != "forward":
                     continue
-                known = bool(record.digest) or (record.kept == "full" and read <= _MOST_READ)
-                if not known or not record.shape:
+                # A record with a digest costs no read, however much was read
+                # before.
+                readable = bool(record.digest) or (record.kept == "full" and read <= _MOST_READ)
+                if not readable or not record.shape:
                     continue
                 digest, length = _sampled(run, record)
                 read += length
@@ -155,30 +160,31 @@ def _from_bytes(run: Run, calls: Sequence[Call]) -> tuple[dict[Place, Place], di
                 if digest and port == "input":
                     names[place] = digest
                 if digest.startswith(_CONSTANT):
-                    continue  # ones are the same everywhere, and say nothing of who made them
+                    continue  # constants are equal everywhere and do not identify their maker
+                # Vectors are equal too often (biases, scales) to say who made them.
                 if not digest or len(record.shape) < 2 or not call.leaf:
                     continue
                 if port == "output":
                     made.setdefault(digest, []).append(place)
                 elif digest in made:
-                    taken.setdefault(digest, []).append(place)
-            for digest, places in taken.items():
-                # Of several outputs of the same bytes either is right, but not one for all.
+                    inputs.setdefault(digest, []).append(place)
+            for digest, places in inputs.items():
+                # Several outputs may have the same bytes: distribute them over the readers.
                 last = made[digest][-len(places) :]
-                for at, place in enumerate(places):
-                    makers[place] = last[min(at, len(last) - 1)]
+                for index, place in enumerate(places):
+                    makers[place] = last[min(index, len(last) - 1)]
     return makers, names
 
 
 def bytes_of(run: Run, record: Record) -> str:
-    """A text that is equal for equal tensors of a run; empty where it says nothing (zeros)."""
+    """A digest that is equal for equal tensors of a run; empty if it proves nothing (zeros)."""
     if not record.digest and record.kept != "full":
         return ""
     return _sampled(run, record)[0]
 
 
 def _sampled(run: Run, record: Record) -> tuple[str, int]:
-    """A digest of both ends of a tensor; none of what is the same everywhere, such as zeros."""
+    """A digest of both ends of a tensor (empty for zeros), and the number of bytes read."""
     if not math.prod(record.shape):
         return "", 0
     if record.digest:
@@ -186,13 +192,15 @@ def _sampled(run: Run, record: Record) -> tuple[str, int]:
     try:
         values = np.ascontiguousarray(run.raw(record)).reshape(-1).view(np.uint8)
     except (DriftlineError, OSError, ValueError):
-        return "", 0  # comparing it will say why
+        return "", 0  # the comparison itself will report the reason
+    # Both ends are enough to distinguish the tensors of one step; the middle is not read.
     ends = values if values.size <= 2 * _SAMPLE else _both_ends(values)
     if not (ends != ends[0]).any():
         return "", ends.size
+    # All elements equal: bytes repeat with the width of an element.
     width = values.size // math.prod(record.shape)
     same = "" if width and (ends[width:] != ends[:-width]).any() else _CONSTANT
-    # Shapes count by their sizes only: a view of other axes is the same tensor.
+    # Only the number of elements counts: a view with other axes is the same tensor.
     return f"{same}{record.dtype} {math.prod(record.shape)} {kernel.digest(ends)}", ends.size
 
 

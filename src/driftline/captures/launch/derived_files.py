@@ -131,7 +131,7 @@ def _kept(output: Path, folder: Path) -> dict[tuple[str, int, int, str, str, str
 
 
 def _draw(plan: CapturePlan, folder: Path, calls: list[Call]) -> list[str]:
-    from driftline.graphs.model import seen_at
+    from driftline.graphs.model import at_level
     from driftline.graphs.sources.calls import calls_graph
     from driftline.graphs.writers.atb import layer_graph, layers_of
     from driftline.graphs.writers.onnx import onnx_bytes
@@ -141,10 +141,10 @@ def _draw(plan: CapturePlan, folder: Path, calls: list[Call]) -> list[str]:
         return ["there is nothing to draw: no call of a forward pass is listed"]
     try:
         if "model" in plan.types:
-            (folder / ONNX).write_bytes(onnx_bytes(seen_at(graph)))
+            (folder / ONNX).write_bytes(onnx_bytes(at_level(graph)))
         if "layer" in plan.types:
             for number, layer in enumerate(layers_of(graph)):
-                content = onnx_bytes(seen_at(layer_graph(graph, layer)))
+                content = onnx_bytes(at_level(layer_graph(graph, layer)))
                 (folder / f"layer_{number}.onnx").write_bytes(content)
     except DriftlineError as problem:
         return [f"the model is not drawn: {problem}"]

@@ -301,8 +301,8 @@ def _summary(captured: OnnxCapture, model: OnnxOptions, place: str) -> list[str]
     if captured.faithful:
         lines.append("  outputs are bit for bit those of the session without capture")
     lines += [f"  note: {note}" for note in captured.notes]
-    from driftline.runs.stores.addresses import said_of_memory
+    from driftline.runs.stores.addresses import memory_warning
 
     next_command = f"next: driftline compare ANOTHER_RUN {shlex.quote(place)}"
-    lines.append(f"  {said_of_memory(place) or next_command}")
+    lines.append(f"  {memory_warning(place) or next_command}")
     return lines

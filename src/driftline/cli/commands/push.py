@@ -37,7 +37,7 @@ def push(
         force: Replace the run or comparison that is there.
         patience: Give up after so many seconds in which nothing moved.
     """
-    from driftline.runs.stores.addresses import said_of_memory
+    from driftline.runs.stores.addresses import memory_warning
     from driftline.runs.stores.api import push as push_folder
     from driftline.units import say_size
 
@@ -46,7 +46,7 @@ def push(
     files = "1 file" if sent.files == 1 else f"{sent.files} files"
     if not sent.reason:
         print(f"driftline: {files}, {say_size(sent.size)}, sent to {sent.url}", file=sys.stderr)
-        if warning := said_of_memory(sent.url):
+        if warning := memory_warning(sent.url):
             print(f"  {warning}", file=sys.stderr)
         return EXIT_FINE
     # What has arrived is not sent again, so the same command goes on.

@@ -159,7 +159,7 @@ def statistic_table(text: str) -> str:
 
 
 def _write_topology(root: Path, pid: str, calls: Sequence[Call], wanted: Wanted) -> list[str]:
-    from driftline.graphs.model import seen_at
+    from driftline.graphs.model import at_level
     from driftline.graphs.sources.calls import calls_graph
     from driftline.graphs.writers.atb import layer_graph, layer_json, layers_of, model_json
     from driftline.graphs.writers.onnx import onnx_bytes
@@ -176,7 +176,7 @@ def _write_topology(root: Path, pid: str, calls: Sequence[Call], wanted: Wanted)
         _write(place, text.encode("utf-8", "replace"))
         if wanted.onnx:
             try:
-                _write(place.with_suffix(".onnx"), onnx_bytes(seen_at(part)))
+                _write(place.with_suffix(".onnx"), onnx_bytes(at_level(part)))
             except DriftlineError as problem:
                 trouble.append(f"{part.name} is not drawn: {problem}")
     return trouble

@@ -1,8 +1,8 @@
-"""The calls of a program as a graph: modules hold operators, and memory says who feeds whom.
+"""The recorded calls of a program as a graph: modules contain operators, memory gives the edges.
 
-One step's forward pass: what a backward pass runs is not nested in modules and left out, and so is
-what follows it outside of modules: an optimizer's arithmetic. Knows the lines of `calls.jsonl`, not
-where they lie.
+Only the forward pass of one step: operators of the backward pass are not nested in modules and are
+left out, and so is what follows them outside of modules (the optimizer). This file knows the lines
+of `calls.jsonl`, not where they are stored.
 """
 
 from __future__ import annotations
@@ -14,49 +14,68 @@ from driftline.runs.sidecars.calls import Call, CallTensor
 
 
 def calls_graph(calls: Sequence[Call], step: int | None = None) -> Graph | None:
-    """The graph of one step; None where no call of a forward pass is listed.
+    """The graph of one step; None if no call of a forward pass is listed.
 
     Args:
-        calls: Of one process.
-        step: Which; the first one that has calls if not given.
+        calls: Calls of one process.
+        step: The step; None for the first one that has calls.
     """
-    forward = [call for call in calls if call.phase == "forward"]
-    if not forward:
+    steps = sorted({call.step for call in calls if call.phase == "forward"})
+    if not steps:
         return None
-    steps = sorted({call.step for call in forward})
     chosen = steps[0] if step is None else step
-    mine = sorted((call for call in forward if call.step == chosen), key=lambda call: call.number)
     backward = [call.number for call in calls if call.step == chosen and call.phase != "forward"]
-    if backward and any(call.kind == "module" for call in mine):
-        turn = min(backward)
-        mine = [c for c in mine if c.number < turn or c.inside is not None or c.kind == "module"]
-    if not mine:
+    listed = _forward_calls(calls, chosen, backward)
+    if not listed:
         return None
-    building = _Building(mine)
-    tops = [call for call in mine if building.parent(call) is None]
-    modules = [call for call in tops if call.kind == "module"]
-    nodes = tuple(building.node(call) for call in tops)
-    name, kind, inputs, outputs = "program", "Program", (), ()
-    if len(modules) == 1:
-        # A program around one model: the model's own parts are the first level.
-        (root,) = modules
-        at = tops.index(root)
-        if nodes[at].children:
-            nodes = (*nodes[:at], *nodes[at].children, *nodes[at + 1 :])
-        name = kind = root.class_name
-        inputs = tuple(dict.fromkeys(building.name_of(one) for one in root.inputs))
-        after = tops[at + 1 :]
-        read = {building.name_of(one) for call in after for one in call.inputs}
-        last = [name for call in after for name in building.made(call) if name not in read]
-        outputs = tuple(dict.fromkeys((*building.made(root), *last)))
-    notes = ["the operators of backward passes and optimizers are not in the graph"]
-    notes = notes if backward else []
+    builder = _GraphBuilder(listed)
+    tops = [call for call in listed if builder.parent(call) is None]
+    nodes = tuple(builder.node(call) for call in tops)
+    notes: list[str] = []
+    if backward:
+        notes.append("the operators of backward passes and optimizers are not in the graph")
     if len(steps) > 1:
         notes.append(f"this is step {chosen} of {len(steps)}")
-    return Graph(name, kind, nodes, inputs, outputs, building.tensors, "aten", tuple(notes))
+    graph = Graph("program", "Program", nodes, (), (), builder.tensors, "aten", tuple(notes))
+    modules = [index for index, call in enumerate(tops) if call.kind == "module"]
+    return _of_model(graph, builder, tops, modules[0]) if len(modules) == 1 else graph
 
 
-class _Building:
+def _forward_calls(calls: Sequence[Call], step: int, backward: Sequence[int]) -> list[Call]:
+    """The calls of a step's forward pass in order, without those of the optimizer."""
+    listed = [call for call in calls if call.phase == "forward" and call.step == step]
+    # Numbers give the order of the calls, whatever the order of the lines.
+    listed.sort(key=lambda call: call.number)
+    if not backward or not any(call.kind == "module" for call in listed):
+        return listed
+    # Operators after the start of the backward pass and outside of modules are the optimizer's.
+    turn = min(backward)
+    return [c for c in listed if c.number < turn or c.inside is not None or c.kind == "module"]
+
+
+def _of_model(graph: Graph, builder: _GraphBuilder, tops: Sequence[Call], index: int) -> Graph:
+    """The graph of a program with a single model: the parts of the model are the first level."""
+    root, nodes = tops[index], graph.nodes
+    if nodes[index].children:
+        nodes = (*nodes[:index], *nodes[index].children, *nodes[index + 1 :])
+    inputs = dict.fromkeys(builder.name_of(tensor) for tensor in root.inputs)
+    # Operators after the model, such as a loss, give outputs of the program as well.
+    after = tops[index + 1 :]
+    read = {builder.name_of(tensor) for call in after for tensor in call.inputs}
+    last = [name for call in after for name in builder.made(call) if name not in read]
+    outputs = dict.fromkeys((*builder.made(root), *last))
+    return graph._replace(
+        name=root.class_name,
+        kind=root.class_name,
+        nodes=nodes,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+    )
+
+
+class _GraphBuilder:
+    """Makes nodes from calls and names their tensors."""
+
     def __init__(self, calls: Sequence[Call]) -> None:
         self.tensors: dict[str, TensorInfo] = {}
         self._calls = {call.number: call for call in calls}
@@ -65,8 +84,8 @@ class _Building:
         depth: dict[int, int] = {}
         for call in calls:
             above = call.inside
-            # What a killed program did not list, and what is deeper than a graph can be, goes
-            # further out.
+            # A parent that a killed program did not list, or that is too deep for a graph, is
+            # replaced by the next one further out.
             if above is None or above not in depth or depth[above] >= DEEPEST - 2:
                 above = self._above.get(above) if above in depth else None
             depth[call.number] = depth[above] + 1 if above is not None else 0
@@ -79,9 +98,10 @@ class _Building:
         return self._above.get(call.number)
 
     def node(self, call: Call) -> GraphNode:
-        # A module runs nothing that is listed when it only makes views: it is a node itself.
+        # A module without listed operators (it only makes views) is a node itself.
         children = tuple(self.node(child) for child in self._children.get(call.number, ()))
-        inputs = tuple(dict.fromkeys(self.name_of(one) for one in call.inputs))
+        # A tensor that is passed twice is one edge.
+        inputs = tuple(dict.fromkeys(self.name_of(tensor) for tensor in call.inputs))
         return GraphNode(
             _name(call),
             call.class_name,
@@ -95,22 +115,25 @@ class _Building:
 
     def made(self, call: Call) -> list[str]:
         if call.kind == "module":
-            return [self.name_of(one) for one in call.outputs]
-        return [self._known(f"{_name(call)}_output_{one.slot}", one) for one in call.outputs]
+            return [self.name_of(tensor) for tensor in call.outputs]
+        # Operators make new tensors, so their outputs are named by the call.
+        return [
+            self._named(f"{_name(call)}_output_{tensor.slot}", tensor) for tensor in call.outputs
+        ]
 
     def name_of(self, tensor: CallTensor) -> str:
         source = tensor.source
         if source is None:
-            return self._known("(outside)", tensor)
+            return self._named("(outside)", tensor)
         if isinstance(source, str):
-            return self._known(source, tensor)
+            return self._named(source, tensor)
         maker = self._calls.get(source[0])
-        if maker is None:  # of an earlier step, or not listed
-            return self._known(f"call_{source[0]}_output_{source[1]}", tensor)
+        if maker is None:  # the maker belongs to an earlier step, or is not listed
+            return self._named(f"call_{source[0]}_output_{source[1]}", tensor)
         name = f"{_name(maker)}_output_{source[1]}"
-        return name if name in self.tensors else self._known(name, tensor)
+        return name if name in self.tensors else self._named(name, tensor)
 
-    def _known(self, name: str, tensor: CallTensor) -> str:
+    def _named(self, name: str, tensor: CallTensor) -> str:
         self.tensors.setdefault(name, TensorInfo(tensor.dtype, tensor.shape))
         return name
 

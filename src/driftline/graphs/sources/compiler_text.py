@@ -1,7 +1,7 @@
-"""A compiler's graph as alignment sees it: operators by name, edges, and which FX node each serves.
+"""A compiler's graph: operators by name, their edges, and the FX node that each one implements.
 
-Built from the `graphs` of a topology. A fused operator is called by the names of those it replaced,
-one after the other without anything between them; `members` takes such a name apart.
+Built from the `graphs` of a topology. The name of a fused operator is the names of its members
+joined without a separator; `members` splits such a name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 LONGEST_NAME = 16_384
 MOST_WAYS = 64
-"""So many ways to take one name apart are weighed; the first found are the longest names."""
+"""Greatest number of ways to split a name that are compared; longest names come first."""
 
 _FLAT = re.compile(r"[./\\\s]")
 _FX = re.compile(r"([^-]+)-.*\.OUTPUT\.(\d+(?:\.\d+)*)", re.DOTALL)
@@ -28,8 +28,8 @@ class Node(NamedTuple):
     Attributes:
         name: Flattened as file names have it.
         class_name: Its type.
-        inputs: Where its data come from, in order.
-        fx: For each output the FX node and slot it stands for; None where it stands for none.
+        inputs: The sources of its data inputs, in order.
+        fx: For each output the FX node and slot that it implements; None if there is none.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Node(NamedTuple):
 
 
 class Input(NamedTuple):
-    """One data input of an operator: which, and where it comes from."""
+    """One data input of an operator: its position and its source."""
 
     node: str
     position: int
@@ -47,7 +47,7 @@ class Input(NamedTuple):
 
 
 def flat(name: str) -> str:
-    """A name as dumps have it in file names."""
+    """A name as it appears in the file names of dumps."""
     return _FLAT.sub("_", name)
 
 
@@ -55,13 +55,13 @@ class OperatorGraph:
     """One graph of a run."""
 
     def __init__(self, kind: str, name: str, prefix: str, nodes: Iterable[Node] = ()) -> None:
-        """Take over the nodes, in the order of the graph.
+        """Store the nodes in the order of the graph.
 
         Args:
             kind: `ge` or `fx`.
-            name: How the dump calls it.
-            prefix: What stands before the sites of its operators.
-            nodes: Its operators; none when the dump left no graph text.
+            name: Its name in the dump.
+            prefix: Prefix of the sites of its operators.
+            nodes: Its operators; empty if the dump has no graph text.
         """
         self.kind = kind
         self.name = name
@@ -71,15 +71,16 @@ class OperatorGraph:
         for node in self.nodes.values():
             for tensor in node.inputs:
                 self.readers[tensor].append(node.name)
+        # Both are computed on first use: many dumps are matched by name and never ask.
         self._owners: dict[str, str] | None = None
-        self._known: tuple[Collection[str], Vocabulary, dict[str, list[str]]] | None = None
+        self._vocabulary: tuple[Collection[str], Vocabulary, dict[str, list[str]]] | None = None
 
     @classmethod
     def from_json(cls, shown: Mapping[str, Any]) -> OperatorGraph:
         """A graph from a topology.
 
         Raises:
-            KeyError, TypeError, ValueError: It is not what a format of ours wrote.
+            KeyError, TypeError, ValueError: The entry is damaged.
         """
         nodes = [
             Node(
@@ -93,17 +94,18 @@ class OperatorGraph:
         return cls(str(shown["kind"]), str(shown["name"]), str(shown["prefix"]), nodes)
 
     def fx_tensor(self, tensor: Tensor) -> tuple[str, str] | None:
-        """The FX node and slot that an output stands for."""
+        """The FX node and slot that an output implements."""
+        # Texts may list fewer FX names than an operator has outputs.
         node = self.nodes.get(tensor[0])
         return node.fx[tensor[1]] if node is not None and 0 <= tensor[1] < len(node.fx) else None
 
     def owner(self, name: str) -> str:
-        """The FX node an operator serves: its own, or the only one that its outputs flow into."""
+        """The FX node of an operator: its own, or the only one that its outputs flow into."""
         if self._owners is None:
-            self._owners = self._found_owners()
+            self._owners = self._find_owners()
         return self._owners.get(name, "")
 
-    def _found_owners(self) -> dict[str, str]:
+    def _find_owners(self) -> dict[str, str]:
         owners: dict[str, str] = {}
         # A graph lists producers before readers, so that one pass from its end is enough.
         for node in reversed(self.nodes.values()):
@@ -119,7 +121,7 @@ class OperatorGraph:
         return owners
 
     def is_inner(self, source: Tensor, owner: str) -> bool:
-        """Whether a tensor is a step on the way to an FX node's result, so that FX has no such."""
+        """Whether a tensor is an intermediate of an FX node, which FX does not have."""
         node = self.nodes.get(source[0])
         return (
             node is not None
@@ -129,13 +131,14 @@ class OperatorGraph:
         )
 
     def inputs_of(self, members: Sequence[str], shown: int) -> list[Input]:
-        """What several operators read that none of them made, in their order.
+        """The inputs of several operators that none of them made, in order.
 
         Args:
-            members: Their names.
-            shown: How many inputs a dump has of them. A fused operator may read a tensor once that
+            members: Names of the operators.
+            shown: Number of inputs in the dump. A fused operator may read a tensor once that
                 several of its members read.
         """
+        # Tensors between members are internal to the fused operator.
         inside = set(members)
         read = [
             Input(name, position, source)
@@ -145,57 +148,62 @@ class OperatorGraph:
             if source[0] not in inside
         ]
         if len(read) != shown:
-            once = list({one.source: one for one in reversed(read)}.values())[::-1]
+            # The order of first reading is kept, because operands are matched by
+            # position.
+            once = list({operand.source: operand for operand in reversed(read)}.values())[::-1]
             read = once if len(once) == shown else read
         return read
 
     def outputs_of(self, members: Sequence[str]) -> list[Tensor]:
-        """What several operators make that others read, or nobody does, in their order."""
+        """The outputs of several operators that others read, or nobody reads, in order."""
         inside = set(members)
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
         for name in members:
             node = self.nodes.get(name)
             for output in range(max(len(node.fx), 1) if node is not None else 0):
                 readers = self.readers.get((name, output), ())
                 if not readers or not inside.issuperset(readers):
-                    found.append((name, output))
-        return found
+                    outputs.append((name, output))
+        return outputs
 
     def members(self, name: str, also: Collection[str] = ()) -> list[str]:
-        """The operators that a name stands for: itself, or those that were fused.
+        """The operators that a name stands for: itself, or the fused ones.
 
-        Where there are several ways to take a name apart, the one whose operators hang together in
-        the graph is taken, then the one with the longest names first.
+        Of several ways to split a name, the one whose operators are most connected in the graph
+        wins, then the one with the longest names first.
 
         Args:
-            name: Of a dumped operator.
-            also: Names besides the graph's own; the same object for every name.
+            name: Name of a dumped operator.
+            also: Additional names; must be the same object for every call.
 
         Returns:
-            Nothing when the name is none of these.
+            Empty if the name is unknown.
         """
         name = flat(name)
-        if self._known is None or self._known[0] is not also:
-            self._known = (also, Vocabulary({*self.nodes, *also}), {})
-        _, words, found = self._known
-        if name not in found:
-            found[name] = self._members(name, also, words)
-        return found[name]
+        # Keyed by identity: the caller passes the same collection for every name of a dump.
+        if self._vocabulary is None or self._vocabulary[0] is not also:
+            self._vocabulary = (also, Vocabulary({*self.nodes, *also}), {})
+        _, words, members_of = self._vocabulary
+        if name not in members_of:
+            members_of[name] = self._members(name, also, words)
+        return members_of[name]
 
     def _members(self, name: str, also: Collection[str], words: Vocabulary) -> list[str]:
         own = self.nodes.get(name)
+        # An operator with FX names of its own was not fused.
         if name in also or (own is not None and any(own.fx)):
             return [name]
         ways = [way for way in words.ways(name) if way != [name]]
         if own is not None:
-            # The text after optimisation may have the fused operator itself, which says nothing.
+            # A text written after optimisation lists the fused operator itself; only ways with
+            # FX names say more than that.
             ways = [way for way in ways if any(any(self.nodes[part].fx) for part in way)]
         if ways:
             return max(ways, key=self._linked)
         return [name] if own is not None else []
 
     def _linked(self, members: list[str]) -> float:
-        """The share of operators after the first that read from another one of them."""
+        """The fraction of operators after the first that read from another member."""
         inside = set(members)
         nodes = [self.nodes[name] for name in members[1:] if name in self.nodes]
         linked = sum(any(source[0] in inside for source in node.inputs) for node in nodes)
@@ -203,53 +211,55 @@ class OperatorGraph:
 
 
 class Vocabulary:
-    """Known names, and how a longer one is written with them."""
+    """Known names, and the ways to write a longer name with them."""
 
     def __init__(self, words: Collection[str]) -> None:
+        # An empty name would match everywhere and never end.
         self.words = frozenset(words) - {""}
         self._lengths = sorted({len(word) for word in self.words}, reverse=True)
 
     def ways(self, name: str) -> Iterator[list[str]]:
-        """Ways to write a name as known names side by side, longest first ones first.
+        """Ways to write a name as a sequence of known names, longest first names first.
 
         >>> list(Vocabulary({"Add_1", "Add_12", "2Relu", "Relu"}).ways("Add_12Relu"))
         [['Add_12', 'Relu'], ['Add_1', '2Relu']]
         """
+        # Names come from files, so length and number of ways are bounded.
         end, words = len(name), self.words
         if end > LONGEST_NAME:
             return
         lengths = [length for length in self._lengths if length <= end]
-        # From which positions the rest can be written at all: without it, dead ends multiply.
+        # Positions from which the rest can be written: without them the search is exponential.
         alive = bytearray(end + 1)
         alive[end] = 1
-        for at in range(end - 1, -1, -1):
+        for start in range(end - 1, -1, -1):
             for length in lengths:
-                stop = at + length
-                if stop <= end and alive[stop] and name[at:stop] in words:
-                    alive[at] = 1
+                stop = start + length
+                if stop <= end and alive[stop] and name[start:stop] in words:
+                    alive[start] = 1
                     break
         ways = 0
         stack: list[tuple[int, list[str]]] = [(0, [])] if alive[0] else []
         while stack and ways < MOST_WAYS:
-            at, parts = stack.pop()
-            if at == end:
+            start, parts = stack.pop()
+            if start == end:
                 ways += 1
                 yield parts
                 continue
-            for length in reversed(lengths):  # the longest is put last, so taken first
-                stop = at + length
-                if stop <= end and alive[stop] and name[at:stop] in words:
-                    stack.append((stop, [*parts, name[at:stop]]))
+            for length in reversed(lengths):  # the longest is pushed last and popped first
+                stop = start + length
+                if stop <= end and alive[stop] and name[start:stop] in words:
+                    stack.append((stop, [*parts, name[start:stop]]))
 
 
 def _fx_of(name: str) -> tuple[str, str] | None:
     """`add_2-aten.add.Tensor.OUTPUT.0` as node and slot."""
-    found = _FX.fullmatch(name)
-    return (flat(found[1]), found[2]) if found else None
+    match = _FX.fullmatch(name)
+    return (flat(match[1]), match[2]) if match else None
 
 
 def graphs_in(topology: Mapping[str, Any] | None) -> list[OperatorGraph]:
-    """The graphs that a topology holds; none where it has none or is damaged."""
+    """The graphs in a topology; empty if it has none or is damaged."""
     shown = (topology or {}).get("graphs")
     if not isinstance(shown, list | tuple):
         return []

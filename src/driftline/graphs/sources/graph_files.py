@@ -1,7 +1,7 @@
-"""One line of `graphs.jsonl`: a compiled graph, its nodes and, if kernels ran, what each one kept.
+"""Lines of `graphs.jsonl`: a compiled graph, its nodes, its kernels and what each kernel kept.
 
-Descriptions only. The value of a node is the tensor of the node's site; how a graph is compiled or
-executed is not known here. Files come from strangers: what cannot be read is left out.
+Descriptions only: the value of a node is the tensor at the node's site; how a graph is compiled or
+executed is not known here. Files may come from others, so damaged lines are skipped.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+# NaN is not JSON; an error that is not finite is written as null.
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 _LONGEST_LINE = 1 << 27
 INSIDE = " inside "
-"""In the class of a tensor between the operator of its node and the fused kernel that computes it
-on the way: its value was computed beside the kernel, from what that was given."""
+"""Separates operator and kernel in the class of a tensor that is inside a fused kernel: its value
+was recomputed outside of the kernel from the kernel's inputs."""
 
 
 class Origin(NamedTuple):
-    """The call of an operator whose result a node gives, counted while the program was traced.
+    """The operator call whose result a node gives, counted while the program was traced.
 
     Attributes:
         operator: With its overload: `aten.silu.default`.
         nth: The nth call of this operator, in any overload, in its module and phase.
-        slot: Which of its results.
-        total: How many there are.
+        slot: The result of the call.
+        total: Number of such calls.
     """
 
     operator: str
@@ -45,21 +46,21 @@ class GraphNode(NamedTuple):
     Attributes:
         name: As the compiler calls it; unique in its graph. In the body of a control flow operator
             the body's name and a dot come first: `true_graph_0.sin`.
-        site: Where its value is in the run: module, a slash, and its name.
+        site: Site of its value in the run: module, a slash, and its name.
         module: The module whose forward made it.
-        target: The operator, `placeholder`, or what else it calls.
+        target: The operator, `placeholder`, or another callee.
         phase: forward, backward, or recompute for what a backward graph computes again.
-        inputs: Nodes it takes, in order.
-        shape: Of its value; None where it has none or one that varies.
-        dtype: Of its value.
-        line: The program's line: `file:number in function`.
+        inputs: Nodes that it reads, in order.
+        shape: Shape of its value; None if it has none or a variable one.
+        dtype: Type of its value.
+        line: Source line: `file:number in function`.
         origins: Operator calls whose results it gives.
-        of: For one part of a result of several: the node that gives all, and which part.
+        of: For one of several results: the node that gives all of them, and the index.
         axes: For a view that only moves axes: their order.
-        calls: Modules whose calls it is part of, the outermost first, each with `@n` from its
-            second call on.
-        leaves: It is given back to the program, not only kept for the backward pass.
-        operator: The operator that it is part of, where a compiler took one apart.
+        calls: Modules whose calls it is part of, outermost first, each with `@n` from its second
+            call on.
+        leaves: It is returned to the program, not only kept for the backward pass.
+        operator: The operator that it is part of, if the compiler decomposed one.
         parameter: The name of the parameter or buffer of its module that it stands for.
     """
 
@@ -82,7 +83,7 @@ class GraphNode(NamedTuple):
 
     @property
     def body(self) -> str:
-        """The body of a control flow operator that it is part of; empty outside of all."""
+        """The body of a control flow operator that contains it; empty if there is none."""
         return self.name.rpartition(".")[0]
 
 
@@ -91,9 +92,9 @@ class Kept(NamedTuple):
 
     Attributes:
         buffer: The compiler's name of the memory.
-        site: Where its value is in the run.
-        node: The node whose value it is; empty where no node has exactly this value.
-        nodes: All nodes that were computed on the way.
+        site: Site of its value in the run.
+        node: The node with this value; empty if no node has exactly this value.
+        nodes: All nodes that were computed for it.
     """
 
     buffer: str
@@ -103,12 +104,12 @@ class Kept(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A kernel, generated or of a library, and what it kept.
+    """A kernel, generated or from a library, and its results.
 
     Attributes:
         name: Its name.
-        kept: What it left in memory.
-        nodes: All nodes that it computes, also those of which it keeps nothing.
+        kept: Results that it left in memory.
+        nodes: All nodes that it computes, kept or not.
     """
 
     name: str
@@ -116,16 +117,16 @@ class Kernel(NamedTuple):
     nodes: tuple[str, ...] = ()
 
 
-class Off(NamedTuple):
-    """A node that gives something else than it should for what it was given, in one step.
+class NodeError(NamedTuple):
+    """A node whose output is wrong for its inputs, in one step.
 
     Attributes:
         graph: Number of its graph.
-        node: Its name there.
-        step: When.
-        error: relative_l2; infinite where no number says it.
-        kernel: Its generated kernel is off from the nodes that it was made of, computed one by one.
-            Otherwise what the compiler took the operator apart into is off from the operator.
+        node: Its name in the graph.
+        step: The step.
+        error: relative_l2; infinite if it could not be measured.
+        kernel: The generated kernel differs from its nodes, computed one by one. Otherwise the
+            compiler's decomposition differs from the operator.
     """
 
     graph: int
@@ -136,8 +137,8 @@ class Off(NamedTuple):
 
     def to_line(self) -> str:
         error = self.error if math.isfinite(self.error) else None
-        told = {"off": self.graph, "node": self.node, "step": self.step, "error": error}
-        return _encode({**told, "kernel": self.kernel}) + "\n"
+        data = {"off": self.graph, "node": self.node, "step": self.step, "error": error}
+        return _encode({**data, "kernel": self.kernel}) + "\n"
 
 
 class Graph(NamedTuple):
@@ -145,11 +146,11 @@ class Graph(NamedTuple):
 
     Attributes:
         number: In order of compilation, in its process.
-        compile_id: Dynamo's name: which piece of code, and the how manieth time it was compiled.
+        compile_id: Dynamo's id: the piece of code, and the index of its compilation.
         kind: forward, backward, or inference.
         engine: `fx`: nodes were executed one by one; `inductor`: kernels ran.
-        backend: What the program asked to compile with.
-        base: The module that executed it; nodes outside of modules are its own.
+        backend: The backend that the program asked for.
+        base: The module that executed it; nodes outside of modules belong to it.
         nodes: In order.
         kernels: In order; empty for `fx`.
     """
@@ -165,7 +166,7 @@ class Graph(NamedTuple):
 
     @property
     def piece(self) -> str:
-        """Which piece of the program: recompilations of one are the same piece."""
+        """The piece of the program; recompilations have the same one."""
         return self.compile_id.partition("/")[0]
 
     def to_line(self) -> str:
@@ -191,8 +192,9 @@ class Graph(NamedTuple):
 
 
 def rebased(graph: Graph, base: str) -> Graph:
-    """A graph as another module executes it: layers that are alike share one compiled graph."""
+    """The graph as another module executes it: equal layers share one compiled graph."""
     nodes = tuple(
+        # Sites begin with their module, so moving the module moves the site.
         node._replace(
             module=_moved(node.module, graph.base, base),
             site=_moved(node.module, graph.base, base) + node.site[len(node.module) :],
@@ -211,7 +213,8 @@ def rebased(graph: Graph, base: str) -> Graph:
 
 
 def _moved(module: str, old: str, new: str) -> str:
-    """A module's name below another base; what does not lie below the old one stays."""
+    """A module's name below another base; modules outside of the old base stay."""
+    # `@n` marks a repeated call and stays behind the new name.
     if module.partition("@")[0] == old:
         return new + module[len(old) :]
     return new + module[len(old) :] if module.startswith(f"{old}.") else module
@@ -223,7 +226,8 @@ def _site_of(kept: Kept, sites: Mapping[str, str]) -> str:
 
 
 def _short(value: Any) -> dict[str, Any]:
-    """Fields that say more than their default."""
+    """Fields that differ from their default."""
+    # Defaults are left out: most fields of most nodes have them.
     defaults = value._field_defaults
     return {
         name: part
@@ -233,8 +237,9 @@ def _short(value: Any) -> dict[str, Any]:
 
 
 def read_graphs(text: str) -> Iterator[Graph]:
-    """The graphs of a file, in order; damaged lines are passed over."""
+    """The graphs of a file, in order; damaged lines are skipped."""
     for line in text.splitlines():
+        # Errors share the file; their lines begin with their own key.
         if not line.strip() or len(line) > _LONGEST_LINE or line.startswith('{"off"'):
             continue
         try:
@@ -243,15 +248,15 @@ def read_graphs(text: str) -> Iterator[Graph]:
             continue
 
 
-def read_errors(text: str) -> Iterator[Off]:
-    """The nodes that are off, in order; damaged lines are passed over."""
+def read_errors(text: str) -> Iterator[NodeError]:
+    """The faulty nodes of a file, in order; damaged lines are skipped."""
     for line in text.splitlines():
         if not line.startswith('{"off"') or len(line) > _LONGEST_LINE:
             continue
         try:
             data = json.loads(line)
             error = math.inf if data["error"] is None else float(data["error"])
-            yield Off(
+            yield NodeError(
                 int(data["off"]),
                 str(data["node"]),
                 int(data["step"]),
@@ -295,8 +300,8 @@ def _node(data: Mapping[str, Any]) -> GraphNode:
         str(data.get("dtype", "")),
         str(data.get("line", "")),
         tuple(
-            Origin(str(one[0]), int(one[1]), str(one[2]), int(one[3]))
-            for one in data.get("origins", ())
+            Origin(str(origin[0]), int(origin[1]), str(origin[2]), int(origin[3]))
+            for origin in data.get("origins", ())
         ),
         None if of is None else (str(of[0]), int(of[1])),
         None if axes is None else _numbers(axes),

@@ -1,7 +1,7 @@
-"""A run without a list of calls as a graph: its sites are nodes, equal bytes are edges.
+"""The graph of a run without a list of calls: sites are nodes, equal bytes are edges.
 
-Where the run's topology has edges (dumps of ATB, GE and FX have), those are taken instead. A module
-that returns what one inside it made names the same tensor; what no site gave comes from outside.
+If the run's topology has edges (as dumps of ATB, GE and FX do), they are used instead. A module
+that returns a tensor made inside it names the same tensor; a tensor that no site made is an input.
 Reads records, and values only where a record has no digest.
 """
 
@@ -16,11 +16,11 @@ from driftline.runs.records import Record
 from driftline.runs.run import Run
 
 _LARGEST_READ = 64 << 20
-"""Values that are read to find out whether two tensors are the same: no larger ones."""
+"""Tensors above this many bytes are not read to look for equal ones."""
 
 
 class _Call:
-    """A site that ran once."""
+    """One call of a site."""
 
     __slots__ = ("children", "inputs", "key", "kind", "last", "outputs", "site")
 
@@ -38,19 +38,20 @@ class _Call:
 
 
 def run_graph(run: Run, rank: int = 0, process: int = 0, step: int | None = None) -> Graph | None:
-    """The graph of one process and step; None where nothing of it is known."""
+    """The graph of one process and step; None if there are no records and no edges."""
     tree = run.topology(rank, process)
-    mine = [
+    forward = [
         record
         for record in run.records
         if (record.key.rank, record.key.process) == (rank, process)
         and record.key.phase == "forward"
         and record.key.port in ("input", "output")
     ]
-    steps = sorted({record.key.step for record in mine})
+    steps = sorted({record.key.step for record in forward})
     chosen = steps[0] if step is None and steps else step
-    records = [record for record in mine if record.key.step == chosen]
+    records = [record for record in forward if record.key.step == chosen]
     if tree is not None and tree.get("edges"):
+        # Recorded edges are certain; equal bytes are not (two zero tensors are alike).
         return _by_edges(run.name, tree, records, str(run.manifest.get("format", "")))
     if records:
         return _by_bytes(run, records)
@@ -71,31 +72,39 @@ def _by_bytes(run: Run, records: Sequence[Record]) -> Graph:
     tops = _nested(list(calls.values()))
     names: dict[tuple[str, str], str] = {}
     tensors: dict[str, TensorInfo] = {}
-    taken: set[str] = set()
+    used: set[str] = set()
 
     def note(name: str, record: Record) -> str:
-        taken.add(name)
+        used.add(name)
         tensors.setdefault(name, TensorInfo(record.dtype, record.shape))
         return name
 
     for record in records:
         call = calls[record.key.site, record.key.visit]
+        # Equal bytes of different types are different tensors.
         same = (_digest(run, record), record.dtype)
         own = f"{_shown(call)}_{record.key.port}_{record.key.slot}"
-        known = names.get(same) if same[0] else None
+        same_bytes = names.get(same) if same[0] else None
         if record.key.port == "input":
             if record.key.moment == "after":
                 continue
-            name = known or note(own, record)
+            name = same_bytes or note(own, record)
             call.inputs.append(name)
         else:
-            name = known if known is not None and known in call.made() else note(own, record)
+            # A container returns what something inside it made; any other equal tensor
+            # is a coincidence.
+            name = (
+                same_bytes
+                if same_bytes is not None and same_bytes in call.made()
+                else note(own, record)
+            )
             call.outputs.append(name)
         if same[0]:
             names[same] = name
     nodes = tuple(_node(call) for call in tops)
     name, kind = "program", "Program"
     outputs: tuple[str, ...] = ()
+    # A single root adds a level without information.
     if len(nodes) == 1:
         name = kind = nodes[0].kind or nodes[0].name
         outputs = nodes[0].outputs
@@ -104,10 +113,11 @@ def _by_bytes(run: Run, records: Sequence[Record]) -> Graph:
 
 
 def _nested(calls: Sequence[_Call]) -> list[_Call]:
-    """Calls inside the one around them: that of a module further out which ended next."""
+    """Nest the calls: a call belongs to the enclosing module's call that ended next."""
     by_site: dict[str, list[_Call]] = {}
     for call in calls:
         by_site.setdefault(call.site, []).append(call)
+    # Calls end after everything inside them, so the next one to end contains the call.
     for those in by_site.values():
         those.sort(key=lambda call: call.last)
     tops: list[_Call] = []
@@ -122,7 +132,7 @@ def _nested(calls: Sequence[_Call]) -> list[_Call]:
 
 
 def _around(site: str) -> Iterable[str]:
-    """Sites that a site may lie in, the innermost first.
+    """Sites that may contain a site, innermost first.
 
     >>> list(_around("a.b/aten.mm"))
     ['a.b', 'a', '(root)']
@@ -157,6 +167,7 @@ def _shown(call: _Call) -> str:
 
 
 def _digest(run: Run, record: Record) -> str:
+    # Values are read only where the record has no digest.
     if record.digest or record.kept != "full" or run.lost(record):
         return record.digest
     try:
@@ -176,66 +187,89 @@ def _digest(run: Run, record: Record) -> str:
 def _by_edges(
     name: str, tree: Mapping[str, Any], records: Sequence[Record], format_name: str
 ) -> Graph:
-    infos = {
-        (record.key.site, record.key.port, record.key.slot): TensorInfo(record.dtype, record.shape)
-        for record in records
-    }
-    outputs: dict[str, dict[str, None]] = {}
-    feeding: dict[str, dict[str, str]] = {}
-    for edge in tree["edges"]:
-        source, out, to, slot = _edge(edge)
-        outputs.setdefault(source, {})[out] = None
-        feeding.setdefault(to, {})[slot] = f"{source}:{out}"
-    for site, port, slot in infos:
-        if port == "output":
-            outputs.setdefault(site, {})[slot] = None
-    tensors: dict[str, TensorInfo] = {}
-    count = 0
+    builder = _EdgeGraphBuilder(name, tree["edges"], records)
+    roots = [builder.node(root, 0) for root in _with_operators(tree, builder.feeding)]
+    nodes = tuple(child for root in roots for child in (root.children or (root,)))
+    title = roots[0].kind if len(roots) == 1 and roots[0].kind != "Operation" else ""
+    domain = "atb" if format_name.startswith("atb") else "graph"
+    return Graph(title or "program", title or "Program", nodes, (), (), builder.tensors, domain)
 
-    def node(data: Mapping[str, Any], depth: int) -> GraphNode:
-        nonlocal count
-        count += 1
-        if depth > DEEPEST or count > MOST_NODES:
-            raise BadFile(f"the topology of {name} is too deep or too large for a graph")
+
+class _EdgeGraphBuilder:
+    """Makes nodes from the entries of a topology.
+
+    Attributes:
+        tensors: What is known of the tensors of the nodes made so far, by name.
+        feeding: Site → slot of an input → name of the tensor that feeds it.
+    """
+
+    def __init__(self, name: str, edges: Sequence[Any], records: Sequence[Record]) -> None:
+        self.tensors: dict[str, TensorInfo] = {}
+        self.feeding: dict[str, dict[str, str]] = {}
+        self._name = name
+        self._count = 0
+        self._infos = {
+            (r.key.site, r.key.port, r.key.slot): TensorInfo(r.dtype, r.shape) for r in records
+        }
+        self._outputs: dict[str, dict[str, None]] = {}
+        # Both forms of edges are reduced to names of tensors.
+        for edge in edges:
+            source, out, to, slot = _edge(edge)
+            self._outputs.setdefault(source, {})[out] = None
+            self.feeding.setdefault(to, {})[slot] = f"{source}:{out}"
+        for site, port, slot in self._infos:
+            if port == "output":
+                self._outputs.setdefault(site, {})[slot] = None
+
+    def node(self, data: Mapping[str, Any], depth: int) -> GraphNode:
+        """The node of an entry, with its children.
+
+        Raises:
+            BadFile: The topology is too deep or too large.
+        """
+        self._count += 1
+        if depth > DEEPEST or self._count > MOST_NODES:
+            raise BadFile(f"the topology of {self._name} is too deep or too large for a graph")
         site = str(data.get("site", ""))
-        named = bool(data.get("inputs") or data.get("outputs"))
-        ins = [str(one) for one in data.get("inputs") or ()]
-        outs = [str(one) for one in data.get("outputs") or ()]
-        if not named:
-            slots = feeding.get(site, {})
-            ins = [slots[slot] for slot in sorted(slots, key=_slot)]
-            outs = [f"{site}:{slot}" for slot in sorted(outputs.get(site, {}), key=_slot)]
-        for port, names in (("input", ins), ("output", outs)):
-            for at, tensor in enumerate(names):
-                slot = str(at) if named or port == "input" else tensor.rpartition(":")[2]
-                if (site, port, slot) in infos:
-                    tensors.setdefault(tensor, infos[site, port, slot])
+        inputs, outputs = self._tensor_names(data, site)
         param = data.get("param")
         return GraphNode(
             site or str(data.get("class", "node")),
             str(data.get("class") or "Operation"),
-            tuple(ins),
-            tuple(outs),
+            tuple(inputs),
+            tuple(outputs),
             cast("Mapping[str, Any]", param) if isinstance(param, dict) else {},
-            tuple(node(child, depth + 1) for child in data.get("children") or ()),
+            tuple(self.node(child, depth + 1) for child in data.get("children") or ()),
             site,
         )
 
-    roots = [node(root, 0) for root in _with_operators(tree, feeding)]
-    nodes = tuple(child for root in roots for child in (root.children or (root,)))
-    title = roots[0].kind if len(roots) == 1 and roots[0].kind != "Operation" else ""
-    domain = "atb" if format_name.startswith("atb") else "graph"
-    return Graph(title or "program", title or "Program", nodes, (), (), tensors, domain)
+    def _tensor_names(self, data: Mapping[str, Any], site: str) -> tuple[list[str], list[str]]:
+        """Names of an entry's inputs and outputs; their shapes and types are remembered."""
+        named = bool(data.get("inputs") or data.get("outputs"))
+        inputs = [str(tensor) for tensor in data.get("inputs") or ()]
+        outputs = [str(tensor) for tensor in data.get("outputs") or ()]
+        # Files without names of tensors get one from the maker and its slot.
+        if not named:
+            slots = self.feeding.get(site, {})
+            inputs = [slots[slot] for slot in sorted(slots, key=_slot)]
+            outputs = [f"{site}:{slot}" for slot in sorted(self._outputs.get(site, {}), key=_slot)]
+        for port, names in (("input", inputs), ("output", outputs)):
+            for index, tensor in enumerate(names):
+                slot = str(index) if named or port == "input" else tensor.rpartition(":")[2]
+                if (site, port, slot) in self._infos:
+                    self.tensors.setdefault(tensor, self._infos[site, port, slot])
+        return inputs, outputs
 
 
 def _with_operators(
     tree: Mapping[str, Any], feeding: Mapping[str, Mapping[str, str]]
 ) -> list[Mapping[str, Any]]:
-    """The roots of a tree, with the nodes of an exported graph in the modules they stand in."""
+    """The roots of a tree, with the nodes of an exported graph inside their modules."""
     roots = [dict(root) for root in tree.get("roots") or ()]
     exported = tree.get("exported")
     if not isinstance(exported, Mapping) or not roots:
         return cast("list[Mapping[str, Any]]", roots)
+    # The first module of a name holds the nodes; repeated calls share it.
     holders: dict[str, list[Any]] = {}
     below: list[dict[str, Any]] = list(roots)
     while below:
@@ -251,18 +285,19 @@ def _with_operators(
         site = str(node.get("site", ""))
         made = [f"{output}:0" for output in node.get("outputs") or (site,)]
         own = {"site": site, "class": node.get("class"), "outputs": made}
+        # Order of the feeding table: slots as the file listed them.
         own["inputs"] = list(feeding.get(site, {}).values())
         holders.get(site.rpartition("/")[0], outermost).append(own)
         order[id(own)] = number
 
     def first(data: Mapping[str, Any]) -> int:
-        """When a part begins; parts in this order feed those after them."""
-        known = order.get(id(data))
-        if known is None:
+        """Position of a part's first node; sorts children by execution order."""
+        number = order.get(id(data))
+        if number is None:
             children = cast("list[Any]", data.get("children") or [])
             children.sort(key=first)
-            known = order[id(data)] = min(map(first, children), default=-1)
-        return known
+            number = order[id(data)] = min(map(first, children), default=-1)
+        return number
 
     for root in roots:
         first(root)
@@ -270,10 +305,10 @@ def _with_operators(
 
 
 def _edge(edge: Any) -> tuple[str, str, str, str]:
-    """ATB's edges are lists, those of graphs are objects."""
+    """An edge as texts: ATB stores edges as lists, graphs as objects."""
     if isinstance(edge, Mapping):
-        known = cast("Mapping[str, Any]", edge)
-        words = (known.get("from"), known.get("output"), known.get("to"), known.get("input"))
+        data = cast("Mapping[str, Any]", edge)
+        words = (data.get("from"), data.get("output"), data.get("to"), data.get("input"))
     else:
         words = tuple(cast("Sequence[Any]", edge))[:4]
     source, out, to, slot = (str(word) for word in words)

@@ -1,7 +1,7 @@
-"""ATB's topology files, `layer/*.json` and `model/*.json`, as graphs; hostile ones as sentences.
+"""ATB's topology files (`layer/*.json` and `model/*.json`): read as graphs, written from graphs.
 
-Shapes and types of tensors come from the operation csv, if the file lies in a dump that has one.
-The text is given; which file it came from is known for messages only.
+Shapes and types of tensors come from the operation csv, if the file is part of a dump that has one.
+Damaged files become errors with a sentence. The caller reads the text; the path is for messages.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from typing import Any, cast
 from driftline.errors import BadFile
 from driftline.graphs.model import DEEPEST, MOST_NODES, Graph, GraphNode, TensorInfo
 
+# Bounds for files of others: far above what a model needs, and small enough to read.
 LARGEST = 64 << 20
 _MOST_TENSORS = 4096
 _LONGEST_NAME = 4096
 Shapes = Mapping[str, tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]]
-"""By the name of an operation: what its inputs and outputs are."""
+"""Name of an operation → shapes and types of its inputs and outputs."""
 
 
 def atb_graph(text: str, where: str, shapes: Shapes | None = None) -> Graph:
     """The graph of a topology file.
 
     Args:
-        text: Its content.
-        where: Its name, for messages.
-        shapes: What an operation csv says.
+        text: Content of the file.
+        where: Its path, for messages.
+        shapes: Shapes from an operation csv.
 
     Raises:
-        BadFile: It is no such file, or not to be believed.
+        BadFile: It is not such a file, or damaged.
     """
     try:
         content = json.loads(text)
@@ -47,22 +48,25 @@ def atb_graph(text: str, where: str, shapes: Shapes | None = None) -> Graph:
             hint="such a file has modelName or opName, inTensors, outTensors and nodes; "
             "`dump --type model layer` writes them",
         )
-    reading = _Reading(where, shapes or {})
-    whole = reading.node(top, 0)
-    weights = reading.names(top.get("weightTensors"))
-    nodes = whole.children or (whole,)
+    reader = _TopologyReader(where, shapes or {})
+    model = reader.node(top, 0)
+    weights = reader.names(top.get("weightTensors"))
+    # A file of a single operation has no nodes; it is then its own only node.
+    nodes = model.children or (model,)
     return Graph(
         name,
         _text(top.get("opType")) or name,
         nodes,
-        (*whole.inputs, *weights),
-        whole.outputs,
-        reading.tensors,
+        (*model.inputs, *weights),
+        model.outputs,
+        reader.tensors,
         "atb",
     )
 
 
-class _Reading:
+class _TopologyReader:
+    """Reads nodes and tensors of one topology file, within bounds."""
+
     def __init__(self, where: str, shapes: Shapes) -> None:
         self.tensors: dict[str, TensorInfo] = {}
         self._where = where
@@ -77,10 +81,10 @@ class _Reading:
             raise BadFile(f"{self._where} has more than {MOST_NODES} nodes")
         name, kind = _text(content.get("opName")), _text(content.get("opType"))
         inputs, outputs = (self.names(content.get(k)) for k in ("inTensors", "outTensors"))
-        known = self._shapes.get(name)
-        if known is not None:
-            for names, infos in zip((inputs, outputs), known, strict=True):
-                # Another number of tensors is another operation of the same name.
+        infos_of = self._shapes.get(name)
+        if infos_of is not None:
+            for names, infos in zip((inputs, outputs), infos_of, strict=True):
+                # A different number of tensors belongs to another operation of the same name.
                 if len(names) == len(infos):
                     for tensor, info in zip(names, infos, strict=True):
                         self.tensors.setdefault(tensor, info)
@@ -99,12 +103,13 @@ class _Reading:
             return ()
         if not isinstance(value, list):
             raise BadFile(f"{self._where} is damaged: a list of tensors is no list")
-        given = cast("list[object]", value)
-        if len(given) > _MOST_TENSORS * 16:
-            raise BadFile(f"{self._where} lists {len(given)} tensors in one place")
-        if not all(isinstance(name, str) for name in given):
+        names = cast("list[object]", value)
+        # A weight list is longer than the operands of a node, hence the larger bound.
+        if len(names) > _MOST_TENSORS * 16:
+            raise BadFile(f"{self._where} lists {len(names)} tensors in one place")
+        if not all(isinstance(name, str) for name in names):
             raise BadFile(f"{self._where} is damaged: the name of a tensor is no text")
-        return tuple(str(name)[:_LONGEST_NAME] for name in given)
+        return tuple(str(name)[:_LONGEST_NAME] for name in names)
 
     def _nodes(self, value: object) -> list[Mapping[str, Any]]:
         if value is None:
@@ -121,25 +126,25 @@ def _text(value: object) -> str:
 
 
 def layers_of(graph: Graph) -> list[GraphNode]:
-    """The layers of a model: members of a list, the outermost; without a list, its modules; without
-    modules inside, the model.
+    """The layers of a model: the outermost members of lists, else its modules, else the model.
 
-    A member of a list has a number for a name: `model.layers.3`.
+    A member of a list has a number as its name: `model.layers.3`.
     """
-    found: list[GraphNode] = []
+    layers: list[GraphNode] = []
 
     def look(nodes: tuple[GraphNode, ...], depth: int) -> None:
         for node in nodes:
             if not node.children:
                 continue
             if node.site.rpartition(".")[2].isdecimal():
-                found.append(node)
+                layers.append(node)
             elif depth < DEEPEST:
                 look(node.children, depth + 1)
 
     look(graph.nodes, 0)
-    whole = GraphNode(graph.name, graph.kind, graph.inputs, graph.outputs, {}, graph.nodes)
-    return found or [node for node in graph.nodes if node.children] or [whole]
+    # Without lists and modules the model itself is the only layer.
+    model = GraphNode(graph.name, graph.kind, graph.inputs, graph.outputs, {}, graph.nodes)
+    return layers or [node for node in graph.nodes if node.children] or [model]
 
 
 def layer_graph(graph: Graph, layer: GraphNode) -> Graph:
@@ -156,7 +161,8 @@ def layer_graph(graph: Graph, layer: GraphNode) -> Graph:
 
 def model_json(graph: Graph) -> str:
     """A graph in the form of ATB's `model/{pid}/{name}.json`."""
-    weights = [name for name in _read_by(graph) if name not in graph.inputs]
+    # What no node makes and the model is not given must be weights.
+    weights = [name for name in _inputs_of_nodes(graph) if name not in graph.inputs]
     content = {
         "modelName": graph.name,
         "inTensors": list(graph.inputs),
@@ -182,8 +188,8 @@ def _as_json(node: GraphNode) -> dict[str, Any]:
     return data
 
 
-def _read_by(graph: Graph) -> list[str]:
-    """Tensors that no node makes."""
+def _inputs_of_nodes(graph: Graph) -> list[str]:
+    """Tensors that nodes read and no node makes."""
     read: dict[str, None] = {}
     made: set[str] = set()
     waiting = list(graph.nodes)

@@ -1,7 +1,7 @@
-"""A graph for Google's Model Explorer: one JSON file, and one of numbers to colour the nodes by.
+"""Files for Google's Model Explorer: the graph as JSON, and numbers or statuses of its nodes.
 
-The graph file is a collection of one graph; the other maps nodes to how far they are off. Both are
-opened there as they are. Knows no comparison: whoever has one gives a number for each site.
+The graph file is a collection of one graph; the data files map nodes to errors or statuses. How a
+comparison is made is not known here; the caller passes a finding for each site.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from driftline.graphs.model import SeenGraph, SeenNode, TensorInfo
+from driftline.graphs.model import LevelGraph, LevelNode, TensorInfo
 from driftline.graphs.overlay import Finding, finding_of
 from driftline.graphs.writers.onnx import flat_parameters, in_words
 
 _INPUTS = "inputs"
+# Longer values would fill the viewer's panel of attributes.
 _LONGEST = 400
 _COLOURS = {"fail": "#d93025", "incomparable": "#f9ab00", "pass": "#34a853"}
 
 
-def model_explorer(graph: SeenGraph, findings: Mapping[str, Finding] | None = None) -> str:
+def model_explorer(graph: LevelGraph, findings: Mapping[str, Finding] | None = None) -> str:
     """The graph as JSON text.
 
     Args:
-        graph: What to show.
-        findings: By site; a node that holds others takes the worst of them where its own is not
-            there.
+        graph: The graph.
+        findings: Findings by site; a node without one takes the worst of the nodes inside.
     """
     makers = {name: (node.name, str(i)) for node in graph.nodes for i, name in _numbered(node)}
     nodes = [
@@ -41,101 +41,109 @@ def model_explorer(graph: SeenGraph, findings: Mapping[str, Finding] | None = No
         }
         for name in graph.inputs
     ]
-    taken = {str(node["id"]) for node in nodes}
-    ids = {node.name: _free(node.name, taken) for node in graph.nodes}
+    used_ids = {str(node["id"]) for node in nodes}
+    # Ids are unique over nodes and inputs, because edges refer to both.
+    ids = {node.name: _unused_id(node.name, used_ids) for node in graph.nodes}
     for node in graph.nodes:
-        found = finding_of(node, findings or {})
+        finding = finding_of(node, findings or {})
         shown: dict[str, Any] = {
             "id": ids[node.name],
             "label": node.kind,
+            # A slash separates levels in the viewer, so slashes in names are replaced.
             "namespace": "/".join(part.replace("/", "_") for part in node.path),
             "attrs": [_pair(key, value) for key, value in flat_parameters(node.param)],
             "incomingEdges": [
                 {
                     "sourceNodeId": ids[makers[name][0]] if name in makers else name,
                     "sourceNodeOutputId": makers[name][1] if name in makers else "0",
-                    "targetNodeInputId": str(at),
+                    "targetNodeInputId": str(index),
                 }
-                for at, name in enumerate(node.inputs)
+                for index, name in enumerate(node.inputs)
             ],
             "inputsMetadata": [
-                {"id": str(at), "attrs": [_pair("__tensor_tag", name)]}
-                for at, name in enumerate(node.inputs)
+                {"id": str(index), "attrs": [_pair("__tensor_tag", name)]}
+                for index, name in enumerate(node.inputs)
             ],
             "outputsMetadata": [
-                _metadata(str(at), name, graph.tensors.get(name)) for at, name in _numbered(node)
+                _metadata(str(index), name, graph.tensors.get(name))
+                for index, name in _numbered(node)
             ],
         }
         if node.site:
             shown["attrs"].append(_pair("site", node.site))
         if node.holds:
             shown["attrs"].append(_pair("operators inside", node.holds))
-        if found is not None:
-            shown["attrs"].append(_pair("status", found.status))
-            shown["attrs"] += [_pair(key, _number(value)) for key, value in found.figures.items()]
-            shown["attrs"].append(_pair("comparison", f"{found.status}: {found.text}"))
-            if found.status in _COLOURS:
-                shown["style"] = {"backgroundColor": _COLOURS[found.status]}
+        if finding is not None:
+            shown["attrs"].append(_pair("status", finding.status))
+            shown["attrs"] += [_pair(key, _number(value)) for key, value in finding.figures.items()]
+            shown["attrs"].append(_pair("comparison", f"{finding.status}: {finding.text}"))
+            if finding.status in _COLOURS:
+                shown["style"] = {"backgroundColor": _COLOURS[finding.status]}
         nodes.append(shown)
     content = {"label": graph.name, "graphs": [{"id": graph.name, "nodes": nodes}]}
     return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def node_data(graph: SeenGraph, findings: Mapping[str, Finding], name: str = "") -> str:
-    """Numbers for the nodes, as Model Explorer's own file of node data.
+def node_data(graph: LevelGraph, findings: Mapping[str, Finding], name: str = "") -> str:
+    """Numbers for the nodes, in Model Explorer's format for node data.
 
-    Infinity is the largest number there is: a file with words in it would not be one of numbers.
+    Infinity becomes the largest finite number, because the format allows numbers only.
 
     Args:
-        graph: What is shown.
-        findings: By site, as in the graph.
-        name: What the numbers are called.
+        graph: The graph.
+        findings: Findings by site, as for the graph.
+        name: Name of the numbers.
     """
     results: dict[str, Any] = {}
-    for own, found in _found(graph, findings):
-        if not math.isnan(found.value):
-            value = max(-sys.float_info.max, min(sys.float_info.max, found.value))
-            results[own] = {"value": value, **_coloured(found)}
+    for own, finding in _findings_of(graph, findings):
+        if not math.isnan(finding.value):
+            # JSON has no infinity.
+            value = max(-sys.float_info.max, min(sys.float_info.max, finding.value))
+            results[own] = {"value": value, **_coloured(finding)}
     return _data(graph, {"name": name, "results": results} if name else {"results": results})
 
 
-def status_data(graph: SeenGraph, findings: Mapping[str, Finding]) -> str:
-    """Statuses for the nodes: words, which groups of nodes count."""
+def status_data(graph: LevelGraph, findings: Mapping[str, Finding]) -> str:
+    """Statuses of the nodes as words; the viewer counts them for groups of nodes."""
     results = {
-        own: {"value": found.status, **_coloured(found)} for own, found in _found(graph, findings)
+        own: {"value": finding.status, **_coloured(finding)}
+        for own, finding in _findings_of(graph, findings)
     }
     content = {"name": "status", "results": results, "showExpandedSummaryOnGroupNode": True}
     return _data(graph, content)
 
 
-def _found(graph: SeenGraph, findings: Mapping[str, Finding]) -> Iterator[tuple[str, Finding]]:
-    taken = set(graph.inputs)
+def _findings_of(
+    graph: LevelGraph, findings: Mapping[str, Finding]
+) -> Iterator[tuple[str, Finding]]:
+    # Ids must be given in the same order as in the graph file, or colours miss their nodes.
+    used_ids = set(graph.inputs)
     for node in graph.nodes:
-        own = _free(node.name, taken)
-        found = finding_of(node, findings)
-        if found is not None:
-            yield own, found
+        own = _unused_id(node.name, used_ids)
+        finding = finding_of(node, findings)
+        if finding is not None:
+            yield own, finding
 
 
-def _coloured(found: Finding) -> dict[str, str]:
-    colour = _COLOURS.get(found.status)
+def _coloured(finding: Finding) -> dict[str, str]:
+    colour = _COLOURS.get(finding.status)
     return {} if colour is None else {"bgColor": colour}
 
 
-def _data(graph: SeenGraph, content: dict[str, Any]) -> str:
+def _data(graph: LevelGraph, content: dict[str, Any]) -> str:
     return json.dumps({graph.name: content}, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _numbered(node: SeenNode) -> list[tuple[int, str]]:
+def _numbered(node: LevelNode) -> list[tuple[int, str]]:
     return list(enumerate(node.outputs))
 
 
-def _free(name: str, taken: set[str]) -> str:
-    """A node and an input may be called the same."""
+def _unused_id(name: str, used_ids: set[str]) -> str:
+    """An unused id for a node: a node and an input may have the same name."""
     own = name
-    while own in taken:
+    while own in used_ids:
         own += "_"
-    taken.add(own)
+    used_ids.add(own)
     return own
 
 

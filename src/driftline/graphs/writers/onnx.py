@@ -1,8 +1,8 @@
-"""A graph as an ONNX file, for viewers: nodes, edges, shapes, parameters; no weights.
+"""A graph as an ONNX file for viewers: nodes, edges, shapes and parameters, but no weights.
 
-The few messages of the format are written field by field, so that no package is needed. Operators
-keep their own names, in a domain of their own: the file can be looked at, not executed. The name of
-a torch operator loses its dots in a node's type; the node's own name has them.
+The few protobuf messages are written field by field, so no package is needed. Operators keep their
+names, in their own domain: the file can be viewed, not executed. A node's type is the name of its
+torch operator without dots; the node's own name keeps them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from driftline.graphs.model import SeenGraph, SeenNode, TensorInfo
+from driftline.graphs.model import LevelGraph, LevelNode, TensorInfo
 from driftline.graphs.overlay import Finding, finding_of
 from driftline.numerics.dtypes import DTYPES
 
 PRODUCER = "driftline"
+# Enough for every element type that is not in the table below.
 _IR_VERSION = 8
 _IR_VERSIONS = {17: 9, 18: 9, 19: 9, 20: 9, 21: 10, 22: 10, 23: 11, 24: 12}
-"""Element types that came later, and the version of the format that brought them."""
+"""Newer element types → the IR version that introduced them."""
+# Nodes are in a domain of their own, but the format requires an opset of the default one.
 _OPSET = 17
 _VARINT, _BYTES, _FIXED32 = 0, 2, 5
 _LONGEST_TEXT = 1 << 16
@@ -32,7 +34,7 @@ ELEMENT_TYPES = {"string": 8} | {d.name: d.onnx for d in DTYPES.values() if d.on
 
 
 def onnx_bytes(
-    graph: SeenGraph,
+    graph: LevelGraph,
     version: str = "",
     findings: Mapping[str, Finding] | None = None,
     about: Mapping[str, str] | None = None,
@@ -40,15 +42,19 @@ def onnx_bytes(
     """The content of an `.onnx` file.
 
     Args:
-        graph: What to show.
-        version: Of the producer.
-        findings: What a comparison says, by site: attributes of the nodes.
-        about: Properties of the file as a whole.
+        graph: The graph.
+        version: Version of the producer.
+        findings: Findings of a comparison by site; they become attributes of the nodes.
+        about: Properties of the file.
     """
     types = {ELEMENT_TYPES.get(info.dtype, 0) for info in graph.tensors.values()}
     return b"".join(
         (
-            _number(1, max((_IR_VERSIONS.get(one, 0) for one in types), default=0) or _IR_VERSION),
+            _number(
+                1,
+                max((_IR_VERSIONS.get(element_type, 0) for element_type in types), default=0)
+                or _IR_VERSION,
+            ),
             _text(2, PRODUCER),
             _text(3, version) if version else b"",
             _bytes(7, _graph(graph, findings or {})),
@@ -59,13 +65,14 @@ def onnx_bytes(
     )
 
 
-def _graph(graph: SeenGraph, findings: Mapping[str, Finding]) -> bytes:
+def _graph(graph: LevelGraph, findings: Mapping[str, Finding]) -> bytes:
     inside = [
         name
         for node in graph.nodes
         for name in node.outputs
         if name in graph.tensors and name not in graph.outputs
     ]
+    # Names of all tensors, because an added output must not collide with any of them.
     names = {name for node in graph.nodes for name in (*node.inputs, *node.outputs)}
     return b"".join(
         (
@@ -84,8 +91,8 @@ def _graph(graph: SeenGraph, findings: Mapping[str, Finding]) -> bytes:
     )
 
 
-def _with_edge(node: SeenNode, names: set[str]) -> SeenNode:
-    """The format refuses a node that neither reads nor writes: it is given something to write."""
+def _with_edge(node: LevelNode, names: set[str]) -> LevelNode:
+    """The node with an output, because the format refuses a node without any tensor."""
     if node.inputs or node.outputs:
         return node
     name = f"{node.name}_done"
@@ -95,8 +102,8 @@ def _with_edge(node: SeenNode, names: set[str]) -> SeenNode:
     return node._replace(outputs=(name,))
 
 
-def _node(node: SeenNode, domain: str, found: Finding | None) -> bytes:
-    about = [f"{found.status}: {found.text}"] if found is not None else []
+def _node(node: LevelNode, domain: str, finding: Finding | None) -> bytes:
+    about = [f"{finding.status}: {finding.text}"] if finding is not None else []
     about += [f"in {'/'.join(node.path)}"] if node.path else []
     about += [f"site {node.site}"] if node.site else []
     about += [f"holds {node.holds} operators"] if node.holds else []
@@ -106,7 +113,10 @@ def _node(node: SeenNode, domain: str, found: Finding | None) -> bytes:
             *(_text(2, name) for name in node.outputs),
             _text(3, node.name),
             _text(4, short_kind(node.kind)),
-            *(_bytes(5, attribute) for attribute in _attributes({**_said(found), **node.param})),
+            *(
+                _bytes(5, attribute)
+                for attribute in _attributes({**_finding_attributes(finding), **node.param})
+            ),
             _text(6, "; ".join(about)) if about else b"",
             _text(7, domain),
         )
@@ -114,7 +124,7 @@ def _node(node: SeenNode, domain: str, found: Finding | None) -> bytes:
 
 
 def short_kind(kind: str) -> str:
-    """A node's type without dots: Netron writes on a node what stands behind the last one.
+    """A node's type without dots, because Netron shows only what follows the last dot.
 
     >>> [short_kind(kind) for kind in ("aten.mm.default", "aten.add.Tensor", "my.op.default")]
     ['mm', 'add_Tensor', 'my_op']
@@ -127,18 +137,18 @@ def short_kind(kind: str) -> str:
     return "_".join(part for part in parts if part) or kind
 
 
-def _said(found: Finding | None) -> dict[str, Any]:
-    """What a comparison says of a node, as attributes of it; the first ones a viewer lists."""
-    if found is None:
+def _finding_attributes(finding: Finding | None) -> dict[str, Any]:
+    """The finding of a node as attributes, which a viewer lists first."""
+    if finding is None:
         return {}
-    figures = {f"{PRODUCER}_{name}": float(value) for name, value in found.figures.items()}
-    return {f"{PRODUCER}_status": found.status, **figures}
+    figures = {f"{PRODUCER}_{name}": float(value) for name, value in finding.figures.items()}
+    return {f"{PRODUCER}_status": finding.status, **figures}
 
 
 def _value(name: str, info: TensorInfo | None) -> bytes:
     info = info or TensorInfo()
     tensor = _number(1, ELEMENT_TYPES.get(info.dtype, 0))
-    # The format refuses a tensor without a shape: one that is not known has one unknown extent.
+    # The format refuses a tensor without a shape: an unknown shape has one unknown axis.
     sizes = [_text(2, "unknown")] if info.shape is None else [_number(1, n) for n in info.shape]
     tensor += _bytes(2, b"".join(_bytes(1, size) for size in sizes))
     return _text(1, name) + _bytes(2, _bytes(1, tensor))
@@ -156,7 +166,7 @@ def _attributes(param: Mapping[str, Any]) -> Iterable[bytes]:
 
 
 def flat_parameters(param: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Parameters without nesting: `normParam.epsilon`; what is None is left out.
+    """Parameters without nesting: `normParam.epsilon`; None is left out.
 
     >>> list(flat_parameters({"a": 1, "b": {"c": [2.5]}, "d": None}))
     [('a', 1), ('b.c', [2.5])]
@@ -164,6 +174,7 @@ def flat_parameters(param: Mapping[str, Any], prefix: str = "") -> Iterable[tupl
     for key, value in param.items():
         name = f"{prefix}{key}" or "_"
         if isinstance(value, Mapping):
+            # A bound for nested parameters of hostile files.
             if prefix.count(".") < 16:
                 yield from flat_parameters(cast("Mapping[str, Any]", value), f"{name}.")
         elif value is not None:
@@ -182,6 +193,7 @@ def in_words(value: object) -> str:
 
 def _attribute(value: Any) -> bytes:
     """The value of an attribute, and its type."""
+    # Before int: in Python a bool is an int.
     if isinstance(value, bool):
         return _number(3, int(value)) + _number(20, _INT)
     if isinstance(value, int) and value in _INT64:
@@ -196,16 +208,18 @@ def _attribute(value: Any) -> bytes:
 
 
 def _list_attribute(values: Sequence[Any]) -> bytes | None:
-    if all(isinstance(one, int) and one in _INT64 for one in values):
-        return b"".join(_number(8, int(one)) for one in values) + _number(20, _INTS)
-    if all(isinstance(one, (int, float)) for one in values):
-        return b"".join(_float(7, float(one)) for one in values) + _number(20, _FLOATS)
-    if all(isinstance(one, str) for one in values):
-        return b"".join(_text(9, one) for one in values) + _number(20, _STRINGS)
+    # ONNX lists hold one type; mixed lists become text.
+    if all(isinstance(item, int) and item in _INT64 for item in values):
+        return b"".join(_number(8, int(item)) for item in values) + _number(20, _INTS)
+    if all(isinstance(item, (int, float)) for item in values):
+        return b"".join(_float(7, float(item)) for item in values) + _number(20, _FLOATS)
+    if all(isinstance(item, str) for item in values):
+        return b"".join(_text(9, item) for item in values) + _number(20, _STRINGS)
     return None
 
 
 def _varint(value: int) -> bytes:
+    # Negative numbers are written in two's complement of 64 bits, as protobuf requires.
     value &= 0xFFFF_FFFF_FFFF_FFFF
     out = bytearray()
     while value > 0x7F:

@@ -11,7 +11,7 @@ from driftline.comparison.table.files import open_table
 from driftline.comparison.table.row import Row
 from driftline.comparison.table.table import Table
 from driftline.errors import BadInput, did_you_mean
-from driftline.graphs.model import require_level, seen_at
+from driftline.graphs.model import at_level, require_level
 from driftline.graphs.open import output_for, read_graph, write_whole
 from driftline.graphs.overlay import Finding
 from driftline.reporting.formatting import number
@@ -86,7 +86,7 @@ def write_graph(
     compared = open_table(table) if table is not None and not isinstance(table, Table) else table
     findings = findings_of(compared, metric, step, rank) if compared is not None else None
     graph = read_graph(path, step=step, rank=rank)
-    seen = seen_at(graph, level)
+    seen = at_level(graph, level)
     if to == "onnx":
         from driftline import __version__
         from driftline.graphs.writers.onnx import onnx_bytes

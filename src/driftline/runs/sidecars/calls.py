@@ -1,8 +1,8 @@
-"""One line of `calls.jsonl`: an operator or module that ran, with what went in and came out.
+"""One line of `calls.jsonl`: an operator or module call with its inputs and outputs.
 
-Descriptions only: types, shapes, parameters, and who made each tensor. Values are the index's
-business; the key of a tensor is the call's site, step, visit and phase with the tensor's port and
-slot. Knows the JSON, no files and no framework.
+Descriptions only: types, shapes, parameters, and the origin of each tensor. Values are in the
+index: the key of a tensor is the call's site, step, visit and phase with the tensor's port and
+slot. Knows the JSON, but no files and no framework.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from typing import Any, NamedTuple, cast
 from driftline.runs.layout import CALLS as CALLS
 from driftline.runs.layout import GRAPHS as GRAPHS
 
+# Half a gigabyte is some million calls; a longer list is not read.
 LARGEST_CALLS = 1 << 29
 _LONGEST_LINE = 1 << 20
 _LARGEST_NUMBER = 1 << 62
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 Source = tuple[int, str] | str | None
-"""Call and slot that made a tensor; the name of a parameter, or `(outside).n`; None: not known."""
+"""Call and slot that made a tensor; the name of a parameter, or `(outside).n`; None if unknown."""
 
 
 class CallTensor(NamedTuple):
-    """A tensor that went into a call, or came out of it.
+    """An input or output tensor of a call.
 
     Attributes:
         slot: As in the tensor's key.
@@ -33,8 +34,8 @@ class CallTensor(NamedTuple):
         dtype: A name of `numerics.dtypes.DTYPES`.
         shape: Its extents.
         source: Who made it, for what goes in.
-        order: Its axes as they lay in memory, from the slowest; empty if in their own order. A
-            tensor under port `param` is kept in this order.
+        order: Its axes in the order of memory, slowest first; empty for the usual order. A tensor
+            under port `param` is stored in this order.
     """
 
     slot: str
@@ -99,25 +100,26 @@ class Call(NamedTuple):
         return f"{self.class_name}_{self.ids}" if self.ids else self.class_name
 
     def to_line(self) -> str:
-        """The JSON and a line end; by hand, as it is written while the program waits."""
+        """The JSON and a line end; formatted by hand, because the program waits for it."""
         inside = "null" if self.inside is None else self.inside
         text = (
             f'{{"call":{self.number},"kind":{json_string(self.kind)},'
             f'"site":{json_string(self.site)},"class":{json_string(self.class_name)},'
             f'"ids":{json_string(self.ids)},"step":{self.step},"visit":{self.visit},'
             f'"phase":{json_string(self.phase)},"in":{inside},'
-            f'"inputs":[{",".join([one.to_json() for one in self.inputs])}],'
-            f'"outputs":[{",".join([one.to_json() for one in self.outputs])}]'
+            f'"inputs":[{",".join([tensor.to_json() for tensor in self.inputs])}],'
+            f'"outputs":[{",".join([tensor.to_json() for tensor in self.outputs])}]'
         )
         return f'{text},"param":{_encode(self.param)}}}\n' if self.param else text + "}\n"
 
 
 def read_calls(text: str) -> Iterator[Call]:
-    """The calls of a file's text; a line that makes no sense is passed over."""
+    """The calls in a file's text; invalid lines are skipped."""
     for line in text.split("\n"):
         if line and len(line) <= _LONGEST_LINE:
             try:
                 call = _call(json.loads(line))
+            # The file may be somebody else's, or cut in the middle of a line.
             except (ValueError, RecursionError, TypeError, KeyError, OverflowError):
                 continue
             if call is not None:
@@ -127,20 +129,20 @@ def read_calls(text: str) -> Iterator[Call]:
 def _call(data: Any) -> Call | None:
     if not isinstance(data, dict):
         return None
-    known = cast("Mapping[str, Any]", data)
-    inside, param = known.get("in"), known.get("param")
+    fields = cast("Mapping[str, Any]", data)
+    inside, param = fields.get("in"), fields.get("param")
     return Call(
-        _number(known["call"]),
-        "module" if known.get("kind") == "module" else "operator",
-        str(known["site"]),
-        str(known["class"]),
-        str(known.get("ids") or ""),
-        _number(known.get("step", 0)),
-        _number(known.get("visit", 0)),
-        str(known.get("phase", "forward")),
+        _number(fields["call"]),
+        "module" if fields.get("kind") == "module" else "operator",
+        str(fields["site"]),
+        str(fields["class"]),
+        str(fields.get("ids") or ""),
+        _number(fields.get("step", 0)),
+        _number(fields.get("visit", 0)),
+        str(fields.get("phase", "forward")),
         None if inside is None else _number(inside),
-        _tensors(known.get("inputs")),
-        _tensors(known.get("outputs")),
+        _tensors(fields.get("inputs")),
+        _tensors(fields.get("outputs")),
         cast("Mapping[str, Any]", param) if isinstance(param, dict) else {},
     )
 
@@ -150,14 +152,14 @@ def _tensors(value: Any) -> tuple[CallTensor, ...]:
         return ()
     return tuple(
         CallTensor(
-            str(one["slot"]),
-            str(one["dtype"]),
-            tuple(_number(size) for size in cast("Sequence[Any]", one["shape"])),
-            str(one.get("alias", "")),
-            _source(one.get("from")),
-            tuple(_number(axis) for axis in cast("Sequence[Any]", one.get("order") or ())),
+            str(fields["slot"]),
+            str(fields["dtype"]),
+            tuple(_number(size) for size in cast("Sequence[Any]", fields["shape"])),
+            str(fields.get("alias", "")),
+            _source(fields.get("from")),
+            tuple(_number(axis) for axis in cast("Sequence[Any]", fields.get("order") or ())),
         )
-        for one in cast("list[Mapping[str, Any]]", value)
+        for fields in cast("list[Mapping[str, Any]]", value)
     )
 
 

@@ -1,7 +1,7 @@
-"""The sheets that may lie beside the tensors of a process: operators, kernels, times.
+"""Side tables of a process: operators, kernels and times, in the format of ATB's own dumps.
 
-Names and text only, in the grammar of ATB's own dumps, so that whatever reads those reads these:
-`|` between cells, `;` between the tensors of a cell, `,` between extents. Knows no folders.
+Programs that read ATB's tables read these, too: `|` separates cells, `;` the tensors of a cell, `,`
+extents. Knows names and text, but no folders.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOLDERS = {
     "kernel_tensors": "kernel_io_tensors",
     "operation_statistic": "cpu_profiling",
 }
-"""Where the seed keeps each kind, below its own folder; then comes the process's number."""
+"""Folder of each kind in a dump of ait; below it comes a folder with the process's number."""
 _NAME = re.compile(r"(operation_tensors|kernel_tensors|operation_statistic)_(\d{1,9})\.(csv|txt)")
 HEADER = (
     "CaseNum|CaseName|OpName|OpParam|InNum|InDType|InFormat|InShape|OutNum|OutDType|OutFormat|"
@@ -32,19 +32,19 @@ HEADER = (
 )
 TIME_COLUMNS = "site,operator,calls,total_us,self_us,device_us"
 _DTYPES = {"float32": "float", "float64": "double", "bfloat16": "bf16"}
-"""Types that ATB calls otherwise than torch."""
+"""Types that have another name in ATB than in torch."""
 _SEPARATORS = re.compile(r"[|;\r\n]")
 _OTHER = re.compile(r"[^0-9A-Za-z_]+")
 
 
 def kind_of_sheet(name: str) -> str | None:
-    """Which sheet a file is: `kernel_tensors` of `kernel_tensors_0.csv`; None for other files."""
-    found = _NAME.fullmatch(name)
-    return found[1] if found else None
+    """Kind of a side table: `kernel_tensors` for `kernel_tensors_0.csv`; None for other files."""
+    match = _NAME.fullmatch(name)
+    return match[1] if match else None
 
 
 def sheets_among(names: Sequence[str]) -> list[str]:
-    """Names of the sheets among the files of a process, lists of calls and graphs first."""
+    """Names of the side tables among a process's files, lists of calls and graphs first."""
     listed = [name for name in names if name in (CALLS, GRAPHS)]
     return listed + [name for name in names if kind_of_sheet(name) is not None]
 
@@ -69,10 +69,11 @@ def operation_row(
     Args:
         number: Counts the lines, from 1.
         name: The operator with its ids, or the kernel.
-        param: What becomes its OpParam.
-        inputs: What goes in; a file is empty where its values were not kept.
-        outputs: What comes out.
+        param: Its OpParam.
+        inputs: Its inputs; a file is empty if the values were not stored.
+        outputs: Its outputs.
     """
+    # Separators inside a name would shift every following cell.
     name = _SEPARATORS.sub("_", name)
     return "|".join(
         (
@@ -80,9 +81,10 @@ def operation_row(
             json.dumps(dict(param), separators=(",", ":"), ensure_ascii=True),
             *_cells(inputs),
             *_cells(outputs),
+            # Columns that ATB's own test tools need; their values have no meaning here.
             *(";".join("customize" for _ in inputs) or "customize", " "),
-            ";".join(_SEPARATORS.sub("_", one.file) for one in inputs),
-            ";".join(_SEPARATORS.sub("_", one.file) for one in outputs),
+            ";".join(_SEPARATORS.sub("_", tensor.file) for tensor in inputs),
+            ";".join(_SEPARATORS.sub("_", tensor.file) for tensor in outputs),
             *(" ", " ", " ", " ", "NO_ERROR"),
         )
     )
@@ -91,9 +93,9 @@ def operation_row(
 def _cells(tensors: Sequence[Described]) -> tuple[str, str, str, str]:
     return (
         str(len(tensors)),
-        ";".join(_DTYPES.get(one.dtype, one.dtype) for one in tensors),
+        ";".join(_DTYPES.get(tensor.dtype, tensor.dtype) for tensor in tensors),
         ";".join("nd" for _ in tensors),
-        ";".join(",".join(map(str, one.shape)) for one in tensors),
+        ";".join(",".join(map(str, tensor.shape)) for tensor in tensors),
     )
 
 
@@ -101,17 +103,19 @@ def operation_sheet(calls: Iterable[Call], file_of: Mapping[tuple[int, str, str]
     """The operation csv of one execution.
 
     Args:
-        calls: Of one step, in any order.
-        file_of: By call, port and slot: where the values are; what was not kept has none.
+        calls: The calls of one step, in any order.
+        file_of: File of the values by call, port and slot; missing if they were not stored.
     """
     lines = [HEADER]
     ordered = sorted(calls, key=lambda call: call.number)
     for number, call in enumerate(ordered, 1):
-
+        # Bound as a default, because a closure would see the loop's last call.
         def described(port: str, tensors: Sequence[CallTensor], call: Call = call) -> Any:
             return [
-                Described(one.dtype, one.shape, file_of.get((call.number, port, one.slot), ""))
-                for one in tensors
+                Described(
+                    tensor.dtype, tensor.shape, file_of.get((call.number, port, tensor.slot), "")
+                )
+                for tensor in tensors
             ]
 
         param = {"site": call.site, "visit": call.visit, "phase": call.phase, **call.param}
@@ -128,7 +132,7 @@ def operation_sheet(calls: Iterable[Call], file_of: Mapping[tuple[int, str, str]
 
 
 class Timed(NamedTuple):
-    """What one operator took in one place, all calls together; times in µs."""
+    """Times of one operator at one site, summed over its calls, in µs."""
 
     site: str
     operator: str
@@ -138,36 +142,41 @@ class Timed(NamedTuple):
     device: float
 
 
-def added(some: Iterable[Timed], more: Iterable[Timed]) -> tuple[Timed, ...]:
-    """Two lists of times as one: what is of the same operator in the same place is summed."""
-    found: dict[tuple[str, str], Timed] = {}
-    for one in (*some, *more):
-        known = found.get(one[:2])
-        if known is not None:
-            own, device = known.own + one.own, known.device + one.device
-            one = Timed(*one[:2], known.calls + one.calls, known.total + one.total, own, device)
-        found[one[:2]] = one
-    return tuple(found.values())
+def added(first: Iterable[Timed], second: Iterable[Timed]) -> tuple[Timed, ...]:
+    """Two lists of times as one: times of the same operator at the same site are summed."""
+    totals: dict[tuple[str, str], Timed] = {}
+    for timed in (*first, *second):
+        total = totals.get(timed[:2])
+        if total is not None:
+            own, device = total.own + timed.own, total.device + timed.device
+            timed = Timed(
+                *timed[:2], total.calls + timed.calls, total.total + timed.total, own, device
+            )
+        totals[timed[:2]] = timed
+    return tuple(totals.values())
 
 
 def statistic_text(timed: Sequence[Timed]) -> str:
     """Times by operator, in blocks, as `operation_statistic_{n}.txt` has them."""
     rows: dict[str, list[Timed]] = {}
-    for one in timed:
-        rows.setdefault(statistic_name(one.operator), []).append(one)
+    for row in timed:
+        rows.setdefault(statistic_name(row.operator), []).append(row)
     blocks: list[str] = []
-    for name, those in rows.items():
-        total, own, device = (sum(getattr(t, n) for t in those) for n in ("total", "own", "device"))
+    for name, of_operator in rows.items():
+        total, own, device = (
+            sum(getattr(t, n) for t in of_operator) for n in ("total", "own", "device")
+        )
+        # Without a device the time of the operator itself is all that was spent.
         executed = device or own
         blocks.append(
             f"{name}:\n[execute] totalTime:{total:.3f}, kernelExecuteTime:{executed:.3f}, "
-            f"selfTime:{own:.3f}, callCount:{sum(t.calls for t in those)}\n\n"
+            f"selfTime:{own:.3f}, callCount:{sum(t.calls for t in of_operator)}\n\n"
         )
     return "".join(blocks)
 
 
 def statistic_name(operator: str) -> str:
-    """Letters, digits and `_`, which is all that such a text has for names.
+    """Operator name in letters, digits and `_`, as these tables write it.
 
     >>> statistic_name("aten::addmm")
     'aten_addmm'
@@ -176,14 +185,14 @@ def statistic_name(operator: str) -> str:
 
 
 def times_table(timed: Sequence[Timed]) -> str:
-    """The same by site and operator, as a csv."""
+    """Times by site and operator, as CSV."""
     lines = [TIME_COLUMNS]
-    for one in timed:
+    for row in timed:
         site, operator = (
             f'"{text}"' if "," in text or '"' in text else text
-            for text in (one.site.replace('"', "'"), one.operator)
+            for text in (row.site.replace('"', "'"), row.operator)
         )
         lines.append(
-            f"{site},{operator},{one.calls},{one.total:.3f},{one.own:.3f},{one.device:.3f}"
+            f"{site},{operator},{row.calls},{row.total:.3f},{row.own:.3f},{row.device:.3f}"
         )
     return "\n".join(lines) + "\n"

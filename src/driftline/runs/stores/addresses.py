@@ -1,7 +1,7 @@
-"""Addresses of runs and tables that lie elsewhere: `s3://bucket/run`, `memory://x`.
+"""Addresses of runs and tables in a store: `s3://bucket/run`, `memory://x`.
 
-Only words: nothing is imported, asked or fetched here. An address is what a person typed; one that
-stands in a file is text, and nobody hands it to this room.
+Only text: nothing is imported or fetched here. An address is always typed by a person; one that is
+found in a file is never used.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _LOCAL = ("file", "local")
 
 
 class UrlPath(type(pathlib.Path())):
-    """An address where a path is expected: it says itself as it was typed, with both slashes."""
+    """An address where a path is expected: prints as it was typed, with both slashes."""
 
     def __str__(self) -> str:
         text = super().__str__()
-        found = _FLATTENED.fullmatch(text)
-        return f"{found[1]}://{found[2]}" if found else text
+        match = _FLATTENED.fullmatch(text)
+        return f"{match[1]}://{match[2]}" if match else text
 
     def __fspath__(self) -> str:
         return str(self)
 
 
 def place_of(word: str) -> pathlib.Path:
-    """A word of a command line as a path here, or an address elsewhere."""
+    """A word of a command line as a local path or an address."""
     url = _URL.fullmatch(word)
     if url is None:
         return pathlib.Path(word)
@@ -46,15 +46,15 @@ def place_of(word: str) -> pathlib.Path:
     return UrlPath(word)
 
 
-def said_of_memory(path: StrPath) -> str:
-    """What a person must know who has a command write to `memory://`; empty for other places."""
+def memory_warning(path: StrPath) -> str:
+    """Warning for output to `memory://`; empty for other places."""
     if str(path).lower().startswith("memory:"):
         return "memory:// is the memory of this command, and gone when it ends"
     return ""
 
 
 def url_of(path: StrPath) -> str | None:
-    """The address that a path is, or None: it is one of this machine.
+    """A path as an address; None if it is a path of this machine.
 
     >>> url_of("s3://bucket/run"), url_of("runs/a"), url_of("C:/runs")
     ('s3://bucket/run', None, None)
@@ -65,15 +65,16 @@ def url_of(path: StrPath) -> str | None:
     if isinstance(path, pathlib.PurePath):
         flat = _FLATTENED.fullmatch(text)
         text = f"{flat[1]}://{flat[2]}" if flat else text
-    found = _URL.fullmatch(text)
-    if found is None:
+    match = _URL.fullmatch(text)
+    if match is None:
         return None
-    scheme, rest = found[1], found[2]
+    scheme, rest = match[1], match[2]
     if scheme.lower() in _LOCAL:
         raise BadInput(f"'{text}' lies on this machine", hint=f"give its path: {unquote(rest)}")
     parts = rest.split("/")
     if not rest.strip("/") or ".." in parts:
         raise BadInput(f"'{shown(text)}' names no folder", hint=f"such as {scheme}://BUCKET/FOLDER")
+    # A password in an address would end up in reports, histories and tables.
     if re.match(r"[^/@]*:[^/@]*@", rest):
         raise BadInput(
             f"'{shown(text)}' holds a password",
@@ -83,7 +84,7 @@ def url_of(path: StrPath) -> str | None:
 
 
 def shown(url: str) -> str:
-    """An address as messages and files may hold it: without what looks like a credential."""
+    """An address for messages and files: without anything that looks like a credential."""
     return redact_text(url)
 
 

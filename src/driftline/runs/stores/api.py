@@ -1,4 +1,7 @@
-"""What others ask of this room: open a run, read and write a table, push a folder."""
+"""Entry points of the stores: open a remote run, read and write a table, push a folder.
+
+Other packages import this file only; fsspec is loaded when an address is used.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ __all__ = ["Sent", "exists", "open_remote", "push", "read_file", "uploaded"]
 
 
 def exists(url: str, name: str = "") -> bool:
-    """Whether there is a file of that name at an address, or anything at all.
+    """Whether an address holds a file of that name, or without a name, anything at all.
 
     Raises:
         DriftlineError: It cannot be reached.
@@ -33,10 +36,10 @@ def exists(url: str, name: str = "") -> bool:
 
 
 def read_file(url: str, name: str, limit: int) -> bytes:
-    """A file at an address.
+    """Read a file at an address.
 
     Raises:
-        BadFile: It is not there, or larger than the limit.
+        BadFile: It does not exist, or is larger than the limit.
         DriftlineError: It cannot be reached.
     """
     store = Store(url)
@@ -47,10 +50,10 @@ def read_file(url: str, name: str, limit: int) -> bytes:
 
 
 def refuse_overwriting(url: StrPath, *, force: bool) -> None:
-    """Before hours of work: may something be written at an address?
+    """Refuse, before hours of work, an address that must not be written to.
 
     Raises:
-        AlreadyThere: Something is there, and `force` was not given.
+        AlreadyThere: It is not empty, and `force` was not given.
         DriftlineError: It cannot be reached.
     """
     goal = url_of(url)
@@ -60,15 +63,15 @@ def refuse_overwriting(url: StrPath, *, force: bool) -> None:
 
 @contextmanager
 def uploaded(url: str, files: tuple[str, ...], *, force: bool) -> Generator[Path]:
-    """A folder here whose files go to an address when the block ends well, in this order.
+    """A local folder whose files are sent to an address when the block ends without an error.
 
     Args:
-        url: Where to.
-        files: All that may be there already, and be replaced; the last one says that all is there.
-        force: Replace them.
+        url: The address.
+        files: Names of the files, in the order of sending; the last one shows that all arrived.
+        force: Replace files that are there.
 
     Raises:
-        AlreadyThere: Something is there and may not be replaced.
+        AlreadyThere: The address is not empty, and may not be replaced.
         DriftlineError: It cannot be reached or written.
     """
     import tempfile
@@ -84,16 +87,16 @@ def uploaded(url: str, files: tuple[str, ...], *, force: bool) -> Generator[Path
 
 
 def push(folder: StrPath, url: StrPath, *, force: bool = False, patience: float = PATIENCE) -> Sent:
-    """Send a run or a table to an address, or go on sending one.
+    """Send a run or a table to an address, or resume sending one.
 
     Args:
-        folder: A run, a comparison, or what a broken-off `driftline dump -o URL` left.
-        url: Where to. An address that stands in a file is not asked, so it is always given.
+        folder: A run, a comparison, or the folder of an interrupted `driftline dump -o URL`.
+        url: The address. It must be given again, because an address in a file is never used.
         force: Replace the run or table that is there.
-        patience: Seconds without anything moving after which it is given up.
+        patience: Seconds without progress after which it stops.
 
     Raises:
-        AlreadyThere: Something is there, or somebody is writing there.
+        AlreadyThere: The address is not empty, or another process is writing there.
         DriftlineError: The folder is neither, or the address cannot be reached.
     """
     place = Path(folder)
@@ -103,6 +106,7 @@ def push(folder: StrPath, url: StrPath, *, force: bool = False, patience: float 
     goal = url_of(url)
     if goal is None:
         raise BadInput(f"'{url}' is no address", hint="driftline push FOLDER s3://BUCKET/FOLDER")
+    # A run may hold a comparison inside; the manifest decides.
     if (place / "table.json").is_file() and not (place / MANIFEST).exists():
         return _push_table(place, goal, force=force)
     if not (place / MANIFEST).is_file():
@@ -110,12 +114,14 @@ def push(folder: StrPath, url: StrPath, *, force: bool = False, patience: float 
             f"'{place}' is neither a run nor a comparison",
             hint="give the folder that `driftline dump` or `compare -o` made",
         )
+    # The lock keeps two pushes of one folder from deleting each other's files.
     lock = hold_path(place / MANIFEST)
     try:
         if lock is None or being_written(place):
             raise AlreadyThere(
                 f"'{place}' is still being written or sent", hint="wait until that is over"
             )
+        # Shards that were sent and deleted here exist only at the first address.
         if note is not None and str(note.get("url", "")) != goal:
             raise BadInput(
                 f"part of '{place}' was sent to {shown(str(note.get('url')))[:200]}",
@@ -137,6 +143,7 @@ def being_written(place: Path) -> bool:
 def _push_table(place: Path, url: str, *, force: bool) -> Sent:
     import shutil
 
+    # The table's description goes last: it says that the rows are complete.
     files = ("rows.csv", "rows.parquet", "table.json")
     sizes = [(place / name).stat().st_size for name in files if (place / name).is_file()]
     with uploaded(url, files, force=force) as folder:

@@ -1,7 +1,7 @@
-"""Bytes of files elsewhere, fetched in blocks, of which a bounded number is kept.
+"""Cache of remote files: bytes are fetched in blocks, of which a bounded number is kept.
 
-Small tensors lie beside each other: one block brings many of them. Blocks that are wanted and lie
-in a row come in one piece. What is large goes past the cache, so that the rest stays in it.
+Small tensors are stored next to each other, so one block brings many of them. Neighbouring blocks
+are fetched in one request. Large tensors bypass the cache, so that they do not displace the rest.
 """
 
 from __future__ import annotations
@@ -14,89 +14,94 @@ from driftline.numerics.kernel import address_of
 from driftline.runs.layout import ALIGNMENT
 from driftline.runs.stores.store import Store
 
+# One block of a megabyte brings many small tensors; 128 of them are kept.
 BLOCK = 1 << 20
 KEPT = 128 << 20
 LARGE = 4 << 20
-"""From so many bytes on a piece is fetched as it is, and not kept."""
+"""A piece of at least so many bytes is fetched directly and not kept."""
 
 
 class Blocks:
-    """Pieces of the files of one store; for any number of threads."""
+    """Blocks of the files of one store; may be used by any number of threads."""
 
     def __init__(self, store: Store, *, block: int = BLOCK, kept: int = KEPT) -> None:
         self._store = store
         self._block = block
         self._most = max(1, kept // block)
-        self._known: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._cached: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._coming: dict[tuple[str, int], Future[bytes]] = {}
         self._lock = threading.Lock()
 
     def fetch(self, name: str, start: int, stop: int, size: int) -> tuple[bytearray, int]:
-        """A buffer that holds these bytes of a file, and where in it they begin; see `aligned`.
+        """A buffer with bytes of a file, and their offset in it; see `aligned`.
 
         Args:
             name: The file.
             start: First byte.
             stop: The byte after the last one.
-            size: Of the file.
+            size: Size of the file.
 
         Raises:
-            OSError: They are not there.
+            OSError: The file lacks these bytes.
             DriftlineError: The store cannot be reached.
         """
         if stop - start >= LARGE:
             return aligned(self._store.read(name, start, stop), start)
         first, last = start // self._block, (stop - 1) // self._block
         wanted = [(name, number) for number in range(first, last + 1)]
-        found, awaited, mine = self._sort(wanted)
+        blocks, awaited, missing = self._sort(wanted)
         try:
-            for run in _in_rows(mine):
-                begin, end = run[0] * self._block, min((run[-1] + 1) * self._block, size)
+            for row in _in_rows(missing):
+                begin, end = row[0] * self._block, min((row[-1] + 1) * self._block, size)
                 content = self._store.read(name, begin, end)
-                for at, number in enumerate(run):
-                    piece = content[at * self._block : (at + 1) * self._block]
-                    found[number] = piece
+                for index, number in enumerate(row):
+                    piece = content[index * self._block : (index + 1) * self._block]
+                    blocks[number] = piece
                     self._keep((name, number), piece)
+        # Other threads wait for these blocks, and must hear of the failure.
         except BaseException as trouble:
-            self._give_up([(name, number) for number in mine], trouble)
+            self._give_up([(name, number) for number in missing], trouble)
             raise
+        # Last, so that two threads that wait for each other's blocks have fetched their own
+        # first.
         for number, future in awaited.items():
-            found[number] = future.result()
+            blocks[number] = future.result()
         skipped = start - first * self._block
         if first == last:
-            content = memoryview(found[first])
+            content = memoryview(blocks[first])
         else:
-            content = memoryview(b"".join(found[number] for number in range(first, last + 1)))
+            content = memoryview(b"".join(blocks[number] for number in range(first, last + 1)))
         return aligned(content[skipped : skipped + stop - start], start)
 
     def release(self) -> None:
         with self._lock:
-            self._known.clear()
+            self._cached.clear()
 
     def _sort(
         self, wanted: list[tuple[str, int]]
     ) -> tuple[dict[int, bytes], dict[int, Future[bytes]], list[int]]:
-        """What is here, what somebody else is fetching, and what is ours to fetch."""
-        found: dict[int, bytes] = {}
+        """Cached blocks, blocks that another thread is fetching, and blocks to fetch now."""
+        cached: dict[int, bytes] = {}
         awaited: dict[int, Future[bytes]] = {}
-        mine: list[int] = []
+        missing: list[int] = []
         with self._lock:
             for key in wanted:
-                if key in self._known:
-                    self._known.move_to_end(key)
-                    found[key[1]] = self._known[key]
+                if key in self._cached:
+                    self._cached.move_to_end(key)
+                    cached[key[1]] = self._cached[key]
                 elif key in self._coming:
                     awaited[key[1]] = self._coming[key]
                 else:
                     self._coming[key] = Future()
-                    mine.append(key[1])
-        return found, awaited, mine
+                    missing.append(key[1])
+        return cached, awaited, missing
 
     def _keep(self, key: tuple[str, int], piece: bytes) -> None:
         with self._lock:
-            self._known[key] = piece
-            while len(self._known) > self._most:
-                self._known.popitem(last=False)
+            self._cached[key] = piece
+            # The least recently used block is dropped.
+            while len(self._cached) > self._most:
+                self._cached.popitem(last=False)
             future = self._coming.pop(key, None)
         if future is not None:
             future.set_result(piece)
@@ -110,19 +115,19 @@ class Blocks:
 
 
 def aligned(content: bytes | memoryview, start: int) -> tuple[bytearray, int]:
-    """Bytes in memory as a mapped file would have them, and where in the buffer they begin.
+    """Bytes in a buffer with the alignment of a mapped file, and their offset in the buffer.
 
-    How sums are grouped depends on how the first element lies in memory: so laid, the last bits of
-    every figure are those of the same run on this machine.
+    The kernel groups sums by the alignment of the first element. With the same alignment, every
+    figure has the same last bits as for a local copy of the run.
     """
     buffer = bytearray(len(content) + ALIGNMENT)
-    at = (start - address_of(memoryview(buffer))) % ALIGNMENT
-    buffer[at : at + len(content)] = content
-    return buffer, at
+    begin = (start - address_of(memoryview(buffer))) % ALIGNMENT
+    buffer[begin : begin + len(content)] = content
+    return buffer, begin
 
 
 def _in_rows(numbers: list[int]) -> list[list[int]]:
-    """Numbers that follow each other, together.
+    """Consecutive numbers, grouped.
 
     >>> _in_rows([1, 2, 3, 7])
     [[1, 2, 3], [7]]

@@ -1,8 +1,8 @@
-"""A run that lies elsewhere, opened as one that lies here: the index is fetched, then ranges.
+"""A run at an address, opened like a local one: the index is fetched, then ranges of shards.
 
-What is trusted is what is trusted of a folder: nothing. Names of shards are matched before they
-become part of an address, sizes are checked against what the store says, and no address that stands
-inside a run is ever asked.
+As with a local folder, nothing in it is trusted: names of shards are checked before they become
+part of an address, sizes are checked against those of the store, and an address inside a run is
+never opened.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from driftline.runs.stores.upload import CLAIM
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
+# A request costs more than some bytes more: reading a little too much is cheaper than asking twice.
 _SMALL_FILE = 64 << 20
 _CHUNK = 4 << 20
 _AT_ONCE = 8
@@ -40,10 +41,10 @@ _BEING_SENT = (
 
 
 def open_remote(url: str) -> DiskRun:
-    """Open a run at an address. Costs a few small requests; the index is fetched at first use.
+    """Open a run at an address. Takes a few small requests; the index is fetched at first use.
 
     Raises:
-        BadRun: There is nothing, or no run of ours.
+        BadRun: There is nothing, or no run of Driftline.
         DriftlineError: The address cannot be reached.
     """
     store = Store(url)
@@ -107,7 +108,7 @@ class RemoteFiles:
             raise FileNotFoundError(2, "is not there")
         if size <= _CHUNK:
             return io.BytesIO(self.store.read(name, 0, size))
-        # A long index is looked at again and again: from a nameless file of this machine.
+        # A long index is read several times, so it is copied to a temporary file.
         copy = tempfile.TemporaryFile()  # noqa: SIM115 - whoever asked closes it
         with io.BufferedReader(_Stream(self.store, name, size), _CHUNK) as stream:
             shutil.copyfileobj(stream, copy, _CHUNK)
@@ -127,17 +128,17 @@ class RemoteFiles:
         return sorted(name for name, size in self.sizes(folder).items() if size is not None)
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """What lies in a folder, asked once."""
-        found = self._sizes.get(folder)
-        if found is None:
-            found = self._sizes[folder] = self.store.sizes(folder)
-        return found
+        """Names and sizes in a folder, fetched once."""
+        listing = self._sizes.get(folder)
+        if listing is None:
+            listing = self._sizes[folder] = self.store.sizes(folder)
+        return listing
 
     def shards(self, folder: str) -> RemoteShards:
         return RemoteShards(self, folder)
 
     def is_written(self, folder: str) -> bool | None:
-        """Which process writes cannot be seen from here, but whether all was sent can."""
+        """Whether the upload is incomplete: the writing process itself cannot be seen."""
         del folder
         return not self.sent
 
@@ -146,7 +147,7 @@ class RemoteFiles:
 
 
 class _Stream(io.RawIOBase):
-    """A file elsewhere, read from its start to its end; the next piece comes while one is used."""
+    """A remote file, read from start to end; the next piece is fetched in the background."""
 
     def __init__(self, store: Store, name: str, size: int) -> None:
         super().__init__()
@@ -171,16 +172,17 @@ class _Stream(io.RawIOBase):
         if self._next is None or not view:
             return 0
         content = self._next.result()
-        taken = min(len(view), len(content))
-        view[:taken] = content[:taken]
-        self._at += taken
-        if taken < len(content):
+        count = min(len(view), len(content))
+        view[:count] = content[:count]
+        self._at += count
+        # The caller's buffer was smaller than the piece: the rest is the next answer.
+        if count < len(content):
             rest: Future[bytes] = Future()
-            rest.set_result(content[taken:])
+            rest.set_result(content[count:])
             self._next = rest
         else:
             self._next = self._begin(self._at)
-        return taken
+        return count
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -188,7 +190,7 @@ class _Stream(io.RawIOBase):
 
 
 class RemoteShards:
-    """The shards in one folder of a run elsewhere."""
+    """The shards in one folder of a remote run."""
 
     def __init__(self, files: RemoteFiles, folder: str) -> None:
         self._files = files
@@ -204,17 +206,17 @@ class RemoteShards:
         return self._fetch(record, blob.offset, blob.offset + blob.length)
 
     def memory(self, record: Record) -> Memory:
-        content, at = self.content(record)
+        content, offset = self.content(record)
         assert record.blob is not None
-        return Memory(address_of(memoryview(content)) + at, record.blob.length, content)
+        return Memory(address_of(memoryview(content)) + offset, record.blob.length, content)
 
     def window(self, record: Record, start: int, stop: int) -> Memory:
         blob = record.blob
         assert blob is not None
         stop = min(stop, blob.length)
-        content, at = self._fetch(record, blob.offset + start, blob.offset + stop)
-        # As if all of it lay there: whoever asks for a window stays inside.
-        address = address_of(memoryview(content)) + at - start
+        content, offset = self._fetch(record, blob.offset + start, blob.offset + stop)
+        # The address that the whole tensor would have: callers of a window stay inside it.
+        address = address_of(memoryview(content)) + offset - start
         return Memory(address, blob.length, content)
 
     def release(self) -> None:
@@ -223,6 +225,7 @@ class RemoteShards:
     def _fetch(self, record: Record, start: int, stop: int) -> tuple[bytearray, int]:
         blob = record.blob
         assert blob is not None
+        # The name comes from the index of the run, and becomes part of an address.
         if not is_shard_name(blob.shard):
             raise BadFile(f"'{blob.shard[:60]}' is not the name of a shard")
         size = self.size(blob.shard)
@@ -239,7 +242,7 @@ class RemoteShards:
 
 
 class _Span(NamedTuple):
-    """Bytes that lie beside each other and are fetched together."""
+    """Neighbouring bytes that are fetched together."""
 
     name: str
     start: int
@@ -262,15 +265,18 @@ class FetchAhead:
         self._records = records
         self._where = [None] * len(records)
         asked: list[tuple[str, int, int, int]] = []
-        for at, record in enumerate(records):
+        for position, record in enumerate(records):
             name = self._name_of(record)
             if name and record.blob is not None:
                 blob = record.blob
-                asked.append((name, blob.offset, blob.offset + blob.length, at))
+                asked.append((name, blob.offset, blob.offset + blob.length, position))
+        # By file and offset, so that neighbours can be joined into one request.
         asked.sort()
         spans: list[_Span] = []
         members: list[list[int]] = []
-        for name, start, stop, at in asked:
+        for name, start, stop, position in asked:
+            # A small gap is fetched too; a span is bounded, so that requests run at the
+            # same time.
             last = spans[-1] if spans else None
             if (
                 last is not None
@@ -279,44 +285,45 @@ class FetchAhead:
                 and stop - last.start <= _LONGEST_SPAN
             ):
                 spans[-1] = last._replace(stop=max(stop, last.stop))
-                members[-1].append(at)
+                members[-1].append(position)
             else:
                 spans.append(_Span(name, start, stop))
-                members.append([at])
+                members.append([position])
         self._coming = {}
-        for span, those in zip(spans, members, strict=True):
+        # Tensors that share their bytes share a span.
+        for span, positions in zip(spans, members, strict=True):
             if span not in self._coming:
                 self._coming[span] = self._pool.submit(self._files.store.read, *span)
-            for at in those:
-                self._where[at] = span
+            for position in positions:
+                self._where[position] = span
 
     def take(self) -> list[Memory | None]:
-        found: list[Memory | None] = []
+        memories: list[Memory | None] = []
         fetched: dict[_Span, tuple[bytearray, int] | None] = {}
         for record, span in zip(self._records, self._where, strict=True):
             if span is None or record.blob is None:
-                found.append(None)
+                memories.append(None)
                 continue
             if span not in fetched:
                 try:
-                    content, at = aligned(self._coming[span].result(), span.start)
-                    fetched[span] = content, address_of(memoryview(content)) + at
+                    content, begin = aligned(self._coming[span].result(), span.start)
+                    fetched[span] = content, address_of(memoryview(content)) + begin
                 except (DriftlineError, OSError):
-                    fetched[span] = None  # whoever asks for it by itself hears why
-            got = fetched[span]
-            if got is None:
-                found.append(None)
+                    fetched[span] = None  # reading the tensor itself will raise the reason
+            buffer = fetched[span]
+            if buffer is None:
+                memories.append(None)
                 continue
-            content, address = got
+            content, address = buffer
             offset = record.blob.offset - span.start
-            found.append(Memory(address + offset, record.blob.length, content))
-        return found
+            memories.append(Memory(address + offset, record.blob.length, content))
+        return memories
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _name_of(self, record: Record) -> str:
-        """The file of a record whose bytes are all there; empty for any other."""
+        """The file of a record whose bytes are complete; empty for any other record."""
         blob = record.blob
         folder = self._parts.get((record.key.rank, record.key.process), "")
         if blob is None or record.lost or not folder or not is_shard_name(blob.shard):

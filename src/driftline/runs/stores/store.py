@@ -1,8 +1,8 @@
-"""One folder elsewhere, behind fsspec: names, sizes, ranges, and files put there.
+"""A folder in a store, accessed through fsspec: names, sizes, ranges, and writing files.
 
-Every call is tried again when the way there fails, and says in a sentence what is wrong when it
-goes on failing. fsspec is imported here and nowhere else, when an address is first used. What the
-files mean is not known here.
+Every call is repeated if the connection fails, and raises an error in one sentence if it goes on
+failing. fsspec is imported in this file only, when an address is first used. Does not know what the
+files mean.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from driftline.runs.stores.addresses import shown
 
 T = TypeVar("T")
 
+# Six tries with doubling waits bridge an outage of some six seconds.
 TRIES = 6
 _FIRST_WAIT = 0.2
 _LONGEST_WAIT = 5.0
@@ -54,7 +55,7 @@ _SECRETS_OF = {
 
 
 class Gone(FileNotFoundError):
-    """A file that is not there, told apart from a store that is not."""
+    """Raised for a missing file, as opposed to a store that cannot be reached."""
 
 
 class Store:
@@ -66,23 +67,23 @@ class Store:
     """
 
     def __init__(self, url: str, *, tries: int = TRIES) -> None:
-        """Nothing is asked of the other side yet.
+        """Makes no request yet.
 
         Raises:
-            DriftlineError: The kind of address is not known, or its package is not installed.
+            DriftlineError: The kind of address is unknown, or its package is not installed.
         """
         self.url = url
         self.name = shown(url)
         self.scheme = url.partition(":")[0].lower()
-        # gcsfs has patience of its own, half a minute of it, which cannot be taken from it.
+        # gcsfs repeats requests itself for half a minute, which cannot be turned off.
         self._tries = 1 if self.scheme in ("gs", "gcs") else tries
         self._fs, root = _file_system(url, self.scheme, self.name)
         self._root = str(root).rstrip("/")
 
     def path(self, name: str) -> str:
-        """Where a file of the folder lies, in the words of its file system.
+        """Path of a file of the folder in its file system.
 
-        Names come from us, or were matched first; one that could lead elsewhere is refused.
+        Names are ours or were checked; one that could lead out of the folder is refused.
         """
         parts = name.split("/")
         if name and ("" in parts or "." in parts or ".." in parts or "\\" in name):
@@ -90,18 +91,18 @@ class Store:
         return f"{self._root}/{name}" if name else self._root
 
     def sizes(self, folder: str = "") -> dict[str, int | None]:
-        """What lies in a folder, by name: bytes of a file, None of a folder. Empty if nothing is.
+        """Content of a folder by name: the size of a file, None for a folder. Empty if missing.
 
         Raises:
             DriftlineError: It cannot be reached.
         """
         place = self.path(folder)
         try:
-            found = self._trying(lambda: self._fs.ls(place, detail=True))
+            entries = self._trying(lambda: self._fs.ls(place, detail=True))
         except Gone:
             return {}
         sizes: dict[str, int | None] = {}
-        for entry in found:
+        for entry in entries:
             own = str(entry.get("name", "")).rstrip("/")
             name = own.rpartition("/")[2]
             if not name or own.strip("/") == place.strip("/"):
@@ -111,7 +112,7 @@ class Store:
         return sizes
 
     def size(self, name: str) -> int | None:
-        """How many bytes a file has; None where there is none.
+        """Size of a file in bytes; None if there is no such file.
 
         Raises:
             DriftlineError: It cannot be reached.
@@ -124,10 +125,10 @@ class Store:
         return None if about.get("type") == "directory" else int(about.get("size") or 0)
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Some bytes of a file.
+        """Bytes `start` to `stop` of a file.
 
         Raises:
-            Gone: There is no such file, or it ends before them.
+            Gone: There is no such file, or it is shorter.
             DriftlineError: It cannot be reached.
         """
         if stop <= start:
@@ -136,6 +137,8 @@ class Store:
 
         def fetch() -> bytes:
             content = bytes(self._fs.cat_file(place, start=start, end=stop))
+            # A short answer is either the end of the file or a broken connection; only
+            # the latter is tried again.
             if len(content) < stop - start:
                 size = self._fs.info(place).get("size")
                 if size is not None and int(size) < stop:
@@ -146,10 +149,10 @@ class Store:
         return self._trying(fetch)
 
     def read_all(self, name: str, limit: int) -> bytes:
-        """All of a small file.
+        """Read a complete small file.
 
         Raises:
-            OSError: There is none, or it has more bytes than the limit.
+            OSError: There is none, or it is larger than the limit.
             DriftlineError: It cannot be reached.
         """
         size = self.size(name)
@@ -160,7 +163,7 @@ class Store:
         return self.read(name, 0, size)
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a file, whole.
+        """Write a complete file.
 
         Raises:
             DriftlineError: It cannot be reached or written.
@@ -170,10 +173,10 @@ class Store:
         self._writing(lambda: self._fs.pipe_file(place, content))
 
     def put_new(self, name: str, content: bytes) -> bool:
-        """Write a file that is not there yet; False where there is one.
+        """Write a file that does not exist yet; False if it exists.
 
-        The store decides who is first where it can (S3, Google Cloud); where it cannot, a file is
-        looked for, written and read back, and two writers at the same moment may both be told yes.
+        Some stores decide which of two writers is first (S3, Google Cloud). With others the file is
+        looked for, written and read back, and two writers at the same moment may both get True.
 
         Raises:
             DriftlineError: It cannot be reached or written.
@@ -189,6 +192,8 @@ class Store:
             except FileExistsError:
                 return False
             except Exception as trouble:
+                # Stores answer a failed condition with 412, in texts of their own
+                # libraries.
                 if "PreconditionFailed" in str(trouble) or "412" in str(trouble):
                     return False
                 if not isinstance(trouble, (TypeError, NotImplementedError)) and (
@@ -201,14 +206,14 @@ class Store:
         written = self._writing(write)
         if written:
             return True
-        # A lost answer is asked again, and then it is our own file that stands in the way.
+        # If the answer of the first request was lost, the existing file is our own.
         try:
             return self.read_all(name, len(content) + (1 << 20)) == content
         except OSError:
             return False
 
     def send(self, source: Path, name: str) -> int:
-        """Copy a file of this machine there; returns its bytes. What arrived is counted.
+        """Copy a local file to the store; returns its size, which is checked there.
 
         Raises:
             DriftlineError: It cannot be reached or written.
@@ -220,6 +225,7 @@ class Store:
 
         def copy() -> None:
             self._fs.put_file(str(source), place)
+            # Some stores accept a broken upload without complaint.
             arrived = self._fs.info(place).get("size")
             if arrived is not None and int(arrived) != size:
                 raise ConnectionError(f"{arrived} of {size} bytes arrived")
@@ -228,7 +234,7 @@ class Store:
         return size
 
     def remove(self, name: str) -> None:
-        """Delete a file, or a folder with all that is in it; nothing there is fine.
+        """Delete a file, or a folder with its content; it need not exist.
 
         Raises:
             DriftlineError: It cannot be reached.
@@ -238,14 +244,14 @@ class Store:
             self._trying(lambda: self._fs.rm(place, recursive=True))
 
     def _parent_of(self, place: str) -> None:
-        """Some file systems have real folders; buckets are never made."""
+        """Make the parent folder, in file systems with real folders; buckets are never made."""
         if self.scheme in ("s3", "s3a", "gs", "gcs", "hf"):
             return
         with contextlib.suppress(Exception):
             self._fs.makedirs(place.rpartition("/")[0], exist_ok=True)
 
     def _writing(self, act: Callable[[], T]) -> T:
-        """As `_trying`: what a file is put into must be there."""
+        """As `_trying`, for writing: a missing target means that the bucket does not exist."""
         try:
             return self._trying(act)
         except Gone as trouble:
@@ -265,36 +271,41 @@ class Store:
             except (Gone, DriftlineError):
                 raise
             except Exception as trouble:
+                # Missing buckets and wrong credentials stay wrong, and are told at
+                # once.
                 self._raise_if_final(trouble)
                 if not left:
                     raise Unreachable(
                         f"{self.name} cannot be reached: {_in_words(trouble)}",
                         hint=f"{_tried(self._tries)}is the address right, and the network up?",
                     ) from trouble
-            time.sleep(wait * (0.5 + random.random()))  # so that ranks do not come back at once
+            time.sleep(wait * (0.5 + random.random()))  # ranks must not all come back at once
             wait = min(2 * wait, _LONGEST_WAIT)
         raise AssertionError("never here")
 
     def _raise_if_final(self, trouble: Exception) -> None:
-        """Raise in a sentence what trying again will not change."""
+        """Raise an error that repeating the request would not change."""
         words = f"{type(trouble).__name__}: {trouble}"
         code = _status_of(trouble)
         gone = isinstance(trouble, FileNotFoundError)  # of a file: the hub's number is 404, too
         if self.scheme == "hf" and (
             _NO_REPOSITORY.search(words) or (code in (401, 404) and not gone)
         ):
-            # The hub says the same of what is not there and of what one may not see.
+            # The hub gives the same answer for a missing and for a private repository.
             raise BadRun(
                 f"{self.name}: there is no such repository, or only for those with a token",
                 hint="`hf repo create` makes one; for a private one set HF_TOKEN, or hf auth login",
             ) from trouble
+        # Before the credentials: the text of a missing bucket may speak of both.
         if _NO_BUCKET.search(words):
             raise self._no_bucket() from trouble
         if code == 401 or _CREDENTIALS.search(words):
-            known = _SECRETS_OF.get(self.scheme.replace("s3a", "s3").replace("gcs", "gs"))
+            variables = _SECRETS_OF.get(self.scheme.replace("s3a", "s3").replace("gcs", "gs"))
             raise BadRun(
                 f"{self.name}: no credentials that are accepted there were found",
-                hint=f"set {known}" if known else "see how fsspec is told them for this store",
+                hint=f"set {variables}"
+                if variables
+                else "see how fsspec is told them for this store",
             ) from trouble
         if code == 403 or isinstance(trouble, PermissionError) or _DENIED.search(words):
             raise BadRun(
@@ -314,7 +325,7 @@ def _tried(times: int) -> str:
 
 
 def _status_of(trouble: BaseException) -> int | None:
-    """The number of an answer of HTTP, wherever in a chain of causes a library keeps it."""
+    """The HTTP status of a failed request, wherever in the chain of causes it is stored."""
     link: BaseException | None = trouble
     while link is not None:
         answer = getattr(link, "response", None)
@@ -326,7 +337,7 @@ def _status_of(trouble: BaseException) -> int | None:
 
 
 def _in_words(trouble: BaseException) -> str:
-    """The end of a chain of causes is what a person can do something about."""
+    """The first cause of an error in one line: it is what a person can act on."""
     while trouble.__cause__ is not None:
         trouble = trouble.__cause__
     text = str(trouble).strip().split("\n")[0][:200]
@@ -345,14 +356,14 @@ def _file_system(url: str, scheme: str, name: str) -> tuple[Any, str]:
         ) from None
     options: dict[str, Any] = {"use_listings_cache": False}  # what is there changes under us
     if scheme in ("s3", "s3a") and "config_kwargs" not in conf.get("s3", {}):
-        # We try again ourselves, and tell about it; three layers of it would take minutes.
+        # Requests are repeated by `_trying`; three layers of repetition would take minutes.
         options["config_kwargs"] = {"retries": {"total_max_attempts": 1}}
     try:
         system, root = core.url_to_fs(url, **options)
     except ImportError as absent:
         package = _PACKAGES.get(scheme, "")
-        found = re.search(r"[Ii]nstall (?:the )?[\"'`]?([\w.-]+)", str(absent))
-        package = package or (found[1] if found else scheme)
+        match = re.search(r"[Ii]nstall (?:the )?[\"'`]?([\w.-]+)", str(absent))
+        package = package or (match[1] if match else scheme)
         raise NotInstalled(
             f"{name}: addresses of {scheme}:// need the package {package}",
             hint=f"pip install '{_EXTRAS.get(package, package)}'",
@@ -367,8 +378,9 @@ def _file_system(url: str, scheme: str, name: str) -> tuple[Any, str]:
     except Exception as trouble:
         raise BadInput(f"{name} cannot be opened: {_in_words(trouble)}") from None
     if scheme in ("s3", "s3a"):
+        # s3fs has retries of its own, outside of those of its HTTP library.
         system.retries = 1
     if scheme in ("gs", "gcs"):
-        # It logs the traceback of whatever fails; what that means is said in a sentence.
+        # gcsfs logs the traceback of every failure, which our own message replaces.
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL + 1)
     return system, root

@@ -1,9 +1,9 @@
-"""Who may write at an address: one writer, who says so in `writer.json` until all has arrived.
+"""Upload: a run's folder is sent to an address, while it is written or afterwards.
 
-A folder here has a lock that ends with its process; a store elsewhere has none. So the first writer
-leaves a file, which the store itself refuses to a second one where it can, and takes it away at the
-end. If the writer died, the file stays: on the same machine that can be seen, from another machine
-a person must say so, by deleting it. No clock is looked at.
+Only one writer may send to an address. A store has no locks, so the first writer puts `writer.json`
+there, the claim, and removes it when everything has arrived. If the writer dies, the claim stays:
+on the same machine that is noticed; from another machine, a person must delete it. `.sending.json`
+in the folder lists what was sent, so that a broken upload can be resumed. Clocks are not used.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ _LARGEST_CLAIM = 1 << 16
 
 
 def claim(store: Store, identity: str, *, force: bool = False) -> None:
-    """Become the writer of a folder.
+    """Become the only writer of a folder in a store.
 
     Args:
         store: The folder.
-        identity: Of the run that is sent; whoever resumes it has the same.
-        force: Replace a run that is there, unless somebody is writing it.
+        identity: Id of the upload; a resumed one has the same.
+        force: Replace a run that is there, unless another process is writing it.
 
     Raises:
-        AlreadyThere: Somebody else writes there, or something is there already.
+        AlreadyThere: Another process writes there, or the folder is not empty.
         DriftlineError: It cannot be reached.
     """
     names = store.sizes()
     stale = False
     if CLAIM in names:
         writer = _read(store)
+        # The same run resumes its own upload.
         if writer.get("id") == identity:
             return
         stale = _is_dead(writer)
@@ -79,12 +80,14 @@ def claim(store: Store, identity: str, *, force: bool = False) -> None:
             f"{store.name} exists and is not empty",
             hint="choose another address, or --force to replace the run there",
         )
+    # The claim goes first: until the new one is written, nobody owns the place.
     if stale:
         store.remove(CLAIM)
-    if not store.put_new(CLAIM, _said(identity)):
+    if not store.put_new(CLAIM, _claim_content(identity)):
         raise AlreadyThere(
             f"{store.name}: another writer was there first", hint="choose another address"
         )
+    # Only after the claim is ours is anything deleted.
     for name in names:
         if name != CLAIM:
             store.remove(name)
@@ -96,14 +99,14 @@ def is_ours(store: Store, identity: str) -> bool:
 
 
 def _only_a_run(names: dict[str, int | None]) -> bool:
-    known = (MANIFEST, ORPHAN_EVENTS, CLAIM)
+    run_files = (MANIFEST, ORPHAN_EVENTS, CLAIM)
     is_run = MANIFEST in names or CLAIM in names
-    return is_run and all(name in known or parse_folder(name) is not None for name in names)
+    return is_run and all(name in run_files or parse_folder(name) is not None for name in names)
 
 
-def _said(identity: str) -> bytes:
-    about = {"id": identity, "host": platform.node(), "boot": _boot(), "pid": os.getpid()}
-    return (json.dumps(about, indent=1) + "\n").encode("ascii")
+def _claim_content(identity: str) -> bytes:
+    claim = {"id": identity, "host": platform.node(), "boot": _boot(), "pid": os.getpid()}
+    return (json.dumps(claim, indent=1) + "\n").encode("ascii")
 
 
 def _read(store: Store) -> dict[str, Any]:
@@ -115,14 +118,16 @@ def _read(store: Store) -> dict[str, Any]:
 
 
 def _is_dead(writer: dict[str, Any]) -> bool:
-    """Whether a writer ran on this machine, since it was started, and runs no more."""
+    """Whether a writer ran on this machine and has ended."""
     pid = writer.get("pid")
+    # A process of another machine, or of this one under another name, cannot be judged.
     if writer.get("host") != platform.node() or type(pid) is not int or pid <= 0:
         return False
     boot = _boot()
     if boot and writer.get("boot") and writer["boot"] != boot:
-        return True  # the machine was started anew since
+        return True  # the machine was restarted since
     try:
+        # Signal 0 only asks whether the process exists.
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
@@ -138,8 +143,7 @@ def _boot() -> str:
         return ""
 
 
-# What of a run has been sent elsewhere and is no longer here: `.sending.json`, while it is
-# sent.
+# The note `.sending.json`: files of the run that were sent, and may be deleted from the folder.
 
 
 NOTE = ".sending.json"
@@ -147,7 +151,7 @@ _LARGEST_SENT_LIST = 64 << 20
 
 
 def read_note(root: Path) -> dict[str, Any] | None:
-    """What the sender wrote down; None where nothing is being sent, or the note is garbled."""
+    """The note of an upload; None if nothing is being sent, or the note cannot be read."""
     try:
         with (root / NOTE).open("rb") as file:
             note = json.loads(file.read(_LARGEST_SENT_LIST))
@@ -157,46 +161,49 @@ def read_note(root: Path) -> dict[str, Any] | None:
 
 
 def write_note(root: Path, note: dict[str, Any]) -> None:
-    """Replace the note at once.
+    """Replace the note in one step.
 
     Raises:
         OSError: It cannot be written.
     """
     draft = root / f"{NOTE}.new"
     draft.write_text(json.dumps(note, indent=1), encoding="utf-8")
+    # Replaced in one step, because a kill between two writes must leave a readable note.
     draft.replace(root / NOTE)
 
 
 def sent_to(root: Path, name: str) -> tuple[str, int] | None:
-    """Where a file of a run was sent to, and how many bytes it had; None if it was not."""
+    """Address that a file of a run was sent to, and its size; None if it was not sent."""
     note = read_note(root) or {}
     sent: object = note.get("sent")
     size: object = cast("dict[str, object]", sent).get(name) if isinstance(sent, dict) else None
     return (str(note.get("url", "")), size) if type(size) is int else None
 
 
-# A run's folder on its way to an address: sealed shards while it grows, the rest at its end.
+# Sending: sealed shards while the run grows, the rest at its end.
 
 
+# Seconds between looks at the folder, and without progress before sending is given up.
 EVERY = 0.5
 PATIENCE = 60.0
 _TRIES = 3
 _LONGEST_PAUSE = 30.0
 _LARGEST_EARLY_INDEX = 64 << 20
+# An index is sent again only when it has grown by a quarter: sending all of it is what costs.
 _GROWN = 1.25
 _SHARD = re.compile(rb'"shard":"([^"]+)"')
 
 
 class Sent(NamedTuple):
-    """What came of it.
+    """Result of an upload.
 
     Attributes:
-        url: Where to, as messages may show it.
-        files: How many files arrived.
+        url: The address, as messages may show it.
+        files: Number of files that arrived.
         size: Their bytes.
-        left: Files that did not.
-        reason: Why not; empty when all is there.
-        folder: Where the rest waits; None when nothing does.
+        left: Number of files that did not arrive.
+        reason: Why not; empty if all arrived.
+        folder: Folder with the remaining files; None if there are none.
     """
 
     url: str
@@ -208,30 +215,30 @@ class Sent(NamedTuple):
 
 
 class Sending:
-    """The sending of one folder."""
+    """The upload of one folder."""
 
     def __init__(
         self, folder: Path, url: str, *, force: bool = False, staged: bool = False
     ) -> None:
-        """Claims the address, so that a program is not started for a place it cannot be sent to.
+        """Claims the address, so that no program is started whose run could not be sent.
 
         Args:
-            folder: A run, or where one will be.
-            url: Where to.
+            folder: The folder of a run, which may not exist yet.
+            url: The address.
             force: Replace the run that is there.
-            staged: The folder is only on its way: what has arrived is deleted here.
+            staged: The folder is temporary: files that have arrived are deleted from it.
 
         Raises:
-            DriftlineError: The address cannot be reached, written or had.
+            DriftlineError: The address cannot be reached or written, or another writer has it.
         """
         self.folder = folder
         self.store = Store(url, tries=_TRIES)
-        known = read_note(folder) or {}
+        earlier = read_note(folder) or {}
         self.note: dict[str, Any] = {
             "url": url,
-            "id": known.get("id") or uuid.uuid4().hex,
-            "staged": bool(known.get("staged", staged)),
-            "sent": dict(known.get("sent") or {}),
+            "id": earlier.get("id") or uuid.uuid4().hex,
+            "staged": bool(earlier.get("staged", staged)),
+            "sent": dict(earlier.get("sent") or {}),
         }
         claim(self.store, str(self.note["id"]), force=force)
         self.trouble: Exception | None = None
@@ -245,7 +252,7 @@ class Sending:
     # ---- while the program runs
 
     def begin(self) -> None:
-        """Send what is complete, in the background. The folder must be there by now."""
+        """Send complete files in the background. The folder must exist."""
         self._note_down()
         self._thread = threading.Thread(target=self._work, name="driftline-send", daemon=True)
         self._thread.start()
@@ -258,10 +265,12 @@ class Sending:
                 self.trouble, pause = None, EVERY
             except Exception as trouble:  # the program goes on, whatever it is
                 self.trouble = trouble
+                # Slower and slower while the store is away, so that the program is
+                # not disturbed.
                 pause = min(2 * max(pause, 1.0), _LONGEST_PAUSE)
 
     def _send_complete(self) -> None:
-        """What no process will write to any more, and as much of the index as that covers."""
+        """Send files that are not written any more, and the index lines that they cover."""
         if not (self.folder / MANIFEST).is_file():
             return
         self._send_once(MANIFEST)
@@ -269,6 +278,7 @@ class Sending:
             for name in _plain_files(self.folder / part):
                 if self._stop.is_set():
                     return
+                # An unsealed shard still changes.
                 if is_shard_name(name) and _is_sealed(self.folder / part / name):
                     self._send_shard(f"{part}/{name}")
             for name in (PROCESS, TOPOLOGY):
@@ -292,6 +302,8 @@ class Sending:
                 shard = _SHARD.search(line)
                 if not line.endswith(b"\n"):
                     break
+                # A line may only arrive after the bytes it names, or a reader would
+                # see a hole.
                 if shard is not None and part.encode() + b"/" + shard[1] not in sent:
                     break
                 lines.append(line)
@@ -303,10 +315,10 @@ class Sending:
     # ---- afterwards
 
     def finish(self, patience: float = PATIENCE) -> Sent:
-        """Send all the rest; the folder must not change any more.
+        """Send all remaining files; the folder must not change any more.
 
         Args:
-            patience: Seconds without anything moving after which it is given up for now.
+            patience: Seconds without progress after which it stops for now.
         """
         try:
             self._halt()
@@ -315,7 +327,7 @@ class Sending:
             return self._left("it was interrupted")
 
     def abandon(self) -> None:
-        """The program never ran: leave nothing behind there."""
+        """Remove everything from the address, because the program never ran."""
         self._halt()
         with contextlib.suppress(Exception):
             for name in self.store.sizes():
@@ -329,8 +341,8 @@ class Sending:
             self._thread = None
 
     def _note_down(self) -> None:
-        """From here on the folder says what it is: whoever kills us can go on with it."""
-        with contextlib.suppress(OSError):  # a full disk is said by whoever needs it
+        """Write the note, so that a killed upload can be resumed."""
+        with contextlib.suppress(OSError):  # a full disk is reported by the writer of the run
             write_note(self.folder, self.note)
 
     def _finish(self, patience: float) -> Sent:
@@ -343,6 +355,8 @@ class Sending:
             except (DriftlineError, OSError, RuntimeError) as trouble:
                 self.trouble = trouble
                 now = time.monotonic()
+                # Patience counts from the last file that arrived, however slow the
+                # connection is.
                 if self._files != moved:
                     moved_at, pause, moved = now, 1.0, self._files
                 if now - moved_at + pause > patience:
@@ -357,7 +371,7 @@ class Sending:
         return Sent(self.store.name, files, size)
 
     def _send_rest(self) -> None:
-        """Everything, in an order in which a reader never sees a promise without its bytes."""
+        """Send everything, each line of an index after the bytes that it names."""
         self._send_once(MANIFEST)
         for part in self._parts():
             names = _plain_files(self.folder / part)
@@ -367,6 +381,8 @@ class Sending:
             for name in names:
                 if not is_shard_name(name) and name not in (INDEX, PROCESS):
                     self._send_once(f"{part}/{name}")
+            # The index promises tensors, and the facts say that a part is complete:
+            # both go last.
             for name in (INDEX, PROCESS):
                 if name in names:
                     self._send_once(f"{part}/{name}")
@@ -379,13 +395,13 @@ class Sending:
         return Sent(self.store.name, self._files, self._size, waiting, reason, self.folder)
 
     def _waiting(self) -> list[str]:
-        """Files that are not there, as far as is known here."""
+        """Files that have not arrived, as far as known."""
         names = [MANIFEST, ORPHAN_EVENTS]
         names += [f"{p}/{n}" for p in self._parts() for n in _plain_files(self.folder / p)]
-        here = [name for name in names if (self.folder / name).is_file()]
+        existing = [name for name in names if (self.folder / name).is_file()]
         return [
             name
-            for name in here
+            for name in existing
             if name not in self.note["sent"] and self._small.get(name) != _state(self.folder / name)
         ]
 
@@ -402,18 +418,19 @@ class Sending:
             return []
 
     def _send_shard(self, name: str) -> None:
-        """A large file that will not change: it goes once, and may be forgotten here."""
+        """Send a shard, which will not change, once; in a staged folder it is then deleted."""
         path = self.folder / name
         if name not in self.note["sent"]:
             size = self.store.send(path, name)
             self._count(size)
             self.note["sent"][name] = size
             write_note(self.folder, self.note)
+        # Space on this machine is why a run is staged at all.
         if self.note["staged"]:
             path.unlink(missing_ok=True)
 
     def _send_once(self, name: str) -> None:
-        """A small file, whenever it is another than the one that was sent."""
+        """Send a small file, unless it was sent in its present state."""
         path = self.folder / name
         state = _state(path)
         if self._small.get(name) == state:
@@ -436,7 +453,7 @@ def _state(path: Path) -> tuple[int, int]:
 
 
 def _plain_files(folder: Path) -> list[str]:
-    """Names of the files in a folder; hidden ones are not part of a run, and links are no files."""
+    """Names of the plain files in a folder; hidden files are not part of a run."""
     try:
         return sorted(
             child.name
@@ -448,7 +465,7 @@ def _plain_files(folder: Path) -> list[str]:
 
 
 def _is_sealed(path: Path) -> bool:
-    """Whether a shard has its header: it is written last of all."""
+    """Whether a shard has its header, which is written last."""
     try:
         with path.open("rb") as file:
             return any(file.read(8))
@@ -460,13 +477,13 @@ def _why(trouble: Exception) -> str:
     return str(trouble) if isinstance(trouble, DriftlineError) else reason_of(trouble)
 
 
-def staging_for(name: str, given: str) -> Path:
-    """The folder in which a run waits to be sent; its note says where to.
+def staging_for(name: str, folder_name: str) -> Path:
+    """The folder in which a run is stored until it is sent.
 
     Raises:
-        BadInput: Something is there already.
+        BadInput: It exists and is not empty.
     """
-    folder = Path(given or f"{name}.sending").absolute()
+    folder = Path(folder_name or f"{name}.sending").absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         waiting = read_note(folder) is not None if folder.is_dir() else False
         raise BadInput(

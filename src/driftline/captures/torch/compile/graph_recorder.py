@@ -31,7 +31,7 @@ from driftline.graphs.sources.graph_files import (
     GraphNode,
     Kept,
     Kernel,
-    Off,
+    NodeError,
     rebased,
 )
 
@@ -107,7 +107,7 @@ class Execution:
             operator = node.origins[0].operator if node.origins else node.target
             # The first error of a node is reported; later steps repeat it.
             self._recorder.off.setdefault((node.site, node.phase), (operator, node.line, error))
-            self._recorder.write(Off(number, name, self.step, error, kernel).to_line())
+            self._recorder.write(NodeError(number, name, self.step, error, kernel).to_line())
 
     def _take(self, node: GraphNode, site: str, value: Any, class_name: str) -> None:
         tensors = [named for named in _tensors(value, "") if has_values(named[1])]

@@ -1,0 +1,175 @@
+"""The exported graph of a run, as its topology describes it.
+
+The topology may come from another program: missing or damaged entries are empty.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from driftline.runs.facts import first_records
+from driftline.runs.run import Run
+
+ROOT = "(root)"
+_REPEATED = re.compile(r"_(\d+)$")
+
+
+Place = tuple[str, int, str]
+"""Site, visit and port."""
+Tensor = tuple[str, int, str, str]
+"""Site, visit, port and slot."""
+
+
+class Fusion(NamedTuple):
+    """A fused node that computes the work of several modules.
+
+    Attributes:
+        node: Its site.
+        op: Its type.
+        holds: Inputs and outputs of modules that are no longer computed.
+        tensors: Where its result is read and written instead.
+    """
+
+    node: str
+    op: str
+    holds: tuple[Place, ...]
+    tensors: tuple[Tensor, ...]
+
+
+class ExportedGraph(NamedTuple):
+    """The description of an exported graph in a run's topology.
+
+    Attributes:
+        nodes: Site of each node → its description.
+        inside: Site of a value that is no longer computed → the fused node that contains it.
+        weighted_nodes: Nodes that use weights, in the order of the exported file.
+        folded_norms: Convolution with a folded batch norm → the node that computes both.
+        codes: Site of integer codes → name of the value, scale, zero point, and type in the file.
+        fusions: Nodes that contain several modules.
+        makers: Site of any output of a node → the node.
+    """
+
+    nodes: Mapping[str, Mapping[str, Any]]
+    inside: Mapping[str, str]
+    weighted_nodes: Sequence[Mapping[str, Any]] = ()
+    folded_norms: Mapping[str, str] = {}
+    codes: Mapping[str, Any] = {}
+    fusions: Sequence[Fusion] = ()
+    makers: Mapping[str, Mapping[str, Any]] = {}
+
+    def replaced_by(self, site: str) -> tuple[str, ...]:
+        """The sites that a fused node replaced."""
+        gone = self.nodes.get(site, {}).get("replaces")
+        return tuple(map(str, cast("list[object]", gone))) if isinstance(gone, list) else ()
+
+    def owner(self, site: str) -> Mapping[str, Any] | None:
+        """The node whose output is at a site."""
+        node = self.nodes.get(site)
+        return node if node is not None else self.makers.get(site)
+
+    def call(self, site: str) -> Mapping[str, Any]:
+        """The call of torch's graph whose result is at a site; empty if there is none."""
+        node = self.owner(site)
+        if node is None:
+            return {}
+        calls = listed(node.get("calls"))
+        # A node with several outputs lists one call for each of them, in the order of its
+        # sites.
+        index = [*map(str, listed(node.get("outputs")) or [site])].index(site)
+        return _object(calls[index]) if index < len(calls) else {}
+
+    def values(self) -> dict[str, str]:
+        """Value → the site that makes it."""
+        site_of: dict[str, str] = {}
+        for site, node in self.nodes.items():
+            sites = listed(node.get("outputs")) or [site]
+            for value, place in zip(listed(node.get("values")), sites, strict=False):
+                site_of[str(value)] = str(place)
+        return site_of
+
+    def quantised(self) -> set[str]:
+        """Values that are rounded to integers.
+
+        A quantiser may remove the activation before the rounding, so a value of the same name may
+        differ from that of another graph.
+        """
+        return {str(about[0]) for about in map(listed, self.codes.values()) if about}
+
+    def why(self, site: str) -> str:
+        """The reason why a site is not computed; empty if unknown."""
+        holder = self.inside.get(site)
+        return "" if holder is None else self.describe_inside(holder)
+
+    def describe_inside(self, node: str) -> str:
+        """The reason for a tensor that is inside a fused node."""
+        ops = {fusion.node: fusion.op for fusion in self.fusions}
+        kind = ops.get(node) or self.nodes.get(node, {}).get("class", "a node")
+        return f"inside a fusion: {kind} '{node}' computes it on the way"
+
+
+def exported_graph(run: Run) -> ExportedGraph | None:
+    """The graph of a run that was captured from an exported file; None for any other run."""
+    # Any process may hold the graph; the first one that does is taken.
+    trees = (run.topology(r.key.rank, r.key.process) for r in first_records(run))
+    graphs = (tree.get("exported") for tree in trees if tree is not None)
+    about = next((graph for graph in graphs if isinstance(graph, Mapping)), None)
+    if about is None:
+        return None
+    data = cast("Mapping[str, Any]", about)
+    nodes = {
+        str(node["site"]): node
+        for node in map(_object, listed(data.get("nodes")))
+        if "site" in node
+    }
+    inside = _object(data.get("inside"))
+    return ExportedGraph(
+        nodes,
+        {site: str(node) for site, node in inside.items()},
+        [_object(work) for work in listed(data.get("works"))],
+        _object(data.get("reworked")),
+        _object(data.get("codes")),
+        [_fusion(_object(fusion)) for fusion in listed(data.get("fusions"))],
+        {str(output): node for node in nodes.values() for output in listed(node.get("outputs"))},
+    )
+
+
+def _fusion(data: Mapping[str, Any]) -> Fusion:
+    holds = [entry for entry in map(listed, listed(data.get("holds"))) if len(entry) == 3]
+    tensors = [entry for entry in map(listed, listed(data.get("at"))) if len(entry) == 4]
+    return Fusion(
+        str(data.get("node", "")),
+        str(data.get("op", "")),
+        tuple((str(site), int(visit), str(port)) for site, visit, port in holds if _whole(visit)),
+        tuple(
+            (str(entry[0]), int(entry[1]), str(entry[2]), str(entry[3]))
+            for entry in tensors
+            if _whole(entry[1])
+        ),
+    )
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int)
+
+
+def _object(value: object) -> Mapping[str, Any]:
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+
+
+def listed(value: object) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def without_number(site: str) -> Iterable[tuple[str, int]]:
+    """Sites, and call numbers, that a numbered site may be a repeated call of."""
+    if "/" in site:
+        return
+    parts = site.split(".")
+    for index, part in enumerate(parts):
+        if match := _REPEATED.search(part):
+            yield (
+                ".".join((*parts[:index], part[: match.start()], *parts[index + 1 :])),
+                int(match[1]),
+            )
