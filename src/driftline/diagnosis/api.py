@@ -63,25 +63,25 @@ def diagnose(
         DriftlineError: A path that is no run, evidence that does not belong to these runs. Error
             that is found is no exception.
     """
-    ours, theirs = _opened(reference), _opened(candidate)
+    reference_run, candidate_run = _opened(reference), _opened(candidate)
     options = options or AlignOptions()
-    plan = align_runs(ours, theirs, options)
-    table = measure(plan, ours, theirs, threads=threads, progress=progress)
-    table = on_their_scales(table, plan.pairs, ours, theirs)
-    played = None if replay is None else open_replay(replay)
+    plan = align_runs(reference_run, candidate_run, options)
+    table = measure(plan, reference_run, candidate_run, threads=threads, progress=progress)
+    table = on_their_scales(table, plan.pairs, reference_run, candidate_run)
+    opened_replay = None if replay is None else open_replay(replay)
     variants: list[Variant] = []
     for trusted in open_noise(noise):
         name = trusted.name
         while any(name == variant.name for variant in variants):
             name += "'"
-        against = align_runs(ours, trusted.run, options)
-        measured = measure(against, ours, trusted.run, threads=threads)
-        measured = on_their_scales(measured, against.pairs, ours, trusted.run)
-        variants.append(Variant(name, measured, trusted.run, against))
-    again = [_opened(each) for each in repeats]
-    runs = Runs(ours, theirs, played, again, plan)
-    proof = None if bisect is None else open_bisection(bisect)
-    return Assembly(table, variants, runs, proof).diagnosis()
+        trusted_plan = align_runs(reference_run, trusted.run, options)
+        measured = measure(trusted_plan, reference_run, trusted.run, threads=threads)
+        measured = on_their_scales(measured, trusted_plan.pairs, reference_run, trusted.run)
+        variants.append(Variant(name, measured, trusted.run, trusted_plan))
+    repeated_runs = [_opened(source) for source in repeats]
+    runs = Runs(reference_run, candidate_run, opened_replay, repeated_runs, plan)
+    bisection = None if bisect is None else open_bisection(bisect)
+    return Assembly(table, variants, runs, bisection).diagnosis()
 
 
 def diagnose_table(table: Table, *, noise: Sequence[Table] = ()) -> Diagnosis:
@@ -92,7 +92,8 @@ def diagnose_table(table: Table, *, noise: Sequence[Table] = ()) -> Diagnosis:
         noise: Comparisons of trusted runs with the same reference.
     """
     variants = [
-        Variant(each.candidate.path or f"noise {at}", each) for at, each in enumerate(noise)
+        Variant(noise_table.candidate.path or f"noise {number}", noise_table)
+        for number, noise_table in enumerate(noise)
     ]
     return Assembly(table, variants, None).diagnosis()
 

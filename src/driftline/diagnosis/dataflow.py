@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from driftline.comparison.table.row import Row
-from driftline.diagnosis.evidence.noise import Floor
+from driftline.diagnosis.evidence.noise import NoiseFloor
 from driftline.diagnosis.sites import ROOTS, Call, Place, Site, ancestors, error_of, over_before
 
 
@@ -23,7 +23,7 @@ class _Event(NamedTuple):
     row: Row
 
 
-def hands_on_no_more(call: Call, handed: Iterable[Call], factor: float) -> bool:
+def adds_no_error(call: Call, handed: Iterable[Call], factor: float) -> bool:
     """Whether a container's own code adds nothing to the error of what it was given.
 
     Everything it handed to its parts, and what it gave in the end, errs by no more than a factor of
@@ -32,16 +32,16 @@ def hands_on_no_more(call: Call, handed: Iterable[Call], factor: float) -> bool:
 
     Args:
         call: A call of the container.
-        handed: What its own code handed to its parts, from `own_code`.
+        handed: What its own code handed to its parts, from `passed_to_parts`.
         factor: The factor.
     """
-    within = [each for each in handed if call.begin <= each.order <= call.order]
-    if not within or any(each.error > factor * each.error_in for each in within):
+    within = [passed for passed in handed if call.begin <= passed.order <= call.order]
+    if not within or any(passed.error > factor * passed.error_in for passed in within):
         return False
-    return call.error <= factor * max(max(each.error, each.error_in) for each in within)
+    return call.error <= factor * max(max(passed.error, passed.error_in) for passed in within)
 
 
-def own_code(sites: Mapping[Place, Site]) -> dict[Place, Site]:
+def passed_to_parts(sites: Mapping[Place, Site]) -> dict[Place, Site]:
     """For every container, calls whose outputs are what it handed to its parts."""
     names = {place.site for place in sites if place.direction == "forward"}
     events: dict[tuple[str, int, int], list[_Event]] = {}
@@ -52,9 +52,9 @@ def own_code(sites: Mapping[Place, Site]) -> dict[Place, Site]:
         if parent is None:
             continue
         for call in site.calls:
-            found = events.setdefault((parent, call.rank, call.step), [])
-            found += [_Event(row.order, False, row) for row in call.ins]
-            found += [_Event(row.order, True, row) for row in call.outs]
+            parent_events = events.setdefault((parent, call.rank, call.step), [])
+            parent_events += [_Event(row.order, False, row) for row in call.ins]
+            parent_events += [_Event(row.order, True, row) for row in call.outs]
     made: dict[Place, Site] = {}
     for place, site in sites.items():
         if place.direction != "forward":
@@ -73,7 +73,7 @@ def _handed(call: Call, events: list[_Event]) -> list[Call]:
     """One call for each tensor that was handed on; the worst source so far is what went in."""
     worst = max(call.ins, key=error_of, default=None)
     handed: list[Call] = []
-    for event in sorted(events, key=lambda each: each[:2]):  # copies of ranks have one order
+    for event in sorted(events, key=lambda entry: entry[:2]):  # copies of ranks have one order
         if not call.begin <= event.order <= call.order:
             continue
         if event.is_source:
@@ -100,7 +100,7 @@ def _handed(call: Call, events: list[_Event]) -> list[Call]:
 
 
 def final_error(
-    sites: Mapping[Place, Site], floor: Floor | None, first: Place | None
+    sites: Mapping[Place, Site], floor: NoiseFloor | None, first: Place | None
 ) -> tuple[float, float]:
     """Relative error of the final output, and how much of it noise explains."""
     forward = [site for place, site in sites.items() if place.direction == "forward"]
@@ -110,9 +110,9 @@ def final_error(
     call = last.worst
     error = math.inf if call.one_sided else call.error
     if floor is not None and floor.used:
-        known = [floor.errors[row.key] for row in call.outs if row.key in floor.errors]
-        if known:
-            return error, max(known)
+        floors = [floor.errors[row.key] for row in call.outs if row.key in floor.errors]
+        if floors:
+            return error, max(floors)
     if first is None or first.direction != "forward":
         return error, math.nan
     # Rounding adds up along the depth as a random walk does: what was there before the first

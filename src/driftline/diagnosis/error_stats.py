@@ -200,10 +200,10 @@ def sums(reference: F64, candidate: F64) -> Sums:
     """One pass over a pair."""
     finite_r, finite_c = np.isfinite(reference), np.isfinite(candidate)
     one_sided = int(np.count_nonzero(finite_r != finite_c))
-    both = finite_r & finite_c
-    if not both.all():
-        reference = np.where(both, reference, 0.0)
-        candidate = np.where(both, candidate, 0.0)
+    finite = finite_r & finite_c
+    if not finite.all():
+        reference = np.where(finite, reference, 0.0)
+        candidate = np.where(finite, candidate, 0.0)
     e = candidate - reference
     return Sums(
         np.einsum("ij,ij->i", reference, reference),
@@ -215,14 +215,14 @@ def sums(reference: F64, candidate: F64) -> Sums:
     )
 
 
-def without_worst(found: Sums, share: float) -> Sums:
+def without_worst(row_sums: Sums, share: float) -> Sums:
     """Without the rows that err most: a share of them, at least one."""
-    count = len(found.ee)
+    count = len(row_sums.ee)
     if count < 4:
-        return found
+        return row_sums
     keep = np.ones(count, dtype=np.bool_)
-    keep[np.argsort(found.ee)[-max(1, math.ceil(share * count)) :]] = False
-    return found.part(keep)
+    keep[np.argsort(row_sums.ee)[-max(1, math.ceil(share * count)) :]] = False
+    return row_sums.part(keep)
 
 
 def joined(parts: Sequence[Sums]) -> Sums:
@@ -239,24 +239,24 @@ def joined(parts: Sequence[Sums]) -> Sums:
     )
 
 
-def effect_of(found: Sums) -> Effect:
+def effect_of(row_sums: Sums) -> Effect:
     """The effect of some rows."""
-    rows, channels = len(found.rr), found.channels
+    rows, channels = len(row_sums.rr), row_sums.channels
     if rows == 0 or channels == 0:
         return NOTHING
-    size, energy = float(found.rr.sum()), float(found.ee.sum())
+    size, energy = float(row_sums.rr.sum()), float(row_sums.ee.sum())
     if not size > 0.0:
         error = 0.0 if energy == 0.0 else math.inf
         return NOTHING._replace(
-            rows=rows, elements=rows * channels, error=error, nonfinite=found.nonfinite
+            rows=rows, elements=rows * channels, error=error, nonfinite=row_sums.nonfinite
         )
-    groups = _alike(found.rr)
-    projection = float(found.er.sum()) / size
-    projection_se = _clustered(found.er - projection * found.rr, groups) / size
+    groups = _alike(row_sums.rr)
+    projection = float(row_sums.er.sum()) / size
+    projection_se = _clustered(row_sums.er - projection * row_sums.rr, groups) / size
     elements = rows * channels
     rms = math.sqrt(size / elements)
-    offset = float(found.e.sum()) / elements
-    offset_se = _clustered(found.e - offset * channels, groups) / elements
+    offset = float(row_sums.e.sum()) / elements
+    offset_se = _clustered(row_sums.e - offset * channels, groups) / elements
     return Effect(
         rows,
         elements,
@@ -265,9 +265,9 @@ def effect_of(found: Sums) -> Effect:
         projection_se,
         offset / rms,
         offset_se / rms,
-        math.sqrt(float(found.ee.max()) / channels) / rms,
-        found.nonfinite,
-        _scatter(found, projection),
+        math.sqrt(float(row_sums.ee.max()) / channels) / rms,
+        row_sums.nonfinite,
+        _scatter(row_sums, projection),
     )
 
 
@@ -281,16 +281,16 @@ def effect(reference: F64, candidate: F64) -> Effect:
     return effect_of(sums(reference, candidate))
 
 
-def halves(found: Sums) -> tuple[Effect, Effect]:
+def halves(row_sums: Sums) -> tuple[Effect, Effect]:
     """The same on every second row, and on the others: one to screen, one to confirm."""
-    return effect_of(found.part(slice(0, None, 2))), effect_of(found.part(slice(1, None, 2)))
+    return effect_of(row_sums.part(slice(0, None, 2))), effect_of(row_sums.part(slice(1, None, 2)))
 
 
-def _scatter(found: Sums, projection: float) -> float:
-    there = found.rr > 0.0
-    if not there.any():
+def _scatter(row_sums: Sums, projection: float) -> float:
+    nonzero = row_sums.rr > 0.0
+    if not nonzero.any():
         return math.nan
-    own = found.er[there] / found.rr[there] - projection
+    own = row_sums.er[nonzero] / row_sums.rr[nonzero] - projection
     return math.sqrt(float(own @ own) / len(own))
 
 

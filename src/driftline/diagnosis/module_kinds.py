@@ -39,23 +39,26 @@ def lengths_of(run: Run | None) -> Lengths:
     held: Mapping[str, Shape] = {} if run is None else _weights(run)
 
     def length(site: str, class_name: str, ins: Sequence[Row], outs: Sequence[Row]) -> int:
-        given = [row.reference_shape for row in ins if row.reference_shape]
-        made = [row.reference_shape for row in outs if row.reference_shape]
-        return max(1, sum_length(class_name, held.get(site), given, made))
+        input_shapes = [row.reference_shape for row in ins if row.reference_shape]
+        output_shapes = [row.reference_shape for row in outs if row.reference_shape]
+        return max(1, sum_length(class_name, held.get(site), input_shapes, output_shapes))
 
     return length
 
 
 def sum_length(
-    class_name: str, weight: Shape | None, given: Sequence[Shape], made: Sequence[Shape]
+    class_name: str,
+    weight: Shape | None,
+    input_shapes: Sequence[Shape],
+    output_shapes: Sequence[Shape],
 ) -> int:
     """Terms of the longest sum of a call.
 
     Args:
         class_name: Of the module or operator.
         weight: The shape of its weight; None if it holds none.
-        given: Shapes of what went in.
-        made: Shapes of what came out.
+        input_shapes: Shapes of the inputs.
+        output_shapes: Shapes of the outputs.
 
     >>> sum_length("Linear", (256, 64), [(2, 40, 64)], [(2, 40, 256)])
     64
@@ -68,7 +71,7 @@ def sum_length(
     >>> sum_length("SiLU", None, [(1, 8)], [(1, 8)])
     1
     """
-    row = max((shape[-1] for shape in given), default=0)
+    row = max((shape[-1] for shape in input_shapes), default=0)
     if _LOOKS_UP.search(class_name):
         return 1
     if weight is not None and len(weight) >= 2:
@@ -79,19 +82,21 @@ def sum_length(
     if weight is not None and len(weight) == 1:
         return weight[0]
     if _MULTIPLIES.search(class_name):
-        return given[0][-1] if given else row
+        return input_shapes[0][-1] if input_shapes else row
     if _ALONG_ROW.search(class_name):
-        return row or max((shape[-1] for shape in made), default=1)
+        return row or max((shape[-1] for shape in output_shapes), default=1)
     if _ATTENDS.search(class_name):
         # Scores are sums over a head's channels, results over the tokens that it sees.
-        tokens = max((shape[-2] for shape in (*given, *made) if len(shape) >= 3), default=1)
+        tokens = max(
+            (shape[-2] for shape in (*input_shapes, *output_shapes) if len(shape) >= 3), default=1
+        )
         return max(tokens, row)
     return 1
 
 
 def _weights(run: Run) -> Mapping[str, Shape]:
     """The weight of every module, by site."""
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for rank, process in sorted({(r.key.rank, r.key.process) for r in run.records}):
         tree = run.topology(rank, process)
         if not tree:
@@ -103,5 +108,5 @@ def _weights(run: Run) -> Mapping[str, Shape]:
         for node in nodes:
             for parameter in node.parameters:
                 if parameter.name == "weight" and all(type(n) is int for n in parameter.shape):
-                    found.setdefault(node.site, parameter.shape)
-    return found
+                    shapes.setdefault(node.site, parameter.shape)
+    return shapes

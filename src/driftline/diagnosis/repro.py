@@ -27,7 +27,7 @@ _MOST = 1 << 28
 
 
 def write_repro(
-    found: Diagnosis,
+    diagnosis: Diagnosis,
     reference: Run,
     candidate: Run,
     folder: StrPath,
@@ -44,10 +44,10 @@ def write_repro(
     target = Path(folder)
     if target.exists() and not force:
         raise AlreadyThere(f"{target} exists", hint="give another folder, or force")
-    if not found.first_site:
+    if not diagnosis.first_site:
         raise BadInput("no site is guilty, so there is nothing to reproduce")
-    site = found.first_site
-    first = next((r for r in candidate.records if str(r.key) == found.first_key), None)
+    site = diagnosis.first_site
+    first = next((r for r in candidate.records if str(r.key) == diagnosis.first_key), None)
     step, visit = (first.key.step, first.key.visit) if first is not None else (0, 0)
     played = None if replay is None else open_replay(replay)
     tensors: list[tuple[str, Run, Record]] = []
@@ -86,9 +86,9 @@ def write_repro(
     has_params = any(name.startswith("param.") for name in kept)
     about = {
         "site": site,
-        "class": next((s.class_name for s in found.sites if s.site == site), ""),
-        "cause": found.cause,
-        "finding": list(found.sentences),
+        "class": next((s.class_name for s in diagnosis.sites if s.site == site), ""),
+        "cause": diagnosis.cause,
+        "finding": list(diagnosis.sentences),
         "tensors": listed,
         "weights": "captured"
         if has_params

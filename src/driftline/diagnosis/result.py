@@ -134,9 +134,9 @@ class Diagnosis:
         Raises:
             KeyError: There is none.
         """
-        for found in self.sites:
-            if found.site == name and found.direction == direction:
-                return found
+        for finding in self.sites:
+            if finding.site == name and finding.direction == direction:
+                return finding
         raise KeyError(name)
 
     def as_json(self) -> dict[str, Any]:

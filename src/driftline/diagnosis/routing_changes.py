@@ -25,8 +25,8 @@ from driftline.runs.run import Run
 Flags = npt.NDArray[np.bool_]
 Codes = npt.NDArray[np.int64]
 
-REMARK = "off only where a router chose other experts, at a near tie: arithmetic noise"
-UNTOLD = "a router chose other experts at a near tie, and that reaches all of it"
+ROUTING_NOISE = "off only where a router chose other experts, at a near tie: arithmetic noise"
+ROUTING_REACHES_ALL = "a router chose other experts at a near tie, and that reaches all of it"
 _CHOICE = re.compile(r"(?i)router|topk|moe|experts|gating")
 _MOST_CHOICES = 64
 _NEAR = 0.1
@@ -53,31 +53,35 @@ class Flip(NamedTuple):
     length: int = 0
 
 
-def choosers(candidate: Run) -> dict[str, int]:
+def sites_with_choices(candidate: Run) -> dict[str, int]:
     """Sites with discrete choices in them, and how many one after the other."""
-    found: set[str] = set()
+    sites: set[str] = set()
     for record in candidate.records:
-        if record.key.port != "output" or record.key.site in found:
+        if record.key.port != "output" or record.key.site in sites:
             continue
         dtype = DTYPES.get(record.dtype)
         picks = dtype is not None and dtype.kind in ("int", "uint") and len(record.shape) > 1
         if picks or _CHOICE.search(record.class_name):
-            found.add(record.key.site)
-    outermost = [site for site in found if not any(outer in found for outer in ancestors(site))]
-    return {**dict.fromkeys(found, 1), **parts_of(outermost)}
+            sites.add(record.key.site)
+    outermost = [site for site in sites if not any(outer in sites for outer in ancestors(site))]
+    return {**dict.fromkeys(sites, 1), **parts_of(outermost)}
 
 
 def flips(reference: Run, candidate: Run, plan: Plan) -> list[Flip]:
     """All choices that fell otherwise near a tie, by the reference's names."""
-    found: list[Flip] = []
+    routing_flips: list[Flip] = []
     partners = {pair.reference.key: pair for pair in plan.pairs}
     for pair in plan.pairs:
-        ours, theirs = pair.reference, pair.candidate
-        if not _is_choice(ours) or not _is_choice(theirs) or ours.shape != theirs.shape:
+        reference_record, candidate_record = pair.reference, pair.candidate
+        if (
+            not _is_choice(reference_record)
+            or not _is_choice(candidate_record)
+            or reference_record.shape != candidate_record.shape
+        ):
             continue
-        if ours.digest and ours.digest == theirs.digest:
+        if reference_record.digest and reference_record.digest == candidate_record.digest:
             continue
-        a, b = _codes(reference, ours), _codes(candidate, theirs)
+        a, b = _codes(reference, reference_record), _codes(candidate, candidate_record)
         if a is None or b is None:
             continue
         other = (np.sort(a, axis=1) != np.sort(b, axis=1)).any(axis=1)
@@ -85,16 +89,22 @@ def flips(reference: Run, candidate: Run, plan: Plan) -> list[Flip]:
             continue
         near = np.zeros(len(other), dtype=np.bool_)
         for key, scores in partners.items():
-            if key[:2] == ours.key[:2] and key[3:7] == ours.key[3:7] and key.port == "output":
+            if (
+                key[:2] == reference_record.key[:2]
+                and key[3:7] == reference_record.key[3:7]
+                and key.port == "output"
+            ):
                 r = read_whole(reference, scores.reference)
                 c = read_whole(candidate, scores.candidate)
                 if r is not None and c is not None and r.shape == c.shape:
                     near |= _near(_by_token(r), _by_token(c), len(other), a.shape[1])
         if (other & near).any():
-            key = ours.key
+            key = reference_record.key
             length = _length(reference, key.step, len(other))
-            found.append(Flip(key.site, ours.order, key.step, key.rank, other & near, length))
-    return found
+            routing_flips.append(
+                Flip(key.site, reference_record.order, key.step, key.rank, other & near, length)
+            )
+    return routing_flips
 
 
 def _length(run: Run, step: int, tokens: int) -> int:
@@ -106,13 +116,13 @@ def _length(run: Run, step: int, tokens: int) -> int:
     return 0
 
 
-def concerned(
-    found: Sequence[Flip], site: str, record: Record, shape: Sequence[int]
+def rows_reached(
+    routing_flips: Sequence[Flip], site: str, record: Record, shape: Sequence[int]
 ) -> Flags | None:
     """Which rows of a tensor a choice reaches; None when none does, all where that is not known."""
     rows = int(np.prod(shape[:-1])) if len(shape) > 1 else int(np.prod(shape))
     reached = np.zeros(rows, dtype=np.bool_)
-    for flip in found:
+    for flip in routing_flips:
         if (flip.step, flip.rank) != (record.key.step, record.key.rank):
             continue
         if record.order < flip.order:

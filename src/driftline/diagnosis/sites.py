@@ -38,10 +38,10 @@ _MOST = 64
 
 def flow_of(reference: Run, candidate: Run, plan: Plan) -> Flow:
     """The edges of the reference or, where it says nothing, of the candidate under its names."""
-    known = {pair.reference.key.site for pair in plan.pairs if _is_made(pair.reference.key.port)}
-    found = _of_run(reference, known)
-    if any(found.values()):
-        return found
+    captured = {pair.reference.key.site for pair in plan.pairs if _is_made(pair.reference.key.port)}
+    flow = _of_run(reference, captured)
+    if any(flow.values()):
+        return flow
     names = {
         pair.candidate.key.site: pair.reference.key.site
         for pair in plan.pairs
@@ -60,21 +60,21 @@ def _is_made(port: str) -> bool:
     return port == "output"
 
 
-def _of_run(run: Run, known: Collection[str]) -> Flow:
+def _of_run(run: Run, captured: Collection[str]) -> Flow:
     places = sorted({(record.key.rank, record.key.process) for record in run.records})
-    return {place: _of_process(run, *place, known) for place in places}
+    return {place: _of_process(run, *place, captured) for place in places}
 
 
-def _of_process(run: Run, rank: int, process: int, known: Collection[str]) -> Makers:
+def _of_process(run: Run, rank: int, process: int, captured: Collection[str]) -> Makers:
     try:
         if CALLS in run.sheets(rank, process):
-            return by_calls(read_calls(run.sheet(CALLS, rank, process)), known)
+            return by_calls(read_calls(run.sheet(CALLS, rank, process)), captured)
         if GRAPHS in run.sheets(rank, process):
-            return by_edges(_of_graphs(run.sheet(GRAPHS, rank, process)), known)
+            return by_edges(_of_graphs(run.sheet(GRAPHS, rank, process)), captured)
         edges = edges_of(run, rank, process).makers
     except (DriftlineError, OSError):
         return {}  # what cannot be read says nothing; comparing says why
-    return by_edges(((maker, taker) for (taker, _), (maker, _) in edges.items()), known)
+    return by_edges(((maker, taker) for (taker, _), (maker, _) in edges.items()), captured)
 
 
 def _of_graphs(text: str) -> Iterator[tuple[str, str]]:
@@ -84,12 +84,12 @@ def _of_graphs(text: str) -> Iterator[tuple[str, str]]:
         for node in graph.nodes if graph.kind != "backward" else ():
             for name in node.inputs:
                 maker = nodes.get(name)
-                whole = nodes.get(maker.of[0]) if maker is not None and maker.of else maker
-                if whole is not None and node.of is None:
-                    yield whole.site, node.site
+                producer = nodes.get(maker.of[0]) if maker is not None and maker.of else maker
+                if producer is not None and node.of is None:
+                    yield producer.site, node.site
 
 
-def by_edges(edges: Iterable[tuple[str, str]], known: Collection[str]) -> Makers:
+def by_edges(edges: Iterable[tuple[str, str]], captured: Collection[str]) -> Makers:
     """Makers of each known site, by pairs (maker, taker).
 
     >>> by_edges([("a", "cast"), ("cast", "b")], {"a", "b"})["b"]
@@ -98,9 +98,9 @@ def by_edges(edges: Iterable[tuple[str, str]], known: Collection[str]) -> Makers
     before: dict[str, list[str]] = {}
     for maker, taker in edges:
         before.setdefault(taker, []).append(maker)
-    found: dict[str, frozenset[str]] = {}
+    by_taker: dict[str, frozenset[str]] = {}
     for taker in before:
-        if taker not in known:
+        if taker not in captured:
             continue
         makers: set[str] = set()
         seen, waiting = {taker}, list(before[taker])
@@ -109,50 +109,50 @@ def by_edges(edges: Iterable[tuple[str, str]], known: Collection[str]) -> Makers
             if maker in seen:
                 continue
             seen.add(maker)
-            if maker in known:
+            if maker in captured:
                 makers.add(maker)
             else:
                 waiting += before.get(maker, [])
-        found[taker] = frozenset(makers)
-    return found
+        by_taker[taker] = frozenset(makers)
+    return by_taker
 
 
-def by_calls(calls: Iterable[RecordedCall], known: Collection[str]) -> Makers:
+def by_calls(calls: Iterable[RecordedCall], captured: Collection[str]) -> Makers:
     """Makers of each known site, by the calls of the first step's forward pass."""
     forward = sorted(
         (call for call in calls if call.phase == "forward"), key=lambda call: call.number
     )
     step = min((call.step for call in forward), default=0)
-    mine = [call for call in forward if call.step == step]
+    first_step = [call for call in forward if call.step == step]
     gave: dict[tuple[int, str], str] = {}
-    for call in mine:
-        if call.site not in known:
+    for call in first_step:
+        if call.site not in captured:
             continue
-        for one in call.outputs:
-            of = one.source if call.kind == "module" else (call.number, one.slot)
+        for tensor in call.outputs:
+            of = tensor.source if call.kind == "module" else (call.number, tensor.slot)
             # The innermost one: a container returns what one inside it made.
             if isinstance(of, tuple) and len(call.site) > len(gave.get(of, "")):
                 gave[of] = call.site
     past: dict[tuple[int, str], frozenset[str]] = {}
 
     def makers_of(call: RecordedCall) -> frozenset[str]:
-        found: set[str] = set()
-        for one in call.inputs:
-            of = one.source
+        makers: set[str] = set()
+        for tensor in call.inputs:
+            of = tensor.source
             if isinstance(of, tuple):
-                found |= {gave[of]} if of in gave else past.get(of, _NOBODY)
-        return frozenset(sorted(found)[:_MOST])
+                makers |= {gave[of]} if of in gave else past.get(of, _NOBODY)
+        return frozenset(sorted(makers)[:_MOST])
 
-    for call in mine:
+    for call in first_step:
         if call.kind != "module":
             before = makers_of(call)
-            past |= {(call.number, one.slot): before for one in call.outputs}
-    taken: dict[str, frozenset[str]] = {}
-    for call in mine:
-        if call.site in known:
+            past |= {(call.number, tensor.slot): before for tensor in call.outputs}
+    by_taker: dict[str, frozenset[str]] = {}
+    for call in first_step:
+        if call.site in captured:
             before = makers_of(call) - {call.site}
-            taken[call.site] = taken.get(call.site, _NOBODY) | before
-    return taken
+            by_taker[call.site] = by_taker.get(call.site, _NOBODY) | before
+    return by_taker
 
 
 # Rows of a table become calls (what went into a site, what came out), calls become sites.
@@ -284,8 +284,10 @@ FINE = 2.0**-20
 
 def unit_of(row: Row) -> float:
     """Unit roundoff of the coarser format of a row; 0 for exact ones."""
-    ours, theirs = DTYPES.get(row.reference_dtype), DTYPES.get(row.candidate_dtype)
-    return max(ours.unit_roundoff if ours else 0.0, theirs.unit_roundoff if theirs else 0.0)
+    reference, candidate = DTYPES.get(row.reference_dtype), DTYPES.get(row.candidate_dtype)
+    return max(
+        reference.unit_roundoff if reference else 0.0, candidate.unit_roundoff if candidate else 0.0
+    )
 
 
 def is_floating(row: Row) -> bool:
@@ -298,8 +300,8 @@ def same_kind(row: Row) -> bool:
 
     A mask of booleans beside one of floats is no error: the same thing said otherwise.
     """
-    theirs = DTYPES.get(row.candidate_dtype)
-    return theirs is None or theirs.is_floating
+    candidate = DTYPES.get(row.candidate_dtype)
+    return candidate is None or candidate.is_floating
 
 
 def sites_of(
@@ -315,10 +317,10 @@ def sites_of(
     calls: dict[tuple[Place, int, int, int, int], Call] = {}
     sites: dict[Place, Site] = {}
     for row in table.rows:
-        known = _ROLES.get(row.key.port)
-        if known is None or not row.compared or row.key.phase == "recompute":
+        role = _ROLES.get(row.key.port)
+        if role is None or not row.compared or row.key.phase == "recompute":
             continue
-        direction, is_input = known
+        direction, is_input = role
         key = row.key
         place = Place(direction, key.site)
         of = (place, key.rank, key.process, key.step, key.visit)
@@ -339,16 +341,16 @@ def sites_of(
         else:
             call.outs.append(row)
             call.order = max(call.order, row.order)
-    found = [site for site in sites.values() if _kept(site)]
-    found.sort(key=lambda site: site.order)
-    _give_gradients(found)
-    _fill(found, flow or {})
+    measured = [site for site in sites.values() if _kept(site)]
+    measured.sort(key=lambda site: site.order)
+    _give_gradients(measured)
+    _fill(measured, flow or {})
     if lengths is not None:
-        for site in found:
+        for site in measured:
             for call in site.calls:
                 call.length = lengths(site.name, site.class_name, call.ins, call.outs)
-        _longest_inside(found)
-    return {site.place: site for site in found}
+        _longest_inside(measured)
+    return {site.place: site for site in measured}
 
 
 Lengths: TypeAlias = Callable[[str, str, Sequence[Row], Sequence[Row]], int]
@@ -390,7 +392,7 @@ def _give_gradients(sites: Sequence[Site]) -> None:
     for site in sites:
         if site.place.direction == "optimizer":
             for call in site.calls:
-                call.ins += [each for row in call.outs for each in made.get(of(row), ())]
+                call.ins += [gradient for row in call.outs for gradient in made.get(of(row), ())]
 
 
 def _fill(sites: Sequence[Site], flow: Flow) -> None:
@@ -438,9 +440,9 @@ def _from_makers(
         errors: list[float] = []
         for maker in makers:
             those = made.get((Place(direction, maker), call.rank, call.process, call.step), ())
-            before = [each for each in those if each.order < call.order]
+            before = [earlier for earlier in those if earlier.order < call.order]
             if before:
-                errors.append(max(before, key=lambda each: each.order).error)
+                errors.append(max(before, key=lambda call: call.order).error)
         if makers and not errors:
             rest.append((site, call))  # made in another step, or not captured
             continue

@@ -66,9 +66,9 @@ class Trend(NamedTuple):
 
     def moved(self) -> list[Series]:
         """Those that left their usual size: the earliest first, then as they are executed."""
-        found = [one for one in self.series if one.since is not None]
-        order = {id(one): at for at, one in enumerate(self.series)}
-        return sorted(found, key=lambda one: (one.since or 0, order[id(one)]))
+        departed = [series for series in self.series if series.since is not None]
+        order = {id(series): position for position, series in enumerate(self.series)}
+        return sorted(departed, key=lambda series: (series.since or 0, order[id(series)]))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -79,14 +79,14 @@ class Trend(NamedTuple):
             "notes": list(self.notes),
             "series": [
                 {
-                    "site": one.site,
-                    "port": one.port,
-                    "slot": one.slot,
-                    "since": None if one.since is None else self.points[one.since],
-                    "ratio": one.ratio if math.isfinite(one.ratio) else None,
-                    "values": [v if v is None or math.isfinite(v) else None for v in one.values],
+                    "site": series.site,
+                    "port": series.port,
+                    "slot": series.slot,
+                    "since": None if series.since is None else self.points[series.since],
+                    "ratio": series.ratio if math.isfinite(series.ratio) else None,
+                    "values": [v if v is None or math.isfinite(v) else None for v in series.values],
                 }
-                for one in self.series
+                for series in self.series
             ],
         }
 
@@ -124,8 +124,8 @@ def trend(
             f"a trend needs more than one point, and '{runs[0].name}' has one step",
             hint="dump all steps with --step '*' --keep summary, or give several runs",
         )
-    index = {point: at for at, point in enumerate(points)}
-    found: dict[tuple[str, str, str], list[list[float]]] = {}
+    index = {point: position for position, point in enumerate(points)}
+    gathered: dict[tuple[str, str, str], list[list[float]]] = {}
     notes: dict[str, int] = {}
     for number, run in enumerate(runs):
         for record in run.records:
@@ -135,17 +135,17 @@ def trend(
             if value is None:
                 continue
             key = (record.key.site, record.key.port, record.key.slot)
-            at = index[record.key.step] if over == "steps" else number
-            found.setdefault(key, [[] for _ in points])[at].append(value)
+            position = index[record.key.step] if over == "steps" else number
+            gathered.setdefault(key, [[] for _ in points])[position].append(value)
         run.release()
-    if not found:
+    if not gathered:
         why = next(iter(notes), f"no floating-point tensor of {', '.join(ports)}")
         raise BadInput(f"there is nothing to follow: {why}", hint="dump with --keep summary")
     return Trend(
         figure,
         over,
         tuple(str(p) for p in points) if over == "steps" else tuple(run.name for run in runs),
-        tuple(_series(key, values, figure) for key, values in found.items()),
+        tuple(_series(key, values, figure) for key, values in gathered.items()),
         tuple(f"{count} tensors: {why}" for why, count in notes.items()),
     )
 
@@ -176,18 +176,20 @@ def figure_of(summary: Summary, figure: str) -> float | None:
     elif figure == "nonfinite":
         value = float(summary.nan + summary.pos_inf + summary.neg_inf)
     else:
-        known: Mapping[str, float] = {
+        figures: Mapping[str, float] = {
             "mean": summary.mean,
             "std": summary.std,
             "zeros": float(summary.zeros),
         }
-        value = known[figure]
+        value = figures[figure]
     return None if math.isnan(value) else value
 
 
 def _series(key: tuple[str, str, str], gathered: Sequence[Sequence[float]], figure: str) -> Series:
     """Several tensors of one point (visits, ranks, steps of a run) count as their largest."""
-    values = tuple(max(each, key=abs) if each else None for each in gathered)
+    values = tuple(
+        max(point_values, key=abs) if point_values else None for point_values in gathered
+    )
     usual, since = _departure(values, grows_from_nothing=figure in ("nonfinite", "zeros"))
     last = next((v for v in reversed(values) if v is not None), math.nan)
     ratio = abs(last) / usual if usual else (1.0 if not last else math.inf)
@@ -201,7 +203,7 @@ def _departure(
 
     The first third, at least one point and at most twenty, is what is usual.
     """
-    sizes = [(at, abs(value)) for at, value in enumerate(values) if value is not None]
+    sizes = [(position, abs(value)) for position, value in enumerate(values) if value is not None]
     if not sizes:
         return 0.0, None
     head = sizes[: max(1, min(20, len(sizes) // 3))]
@@ -209,9 +211,9 @@ def _departure(
     if not usual and not grows_from_nothing:
         usual = min((size for _, size in sizes if size), default=0.0)
     since: int | None = None
-    for at, size in reversed(sizes):
+    for position, size in reversed(sizes):
         away = size > 0 if not usual else not usual / GREW < size < usual * GREW
         if not away:
             break
-        since = at
+        since = position
     return usual, since

@@ -182,14 +182,14 @@ def _more(
     bound: Allowed,
     metrics: Collection[Metric],
 ) -> dict[str, float]:
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     if "abs" in metrics:
-        found["abs_share"] = _percent(error <= bound.error)
+        figures["abs_share"] = _percent(error <= bound.error)
     if "cos_sim" in metrics:
-        found["cos_sim"] = _cosine(g, a) if finite.all() else math.nan
+        figures["cos_sim"] = _cosine(g, a) if finite.all() else math.nan
     if "kl" in metrics:
-        found["kl"] = _divergence(g, a) if finite.all() else math.nan
-    return found
+        figures["kl"] = _divergence(g, a) if finite.all() else math.nan
+    return figures
 
 
 def _cosine(g: AnyArray, a: AnyArray) -> float:

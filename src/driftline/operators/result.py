@@ -133,15 +133,15 @@ def coverage(calls: Iterable[Iterable[OutputRow]], filtered: int = 0) -> Coverag
     counts: Counter[Status] = Counter()
     reasons: Counter[str] = Counter()
     for rows in calls:
-        found = list(rows)
-        states = {row.status for row in found}
+        call_rows = list(rows)
+        states = {row.status for row in call_rows}
         if "fail" in states:
             counts["fail"] += 1
-        elif "not checked" in states or not found:
+        elif "not checked" in states or not call_rows:
             counts["not checked"] += 1
         else:
             counts["pass"] += 1
-        reasons.update({r.figures.reason for r in found if r.status == "not checked"})
+        reasons.update({r.figures.reason for r in call_rows if r.status == "not checked"})
     return Coverage(
         sum(counts.values()),
         counts["pass"],

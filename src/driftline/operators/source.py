@@ -17,7 +17,7 @@ from driftline.operators.result import Metric, OperatorCall, OutputRow
 AnyArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
-class Ask(NamedTuple):
+class CheckOptions(NamedTuple):
     """What the user wants checked.
 
     Attributes:
@@ -42,7 +42,9 @@ class Ask(NamedTuple):
         """Whether an operator is to be checked."""
         kind = op_type.lower()
         by_name = not self.names or any(name.lower() in kind for name in self.names)
-        by_id = not self.ids or any(ids == each or ids.startswith(f"{each}_") for each in self.ids)
+        by_id = not self.ids or any(
+            ids == wanted or ids.startswith(f"{wanted}_") for wanted in self.ids
+        )
         return by_name and by_id
 
 
@@ -108,7 +110,7 @@ class Source(Protocol):
         ...
 
 
-def open_source(path: Path, ask: Ask) -> Source:
+def open_source(path: Path, options: CheckOptions) -> Source:
     """The source behind a path.
 
     Raises:
@@ -120,8 +122,8 @@ def open_source(path: Path, ask: Ask) -> Source:
     if path.is_dir() and locate(path) is not None:
         from driftline.operators.atb.source import AtbSource
 
-        return AtbSource(path, ask)
-    if ask.csv is not None:
+        return AtbSource(path, options)
+    if options.csv is not None:
         raise BadInput(
             f"{path} is no ATB dump, so an operation csv has nothing to say about it",
             hint="leave -c out for a run of driftline dump",
@@ -131,4 +133,4 @@ def open_source(path: Path, ask: Ask) -> Source:
     run = open_run(path)
     from driftline.operators.aten.source import AtenSource
 
-    return AtenSource(run, ask)
+    return AtenSource(run, options)

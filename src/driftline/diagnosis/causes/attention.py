@@ -67,7 +67,7 @@ class Attention:
         q = self._turned(self.q, 0)
         k, v = self._turned(self.k, self.late), self.v
         if groups > 1:
-            k, v = (_shared(each, groups, self.tiled) for each in (k, v))
+            k, v = (_shared(tensor, groups, self.tiled) for tensor in (k, v))
         scores = np.einsum("bqhd,bkhd->bhqk", q, k) * self.scale
         allowed = self.seen[None, None]
         if self.pads is not None:
@@ -86,7 +86,7 @@ class Attention:
         half = x.shape[-1] // 2
         if self.interleaved:
             turned = np.stack([-x[..., 1::2], x[..., 0::2]], axis=-1).reshape(x.shape)
-            cos, sin = (np.repeat(each[:, :half], 2, axis=-1) for each in (cos, sin))
+            cos, sin = (np.repeat(table[:, :half], 2, axis=-1) for table in (cos, sin))
         else:
             turned = np.concatenate([-x[..., half:], x[..., :half]], axis=-1)
         return x * cos[None, :, None] + turned * sin[None, :, None]
@@ -106,7 +106,7 @@ def attention(case: Case) -> Clue | None:
     if tokens < 4:
         return None
     few = replace(case, r=case.r[:sequences, :tokens], c=case.c[:sequences, :tokens], inputs={})
-    right = _right_one(few, sequences, tokens)
+    right = _matching_attention(few, sequences, tokens)
     if right is None:
         return None
     base = right.output()
@@ -121,10 +121,10 @@ def attention(case: Case) -> Clue | None:
     return best
 
 
-def _right_one(case: Case, sequences: int, tokens: int) -> Attention | None:
+def _matching_attention(case: Case, sequences: int, tokens: int) -> Attention | None:
     """The attention that gives what the reference has; None when none does."""
-    found = _queries_keys_values(case.parts, sequences, tokens)
-    if found is None:
+    projections = _queries_keys_values(case.parts, sequences, tokens)
+    if projections is None:
         return None
     cos, sin = (_table(case.parts, number, tokens) for number in (0, 1))
     widths = (cos.shape[-1],) if cos is not None else _WIDTHS
@@ -132,18 +132,18 @@ def _right_one(case: Case, sequences: int, tokens: int) -> Attention | None:
     ahead = np.tri(tokens, dtype=np.bool_)
     size = float(np.sum(case.r**2))
     for width in widths:
-        if any(each.shape[-1] % width for each in found):
+        if any(tensor.shape[-1] % width for tensor in projections):
             continue
-        q, k, v = (each.reshape(sequences, tokens, -1, width) for each in found)
+        q, k, v = (tensor.reshape(sequences, tokens, -1, width) for tensor in projections)
         if q.shape[2] % k.shape[2]:
             continue
         for seen in (ahead, np.ones_like(ahead)):
-            one = Attention(q, k, v, 1.0 / math.sqrt(width), seen, cos, sin, pads)
-            left = one.output() - case.r
+            recomputed = Attention(q, k, v, 1.0 / math.sqrt(width), seen, cos, sin, pads)
+            left = recomputed.output() - case.r
             if pads is not None:
                 left = np.where(pads[..., None], 0.0, left)
             if float(np.sum(left * left)) <= max(_FITS, 3.0 * case.noise) ** 2 * size:
-                return one
+                return recomputed
     return None
 
 

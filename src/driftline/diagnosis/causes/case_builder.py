@@ -14,14 +14,14 @@ import numpy as np
 
 from driftline.alignment.plan import Plan
 from driftline.diagnosis.causes.case import F64, Case, Codes, Flags
-from driftline.diagnosis.causes.linear_solve import what_it_saw
+from driftline.diagnosis.causes.linear_solve import implied_input
 from driftline.diagnosis.causes.registry import RULES_FOR_INPUTS, Clue, best_clue
-from driftline.diagnosis.dataflow import own_code
+from driftline.diagnosis.dataflow import passed_to_parts
 from driftline.diagnosis.error_stats import index, read_whole
 from driftline.diagnosis.evidence.files import Replay
-from driftline.diagnosis.evidence.replay import Judgement
+from driftline.diagnosis.evidence.replay import ReplayResult
 from driftline.diagnosis.sites import FINE, Call, Place, Site, contains
-from driftline.diagnosis.status import Standing
+from driftline.diagnosis.status import SiteStatus
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
@@ -48,7 +48,7 @@ class Runs(NamedTuple):
     plan: Plan
 
 
-class Naming(NamedTuple):
+class NamedCause(NamedTuple):
     """What kind of bug it is.
 
     Attributes:
@@ -72,73 +72,73 @@ def name_cause(
     runs: Runs,
     sites: Mapping[Place, Site],
     place: Place,
-    standing: Standing,
-    judged: Judgement | None,
-) -> Naming:
+    standing: SiteStatus,
+    judged: ReplayResult | None,
+) -> NamedCause:
     """Ask every rule about a guilty site."""
-    desk = _Desk(runs, sites)
-    tried: list[Naming] = []
-    for case, picture in desk.cases(place, standing, judged):
-        clue, found = best_clue(case)
-        naming = _named(clue, found, picture)
+    builder = _CaseBuilder(runs, sites)
+    tried: list[NamedCause] = []
+    for case, picture in builder.cases(place, standing, judged):
+        clue, clues = best_clue(case)
+        naming = _named(clue, clues, picture)
         if naming.cause != "unknown":
             return naming
         tried.append(naming)
-        seen = what_it_saw(case)
+        seen = implied_input(case)
         if seen is not None:
-            clue, found = best_clue(seen, RULES_FOR_INPUTS)
-            naming = _named(clue, found, picture)
+            clue, clues = best_clue(seen, RULES_FOR_INPUTS)
+            naming = _named(clue, clues, picture)
             if clue is not None:
                 return naming._replace(
                     sentence=f"its result is that of another input, of which {naming.sentence}"
                 )
     if tried:
         return max(tried, key=lambda naming: naming.others[0][1] if naming.others else 0.0)
-    return Naming("unknown", "the values at this site were not kept")
+    return NamedCause("unknown", "the values at this site were not kept")
 
 
-def _named(clue: Clue | None, found: Sequence[Clue], picture: str) -> Naming:
-    others = tuple((each.cause, round(each.score, 3)) for each in found if each is not clue)[:4]
+def _named(clue: Clue | None, clues: Sequence[Clue], picture: str) -> NamedCause:
+    others = tuple((other.cause, round(other.score, 3)) for other in clues if other is not clue)[:4]
     if clue is None:
-        if found:
-            why = f"nothing known fits clearly; nearest is '{found[0].cause}'"
-            why += f" with {found[0].score:.0%} of the error"
+        if clues:
+            why = f"nothing known fits clearly; nearest is '{clues[0].cause}'"
+            why += f" with {clues[0].score:.0%} of the error"
         else:
             why = "nothing known fits"
-        return Naming("unknown", why, 0.0, "", others, picture)
-    return Naming(clue.cause, clue.sentence, clue.score, clue.detail, others, picture)
+        return NamedCause("unknown", why, 0.0, "", others, picture)
+    return NamedCause(clue.cause, clue.sentence, clue.score, clue.detail, others, picture)
 
 
-class _Desk:
+class _CaseBuilder:
     """Finds the tensors that belong to a case."""
 
     def __init__(self, runs: Runs, sites: Mapping[Place, Site]) -> None:
         self.runs = runs
         self.sites = sites
-        self.partner = {pair.reference.key: pair for pair in runs.plan.pairs}
+        self.pairs = {pair.reference.key: pair for pair in runs.plan.pairs}
         none: Mapping[TensorKey, Record] = {}
         self.exact = index(runs.replay.exact) if runs.replay is not None else none
-        self.theirs = index(runs.candidate)
+        self.candidate_records = index(runs.candidate)
 
     def cases(
-        self, place: Place, standing: Standing, judged: Judgement | None
+        self, place: Place, standing: SiteStatus, judged: ReplayResult | None
     ) -> list[tuple[Case, str]]:
         site = self.sites[place]
-        found: list[tuple[Case, str]] = []
+        cases: list[tuple[Case, str]] = []
         handed = self._handed(place, standing)
         made_after = judged is not None and judged.after_parts and "/input/" not in judged.slot
         if handed is not None and not made_after:
-            found.append(handed)
+            cases.append(handed)
         rows = sorted(standing.call.outs, key=lambda row: -_error(row.metrics))
         if judged is not None and judged.slot:
             rows.sort(key=lambda row: row.slot != judged.slot)
         for row in rows[:2]:
             case = self._case(row.key, site, standing, judged)
             if case is not None:
-                found.append((case, str(row.key)))
-        return found
+                cases.append((case, str(row.key)))
+        return cases
 
-    def _handed(self, place: Place, standing: Standing) -> tuple[Case, str] | None:
+    def _handed(self, place: Place, standing: SiteStatus) -> tuple[Case, str] | None:
         """The tensor handed to a part that is off most beyond what it can have been made of."""
         if place.direction != "forward":
             return None
@@ -147,10 +147,10 @@ class _Desk:
             for other, site in self.sites.items()
             if other == place or contains(place.site, other.site)
         }
-        found = own_code(near).get(place)
+        passed_on = passed_to_parts(near).get(place)
         call = standing.call
         best: tuple[float, Call] | None = None
-        for handed in found.calls if found is not None else ():
+        for handed in passed_on.calls if passed_on is not None else ():
             if (handed.step, handed.rank) != (call.step, call.rank):
                 continue
             ratio = handed.error / max(math.hypot(handed.error_in, handed.unit / 2.0), 1e-300)
@@ -166,7 +166,7 @@ class _Desk:
 
     def _plain(self, key: TensorKey, site: Site, noise: float) -> Case | None:
         """Reference against candidate, of a tensor that a site's own code made."""
-        pair = self.partner.get(key)
+        pair = self.pairs.get(key)
         if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
             return None
         r = read_whole(self.runs.reference, pair.reference)
@@ -191,7 +191,7 @@ class _Desk:
 
     def _parts(self, record: Record, parent: str) -> dict[str, F64]:
         """What a container was given, and what its parts had made before it handed this on."""
-        found: dict[str, F64] = {}
+        tensors: dict[str, F64] = {}
         for other in self.runs.candidate.records:
             of = other.key
             if of.step != record.key.step or of.rank != record.key.rank:
@@ -202,13 +202,13 @@ class _Desk:
             if made or (of.port == "input" and of.site == parent):
                 values = read_whole(self.runs.candidate, other)
                 if values is not None:
-                    found[of.site if made else of.slot] = values
-        return found
+                    tensors[of.site if made else of.slot] = values
+        return tensors
 
     def _case(
-        self, key: TensorKey, site: Site, standing: Standing, judged: Judgement | None
+        self, key: TensorKey, site: Site, standing: SiteStatus, judged: ReplayResult | None
     ) -> Case | None:
-        pair = self.partner.get(key)
+        pair = self.pairs.get(key)
         if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
             return None
         record = pair.candidate
@@ -253,7 +253,7 @@ class _Desk:
 
     def _inputs(self, record: Record) -> dict[str, F64]:
         """What the candidate's site was given in this call."""
-        given: dict[str, F64] = {}
+        tensors: dict[str, F64] = {}
         key = record.key
         wanted = "input" if key.port == "output" else "grad_output"
         for other in self.runs.candidate.records:
@@ -261,12 +261,12 @@ class _Desk:
             if of.port == wanted and of[0] == key[0] and of[3:7] == key[3:7]:
                 values = read_whole(self.runs.candidate, other)
                 if values is not None:
-                    given[of.slot] = values
-        return given
+                    tensors[of.slot] = values
+        return tensors
 
     def _codes(self, record: Record) -> dict[str, Codes]:
         """Integers that the candidate's site was given in this call: routes, positions."""
-        found: dict[str, Codes] = {}
+        codes: dict[str, Codes] = {}
         key = record.key
         for other in self.runs.candidate.records:
             of = other.key
@@ -275,12 +275,12 @@ class _Desk:
                 continue
             if dtype.kind in ("int", "uint") and dtype.bits >= 8 and other.kept == "full":
                 values = self.runs.candidate.raw(other)
-                found[of.slot] = np.asarray(values, dtype=np.int64).reshape(other.shape)
-        return found
+                codes[of.slot] = np.asarray(values, dtype=np.int64).reshape(other.shape)
+        return codes
 
     def _made_before(self, record: Record, parent: str) -> dict[str, F64]:
         """Outputs of the same size made earlier in the same container: what a function was of."""
-        found: dict[str, F64] = {}
+        tensors: dict[str, F64] = {}
         size = math.prod(record.shape)
         for other in self.runs.candidate.records:
             of = other.key
@@ -289,19 +289,19 @@ class _Desk:
             if of.port == "output" and earlier and same_size and contains(parent, of.site):
                 values = read_whole(self.runs.candidate, other)
                 if values is not None:
-                    found[of.site] = values
-        names = list(found)[-4:]
-        return {name: found[name] for name in names}
+                    tensors[of.site] = values
+        names = list(tensors)[-4:]
+        return {name: tensors[name] for name in names}
 
     def _params(self, record: Record) -> dict[str, F64]:
-        found: dict[str, F64] = {}
+        params: dict[str, F64] = {}
         for run in (self.runs.reference, self.runs.candidate):
             for other in run.records:
                 if other.key.port == "param" and other.key.site == record.key.site:
                     values = read_whole(run, other)
                     if values is not None:
-                        found.setdefault(other.key.slot, values)
-        return found
+                        params.setdefault(other.key.slot, values)
+        return params
 
     def _others(self, record: Record) -> dict[str, F64]:
         """The reference's outputs of the same shape, of modules near this one."""
@@ -319,12 +319,12 @@ class _Desk:
             ):
                 near.append(other)
         near.sort(key=lambda other: abs(other.order - record.order))
-        found: dict[str, F64] = {}
+        tensors: dict[str, F64] = {}
         for other in near[:_OTHERS]:
             values = read_whole(self.runs.reference, other)
             if values is not None:
-                found[other.key.site] = values
-        return found
+                tensors[other.key.site] = values
+        return tensors
 
     def _before(self, record: Record) -> tuple[F64, ...]:
         key = record.key
@@ -351,12 +351,12 @@ class _Desk:
         return tuple(values for values in others[:63] if values is not None)
 
     def _repeats(self, record: Record) -> tuple[F64, ...]:
-        found: list[F64] = []
+        repeats: list[F64] = []
         for run in self.runs.repeats:
             values = read_whole(run, index(run).get(record.key))
             if values is not None:
-                found.append(values)
-        return tuple(found)
+                repeats.append(values)
+        return tuple(repeats)
 
     def _pads(self, record: Record, shape: tuple[int, ...]) -> Flags | None:
         """Which tokens are padding, by the attention mask that the model was given."""
@@ -371,15 +371,15 @@ class _Desk:
                 and DTYPES[other.dtype].kind in ("int", "uint", "bool")
                 and other.kept == "full"
             ):
-                given = np.asarray(self.runs.candidate.raw(other)).reshape(other.shape) == 0
-                if given.shape[:2] == shape[:2]:
-                    return given
+                pads = np.asarray(self.runs.candidate.raw(other)).reshape(other.shape) == 0
+                if pads.shape[:2] == shape[:2]:
+                    return pads
         return None
 
 
-def _sub_noise(judged: Judgement) -> bool:
+def _sub_noise(judged: ReplayResult) -> bool:
     """Whether the error as a whole is of the size of noise."""
-    return judged.found is not None and judged.found.error <= 3.0 * judged.noise
+    return judged.effect is not None and judged.effect.error <= 3.0 * judged.noise
 
 
 def _error(metrics: Mapping[str, float]) -> float:

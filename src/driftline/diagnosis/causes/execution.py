@@ -80,12 +80,12 @@ def _partial_sum(case: Case) -> Clue | None:
     if case.r.ndim < 2 or case.ratio < 4.0:
         return None
     best: Clue | None = None
-    for given, weight, bias in solved_inputs(case):
+    for inputs, weight, bias in solved_inputs(case):
         for ranks in (2, 4, 8):
-            width = given.shape[1] // ranks
+            width = inputs.shape[1] // ranks
             for rank in range(ranks if width else 0):
                 own = slice(rank * width, (rank + 1) * width)
-                made = (given[:, own] @ weight[own] + bias).reshape(case.r.shape)
+                made = (inputs[:, own] @ weight[own] + bias).reshape(case.r.shape)
                 score = case.explained(made)
                 if best is None or score > best.score:
                     what = f"it is the product with part {rank + 1} of {ranks} of its input alone"

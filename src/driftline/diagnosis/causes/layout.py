@@ -63,21 +63,21 @@ def _matched(r: F64, c: F64, noise: float) -> Places | None:
     moved = np.flatnonzero(off > 1e-4 * max(float(off.max()), 1e-300))
     if not 2 <= len(moved) <= _WIDEST_PERMUTATION:
         return None
-    ours, theirs = r[:, moved], c[:, moved]
+    reference, candidate = r[:, moved], c[:, moved]
     # By distance: columns that hardly vary between tokens all point the same way.
-    apart = energy[moved][:, None] + np.einsum("ij,ij->j", theirs, theirs)[None, :]
-    apart -= 2.0 * (ours.T @ theirs)
+    apart = energy[moved][:, None] + np.einsum("ij,ij->j", candidate, candidate)[None, :]
+    apart -= 2.0 * (reference.T @ candidate)
     order = np.arange(width, dtype=np.intp)
     free = np.ones(len(moved), dtype=bool)
     # Rounding moves every column a little; that much may be left of any of them.
     enough = _ALIKE * off[moved] + 16.0 * noise**2 * np.maximum(energy[moved], energy.mean())
     for column in np.argsort(apart.min(axis=0) / np.maximum(off[moved], 1e-300)):
         choices = np.where(free, apart[:, column], math.inf)
-        at = int(np.argmin(choices))
-        if choices[at] > enough[column]:
+        source = int(np.argmin(choices))
+        if choices[source] > enough[column]:
             return None
-        free[at] = False
-        order[moved[column]] = moved[at]
+        free[source] = False
+        order[moved[column]] = moved[source]
     return order
 
 
@@ -176,15 +176,15 @@ def _weights(case: Case) -> Iterator[tuple[str, F64]]:
     for x in case.inputs.values():
         if x.shape != case.r.shape:
             continue
-        given = case.rows(x)
+        inputs = case.rows(x)
         weight, bias = case.params.get("weight"), case.params.get("bias", 0.0)
-        if weight is None or weight.shape != (given.shape[1], r.shape[1]):
-            found = solved(given, r)
-            if found is None:
+        if weight is None or weight.shape != (inputs.shape[1], r.shape[1]):
+            solution = solved(inputs, r)
+            if solution is None:
                 continue
-            weight, bias = found
-        as_is = given @ weight + bias
-        turned = given @ weight.T + bias
+            weight, bias = solution
+        as_is = inputs @ weight + bias
+        turned = inputs @ weight.T + bias
         if float(np.sum((as_is - r) ** 2)) < float(np.sum((turned - r) ** 2)):
             as_is, turned = turned, as_is
         yield "the weight was used transposed", as_is.reshape(case.r.shape)
@@ -206,7 +206,8 @@ def shift(case: Case) -> Clue | None:
         inner = np.zeros(length, dtype=bool)
         inner[abs(by) : length - abs(by)] = True
         where = np.broadcast_to(
-            inner.reshape([-1 if at == axis else 1 for at in range(case.r.ndim)]), case.r.shape
+            inner.reshape([-1 if dimension == axis else 1 for dimension in range(case.r.ndim)]),
+            case.r.shape,
         )
         share = case.explained(np.roll(case.r, by, axis=axis), where)
         if best is None or share > best.score:

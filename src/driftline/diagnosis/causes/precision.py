@@ -49,19 +49,19 @@ def _rounded_product(case: Case) -> Clue | None:
     if case.r.ndim < 2 or case.ratio < 2.0:
         return None
     best: Clue | None = None
-    for given, weight, bias in solved_inputs(case):
+    for inputs, weight, bias in solved_inputs(case):
         for name, unit in UNITS.items():
             if unit <= 1.5 * case.unit:
                 continue
             for what, a, b in (
-                ("its weight", given, rounded(weight, name)),
-                ("its input", rounded(given, name), weight),
-                ("its input and weight", rounded(given, name), rounded(weight, name)),
+                ("its weight", inputs, rounded(weight, name)),
+                ("its input", rounded(inputs, name), weight),
+                ("its input and weight", rounded(inputs, name), rounded(weight, name)),
             ):
                 score = case.explained((a @ b + bias).reshape(case.r.shape))
                 if score > 0.8 and (best is None or score > best.score):
-                    said = f"it is the product with {what} rounded to {_SHOWN[name]}"
-                    best = Clue("low-precision", min(score, 0.98), said, name)
+                    sentence = f"it is the product with {what} rounded to {_SHOWN[name]}"
+                    best = Clue("low-precision", min(score, 0.98), sentence, name)
     return best
 
 
@@ -136,7 +136,7 @@ def _as_noise(case: Case, cause: str) -> Clue | None:
             continue  # so coarse that anything may look like it, but for products
         # Sums that are kept in such a format are rounded again and again.
         most = 3.0 if name == "bfloat16" and _LINEAR.search(case.words) else 0.7
-        fits = any(0.22 * unit <= each <= most * unit for each in errors)
+        fits = any(0.22 * unit <= relative <= most * unit for relative in errors)
         if unit > 1.5 * case.unit and fits and name != "tf32":
             shown = "fp16 or tf32" if name == "float16" else _SHOWN[name]
             return Clue(

@@ -83,18 +83,18 @@ def _structure(empty: Flags) -> str:
     """What shape a region has, in words; empty when it has none."""
     flat = empty.reshape(-1, empty.shape[-1]) if empty.ndim > 1 else empty.reshape(1, -1)
     columns = flat.mean(axis=0)
-    full = columns > 0.98
-    if full.any() and float(flat[:, full].sum()) > 0.95 * float(flat.sum()):
-        count = int(full.sum())
+    full_columns = columns > 0.98
+    if full_columns.any() and float(flat[:, full_columns].sum()) > 0.95 * float(flat.sum()):
+        count = int(full_columns.sum())
         if count == flat.shape[1]:
             return "everything"
-        first = int(np.argmax(full))
-        run = bool(full[first : first + count].all())
+        first = int(np.argmax(full_columns))
+        run = bool(full_columns[first : first + count].all())
         return f"channels {first} to {first + count - 1}" if run else f"{count} channels"
     rows = flat.mean(axis=1)
-    whole = rows > 0.98
-    if whole.any() and float(flat[whole].sum()) > 0.95 * float(flat.sum()):
-        count = int(whole.sum())
+    full_rows = rows > 0.98
+    if full_rows.any() and float(flat[full_rows].sum()) > 0.95 * float(flat.sum()):
+        count = int(full_rows.sum())
         return f"{count} tokens" if count > 1 else "one token"
     high, wide = np.flatnonzero(rows > 0.0), np.flatnonzero(columns > 0.0)
     if len(high) > 1 or len(wide) > 1:
@@ -128,8 +128,8 @@ def lost_expert(case: Case) -> Clue | None:
             # What is left and what is gone are parts of one sum: neither holds any of the other.
             left, gone = c[off], -rows[off]
             lengths = float(np.linalg.norm(left)) * float(np.linalg.norm(gone))
-            both = float(np.sum(left * gone))
-            if lengths > 0.0 and abs(both) > 0.25 * lengths:
+            overlap = float(np.sum(left * gone))
+            if lengths > 0.0 and abs(overlap) > 0.25 * lengths:
                 return None
             what = f"only tokens sent to expert {int(expert)} are off, by what it should add"
             return Clue("zeroed", 0.85, what, "expert")
@@ -185,9 +185,11 @@ def mask(case: Case) -> Clue | None:
     # Other families explain single tokens that are zero or copied; this one needs an attention, or
     # pads that fit.
     if case.pads is not None and case.pads.shape == off.shape and case.pads.any():
-        both = _alike(off, case.pads)
-        if both >= _AGREE:
-            return Clue("mask", 0.95 * both, "the error sits on padding and nowhere else", "pads")
+        agreement = _alike(off, case.pads)
+        if agreement >= _AGREE:
+            return Clue(
+                "mask", 0.95 * agreement, "the error sits on padding and nowhere else", "pads"
+            )
         if not np.any(off & case.pads) and np.any(off):
             pads_before = np.cumsum(case.pads, axis=1) > 0
             if _alike(off, pads_before & ~case.pads) >= _AGREE:
@@ -204,7 +206,7 @@ def affected(case: Case) -> Flags | None:
     if case.tokens is None or case.tokens == 0:
         return None
     axis = case.tokens
-    others = tuple(at for at in range(case.r.ndim) if at not in (0, axis))
+    others = tuple(dimension for dimension in range(case.r.ndim) if dimension not in (0, axis))
     size = np.sum(np.where(case.finite, case.r, 0.0) ** 2, axis=others)
     error = np.sum(case.e**2, axis=others)
     level = max(case.noise, case.unit / 4.0) ** 2
@@ -217,7 +219,10 @@ def affected(case: Case) -> Flags | None:
 def _share_inside(case: Case, off: Flags) -> float:
     """Share of the error's energy on those tokens."""
     assert case.tokens is not None
-    shape = [case.r.shape[at] if at in (0, case.tokens) else 1 for at in range(case.r.ndim)]
+    shape = [
+        case.r.shape[dimension] if dimension in (0, case.tokens) else 1
+        for dimension in range(case.r.ndim)
+    ]
     inside = np.broadcast_to(off.reshape(shape), case.r.shape)
     return float(np.sum(np.where(inside, case.e, 0.0) ** 2)) / max(case.energy, 1e-300)
 
@@ -230,9 +235,9 @@ def _by_position(off: Flags) -> Clue | None:
     length = off.shape[1]
     if length < 4:
         return None
-    at = np.arange(length, dtype=np.intp)
-    starts = [(_alike(off, at >= start), start) for start in range(1, length)]
-    ends = [(_alike(off, at < end), end) for end in range(1, length)]
+    positions = np.arange(length, dtype=np.intp)
+    starts = [(_alike(off, positions >= start), start) for start in range(1, length)]
+    ends = [(_alike(off, positions < end), end) for end in range(1, length)]
     # From the second token on is no mask: the first sees itself alone, whatever is wrong.
     late, early = max(starts), max(ends)
     if late[0] >= _AGREE and late[0] >= early[0] and late[1] > 1:

@@ -50,31 +50,31 @@ _FIRST = ("saturation", "nan", "nondeterminism", "missing-reduction")
 
 def clues(case: Case, rules: Sequence[Rule] = RULES) -> list[Clue]:
     """What every rule says, best first."""
-    found = [clue for rule in rules if (clue := rule(case)) is not None and clue.score > 0.0]
-    return sorted(found, key=lambda clue: -clue.score)
+    positive = [clue for rule in rules if (clue := rule(case)) is not None and clue.score > 0.0]
+    return sorted(positive, key=lambda clue: -clue.score)
 
 
 def best_clue(case: Case, rules: Sequence[Rule] = RULES) -> tuple[Clue | None, list[Clue]]:
     """The kind that fits clearly better than every other, None when none does; and all clues."""
-    found = clues(case, rules)
+    ranked = clues(case, rules)
     for cause in _FIRST:
-        for clue in found:
+        for clue in ranked:
             if clue.cause == cause and clue.score >= 0.9:
-                return clue, found
-    if not found or found[0].score < _CLEAR:
-        return None, found
-    best = found[0]
+                return clue, ranked
+    if not ranked or ranked[0].score < _CLEAR:
+        return None, ranked
+    best = ranked[0]
     if (
-        inner := next((c for c in found if c.detail == "attention" and c.score > 0.9), None)
+        inner := next((c for c in ranked if c.detail == "attention" and c.score > 0.9), None)
     ) is not None:
-        return inner, found  # recomputed as a whole, with nothing fitted but a factor
-    for clue in found[1:]:
+        return inner, ranked  # recomputed as a whole, with nothing fitted but a factor
+    for clue in ranked[1:]:
         if clue.cause != best.cause and clue.score > best.score - _MARGIN:
             preferred = _preferred(best, clue)
             if preferred is None:
-                return None, found
+                return None, ranked
             best = preferred
-    return best, found
+    return best, ranked
 
 
 _SPECIAL = (

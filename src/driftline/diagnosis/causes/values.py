@@ -103,9 +103,9 @@ def _by_token(case: Case, r: F64) -> Clue | None:
         return None
     best: Clue | None = None
     rows = case.rows(r)
-    for given in (case.rows(x), case.rows(x) - case.rows(x).mean(axis=1, keepdims=True)):
-        square = np.mean(given * given, axis=1)
-        core = _without_constants(given / np.sqrt(np.maximum(square, 1e-300))[:, None], rows)
+    for inputs in (case.rows(x), case.rows(x) - case.rows(x).mean(axis=1, keepdims=True)):
+        square = np.mean(inputs * inputs, axis=1)
+        core = _without_constants(inputs / np.sqrt(np.maximum(square, 1e-300))[:, None], rows)
         clue = _epsilon(case, rows, core, square)
         if clue is not None and (best is None or clue.score > best.score):
             best = clue
@@ -180,11 +180,11 @@ def _may_be_scaled(e: F64, b: F64, r: F64) -> bool:
     """
     middle = r.mean(axis=0)
     size = float(middle @ middle)
-    both = float(b @ middle)
-    alike = abs(both) / max(math.sqrt(size * float(b @ b)), 1e-300)
-    if alike <= 0.5 or abs(both) >= 0.3 * size:
+    projection = float(b @ middle)
+    alike = abs(projection) / max(math.sqrt(size * float(b @ b)), 1e-300)
+    if alike <= 0.5 or abs(projection) >= 0.3 * size:
         return False
-    varying = (both / size) * (r - middle)
+    varying = (projection / size) * (r - middle)
     power = float(np.sum(varying * varying))
     if not power > 0.0:
         return True
@@ -367,7 +367,9 @@ def saturation(case: Case) -> Clue | None:
         return None
     share = case.explained(np.clip(case.r, bottom, top))
     bounds = " and ".join(f"{value:.5g}" for value in (bottom, top) if np.isfinite(value))
-    known = next((value for value in _LARGEST if abs(high) == value or abs(low) == value), None)
-    of = f", the largest of its kind ({known:g})" if known else ""
+    format_limit = next(
+        (value for value in _LARGEST if abs(high) == value or abs(low) == value), None
+    )
+    of = f", the largest of its kind ({format_limit:g})" if format_limit else ""
     many = (at_high if np.isfinite(top) else 0) + (at_low if np.isfinite(bottom) else 0)
     return Clue("saturation", share, f"{many} values stop at {bounds}{of}", "clipped")

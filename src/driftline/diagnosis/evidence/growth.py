@@ -25,20 +25,24 @@ _NARROW = ("int", "uint", "float8", "float4")
 
 def quantised_sites(reference: Run, candidate: Run) -> dict[str, float]:
     """Relative error that is allowed at each site that has integers in it; empty for most runs."""
-    weighted = _weighted(reference)
-    theirs = _weighted(candidate)
-    found = _packed(candidate) - _packed(reference)
+    reference_weights = _weighted(reference)
+    candidate_weights = _weighted(candidate)
+    quantised = _packed(candidate) - _packed(reference)
     for record in candidate.records:
         name = record.class_name.lower()
         if any(word in name for word in _WORDS):
-            found.add(record.key.site)
-    if theirs:
-        gone = {site for site, count in weighted.items() if count and theirs.get(site) == 0}
+            quantised.add(record.key.site)
+    if candidate_weights:
+        gone = {
+            site
+            for site, count in reference_weights.items()
+            if count and candidate_weights.get(site) == 0
+        }
         # A tied or lazily built weight may be missing too; packed ones go missing together.
         if len(gone) >= 2:
-            found |= gone
+            quantised |= gone
     allowed: dict[str, float] = {}
-    for site in found:
+    for site in quantised:
         allowed[site] = QUANTISED["int8"]
         for outer in ancestors(site):
             allowed[outer] = 2.0 * QUANTISED["int8"]
@@ -47,7 +51,7 @@ def quantised_sites(reference: Run, candidate: Run) -> dict[str, float]:
 
 def _packed(run: Run) -> set[str]:
     """Modules that hold their weight as codes, or in a part that packs it."""
-    found: set[str] = set()
+    sites: set[str] = set()
     for node in _nodes(run):
         holds = any(
             parameter.name in _WEIGHTS and parameter.dtype.startswith(_NARROW)
@@ -59,8 +63,8 @@ def _packed(run: Run) -> set[str]:
             for name, part in node.children
         )
         if holds or packs:
-            found.add(node.site)
-    return found
+            sites.add(node.site)
+    return sites
 
 
 def _weighted(run: Run) -> dict[str, int]:
@@ -143,11 +147,11 @@ def growths(
         for call in site.calls:
             grown = _log_growth(call, parts.get(site.name, 0))
             logs[id(call)] = grown
-        known = [logs[id(call)] for call in site.calls if math.isfinite(logs[id(call)])]
-        if known:
-            roles.setdefault(site.role, []).append(median(known))
+        finite = [logs[id(call)] for call in site.calls if math.isfinite(logs[id(call)])]
+        if finite:
+            roles.setdefault(site.role, []).append(median(finite))
     usual = {role: _usual(values) for role, values in roles.items()}
-    found: dict[Place, Growth] = {}
+    worst: dict[Place, Growth] = {}
     for place, site in sites.items():
         middle, spread, count = usual.get(site.role, (0.0, 0.0, 0))
         inside = parts.get(site.name, 0)
@@ -160,8 +164,8 @@ def growths(
             if best is None or growth.excess > best.excess:
                 best = growth
         assert best is not None
-        found[place] = best
-    return found
+        worst[place] = best
+    return worst
 
 
 def _base(call: Call, parts: int) -> float:
@@ -237,9 +241,9 @@ def jump_along_depth(sites: Mapping[Place, Site]) -> Jump | None:
             continue
         steps = [b - a for a, b in pairwise(logs)]
         middle = median(steps)
-        at = max(range(len(steps)), key=steps.__getitem__)
-        strength = steps[at] - middle
+        steepest = max(range(len(steps)), key=steps.__getitem__)
+        strength = steps[steepest] - middle
         if strength > math.log(3.0) and (best is None or strength > best[0]):
-            before, after = chain[at].error, chain[at + 1].error
-            best = strength, Jump(chain[at + 1].name, before, after, math.exp(middle))
+            before, after = chain[steepest].error, chain[steepest + 1].error
+            best = strength, Jump(chain[steepest + 1].name, before, after, math.exp(middle))
     return best[1] if best else None

@@ -45,7 +45,7 @@ class Variant(NamedTuple):
     plan: Plan | None = None
 
 
-class Floor(NamedTuple):
+class NoiseFloor(NamedTuple):
     """What trusted runs do.
 
     Attributes:
@@ -98,7 +98,7 @@ class Floor(NamedTuple):
         return max(beyond - (high - low), 0.0) / (fine * unit)
 
 
-def noise_floor(variants: Sequence[Variant]) -> Floor:
+def noise_floor(variants: Sequence[Variant]) -> NoiseFloor:
     """The floor of all trusted runs that are not broken."""
     measured = {variant.name: _errors(variant.table) for variant in variants}
     excluded: list[tuple[str, str]] = []
@@ -120,7 +120,7 @@ def noise_floor(variants: Sequence[Variant]) -> Floor:
                 low, high = leans.get(row.key, (value, value))
                 leans[row.key] = min(low, value), max(high, value)
     margin = margin_of(list(measured.values()))
-    return Floor(errors, leans, margin, tuple(measured), tuple(excluded), measured)
+    return NoiseFloor(errors, leans, margin, tuple(measured), tuple(excluded), measured)
 
 
 def _rows(table: Table) -> list[Row]:
@@ -179,10 +179,10 @@ def _ratios(
     """Own error over the largest of the others, where both are there."""
     ratios: list[float] = []
     for key, error in own.items():
-        known = [other[key] for other in others if key in other]
-        if known and max(known) > 0.0:
+        other_errors = [other[key] for other in others if key in other]
+        if other_errors and max(other_errors) > 0.0:
             # The middle one: another broken run must not excuse this one.
-            ratios.append(error / median(known) if median(known) > 0.0 else math.inf)
+            ratios.append(error / median(other_errors) if median(other_errors) > 0.0 else math.inf)
     return ratios
 
 
@@ -191,12 +191,12 @@ def margin_of(runs: Sequence[Mapping[TensorKey, float]]) -> float:
     if len(runs) < 2:
         return _ONE_RUN
     ratios: list[float] = []
-    for at, own in enumerate(runs):
-        others = [run for other, run in enumerate(runs) if other != at]
+    for number, own in enumerate(runs):
+        others = [run for other, run in enumerate(runs) if other != number]
         for key, error in own.items():
-            known = [other[key] for other in others if key in other]
-            if known and max(known) > 0.0:
-                ratios.append(error / max(known))
+            other_errors = [other[key] for other in others if key in other]
+            if other_errors and max(other_errors) > 0.0:
+                ratios.append(error / max(other_errors))
     if not ratios:
         return _ONE_RUN
     ratios.sort()

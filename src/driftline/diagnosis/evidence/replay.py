@@ -29,20 +29,20 @@ from driftline.diagnosis.error_stats import (
 )
 from driftline.diagnosis.evidence.files import Replay, ReplayedSite
 from driftline.diagnosis.module_kinds import attends
-from driftline.diagnosis.routing_changes import choosers
+from driftline.diagnosis.routing_changes import sites_with_choices
 from driftline.diagnosis.sites import FINE, ancestors, parts_of
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
 
-def other_kinds(plan: Plan, sites: Mapping[str, ReplayedSite]) -> dict[str, str]:
+def inputs_of_other_kinds(plan: Plan, sites: Mapping[str, ReplayedSite]) -> dict[str, str]:
     """Sites that were given another kind of thing than in the reference, by the candidate's names.
 
     A mask of booleans says what may be seen, one of floats what is added: replaying the one with
     the other is another computation. Where the replay saw that both say the same, it is none.
     """
-    found: dict[str, str] = {}
+    troubles: dict[str, str] = {}
     for pair in plan.pairs:
         key = pair.candidate.key
         kinds = [DTYPES.get(record.dtype) for record in (pair.reference, pair.candidate)]
@@ -53,11 +53,11 @@ def other_kinds(plan: Plan, sites: Mapping[str, ReplayedSite]) -> dict[str, str]
             continue
         floats = [kind is not None and kind.is_floating for kind in kinds]
         if floats[0] != floats[1]:
-            found[key.site] = (
+            troubles[key.site] = (
                 f"it was given another kind of '{key.slot}' ({pair.candidate.dtype}, in the "
                 f"reference {pair.reference.dtype}), so its replay is another computation"
             )
-    return found
+    return troubles
 
 
 # An activation that is another function by less than noise: its error follows the difference.
@@ -70,7 +70,7 @@ that follows such a difference by itself (a fused GELU does, and is right)."""
 _TRUSTED, _FULL, _SURE = 0.3, 0.15, 16.0
 
 
-class Follows(NamedTuple):
+class OtherFunction(NamedTuple):
     """The other function that a module computes.
 
     Attributes:
@@ -90,39 +90,41 @@ def another_function(
     records: Sequence[Record],
     exact: Mapping[TensorKey, Record],
     native: Mapping[TensorKey, Record],
-) -> Follows | None:
+) -> OtherFunction | None:
     """Of a module's first of these calls: whether it is another function than the reference's."""
     if not records:
         return None
     record = records[0]
-    ours, trusted = exact.get(record.key), native.get(record.key)
-    if not _ACTIVATION.search(record.class_name) or ours is None or trusted is None:
+    exact_record, trusted = exact.get(record.key), native.get(record.key)
+    if not _ACTIVATION.search(record.class_name) or exact_record is None or trusted is None:
         return None
     key = record.key
-    given = [
+    inputs = [
         other
         for other in candidate.records
         if other.key.port == "input" and other.key[0] == key[0] and other.key[3:7] == key[3:7]
     ]
-    if replay.native is None or len(given) != 1:
+    if replay.native is None or len(inputs) != 1:
         return None
-    there = ((candidate, given[0]), (replay.exact, ours), (candidate, record))
+    sources = ((candidate, inputs[0]), (replay.exact, exact_record), (candidate, record))
     tensors: list[F64] = []
-    for run, each in (*there, (replay.native, trusted)):
-        if each.shape != record.shape or not is_readable(run, each):
+    for run, tensor_record in (*sources, (replay.native, trusted)):
+        if tensor_record.shape != record.shape or not is_readable(run, tensor_record):
             return None
-        values = read_rows(run, each, chosen_rows(record.shape))
+        values = read_rows(run, tensor_record, chosen_rows(record.shape))
         if values is None or not np.isfinite(values).all():
             return None
         tensors.append(values)
     x, right, made, native_made = tensors
-    found = on_the_grid(x, right, made, native_made, record.dtype)
-    if found is None and DTYPES[record.dtype].unit_roundoff <= COARSEST:
-        found = follows(x, right, made, native_made)
-    return found
+    following = on_the_grid(x, right, made, native_made, record.dtype)
+    if following is None and DTYPES[record.dtype].unit_roundoff <= COARSEST:
+        following = follows(x, right, made, native_made)
+    return following
 
 
-def on_the_grid(x: F64, right: F64, candidate: F64, trusted: F64, dtype: str) -> Follows | None:
+def on_the_grid(
+    x: F64, right: F64, candidate: F64, trusted: F64, dtype: str
+) -> OtherFunction | None:
     """The other function whose results, rounded once, are the candidate's; None for none.
 
     Args:
@@ -132,15 +134,18 @@ def on_the_grid(x: F64, right: F64, candidate: F64, trusted: F64, dtype: str) ->
         trusted: That of a trusted module in the candidate's format.
         dtype: That format.
     """
-    best: Follows | None = None
+    best: OtherFunction | None = None
     for name, values in _others(x, right):
         if grid_share(right, values, trusted, dtype) > _TRUSTED:
             continue  # a trusted module gives as much of it
-        shares = [grid_share(right[at::2], values[at::2], candidate[at::2], dtype) for at in (0, 1)]
+        shares = [
+            grid_share(right[start::2], values[start::2], candidate[start::2], dtype)
+            for start in (0, 1)
+        ]
         if min(shares) > GRID and not any(map(math.isnan, shares)):
             over = shares[0] / GRID, shares[1] / GRID
             if best is None or min(over) > best.excess:
-                best = Follows(name, min(over), over)
+                best = OtherFunction(name, min(over), over)
     return best
 
 
@@ -160,7 +165,7 @@ def _others(x: F64, right: F64) -> list[tuple[str, F64]]:
     ]
 
 
-def follows(x: F64, right: F64, candidate: F64, trusted: F64) -> Follows | None:
+def follows(x: F64, right: F64, candidate: F64, trusted: F64) -> OtherFunction | None:
     """The other function that the candidate computes, on both halves of the rows; None for none.
 
     Args:
@@ -169,16 +174,16 @@ def follows(x: F64, right: F64, candidate: F64, trusted: F64) -> Follows | None:
         candidate: The candidate's result.
         trusted: That of a trusted module in the candidate's format.
     """
-    best: Follows | None = None
+    best: OtherFunction | None = None
     for name, values in _others(x, right):
         p = values - right
         if abs(_times(trusted - right, p)[0]) > _TRUSTED:
             continue
-        halves = [_times((candidate - right)[at::2], p[at::2]) for at in (0, 1)]
+        halves = [_times((candidate - right)[start::2], p[start::2]) for start in (0, 1)]
         if all(abs(times - 1.0) < _FULL and z > _SURE for times, z in halves):
             _, z = _times(candidate - right, p)
             if best is None or z / _SURE > best.excess:
-                best = Follows(name, z / _SURE, (halves[0][1] / _SURE, halves[1][1] / _SURE))
+                best = OtherFunction(name, z / _SURE, (halves[0][1] / _SURE, halves[1][1] / _SURE))
     return best
 
 
@@ -268,53 +273,69 @@ class Limits(NamedTuple):
         coarse_norm = norm and complete and not fine and not allowed
         return cls(trusted, unit, max(error, allowed), max(lean, allowed / 5.0), coarse_norm)
 
-    def excesses(self, found: Effect, half: bool = False) -> dict[str, float]:
+    def excesses(self, effect: Effect, half: bool = False) -> dict[str, float]:
         """Each statistic in units of its limit; a half only has to bear out the whole."""
         times = 3.5 if half and self.norm else 5.0
         lean = self.lean_floor
         if self.norm:
-            noise = math.sqrt(max(found.error**2 - found.projection**2, 0.0))
-            same = any(abs(noise - each.error) < 0.08 * each.error for each in self.trusted)
+            noise = math.sqrt(max(effect.error**2 - effect.projection**2, 0.0))
+            same = any(
+                abs(noise - trusted_effect.error) < 0.08 * trusted_effect.error
+                for trusted_effect in self.trusted
+            )
             lean = (_NORM_LEAN if same else _OTHER_NORM_LEAN) * self.unit
-        few = 1.0 + 3.0 / math.sqrt(max(found.elements, 1))
-        error = max((each.error for each in self.trusted if not math.isnan(each.error)), default=0)
+        few = 1.0 + 3.0 / math.sqrt(max(effect.elements, 1))
+        error = max(
+            (
+                trusted_effect.error
+                for trusted_effect in self.trusted
+                if not math.isnan(trusted_effect.error)
+            ),
+            default=0,
+        )
         row = max(
-            (each.worst_row for each in self.trusted if not math.isnan(each.worst_row)), default=0
+            (
+                trusted_effect.worst_row
+                for trusted_effect in self.trusted
+                if not math.isnan(trusted_effect.worst_row)
+            ),
+            default=0,
         )
         most = _ERROR * few * error + self.error_floor
         if self.norm:
             # The first of the trusted ones is the exact result rounded once.
             most = max(most, _IN_STEPS * few * self.trusted[0].error + self.error_floor)
         over = {
-            "error": found.error / most if most > 0 else (math.inf if found.error > 0 else 0.0),
-            "worst_row": found.worst_row / (_WORST_ROW * few * row + 2 * self.error_floor)
+            "error": effect.error / most if most > 0 else (math.inf if effect.error > 0 else 0.0),
+            "worst_row": effect.worst_row / (_WORST_ROW * few * row + 2 * self.error_floor)
             if row or self.error_floor
-            else (math.inf if found.worst_row > 0 else 0.0),
-            "projection": self._outside(found, "projection", times, lean),
-            "offset": self._outside(found, "offset", 8.0, 6.0 * self.lean_floor),
+            else (math.inf if effect.worst_row > 0 else 0.0),
+            "projection": self._outside(effect, "projection", times, lean),
+            "offset": self._outside(effect, "offset", 8.0, 6.0 * self.lean_floor),
             "nonfinite": math.inf
-            if found.nonfinite and not any(each.nonfinite for each in self.trusted)
+            if effect.nonfinite
+            and not any(trusted_effect.nonfinite for trusted_effect in self.trusted)
             else 0.0,
         }
         if self.norm:
-            scatter = max(each.row_scale for each in self.trusted)
-            over["row_scale"] = found.row_scale / (_ROW_SCALE * few * scatter + self.error_floor)
+            scatter = max(trusted_effect.row_scale for trusted_effect in self.trusted)
+            over["row_scale"] = effect.row_scale / (_ROW_SCALE * few * scatter + self.error_floor)
         return {name: 0.0 if math.isnan(value) else value for name, value in over.items()}
 
     def span(self, statistic: str) -> tuple[float, float]:
         """What trusted executions have of a statistic."""
-        values = [float(getattr(each, statistic)) for each in self.trusted]
+        values = [float(getattr(effect, statistic)) for effect in self.trusted]
         return min(values), max(values)
 
-    def _outside(self, found: Effect, name: str, times: float, floor: float) -> float:
-        value = float(getattr(found, name))
-        if math.isnan(value) or found.rows < 2:
+    def _outside(self, effect: Effect, name: str, times: float, floor: float) -> float:
+        value = float(getattr(effect, name))
+        if math.isnan(value) or effect.rows < 2:
             return 0.0
         low, high = self.span(name)
         beyond = max(value - high, low - value, 0.0)
-        error = max(float(getattr(each, name + "_se")) for each in (found, *self.trusted))
+        error = max(float(getattr(other, name + "_se")) for other in (effect, *self.trusted))
         # A standard error from few rows is itself uncertain.
-        width = times * error * (1.0 + _FEW_ROWS / (found.rows - 1)) + floor
+        width = times * error * (1.0 + _FEW_ROWS / (effect.rows - 1)) + floor
         return beyond / width if math.isfinite(width) and width > 0 else 0.0
 
 
@@ -329,7 +350,7 @@ _CHOICES = "choices inside it (of experts) may fall either way by rounding; its 
 _NORM = re.compile(r"(?i)norm")
 
 
-class Judgement(NamedTuple):
+class ReplayResult(NamedTuple):
     """What replay says of one site.
 
     Attributes:
@@ -337,7 +358,7 @@ class Judgement(NamedTuple):
         statistic: What is furthest outside: error, projection, offset, worst_row or nonfinite.
         excess: That, in units of its limit; above 1 is outside.
         halves: The same on either half of the rows.
-        found: The candidate's effect.
+        effect: The candidate's effect.
         low: The least that trusted executions have of that statistic (error: of noise).
         high: The most they have.
         noise: Relative error of the trusted execution that errs most.
@@ -355,7 +376,7 @@ class Judgement(NamedTuple):
     statistic: str = ""
     excess: float = 0.0
     halves: tuple[float, float] = (0.0, 0.0)
-    found: Effect | None = None
+    effect: Effect | None = None
     low: float = math.nan
     high: float = math.nan
     noise: float = math.nan
@@ -391,7 +412,7 @@ class _Stream(NamedTuple):
 
 def judge(
     candidate: Run, replay: Replay, *, allowed: Mapping[str, float] | None = None
-) -> dict[str, Judgement]:
+) -> dict[str, ReplayResult]:
     """A judgement for every site of the candidate that was to be replayed.
 
     Args:
@@ -421,24 +442,24 @@ def judge(
         if record.key.port == "output" and _NORM.search(record.class_name)
     }
     attending = _attending(candidate)
-    choices_in = choosers(candidate)
+    choices_in = sites_with_choices(candidate)
     handed = _handed_to_parts(candidate, exact, by_site)
-    judged: dict[str, Judgement] = {}
+    judged: dict[str, ReplayResult] = {}
     for name, records in by_site.items():
         about = replay.sites.get(name)
         if about is not None and about.trouble:
             failed = about.reproduced is False
-            judged[name] = Judgement(False, trouble=about.trouble, failed=failed)
+            judged[name] = ReplayResult(False, trouble=about.trouble, failed=failed)
         elif any(record.key in exact for record in records):
-            unit, given = coarsest[name], handed.get(name, ())
-            found = _streams(candidate, replay, [*records, *given], exact, native, unit)
-            noise = None if found or about is None else about.noise
+            unit, passed_on = coarsest[name], handed.get(name, ())
+            streams = _streams(candidate, replay, [*records, *passed_on], exact, native, unit)
+            noise = None if streams or about is None else about.noise
             near = frozenset[str]() if about is None else about.near
             if noise and all(
-                each.digest in near or _is_its_own(each, exact, native)
-                for each in (*records, *given)
+                output.digest in near or _is_its_own(output, exact, native)
+                for output in (*records, *passed_on)
             ):
-                judged[name] = _as_trusted(noise, unit, bool(given))
+                judged[name] = _as_trusted(noise, unit, bool(passed_on))
                 continue
             alone = about is not None and about.applied == "own code"
             inside = 0 if alone else parts.get(name, 0)
@@ -446,23 +467,23 @@ def judge(
             choices = 0 if alone else choices_in.get(name, 0)
             if choices > 1:
                 # One token that goes another way early is seen by all later ones.
-                judged[name] = Judgement(False, trouble=_CHOICES)
+                judged[name] = ReplayResult(False, trouble=_CHOICES)
                 continue
-            about_it = _About(
+            about_it = _SiteSettings(
                 unit, inside, most, choices > 0, name in norms, attending.get(name, 0)
             )
-            judgement = _site(found, about_it)
+            judgement = _site(streams, about_it)
             if not judgement.introduced and unit > FINEST and not parts.get(name, 0):
-                there = [r for r in records if is_readable(replay.exact, exact.get(r.key))]
-                other = another_function(candidate, replay, there, exact, native)
+                readable = [r for r in records if is_readable(replay.exact, exact.get(r.key))]
+                other = another_function(candidate, replay, readable, exact, native)
                 if other is not None:
-                    _, excess, both = other
+                    _, excess, function_halves = other
                     judgement = judgement._replace(
-                        introduced=True, statistic="function", excess=excess, halves=both
+                        introduced=True, statistic="function", excess=excess, halves=function_halves
                     )
-            whole = about is not None and about.applied == "whole"
-            blind = parts.get(name, 0) > 0 and not given and not whole
-            judged[name] = judgement._replace(own_code_only=blind, after_parts=bool(given))
+            applied_whole = about is not None and about.applied == "whole"
+            blind = parts.get(name, 0) > 0 and not passed_on and not applied_whole
+            judged[name] = judgement._replace(own_code_only=blind, after_parts=bool(passed_on))
     return judged
 
 
@@ -474,14 +495,14 @@ def _is_its_own(
     return made is None or (bool(made.digest) and made.digest == record.digest)
 
 
-def _as_trusted(noise: Effect, unit: float, given: bool) -> Judgement:
+def _as_trusted(noise: Effect, unit: float, after_parts: bool) -> ReplayResult:
     """Of a site that does what the trusted module does in its format, to the bit or as good as it.
 
     Whatever is measured of it is measured of that module as well, and lies in its interval.
     """
     error = 0.0 if math.isnan(noise.error) else noise.error
     excess = Limits.of([noise], unit, 0, complete=True, allowed=0.0).excesses(noise)["error"]
-    return Judgement(
+    return ReplayResult(
         False,
         "error",
         excess,
@@ -491,13 +512,13 @@ def _as_trusted(noise: Effect, unit: float, given: bool) -> Judgement:
         error,
         error,
         unit,
-        after_parts=given,
+        after_parts=after_parts,
     )
 
 
 def _attending(candidate: Run) -> dict[str, int]:
     """Sites that are an attention, and the longest sum of each: its tokens, or its channels."""
-    found: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     for record in candidate.records:
         key = record.key
         if (
@@ -505,21 +526,21 @@ def _attending(candidate: Run) -> dict[str, int]:
             and len(record.shape) >= 3
             and attends(record.class_name)
         ):
-            found[key.site] = max(found.get(key.site, 0), *record.shape[-2:])
-    return found
+            lengths[key.site] = max(lengths.get(key.site, 0), *record.shape[-2:])
+    return lengths
 
 
 def _handed_to_parts(
     candidate: Run, exact: Mapping[TensorKey, Record], sites: Mapping[str, object]
 ) -> dict[str, list[Record]]:
     """Inputs of parts that a replay made too: results of the own code of what contains them."""
-    found: dict[str, list[Record]] = {}
+    by_owner: dict[str, list[Record]] = {}
     for record in candidate.records:
         if record.key.port == "input" and record.key in exact:
-            owner = next((each for each in ancestors(record.key.site) if each in sites), None)
+            owner = next((outer for outer in ancestors(record.key.site) if outer in sites), None)
             if owner is not None:
-                found.setdefault(owner, []).append(record)
-    return found
+                by_owner.setdefault(owner, []).append(record)
+    return by_owner
 
 
 def _streams(
@@ -535,16 +556,16 @@ def _streams(
     budget = max(1, len(records))
     seen: set[tuple[str, str]] = set()
     for record in records:
-        ours = exact.get(record.key)
-        if ours is None or ours.shape != record.shape:
+        exact_record = exact.get(record.key)
+        if exact_record is None or exact_record.shape != record.shape:
             continue
-        if not is_readable(candidate, record) or not is_readable(replay.exact, ours):
+        if not is_readable(candidate, record) or not is_readable(replay.exact, exact_record):
             continue
-        if record.digest and (record.digest, ours.digest) in seen:
+        if record.digest and (record.digest, exact_record.digest) in seen:
             continue  # the same bytes under another name are no further evidence
-        seen.add((record.digest, ours.digest))
+        seen.add((record.digest, exact_record.digest))
         places = chosen_rows(record.shape, max(4096, (1 << 20) // budget))
-        r = read_rows(replay.exact, ours, places)
+        r = read_rows(replay.exact, exact_record, places)
         c = read_rows(candidate, record, places)
         if r is None or c is None:
             continue
@@ -572,7 +593,7 @@ _FORMATS = (
 )
 
 
-class _About(NamedTuple):
+class _SiteSettings(NamedTuple):
     """What is known of a site whatever its values are.
 
     Attributes:
@@ -592,16 +613,16 @@ class _About(NamedTuple):
     attends: int
 
 
-def _site(streams: Mapping[tuple[str, int], _Stream], about: _About) -> Judgement:
+def _site(streams: Mapping[tuple[str, int], _Stream], about: _SiteSettings) -> ReplayResult:
     if not streams:
-        return Judgement(False, trouble="no values of it were kept, or not of its replay")
+        return ReplayResult(False, trouble="no values of it were kept, or not of its replay")
     judgements = [
         _judged(stream, about)._replace(slot=slot) for (slot, _), stream in streams.items()
     ]
-    return max(judgements, key=lambda found: (found.introduced, found.excess))
+    return max(judgements, key=lambda judgement: (judgement.introduced, judgement.excess))
 
 
-def _judged(stream: _Stream, about: _About) -> Judgement:
+def _judged(stream: _Stream, about: _SiteSettings) -> ReplayResult:
     """The judgement of one output.
 
     Where something inside chooses (a router picks experts), a choice between near equals falls one
@@ -612,7 +633,7 @@ def _judged(stream: _Stream, about: _About) -> Judgement:
     own = joined(stream.candidate)
     if about.choosing:
         own = without_worst(own, _FLIPS)
-    whole, (first, second) = effect_of(own), halves(own)
+    effect, (first, second) = effect_of(own), halves(own)
     # A trusted run of only some calls would be a null of other rows.
     complete = len(stream.native) == len(stream.candidate)
     nulls = [joined(stream.once), *([joined(stream.native)] if complete else [])]
@@ -620,12 +641,12 @@ def _judged(stream: _Stream, about: _About) -> Judgement:
         nulls = [without_worst(null, _FLIPS) for null in nulls]
     if complete and effect_of(nulls[-1]).error > 0.1 * allowed:
         allowed = 0.0  # the trusted module computes with integers too, and says what that costs
-    known = about.unit, about.parts, complete, allowed, about.norm, about.attends
-    limits = Limits.of([effect_of(null) for null in nulls], *known)
-    over = limits.excesses(whole)
+    settings = about.unit, about.parts, complete, allowed, about.norm, about.attends
+    limits = Limits.of([effect_of(null) for null in nulls], *settings)
+    over = limits.excesses(effect)
     half = [halves(null) for null in nulls]
-    over_first = Limits.of([a for a, _ in half], *known).excesses(first, half=True)
-    over_second = Limits.of([b for _, b in half], *known).excesses(second, half=True)
+    over_first = Limits.of([a for a, _ in half], *settings).excesses(first, half=True)
+    over_second = Limits.of([b for _, b in half], *settings).excesses(second, half=True)
     confirmed = {
         name: min(over[name], over_first[name], over_second[name])
         for name in over
@@ -634,14 +655,14 @@ def _judged(stream: _Stream, about: _About) -> Judgement:
     statistic = max(over, key=lambda name: (confirmed.get(name, 0.0) > 1.0, over[name]))
     gross = statistic in ("error", "worst_row", "nonfinite") and over[statistic] > GROSS
     low, high = limits.span(statistic)
-    return Judgement(
+    return ReplayResult(
         confirmed.get(statistic, 0.0) > 1.0 or gross,
         statistic,
         over[statistic],
         (over_first[statistic], over_second[statistic]),
-        whole,
+        effect,
         low,
         high,
-        max(limits.trusted, key=lambda each: each.error).error,
+        max(limits.trusted, key=lambda trusted: trusted.error).error,
         about.unit,
     )

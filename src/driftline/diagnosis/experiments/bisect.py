@@ -133,7 +133,7 @@ class Bisection(NamedTuple):
             "explains": self.explains,
             "path": list(self.path),
             "executions": len(self.tries),
-            "tries": [one._asdict() for one in self.tries],
+            "tries": [attempt._asdict() for attempt in self.tries],
         }
 
 
@@ -207,9 +207,15 @@ def _descend(search: _Search, tree: Node, end: str, baseline: float) -> Bisectio
             node, own_code, after = above, True, value
             path.pop()
     share = (before - after) / baseline
-    found = share >= ENOUGH
+    single_block = share >= ENOUGH
     return search.found(
-        "found" if found else "spread", node.site, own_code, baseline, before, after, tuple(path)
+        "found" if single_block else "spread",
+        node.site,
+        own_code,
+        baseline,
+        before,
+        after,
+        tuple(path),
     )
 
 
@@ -289,7 +295,7 @@ class _Search:
                     "inputs": list(inputs),
                 },
             )
-            self._require(run_with(self._argv, plan, aside=True), sites)
+            self._require(run_with(self._argv, plan, to_stderr=True), sites)
             if not (place / "run.json").is_file():
                 raise BadInput(
                     f"the program called no module '{self._end}'",
@@ -312,23 +318,23 @@ class _Search:
             raise BadInput(f"nothing of the reference fits into the program: {why}")
 
     def _measured(self, run: Run) -> float:
-        theirs = only(run, lambda r: r.key.slot == self._slot and r.key.site == self._end)
+        candidate_end = only(run, lambda r: r.key.slot == self._slot and r.key.site == self._end)
         table = measure(
-            align_runs(self._ends, theirs, AlignOptions()),
+            align_runs(self._ends, candidate_end, AlignOptions()),
             self._ends,
-            theirs,
+            candidate_end,
             metrics=self._metrics,
         )
         values = [row.metrics.get(self._metric) for row in table.rows]
-        found = [float(value) for value in values if value is not None]
-        if not found:
+        errors = [float(value) for value in values if value is not None]
+        if not errors:
             raise BadInput(
                 f"the end results cannot be compared by {self._metric}",
                 hint="are they of one shape in both programs?",
             )
         if self._metric in HIGHER_IS_BETTER:
-            return max(1.0 - value for value in found)
-        return max(found)
+            return max(1.0 - value for value in errors)
+        return max(errors)
 
 
 def _end_of(run: Run, site: str, slot: str) -> str:
@@ -340,20 +346,20 @@ def _end_of(run: Run, site: str, slot: str) -> str:
             hint=did_you_mean(site, {r.key.site for r in run.records})
             or "dump the reference with its outputs",
         )
-    whole = [r for r in records if r.kept == "full" and not run.lost(r)]
-    if not whole:
+    complete = [r for r in records if r.kept == "full" and not run.lost(r)]
+    if not complete:
         raise BadInput(
             f"run '{run.name}' holds only the {records[0].kept} of its tensors",
             hint="bisect needs a reference dumped with --keep full",
         )
     if slot:
-        if not any(r.key.slot == slot for r in whole):
+        if not any(r.key.slot == slot for r in complete):
             raise BadInput(
                 f"'{site}' has no output '{slot}'",
-                hint=did_you_mean(slot, {r.key.slot for r in whole}),
+                hint=did_you_mean(slot, {r.key.slot for r in complete}),
             )
         return slot
-    return next((r.key.slot for r in whole if "float" in r.dtype), whole[0].key.slot)
+    return next((r.key.slot for r in complete if "float" in r.dtype), complete[0].key.slot)
 
 
 def _literal(site: str) -> str:

@@ -118,12 +118,12 @@ def format_of(run: Run) -> str:
     Raises:
         BadInput: It holds no floating-point output.
     """
-    found = Counter(
+    counts = Counter(
         record.dtype
         for record in run.records
         if record.key.port == "output" and DTYPES[record.dtype].is_floating
     )
-    for dtype, _ in found.most_common():
+    for dtype, _ in counts.most_common():
         if dtype in FORMATS:
             return dtype
     raise BadInput(f"run '{run.name}' has no outputs in a format that variants can be made in")

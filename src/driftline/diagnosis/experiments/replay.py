@@ -195,9 +195,9 @@ def _links(run: Run, reference_run: Path | None, maps: Sequence[str]) -> dict[st
 def _gathered(ended: Ended, run: Run) -> tuple[dict[str, Mapping[str, Any]], int, tuple[str, ...]]:
     """What all processes say together, site by site."""
     problems = [str(r["problem"]) for r in ended.reports if r.get("problem")]
-    told = [r for r in ended.reports if "sites" in r]
+    reports = [r for r in ended.reports if "sites" in r]
     failed = f" (the program ended with status {ended.status})" if ended.status else ""
-    for report in told:
+    for report in reports:
         if report["clash"]:
             more = int(report["clash_count"]) - 1
             raise NotTheSameModel(
@@ -206,33 +206,33 @@ def _gathered(ended: Ended, run: Run) -> tuple[dict[str, Mapping[str, Any]], int
                 hint="start the program with the candidate's configuration; --partial replays "
                 "what the two have in common",
             )
-    if not told:
+    if not reports:
         why = problems[0] if problems else ended.why_not or "no module was called"
         raise BadInput(
             f"nothing was replayed: {why}{failed}", hint="is this the reference program?"
         )
     sites: dict[str, Mapping[str, Any]] = {}
-    for report in told:
+    for report in reports:
         for site, entry in report["sites"].items():
-            known = sites.get(site)
-            if known is None or known["status"] != "replayed":
+            earlier = sites.get(site)
+            if earlier is None or earlier["status"] != "replayed":
                 sites[site] = entry
-    calls = sum(int(report["calls"]) for report in told)
+    calls = sum(int(report["calls"]) for report in reports)
     if not calls:
         reasons = [str(e["reason"]) for e in sites.values() if e["status"] == "unknown"]
-        shared = _shared(told, run)
+        shared = _shared(reports, run)
         why = reasons[0] if reasons else shared
         raise BadInput(
             f"nothing was replayed: {why}{failed}",
             hint="the program must call the same modules in the same steps as the candidate did",
         )
-    notes = [note for report in told for note in (*report["clashes"], *report["faults"])]
+    notes = [note for report in reports for note in (*report["clashes"], *report["faults"])]
     return sites, calls, tuple(dict.fromkeys(notes))
 
 
-def _shared(told: Sequence[Mapping[str, Any]], run: Run) -> str:
+def _shared(reports: Sequence[Mapping[str, Any]], run: Run) -> str:
     site = next(iter(run.sites()), "")
-    del told
+    del reports
     return f"the program called none of the candidate's modules, '{site}' the first of them"
 
 

@@ -47,7 +47,7 @@ def run_with(
     plan: CapturePlan,
     variables: Mapping[str, str] | None = None,
     *,
-    aside: bool = False,
+    to_stderr: bool = False,
 ) -> Ended:
     """Run a command to its end with the plan's experiment in it.
 
@@ -65,18 +65,18 @@ def run_with(
     require_command(argv, base)
     with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:
         doorstep = build_doorstep(Path(folder).resolve(), plan)
-        status = run_child(argv, doorstep.environment(base), aside=aside)
+        status = run_child(argv, doorstep.environment(base), aside=to_stderr)
         marks = read_marks(doorstep.marks)
     return Ended(status, tuple(_read(marks.experiments)), marks)
 
 
 def _read(texts: Sequence[str]) -> list[Mapping[str, Any]]:
-    found: list[Mapping[str, Any]] = []
+    reports: list[Mapping[str, Any]] = []
     for text in texts:
         try:
             parsed: object = json.loads(text)
         except ValueError:  # cut short by a kill
             continue
         if isinstance(parsed, dict):
-            found.append(cast("Mapping[str, Any]", parsed))
-    return found
+            reports.append(cast("Mapping[str, Any]", parsed))
+    return reports

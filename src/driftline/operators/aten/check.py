@@ -25,12 +25,12 @@ from driftline.operators.aten.golden import (
     placeholders,
     sentence,
 )
-from driftline.operators.aten.rerun import executions, told_apart
+from driftline.operators.aten.rerun import compared_with_reruns, executions
 from driftline.operators.aten.scaling import scale_of
 from driftline.operators.aten.source import ListedCall, why_missing
 from driftline.operators.judging import judge
 from driftline.operators.result import Figures, OutputRow, unchecked
-from driftline.operators.source import Ask
+from driftline.operators.source import CheckOptions
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 from driftline.runs.sidecars.calls import CallTensor
@@ -65,13 +65,13 @@ def load(run: Run, listed: ListedCall) -> Loaded:
     if operator.in_flight:
         raise Unfit("it takes the tensors of other ranks")
     tensors: dict[str, torch.Tensor] = {}
-    for one in listed.inputs:
-        record = listed.read.get(one.slot)
+    for tensor in listed.inputs:
+        record = listed.read.get(tensor.slot)
         if record is None:
-            if one.slot.partition(".")[0] not in operator.unread:
-                raise Unfit(why_missing(one))
+            if tensor.slot.partition(".")[0] not in operator.unread:
+                raise Unfit(why_missing(tensor))
             continue
-        tensors[one.slot] = _tensor(run, record, one)
+        tensors[tensor.slot] = _tensor(run, record, tensor)
     _refuse_scratch(func, operator, listed)
     actual = {slot: _tensor(run, record, None) for slot, record in listed.made.items()}
     outputs = {slot: (tuple(made.shape), made.dtype) for slot, made in actual.items()}
@@ -86,8 +86,8 @@ def _refuse_scratch(func: Any, operator: Operator, listed: ListedCall) -> None:
         return
     for argument in func._schema.arguments:
         written = argument.alias_info is not None and argument.alias_info.is_write
-        given = written or listed.call.param.get(argument.name) is not None
-        if not given and argument.name in operator.unread and str(argument.type) == "Tensor":
+        supplied = written or listed.call.param.get(argument.name) is not None
+        if not supplied and argument.name in operator.unread and str(argument.type) == "Tensor":
             raise Unfit(f"it reads scratch memory of its forward pass ({argument.name})")
 
 
@@ -110,7 +110,7 @@ def _tensor(run: Run, record: Record, listed: CallTensor | None) -> torch.Tensor
     return values
 
 
-def rows_of(run: Run, listed: ListedCall, ask: Ask, device: str) -> list[OutputRow]:
+def rows_of(run: Run, listed: ListedCall, options: CheckOptions, device: str) -> list[OutputRow]:
     """The rows of a call; one without a slot where it could not be checked as a whole."""
     if listed.trouble:
         return [unchecked(listed.call, listed.trouble)]
@@ -128,33 +128,39 @@ def rows_of(run: Run, listed: ListedCall, ask: Ask, device: str) -> list[OutputR
         return [unchecked(listed.call, str(why))]
     again = executions(loaded.prepared, device) if device else None
     rows: list[OutputRow] = []
-    for one in listed.outputs:
-        actual = loaded.actual.get(one.slot)
+    for output in listed.outputs:
+        actual = loaded.actual.get(output.slot)
         if actual is None:
             figures = Figures("not checked", "what it gave is not in the run")
-        elif one.slot not in golden.outputs:
+        elif output.slot not in golden.outputs:
             figures = Figures("not checked", "executed again, it gives no such output")
         else:
-            figures = _judged(loaded.prepared, golden, one.slot, actual, ask)
+            figures = _judged(loaded.prepared, golden, output.slot, actual, options)
             if again is not None:
 
-                def judged_again(other: torch.Tensor, slot: str = one.slot) -> Figures:
-                    return _judged(loaded.prepared, golden, slot, other, ask)
+                def judged_again(other: torch.Tensor, slot: str = output.slot) -> Figures:
+                    return _judged(loaded.prepared, golden, slot, other, options)
 
-                figures = told_apart(figures, again, one.slot, actual, judged_again, device)
-        rows.append(OutputRow(listed.call, one.slot, one.dtype, one.shape, figures))
+                figures = compared_with_reruns(
+                    figures, again, output.slot, actual, judged_again, device
+                )
+        rows.append(OutputRow(listed.call, output.slot, output.dtype, output.shape, figures))
     return rows
 
 
-def _judged(call: Prepared, golden: Golden, slot: str, actual: torch.Tensor, ask: Ask) -> Figures:
+def _judged(
+    call: Prepared, golden: Golden, slot: str, actual: torch.Tensor, options: CheckOptions
+) -> Figures:
     """`judged`; what cannot be judged is a row too."""
     try:
-        return judged(call, golden, slot, actual, ask)
+        return judged(call, golden, slot, actual, options)
     except Exception as trouble:  # an operator of a stranger's run must not end the others' check
         return Figures("not checked", f"it cannot be judged: {sentence(trouble)}")
 
 
-def judged(call: Prepared, golden: Golden, slot: str, actual: torch.Tensor, ask: Ask) -> Figures:
+def judged(
+    call: Prepared, golden: Golden, slot: str, actual: torch.Tensor, options: CheckOptions
+) -> Figures:
     """Hold one output to what it should be."""
     dtype = actual.dtype
     right = fitted(call, slot, golden.outputs[slot], actual)
@@ -178,12 +184,12 @@ def judged(call: Prepared, golden: Golden, slot: str, actual: torch.Tensor, ask:
         terms=terms,
         scale=scale,
         exact=exact,
-        metrics=ask.metrics,
+        metrics=options.metrics,
     )
     if figures.status == "fail" and kinds.is_ambiguous(call.func, slot):
         return Figures("not checked", "its result is one of several that are right")
     if figures.status == "fail" and right.shape == actual.shape:
-        figures = _second_look(call, golden, slot, actual, figures, exact, ask)
+        figures = _second_look(call, golden, slot, actual, figures, exact, options)
     if golden.note and figures.status != "not checked":
         reason = f"{figures.reason}; {golden.note}" if figures.reason else golden.note
         figures = figures._replace(reason=reason)
@@ -197,7 +203,7 @@ def _second_look(
     actual: torch.Tensor,
     figures: Figures,
     exact: bool,
-    ask: Ask,
+    options: CheckOptions,
 ) -> Figures:
     """Indices of equal values, and results that are exact in the type itself, are right."""
     if not actual.dtype.is_floating_point and as_good(call, slot, golden.outputs, actual):
@@ -214,7 +220,7 @@ def _second_look(
         as_array(actual, actual.dtype),
         name,
         exact=exact,
-        metrics=ask.metrics,
+        metrics=options.metrics,
     )
     if again.status != "pass":
         return figures

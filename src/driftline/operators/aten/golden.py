@@ -200,8 +200,8 @@ def as_good(
     size = source.shape[dim]
     if size == 0 or bool(((actual < 0) | (actual >= size)).any()):
         return False
-    there, here = source.gather(dim, actual), source.gather(dim, right)
-    same = (there == here) | (there.isnan() & here.isnan())
+    chosen, expected = source.gather(dim, actual), source.gather(dim, right)
+    same = (chosen == expected) | (chosen.isnan() & expected.isnan())
     if name in ("sort", "argsort") and _repeats(actual, dim):
         return False
     return bool(same.all())
@@ -223,7 +223,7 @@ def placeholders(
     outputs: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
 ) -> dict[str, torch.Tensor]:
     """Memory for arguments that are overwritten unread: of the shape of what was written there."""
-    found: dict[str, torch.Tensor] = {}
+    memory: dict[str, torch.Tensor] = {}
     position = 0
     for argument in func._schema.arguments:
         written = argument.alias_info is not None and argument.alias_info.is_write
@@ -234,6 +234,6 @@ def placeholders(
             described = outputs.get(str(position)) or outputs.get(name)
             if described is not None:
                 shape, dtype = described
-                found[name] = torch.zeros(cast("Any", shape), dtype=dtype)
+                memory[name] = torch.zeros(cast("Any", shape), dtype=dtype)
         position += 1
-    return found
+    return memory

@@ -146,7 +146,9 @@ def terms_of(func: Any, args: Sequence[Any], output: torch.Tensor) -> int:
     for value in args:
         if isinstance(value, (list, tuple)):
             tensors += [
-                one for one in cast("Sequence[Any]", value) if isinstance(one, torch.Tensor)
+                member
+                for member in cast("Sequence[Any]", value)
+                if isinstance(member, torch.Tensor)
             ]
     floats = [t for t in tensors if t.is_floating_point() or t.is_complex()]
     product = _product_terms(name, named)

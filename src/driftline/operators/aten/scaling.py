@@ -49,20 +49,20 @@ def scale_of(call: Prepared, slot: str, golden: torch.Tensor, dtype: torch.dtype
             sizes = {s: _wide(t).abs() for s, t in call.tensors.items()}
             return call._replace(tensors=sizes).again("float64")[slot].abs().numpy()
     roundoff = DTYPES[str(dtype).removeprefix("torch.")].unit_roundoff
-    found = _moved(call, slot, golden, roundoff)
+    scale = _moved(call, slot, golden, roundoff)
     source = call.tensors.get("self")
     if name in _AROUND_ONE and source is not None and source.shape == golden.shape:
         around = _ROUGHLY * source.double().abs()
-        found = np.maximum(found, around.nan_to_num(0.0, 0.0, 0.0).numpy())
+        scale = np.maximum(scale, around.nan_to_num(0.0, 0.0, 0.0).numpy())
     grad = call.tensors.get("grad_output")
     if name.removesuffix("_backward") in _AROUND_ONE and grad is not None and source is not None:
         around = _ROUGHLY * grad.double().abs() * (1 + source.double().abs())
-        found = np.maximum(found, around.nan_to_num(0.0, 0.0, 0.0).numpy())
+        scale = np.maximum(scale, around.nan_to_num(0.0, 0.0, 0.0).numpy())
     if name in _FROM_ROWS and source is not None and source.dim():
-        found = np.maximum(found, _row_size(source, call.param.get("dim"), golden))
+        scale = np.maximum(scale, _row_size(source, call.param.get("dim"), golden))
     if "attention" in name:
-        found = _of_attention(call, slot, found, roundoff, backward="backward" in name)
-    return found
+        scale = _of_attention(call, slot, scale, roundoff, backward="backward" in name)
+    return scale
 
 
 _FACTORS = {
@@ -89,9 +89,9 @@ def _on_the_way(call: Prepared, name: str, golden: torch.Tensor) -> AnyArray:
         some = slice(start, start + step)
         total += left[..., some].double() @ right[..., some, :].double()
         squares += total.square()
-    found = _SPREAD * (squares / len(parts)).sqrt()
+    size = _SPREAD * (squares / len(parts)).sqrt()
     alpha = call.param.get("alpha", 1)
-    return (found * abs(alpha if isinstance(alpha, (int, float)) else 1)).numpy()
+    return (size * abs(alpha if isinstance(alpha, (int, float)) else 1)).numpy()
 
 
 def _of_norm(call: Prepared, slot: str, dtype: torch.dtype) -> AnyArray:
@@ -101,17 +101,17 @@ def _of_norm(call: Prepared, slot: str, dtype: torch.dtype) -> AnyArray:
     """
     terms = call.tensors["grad_out"].double()
     if slot == "1":
-        given, mean, rstd = (call.tensors[n].double() for n in ("input", "mean", "rstd"))
-        terms = terms * (given - mean) * rstd
+        inputs, mean, rstd = (call.tensors[n].double() for n in ("input", "mean", "rstd"))
+        terms = terms * (inputs - mean) * rstd
     shape = [int(size) for size in call.param["normalized_shape"]]
     rows = terms.reshape(-1, *shape)
     smallest = len(rows) * torch.finfo(dtype).tiny  # whatever is less than that is rounded alike
-    found = rows.cumsum(0).abs().sum(0) + rows.abs().sum(0) + smallest
-    return (found / max(1, len(rows)) ** 0.5).numpy()
+    scale = rows.cumsum(0).abs().sum(0) + rows.abs().sum(0) + smallest
+    return (scale / max(1, len(rows)) ** 0.5).numpy()
 
 
 def _of_attention(
-    call: Prepared, slot: str, found: AnyArray, roundoff: float, *, backward: bool
+    call: Prepared, slot: str, scale: AnyArray, roundoff: float, *, backward: bool
 ) -> AnyArray:
     """Fused kernels take the exponential as roughly as the inputs are, whatever the result's type.
 
@@ -120,8 +120,8 @@ def _of_attention(
     read = [t.dtype for t in call.tensors.values() if t.is_floating_point()]
     units = [DTYPES[str(dtype).removeprefix("torch.")].unit_roundoff for dtype in read]
     if slot == "1" and not backward:
-        found = np.maximum(found, 1.0)
-    return found * max(1.0, max(units, default=0.0) / roundoff)
+        scale = np.maximum(scale, 1.0)
+    return scale * max(1.0, max(units, default=0.0) / roundoff)
 
 
 def _row_size(source: torch.Tensor, dim: Any, golden: torch.Tensor) -> AnyArray:
@@ -139,8 +139,8 @@ def _squared(call: Prepared, slot: str) -> AnyArray:
     for name in ("alpha", "beta"):
         if isinstance(param.get(name), (int, float)):
             param[name] = param[name] ** 2
-    found = call._replace(tensors=squared, param=param).again("float64")[slot]
-    return found.abs().sqrt().numpy()
+    result = call._replace(tensors=squared, param=param).again("float64")[slot]
+    return result.abs().sqrt().numpy()
 
 
 def _moved(call: Prepared, slot: str, golden: torch.Tensor, roundoff: float) -> AnyArray:

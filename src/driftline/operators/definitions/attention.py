@@ -78,7 +78,7 @@ def rope_grad(call: Call) -> list[Result]:
     tokens, width = cos.shape
     turned = -turned_by_halves(sin, width)
     factor, spread = (cos + turned)[:, None], np.hypot(cos, turned)[:, None]
-    found: list[Result] = []
+    gradients: list[Result] = []
     for number, name in ((0, "query gradient"), (1, "key gradient")):
         x = call.at(number, name)
         fits(
@@ -88,8 +88,8 @@ def rope_grad(call: Call) -> list[Result]:
         heads = real(x).reshape(tokens, -1, width)
         scale = (np.abs(heads) * spread).reshape(x.values.shape)
         dtype = call.out_dtype(x.dtype, number)
-        found.append(Result((heads * factor).reshape(x.values.shape), dtype, 2, scale))
-    return found
+        gradients.append(Result((heads * factor).reshape(x.values.shape), dtype, 2, scale))
+    return gradients
 
 
 # Keys and values written into caches; in place, so the result is the cache.
@@ -114,9 +114,9 @@ def cache_with(
         cache.ndim == 4 and 0 <= layer < cache.shape[0],
         f"the cache {list(cache.shape)} has no layer {layer}",
     )
-    found = cache.copy()
+    filled = cache.copy()
     rows = new.reshape(-1, cache.shape[3]) if new.size % cache.shape[3] == 0 else new
-    at = 0
+    start = 0
     ends = offsets.values.reshape(-1).tolist()
     sizes = lengths.values.reshape(-1).tolist()
     fits(
@@ -125,9 +125,9 @@ def cache_with(
     )
     for batch, (end, size) in enumerate(zip(ends, sizes, strict=True)):
         fits(end - size >= 0 and end <= cache.shape[2], f"token offset {end} leaves the cache")
-        found[layer, batch, end - size : end] = rows[at : at + size]
-        at += size
-    return found
+        filled[layer, batch, end - size : end] = rows[start : start + size]
+        start += size
+    return filled
 
 
 def reshape_and_cache(call: Call) -> list[Result]:
@@ -156,8 +156,8 @@ def reshape_and_cache(call: Call) -> list[Result]:
 
 def _slotted(cache: AnyArray, new: AnyArray, places: AnyArray, *, tiled: bool) -> AnyArray:
     fits(cache.ndim >= 3 and new.shape[0] >= places.size, "fewer tokens than slots")
-    found = np.moveaxis(cache, 2, 1).copy() if tiled else cache.copy()
-    flat = found.reshape(-1, *found.shape[2:])
+    filled = np.moveaxis(cache, 2, 1).copy() if tiled else cache.copy()
+    flat = filled.reshape(-1, *filled.shape[2:])
     used = places >= 0
     fits(
         not used.any() or places.max() < flat.shape[0],
@@ -169,7 +169,7 @@ def _slotted(cache: AnyArray, new: AnyArray, places: AnyArray, *, tiled: bool) -
         f"a token has {rows[0].size if rows.size else 0} elements, a slot {flat[0].size}",
     )
     flat[places[used]] = rows.reshape(-1, *flat.shape[1:])
-    return np.moveaxis(found, 1, 2) if tiled else found
+    return np.moveaxis(filled, 1, 2) if tiled else filled
 
 
 # Attention over packed sequences, over a cache by sequence, and over a cache in blocks.
@@ -230,8 +230,8 @@ def attend(
 ) -> tuple[AnyArray, AnyArray]:
     """Attention of one sequence: (tokens, heads, size) each; the result and its terms' size."""
     shared = setting.heads // setting.kv_heads
-    found = np.empty((q.shape[0], setting.heads, v.shape[-1]))
-    scale = np.empty_like(found)
+    attended = np.empty((q.shape[0], setting.heads, v.shape[-1]))
+    scale = np.empty_like(attended)
     for head in range(setting.heads):
         keys, values = k[:, head // shared], v[:, head // shared]
         for start in range(0, q.shape[0], _ROWS_AT_ONCE):
@@ -244,10 +244,10 @@ def attend(
                 scores = scores + mask(head, rows)
             raised = np.exp(scores - scores.max(-1, keepdims=True))
             shares = raised / raised.sum(-1, keepdims=True)
-            found[rows, head] = shares @ values
+            attended[rows, head] = shares @ values
             # A score is off by its own size times the roundoff, and so is its share.
             scale[rows, head] = np.sqrt((shares * size) ** 2 @ values**2)
-    return found, scale
+    return attended, scale
 
 
 def causal(rows: int, columns: int) -> Mask:
@@ -285,10 +285,10 @@ class Masking(NamedTuple):
             values.ndim == 3 and values.shape[1] >= rows and values.shape[2] >= columns,
             f"the mask {shape} is too small for {rows} by {columns}",
         )
-        found = values[:, :rows, :columns]
+        biases = values[:, :rows, :columns]
         if self.kind != _ALIBI and values.min(initial=0.0) >= 0.0:
-            found = found * _HIDDEN
-        return lambda head, part: found[min(head, found.shape[0] - 1), part]
+            biases = biases * _HIDDEN
+        return lambda head, part: biases[min(head, biases.shape[0] - 1), part]
 
     def _sloped(self, rows: int, columns: int) -> Mask:
         """Biases that fall with the distance, from a corner of the mask and a slope per head."""
@@ -312,8 +312,8 @@ def _masking(call: Call, place: int) -> tuple[Masking, int]:
     kind = call.whole("maskType", 0)
     if kind in (_NO_MASK, _CAUSAL):
         return Masking(kind), place
-    known = kind in _PLAIN or kind in _SLOPED or kind == _NORM_COMPRESS
-    fits(known, f"maskType {kind} packs its mask in a way that is not defined here")
+    is_defined = kind in _PLAIN or kind in _SLOPED or kind == _NORM_COMPRESS
+    fits(is_defined, f"maskType {kind} packs its mask in a way that is not defined here")
     return Masking(kind, call.at(place, "mask")), place + 1
 
 
@@ -384,15 +384,15 @@ def _cached(call: Call) -> list[Result]:
     ends, sizes = offsets.values.reshape(-1).tolist(), lengths.values.reshape(-1).tolist()
     q = _by_heads(query, setting.heads)
     fits(sum(sizes) == q.shape[0], f"sequence lengths {sizes} are not {q.shape[0]} tokens")
-    piled, at = _Piled([], []), 0
+    piled, start = _Piled([], []), 0
     for batch, (end, rows) in enumerate(zip(ends, sizes, strict=True)):
         fits(0 <= end <= keys.shape[2], f"token offset {end} lies outside of the cache")
         if rows:
             k = keys[layer, batch].reshape(keys.shape[2], setting.kv_heads, -1)
             v = values[layer, batch].reshape(values.shape[2], setting.kv_heads, -1)
             part = masking.of(batch, len(sizes), rows, end)
-            _add(piled, q[at : at + rows], (k, v), slice(0, end), part, setting)
-        at += rows
+            _add(piled, q[start : start + rows], (k, v), slice(0, end), part, setting)
+        start += rows
     return [_result(call, query, piled, max(ends, default=1))]
 
 
@@ -426,7 +426,7 @@ def paged_attention(call: Call) -> list[Result]:
             size > 0 and used.size * block >= size and used.min() >= 0 and used.max() < k.shape[0],
             f"the block table of token {token} leaves the cache",
         )
-        own = tuple(each[used].reshape(-1, *each.shape[2:])[:size] for each in (k, v))
+        own = tuple(cache[used].reshape(-1, *cache.shape[2:])[:size] for cache in (k, v))
         part = masking.of(token, len(sizes), 1, size)
         _add(piled, q[token : token + 1], (own[0], own[1]), slice(0, size), part, setting)
     return [_result(call, query, piled, max(sizes, default=1))]

@@ -134,10 +134,14 @@ class Call(NamedTuple):
         if value is None:
             raise Unfit(f"parameter {name} is missing")
         listed = cast("Sequence[Any]", value if isinstance(value, (list, tuple)) else [value])
-        for each in listed:
-            if isinstance(each, bool) or not isinstance(each, (int, float)) or each != int(each):
+        for member in listed:
+            if (
+                isinstance(member, bool)
+                or not isinstance(member, (int, float))
+                or member != int(member)
+            ):
                 raise Unfit(f"parameter {name} is no list of whole numbers: {_short(listed)}")
-        return [int(each) for each in listed]
+        return [int(member) for member in listed]
 
     def group(self, name: str) -> Call:
         """The same call with the parameters of a named group.
@@ -219,10 +223,10 @@ def rounded(values: AnyArray, dtype: str) -> AnyArray:
         if values.dtype.kind in "iub":
             return values.astype(dtype)
         low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
-        whole = np.rint(np.nan_to_num(values, nan=0.0, posinf=high, neginf=low))
+        integers = np.rint(np.nan_to_num(values, nan=0.0, posinf=high, neginf=low))
         # 2**63 - 1 is no float64: what would round up to 2**63 is set afterwards.
-        kept = np.clip(whole, low, np.nextafter(float(high), 0) if high > 2**52 else high)
-        return np.where(whole >= float(high), np.asarray(high, dtype), kept.astype(dtype))
+        kept = np.clip(integers, low, np.nextafter(float(high), 0) if high > 2**52 else high)
+        return np.where(integers >= float(high), np.asarray(high, dtype), kept.astype(dtype))
     raise Unfit(f"numbers of {dtype} cannot be made here")
 
 
@@ -263,9 +267,9 @@ def spread(*tensors: AnyArray) -> None:
         Unfit: They do not fit together, or they would.
     """
     try:
-        shape = np.broadcast_shapes(*(each.shape for each in tensors))
+        shape = np.broadcast_shapes(*(tensor.shape for tensor in tensors))
     except ValueError:
-        shapes = " and ".join(str(list(each.shape)) for each in tensors)
+        shapes = " and ".join(str(list(tensor.shape)) for tensor in tensors)
         raise Unfit(f"{shapes} do not fit together") from None
     bounded(math.prod(shape), "the result")
 

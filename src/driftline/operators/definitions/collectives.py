@@ -26,8 +26,8 @@ def _by_rank(call: Call) -> list[list[Tensor]]:
         ranks > 0 and len(call.inputs) % ranks == 0 and len(call.inputs) > 0,
         f"{len(call.inputs)} inputs are not those of {ranks} ranks",
     )
-    each = len(call.inputs) // ranks
-    return [list(call.inputs[at * each : (at + 1) * each]) for at in range(ranks)]
+    per_rank = len(call.inputs) // ranks
+    return [list(call.inputs[rank * per_rank : (rank + 1) * per_rank]) for rank in range(ranks)]
 
 
 def _own(call: Call, ranks: int) -> int:
@@ -39,7 +39,7 @@ def _own(call: Call, ranks: int) -> int:
 def all_gather(call: Call) -> list[Result]:
     """What all ranks put in, one behind the other along a new first axis."""
     first = [inputs[0] for inputs in _by_rank(call)]
-    values = np.stack([each.values for each in first])
+    values = np.stack([tensor.values for tensor in first])
     return [Result(values, call.out_dtype(first[0].dtype), exact=True)]
 
 
@@ -49,7 +49,7 @@ def all_reduce(call: Call) -> list[Result]:
     first = [inputs[0] for inputs in _by_rank(call)]
     kind = call.param.get("allReduceType", "sum")
     dtype = call.out_dtype(first[0].dtype)
-    stacked = np.stack([each.values for each in first])
+    stacked = np.stack([tensor.values for tensor in first])
     if kind == "max":
         return [Result(stacked.max(0), dtype, exact=True)]
     if kind == "min":
@@ -95,12 +95,12 @@ def linear_parallel(call: Call) -> list[Result]:
         return [Result(values, dtype, terms, scale)]
     if kind == _ALL_GATHER:
         gathered = np.concatenate([inputs[0].values for inputs in ranks])
-        whole = Tensor(gathered, ranks[rank][0].dtype)
-        values, scale, terms = _product(call, whole, ranks[rank])
-        found = [Result(values, dtype, terms, scale)]
+        gathered_input = Tensor(gathered, ranks[rank][0].dtype)
+        values, scale, terms = _product(call, gathered_input, ranks[rank])
+        outputs = [Result(values, dtype, terms, scale)]
         if call.flag("keepIntermediate", False):
-            found.append(Result(gathered, call.out_dtype(whole.dtype, 1), exact=True))
-        return found
+            outputs.append(Result(gathered, call.out_dtype(gathered_input.dtype, 1), exact=True))
+        return outputs
     if kind == _ALONE:
         values, scale, terms = _product(call, ranks[rank][0], ranks[rank])
         return [Result(values, dtype, terms, scale)]

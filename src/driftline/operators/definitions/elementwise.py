@@ -126,7 +126,7 @@ def elewise(call: Call) -> list[Result]:
     """One of twenty functions, chosen by `elewiseType`."""
     kind = call.whole("elewiseType", 0)
     x = call.at(0, "x")
-    spread(*(each.values for each in call.inputs if each.values.size))
+    spread(*(tensor.values for tensor in call.inputs if tensor.values.size))
     if kind == _CAST:
         return [_cast(call, x)]
     if kind == _MULS:

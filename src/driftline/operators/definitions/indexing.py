@@ -45,7 +45,7 @@ def concat(call: Call) -> list[Result]:
     first = call.at(0, "x")
     call.at(1, "y")
     axis = one_of(call.whole("concatDim", 0), first.values.ndim, "concatDim")
-    return [_moved(call, np.concatenate([each.values for each in call.inputs], axis), first)]
+    return [_moved(call, np.concatenate([tensor.values for tensor in call.inputs], axis), first)]
 
 
 def fill(call: Call) -> list[Result]:
@@ -79,8 +79,8 @@ def gather(call: Call) -> list[Result]:
     fits(shape == places.shape[:batch], "the batches of x and of the indices differ")
     rows = x.values.reshape(-1, *x.values.shape[batch:])
     chosen = places.reshape(-1, *places.shape[batch:])
-    taken = [np.take(row, own, axis - batch) for row, own in zip(rows, chosen, strict=True)]
-    values = np.stack(taken)
+    slices = [np.take(row, own, axis - batch) for row, own in zip(rows, chosen, strict=True)]
+    values = np.stack(slices)
     return [_moved(call, values.reshape(*shape, *values.shape[1:]), x)]
 
 

@@ -157,12 +157,15 @@ def strided_batch_matmul(call: Call) -> list[Result]:
     turn_b = call.flag("transposeB", call.flag("transB", False))
     names = ("m", "n", "k", "lda", "ldb", "ldc", "strideA", "strideB", "strideC")
     lists = [call.wholes(name) for name in names]
-    fits(all(len(each) >= batch for each in lists), f"every size and stride needs {batch} numbers")
-    rows = list(zip(*(each[:batch] for each in lists), strict=True))
+    fits(
+        all(len(numbers) >= batch for numbers in lists),
+        f"every size and stride needs {batch} numbers",
+    )
+    rows = list(zip(*(numbers[:batch] for numbers in lists), strict=True))
     fits(heads > 0 and all(min(row[:3]) > 0 for row in rows), "every size must be positive")
     bounded(sum(m * n for m, n, *_ in rows) * heads, "the result")
-    found = np.zeros(sum(m * n for m, n, *_ in rows) * heads)
-    scale = np.zeros_like(found)
+    result = np.zeros(sum(m * n for m, n, *_ in rows) * heads)
+    scale = np.zeros_like(result)
     start_a = start_b = start_c = 0
     for m, n, k, lda, ldb, ldc, stride_a, stride_b, stride_c in rows:
         for head in range(heads):
@@ -172,16 +175,16 @@ def strided_batch_matmul(call: Call) -> list[Result]:
             values, sized, _ = product(left, right)
             sizes = sized()
             for row in range(m):
-                at = start_c + head * stride_c + row * ldc
-                fits(at + n <= found.size, "a block lies outside of the result")
-                found[at : at + n], scale[at : at + n] = values[row], sizes[row]
+                start = start_c + head * stride_c + row * ldc
+                fits(start + n <= result.size, "a block lies outside of the result")
+                result[start : start + n], scale[start : start + n] = values[row], sizes[row]
         start_a, start_b, start_c = (
             start_a + m * k * heads,
             start_b + n * k * heads,
             start_c + m * n * heads,
         )
     terms = max((row[2] for row in rows), default=1)
-    return [Result(found, call.out_dtype(call.at(0).dtype), terms, scale)]
+    return [Result(result, call.out_dtype(call.at(0).dtype), terms, scale)]
 
 
 def _block(values: AnyArray, start: int, leading: int, shape: tuple[int, int]) -> AnyArray:

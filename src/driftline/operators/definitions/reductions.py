@@ -100,15 +100,15 @@ def gating(call: Call) -> list[Result]:
     order = np.argsort(chosen, kind="stable")
     counts = np.bincount(chosen, minlength=experts)
     own = call.wholes("deviceExpert", [])
-    found = [
+    outputs = [
         Result(order // per_token, call.out_dtype("int32"), exact=True),
         Result(np.cumsum(counts), call.out_dtype(_count_dtype(call), 1), exact=True),
         Result(order, call.out_dtype("int32", 2), exact=True),
     ]
     if own:
         why = "with deviceExpert only a part of the output is defined"
-        found = [each._replace(note=why) for each in found]
-    return found
+        outputs = [output._replace(note=why) for output in outputs]
+    return outputs
 
 
 def _count_dtype(call: Call) -> str:
@@ -149,11 +149,11 @@ def nonzero(call: Call) -> list[Result]:
     """Where the elements are that are not zero, padded with zeros, and how many there are."""
     x = call.at(0, "x")
     places = np.stack(np.nonzero(x.values)) if x.values.ndim else np.zeros((0, 1), np.int64)
-    found = np.zeros((x.values.ndim, x.values.size), np.int64)
-    found[:, : places.shape[1]] = places
+    padded = np.zeros((x.values.ndim, x.values.size), np.int64)
+    padded[:, : places.shape[1]] = places
     dtype = call.out_dtype("int64")
     return [
-        Result(found, dtype, exact=True),
+        Result(padded, dtype, exact=True),
         Result(np.asarray(places.shape[1]), call.out_dtype("int64", 1), exact=True),
     ]
 
@@ -165,8 +165,8 @@ def onehot(call: Call) -> list[Result]:
     axis = one_of(call.whole("axis", 0), x.values.ndim + 1)
     fits(depth > 0 and depth * x.values.size <= 2**31, f"depth {depth} is no size")
     hot = np.arange(depth) == x.values[..., None]
-    one, zero = (_single(call, number, usual) for number, usual in ((1, 1), (2, 0)))
-    values = np.where(np.moveaxis(hot, -1, axis), one, zero)
+    on, off = (_single(call, number, usual) for number, usual in ((1, 1), (2, 0)))
+    values = np.where(np.moveaxis(hot, -1, axis), on, off)
     return [Result(values, call.out_dtype(x.dtype), exact=True)]
 
 

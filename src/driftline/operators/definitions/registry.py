@@ -136,8 +136,8 @@ def results(
         raise Unfit(f"there is no golden implementation of {op_type}")
     try:
         with np.errstate(all="ignore"):
-            found = definition(Call(param, inputs, outputs))
-            return [_rounded(each) for each in found]
+            computed = definition(Call(param, inputs, outputs))
+            return [_rounded(result) for result in computed]
     except Unfit:
         raise
     except (ValueError, LookupError, TypeError, ArithmeticError, MemoryError) as trouble:
@@ -171,10 +171,10 @@ def golden(op_type: str, param: Mapping[str, Any], inputs: Sequence[Any]) -> lis
             hint=did_you_mean(plain_name(op_type), known_operators()),
         )
     try:
-        found = results(op_type, param, [_taken(each) for each in inputs])
+        outputs = results(op_type, param, [_taken(value) for value in inputs])
     except Unfit as why:
         raise BadInput(f"{op_type}: {why}") from None
-    return [_given(each) for each in found]
+    return [_given(value) for value in outputs]
 
 
 def _taken(value: Any) -> Tensor:

@@ -37,11 +37,11 @@ def draws(seed: int, count: int) -> list[float]:
     state += state[0:3]
     for number in range(34, 344):
         state.append((state[number - 31] + state[number - 3]) & 0xFFFFFFFF)
-    found: list[float] = []
+    numbers: list[float] = []
     for number in range(344, 344 + count):
         state.append((state[number - 31] + state[number - 3]) & 0xFFFFFFFF)
-        found.append((state[number] >> 1) / _LARGEST)
-    return found
+        numbers.append((state[number] >> 1) / _LARGEST)
+    return numbers
 
 
 def multinomial(call: Call) -> list[Result]:
@@ -51,13 +51,13 @@ def multinomial(call: Call) -> list[Result]:
     fits(x.values.ndim == 2 and 0 < samples <= _DRAWS, "needs a matrix, and a sample or more")
     numbers = draws(call.whole("randSeed", 0), samples)
     sums = np.cumsum(real(x), -1)
-    found = np.zeros((sums.shape[0], samples))
+    chosen = np.zeros((sums.shape[0], samples))
     note = ""
     for column, number in enumerate(numbers):
         beyond = sums > number
-        found[:, column] = np.where(beyond.any(-1), beyond.argmax(-1), 0)
+        chosen[:, column] = np.where(beyond.any(-1), beyond.argmax(-1), 0)
         note = note or _doubt(sums, np.full((sums.shape[0], 1), number), x.dtype)
-    return [Result(found, call.out_dtype("int32"), exact=True, note=note)]
+    return [Result(chosen, call.out_dtype("int32"), exact=True, note=note)]
 
 
 def _doubt(sums: AnyArray, bounds: AnyArray, dtype: str) -> str:
@@ -105,10 +105,10 @@ def topk_topp(call: Call) -> list[Result]:
         else:
             numbers = _column(call, 3, "random numbers", batch)
         place, note, kept_mask = _drawn(sums, bound, numbers, x.dtype)
-    found = _picked(call, order, ranked, place, x.dtype, note)
+    outputs = _picked(call, order, ranked, place, x.dtype, note)
     if kind in (_MULTINOMIAL_LOG, _EXPONENTIAL_LOG):
-        found.append(_log_probabilities(call, ranked, sums, kept_mask, note))
-    return found
+        outputs.append(_log_probabilities(call, ranked, sums, kept_mask, note))
+    return outputs
 
 
 def _column(call: Call, number: int, name: str, batch: int) -> AnyArray:
@@ -131,7 +131,7 @@ def _drawn(
 def _picked(
     call: Call, order: AnyArray, ranked: AnyArray, place: AnyArray, dtype: str, note: str
 ) -> list[Result]:
-    chosen: Sequence[AnyArray] = [np.take_along_axis(each, place, -1) for each in (order, ranked)]
+    chosen: Sequence[AnyArray] = [np.take_along_axis(table, place, -1) for table in (order, ranked)]
     return [
         Result(chosen[0], call.out_dtype("int32"), exact=True, note=note),
         Result(chosen[1], call.out_dtype(dtype, 1), exact=True, note=note),

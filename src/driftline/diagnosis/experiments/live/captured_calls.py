@@ -84,9 +84,13 @@ class Candidate:
         """Whether it computed in 32 bits or more throughout: its format costs nothing then."""
         if self.autocast is not None:
             return False
-        held = {torch_dtype(d) for each in self.parameters.values() for d, _ in each.values()}
-        found = {*self.dtypes.values(), *held}
-        return not any(d is not None and d.is_floating_point and d.itemsize < 4 for d in found)
+        held = {
+            torch_dtype(d)
+            for module_parameters in self.parameters.values()
+            for d, _ in module_parameters.values()
+        }
+        dtypes = {*self.dtypes.values(), *held}
+        return not any(d is not None and d.is_floating_point and d.itemsize < 4 for d in dtypes)
 
     @property
     def sites(self) -> Iterable[str]:
@@ -103,8 +107,8 @@ class Candidate:
 
         Weights in formats that are more than a cast (8 bits and less) count as unknown.
         """
-        found = self.parameters.get(site, {}).get(name)
-        dtype = None if found is None else torch_dtype(found[0])
+        parameter = self.parameters.get(site, {}).get(name)
+        dtype = None if parameter is None else torch_dtype(parameter[0])
         if dtype is not None and dtype.itemsize < 2 and dtype is not torch.bool:
             dtype = None
         return dtype or self.dtypes.get(site)
@@ -170,11 +174,11 @@ def tensor_of(
 @functools.cache
 def torch_dtype(name: str) -> torch.dtype | None:
     """torch's type for one of ours; None where it has none, or packs it otherwise."""
-    known = DTYPES.get(name)
-    if known is None or known.bits < 8:
+    described = DTYPES.get(name)
+    if described is None or described.bits < 8:
         return None
-    found = getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else None
+    dtype = getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _parameters(
@@ -219,7 +223,7 @@ class Part:
         self.candidate = candidate
 
 
-class Open:
+class OpenCall:
     """A call under way.
 
     Attributes:
@@ -283,7 +287,7 @@ def is_table(module: nn.Module) -> bool:
     return type(module) is nn.Embedding and module.max_norm is None and is_pure(module)
 
 
-def is_the_programs_own(opened: Open, candidate: Candidate) -> bool:
+def is_the_programs_own(opened: OpenCall, candidate: Candidate) -> bool:
     """Whether the captured call was this very one: the same inputs in the same wide format."""
     call, module, inputs = opened.candidate, opened.frame.module, opened.inputs
     if call is None or any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
@@ -309,7 +313,7 @@ def why_never(module: nn.Module) -> str:
     return ""
 
 
-def likeness(opened: Open) -> Any:
+def likeness(opened: OpenCall) -> Any:
     """Calls that agree in this run the same code: proven for one, it holds for the others.
 
     Among torch's own layers on a CPU shapes do not matter: no kernel there depends on the order in

@@ -126,14 +126,14 @@ class LiveBatch:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     copied(value, keep)
-    return iter(found)
+    return iter(tensors)
 
 
 # Inside the reference program: its modules are also applied to what the candidate's were given.
@@ -225,17 +225,17 @@ def matching(
 ) -> Callable[[Iterable[str], Iterable[str]], Mapping[str, str]]:
     """Equal names first, then what was said, then names that are alike."""
 
-    def match(ours: Iterable[str], theirs: Iterable[str]) -> Mapping[str, str]:
-        there = dict.fromkeys(theirs)
-        here = list(ours)
-        found = {site: links[site] for site in here if links.get(site) in there}
-        taken = set(found.values())
-        found |= {s: s for s in here if s not in found and s in there and s not in taken}
-        taken = set(found.values())
-        rest = [site for site in here if site not in found]
-        if rest and len(taken) < len(there):
-            found |= link_names(rest, [site for site in there if site not in taken])
-        return found
+    def match(program_sites: Iterable[str], captured_sites: Iterable[str]) -> Mapping[str, str]:
+        free = dict.fromkeys(captured_sites)
+        sites = list(program_sites)
+        partners = {site: links[site] for site in sites if links.get(site) in free}
+        used = set(partners.values())
+        partners |= {s: s for s in sites if s not in partners and s in free and s not in used}
+        used = set(partners.values())
+        rest = [site for site in sites if site not in partners]
+        if rest and len(used) < len(free):
+            partners |= link_names(rest, [site for site in free if site not in used])
+        return partners
 
     return match
 
@@ -323,8 +323,8 @@ class LiveSubstitution:
         names = self._session.names
         if names.count != self._names:
             self._names = names.count
-            here = [place.site for place in names.places()]
-            self._links = self._match(here, self._known().sites)
+            program_sites = [place.site for place in names.places()]
+            self._links = self._match(program_sites, self._known().sites)
         return self._links.get(frame.site, "")
 
     def _replaced(self, frame: Frame, result: Any) -> Any:

@@ -30,14 +30,14 @@ _HIDDEN = -1e4
 """What is added to a score so that nothing of it is left; a bias is nearer to zero."""
 
 
-def other_kind(one: torch.dtype, other: torch.dtype) -> bool:
+def other_kind(first: torch.dtype, second: torch.dtype) -> bool:
     """Whether one is of booleans and the other of floats."""
-    return (one is torch.bool and other.is_floating_point) or (
-        other is torch.bool and one.is_floating_point
+    return (first is torch.bool and second.is_floating_point) or (
+        second is torch.bool and first.is_floating_point
     )
 
 
-def same_seen(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_seen(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two masks let the same be seen, and every row sees something.
 
     What a row is given that sees nothing is nobody's duty: nothing, or the mean of everything.
@@ -48,14 +48,14 @@ def same_seen(one: torch.Tensor, other: torch.Tensor) -> bool:
     >>> same_seen(floats == 0, floats - 1.0)
     False
     """
-    sides = [_seen(tensor) for tensor in (one, other)]
+    sides = [_seen(tensor) for tensor in (first, second)]
     if sides[0] is None or sides[1] is None:
         return False
     try:
-        ours, theirs = torch.broadcast_tensors(sides[0], sides[1])
+        first_seen, second_seen = torch.broadcast_tensors(sides[0], sides[1])
     except RuntimeError:
         return False
-    return bool(torch.equal(ours, theirs)) and bool(torch.all(torch.any(ours, -1)))
+    return bool(torch.equal(first_seen, second_seen)) and bool(torch.all(torch.any(first_seen, -1)))
 
 
 def _seen(mask: torch.Tensor) -> torch.Tensor | None:
@@ -77,7 +77,7 @@ _WIDE = (torch.float32, torch.float64)
 MOST_SHELVED = 256 << 20
 
 
-class Given:
+class SuppliedTensors:
     """What a repeated call was given, to tell it from what the module makes of it.
 
     Attributes:
@@ -157,7 +157,7 @@ class Recast:
         call: CandidateCall | None,
         live: Slots,
         site: str,
-        given: Given,
+        supplied: SuppliedTensors,
         *,
         exact: bool,
         own: bool = True,
@@ -174,7 +174,7 @@ class Recast:
         """
         assert call is not None
         by_alias = {record.alias: record for record in call.inputs.values() if record.alias}
-        found: dict[int, tuple[torch.Tensor, Record | None]] = {}
+        sources: dict[int, tuple[torch.Tensor, Record | None]] = {}
         for slot, alias, tensor in live:
             record = call.inputs.get(slot) or by_alias.get(slot)
             if record is None and alias:
@@ -185,23 +185,23 @@ class Recast:
                     raise LookupError(f"the candidate run has no input '{slot}'")
             if record is not None and self._is_the_same_mask(record, tensor, site):
                 record = None
-            found[id(tensor)] = (tensor, record)
+            sources[id(tensor)] = (tensor, record)
         low = self._low(call, site)
         made: dict[int, torch.Tensor] = {}
 
         def give(tensor: torch.Tensor) -> torch.Tensor:
-            known = found.get(id(tensor))
-            if known is None:
-                given.strangers.append(tensor)
+            source = sources.get(id(tensor))
+            if source is None:
+                supplied.strangers.append(tensor)
                 return tensor
             if id(tensor) not in made:
-                record = known[1]
+                record = source[1]
                 made[id(tensor)] = (
                     _narrowed(tensor, None if exact else low)
                     if record is None
                     else self._value(record, tensor, exact=exact, own=own)
                 )
-                given.add(made[id(tensor)])
+                supplied.add(made[id(tensor)])
             return made[id(tensor)]
 
         return give
@@ -212,8 +212,8 @@ class Recast:
         if dtype is None or not other_kind(dtype, tensor.dtype):
             return False
         same = same_seen(self._candidate.tensor(record, tensor.device, own=False), tensor)
-        known = self._masks.setdefault(site, {})
-        known[record.key.slot] = same and known.get(record.key.slot, True)
+        by_slot = self._masks.setdefault(site, {})
+        by_slot[record.key.slot] = same and by_slot.get(record.key.slot, True)
         return same
 
     def same_masks(self, site: str) -> list[str]:
@@ -231,7 +231,7 @@ class Recast:
         call: CandidateCall | None,
         slots: Slots,
         value: Any,
-        given: Given,
+        supplied: SuppliedTensors,
         *,
         exact: bool,
     ) -> Callable[[], Any]:
@@ -243,10 +243,10 @@ class Recast:
         def give(tensor: torch.Tensor) -> torch.Tensor:
             slot = names.get(id(tensor))
             if slot is None:
-                given.strangers.append(tensor)
+                supplied.strangers.append(tensor)
                 return tensor
             value = self._value(outputs[slot], tensor, exact=exact)
-            given.add(value)
+            supplied.add(value)
             return value
 
         return lambda: copied(value, give)
@@ -258,10 +258,10 @@ class Recast:
     def _value(
         self, record: Record, like: torch.Tensor, *, exact: bool, own: bool = True
     ) -> torch.Tensor:
-        there = self._candidate.tensor(record, like.device, own=False)
-        narrow = there.is_floating_point() and there.dtype not in _WIDE
-        format_ = torch.float32 if exact and narrow else there.dtype
-        value = self._shelf.cast(there, format_, own=own)
+        captured = self._candidate.tensor(record, like.device, own=False)
+        narrow = captured.is_floating_point() and captured.dtype not in _WIDE
+        format_ = torch.float32 if exact and narrow else captured.dtype
+        value = self._shelf.cast(captured, format_, own=own)
         # Where a row ends in memory shows in the last bits: lie as the program's own does.
         return value if like.is_contiguous() else laid_out(value, like)
 
@@ -296,11 +296,11 @@ class Recast:
             exact: Wide, after they were rounded to the captured run's format.
             cast: Weights in the captured run's format, kept from one repetition to the next.
         """
-        found: dict[str, torch.Tensor] = {}
+        cast_tensors: dict[str, torch.Tensor] = {}
         for path, owner, name, tensor, is_buffer in _tensors(real):
             if not tensor.is_floating_point():
                 if is_buffer:
-                    found[path] = tensor.detach().clone()
+                    cast_tensors[path] = tensor.detach().clone()
                 continue
             value = cast.get(id(tensor))
             if value is None:
@@ -313,10 +313,12 @@ class Recast:
             if exact and value.dtype not in _WIDE:
                 value = self._shelf.cast(value, torch.float32)
             if value.data_ptr() != tensor.data_ptr():
-                found[path] = value.clone() if is_buffer and value is cast[id(tensor)] else value
+                cast_tensors[path] = (
+                    value.clone() if is_buffer and value is cast[id(tensor)] else value
+                )
             elif is_buffer:
-                found[path] = value.clone()
-        return found
+                cast_tensors[path] = value.clone()
+        return cast_tensors
 
     def as_they_are(self, real: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
         """Only buffers, copied: a repeated call may move running statistics."""

@@ -74,22 +74,22 @@ def _copied(value: Any, give: Give, memo: dict[int, Any]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     if kind is list:
-        memo[id(value)] = there = list[Any]()
-        there += [_copied(item, give, memo) for item in value]
-        return there
+        memo[id(value)] = copied_list = list[Any]()
+        copied_list += [_copied(item, give, memo) for item in value]
+        return copied_list
     if kind is dict:
-        memo[id(value)] = those = dict[Any, Any]()
-        those |= {key: _copied(item, give, memo) for key, item in value.items()}
-        return those
+        memo[id(value)] = copied_dict = dict[Any, Any]()
+        copied_dict |= {key: _copied(item, give, memo) for key, item in value.items()}
+        return copied_dict
     if isinstance(value, nn.Module):
         return value
     if _is_plain(kind):
         # A cache has hundreds of small parts: `deepcopy` takes longer for them than a layer does.
-        memo[id(value)] = other = object.__new__(kind)
-        other.__dict__.update(
+        memo[id(value)] = copied_object = object.__new__(kind)
+        copied_object.__dict__.update(
             {name: _copied(item, give, memo) for name, item in value.__dict__.items()}
         )
-        return other
+        return copied_object
     with _Copying(give):
         return copy.deepcopy(value, memo)
 
@@ -126,9 +126,11 @@ def laid_out(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if like.is_contiguous() or like.layout is not torch.strided or values.shape != like.shape:
         return values.clone(memory_format=torch.contiguous_format)
     stride = like.stride()
-    repeated = [at for at, (n, s) in enumerate(zip(like.shape, stride, strict=True)) if s == 0 < n]
-    for at in repeated:
-        values = values.narrow(at, 0, 1)
+    repeated = [
+        axis for axis, (n, s) in enumerate(zip(like.shape, stride, strict=True)) if s == 0 < n
+    ]
+    for axis in repeated:
+        values = values.narrow(axis, 0, 1)
     copy_ = torch.empty_strided(values.shape, stride, dtype=values.dtype, device=values.device)
     return copy_.copy_(values).expand(like.shape)
 
@@ -137,19 +139,21 @@ def itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors are equal to the last bit, NaN and the sign of zero included."""
-    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+    if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
         return False
-    if one.numel() == 0:
+    if first.numel() == 0:
         return True
-    whole = _BITS_OF_WIDTH.get(one.element_size(), torch.uint8)
-    here, there = (t.detach().contiguous().reshape(-1).view(whole) for t in (one, other))
-    if not one.is_cpu:
-        return bool(torch.equal(here, there))
+    integer_dtype = _BITS_OF_WIDTH.get(first.element_size(), torch.uint8)
+    first_bits, second_bits = (
+        t.detach().contiguous().reshape(-1).view(integer_dtype) for t in (first, second)
+    )
+    if not first.is_cpu:
+        return bool(torch.equal(first_bits, second_bits))
     # Eight bytes at a time: torch takes eleven times as long for the elements of 16 bits.
-    words = np.dtype(np.int64 if here.nbytes % 8 == 0 else np.uint8)
-    return bool(np.array_equal(here.numpy().view(words), there.numpy().view(words)))
+    words = np.dtype(np.int64 if first_bits.nbytes % 8 == 0 else np.uint8)
+    return bool(np.array_equal(first_bits.numpy().view(words), second_bits.numpy().view(words)))
 
 
 class Script:
@@ -272,7 +276,7 @@ def unmarked(touched: Iterable[nn.Module]) -> Generator[None]:
             _put_back(module.__dict__, state)
         for value, content in contents:
             if len(value) != len(content) or any(
-                one is not other for one, other in zip(value, content, strict=True)
+                current is not saved for current, saved in zip(value, content, strict=True)
             ):
                 value.clear()
                 value.extend(content) if isinstance(value, list | deque) else value.update(content)

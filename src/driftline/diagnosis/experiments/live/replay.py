@@ -24,12 +24,12 @@ from torch import nn
 from driftline.captures.selection import Selection
 from driftline.captures.torch import layers
 from driftline.captures.torch.layers import cache_part, unwrapped
-from driftline.diagnosis.experiments.live.apply import Again, Applying, Parts
+from driftline.diagnosis.experiments.live.apply import CallApplier, Parts, RepeatedCall
 from driftline.diagnosis.experiments.live.captured_calls import (
     Candidate,
     NotReplayed,
     NotReproduced,
-    Open,
+    OpenCall,
     Part,
     Slots,
     bytes_of,
@@ -62,7 +62,7 @@ MOST_HELD = 4 << 30
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.stack: list[Open | None] = []
+        self.stack: list[OpenCall | None] = []
 
 
 class Replayer:
@@ -109,7 +109,7 @@ class Replayer:
         self.report = Report(candidate, partial=partial)
         self._recast = Recast(candidate, self._site_of)
         self._parts = Parts(self._recast, lambda m: self._site_of(m) in candidate.classes)
-        self._apply = Applying(
+        self._apply = CallApplier(
             candidate,
             self._recast,
             self._parts,
@@ -125,7 +125,7 @@ class Replayer:
         """Call a module of the program, and replay it."""
         stack = self._thread.stack
         depth = len(stack)
-        opened: Open | None = None
+        opened: OpenCall | None = None
         try:
             opened = self._before(frame, args, kwargs)
         except Exception as problem:  # an experiment never stops the program
@@ -152,7 +152,9 @@ class Replayer:
 
     # --- before the call
 
-    def _before(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Open | None:
+    def _before(
+        self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> OpenCall | None:
         if self.report.clash or frame.recompute:
             return None
         names = self._session.names
@@ -166,13 +168,13 @@ class Replayer:
         candidate = self._candidate.calls.get((site, frame.step, frame.visit))
         if candidate is None or not candidate.outputs:
             return None
-        taken = self._selection.takes_step(frame.step) and self._selection.takes_place(
+        selected = self._selection.takes_step(frame.step) and self._selection.takes_place(
             frame.site, frame.class_name, frame.place.ids
         )
-        if not taken:
+        if not selected:
             self.report.not_selected(site)
             return None
-        opened = Open(frame, args, kwargs)
+        opened = OpenCall(frame, args, kwargs)
         opened.site, opened.candidate = site, candidate
         module = frame.module
         opened.reason = why_never(module)
@@ -217,7 +219,9 @@ class Replayer:
 
     # --- after it
 
-    def _after(self, frame: Frame, opened: Open | None, parent: Open | None, result: Any) -> None:
+    def _after(
+        self, frame: Frame, opened: OpenCall | None, parent: OpenCall | None, result: Any
+    ) -> None:
         part = cache_part(frame.module, self._session.frames())
         if parent is not None and parent.parts is not None:
             self._hold(frame, parent, result, part)
@@ -236,7 +240,7 @@ class Replayer:
             for held in opened.parts or ():
                 self._held -= bytes_of(held.slots)
 
-    def _hold(self, frame: Frame, parent: Open, result: Any, part: int) -> None:
+    def _hold(self, frame: Frame, parent: OpenCall, result: Any, part: int) -> None:
         """Keep what a part gave, for the code of the module that called it."""
         assert parent.parts is not None
         slots = layers.outputs(result, part)
@@ -261,7 +265,7 @@ class Replayer:
             )
         )
 
-    def _replay(self, opened: Open, live: Slots, part: int) -> None:
+    def _replay(self, opened: OpenCall, live: Slots, part: int) -> None:
         outputs = opened.candidate.outputs if opened.candidate is not None else {}
         wanted = [(slot, alias, t) for slot, alias, t in live if slot in outputs]
         if not wanted:
@@ -274,7 +278,7 @@ class Replayer:
                 if before is not None and opened.proven and has_drawn(before):
                     raise NotReproduced("it draws random numbers")
 
-            kept = self._apply(Again(opened, way, part, wanted, good, {}), check)
+            kept = self._apply(RepeatedCall(opened, way, part, wanted, good, {}), check)
         for slot in kept.left_out:
             self.report.left_out(opened.site, slot)
         self.report.replayed(
@@ -285,7 +289,9 @@ class Replayer:
             masks=self._recast.same_masks(opened.site),
         )
 
-    def _way_that_reproduces(self, opened: Open, wanted: Slots, part: int) -> tuple[str, set[str]]:
+    def _way_that_reproduces(
+        self, opened: OpenCall, wanted: Slots, part: int
+    ) -> tuple[str, set[str]]:
         """How the module's own output comes out of its own inputs, and which slots of it do."""
         module = opened.frame.module
         everything = {slot for slot, _, _ in wanted}

@@ -110,48 +110,48 @@ class Report:
         """Compare the two module trees as far as both are known: names, then shapes."""
         if not self._candidate.parameters:
             return
-        found = self._clashes(names, sites)
-        self.clashes = found
-        if found and not self._partial:
-            self.clash = found[0]
+        clashes = self._clashes(names, sites)
+        self.clashes = clashes
+        if clashes and not self._partial:
+            self.clash = clashes[0]
 
     def _clashes(self, names: ModuleNames, sites: Mapping[str, str]) -> list[str]:
         parameters = self._candidate.parameters
-        known = {site: partner for site, partner in sites.items() if partner in parameters}
-        found: list[str] = []
+        partners = {site: partner for site, partner in sites.items() if partner in parameters}
+        clashes: list[str] = []
         met = set(sites.values())
         for place in names.places():
             module = place.ref()
             if module is None or not any(p is not None for p in module._parameters.values()):
                 continue
-            partner = known.get(place.site)
+            partner = partners.get(place.site)
             if partner is None:
                 if place.root.helper:
                     continue
-                found.append(
+                clashes.append(
                     f"the program's model has a module '{place.site}' ({place.class_name}) that "
                     "the candidate run's model has not, or has not called"
                 )
                 continue
-            theirs = parameters[partner]
+            candidate_parameters = parameters[partner]
             for name, tensor in module._parameters.items():
-                if tensor is None or name not in theirs:
+                if tensor is None or name not in candidate_parameters:
                     continue
-                dtype, shape = theirs[name]
+                dtype, shape = candidate_parameters[name]
                 if tuple(tensor.shape) != tuple(shape) and "int" not in dtype:
-                    found.append(
+                    clashes.append(
                         f"'{place.site}.{name}' has shape {tuple(tensor.shape)} in the program's "
                         f"model and {tuple(shape)} in the candidate run's"
                     )
         called = set(self._candidate.sites)
         for site, held in parameters.items():
             if held and site in called and site not in met and met:
-                found.append(
+                clashes.append(
                     f"the candidate run has a module '{site}' "
                     f"({self._candidate.classes.get(site, 'of an unknown class')}) that the "
                     "program's model has not"
                 )
-        return found
+        return clashes
 
     def to_json(self) -> dict[str, Any]:
         """Site → status, for every site of the captured run."""

@@ -21,7 +21,7 @@ from driftline.captures.torch import tensors as snapshots
 from driftline.diagnosis.experiments.live.captured_calls import (
     Candidate,
     NotReplayed,
-    Open,
+    OpenCall,
     is_pure,
     torch_dtype,
 )
@@ -75,12 +75,12 @@ class _Sums:
     def to_json(self) -> dict[str, Any]:
         p = self.er / self.rr if self.rr > 0.0 else 0.0
         size = {"rows": self.rows, "elements": self.elements}
-        found: dict[str, Any] = {**size, "error": self.error, "projection": p}
+        document: dict[str, Any] = {**size, "error": self.error, "projection": p}
         if self.rr > 0.0 and self.rows > 1:
             spread = self.er_er - 2.0 * p * self.er_rr + p * p * self.rr_rr
             spread = max(spread, 0.0) * self.rows / (self.rows - 1)
-            found["projection_se"] = math.sqrt(spread) / self.rr
-        return found
+            document["projection_se"] = math.sqrt(spread) / self.rr
+        return document
 
 
 def _by_row(r: torch.Tensor, e: torch.Tensor) -> list[list[float]]:
@@ -106,10 +106,10 @@ class Noise:
 
     def of(self, site: str) -> dict[str, Any] | None:
         """That of the result which has most of it, as JSON; None where none was measured."""
-        found = self._sums.get(site)
-        if not found:
+        by_slot = self._sums.get(site)
+        if not by_slot:
             return None
-        slot, sums = max(found.items(), key=lambda item: item[1].error)
+        slot, sums = max(by_slot.items(), key=lambda item: item[1].error)
         return {"slot": slot, **sums.to_json()}
 
 
@@ -132,7 +132,7 @@ _SMALLEST = 1e-10
 """Rows below this size are not judged: squares of their differences are no numbers any more."""
 
 
-class Some(NamedTuple):
+class Sample(NamedTuple):
     """Some rows and channels of a result.
 
     Attributes:
@@ -146,7 +146,7 @@ class Some(NamedTuple):
     every: int
 
 
-def nearness(captured: torch.Tensor, native: torch.Tensor, some: Some) -> float | None:
+def nearness(captured: torch.Tensor, native: torch.Tensor, some: Sample) -> float | None:
     """The difference of two results in units of noise; None where they are not near.
 
     Args:
@@ -163,26 +163,26 @@ def nearness(captured: torch.Tensor, native: torch.Tensor, some: Some) -> float 
     if not float((some.captured.to(some.exact.dtype) - some.exact).norm()) <= _SIZE * noise:
         return None
     channels = native.shape[-1]
-    at = _apart(captured, native)
-    made = native.reshape(-1)[at].float()
-    d = captured.reshape(-1)[at].float() - made
+    differing = _apart(captured, native)
+    made = native.reshape(-1)[differing].float()
+    d = captured.reshape(-1)[differing].float() - made
     size = float(torch.linalg.vector_norm(native.float())) ** 2
     rows = torch.zeros(native.numel() // channels, device=native.device)
-    rows.index_add_(0, at // channels, d * d)
+    rows.index_add_(0, differing // channels, d * d)
     typical = noise / math.sqrt(some.exact.numel())
     worst = float(trusted.square().sum(-1).max()) / some.exact.shape[-1]
     unit = torch.finfo(native.dtype).eps / 2.0
-    whole = math.sqrt(float(rows.sum()) / native.numel()) / typical if typical else math.inf
+    overall = math.sqrt(float(rows.sum()) / native.numel()) / typical if typical else math.inf
     offset = abs(float(d.sum())) / math.sqrt(native.numel() * size) if size else math.inf
     lean = abs(float(d @ made)) / size if size else math.inf
     # Written so that what is no number is not near.
     near = (
-        whole <= _WHOLE
+        overall <= _WHOLE
         and float(rows.max()) / channels <= _ROW**2 * worst
         and lean <= _LEAN * unit
         and offset <= _OFFSET * unit
     )
-    return whole if near else None
+    return overall if near else None
 
 
 def wide_nearness(captured: torch.Tensor, made: torch.Tensor) -> float | None:
@@ -211,13 +211,15 @@ def wide_nearness(captured: torch.Tensor, made: torch.Tensor) -> float | None:
     return most if near else None
 
 
-def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _apart(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Places of a flat tensor of 16 bits where two are not the same to the bit."""
-    here, there = (t.detach().contiguous().reshape(-1).view(torch.int16) for t in (one, other))
-    if not one.is_cpu:
-        return (here != there).nonzero().reshape(-1)
+    first_bits, second_bits = (
+        t.detach().contiguous().reshape(-1).view(torch.int16) for t in (first, second)
+    )
+    if not first.is_cpu:
+        return (first_bits != second_bits).nonzero().reshape(-1)
     # torch takes several times as long for elements of 16 bits.
-    return torch.from_numpy(np.flatnonzero(here.numpy() != there.numpy()))
+    return torch.from_numpy(np.flatnonzero(first_bits.numpy() != second_bits.numpy()))
 
 
 # What is kept of a replay: values where they say something, how small the noise is where not.
@@ -310,7 +312,7 @@ class Results:
         if native is not None:
             if may_be_near and exact.dim() > 1 and exact.shape == record.shape:
                 captured = self._candidate.tensor(record, exact.device, own=False)
-                some = Some(some_rows(exact), some_rows(captured), 1)
+                some = Sample(some_rows(exact), some_rows(captured), 1)
                 apart = self.nearness(record, native, some)
             if apart is None:
                 self.put_exact(*about, exact)
@@ -321,7 +323,7 @@ class Results:
         self.mention_native(*about, own=apart is None)
         return apart
 
-    def nearness(self, record: Record, native: torch.Tensor, some: Some) -> float | None:
+    def nearness(self, record: Record, native: torch.Tensor, some: Sample) -> float | None:
         """How far a captured product is from a trusted one, as `replay_nearness` has it."""
         if not self._may_be_left_out(record):
             return None
@@ -344,7 +346,7 @@ class Results:
             and not self._candidate.run.lost(record)
         )
 
-    def some_of_a_product(self, opened: Open, weights: Mapping[str, torch.Tensor]) -> Some:
+    def some_of_a_product(self, opened: OpenCall, weights: Mapping[str, torch.Tensor]) -> Sample:
         """Some rows and channels of a linear layer, in wide arithmetic.
 
         Args:
@@ -368,7 +370,7 @@ class Results:
                 widened(weight[::every]),
                 None if bias is None else widened(bias[::every]),
             )
-        return Some(made, y[:, ::every], every)
+        return Sample(made, y[:, ::every], every)
 
     def measure(self, site: str, slot: str, like: Record, exact: torch.Tensor, to: Noise) -> None:
         """Measure the noise of a call on some rows of what it gave."""
@@ -377,7 +379,7 @@ class Results:
             to.add(site, slot, some_rows(exact), some_rows(own))
 
 
-class Handed:
+class PassedToParts:
     """What a module's own code made for its parts in one repetition.
 
     Args:
@@ -386,7 +388,7 @@ class Handed:
         narrow: In the captured run's format.
 
     Attributes:
-        found: Key → the captured record, and what was handed; None where that is the captured one.
+        tensors: Key → the captured record, and what was passed; None if equal to the captured one.
     """
 
     def __init__(
@@ -396,7 +398,7 @@ class Handed:
         self._require_room = require_room
         self._narrow = narrow
         self._held = 0
-        self.found: dict[TensorKey, tuple[Record, torch.Tensor | None]] = {}
+        self.tensors: dict[TensorKey, tuple[Record, torch.Tensor | None]] = {}
 
     def __call__(self, record: Record, tensor: torch.Tensor) -> None:
         if self._narrow and (low := torch_dtype(record.dtype)) is not None:
@@ -406,14 +408,14 @@ class Handed:
             self._held += tensor.numel() * tensor.element_size()
             self._require_room(self._held)
             tensor = clone(tensor)  # the code may go on to work in place
-        self.found[record.key] = record, None if own else tensor
+        self.tensors[record.key] = record, None if own else tensor
 
     @property
     def is_its_own(self) -> bool:
-        return all(tensor is None for _, tensor in self.found.values())
+        return all(tensor is None for _, tensor in self.tensors.values())
 
 
-def is_a_plain_product(opened: Open, way: str) -> bool:
+def is_a_plain_product(opened: OpenCall, way: str) -> bool:
     """Whether a call is a linear layer's, every row of which can be computed by itself."""
     call, module = opened.candidate, opened.frame.module
     return (
