@@ -1,7 +1,7 @@
-"""The door to diagnosis: two runs, and whatever other evidence there is, become one finding.
+"""The public functions of diagnosis: two runs, and other evidence if there is any, give a finding.
 
-Works with what it is given and says what more it would need. Starts no program; everything may be
-in memory.
+They work with whatever evidence is given and say what more would help. They start no program;
+runs and evidence may be folders or objects in memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def diagnose(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
-    """Say where two runs begin to disagree, whether that is more than noise, and what kind it is.
+    """Find where two runs begin to disagree, whether it is more than noise, and the kind of bug.
 
     Args:
         reference: What is right: a run, or the path of one.
@@ -67,14 +67,20 @@ def diagnose(
     options = options or AlignOptions()
     plan = align_runs(reference_run, candidate_run, options)
     table = measure(plan, reference_run, candidate_run, threads=threads, progress=progress)
+    # Gradients of different loss scales are brought to one scale first; otherwise every gradient of
+    # a scaled run would look wrong.
     table = on_their_scales(table, plan.pairs, reference_run, candidate_run)
     opened_replay = None if replay is None else open_replay(replay)
     variants: list[Variant] = []
     for trusted in open_noise(noise):
         name = trusted.name
+        # Names identify runs in the noise floor, so two folders with the same name must not
+        # overwrite each other.
         while any(name == variant.name for variant in variants):
             name += "'"
         trusted_plan = align_runs(reference_run, trusted.run, options)
+        # Noise runs are aligned and measured exactly as the candidate is: only then are their
+        # errors comparable with its errors.
         measured = measure(trusted_plan, reference_run, trusted.run, threads=threads)
         measured = on_their_scales(measured, trusted_plan.pairs, reference_run, trusted.run)
         variants.append(Variant(name, measured, trusted.run, trusted_plan))
@@ -85,7 +91,7 @@ def diagnose(
 
 
 def diagnose_table(table: Table, *, noise: Sequence[Table] = ()) -> Diagnosis:
-    """The same from a comparison that was made before: no tensor is read, so no cause is named.
+    """The same from an existing comparison: no tensor is read, so no cause can be named.
 
     Args:
         table: What `driftline.compare` gave, or `open_table` read.

@@ -1,7 +1,9 @@
-"""A suspicion from sums over whole tensors is looked at again, on each half of the tokens.
+"""A second look at suspicions, false-alarm rates, and what the devices of the runs explain.
 
-For sites that were judged without a replay. What shows on one half only is an accident, unless it
-is far outside: then one token is off, and that is enough.
+Sites that were judged without a replay are suspected because of sums over whole tensors. Here the
+suspicion is tested again on each half of the tokens: what shows on one half only is an accident,
+unless it is far outside (a single token is off, and that is enough). The same halves tell how
+often a clean site would be suspected. Decides no status: that is `status`.
 """
 
 from __future__ import annotations
@@ -41,18 +43,20 @@ from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
+# If this little of the error remains without the tokens that were routed elsewhere, the error
+# belonged to those tokens.
 _GONE = 0.3
-"""Of the error may be left when flipped tokens are: then it was theirs."""
+"""Share of the error that may be left without the flipped tokens."""
 
 
 class Confirmation(NamedTuple):
-    """What a second look gave.
+    """Result of a second look.
 
     Attributes:
         holds: Whether the suspicion stands.
-        halves: How far outside either half is, in units of the limit.
+        halves: How far outside each half is, in units of the limit.
         effect: The effect on all rows that were looked at.
-        remark: Why it does not hold, if it is not for the halves.
+        remark: Why it does not hold, if the halves are not the reason.
     """
 
     holds: bool
@@ -64,13 +68,14 @@ class Confirmation(NamedTuple):
 def confirmed(
     runs: Runs, standing: SiteStatus, floor: NoiseFloor | None, flips: Sequence[Flip] = ()
 ) -> Confirmation | None:
-    """A second look at the tensor that made a site guilty; None where its values are not there.
+    """Take a second look at the tensor that made a site suspect; None if its values are missing.
 
-    Tokens that a router sent elsewhere, and what they reach, are left out where the error goes with
-    them; where it does not, they excuse nothing.
+    Tokens that a router sent to other experts, and what they reach, are left out if the error
+    disappears with them; if it does not, they excuse nothing.
     """
     row = standing.call.worst
     pair = next((pair for pair in runs.plan.pairs if pair.reference.key == row.key), None)
+    # Transformed pairs are skipped: their stored rows do not correspond one to one.
     if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
         return None
     reference, candidate = pair.reference, pair.candidate
@@ -88,6 +93,7 @@ def confirmed(
     reached = rows_reached(flips, row.key.site, reference, reference.shape) if flips else None
     if reached is not None:
         kept = ~reached[places]
+        # Fewer than four rows cannot be divided into halves that mean anything.
         if np.count_nonzero(kept) < 4:
             return Confirmation(False, (0.0, 0.0), NOTHING, ROUTING_REACHES_ALL)
         rest = effect_of(sums(r[kept], c[kept]))
@@ -101,33 +107,37 @@ def confirmed(
     if standing.leaning:
         over = tuple(_lean(half, row.key, floor) for half in (first, second))
         return Confirmation(min(over) > 1.0, (over[0], over[1]), effect, remark)
+    # An infinite ratio is not made less certain by halves, and very few rows have no halves worth
+    # testing.
     if not math.isfinite(standing.ratio) or len(r) < 4:
         return Confirmation(True, (standing.ratio, standing.ratio), effect)
     limit = standing.call.error / standing.ratio if standing.ratio > 0.0 else math.inf
     over = first.error / limit, second.error / limit
     ratio = standing.ratio if reached is None else effect.error / limit
+    # A gross excess stands even if one half is clean: one token that is far off is a fault.
     return Confirmation(min(over) > 1.0 or ratio > GROSS, over, effect, remark)
 
 
 def _lean(half: Effect, key: TensorKey, floor: NoiseFloor | None) -> float:
-    """How far a half leans outside what trusted runs do, in units of five standard errors."""
+    """How far the projection of a half lies outside the trusted span, in five standard errors."""
     span = floor.leans.get(key) if floor is not None else None
     if span is None or not half.projection_se > 0.0:
         return 0.0
+    # The span always contains 0: being nearer to the reference than the trusted runs is no fault.
     low, high = min(span[0], 0.0), max(span[1], 0.0)
     return max(half.projection - high, low - half.projection, 0.0) / (5.0 * half.projection_se)
 
 
-# How often a clean site would be called guilty: counted on halves of the tokens, never assumed.
+# False-alarm rates: counted on halves of the tokens, never assumed.
 
 
 _TENSORS = 256
 _ELEMENTS = 1 << 14
-"""Of one tensor: enough rows to tell one half from the other."""
+"""Elements read of one tensor: enough rows to compare its halves."""
 
 
 class Rate(NamedTuple):
-    """How often a clean site would be called guilty, and what that rests on.
+    """How often a clean site would be called guilty, and on how many tests that rests.
 
     Attributes:
         rate: Per clean site.
@@ -153,23 +163,29 @@ class Rate(NamedTuple):
 
 
 def by_replay(judged: Iterable[ReplayResult]) -> Rate | None:
-    """Sites outside on exactly one half are false screens; a false alarm must happen on both."""
+    """Rate from replays: a site outside on exactly one half is a false suspicion.
+
+    A false alarm needs both halves, so the rate of one half is squared.
+    """
     tested = [judgement for judgement in judged if not judgement.trouble]
     if not tested:
         return None
     split = sum((judgement.halves[0] > 1.0) != (judgement.halves[1] > 1.0) for judgement in tested)
+    # One is added, so that no test without an accident claims a rate of zero.
     once = (split + 1) / (2 * len(tested))
     return Rate(_rounded(min(once * once, 1.0)), "replay", len(tested), split)
 
 
 def by_noise(floor: NoiseFloor, variants: Sequence[Variant], reference: Run) -> Rate | None:
-    """Each trusted run against the others, on halves of the tokens; None with a single one.
+    """Rate from noise runs: each trusted run is tested against the others, on halves of the tokens.
 
-    How much wider the interval of the others must be is learnt from them alone, so that the run
-    that is tried has no say in it.
+    The margin is learnt from the others alone, so that the run under test has no influence on its
+    own limit. None with a single run.
     """
     used = [variant for variant in variants if variant.name in floor.used]
     trusted = [(variant, variant.run) for variant in used if variant.run is not None]
+    # A run whose tensors are not at hand cannot be tested, and a rate of a part of the runs would
+    # be misleading.
     if len(trusted) < 2 or len(trusted) < len(used):
         return None
     errors = [floor.measured[variant.name] for variant, _ in trusted]
@@ -201,6 +217,8 @@ def by_noise(floor: NoiseFloor, variants: Sequence[Variant], reference: Run) -> 
             continue
         for number, (_, first, second) in enumerate(seen):
             others = max(error for other, (error, _, _) in enumerate(seen) if other != number)
+            # The same quarter of a unit that `NoiseFloor.excess` allows; the rate must use the
+            # limit that is used in earnest.
             limit = margins[number] * others + 0.25 * units[number]
             over = first > limit, second > limit
             tested += 1
@@ -219,7 +237,7 @@ def _errors(r: F64, c: F64) -> tuple[float, float, float]:
 
 
 def _partners(plan: Plan | None) -> dict[TensorKey, Record]:
-    """The reference's key → a trusted run's record of the same tensor as it is."""
+    """Reference key -> record of the same tensor in a trusted run, if neither is transformed."""
     if plan is None:
         return {}
     return {
@@ -230,12 +248,14 @@ def _partners(plan: Plan | None) -> dict[TensorKey, Record]:
 
 
 def _chosen(reference: Run, keys_by_run: Sequence[set[TensorKey]]) -> list[Record]:
-    """Outputs that every trusted run has, each tensor once; an even sample where there are many."""
+    """Outputs that every trusted run has, each tensor once; an even sample if there are many."""
     seen: set[str] = set()
     chosen: list[Record] = []
     for record in reference.records:
         if record.key.port != "output" or not all(record.key in keys for keys in keys_by_run):
             continue
+        # Equal bytes under several names (views, tied outputs) would count one accident several
+        # times.
         if not is_readable(reference, record) or record.digest in seen:
             continue
         if record.digest:
@@ -253,7 +273,7 @@ def _rounded(rate: float) -> float:
     return float(f"{rate:.3g}")
 
 
-# On which devices runs were made, and what these do to float32 by themselves.
+# Devices on which runs were made, and TF32, which CUDA uses for float32 on its own account.
 
 
 _SWITCHES = {
@@ -272,10 +292,10 @@ def devices_of(run: Run) -> frozenset[str]:
 
 
 def noise_elsewhere(candidate: Run, variants: Sequence[Variant], used: Sequence[str]) -> str:
-    """What to do where no trusted run was made on the candidate's device; empty where one was.
+    """Advice where no noise run was made on the candidate's device; empty where one was.
 
-    Kernels of another device add in other orders and fuse other things: what they do is not in the
-    interval of such runs.
+    Kernels of another device add in other orders and fuse other operations: their noise is not
+    inside the interval of such runs.
     """
     candidate_devices = devices_of(candidate)
     trusted_devices = [
@@ -297,7 +317,7 @@ def noise_elsewhere(candidate: Run, variants: Sequence[Variant], used: Sequence[
 
 
 def by_device(naming: NamedCause, runs: Runs, row: Row) -> NamedCause:
-    """A cause, and whether fewer digits than float32 has come from torch's own choice of TF32."""
+    """A named cause, with a remark if torch's own choice of TF32 explains the missing digits."""
     if naming.cause != "low-precision" or naming.detail not in TF32:
         return naming
     pair = next((pair for pair in runs.plan.pairs if pair.reference.key == row.key), None)

@@ -1,8 +1,9 @@
-"""How many terms the longest sum of a site has: what rounding is to be expected there.
+"""Kinds of modules by name, and the length of the longest sum in a module.
 
-From the weights of the module tree (a Linear adds up its input channels, a convolution its window),
-from the class where it has none (softmax, means, products of matrices), and from the shapes that
-went in. A site of which nothing is known adds up nothing.
+The number of terms of a sum decides how much rounding is to be expected. It comes from the weights
+of the module tree (a Linear adds up its input channels, a convolution its window), from the class
+where there are no weights (softmax, means, matrix products), and from the input shapes. A site of
+which nothing is known counts as a sum of one term.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from driftline.runs.run import Run
 
 Shape = tuple[int, ...]
 
+# `Conv1D` of transformers is a matrix product, torch's `Conv1d` a convolution: only the case of the
+# last letter differs.
 _LOOKS_UP = re.compile(r"(?i)embedding|gather|take")
 _CONVOLVES = re.compile(r"(?i)conv(?!1d$)|conv\dd$")
 _MULTIPLIES = re.compile(r"(?i)linear|matmul|gemm|\bb?mm\b|addb?mm|einsum|dense|conv1d$")
@@ -26,7 +29,7 @@ _ATTENDS = re.compile(r"(?i)attention|attn|sdpa")
 
 
 def attends(class_name: str) -> bool:
-    """Whether a module is an attention, by its name.
+    """Whether a module is an attention, judged by its class name.
 
     >>> attends("LlamaSdpaAttention"), attends("LlamaMLP")
     (True, False)
@@ -35,7 +38,7 @@ def attends(class_name: str) -> bool:
 
 
 def lengths_of(run: Run | None) -> Lengths:
-    """What a run's module trees and shapes say of the sums of each site; without one, shapes."""
+    """A function that gives the length of the longest sum in a call, from a run's module trees."""
     held: Mapping[str, Shape] = {} if run is None else _weights(run)
 
     def length(site: str, class_name: str, ins: Sequence[Row], outs: Sequence[Row]) -> int:
@@ -52,7 +55,7 @@ def sum_length(
     input_shapes: Sequence[Shape],
     output_shapes: Sequence[Shape],
 ) -> int:
-    """Terms of the longest sum of a call.
+    """Number of terms of the longest sum of a call.
 
     Args:
         class_name: Of the module or operator.
@@ -72,6 +75,7 @@ def sum_length(
     1
     """
     row = max((shape[-1] for shape in input_shapes), default=0)
+    # Embeddings and gathers copy rows: nothing is added up, whatever the size of the weight.
     if _LOOKS_UP.search(class_name):
         return 1
     if weight is not None and len(weight) >= 2:
@@ -80,6 +84,7 @@ def sum_length(
         # Which axis is added up differs between libraries; the input's channels tell.
         return row if row in weight else max(weight[-2:])
     if weight is not None and len(weight) == 1:
+        # A weight of one axis belongs to a norm, whose mean runs over that axis.
         return weight[0]
     if _MULTIPLIES.search(class_name):
         return input_shapes[0][-1] if input_shapes else row
@@ -95,7 +100,7 @@ def sum_length(
 
 
 def _weights(run: Run) -> Mapping[str, Shape]:
-    """The weight of every module, by site."""
+    """Shape of the weight of every module, by site."""
     shapes: dict[str, Shape] = {}
     for rank, process in sorted({(r.key.rank, r.key.process) for r in run.records}):
         tree = run.topology(rank, process)
@@ -103,6 +108,8 @@ def _weights(run: Run) -> Mapping[str, Shape]:
             continue
         try:
             nodes = list(ModuleTree.from_json(tree).walk())
+        # Trees come from files of any origin; a damaged one only means that lengths are guessed
+        # from shapes.
         except (AttributeError, KeyError, TypeError, ValueError):
             continue
         for node in nodes:

@@ -1,6 +1,7 @@
-"""Evidence becomes one finding: statuses, culprits, a cause, shares, rates and sentences.
+"""The diagnosis itself: from evidence to statuses, culprits, causes, shares, rates and sentences.
 
-Takes measured tables and whatever else there is; opens nothing.
+Takes measured tables and opened evidence; opens no file. The order of the steps matters: statuses
+first, then a second look at every suspicion, then causes of the sites that remain.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ from driftline.diagnosis.status import SiteStatus, site_statuses
 from driftline.diagnosis.texts import needs
 from driftline.errors import BadInput
 
+# Each second look reads two tensors; beyond this many suspicions the first ones decide anyway.
 _SECOND_LOOKS = 16
+# How far each kind of evidence can be trusted at best. Replay compares the same computation on the
+# same input; growth only compares siblings.
 _TRUST = {"replay": 0.97, "noise": 0.85, "growth": 0.6, "weights": 0.99}
 _SHOWN = {
     "replay": "replay",
@@ -50,7 +54,7 @@ _SHOWN = {
 
 
 class Assembly:
-    """One diagnosis on its way."""
+    """One diagnosis under construction; `diagnosis()` gives the result."""
 
     def __init__(
         self,
@@ -62,6 +66,7 @@ class Assembly:
         self.table = table
         self.variants = variants
         self.runs = runs
+        # Findings use the reference's names, an experiment those of the candidate's program.
         self.proof = proof if runs is None or proof is None else _renamed(proof, runs)
         self.replay = runs.replay if runs is not None else None
         flow = None if runs is None else flow_of(runs.reference, runs.candidate, runs.plan)
@@ -91,6 +96,7 @@ class Assembly:
                 "the replay has no tensor in common with the candidate",
                 hint='it was made for another run: driftline replay CAND --exec "..." -o REPLAY',
             )
+        # A replay with a mask of another kind is another computation, whatever numbers it gave.
         for site, why in inputs_of_other_kinds(runs.plan, replay.sites).items():
             if site in judged:
                 judged[site] = ReplayResult(False, trouble=why)
@@ -120,8 +126,12 @@ class Assembly:
         first = culprits[0] if culprits else None
         named: dict[Place, NamedCause] = {}
         if self.runs is not None:
+            # Causes are named for the first three culprits only: each costs reading several
+            # tensors, and later ones are mostly consequences.
             for place in culprits[:3]:
                 judged = self.judged.get(place.site) if place.direction == "forward" else None
+                # Replay had nothing to say here, so its reference values must not be used as exact
+                # ones.
                 if judged is not None and judged.trouble:
                     judged = None
                 naming = name_cause(self.runs, self.sites, place, statuses[place], judged)
@@ -133,12 +143,15 @@ class Assembly:
         final, final_noise = final_error(self.sites, self.floor, first)
         rate = self._rate()
         if first is None:
+            # Without a culprit there are two endings: a site that contradicts itself makes the
+            # result undecided, otherwise the run is clean.
             suspects = self._suspects(statuses)
             gathered = self._evidence(statuses, None, named, final, final_noise, rate)
             if suspects:
                 return self._undecided(suspects, findings, gathered, coverage, rate)
             return self._clean(findings, statuses, final, gathered, coverage, rate)
         share, wording = explained(final, final_noise), ""
+        # A measured share from bisection replaces the estimate.
         if self.proof is not None:
             share, wording = texts.proven(self.proof, first.site, culprits)
         gathered = self._evidence(statuses, first, named, final, final_noise, rate)
@@ -178,7 +191,7 @@ class Assembly:
         return needs(self.runs, self.table, self.floor, self.judged, standing, unproven, elsewhere)
 
     def _suspects(self, statuses: Mapping[Place, SiteStatus]) -> list[Place]:
-        """Sites that do not agree with themselves and are off by other evidence, too."""
+        """Sites that do not reproduce their own output and are off by other evidence as well."""
         suspects: list[Place] = []
         for place, standing in statuses.items():
             other = standing.suspected
@@ -199,7 +212,7 @@ class Assembly:
         coverage: Coverage,
         rate: Rate | None,
     ) -> Diagnosis:
-        """Nobody is guilty, and yet it cannot be said that nothing is wrong."""
+        """The result if no site is guilty, but one that cannot be judged is off beyond noise."""
         first = min(suspects, key=lambda place: self.sites[place].order)
         gathered["suspects"] = [place.site for place in suspects]
         return Diagnosis(
@@ -215,11 +228,15 @@ class Assembly:
     def _looked_at_again(
         self, statuses: dict[Place, SiteStatus]
     ) -> tuple[dict[Place, SiteStatus], list[Place]]:
-        """Without suspicions that one half of the tokens does not bear out."""
+        """Statuses and culprits without suspicions that only one half of the tokens supports.
+
+        Repeats until no culprit is dropped: dropping one may bring another to the front.
+        """
         while True:
             culprits = self._culprits(statuses)
             doubtful = None
             for place in culprits[:_SECOND_LOOKS] if self.runs is not None else ():
+                # Replay has looked at halves already, and weights are exact.
                 if statuses[place].by not in ("noise", "growth") or place in self.seen:
                     continue
                 assert self.runs is not None
@@ -239,7 +256,7 @@ class Assembly:
             }
 
     def _flips(self, runs: Runs) -> list[Flip]:
-        """Choices of routers that fell otherwise; looked for once, and said."""
+        """Changed expert choices; searched once, and mentioned in the notes."""
         if self.flips is None:
             self.flips = flips(runs.reference, runs.candidate, runs.plan)
             if self.flips:
@@ -266,6 +283,7 @@ class Assembly:
         call = standing.call
         row = call.worst
         judged = self.judged.get(place.site) if place.direction == "forward" else None
+        # The effect measured by replay comes first: it is the error of this site alone.
         effect = judged.effect if judged is not None else None
         if effect is None and place in self.seen:
             effect = self.seen[place].effect
@@ -301,20 +319,25 @@ class Assembly:
 
     def _confidence(self, place: Place, standing: SiteStatus) -> float:
         trust = _TRUST.get(standing.by, 0.5)
+        # Confidence rises with the distance from the limit; beyond fifty times it no longer
+        # changes.
         far = 1.0 - 0.5 * math.exp(-(min(standing.ratio, 50.0) - 1.0))
         judged = self.judged.get(place.site) if standing.by == "replay" else None
         halves = judged.halves if judged is not None else None
         if standing.by != "replay" and place in self.seen:
             halves = self.seen[place].halves
+        # Only one half supports it (a gross error): less certain which site is to blame.
         if halves is not None and min(halves) <= 1.0:
             trust *= 0.8
         if self.proof is not None:
+            # Substitution either proves the site or contradicts it; a contradiction halves the
+            # trust.
             bears_out = self.proof.is_about(place.site)
             trust, far = (max(trust, 0.99), 1.0) if bears_out else (trust / 2.0, far)
         return round(max(0.0, min(1.0, trust * far)), 4)
 
     def _rate(self) -> Rate | None:
-        """How often a clean site would be called guilty, from what this very evidence shows."""
+        """False-alarm rate, measured on the evidence at hand; None if it cannot be measured."""
         if self.judged:
             return confirmation.by_replay(self.judged.values())
         if self.floor is None or self.runs is None:
@@ -362,7 +385,7 @@ class Assembly:
     ) -> Diagnosis:
         unknown = sum(finding.status == "unknown" for finding in findings)
         judged = len(findings) - unknown
-        # What was looked at again and acquitted is no measure of how near the limit is.
+        # A suspicion that the second look dropped is no measure of how near the limit is.
         within_limit = [
             finding
             for finding in findings
@@ -392,7 +415,7 @@ class Assembly:
 
 
 def _renamed(proof: Substitution, runs: Runs) -> Substitution:
-    """Findings go by the reference's names, an experiment by those of the candidate's program."""
+    """The bisection with the reference's name of its site, as findings use those names."""
     for pair in runs.plan.pairs:
         if pair.candidate.key.port == "output" and pair.candidate.key.site == proof.site:
             return proof._replace(site=pair.reference.key.site)

@@ -1,8 +1,9 @@
-"""Who feeds whom: for sites whose inputs were not captured, the sites that made them.
+"""Sites and their calls: rows of a comparison grouped into what went into a site and what came out.
 
-Edges of a dump's topology (graphs, ATB) or of its list of calls. A maker that has no tensor in the
-table hands on what was made before it, so edges go through code that was not captured. Which call
-of a maker is meant is decided by the order of execution, and not here.
+Rows become calls, calls become sites. Where a site's inputs were not captured, the sites that
+produced them are found from the edges of a dump (graphs, ATB, lists of calls); a producer that is
+not in the table is passed over, so edges go through code that was not captured. Also says which
+site contains which, and which steps of two runs can be compared at all. Judges nothing.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ Flow: TypeAlias = Mapping[tuple[int, int], Makers]
 
 _NOBODY: frozenset[str] = frozenset()
 _MOST = 64
-"""Makers of one tensor; a tensor with more has no single past."""
+"""Most producers of one tensor; a tensor with more has no single history."""
 
 
 def flow_of(reference: Run, candidate: Run, plan: Plan) -> Flow:
-    """The edges of the reference or, where it says nothing, of the candidate under its names."""
+    """Edges of the reference or, if it has none, of the candidate under the reference's names."""
     captured = {pair.reference.key.site for pair in plan.pairs if _is_made(pair.reference.key.port)}
     flow = _of_run(reference, captured)
     if any(flow.values()):
@@ -78,9 +79,11 @@ def _of_process(run: Run, rank: int, process: int, captured: Collection[str]) ->
 
 
 def _of_graphs(text: str) -> Iterator[tuple[str, str]]:
-    """Makers and takers among the nodes of compiled graphs; a part is what gave the whole."""
+    """(maker, taker) among the nodes of compiled graphs; for a part of a result, its whole node."""
     for graph in read_graphs(text):
         nodes = {node.name: node for node in graph.nodes}
+        # The backward graph has edges of gradients; those are derived from the forward edges by
+        # reversal.
         for node in graph.nodes if graph.kind != "backward" else ():
             for name in node.inputs:
                 maker = nodes.get(name)
@@ -90,7 +93,7 @@ def _of_graphs(text: str) -> Iterator[tuple[str, str]]:
 
 
 def by_edges(edges: Iterable[tuple[str, str]], captured: Collection[str]) -> Makers:
-    """Makers of each known site, by pairs (maker, taker).
+    """Makers of each captured site, from pairs (maker, taker).
 
     >>> by_edges([("a", "cast"), ("cast", "b")], {"a", "b"})["b"]
     frozenset({'a'})
@@ -103,6 +106,8 @@ def by_edges(edges: Iterable[tuple[str, str]], captured: Collection[str]) -> Mak
         if taker not in captured:
             continue
         makers: set[str] = set()
+        # A search backwards that stops at captured sites. `seen` guards against cycles of damaged
+        # files.
         seen, waiting = {taker}, list(before[taker])
         while waiting and len(makers) < _MOST:
             maker = waiting.pop()
@@ -118,7 +123,10 @@ def by_edges(edges: Iterable[tuple[str, str]], captured: Collection[str]) -> Mak
 
 
 def by_calls(calls: Iterable[RecordedCall], captured: Collection[str]) -> Makers:
-    """Makers of each known site, by the calls of the first step's forward pass."""
+    """Makers of each captured site, from the calls of the first step's forward pass.
+
+    One step suffices: the edges of a model are the same in each, and later ones may be incomplete.
+    """
     forward = sorted(
         (call for call in calls if call.phase == "forward"), key=lambda call: call.number
     )
@@ -155,13 +163,15 @@ def by_calls(calls: Iterable[RecordedCall], captured: Collection[str]) -> Makers
     return by_taker
 
 
-# Rows of a table become calls (what went into a site, what came out), calls become sites.
+# Calls and sites.
 
 
 Direction = Literal["forward", "backward", "optimizer", "param"]
 
+# Names that different captures give to the model itself.
 ROOTS = ("(root)", "", "(program)")
 
+# Port -> direction, and whether the tensor is an input. Ports that are not listed are no evidence.
 _ROLES: dict[str, tuple[Direction, bool]] = {
     "input": ("forward", True),
     "output": ("forward", False),
@@ -184,7 +194,7 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class Call:
-    """One call of a site.
+    """One call of a site, with the rows of its inputs and outputs.
 
     Attributes:
         order: Place of its last output in the execution order.
@@ -273,17 +283,17 @@ _NUMBER = re.compile(r"\d+")
 
 
 def error_of(row: Row) -> float:
-    """Relative L2 of a row on the scale it was judged on, inf where it is not a number."""
+    """Relative L2 of a row on the scale it was judged on; inf if it is not a number."""
     value = error_on_scale(row)
     return math.inf if math.isnan(value) else value
 
 
 FINE = 2.0**-20
-"""Unit roundoff up to which sums are rounded like everything else."""
+"""Formats up to this unit roundoff are fine: rounding in sums is as large as that of results."""
 
 
 def unit_of(row: Row) -> float:
-    """Unit roundoff of the coarser format of a row; 0 for exact ones."""
+    """Unit roundoff of the coarser format of a row; 0 for exact formats."""
     reference, candidate = DTYPES.get(row.reference_dtype), DTYPES.get(row.candidate_dtype)
     return max(
         reference.unit_roundoff if reference else 0.0, candidate.unit_roundoff if candidate else 0.0
@@ -296,9 +306,9 @@ def is_floating(row: Row) -> bool:
 
 
 def same_kind(row: Row) -> bool:
-    """Whether both sides are of one kind.
+    """Whether both sides are floating point.
 
-    A mask of booleans beside one of floats is no error: the same thing said otherwise.
+    A mask of booleans beside one of floats is no error: it says the same in another form.
     """
     candidate = DTYPES.get(row.candidate_dtype)
     return candidate is None or candidate.is_floating
@@ -307,7 +317,7 @@ def same_kind(row: Row) -> bool:
 def sites_of(
     table: Table, flow: Flow | None = None, lengths: Lengths | None = None
 ) -> dict[Place, Site]:
-    """All sites with something that was measured, in order of execution.
+    """All sites with at least one measured output, in order of execution.
 
     Args:
         table: What was measured.
@@ -318,6 +328,7 @@ def sites_of(
     sites: dict[Place, Site] = {}
     for row in table.rows:
         role = _ROLES.get(row.key.port)
+        # Recomputed activations repeat the forward pass; counting them would double every site.
         if role is None or not row.compared or row.key.phase == "recompute":
             continue
         direction, is_input = role
@@ -332,6 +343,7 @@ def sites_of(
                 site = sites[place] = Site(place, row.class_name, row.candidate_class)
             site.calls.append(call)
         call.begin = min(call.begin, row.order)
+        # Different integer inputs (token ids, routes) explain any difference of the outputs.
         if not is_floating(row):
             call.changed_codes |= is_input and bool(row.metrics.get("different", 0))
         elif "relative_l2" not in row.metrics or (is_input and not same_kind(row)):
@@ -358,7 +370,7 @@ Lengths: TypeAlias = Callable[[str, str, Sequence[Row], Sequence[Row]], int]
 
 
 def _longest_inside(sites: Sequence[Site]) -> None:
-    """A container's sums are also those of its parts."""
+    """Give every container at least the sum length of its parts."""
     longest: dict[tuple[str, str], int] = {}
     for site in sites:
         own = max(call.length for call in site.calls)
@@ -377,7 +389,7 @@ def _kept(site: Site) -> bool:
 
 
 def _give_gradients(sites: Sequence[Site]) -> None:
-    """What goes into an optimizer's gradient is what backward passes made of that parameter."""
+    """Use the gradients of the backward passes as inputs of the optimizer's gradients."""
     made: dict[tuple[str, str, int, int, int], list[Row]] = {}
 
     def of(row: Row) -> tuple[str, str, int, int, int]:
@@ -396,10 +408,10 @@ def _give_gradients(sites: Sequence[Site]) -> None:
 
 
 def _fill(sites: Sequence[Site], flow: Flow) -> None:
-    """Errors in and out.
+    """Set the error that went into and came out of every call.
 
-    Where no inputs were kept, the outputs that they are stand for them, by the edges that are
-    known; without edges, what was made just before.
+    Where no inputs were captured, outputs of their producers stand for them, found by edges; if
+    there are no edges, what was made just before.
     """
     blind: list[tuple[Site, Call]] = []
     for site in sites:
@@ -407,6 +419,8 @@ def _fill(sites: Sequence[Site], flow: Flow) -> None:
             call.error = max(error_of(row) for row in call.outs)
             if call.ins:
                 call.error_in = max(error_of(row) for row in call.ins)
+            # Weights come from nowhere, and changed codes leave nothing to compare with: no error
+            # went in.
             elif call.changed_codes or site.place.direction == "param":
                 call.error_in = 0.0
             else:
@@ -419,10 +433,10 @@ def _fill(sites: Sequence[Site], flow: Flow) -> None:
 def _from_makers(
     sites: Sequence[Site], blind: Sequence[tuple[Site, Call]], flow: Flow
 ) -> list[tuple[Site, Call]]:
-    """The largest error of what the makers of its inputs gave last before a call.
+    """Take as input error the largest error of what the producers gave last before the call.
 
-    Gradients flow the other way: what comes in was made by those that take the output. Gives back
-    the calls of which no edge is known.
+    Gradients flow the other way: their inputs come from the sites that read the output. Returns the
+    calls for which no edge is known.
     """
     made: dict[tuple[Place, int, int, int], list[Call]] = {}
     for site in sites:
@@ -459,10 +473,10 @@ def _turned(makers: Makers) -> Makers:
 
 
 def _from_before(sites: Sequence[Site], blind: Sequence[tuple[Site, Call]]) -> None:
-    """The error of the output that was made last before a call began.
+    """Take as input error that of the output that was made last before the call began.
 
-    A container without inputs begins where the first of its parts is over, so what came before
-    that is meant; the very first call has nothing before it and takes in no error.
+    A container without inputs begins where the first of its parts ends, so the output before that
+    is taken; the very first call has nothing before it and takes in no error.
     """
     made: dict[tuple[str, int, int], list[tuple[int, str, float]]] = {}
     for site in sites:
@@ -494,15 +508,16 @@ def contains(outer: str, inner: str) -> bool:
 
 
 def innermost(names: Iterable[str]) -> list[str]:
-    """Those that contain none of the others, in their order."""
+    """Names that contain none of the others, in their order."""
     listed = list(dict.fromkeys(names))
     around = {outer for name in listed for outer in ancestors(name)}
     return [name for name in listed if name not in around]
 
 
 def ancestors(name: str) -> Iterator[str]:
-    """Every site that a site may lie in, nearest first; the roots last."""
+    """Every site that may contain a site, nearest first; the roots last."""
     inner = name
+    # An operator's site is `module/operator`: its module contains it.
     if "/" in inner:
         inner = inner.rpartition("/")[0]
         yield inner
@@ -524,10 +539,10 @@ def parts_of(names: Iterable[str]) -> Mapping[str, int]:
 
 
 def over_before(sites: Mapping[Place, Site], first: Place) -> list[Site]:
-    """Sites that were over before another one, in its direction.
+    """Sites in the same direction that ended before another one.
 
-    Its own parts are not among them: one that runs after code of the whole (an attention's last
-    product) ends before the whole does, and may hold the whole's fault.
+    Its own parts are not among them: a part that runs after the container's code (an attention's
+    output projection) ends before the container does, and may show the container's fault.
     """
     return [
         site
@@ -538,18 +553,19 @@ def over_before(sites: Mapping[Place, Site], first: Place) -> list[Site]:
     ]
 
 
-# Which steps of two runs can be compared: both models see the same tokens, with equal weights.
+# Steps that can be compared: both models see the same tokens, with equal weights.
 
 
 def comparable_steps(sites: Mapping[Place, Site], table: Table) -> tuple[dict[Place, Site], str]:
     """Sites without the steps that say nothing about single modules any more, and a note.
 
-    Those are the ones from which on the models were given different tokens, or had learnt
-    different weights: a module is not to blame for what training has made of it.
+    From these steps on the models were given different tokens, or had learnt different weights: no
+    module is to blame for what training has changed.
     """
     tokens, weights = _other_tokens(sites, table), _other_weights(sites, table)
     if tokens is None and weights is None:
         return dict(sites), ""
+    # The earlier of the two reasons is the one to report: the later one may be its consequence.
     if tokens is not None and (weights is None or tokens <= weights):
         return _before(sites, tokens), (
             f"from step {tokens} on the two models were given different tokens: "
@@ -585,11 +601,12 @@ def _other_tokens(sites: Mapping[Place, Site], table: Table) -> int | None:
 
 
 def _other_weights(sites: Mapping[Place, Site], table: Table) -> int | None:
-    """The step after the first whose gradients are off, if there is one: they have been learnt."""
+    """The first step with other weights: the one after the first step with wrong gradients."""
     # What an optimizer was given is what it learnt; without one, gradients may only be gathered.
     off = [row for row in table.rows if row.key.port == "optimizer_grad" and _is_off(row)]
     first = min((row.key.step for row in off), default=None)
     last = max((call.step for site in sites.values() for call in site.calls), default=-1)
+    # A difference in the last step changes no weights that were still used.
     return None if first is None or first >= last else first + 1
 
 

@@ -1,7 +1,7 @@
-"""Every site gets a status: from replay where there is one, from a noise floor, from growth.
+"""The status of every site: introduced, amplified, inherited, masked, clean or unknown.
 
-Decides who introduces error, who hands it on and who swallows it. Reads no tensor and names no
-cause.
+Replay decides where there is one, then the noise floor, then the growth of the error. Decides which
+site introduces error, which passes it on and which hides it. Reads no tensor and names no cause.
 """
 
 from __future__ import annotations
@@ -28,31 +28,35 @@ from driftline.diagnosis.sites import (
     parts_of,
 )
 
+# An output must err clearly more than its input before the site is blamed; less is spread between
+# runs.
 _STEP_UP = 1.3
+# Growth by this factor is called amplified rather than inherited.
 _AMPLIFIED = 3.0
+# Required excess for tensors between parts, which vary more than outputs do.
 _SURE = 2.5
 _ORDERS = 2.0
-"""Times what sums of that length may differ by: trusted runs of one device and its kernels do not
-try the orders in which another adds. (CUDA's fused attention in float32 errs by 1.6 times what
+"""Factor on the difference that sums of this length may have: trusted runs on one device do not try
+the orders in which another device adds. (CUDA's fused attention in float32 errs by 1.6 times what
 eager attention does on either device.)"""
 LEAN = 0.5
 """Units of roundoff by which a projection may leave what trusted runs have."""
 
 
 class SiteStatus(NamedTuple):
-    """Where a site stands.
+    """How a site stands.
 
     Attributes:
         status: Its status.
-        by: What said so: replay, noise or growth.
+        by: Which evidence decided: replay, noise, growth or weights.
         ratio: What it errs by over what is allowed.
         noise: What is expected there.
         call: The call that decided.
         reason: In words.
         inside: The part of it that is to blame.
-        leaning: Whether it is the lean of its error that is outside, not its size.
-        suspected: Of an unknown one: how it stands by other evidence, which would convict it if it
-            agreed with itself.
+        leaning: Whether the bias of its error is outside, not its size.
+        suspected: Of an unknown site: its status by other evidence, which would convict it if it
+            reproduced its own output.
     """
 
     status: Status
@@ -72,7 +76,7 @@ def site_statuses(
     floor: NoiseFloor | None,
     judged: Mapping[str, ReplayResult],
 ) -> dict[Place, SiteStatus]:
-    """Status of every site."""
+    """Status of every site: own evidence first, then other evidence, then inheritance."""
     within = _within(sites, floor, judged)
     parts = parts_of(place.site for place in sites)
     by_noise = floor is not None and bool(floor.used)
@@ -81,6 +85,8 @@ def site_statuses(
         judgement = judged.get(place.site) if place.direction == "forward" else None
         if judgement is not None:
             statuses[place] = _by_replay(site, judgement)
+            # Replay of a container's own code looks at its output only; what it passes to parts is
+            # judged apart.
             if statuses[place].status == "clean" and place in within:
                 statuses[place] = within[place]
         elif place.direction == "param":
@@ -89,12 +95,15 @@ def site_statuses(
             statuses[place] = _by_noise(site, floor)
         else:
             statuses[place] = _by_growth(growth[place])
+    # Replay is the better evidence: as soon as it convicts a site, weaker evidence may not add
+    # others.
     if not any(
         entry.by == "replay" and entry.status == "introduced" for entry in statuses.values()
     ):
         statuses |= _other_evidence(sites, statuses, growth, floor, judged)
     statuses |= _gathered(sites, statuses)
     guilty = _first(statuses, sites)
+    # Without a culprit nothing can be inherited: such statuses are noise near the limit.
     if guilty is None:
         return {
             place: standing._replace(status="clean")
@@ -103,6 +112,8 @@ def site_statuses(
             for place, standing in statuses.items()
         }
     level = _level(sites, guilty)
+    # Every other site is now judged relative to the first culprit: what is off afterwards inherits
+    # from it. Statuses that rest on noise runs or on a conviction by replay are kept.
     statuses = {
         place: standing
         if place == guilty
@@ -125,10 +136,10 @@ def _other_evidence(
     floor: NoiseFloor | None,
     judged: Mapping[str, ReplayResult],
 ) -> dict[Place, SiteStatus]:
-    """Sites of which replay says nothing, and which noise runs or growth convict.
+    """Sites that replay cannot judge, and which noise runs or growth convict.
 
-    Only asked where replay itself convicts nobody. One that these do not convict stays unknown, and
-    so does one that does not reproduce its own output; that one is only suspected.
+    Only used where replay itself convicts no site. A site that these do not convict stays unknown,
+    and so does one that does not reproduce its own output; that one becomes a suspect.
     """
     convicted: dict[Place, SiteStatus] = {}
     for place, site in sites.items():
@@ -151,14 +162,15 @@ def _other_evidence(
 def _gathered(
     sites: Mapping[Place, Site], statuses: Mapping[Place, SiteStatus]
 ) -> dict[Place, SiteStatus]:
-    """Containers that growth convicts of what their parts made, each a little and none too much.
+    """Containers that growth convicts although their parts made the error together, each a little.
 
-    A model of many layers errs by more than its input and its own rounding explain without any
+    A model of many layers errs by more than its input and its own rounding explain, without any
     fault, most of all where every layer computes with integers.
     """
     guilty = [place for place, other in statuses.items() if other.status == "introduced"]
     handed: Mapping[Place, Site] | None = None
     acquitted: dict[Place, SiteStatus] = {}
+    # Innermost first, so that a container is examined after everything inside it is settled.
     for place in sorted(guilty, key=lambda place: sum(1 for _ in ancestors(place.site)))[::-1]:
         inside = any(
             contains(place.site, other.site) and other.direction == place.direction
@@ -179,9 +191,9 @@ def _gathered(
 def _within(
     sites: Mapping[Place, Site], floor: NoiseFloor | None, judged: Mapping[str, ReplayResult]
 ) -> dict[Place, SiteStatus]:
-    """Containers whose own code hands on more error than it was given.
+    """Containers whose own code passes on more error than it was given.
 
-    Only asked where a replay of that code looked at its output alone.
+    Only examined where a replay of that code looked at its output alone.
     """
     blind = {site for site, judgement in judged.items() if judgement.own_code_only}
     if not blind:
@@ -211,11 +223,13 @@ def _by_replay(site: Site, judgement: ReplayResult) -> SiteStatus:
 
 
 def _weights(site: Site) -> SiteStatus:
-    """Weights are rounded once and computed from nothing."""
+    """Status of weights, which are rounded once and computed from nothing."""
     call = site.worst
     allowed = 1.01 * call.unit
     over = max((float(row.metrics.get("max_rel_error", 0.0)) for row in call.outs), default=0.0)
     ratio = call.error / allowed if allowed > 0.0 else (math.inf if call.error > 0.0 else 0.0)
+    # A few elements of odd size can exceed the relative L2 of one rounding; both measures must be
+    # outside.
     if ratio > 1.0 and over > 2.0 * call.unit:
         return SiteStatus(
             "introduced", "weights", ratio, call.unit / math.sqrt(3.0), call, "its weights differ"
@@ -228,9 +242,10 @@ def _known(floor: NoiseFloor, site: Site) -> bool:
 
 
 def _by_noise(site: Site, floor: NoiseFloor) -> SiteStatus:
-    """The worst call decides; what went in is measured with the same rod."""
+    """Status by the noise floor: the worst call decides; inputs are measured by the same floor."""
     best: tuple[float, SiteStatus] | None = None
     for call in site.calls:
+        # Coarse formats round the result more than any order of a sum does: no allowance is needed.
         least = _ORDERS * rounding(call.unit, 0, call.length) if call.unit <= FINE else 0.0
         outs = [(floor.excess(row, least), row) for row in call.outs]
         measured = [(value, row) for value, row in outs if value is not None]
@@ -238,6 +253,8 @@ def _by_noise(site: Site, floor: NoiseFloor) -> SiteStatus:
             continue
         ins = [value for row in call.ins if (value := floor.excess(row, least)) is not None]
         out, row = max(measured, key=lambda pair: pair[0])
+        # Captured inputs without a floor are unknown (NaN), no inputs at all mean that no error
+        # came in.
         before = max(ins, default=0.0 if not call.ins else math.nan)
         noise = floor.errors[row.key]
         status: Status = "clean"
@@ -249,9 +266,11 @@ def _by_noise(site: Site, floor: NoiseFloor) -> SiteStatus:
         elif before > 1.0:
             status = "masked"
         lean, lean_in = _leans(call, floor)
+        # The bias of an error shows faults that are smaller than noise, such as a wrong epsilon.
         if status == "clean" and lean > LEAN and lean > 2.0 * lean_in:
             status, reason = "introduced", "its error leans to one side as no trusted run's does"
             out, leaning = lean / LEAN, True
+        # The status comes first, the excess second: an introduced error outranks any inherited one.
         rank = _WEIGHT[status] * 1e9 + min(out, 1e8)
         if best is None or rank > best[0]:
             best = rank, SiteStatus(status, "noise", out, noise, call, reason, "", leaning)
@@ -282,7 +301,7 @@ def _by_growth(growth: Growth) -> SiteStatus:
 
 
 def _first(statuses: Mapping[Place, SiteStatus], sites: Mapping[Place, Site]) -> Place | None:
-    """The innermost site that introduces error, the earliest of them."""
+    """The innermost site that introduces error, and of those the earliest."""
     guilty = [place for place, standing in statuses.items() if standing.status == "introduced"]
     if not guilty:
         return None
@@ -294,7 +313,7 @@ def _first(statuses: Mapping[Place, SiteStatus], sites: Mapping[Place, Site]) ->
 
 
 def _level(sites: Mapping[Place, Site], guilty: Place) -> float:
-    """Largest relative error of what was over before the guilty one: known to be without fault."""
+    """Largest relative error of what ended before the culprit: known to be without fault."""
     begun = min(call.order for call in sites[guilty].calls)
     errors = [
         call.error
@@ -306,13 +325,13 @@ def _level(sites: Mapping[Place, Site], guilty: Place) -> float:
 
 
 def _handed_on(standing: SiteStatus, level: float, parts: int, around: bool) -> SiteStatus:
-    """What a site that is not proven guilty does with error that comes in.
+    """Status of a site that is not proven guilty, from the error that comes in and goes out.
 
     Args:
-        standing: What is known of it.
+        standing: Its status so far.
         level: Error that was there before the first culprit.
-        parts: How many sites lie in it.
-        around: Whether the first culprit does.
+        parts: How many sites it contains.
+        around: Whether it contains the first culprit.
     """
     call = standing.call
 
@@ -320,6 +339,7 @@ def _handed_on(standing: SiteStatus, level: float, parts: int, around: bool) -> 
         return error > max(2.0 * level, 4.0 * rounding(call.unit, parts, call.length))
 
     out, before = beyond(call.error), beyond(call.error_in)
+    # NaN and Inf have no size to compare: they count as beyond any level.
     if not math.isfinite(call.error) or call.one_sided:
         out, before = True, before or call.one_sided_in > 0
     status: Status = "clean"
@@ -328,7 +348,7 @@ def _handed_on(standing: SiteStatus, level: float, parts: int, around: bool) -> 
         burst = grown > _AMPLIFIED and math.isfinite(call.error) and not call.one_sided_in
         status = "amplified" if burst else "inherited"
     elif out:
-        # Replay acquits it; then its own code was given something off that is no tensor of its own.
+        # Replay cleared it, so its own code received something wrong that is no captured tensor.
         status = "inherited" if standing.by == "replay" else "introduced"
     elif before:
         status = "masked"
@@ -338,7 +358,7 @@ def _handed_on(standing: SiteStatus, level: float, parts: int, around: bool) -> 
 
 
 def _named_parts(statuses: dict[Place, SiteStatus]) -> dict[Place, SiteStatus]:
-    """Containers that err because of a part of them say which."""
+    """Let containers that err because of a part name that part."""
     for direction in DIRECTIONS:
         guilty = [
             place.site

@@ -1,4 +1,7 @@
-"""The finding in three sentences, and what more evidence would help."""
+"""The texts of a diagnosis: its three sentences, its evidence document, and what to run next.
+
+Only words and layout; every number and verdict is given by the caller.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,14 @@ _WHERE = {
 
 
 def where(site: SiteFinding, by: str, statistic: str, limit: str, fused: str = "") -> str:
-    """The first sentence: who introduces error, by which evidence.
+    """The first sentence: which site introduces error, by which evidence.
 
     Args:
-        site: Where.
+        site: The site.
         by: The evidence.
         statistic: What was measured.
-        limit: What it is held against.
-        fused: Whose work it is together with the site's own, where one kernel or node does it all.
+        limit: What it is compared with.
+        fused: The operations that one kernel or node computes together with the site's own.
     """
     name = _name(site.site)
     of = f" ({site.class_name})" if site.class_name else ""
@@ -151,13 +154,13 @@ def _name(site: str) -> str:
     return "the model itself" if site in ("(root)", "") else f"'{site}'"
 
 
-# What a finding rests on, laid out for the reader: the `evidence` of a diagnosis.
+# The `evidence` of a diagnosis, as a document.
 
 
 def of_all(
     sites: Mapping[Place, Site], statuses: Mapping[Place, SiteStatus], floor: NoiseFloor | None
 ) -> dict[str, Any]:
-    """What does not depend on who is guilty."""
+    """Evidence that does not depend on which site is guilty."""
     evidence: dict[str, Any] = {
         "judged_by": dict(Counter(standing.by for standing in statuses.values())),
         "inputs_by": dict(
@@ -187,7 +190,7 @@ def of_culprit(
     again: Confirmation | None,
     naming: NamedCause | None,
 ) -> dict[str, Any]:
-    """What speaks against the first culprit."""
+    """Evidence against the first culprit."""
     evidence: dict[str, Any] = {"by": standing.by}
     if judged is not None and judged.effect is not None:
         evidence["replay"] = {
@@ -223,7 +226,7 @@ def of_culprit(
     return evidence
 
 
-# What more evidence would help, each with the command that gets it.
+# Suggestions: which further evidence would help, each with its command.
 
 
 _REPLAY = 'driftline replay CAND --exec "python reference.py" -o REPLAY, then --replay REPLAY'
@@ -242,11 +245,22 @@ def needs(
     unproven: bool = True,
     elsewhere: str = "",
 ) -> tuple[str, ...]:
-    """One sentence each, most useful first; `elsewhere` is where noise runs should be made."""
+    """One sentence for each suggestion, most useful first.
+
+    Args:
+        runs: The runs; None if only a table is known.
+        table: The comparison.
+        floor: The noise floor, if noise runs were given.
+        judged: Replay results by site.
+        standing: Status of the first culprit, if there is one.
+        unproven: Whether no bisection was given.
+        elsewhere: Advice about the device of noise runs, if they ran on another one.
+    """
     sentences: list[str] = []
     rows = [row for row in table.rows if row.compared]
     has_inputs = any(row.key.port == "input" for row in rows)
     if not judged:
+        # Without inputs a replay is impossible, so the advice how to dump them comes first.
         if runs is not None and not has_inputs:
             sentences.append(
                 "no inputs were captured, so nothing can be replayed and what goes into a site is "

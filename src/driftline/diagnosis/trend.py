@@ -1,7 +1,7 @@
-"""How a figure of each site moves over the steps of a run, or from one release to the next.
+"""Trends: how a statistic of each site develops over the steps of a run, or over several runs.
 
-Reads summaries where a run holds nothing else, and makes them from values where it does. Says when
-a site began to grow; why it did is not known here.
+Uses stored summaries where a run has nothing else, and computes them from values where it has.
+Says since when a site has grown; does not say why.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from driftline.runs.views import only
 SCHEMA = 1
 FIGURES = ("rms", "max_abs", "mean", "std", "nonfinite", "zeros")
 GREW = 2.0
-"""Times its usual size: from there on a site is said to grow (or, as a fraction, to shrink)."""
+"""A site has grown (or shrunk) when it is this many times (or this fraction of) its usual size."""
 
 
 class Series(NamedTuple):
@@ -51,10 +51,10 @@ class Trend(NamedTuple):
     """All series.
 
     Attributes:
-        figure: What was followed.
+        figure: The statistic.
         over: steps or runs.
-        points: Their names.
-        series: In execution order.
+        points: Names of the points.
+        series: One per tensor, in execution order.
         notes: What could not be taken into account.
     """
 
@@ -65,7 +65,7 @@ class Trend(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def moved(self) -> list[Series]:
-        """Those that left their usual size: the earliest first, then as they are executed."""
+        """Series that left their usual size: the earliest first, then in execution order."""
         departed = [series for series in self.series if series.since is not None]
         order = {id(series): position for position, series in enumerate(self.series)}
         return sorted(departed, key=lambda series: (series.since or 0, order[id(series)]))
@@ -112,6 +112,7 @@ def trend(
     if figure not in FIGURES:
         raise BadInput(f"there is no figure '{figure}'", hint=did_you_mean(figure, FIGURES))
     if sites:
+        # Filtering comes first, so that steps which only other sites have are no points.
         runs = [only(run, lambda r: any(fnmatchcase(r.key.site, g) for g in sites)) for run in runs]
     over = "steps" if len(runs) == 1 else "runs"
     points: list[Any] = (
@@ -137,6 +138,7 @@ def trend(
             key = (record.key.site, record.key.port, record.key.slot)
             position = index[record.key.step] if over == "steps" else number
             gathered.setdefault(key, [[] for _ in points])[position].append(value)
+        # Tensors that were read are dropped run by run; many runs together may not fit into memory.
         run.release()
     if not gathered:
         why = next(iter(notes), f"no floating-point tensor of {', '.join(ports)}")
@@ -167,7 +169,7 @@ def _figure(run: Run, record: Record, figure: str, notes: dict[str, int]) -> flo
 
 
 def figure_of(summary: Summary, figure: str) -> float | None:
-    """One figure of a summary; None where it does not know it."""
+    """One statistic of a summary; None if it is not known."""
     if figure == "rms":
         finite = summary.count - summary.nan - summary.pos_inf - summary.neg_inf
         value = summary.l2 / math.sqrt(finite) if finite > 0 else math.nan
@@ -186,7 +188,7 @@ def figure_of(summary: Summary, figure: str) -> float | None:
 
 
 def _series(key: tuple[str, str, str], gathered: Sequence[Sequence[float]], figure: str) -> Series:
-    """Several tensors of one point (visits, ranks, steps of a run) count as their largest."""
+    """One series; several tensors of one point (visits, ranks, steps) count as their largest."""
     values = tuple(
         max(point_values, key=abs) if point_values else None for point_values in gathered
     )
@@ -201,16 +203,19 @@ def _departure(
 ) -> tuple[float, int | None]:
     """The usual size at the beginning, and where the values leave it for good.
 
-    The first third, at least one point and at most twenty, is what is usual.
+    The usual size is the median of the first third, at least one point and at most twenty.
     """
     sizes = [(position, abs(value)) for position, value in enumerate(values) if value is not None]
     if not sizes:
         return 0.0, None
     head = sizes[: max(1, min(20, len(sizes) // 3))]
     usual = median(size for _, size in head)
+    # A statistic that starts at zero has no size to grow from, except counts, where zero is the
+    # usual.
     if not usual and not grows_from_nothing:
         usual = min((size for _, size in sizes if size), default=0.0)
     since: int | None = None
+    # From the end backwards: only a departure that lasts to the last point counts.
     for position, size in reversed(sizes):
         away = size > 0 if not usual else not usual / GREW < size < usual * GREW
         if not away:

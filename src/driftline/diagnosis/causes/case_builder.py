@@ -1,7 +1,7 @@
-"""The guilty site's tensors are laid out as cases, and the rules asked what kind of bug it is.
+"""Cases are built from the tensors of a guilty site, and the detectors are asked for the cause.
 
-A container that errs although none of its parts does has a bug in its own code: then the first
-tensor that it hands to a part and that is off already is a sharper picture than its output.
+If a container errs although none of its parts does, the bug is in its own code: then the first
+tensor that it passes to a part and that is already wrong shows more than its output.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
+# Limits on tensors that are only read to be compared: the nearest twelve modules, the last two
+# calls.
 _OTHERS = 12
 _EARLIER = 2
 
 
 class Runs(NamedTuple):
-    """Everything whose values may be looked at.
+    """All runs whose values may be read.
 
     Attributes:
         reference: The reference.
         candidate: The candidate.
         replay: Replay of the candidate's inputs, if any.
         repeats: Other executions of the candidate.
-        plan: Which tensor of the two belongs to which.
+        plan: Which tensors of reference and candidate belong together.
     """
 
     reference: Run
@@ -49,15 +51,15 @@ class Runs(NamedTuple):
 
 
 class NamedCause(NamedTuple):
-    """What kind of bug it is.
+    """The kind of bug at a site.
 
     Attributes:
         cause: Name of the cause, or `unknown`.
-        sentence: What speaks for it, or why none was named.
+        sentence: The evidence for it, or why none was named.
         score: Share of the error that it explains.
-        detail: Which kind of it.
-        others: What else was thought of, with scores.
-        picture: Which tensor was looked at.
+        detail: The exact variant.
+        others: Other causes that were considered, with scores.
+        picture: The tensor that was examined.
     """
 
     cause: str
@@ -75,7 +77,7 @@ def name_cause(
     standing: SiteStatus,
     judged: ReplayResult | None,
 ) -> NamedCause:
-    """Ask every rule about a guilty site."""
+    """Ask every detector about a guilty site."""
     builder = _CaseBuilder(runs, sites)
     tried: list[NamedCause] = []
     for case, picture in builder.cases(place, standing, judged):
@@ -84,6 +86,8 @@ def name_cause(
         if naming.cause != "unknown":
             return naming
         tried.append(naming)
+        # A linear map can be inverted: sometimes the error is simple in terms of the input it
+        # implies.
         seen = implied_input(case)
         if seen is not None:
             clue, clues = best_clue(seen, RULES_FOR_INPUTS)
@@ -126,6 +130,8 @@ class _CaseBuilder:
         site = self.sites[place]
         cases: list[tuple[Case, str]] = []
         handed = self._handed(place, standing)
+        # If replay saw that the error appears after the parts, what was passed to them cannot show
+        # it.
         made_after = judged is not None and judged.after_parts and "/input/" not in judged.slot
         if handed is not None and not made_after:
             cases.append(handed)
@@ -139,7 +145,7 @@ class _CaseBuilder:
         return cases
 
     def _handed(self, place: Place, standing: SiteStatus) -> tuple[Case, str] | None:
-        """The tensor handed to a part that is off most beyond what it can have been made of."""
+        """The tensor passed to a part whose error exceeds that of its sources most."""
         if place.direction != "forward":
             return None
         near = {
@@ -154,6 +160,7 @@ class _CaseBuilder:
             if (handed.step, handed.rank) != (call.step, call.rank):
                 continue
             ratio = handed.error / max(math.hypot(handed.error_in, handed.unit / 2.0), 1e-300)
+            # Below this ratio the error may be that of its sources, a little enlarged.
             if ratio > 1.3 and (best is None or ratio > best[0]):
                 best = ratio, handed
         if best is None:
@@ -165,7 +172,7 @@ class _CaseBuilder:
         return None if case is None else (case, str(row.key))
 
     def _plain(self, key: TensorKey, site: Site, noise: float) -> Case | None:
-        """Reference against candidate, of a tensor that a site's own code made."""
+        """A case from reference and candidate alone, for a tensor that a site's own code made."""
         pair = self.pairs.get(key)
         if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
             return None
@@ -190,7 +197,7 @@ class _CaseBuilder:
         )
 
     def _parts(self, record: Record, parent: str) -> dict[str, F64]:
-        """What a container was given, and what its parts had made before it handed this on."""
+        """Inputs of a container, and what its parts had made before a tensor was passed on."""
         tensors: dict[str, F64] = {}
         for other in self.runs.candidate.records:
             of = other.key
@@ -215,6 +222,7 @@ class _CaseBuilder:
         c = read_whole(self.runs.candidate, record)
         exact = self.exact.get(record.key)
         right = None
+        # The exact replay is a better reference: it has the candidate's own input.
         if self.runs.replay is not None and exact is not None and judged is not None:
             right = read_whole(self.runs.replay.exact, exact)
         replayed = right is not None
@@ -225,6 +233,8 @@ class _CaseBuilder:
         dtype = DTYPES[record.dtype]
         unit = max(dtype.unit_roundoff, standing.call.unit)
         if replayed and judged is not None:
+            # Exact and candidate may add in other orders; fine formats need some units of
+            # allowance.
             noise = max(judged.noise, unit / 4.0 if unit > FINE else 4.0 * unit)
         else:
             noise = max(standing.noise if math.isfinite(standing.noise) else 0.0, unit)
@@ -252,7 +262,7 @@ class _CaseBuilder:
         )
 
     def _inputs(self, record: Record) -> dict[str, F64]:
-        """What the candidate's site was given in this call."""
+        """Floating-point inputs of the candidate's site in this call."""
         tensors: dict[str, F64] = {}
         key = record.key
         wanted = "input" if key.port == "output" else "grad_output"
@@ -265,7 +275,7 @@ class _CaseBuilder:
         return tensors
 
     def _codes(self, record: Record) -> dict[str, Codes]:
-        """Integers that the candidate's site was given in this call: routes, positions."""
+        """Integer inputs of the candidate's site in this call: routes, positions."""
         codes: dict[str, Codes] = {}
         key = record.key
         for other in self.runs.candidate.records:
@@ -279,7 +289,7 @@ class _CaseBuilder:
         return codes
 
     def _made_before(self, record: Record, parent: str) -> dict[str, F64]:
-        """Outputs of the same size made earlier in the same container: what a function was of."""
+        """Outputs of the same size made earlier in the same container: possible arguments."""
         tensors: dict[str, F64] = {}
         size = math.prod(record.shape)
         for other in self.runs.candidate.records:
@@ -290,6 +300,7 @@ class _CaseBuilder:
                 values = read_whole(self.runs.candidate, other)
                 if values is not None:
                     tensors[of.site] = values
+        # The last four are nearest; an argument lies close to its function.
         names = list(tensors)[-4:]
         return {name: tensors[name] for name in names}
 
@@ -304,7 +315,7 @@ class _CaseBuilder:
         return params
 
     def _others(self, record: Record) -> dict[str, F64]:
-        """The reference's outputs of the same shape, of modules near this one."""
+        """Outputs of the reference with the same shape, from the nearest modules of this class."""
         near: list[Record] = []
         for other in self.runs.reference.records:
             key = other.key
@@ -316,6 +327,7 @@ class _CaseBuilder:
                 and other.shape == record.shape
                 and other.class_name == record.class_name
                 and other.digest != record.digest
+                # An equal tensor elsewhere would explain nothing.
             ):
                 near.append(other)
         near.sort(key=lambda other: abs(other.order - record.order))
@@ -348,6 +360,7 @@ class _CaseBuilder:
             and other.key.rank != key.rank
             and other.shape == record.shape
         ]
+        # A bound for jobs with very many ranks: each rank's tensor is held in memory.
         return tuple(values for values in others[:63] if values is not None)
 
     def _repeats(self, record: Record) -> tuple[F64, ...]:
@@ -359,7 +372,7 @@ class _CaseBuilder:
         return tuple(repeats)
 
     def _pads(self, record: Record, shape: tuple[int, ...]) -> Flags | None:
-        """Which tokens are padding, by the attention mask that the model was given."""
+        """Which tokens are padding, from the attention mask that the model was given."""
         if len(shape) < 2:
             return None
         for other in self.runs.candidate.records:
@@ -378,7 +391,7 @@ class _CaseBuilder:
 
 
 def _sub_noise(judged: ReplayResult) -> bool:
-    """Whether the error as a whole is of the size of noise."""
+    """Whether the error in total is of the size of noise."""
     return judged.effect is not None and judged.effect.error <= 3.0 * judged.noise
 
 

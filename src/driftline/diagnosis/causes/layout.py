@@ -1,4 +1,4 @@
-"""The right numbers in the wrong places: channels, heads, sequences, or another module's output."""
+"""Right numbers in wrong places: permutations, transposes, and shifts along the tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import numpy.typing as npt
 from driftline.diagnosis.causes.case import F64, Case, Clue
 from driftline.diagnosis.causes.linear_solve import solved
 
+# Matching costs the square of the columns; wider tensors are not searched.
 _WIDEST_PERMUTATION = 2048
 _ALIKE = 0.2
-"""A column that found its place leaves no more than this share of its error."""
+"""Share of its error that a column may leave after it is matched."""
 Places = npt.NDArray[np.intp]
 
 
@@ -56,7 +57,7 @@ def _of_channels(case: Case) -> Clue | None:
 
 
 def _matched(r: F64, c: F64, noise: float) -> Places | None:
-    """Which column of r each column of c is; None when they are no rearrangement."""
+    """The column of r that each column of c equals; None if c is no rearrangement of r."""
     width = r.shape[1]
     energy = np.einsum("ij,ij->j", r, r)
     off = np.einsum("ij,ij->j", c - r, c - r)
@@ -71,6 +72,7 @@ def _matched(r: F64, c: F64, noise: float) -> Places | None:
     free = np.ones(len(moved), dtype=bool)
     # Rounding moves every column a little; that much may be left of any of them.
     enough = _ALIKE * off[moved] + 16.0 * noise**2 * np.maximum(energy[moved], energy.mean())
+    # The most certain columns choose first, so that doubtful ones cannot take their place.
     for column in np.argsort(apart.min(axis=0) / np.maximum(off[moved], 1e-300)):
         choices = np.where(free, apart[:, column], math.inf)
         source = int(np.argmin(choices))
@@ -82,7 +84,7 @@ def _matched(r: F64, c: F64, noise: float) -> Places | None:
 
 
 def _block(order: Places) -> int:
-    """The width of blocks that move as one; 1 when single channels do."""
+    """Width of blocks that move together; 1 if single channels move."""
     breaks = np.flatnonzero(np.diff(order) != 1) + 1
     if len(breaks) == 0:
         return len(order)
@@ -122,7 +124,7 @@ def _of_sites(case: Case) -> Clue | None:
     return best
 
 
-# Two axes change places: of the output, of its heads and tokens, or of the weight behind it.
+# Transposes: two axes exchanged, of the output, of heads and tokens, or of the weight.
 
 
 _WIDEST_TRANSPOSE = 1024
@@ -169,7 +171,7 @@ def _divisors(width: int) -> list[int]:
 
 
 def _weights(case: Case) -> Iterator[tuple[str, F64]]:
-    """The product with the transposed weight, known or solved for from what went in and out."""
+    """The product with the transposed weight, captured or solved for from input and output."""
     if case.r.ndim < 2 or case.r.shape[-1] > _WIDEST_TRANSPOSE:
         return
     r = case.rows(case.r)
@@ -185,12 +187,13 @@ def _weights(case: Case) -> Iterator[tuple[str, F64]]:
             weight, bias = solution
         as_is = inputs @ weight + bias
         turned = inputs @ weight.T + bias
+        # Which of the two orientations belongs to the reference is not known: the nearer one does.
         if float(np.sum((as_is - r) ** 2)) < float(np.sum((turned - r) ** 2)):
             as_is, turned = turned, as_is
         yield "the weight was used transposed", as_is.reshape(case.r.shape)
 
 
-# Every token has what belongs to its neighbour: positions or a cache that are off by one.
+# Shifts: every token has the values of its neighbour (positions or a cache off by one).
 
 
 def shift(case: Case) -> Clue | None:
@@ -203,6 +206,7 @@ def shift(case: Case) -> Clue | None:
     for by in (1, -1, 2, -2):
         if length < 4 * abs(by):
             continue
+        # The ends have no neighbour, or another sequence's; they say nothing.
         inner = np.zeros(length, dtype=bool)
         inner[abs(by) : length - abs(by)] = True
         where = np.broadcast_to(

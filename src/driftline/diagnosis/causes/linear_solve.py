@@ -1,4 +1,4 @@
-"""The linear map behind a module, from what went in and what came out. Names no cause."""
+"""Linear maps behind a module, solved from its input and output. Names no cause."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def solved_inputs(case: Case) -> Iterator[Solved]:
 def solved(inputs: F64, r: F64) -> tuple[F64, F64] | None:
     """Weight and bias of the linear map from one to the other; None when there is none."""
     rows, width = inputs.shape
+    # With fewer rows than columns any output is a linear map of the input.
     if rows < 1.5 * width or width > 512 or not np.isfinite(inputs).all():
         return None
     wide = np.concatenate([inputs, np.ones((rows, 1))], axis=1)
@@ -46,18 +47,19 @@ def solved(inputs: F64, r: F64) -> tuple[F64, F64] | None:
     )
 
 
-# A linear module that errs as if it had been given something else: what was that?
+# The input that a linear module's output implies, if it differs from the one it was given.
 
 
 _STEEP = 1e3
-"""Condition of a weight beyond which its inverse says nothing."""
+"""Condition number of a weight beyond which its inverse is useless."""
 
 
 def implied_input(case: Case) -> Case | None:
-    """The same case in terms of the input; None where the map cannot be inverted."""
+    """The same case in terms of the input; None if the map cannot be inverted."""
     if case.r.ndim < 2 or case.ratio < 4.0 or not case.finite.all():
         return None
     for x in case.inputs.values():
+        # A map to fewer channels loses information and has no inverse.
         if x.shape[:-1] != case.r.shape[:-1] or x.shape[-1] > case.r.shape[-1]:
             continue
         inputs, r = case.rows(x), case.rows(case.r)

@@ -1,4 +1,4 @@
-"""A region that was not written: zeros, one constant, or what stood there before."""
+"""Regions that are wrong: zeroed, stale or copied values, lost experts, dropout, wrong masks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from driftline.diagnosis.causes.case import F64, Case, Clue, Flags
 
 
 def zeroed(case: Case) -> Clue | None:
-    """All error sits where the candidate is exactly zero and the reference is not."""
+    """All error lies where the candidate is exactly zero and the reference is not."""
     empty = (case.c == 0.0) & (case.r != 0.0) & case.finite
     count = int(np.count_nonzero(empty))
     if count == 0 or case.r.size < 4:
@@ -26,9 +26,10 @@ def zeroed(case: Case) -> Clue | None:
 
 
 def stale(case: Case) -> Clue | None:
-    """Some region holds values that belong elsewhere: an earlier call's, or other tokens'."""
+    """A region holds values that belong elsewhere: to an earlier call, or to other tokens."""
     if case.ratio < 2.0:
         return None
+    # Eight times noise: single elements of pure noise reach four or five times its size.
     off = np.abs(case.e) > 8.0 * max(case.noise, case.unit) * np.sqrt(
         case.size / max(case.r.size, 1)
     )
@@ -46,7 +47,7 @@ def stale(case: Case) -> Clue | None:
 
 
 def _copied_rows(case: Case) -> Clue | None:
-    """Tokens, or some channels of them, that are copies of other tokens of the same tensor."""
+    """Tokens, or some of their channels, that are copies of other tokens of the same tensor."""
     if case.r.ndim < 2 or case.r.shape[-1] < 8:
         return None
     r = case.rows(np.where(case.finite, case.r, 0.0))
@@ -54,6 +55,8 @@ def _copied_rows(case: Case) -> Clue | None:
     level = 16.0 * max(case.noise, case.unit) ** 2
     size = np.einsum("ij,ij->i", r, r)
     wrong = np.flatnonzero(np.einsum("ij,ij->i", e, e) > level * size)
+    # If most tokens are wrong it is no stale region; the search compares all pairs, hence the
+    # bounds.
     if not 1 <= len(wrong) <= min(1024, 0.6 * len(r)) or len(r) > 16384:
         return None
     off = np.einsum("ij,ij->j", e, e)
@@ -62,6 +65,7 @@ def _copied_rows(case: Case) -> Clue | None:
         return None
     part, wanted = r[:, wide], c[np.ix_(wrong, wide)]
     sources = _nearest(part, wanted)
+    # Copies come from few distances (one block moved); many distances are chance matches.
     if np.any(sources == wrong) or len(np.unique(wrong - sources)) > max(4, len(wrong) // 4):
         return None
     predicted = r.copy()
@@ -80,7 +84,7 @@ def _nearest(r: F64, wanted: F64) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
 
 
 def _structure(empty: Flags) -> str:
-    """What shape a region has, in words; empty when it has none."""
+    """The shape of a region in words; empty if it has none."""
     flat = empty.reshape(-1, empty.shape[-1]) if empty.ndim > 1 else empty.reshape(1, -1)
     columns = flat.mean(axis=0)
     full_columns = columns > 0.98
@@ -109,7 +113,7 @@ def _is(where: str) -> str:
 
 
 def lost_expert(case: Case) -> Clue | None:
-    """Only tokens that were sent to one expert are off, and what they lack is a summand."""
+    """Only tokens sent to one expert are off, and what they lack is a summand."""
     rows = case.rows(case.e)
     error = np.einsum("ij,ij->i", rows, rows)
     r, c = case.rows(np.where(case.finite, case.r, 0.0)), case.rows(case.r + case.e)
@@ -136,7 +140,7 @@ def lost_expert(case: Case) -> Clue | None:
     return None
 
 
-# Random elements are zero and all others larger by the same factor: dropout left on.
+# Dropout left on: random elements are zero, all others larger by the same factor.
 
 
 def dropout(case: Case) -> Clue | None:
@@ -150,6 +154,7 @@ def dropout(case: Case) -> Clue | None:
     kept = live & ~empty
     r, c = case.r[kept], case.c[kept]
     factor = float(np.sum(c * r) / max(float(np.sum(r * r)), 1e-300))
+    # The factor must fit the share of zeros; the allowance is the scatter of a random share.
     if abs(factor * (1.0 - p) - 1.0) > 0.25 * p + 3.0 * np.sqrt(p / count):
         return None
     if factor <= 1.0:
@@ -168,9 +173,10 @@ def dropout(case: Case) -> Clue | None:
     )
 
 
-# Only some tokens are off, and their positions say why: pads, late tokens, all but the last.
+# Masks: only some tokens are off, and their positions say why.
 
 
+# Share of tokens that must agree with a mask; a few may differ by chance.
 _AGREE = 0.97
 
 
@@ -202,7 +208,7 @@ def mask(case: Case) -> Clue | None:
 
 
 def affected(case: Case) -> Flags | None:
-    """Which tokens are off beyond noise, [sequences, tokens]; None if all are, or none is."""
+    """Tokens that are off beyond noise, [sequences, tokens]; None if all are, or none is."""
     if case.tokens is None or case.tokens == 0:
         return None
     axis = case.tokens
@@ -210,6 +216,8 @@ def affected(case: Case) -> Flags | None:
     size = np.sum(np.where(case.finite, case.r, 0.0) ** 2, axis=others)
     error = np.sum(case.e**2, axis=others)
     level = max(case.noise, case.unit / 4.0) ** 2
+    # Tokens of nearly zero size would be off by any rounding: a hundredth of the mean size is their
+    # floor.
     off: Flags = error > 9.0 * level * np.maximum(size, 0.01 * float(size.sum()) / size.size)
     if off.all() or not off.any():
         return None
@@ -217,7 +225,7 @@ def affected(case: Case) -> Flags | None:
 
 
 def _share_inside(case: Case, off: Flags) -> float:
-    """Share of the error's energy on those tokens."""
+    """Share of the error's energy that lies on these tokens."""
     assert case.tokens is not None
     shape = [
         case.r.shape[dimension] if dimension in (0, case.tokens) else 1

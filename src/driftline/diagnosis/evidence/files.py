@@ -1,6 +1,6 @@
-"""Evidence that experiments left: the folder of a replay, folders of noise runs.
+"""Evidence that experiments left on disk: replay folders, noise runs, results of a bisection.
 
-Reads and checks; what the evidence means is said elsewhere.
+Reads and checks them, since they may come from anywhere; does not interpret them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 REPLAY_FILE = "replay.json"
 NOISE_FILE = "noise.json"
 _LARGEST_RESULTS = 256 << 20
-"""Bytes of such a file; a site takes about a hundred."""
+"""Largest size of such a file in bytes; a site takes about a hundred."""
 
 
 class ReplayedSite(NamedTuple):
-    """What became of one site.
+    """The outcome of replaying one site.
 
     Attributes:
         status: replayed, unknown or skipped.
@@ -180,6 +180,7 @@ def open_noise(sources: Sequence[Evidence]) -> list[NoiseRun]:
 
 
 def _inner(folder: Path, name: str) -> Run | None:
+    # A name in the file may not lead out of the folder: files of strangers are opened here.
     path = folder / name
     return open_run(path) if is_inside(folder.resolve(), path) else None
 
@@ -189,7 +190,7 @@ def _reproduced_flag(reproduced: Any) -> bool | None:
 
 
 def _noise(value: Any) -> Effect:
-    """Sizes and leans alone: that is all a replay measures where nothing else is to be known."""
+    """Size and bias only: a replay measures no more where its result is as good as trusted."""
     fields = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
     nan = math.nan
     return NOTHING._replace(
@@ -231,8 +232,7 @@ def _read_results(path: Path) -> Mapping[str, Any]:
     return document
 
 
-# What `driftline bisect` found, read again: the share of the end's error that goes with a
-# block.
+# Results of `driftline bisect`: the share of the final error that goes with a block.
 
 
 _LARGEST_BISECTION = 64 << 20
@@ -263,7 +263,7 @@ class Substitution(NamedTuple):
     executions: int
 
     def is_about(self, site: str) -> bool:
-        """Whether the block is a site, or one of the two lies in the other."""
+        """Whether the block is a site, contains it, or lies in it."""
         has_block = self.verdict == "found"
         return has_block and (
             self.site == site or contains(self.site, site) or contains(site, self.site)

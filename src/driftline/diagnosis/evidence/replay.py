@@ -1,4 +1,10 @@
-"""Whether a replay was given things of the same kind as the reference: integers or floats."""
+"""Evidence from a replay: does a site err by itself, given the candidate's own input?
+
+Compares the candidate's output with the reference's module applied to the same input, in wide
+arithmetic (exact) and in the candidate's format (native). Limits say how far from exact a trusted
+execution may be. Also finds activations that compute another function by less than noise, and
+inputs of another kind, for which a replay means nothing.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +43,10 @@ from driftline.runs.run import Run
 
 
 def inputs_of_other_kinds(plan: Plan, sites: Mapping[str, ReplayedSite]) -> dict[str, str]:
-    """Sites that were given another kind of thing than in the reference, by the candidate's names.
+    """Sites whose input is of another kind than in the reference, by the candidate's names.
 
-    A mask of booleans says what may be seen, one of floats what is added: replaying the one with
-    the other is another computation. Where the replay saw that both say the same, it is none.
+    A mask of booleans says what may be seen, one of floats what is added: replaying one with the
+    other is another computation, unless the replay found that both say the same.
     """
     troubles: dict[str, str] = {}
     for pair in plan.pairs:
@@ -60,13 +66,15 @@ def inputs_of_other_kinds(plan: Plan, sites: Mapping[str, ReplayedSite]) -> dict
     return troubles
 
 
-# An activation that is another function by less than noise: its error follows the difference.
+# Activations that are another function by less than noise: the error follows the difference.
 
 
 _ACTIVATION = re.compile(r"(?i)gelu|silu|swish|activation|mish|tanh|sigmoid|softplus")
 FINEST, COARSEST = 2.0**-20, 2.0**-11
-"""Unit roundoff of the formats in which the slope is asked: the rounding of bfloat16 has a bias
-that follows such a difference by itself (a fused GELU does, and is right)."""
+"""Unit roundoffs between which the slope is used: the rounding of bfloat16 has a bias that follows
+such a difference by itself (a fused GELU does, and is right)."""
+# A trusted module may follow the other function up to the first; the candidate must do so to within
+# the second, by the third many standard errors.
 _TRUSTED, _FULL, _SURE = 0.3, 0.15, 16.0
 
 
@@ -91,7 +99,7 @@ def another_function(
     exact: Mapping[TensorKey, Record],
     native: Mapping[TensorKey, Record],
 ) -> OtherFunction | None:
-    """Of a module's first of these calls: whether it is another function than the reference's."""
+    """Whether a module computes another function than the reference's, from its first call."""
     if not records:
         return None
     record = records[0]
@@ -125,7 +133,7 @@ def another_function(
 def on_the_grid(
     x: F64, right: F64, candidate: F64, trusted: F64, dtype: str
 ) -> OtherFunction | None:
-    """The other function whose results, rounded once, are the candidate's; None for none.
+    """The other function whose results, rounded once, are the candidate's; None if none.
 
     Args:
         x: What it was given, [rows, channels].
@@ -150,12 +158,14 @@ def on_the_grid(
 
 
 def _others(x: F64, right: F64) -> list[tuple[str, F64]]:
-    """Known functions that differ from the reference's by too little to show in an error's size."""
+    """Known functions that differ from the reference's too little to show in the error's size."""
     if x.shape != right.shape or len(x) < 8:
         return []
     made = {name: function(x) for name, function in FUNCTIONS.items()}
     size = float(np.sum(right * right))
     is_one = min(made, key=lambda name: float(np.sum((made[name] - right) ** 2)))
+    # The reference itself must be a known function, otherwise its difference to others means
+    # nothing.
     if not size > 0.0 or float(np.sum((made[is_one] - right) ** 2)) > 1e-8 * size:
         return []
     return [
@@ -166,7 +176,7 @@ def _others(x: F64, right: F64) -> list[tuple[str, F64]]:
 
 
 def follows(x: F64, right: F64, candidate: F64, trusted: F64) -> OtherFunction | None:
-    """The other function that the candidate computes, on both halves of the rows; None for none.
+    """The other function that the candidate follows, on both halves of the rows; None if none.
 
     Args:
         x: What it was given, [rows, channels].
@@ -188,7 +198,7 @@ def follows(x: F64, right: F64, candidate: F64, trusted: F64) -> OtherFunction |
 
 
 def _times(e: F64, p: F64) -> tuple[float, float]:
-    """Slope of an error on a difference, and that over its standard error, clustered by row."""
+    """Slope of an error on a difference, and the slope over its standard error, clustered by row."""
     power = float(np.sum(p * p))
     if not power > 0.0:
         return 0.0, 0.0
@@ -198,30 +208,31 @@ def _times(e: F64, p: F64) -> tuple[float, float]:
     return slope, slope / error if error > 0.0 else math.inf
 
 
-# How far from exact a trusted execution of a module may be: sizes, leans, worst tokens.
+# Limits: how far from exact a trusted execution of a module may be.
 
 
+# Factors on what trusted executions have: in size, in the worst row, and for few rows.
 _ERROR = 1.35
 _WORST_ROW = 2.5
 _FEW_ROWS = 4.0
 _IN_STEPS = 2.0
-"""Times one rounding: a right norm in steps rounds the normalised value, the product with its
-weight and the sum with its bias, each once (the root of 3)."""
+"""Times one rounding: a right norm computed in steps rounds the normalised value, the product with
+its weight and the sum with its bias, each once (the root of 3)."""
 _ROW_SCALE = 2.5
 _NORM_LEAN, _OTHER_NORM_LEAN = 0.012, 0.35
-"""Units of roundoff. A norm rounded once leans nowhere; in steps it does (the product of a rounded
-value with a weight near one is a tie again and again), but then its noise is larger too: equal
-noise is the same steps."""
+"""Units of roundoff. A norm rounded once has no bias; one computed in steps has (the product of a
+rounded value with a weight near one is a tie again and again), but then its noise is larger too:
+equal noise means the same steps."""
 
 
 _UNITS, _UNITS_LEAN = 32.0, 8.0
-"""Of roundoff of a fine format, for other orders of summation."""
+"""Units of roundoff of a fine format that other orders of summation may differ by."""
 _ATTENTION, _ATTENTION_LEAN = 2.0, 0.75
-"""Of an attention in a fine format: its scores are sums whose absolute error becomes a relative one
-of what the softmax gives, so its error grows with the root of their length (CPU against CUDA 8
+"""For an attention in a fine format: its scores are sums whose absolute error becomes a relative one
+of what the softmax gives, so its error grows with the root of their length (CPU against CUDA: 8
 units with 40 tokens and heads of 16, 25 units with 1024 and 128). CUDA's fused kernel adds products
-of three pieces and cuts off: it leans by 3.4 to 11.4 units there, and by more with wider heads. A
-lean is never more than the error; three quarters of that are allowed."""
+of three pieces and truncates: its bias there is 3.4 to 11.4 units, more with wider heads. A bias is
+never more than the error; three quarters of that are allowed."""
 
 
 class Limits(NamedTuple):
@@ -252,12 +263,12 @@ class Limits(NamedTuple):
         norm: bool = False,
         attends: int = 0,
     ) -> Limits:
-        """The limits of a site that has so many parts inside.
+        """The limits of a site with so many parts inside.
 
-        Where it attends, `attends` is the length of its longest sum.
-        Without a replay in the candidate's format the roundings inside a container are not known,
-        and in float32 that replay is the exact one: both orders of summation are right, and the
-        null has no width of its own. Then the rounding of its parts is estimated.
+        For an attention, `attends` is the length of its longest sum. Without a replay in the
+        candidate's format the roundings inside a container are not known; in float32 that replay is
+        the exact one, both orders of summation are right, and the null has no width of its own. In
+        both cases the rounding of the parts is estimated.
         """
         deep = math.sqrt(1.0 + parts)
         fine = unit <= FINE
@@ -274,16 +285,18 @@ class Limits(NamedTuple):
         return cls(trusted, unit, max(error, allowed), max(lean, allowed / 5.0), coarse_norm)
 
     def excesses(self, effect: Effect, half: bool = False) -> dict[str, float]:
-        """Each statistic in units of its limit; a half only has to bear out the whole."""
+        """Each statistic in units of its limit; a half only has to support the whole."""
         times = 3.5 if half and self.norm else 5.0
         lean = self.lean_floor
         if self.norm:
             noise = math.sqrt(max(effect.error**2 - effect.projection**2, 0.0))
+            # Equal noise means the same sequence of roundings, and then the same bias is expected.
             same = any(
                 abs(noise - trusted_effect.error) < 0.08 * trusted_effect.error
                 for trusted_effect in self.trusted
             )
             lean = (_NORM_LEAN if same else _OTHER_NORM_LEAN) * self.unit
+        # Statistics of few elements scatter; the limit widens with their standard error.
         few = 1.0 + 3.0 / math.sqrt(max(effect.elements, 1))
         error = max(
             (
@@ -320,10 +333,11 @@ class Limits(NamedTuple):
         if self.norm:
             scatter = max(trusted_effect.row_scale for trusted_effect in self.trusted)
             over["row_scale"] = effect.row_scale / (_ROW_SCALE * few * scatter + self.error_floor)
+        # A statistic that could not be computed is no evidence.
         return {name: 0.0 if math.isnan(value) else value for name, value in over.items()}
 
     def span(self, statistic: str) -> tuple[float, float]:
-        """What trusted executions have of a statistic."""
+        """Least and largest value of a statistic among trusted executions."""
         values = [float(getattr(effect, statistic)) for effect in self.trusted]
         return min(values), max(values)
 
@@ -339,19 +353,20 @@ class Limits(NamedTuple):
         return beyond / width if math.isfinite(width) and width > 0 else 0.0
 
 
-# What a site adds by itself: its output against the reference's module on the very same input.
+# Judging sites: their output against the reference's module on the same input.
 
 
 GROSS = 4.0
-"""Times its limit: so far outside that one half of the rows is enough (a single token is off)."""
+"""Times the limit: so far outside that one half of the rows suffices (a single token is off)."""
 
+# Share of the worst tokens that is left out where a router inside may choose either way.
 _FLIPS = 0.08
 _CHOICES = "choices inside it (of experts) may fall either way by rounding; its parts are judged"
 _NORM = re.compile(r"(?i)norm")
 
 
 class ReplayResult(NamedTuple):
-    """What replay says of one site.
+    """What replay says about one site.
 
     Attributes:
         introduced: Whether it errs by itself more than trusted executions do.
@@ -389,10 +404,10 @@ class ReplayResult(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing is said of it, and other evidence may convict it.
+        """Whether nothing is known from replay, and other evidence may convict the site.
 
-        Choices that fall either way and random numbers err without any fault. A module that does
-        not agree with itself is not guilty by any evidence: what it should give is not known.
+        Choices that can fall either way and random numbers err without any fault. A module that
+        does not reproduce itself is not guilty by any evidence: its right output is not known.
         """
         return self.is_suspect and not self.failed
 
@@ -403,7 +418,7 @@ class ReplayResult(NamedTuple):
 
 
 class _Stream(NamedTuple):
-    """Outputs of a site that are one thing again and again: the same slot, as wide."""
+    """Outputs of a site that are the same thing at each call: the same slot and width."""
 
     candidate: list[Sums]
     native: list[Sums]
@@ -413,7 +428,7 @@ class _Stream(NamedTuple):
 def judge(
     candidate: Run, replay: Replay, *, allowed: Mapping[str, float] | None = None
 ) -> dict[str, ReplayResult]:
-    """A judgement for every site of the candidate that was to be replayed.
+    """Judge every site of the candidate that was to be replayed.
 
     Args:
         candidate: The run whose inputs were replayed.
@@ -429,6 +444,7 @@ def judge(
     for record in candidate.records:
         dtype = DTYPES.get(record.dtype)
         if record.key.phase != "forward" or dtype is None or not dtype.is_floating:
+            # Backward passes are not replayed, and integers have no rounding to judge.
             continue
         name = record.key.site
         if record.key.port in ("input", "output", "param"):
@@ -455,12 +471,16 @@ def judge(
             streams = _streams(candidate, replay, [*records, *passed_on], exact, native, unit)
             noise = None if streams or about is None else about.noise
             near = frozenset[str]() if about is None else about.near
+            # The replay kept no values because they were as good as the candidate's: only its
+            # measured noise is left.
             if noise and all(
                 output.digest in near or _is_its_own(output, exact, native)
                 for output in (*records, *passed_on)
             ):
                 judged[name] = _as_trusted(noise, unit, bool(passed_on))
                 continue
+            # Own code was repeated with answered parts, so nothing inside was computed: it counts
+            # as a leaf.
             alone = about is not None and about.applied == "own code"
             inside = 0 if alone else parts.get(name, 0)
             most = (allowed or {}).get(name, 0.0)
@@ -473,6 +493,8 @@ def judge(
                 unit, inside, most, choices > 0, name in norms, attending.get(name, 0)
             )
             judgement = _site(streams, about_it)
+            # The output is within noise, but a similar function may hide there; only leaves in
+            # coarse formats can.
             if not judgement.introduced and unit > FINEST and not parts.get(name, 0):
                 readable = [r for r in records if is_readable(replay.exact, exact.get(r.key))]
                 other = another_function(candidate, replay, readable, exact, native)
@@ -490,15 +512,15 @@ def judge(
 def _is_its_own(
     record: Record, exact: Mapping[TensorKey, Record], native: Mapping[TensorKey, Record]
 ) -> bool:
-    """Whether a replay gave, in the candidate's format, what the candidate has; by digests."""
+    """Whether the replay gave, in the candidate's format, what the candidate has; by digests."""
     made = native.get(record.key) or exact.get(record.key)
     return made is None or (bool(made.digest) and made.digest == record.digest)
 
 
 def _as_trusted(noise: Effect, unit: float, after_parts: bool) -> ReplayResult:
-    """Of a site that does what the trusted module does in its format, to the bit or as good as it.
+    """The result of a site that equals the trusted module in its format, or is as good.
 
-    Whatever is measured of it is measured of that module as well, and lies in its interval.
+    Whatever is measured of it is measured of that module as well, and lies within its interval.
     """
     error = 0.0 if math.isnan(noise.error) else noise.error
     excess = Limits.of([noise], unit, 0, complete=True, allowed=0.0).excesses(noise)["error"]
@@ -517,7 +539,7 @@ def _as_trusted(noise: Effect, unit: float, after_parts: bool) -> ReplayResult:
 
 
 def _attending(candidate: Run) -> dict[str, int]:
-    """Sites that are an attention, and the longest sum of each: its tokens, or its channels."""
+    """Attention sites, and the longest sum of each: its tokens or its channels."""
     lengths: dict[str, int] = {}
     for record in candidate.records:
         key = record.key
@@ -533,7 +555,7 @@ def _attending(candidate: Run) -> dict[str, int]:
 def _handed_to_parts(
     candidate: Run, exact: Mapping[TensorKey, Record], sites: Mapping[str, object]
 ) -> dict[str, list[Record]]:
-    """Inputs of parts that a replay made too: results of the own code of what contains them."""
+    """Inputs of parts that the replay made too, by the container whose code computed them."""
     by_owner: dict[str, list[Record]] = {}
     for record in candidate.records:
         if record.key.port == "input" and record.key in exact:
@@ -553,6 +575,8 @@ def _streams(
 ) -> dict[tuple[str, int], _Stream]:
     streams: dict[tuple[str, int], _Stream] = {}
     coarse = next((name for name in _FORMATS if DTYPES[name].unit_roundoff == unit), "float32")
+    # Many calls share one budget of elements, so that a site costs the same however often it was
+    # called.
     budget = max(1, len(records))
     seen: set[tuple[str, str]] = set()
     for record in records:
@@ -578,6 +602,7 @@ def _streams(
         stream.once.append(sums(r, rounded(r, coarse)))
         trusted = native.get(record.key)
         if trusted is not None and replay.native is not None and trusted.shape == record.shape:
+            # Equal digests: the trusted output is the candidate's, no need to read it again.
             if trusted.digest and trusted.digest == record.digest:
                 stream.native.append(stream.candidate[-1])
             else:
@@ -594,7 +619,7 @@ _FORMATS = (
 
 
 class _SiteSettings(NamedTuple):
-    """What is known of a site whatever its values are.
+    """What is known about a site apart from its values.
 
     Attributes:
         unit: Unit roundoff of the coarsest format that takes part.
@@ -623,11 +648,11 @@ def _site(streams: Mapping[tuple[str, int], _Stream], about: _SiteSettings) -> R
 
 
 def _judged(stream: _Stream, about: _SiteSettings) -> ReplayResult:
-    """The judgement of one output.
+    """Judge one output.
 
-    Where something inside chooses (a router picks experts), a choice between near equals falls one
-    way or the other by rounding, and that token is then far off without any fault: the tokens that
-    err most are left out there, of the trusted executions as well.
+    Where something inside chooses (a router picks experts), a choice between near equals is decided
+    by rounding, and that token is then far off without any fault: the tokens that err most are left
+    out there, of the trusted executions as well.
     """
     allowed = about.allowed
     own = joined(stream.candidate)
@@ -652,6 +677,8 @@ def _judged(stream: _Stream, about: _SiteSettings) -> ReplayResult:
         for name in over
         if over[name] > 1.0
     }
+    # A statistic that both halves confirm comes first, however far outside another one is on the
+    # whole.
     statistic = max(over, key=lambda name: (confirmed.get(name, 0.0) > 1.0, over[name]))
     gross = statistic in ("error", "worst_row", "nonfinite") and over[statistic] > GROSS
     low, high = limits.span(statistic)

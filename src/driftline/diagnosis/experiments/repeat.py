@@ -1,7 +1,7 @@
-"""`repeat`: is a program deterministic, and does its batch matter to a sequence in it?
+"""`driftline repeat`: is a program deterministic, and does its batch influence a sequence in it?
 
-Runs an unchanged program several times and sets their digests side by side; then with other
-threads, with one sequence of the batch alone, and with the batch in another order.
+Runs an unchanged program several times and compares digests; then with other numbers of threads,
+with one sequence of the batch alone, and with the batch in another order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAMES = {"batch": "alone", "order": "reversed"}
 
 
 class Side(NamedTuple):
-    """What came of one question.
+    """The answer to one question.
 
     Attributes:
         question: repeats, threads, batch or order.
@@ -85,7 +85,7 @@ def repeat(
     selection: Selection | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Repeated:
-    """Run a program again and again and find the first site that differs.
+    """Run a program several times and find the first site that differs.
 
     Args:
         argv: The program.
@@ -121,7 +121,7 @@ def repeat(
 
 
 class _ProgramRuns:
-    """Runs the program in a folder of its own, as often as asked."""
+    """Runs the program, each time into a folder of its own."""
 
     def __init__(self, argv: Sequence[str], selection: Selection, folder: Path) -> None:
         self._argv = argv
@@ -140,6 +140,7 @@ class _ProgramRuns:
             command=tuple(self._argv),
             experiment=experiment or {},
         )
+        # The variable must be set before the program starts: OpenMP reads it once.
         cores = {"OMP_NUM_THREADS": str(threads)} if threads else None
         ended = run_with(self._argv, plan, cores, to_stderr=True)
         self._require(ended, place)
@@ -158,6 +159,7 @@ class _ProgramRuns:
 
     def threads(self, base: Run) -> Side:
         cores = os.cpu_count() or 1
+        # One core offers no other number of threads to compare with.
         if cores == 1:
             return Side("threads", None, reason="this machine has one core")
         sides: list[Side] = []
@@ -186,7 +188,7 @@ def _repeats(runs: Sequence[Run]) -> Side:
 
 
 def _compared(question: str, runs: Sequence[Run]) -> Side:
-    """Digests of the same tensors, side by side; the first that differs in execution order."""
+    """Compare digests of the same tensors; the first difference in execution order is reported."""
     others = [{record.key: record for record in run.records} for run in runs[1:]]
     keys = [record.key for record in runs[0].records]
     differing = 0
@@ -217,7 +219,7 @@ def _digest(record: Record | None) -> str:
 
 
 def _slices(question: str, base: Run, other: Run, size: int) -> Side:
-    """A sequence of a batch against the same sequence by itself, or elsewhere in the batch."""
+    """Compare a sequence of a batch with the same sequence alone, or elsewhere in the batch."""
     partners = {record.key: record for record in other.records}
     compared = differing = 0
     largest, first = 0.0, None
@@ -243,7 +245,7 @@ def _slices(question: str, base: Run, other: Run, size: int) -> Side:
 
 
 def _aligned(question: str, base: TensorHandle, other: TensorHandle, size: int) -> Any:
-    """The same sequence's part of both; None where the batch is not the first dimension."""
+    """The same sequence's part of both; None if the batch is not the first dimension."""
     if not base.shape or not base.shape[0] or base.shape[0] % size:
         return None
     rows = base.shape[0] // size
@@ -274,7 +276,7 @@ def _relative(record: Record, base: Any, other: Any) -> float:
 
 
 def lines(repeated: Repeated) -> Iterator[str]:
-    """The answers in words."""
+    """The answers as lines of text."""
     asked = {
         "repeats": ("deterministic", "not deterministic"),
         "threads": ("the number of threads changes nothing", "the number of threads matters"),
