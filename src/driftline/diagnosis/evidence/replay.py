@@ -198,7 +198,7 @@ def follows(x: F64, right: F64, candidate: F64, trusted: F64) -> OtherFunction |
 
 
 def _times(e: F64, p: F64) -> tuple[float, float]:
-    """Slope of an error on a difference, and the slope over its standard error, clustered by row."""
+    """Slope of an error on a difference, and its ratio to the standard error clustered by row."""
     power = float(np.sum(p * p))
     if not power > 0.0:
         return 0.0, 0.0
@@ -228,8 +228,8 @@ equal noise means the same steps."""
 _UNITS, _UNITS_LEAN = 32.0, 8.0
 """Units of roundoff of a fine format that other orders of summation may differ by."""
 _ATTENTION, _ATTENTION_LEAN = 2.0, 0.75
-"""For an attention in a fine format: its scores are sums whose absolute error becomes a relative one
-of what the softmax gives, so its error grows with the root of their length (CPU against CUDA: 8
+"""For an attention in a fine format: its scores are sums whose absolute error becomes a relative
+one of what the softmax gives, so its error grows with the root of their length (CPU against CUDA: 8
 units with 40 tokens and heads of 16, 25 units with 1024 and 128). CUDA's fused kernel adds products
 of three pieces and truncates: its bias there is 3.4 to 11.4 units, more with wider heads. A bias is
 never more than the error; three quarters of that are allowed."""

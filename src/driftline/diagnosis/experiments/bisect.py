@@ -179,7 +179,7 @@ def bisect(
 
 
 def _descend(search: _Search, tree: Node, end: str, baseline: float) -> Bisection:
-    """Descend from the model to a leaf: in each block, find the first part that must be replaced."""
+    """Descend from the model to a leaf: in each block find the first part that must be replaced."""
     node, done, path = tree, list[str](), list[str]()
     above: Node | None = None
     before, after = baseline, 0.0

@@ -1,4 +1,4 @@
-"""Start an unchanged program with an experiment in it, and read what its processes say of it."""
+"""Start an unchanged program with an experiment inside, and read the reports of its processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from driftline.captures.launch.messages import Marks, read_marks
 
 
 class Ended(NamedTuple):
-    """A program that was run.
+    """A program that has ended.
 
     Attributes:
         status: Its exit status, as a shell reports it.
@@ -30,7 +30,7 @@ class Ended(NamedTuple):
 
     @property
     def why_not(self) -> str:
-        """Why no process has anything to say; empty if one has."""
+        """Why no process reported anything; empty if one did."""
         if self.reports:
             return ""
         if self.marks.failed:
@@ -55,8 +55,8 @@ def run_with(
         argv: The command, word by word.
         plan: With an experiment; captures what its selection takes.
         variables: Environment variables for the program, besides its usual ones.
-        aside: What the program prints goes to standard error. For programs that are run again and
-            again to find something out: the answer alone is printed.
+        to_stderr: What the program prints goes to standard error. For programs that are run many
+            times to find something out: only the answer is printed.
 
     Raises:
         BadInput: The command cannot be started.

@@ -1,12 +1,13 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
-"""Rows that a module's own code hands to a part in another order than the captured run did.
+"""Apply a module of the program to captured inputs, in both number formats, and keep the results.
 
-Code that sorts tokens by their expert may put those of one expert in any order, and does so
-otherwise on another device. A part that works on each row by itself is then answered in the order
-of the code that is repeated. Only rows that are the captured ones to within rounding are taken for
-them: what is wrong stays where it is.
+The calls that the module makes of its parts are answered with what the captured run's parts gave,
+or carried out. Code that sorts tokens by their expert may pass rows to a part in any order, and
+does so differently on another device; a part that works on each row by itself is then answered in
+the order of the code that is repeated. Only rows that equal the captured ones to within rounding
+are reordered: what is wrong stays where it is.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ from driftline.diagnosis.experiments.live.results import (
 )
 from driftline.runs.records import Record, TensorKey
 
+# Random directions that are tried to sort rows by; each leaves fewer rows without a partner.
 _ROUNDS = 12
 _UNITS = 32.0
-"""Units of roundoff that two rows may be apart, by their size; other rows are as far as they are
-large."""
+"""Units of roundoff, relative to its size, by which a row may differ from its partner; different
+rows are as far apart as they are large."""
 
 
 def works_by_row(module: nn.Module) -> bool:
@@ -54,7 +56,7 @@ def works_by_row(module: nn.Module) -> bool:
 
 
 def order_of(made: torch.Tensor, captured: torch.Tensor) -> torch.Tensor | None:
-    """Which row of what was made is each captured row; None where they come in the same order.
+    """The row of `made` that equals each captured row; None if both have the same order.
 
     >>> rows = torch.eye(4) + 1
     >>> order_of(rows[[0, 3, 1, 2]], rows)
@@ -66,6 +68,8 @@ def order_of(made: torch.Tensor, captured: torch.Tensor) -> torch.Tensor | None:
         return None
     coarse = max((made.dtype, captured.dtype), key=lambda dtype: torch.finfo(dtype).eps)
     most = _UNITS * torch.finfo(coarse).eps / 2.0
+    # A sample is enough to see that nothing moved, the usual case; all rows are compared only
+    # otherwise.
     if bool(_alike(some_rows(made).float(), some_rows(captured).float(), most).all()):
         return None
     made_rows, captured_rows = made.detach().float(), captured.float()
@@ -73,6 +77,7 @@ def order_of(made: torch.Tensor, captured: torch.Tensor) -> torch.Tensor | None:
     apart = ~_alike(made_rows, captured_rows, most)
     order, left, free = identity.clone(), identity[apart], identity[apart]
     chance = torch.Generator().manual_seed(0)
+    # Equal rows have equal projections: sorted by a random direction they stand side by side.
     for _ in range(_ROUNDS):
         along = torch.randn(made_rows.shape[1], generator=chance).to(made_rows.device)
         left = left[torch.argsort(captured_rows[left] @ along, stable=True)]
@@ -96,12 +101,12 @@ def _alike(rows: torch.Tensor, other_rows: torch.Tensor, most: float) -> torch.T
 
 
 def reordered(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Its rows in another order; itself where it has not as many."""
+    """A tensor with its rows in another order; unchanged if it has another number of rows."""
     rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor
     return rows[order].reshape(tensor.shape) if len(rows) == len(order) else tensor
 
 
-# The calls a module makes of others, when it is repeated: answered or carried out.
+# Which modules run when a call is repeated, and which are answered.
 
 
 Answer = Callable[[Any, Any], Any]
@@ -123,7 +128,7 @@ class Parts:
         self._orders: dict[TensorKey, torch.Tensor] = {}
 
     def own(self, opened: OpenCall, way: str) -> Script:
-        """What answers the calls of parts with what they themselves gave."""
+        """Answers the calls of parts with what they gave in the program itself."""
         parts: dict[int, list[Answer | None]] = {}
         for held in opened.parts or () if way == "own code" else ():
             parts.setdefault(id(held.module), []).append(
@@ -134,16 +139,15 @@ class Parts:
     def captured(
         self, opened: OpenCall, way: str, supplied: SuppliedTensors, hand: Hand, *, exact: bool
     ) -> Script:
-        """What answers the calls of parts with what those of the captured run gave.
+        """Answers the calls of parts with what the captured run's parts gave.
 
         Args:
             opened: The call that is repeated.
-            way: How.
-            supplied: What has been put in so far; what comes out of the parts is added.
-            hand: Called with what the code of the module hands to a part and made itself: the
-                captured record and the tensor. A wrong attention shows in what its output
-                projection is given, and nowhere else.
-            exact: In wide arithmetic.
+            way: leaf, own code or whole.
+            supplied: The tensors supplied so far; what comes out of the parts is added.
+            hand: Called with the captured record and the tensor that the module's own code made
+                and passes to a part. A wrong attention shows in the input of its output
+                projection and nowhere else.
         """
         # Rows come as the captured run's own format has put them: wide arithmetic, which follows,
         # must not find another place for one that fits nowhere. Both would be far apart then.
@@ -177,6 +181,8 @@ class Parts:
             order = None
             for slot, alias, tensor in layers.inputs(binding, args, kwargs, layers.NO_CACHE):
                 record = call.inputs.get(slot) or (call.inputs.get(alias) if alias else None)
+                # Tensors that were supplied are the captured ones themselves; only what the code
+                # computed is compared.
                 if (
                     record is not None
                     and tensor.is_floating_point()
@@ -193,6 +199,7 @@ class Parts:
             made = value()
             if order is None:
                 return made
+            # The answer must come back in the order in which the code passed its rows.
             back = torch.argsort(order)
             return copied(made, lambda tensor: reordered(tensor, back))
 
@@ -204,6 +211,7 @@ class Parts:
         if way != "own code":
             return dict(module.named_modules(remove_duplicate=False))
         called = {id(held.module) for held in opened.parts or ()}
+        # A part whose captured output is incomplete cannot be answered and has to run.
         running = {
             id(held.module)
             for held in opened.parts or ()
@@ -225,8 +233,7 @@ class Parts:
         return modules
 
 
-# Apply a module of the program to captured inputs, in both number formats, and keep the
-# results.
+# Applying one call again.
 
 
 class RepeatedCall(NamedTuple):
@@ -255,7 +262,7 @@ class RepeatedCall(NamedTuple):
 
 
 class ApplyOutcome(NamedTuple):
-    """What came of one.
+    """The outcome of applying a call again.
 
     Attributes:
         left_out: Slots of which nothing is known.
@@ -302,7 +309,7 @@ class CallApplier:
         self._one_format = one_format
 
     def __call__(self, again: RepeatedCall, check: Callable[[], None]) -> ApplyOutcome:
-        """Apply a call again and keep what says something.
+        """Apply a call again and keep what is informative.
 
         Args:
             again: The call.
@@ -360,9 +367,9 @@ class CallApplier:
     def _wide_nearness(
         self, again: RepeatedCall, all_: list[tuple[str, About, Native]], same: set[str]
     ) -> dict[str, float] | None:
-        """How far each result is from the captured one that is not the same; None if one is far.
+        """Distance of every result from a captured one that is not equal; None if one is far.
 
-        Only of what may be near in 16 bits, too: linear layers and the own code of others.
+        Only where 16-bit results may be near as well: linear layers and own code of containers.
         """
         if again.way == "leaf" and not is_a_plain_product(again.opened, again.way):
             return None
@@ -379,10 +386,10 @@ class CallApplier:
     def _as_a_product(
         self, again: RepeatedCall, check: Callable[[], None]
     ) -> tuple[set[str], bool, dict[str, float]]:
-        """A linear layer: wide arithmetic on some rows says how large the noise is.
+        """A linear layer: wide arithmetic on some rows measures the noise.
 
-        Only where the captured product is neither the trusted one to the bit nor as good as that
-        is all of it computed once more.
+        All of it is computed in wide arithmetic only if the captured product neither equals the
+        trusted one to the bit nor is as good.
         """
         opened, results, module = again.opened, self._results, again.opened.frame.module
         nothing = PassedToParts(results, self._require_room, narrow=True)
@@ -410,6 +417,7 @@ class CallApplier:
     ) -> tuple[set[str], bool, dict[str, float]]:
         opened, outputs = again.opened, again.outputs
         first = PassedToParts(self._results, self._require_room, narrow=True)
+        # The captured format comes first: its row orders are then used for wide arithmetic as well.
         native = self._apply(again, first, exact=False)
         check()
         comparable, same = self._comparable_slots(again, native)
@@ -442,7 +450,7 @@ class CallApplier:
     def _comparable_slots(
         self, again: RepeatedCall, made: dict[str, torch.Tensor]
     ) -> tuple[set[str], set[str]]:
-        """The slots that can be set against the captured ones, and those that are the captured."""
+        """The slots that can be compared with the captured ones, and those that equal them."""
         comparable = {slot for slot in again.good if slot in made}
         _require(comparable)
         return comparable, {
@@ -450,7 +458,7 @@ class CallApplier:
         }
 
     def _apply(self, again: RepeatedCall, hand: Hand, *, exact: bool) -> dict[str, torch.Tensor]:
-        """The module on the captured inputs; slot to tensor."""
+        """Apply the module to the captured inputs; slot -> tensor."""
         opened, module = again.opened, again.opened.frame.module
         source = opened.held or (opened.args, opened.kwargs)
         supplied = SuppliedTensors()

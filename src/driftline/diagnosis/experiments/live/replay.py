@@ -1,12 +1,12 @@
-"""Apply the modules of a running program to the inputs that another run captured.
+"""Replay: apply the modules of a running program to the inputs that another run captured.
 
 The program runs as it would. After each wanted call the module is applied again: to its own inputs,
 which must give its own output to the bit, then to the captured ones, in the captured run's number
-format and in wide arithmetic. A module with parts has its *own code* repeated: the calls
-it makes of its parts are answered with what the captured run's parts gave. So nothing is computed
+format and in wide arithmetic. Of a module with parts only its *own code* is repeated: the calls it
+makes of its parts are answered with what the captured run's parts gave. So nothing is computed
 twice for the sake of its ancestors, and an error is seen where it is made, not in all modules
-around it. Where its own code cannot be repeated alone the module is applied whole. Files and other
-runs' names are not known here.
+around it. If its own code cannot be repeated alone, the module is applied as a whole. Does not know
+files or the names of other runs.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -66,7 +66,7 @@ class _Thread(threading.local):
 
 
 class Replayer:
-    """Replays while a session runs; stands in for the plain call of its modules.
+    """Replays while a session runs; takes the place of the plain call of its modules.
 
     Args:
         session: Names the calls; it need not capture anything.
@@ -135,6 +135,8 @@ class Replayer:
             result = call(frame.module, *args, **kwargs)
         except BaseException:
             if opened is not None:
+                # The call failed: what was held for it is released, the program sees its own
+                # exception.
                 self._held -= sum(bytes_of(held.slots) for held in opened.parts or ())
             raise
         finally:
@@ -188,6 +190,8 @@ class Replayer:
             return opened
         if module._modules:
             opened.parts = []
+        # The proof that a call reproduces itself costs a repetition; it is made once for calls that
+        # are alike.
         opened.proven = "" if self._check_each else self._alike.get(likeness(opened), "")
         if opened.proven:
             if not is_pure(module):
@@ -266,6 +270,7 @@ class Replayer:
         )
 
     def _replay(self, opened: OpenCall, live: Slots, part: int) -> None:
+        # Slots are compared by name; a result without a captured partner says nothing.
         outputs = opened.candidate.outputs if opened.candidate is not None else {}
         wanted = [(slot, alias, t) for slot, alias, t in live if slot in outputs]
         if not wanted:
@@ -292,13 +297,14 @@ class Replayer:
     def _way_that_reproduces(
         self, opened: OpenCall, wanted: Slots, part: int
     ) -> tuple[str, set[str]]:
-        """How the module's own output comes out of its own inputs, and which slots of it do."""
+        """How the module's output can be reproduced from its own inputs, and which slots of it."""
         module = opened.frame.module
         everything = {slot for slot, _, _ in wanted}
         if opened.proven:
             return opened.proven, everything
         assert opened.held is not None
         reasons: list[str] = []
+        # Own code alone is cheaper and sharper; the whole module is the second choice.
         for way in ("own code", "whole") if opened.parts else ("leaf",):
             if way == "whole":
                 self._require_room(sum(p.nbytes for p in module.parameters()))

@@ -1,10 +1,11 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-"""How far a number format is from exact at one module: sums over some of its rows.
+"""Results of a replay: what is kept of them, how large the noise is, and when two results are near.
 
-Only of calls whose results in that format are known to be right, so that what is measured is noise
-and nothing else.
+Values are kept where they are informative. Where a captured result equals the trusted one, or is as
+good, only the size of the noise is recorded: how far the number format is from exact, measured on
+some rows.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from driftline.diagnosis.experiments.live.repeat import clone, same_bits
 from driftline.runs.records import Kept, Record, TensorKey
 from driftline.runs.sinks import Sink
 
+# Rows that are enough to measure noise with; a sample keeps the cost of a call small.
 _ROWS = 32
 
 
@@ -44,7 +46,7 @@ def some_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Sums:
-    """Of exact values r and errors e, over rows that are independent of each other."""
+    """Sums of exact values r and errors e, over rows that are independent of each other."""
 
     __slots__ = ("ee", "elements", "er", "er_er", "er_rr", "rows", "rr", "rr_rr")
 
@@ -90,7 +92,7 @@ def _by_row(r: torch.Tensor, e: torch.Tensor) -> list[list[float]]:
 
 
 class Noise:
-    """The noise of every site, by what it gives."""
+    """The noise of every site, by output slot."""
 
     def __init__(self) -> None:
         self._sums: dict[str, dict[str, _Sums]] = {}
@@ -105,7 +107,7 @@ class Noise:
         self._sums.setdefault(site, {}).setdefault(slot, _Sums())
 
     def of(self, site: str) -> dict[str, Any] | None:
-        """That of the result which has most of it, as JSON; None where none was measured."""
+        """The slot with the most noise, as JSON; None if none was measured."""
         by_slot = self._sums.get(site)
         if not by_slot:
             return None
@@ -113,21 +115,22 @@ class Noise:
         return {"slot": slot, **sums.to_json()}
 
 
-# Whether a captured result is as good as the trusted one, though not the same to the bit.
+# Nearness: whether a captured result is as good as the trusted one, though not equal to the bit.
 
 
 _WHOLE, _ROW = 0.75, 1.4
-"""Of the noise, and of that in its worst row: together with it less than the 1.35 times (of errors
-independent of each other) and the 2.5 times (of errors that add up) that a diagnosis allows."""
+"""Share of the noise, and of that in its worst row: together with the noise itself less than the
+1.35 times (of independent errors) and the 2.5 times (of errors that add up) which a diagnosis
+allows."""
 _SIZE = 1.25
-"""Times the noise of the trusted result: what the captured one may have on the sample."""
+"""Factor on the noise of the trusted result that the captured one may have on the sample."""
 _LEAN, _OFFSET = 0.004, 0.02
-"""Units of roundoff; a diagnosis allows 0.05 of the first, 0.3 of the other."""
+"""Units of roundoff; a diagnosis allows 0.05 of the first and 0.3 of the second."""
 
 _WIDE_ROW, _WIDE_WORST = 4.0, 8.0
 """Units of roundoff, of the size of each row and of the typical row. A diagnosis allows an error of
-32, a lean of 8, an offset of 48 and 64 in the worst row; of rows that are each off by 4 of their
-size at most, no choice has more than 4 of the first three."""
+32, a bias of 8, an offset of 48, and 64 in the worst row; if every row is off by 4 of its size at
+most, no selection of rows has more than 4 of the first three."""
 _SMALLEST = 1e-10
 """Rows below this size are not judged: squares of their differences are no numbers any more."""
 
@@ -147,7 +150,7 @@ class Sample(NamedTuple):
 
 
 def nearness(captured: torch.Tensor, native: torch.Tensor, some: Sample) -> float | None:
-    """The difference of two results in units of noise; None where they are not near.
+    """The difference of two results in units of noise; None if they are not near.
 
     Args:
         captured: What the captured run has, of 16 bits.
@@ -186,7 +189,7 @@ def nearness(captured: torch.Tensor, native: torch.Tensor, some: Sample) -> floa
 
 
 def wide_nearness(captured: torch.Tensor, made: torch.Tensor) -> float | None:
-    """The difference of two wide results in its worst row, as a share of what is near.
+    """The difference of two wide results in its worst row, as a share of what counts as near.
 
     Args:
         captured: What the captured run has, of 32 or 64 bits.
@@ -212,7 +215,7 @@ def wide_nearness(captured: torch.Tensor, made: torch.Tensor) -> float | None:
 
 
 def _apart(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Places of a flat tensor of 16 bits where two are not the same to the bit."""
+    """Positions in a flat 16-bit tensor at which two tensors differ in their bits."""
     first_bits, second_bits = (
         t.detach().contiguous().reshape(-1).view(torch.int16) for t in (first, second)
     )
@@ -222,11 +225,11 @@ def _apart(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.flatnonzero(first_bits.numpy() != second_bits.numpy()))
 
 
-# What is kept of a replay: values where they say something, how small the noise is where not.
+# Keeping results.
 
 
 _CHANNELS = 128
-"""Of a linear layer's outputs, as many are looked at to measure noise."""
+"""Output channels of a linear layer that are used to measure noise."""
 
 
 About = tuple[Record, str, str]
@@ -235,7 +238,7 @@ Native = torch.Tensor | None
 
 
 class Results:
-    """Takes what modules gave, and decides how much of it is kept.
+    """Receives what modules gave, and decides how much of it is kept.
 
     Args:
         candidate: The captured run.
@@ -253,7 +256,7 @@ class Results:
         self._keep_all = keep_all or native is None
 
     def is_its_own(self, record: Record, tensor: torch.Tensor) -> bool:
-        """Whether a result is what the captured run has, to the bit, and that suffices."""
+        """Whether a result equals the captured one to the bit, and the latter can stand for it."""
         return self._may_be_left_out(record) and same_bits(
             tensor, self._candidate.tensor(record, tensor.device, own=False)
         )
@@ -324,7 +327,7 @@ class Results:
         return apart
 
     def nearness(self, record: Record, native: torch.Tensor, some: Sample) -> float | None:
-        """How far a captured product is from a trusted one, as `replay_nearness` has it."""
+        """Distance of a captured product from a trusted one, as the function `nearness` has it."""
         if not self._may_be_left_out(record):
             return None
         captured = self._candidate.tensor(record, native.device, own=False)
@@ -338,7 +341,7 @@ class Results:
         return wide_nearness(captured, made)
 
     def _may_be_left_out(self, record: Record) -> bool:
-        """Whether the captured result is all there and has a name, so that it can stand alone."""
+        """Whether the captured result is complete and has a digest, so that it can stand alone."""
         return (
             not self._keep_all
             and record.kept == "full"
@@ -361,6 +364,7 @@ class Results:
         )
         every = max(1, -(-y.shape[1] // _CHANNELS))
         weight = weights.get("weight", module.weight)
+        # GPT-2's layer stores its weight transposed.
         if type(module) is not nn.Linear:
             weight = weight.t()
         bias = weights.get("bias") if module.bias is None else weights.get("bias", module.bias)
@@ -416,7 +420,7 @@ class PassedToParts:
 
 
 def is_a_plain_product(opened: OpenCall, way: str) -> bool:
-    """Whether a call is a linear layer's, every row of which can be computed by itself."""
+    """Whether a call is a linear layer's, each row of which can be computed by itself."""
     call, module = opened.candidate, opened.frame.module
     return (
         way == "leaf"
@@ -428,7 +432,7 @@ def is_a_plain_product(opened: OpenCall, way: str) -> bool:
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """The linear layer of GPT-2, which holds its weight the other way round."""
+    """Whether a module is the linear layer of GPT-2, which stores its weight transposed."""
     kind = type(module)
     return (
         (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
