@@ -1,4 +1,8 @@
-"""`check(path)`: every operator of a dump or a run, checked; what `driftline opcheck` prints."""
+"""The public function `check(path)`: every operator of a dump or a run, checked.
+
+Opens the source, collects its rows, and writes scripts for failing operators. `driftline opcheck`
+prints what it returns.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,11 @@ from driftline.operators.result import Coverage, Metric, OutputRow, coverage
 from driftline.operators.source import Checked, CheckOptions, Source, open_source
 
 SCRIPTS = 20
-"""Reproducers of one call: each holds its tensors, and the first failures are what matters."""
+"""Most scripts that are written: each holds the tensors of a call, and the first ones matter."""
 
 
 class OperatorCheck(NamedTuple):
-    """What was found.
+    """The result of a check.
 
     Attributes:
         rows: One per output, or per operator that could not be checked.
@@ -89,6 +93,8 @@ def check(
     troubles: list[str] = []
     left_out = 0
     results: Iterable[Checked] = source
+    # With workers the rows come back in the order of the source, so everything below stays the
+    # same.
     if (who := chosen(jobs, executor)) is not None:
         from driftline.operators.workers import check_all
 
@@ -96,6 +102,7 @@ def check(
     for checked in results:
         calls.append(checked.rows)
         if repro is not None and any(row.status == "fail" for row in checked.rows):
+            # Scripts are written while the dump is read: its tensors are released call by call.
             if len(scripts) < SCRIPTS:
                 _reproduce(source, checked, Path(repro), scripts, troubles)
             else:
@@ -128,5 +135,6 @@ def _reproduce(
             troubles.append(f"{where} has no definition that could be written down")
         else:
             scripts.append(write(reproduction, folder))
+    # A script that cannot be written must not hide the result of the check.
     except DriftlineError as trouble:
         troubles.append(f"{where}: {trouble}")

@@ -1,7 +1,7 @@
-"""A failing operator as a stand-alone script: its definition, its inputs, what it gave; numpy only.
+"""A failing ATB operator as a stand-alone script: its definition, inputs and output; numpy only.
 
-The script carries the files of `families` that the definition needs, so it shows the error where
-Driftline is not installed, and says in code what was expected.
+The script contains the files of `definitions` that the operator needs, so it shows the error where
+Driftline is not installed, and documents in code what was expected.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ TENSORS = "tensors.npz"
 SCRIPT = "repro.py"
 _FAMILIES = "driftline.operators.definitions"
 _PLAIN = ("float64", "float32", "float16", "complex64", "complex128", "bool")
+# Everything else in a file name or a program text could break out of it.
 _UNSAFE = re.compile(r"[^\w.-]+", re.ASCII)
 
 _HEAD = '''"""{title}
@@ -140,7 +141,7 @@ if __name__ == "__main__":
 def reproduction_of(
     call: OperatorCall, inputs: InputTensors, outputs: Sequence[Dumped], failing: Sequence[str]
 ) -> Reproduction | None:
-    """The script and its tensors; None where a shape kept the output from being computed.
+    """The script and its tensors; None if a shape keeps the output from being computed.
 
     Raises:
         Unfit: The inputs no longer fit; they did when the row was made.
@@ -157,6 +158,7 @@ def reproduction_of(
         return None
     bounds: dict[str, tuple[float, bool, float, float, float]] = {}
     for output in outputs:
+        # Only failing outputs get a bound: the others are shown nowhere.
         if output.slot in failing and int(output.slot) < len(golden):
             result = fitted(golden[int(output.slot)], output.shape, tiled=output.tiled)
             bound = allowed(output.tensor.dtype, exact=result.exact)
@@ -189,7 +191,7 @@ def reproduction_of(
 
 
 def stored(dumped: Dumped) -> AnyArray:
-    """A tensor as the script reads it: bfloat16 as its bits, rarer formats as their values."""
+    """A tensor as the script reads it: bfloat16 as bits, rarer formats as values."""
     dtype = dumped.tensor.dtype
     if dtype == "bfloat16":
         return dumped.raw.view(np.uint16).reshape(dumped.shape)
@@ -199,7 +201,7 @@ def stored(dumped: Dumped) -> AnyArray:
 
 
 def source_of(module: str) -> str:
-    """The text of a family and of those it needs, as one program without its own imports."""
+    """The text of a definition file and of those it imports, as one program without imports."""
     texts: dict[str, str] = {}
     _collect(module, texts)
     imports = ["import json", "import sys", "from pathlib import Path"]
@@ -207,12 +209,15 @@ def source_of(module: str) -> str:
     for text in texts.values():
         tree = ast.parse(text)
         lines = text.split("\n")
+        # Backwards, so that deleting lines does not move those still to be examined.
         for node in reversed(tree.body):
             is_docstring = node is tree.body[0] and isinstance(node, ast.Expr)
             if not isinstance(node, (ast.Import, ast.ImportFrom)) and not is_docstring:
                 continue
             assert node.end_lineno is not None
             line = " ".join(lines[node.lineno - 1 : node.end_lineno])
+            # Imports of other packages are collected once at the top; those of Driftline are part
+            # of the text.
             if isinstance(node, ast.Import) or (
                 isinstance(node, ast.ImportFrom)
                 and node.module not in ("__future__",)
@@ -225,7 +230,7 @@ def source_of(module: str) -> str:
 
 
 def _collect(module: str, texts: dict[str, str]) -> None:
-    """A family behind those it imports."""
+    """Collect the text of a file behind those of the files it imports."""
     import importlib
 
     text = inspect.getsource(importlib.import_module(module))
@@ -238,7 +243,7 @@ def _collect(module: str, texts: dict[str, str]) -> None:
 
 
 def write(reproduction: Reproduction, folder: Path) -> Path:
-    """Put a reproduction into a folder of its own below the given one; returns the script.
+    """Write a reproduction into a folder of its own below the given one; returns the script.
 
     Raises:
         BadFile: It cannot be written.
@@ -247,6 +252,7 @@ def write(reproduction: Reproduction, folder: Path) -> Path:
     name = f"{call.op_type}_{call.ids}" if call.ids else f"{call.op_type}_{call.site}"
     name = _UNSAFE.sub("_", f"{name}_step{call.step}_rank{call.rank}")[:120]
     place = folder / name
+    # Several failing calls may have the same name; none may overwrite another.
     for number in range(1, 1000):
         if not place.exists():
             break

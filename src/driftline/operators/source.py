@@ -1,7 +1,7 @@
-"""Where operators to be checked come from: an ATB dump, or a run captured at operator level.
+"""Sources of operators to be checked: an ATB dump, or a run captured at operator level.
 
-The command knows no more than this file: a source yields one `Checked` per operator call that the
-user's filters leave. `operators/atb/source.py` and `operators/aten/source.py` are the two sources.
+A source yields one `Checked` per operator call that the user's filters leave. The two sources are
+`operators/atb/source.py` and `operators/aten/source.py`; the command knows only this protocol.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ AnyArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
 class CheckOptions(NamedTuple):
-    """What the user wants checked.
+    """What the user wants checked, and how.
 
     Attributes:
         ids: Operation ids; one matches itself and everything inside it. Empty: all.
@@ -42,6 +42,7 @@ class CheckOptions(NamedTuple):
         """Whether an operator is to be checked."""
         kind = op_type.lower()
         by_name = not self.names or any(name.lower() in kind for name in self.names)
+        # An id matches itself and everything below it: `24` matches `24_1` but not `240`.
         by_id = not self.ids or any(
             ids == wanted or ids.startswith(f"{wanted}_") for wanted in self.ids
         )
@@ -111,7 +112,7 @@ class Source(Protocol):
 
 
 def open_source(path: Path, options: CheckOptions) -> Source:
-    """The source behind a path.
+    """Open the source behind a path.
 
     Raises:
         DriftlineError: There is nothing that can be checked.
@@ -119,6 +120,7 @@ def open_source(path: Path, options: CheckOptions) -> Source:
     from driftline.errors import BadInput
     from driftline.formats.ascend.atb.folders import locate
 
+    # An ATB dump is recognised by its folders, before a general reader tries the path.
     if path.is_dir() and locate(path) is not None:
         from driftline.operators.atb.source import AtbSource
 

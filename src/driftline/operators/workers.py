@@ -1,7 +1,7 @@
-"""Operators are shared out among workers: each opens the same source and checks some of its calls.
+"""Sharing operators among workers: each opens the same source and checks some of its calls.
 
-A call is known by its place among those that the user's filters leave, which is the same wherever
-the same dump is opened.
+A call is identified by its position among those that the user's filters leave, which is the same
+wherever the same dump is opened.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 KINDS = (CheckOptions, OperatorCall, Figures)
 _ROUNDS = 8
-"""Tasks for each worker: calls differ much in what they cost."""
+"""Tasks per worker: calls differ much in cost, so small tasks balance the load."""
 PLACE = "dump"
 
 
@@ -35,13 +35,13 @@ class OperatorsWorkshop:
         self._source: Source | None = None
 
     def absent(self) -> list[tuple[str, str]]:
-        """Whether the dump is here, and the same."""
+        """What is missing here: the dump must be present and the same on every worker."""
         if fingerprint(self._opened()) != self._about["calls"]:
             return [(PLACE, f"holds another '{self._about['path']}': its operators are others")]
         return []
 
     def do(self, work: Sequence[int], say: Say) -> Any:
-        """The rows of calls from one place to another."""
+        """Check the calls of a range of positions; returns their encoded rows."""
         del say
         source = self._opened()
         encoded: list[Any] = []
@@ -63,12 +63,13 @@ class OperatorsWorkshop:
 
 
 def _encoded_row(checked: Checked, row: OutputRow) -> list[Any]:
+    # Most rows share the call of their operator, which the receiver knows already.
     own = None if row.call is checked.call else encode(row.call)
     return [own, row.slot, row.dtype, list(row.shape), encode(row.figures), row.path]
 
 
 def fingerprint(source: Source) -> str:
-    """What tells the calls of one source from those of another."""
+    """A digest that tells the calls of one source from those of another."""
     digest = hashlib.sha256()
     for number in range(len(source)):
         call = source.call(number)
@@ -83,7 +84,7 @@ def check_all(
     executor: Executor,
     progress: Callable[[int, int], None] | None,
 ) -> list[Checked]:
-    """Every call of a source, in its order, checked by workers.
+    """Check every call of a source by workers; the result is in the order of the source.
 
     Raises:
         DriftlineError: A worker cannot do it.
@@ -103,6 +104,7 @@ def check_all(
         if progress is not None:
             progress(done, total)
 
+    # Only if torch is already loaded: an ATB dump does not need it.
     torch = sys.modules.get("torch")
     paths = [str(path), *([str(options.csv)] if options.csv is not None else [])]
     about = {

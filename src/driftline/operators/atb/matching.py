@@ -1,4 +1,4 @@
-"""The golden outputs of a call meet the dumped ones: one row per output."""
+"""Golden outputs of an ATB operator compared with the dumped ones: one row per output."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def rows_of(
         )
         for output in outputs
     ]
+    # Outputs that only the definition has are listed too, so that nothing missing looks checked.
     slots = {int(dumped.slot) for dumped in outputs}
     for number in range(len(golden)):
         if number not in slots:
@@ -52,7 +53,7 @@ def rows_of(
 
 
 def formats_of(outputs: Sequence[Dumped]) -> list[str]:
-    """Element types of outputs by their number; empty for one that is not there."""
+    """Element types of outputs by number; empty for an output that is missing."""
     formats = {int(output.slot): output.tensor.dtype for output in outputs}
     return [formats.get(number, "") for number in range(max(formats, default=-1) + 1)]
 
@@ -74,6 +75,7 @@ def _figures(
         exact=result.exact,
         metrics=metrics,
     )
+    # A failure that the definition or the dump explains is no failure of the operator.
     if figures.status == "fail":
         if result.note:
             return figures._replace(status="not checked", reason=result.note)
@@ -96,11 +98,12 @@ def _in_place(inputs: InputTensors, output: Dumped) -> bool:
 
 
 def fitted(result: Result, shape: tuple[int, ...], *, tiled: bool) -> Result:
-    """A golden output in the shape of the dumped one, where only padding or ones differ."""
+    """A golden output in the shape of the dumped one, if only padding or axes of size 1 differ."""
     values = result.values
     if values.shape == shape:
         return result
 
+    # The scale of the terms must follow every change of shape, but is computed only if needed.
     def also(change: Callable[[AnyArray], AnyArray]) -> Result:
         def scale() -> AnyArray | None:
             size = scale_of(result)

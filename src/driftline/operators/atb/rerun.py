@@ -1,9 +1,9 @@
-"""`-rerun` of an ATB dump: its operators executed again by the library itself.
+"""`-rerun` for ATB dumps: operators are executed again by the library itself.
 
-Where an Ascend machine has the library's checker (`libopchecker.so`), it registers one torch class
-for all operators; the inputs of the dump go through it three times. Attention and operators that
-join ranks take more than their inputs: of those the dump's own outputs are checked, and said to be.
-What an operator should give is not known here.
+If an Ascend machine has the library's checker (`libopchecker.so`), it registers one torch class for
+all operators; the inputs of the dump go through it three times. Attention and operators that join
+ranks need more than their inputs: for those the dump's own outputs are checked, and the row says
+so. Does not know what an operator should give.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -58,11 +58,13 @@ class AtbRerun:
 
         from driftline.operators.aten.golden import sentence
 
+        # A bare number is an NPU, as in the ATB tools.
         name = f"npu:{device or 0}" if not device or device.isdigit() else device
         if name.startswith("npu"):
             with contextlib.suppress(ImportError):
                 importlib.import_module("torch_npu")
         try:
+            # A small computation is the only reliable test that a device works.
             torch.zeros(1, device=name).add_(1)
         except Exception as trouble:
             raise BadInput(
@@ -83,7 +85,7 @@ class AtbRerun:
         rows: Sequence[OutputRow],
         metrics: Collection[Metric],
     ) -> list[OutputRow]:
-        """The rows of a call, with what the library gives for the same inputs.
+        """The rows of a call, judged by what the library gives for the same inputs.
 
         Args:
             call: The operator.
@@ -147,6 +149,7 @@ class AtbRerun:
         try:
             for _ in range(EXECUTIONS):
                 arguments = [
+                    # New tensors for each execution: operators in place change their inputs.
                     torch_tensor_of(tensor.raw, tensor.tensor.dtype, tensor.shape).to(self.device)
                     for tensor in inputs.tensors
                 ]

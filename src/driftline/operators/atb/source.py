@@ -1,7 +1,7 @@
-"""Operators of an ATB dump: which there are, what goes into each, and what came out.
+"""Operators of an ATB dump: which there are, their inputs, and their outputs.
 
-Inputs are taken as they were before the execution where the dump has that, outputs as they were
-after it. What cannot be checked is a row with its reason. Definitions are `families`'.
+Inputs are taken from before the execution if the dump has them, outputs from after it. What cannot
+be checked becomes a row with its reason. What an operator should compute is in `definitions`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from driftline.operators.source import Checked, CheckOptions, Reproduction
 
 _RANKS = ("AllGather", "AllReduce", "Broadcast", "LinearParallel")
 _NOT_AGAIN = ("IndexAdd",)
-"""Operators that change an input in place, so that a second execution gives something else."""
+"""Operators that change an input in place, so that executing them again gives another result."""
 
 
 class _Operator(NamedTuple):
-    """An operator to be checked: its folder, and what a csv says of it."""
+    """An operator to be checked: its folder, and its line in a csv."""
 
     call: OperatorCall
     folder: OperationFolder | None
@@ -42,6 +42,7 @@ class AtbSource:
     def __init__(self, path: Path, options: CheckOptions) -> None:
         self._again = None
         if options.rerun:
+            # The library is loaded first: without it the dump need not be read.
             from driftline.operators.atb.rerun import AtbRerun
 
             self._again = AtbRerun(options.device)
@@ -112,6 +113,7 @@ class AtbSource:
             if not folder.files:
                 continue
             parent = self._tensors.parent(rank, process, step, folder)
+            # Kernels are checked as part of their operator, graphs by the operators inside.
             if parent is not None and not self._tensors.is_graph(parent):
                 self._inner[folder.kind] += 1
             elif self._tensors.is_graph(folder) and definition_of(type_of(folder.kind)) is None:
@@ -136,6 +138,7 @@ class AtbSource:
             process,
             path=self._tensors.path_of(rank, process, step, folder),
         )
+        # The parameter file of the operator itself is preferred; lists may have been cut off.
         try:
             param = self.run.own_param(folder)
         except BadFile as trouble:
@@ -152,10 +155,12 @@ class AtbSource:
         places = self._tensors.by_ids()
         own = csv.resolve().parent.name.rpartition("_")[2]  # it lies in a folder of its process
         pids = self.run.pids()
+        # The csv of one process says nothing about the operators of another.
         if own in pids.values():
             places = {key: place for key, place in places.items() if pids[key[0], key[1]] == own}
         listed_ids = {(line.execution, line.ids) for line in lines}
         executions = {step for _, _, step, _ in places}
+        # A csv may list executions that were not dumped; if none matches, all lines are tried.
         relevant = [line for line in lines if line.execution in executions] or lines
         single_execution = len(executions) == 1
         matched = 0
@@ -168,6 +173,7 @@ class AtbSource:
                 for hit in by_id.get(line.ids, ())
                 if single_execution or hit[0][2] == line.execution
             ]
+            # Ids are reused by other graphs: the type decides if it can.
             hits = [hit for hit in hits if hit[1].kind == line.kind] or hits
             if not hits:
                 call = OperatorCall(line.name, type_of(line.kind), line.ids, line.execution)
@@ -221,7 +227,7 @@ class AtbSource:
         return inputs
 
     def reproduction(self, checked: Checked) -> Reproduction | None:
-        """The inputs, the dumped outputs and the definition of a failing operator."""
+        """Inputs, dumped outputs and definition of a failing operator."""
         from driftline.operators.repro import reproduction_of
 
         operator = next(entry for entry in self._operators if entry.call is checked.call)
@@ -234,7 +240,7 @@ class AtbSource:
 
 
 def type_of(kind: str) -> str:
-    """The operator's type in a folder's name, which may have a name of the model before it.
+    """The operator's type in a folder's name, which may begin with a name from the model.
 
     >>> type_of("LinearOperation"), type_of("qkv_LinearOperation"), type_of("Decoder_layer")
     ('LinearOperation', 'LinearOperation', 'Decoder_layer')
@@ -244,7 +250,7 @@ def type_of(kind: str) -> str:
 
 
 def described(param: Mapping[str, Any]) -> str:
-    """Parameters as the seed's csv has them."""
+    """Parameters as ait's csv files have them."""
     import json
 
     return json.dumps(param, separators=(",", ":"), ensure_ascii=False, default=str)

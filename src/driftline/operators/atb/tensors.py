@@ -1,4 +1,8 @@
-"""The operation csv that a user names with -c: which operators it lists, what it says of them."""
+"""Tensors of the operators of an ATB dump, and the operation csv that a user names with -c.
+
+Finds inputs and outputs by the dump's folders and decodes them as definitions need them. Does not
+know what an operator computes.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ from driftline.operators.result import OperatorCall
 from driftline.runs.local_files import reason_of
 from driftline.runs.records import Record, TensorKey
 
+# A guard against files of strangers; real ones have a few megabytes.
 _LARGEST = 256 << 20
 _NUMBER = re.compile(r"_(\d{1,9})\.csv$")
 
@@ -50,7 +55,7 @@ class ListedOperator(NamedTuple):
 
 
 def listed(path: Path) -> list[ListedOperator]:
-    """The operators of an operation csv.
+    """The operators listed in an operation csv.
 
     Raises:
         BadInput: It lists none, or kernels.
@@ -77,6 +82,7 @@ def listed(path: Path) -> list[ListedOperator]:
             line.outputs,
         )
         for line in lines
+        # Lines whose name equals their type are kernels, which have no parameters of their own.
         if line.name != line.kind and line.outputs
     ]
     if not operators and lines:
@@ -92,20 +98,20 @@ def listed(path: Path) -> list[ListedOperator]:
     return operators
 
 
-# Inputs and outputs of the operators of an ATB dump, as definitions want them.
+# Inputs and outputs of operators.
 
 
 AnyArray = np.ndarray[Any, np.dtype[Any]]
 
 IN_PLACE = {"KvCache": ("2",), "ReshapeAndCache": ("2", "3"), "SetValue": ("0", "1")}
-"""Inputs that hold the result afterwards, for operators that have no output of their own."""
+"""Inputs that hold the result afterwards, for operators without an output of their own."""
 
 Place = tuple[int, int, int, str]
 """Rank, process, execution, operation id."""
 
 
 class Missing(Exception):
-    """A tensor that is needed and not there, in words."""
+    """A needed tensor that is not there, in words."""
 
 
 class Dumped(NamedTuple):
@@ -147,6 +153,7 @@ class Tensors:
         for record in run.records:
             key = record.key
             self._records.setdefault((key.rank, key.process, key.step, key.site), []).append(record)
+        # By identity: folders are mutable, and there is one object per folder.
         self._graphs: dict[int, bool] = {}
 
     def by_ids(self) -> dict[Place, OperationFolder]:
@@ -194,7 +201,7 @@ class Tensors:
     def inputs(
         self, call: OperatorCall, folder: OperationFolder, line: ListedOperator | None = None
     ) -> InputTensors:
-        """All inputs, before the execution where that was dumped.
+        """All inputs, from before the execution if that was dumped.
 
         Raises:
             Missing: One is not there.
@@ -214,6 +221,7 @@ class Tensors:
             if record is not None:
                 tensors.append(self._read(record, folder, f"input {number}"))
                 continue
+            # An empty tensor has no file; the csv tells its type and shape.
             described = line.inputs[number] if line and number < len(line.inputs) else None
             if described is None or 0 not in described.shape or described.dtype not in DTYPES:
                 raise Missing(f"input {number} is not in the dump")
@@ -292,7 +300,7 @@ class Tensors:
     def contradiction(
         self, rank: int, process: int, step: int, folder: OperationFolder, line: ListedOperator
     ) -> str:
-        """What a csv says of an operator that its folder denies; empty if they agree."""
+        """A contradiction between the csv and the folder of an operator; empty if they agree."""
         if folder.kind != line.kind:
             return (
                 f"the csv calls operation {line.ids} {line.kind}, the dump {folder.kind}: "
@@ -305,6 +313,8 @@ class Tensors:
                 if record.key.port != port or number >= len(described) or record.lost:
                     continue
                 description = described[number]
+                # Tiled tensors have other shapes in memory than in the csv: only plain ones are
+                # compared.
                 plain = description.layout in ("nd", "nchw", "") and not any(
                     file.header is not None and file.header.layout in NZ_FORMATS
                     for file in _files(folder, record.key)

@@ -1,8 +1,8 @@
-"""One call of a torch operator, built again from what a run holds of it, and executed.
+"""One call of a torch operator, rebuilt from what a run holds of it, and executed.
 
-The operator is found by its validated name, its arguments are decoded by its schema: nothing that a
-run says is ever evaluated. Stands alone with torch and numpy, since a reproducer carries this file
-in it. What the result should be compared with is not known here.
+The operator is looked up by its validated name, its arguments are decoded by its schema: nothing
+that a run says is ever evaluated. Needs only torch and numpy, since reproducing scripts contain
+this file. Does not know what the result should be.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Operators that must not be executed again, with the reason shown to the user.
 NOT_AGAIN = {
     "from_file": "it reads a file",
     "_local_scalar_dense": "it gives a number, no tensor",
@@ -26,7 +27,7 @@ NOT_AGAIN = {
 }
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor")
 CUT = 1000
-"""Longer lists of arguments are not kept whole by a capture."""
+"""A capture does not keep longer lists of arguments."""
 
 
 _NAMED = ("ScalarType", "Layout", "MemoryFormat", "Device", "str", "Stream", "Storage")
@@ -40,6 +41,7 @@ def operator_of(name: str) -> Any:
     """The operator overload with a name such as `aten.add.Tensor`."""
     if name.startswith("higher_order."):
         raise Unfit("a higher-order operator calls a function, which a run does not hold")
+    # The name comes from a file: only identifiers are ever looked up in torch.
     parts = name.split(".")
     if len(parts) != 3 or not all(NAME.fullmatch(part) for part in parts):
         raise Unfit(f"{name[:80]!r} is not the name of an operator")
@@ -114,7 +116,7 @@ def widened(dtype: torch.dtype, precision: str) -> torch.dtype:
 
 
 def decoded(name: str, kind: str, value: Any, precision: str, device: str) -> Any:
-    """An argument that is no tensor, as JSON holds it, in the type that the schema gives it."""
+    """An argument that is no tensor, converted from JSON to the type in the schema."""
     if value is None or "Generator" in kind:
         return None
     if isinstance(value, list):
@@ -162,7 +164,7 @@ def arguments_of(
     *,
     lenient: bool = False,
 ) -> list[Any]:
-    """All arguments of a call, by position, tensors copied and widened.
+    """All arguments of a call, by position; tensors are copied and widened.
 
     Args:
         func: The operator.
@@ -210,7 +212,7 @@ def arguments_of(
 
 
 def _is_default(argument: Any, value: Any) -> bool:
-    """Whether a number is the schema's own; there a type is a number."""
+    """Whether a number is the schema's default, where types are stored as numbers."""
     return (
         type(value) is int
         and argument.has_default_value()
@@ -222,11 +224,12 @@ def _is_default(argument: Any, value: Any) -> bool:
 def executed(
     func: Any, args: Sequence[Any], precision: str, written: Sequence[tuple[int, str]]
 ) -> dict[str, torch.Tensor]:
-    """What a call gives, by slot; and what it wrote into arguments that it does not return."""
+    """What a call gives, by slot, and what it wrote into arguments that it does not return."""
     before = torch.get_default_dtype()
     keyword = [a.name for a in func._schema.arguments if a.kwarg_only]
     count = len(args) - len(keyword)
     try:
+        # Factories such as `arange` would otherwise compute in float32.
         if precision == "float64":
             torch.set_default_dtype(torch.float64)
         with torch.no_grad():

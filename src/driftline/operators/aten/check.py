@@ -1,4 +1,4 @@
-"""One listed call becomes rows: its inputs are read, it is executed, and its outputs are judged."""
+"""One listed call becomes rows: its inputs are read, it is executed, its outputs are judged."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
@@ -43,7 +43,7 @@ DAMAGED = (
 
 
 class Loaded(NamedTuple):
-    """A call with everything it takes to execute it, and what it gave."""
+    """A call with everything needed to execute it, and what it gave."""
 
     prepared: Prepared
     actual: dict[str, torch.Tensor]
@@ -57,6 +57,7 @@ def load(run: Run, listed: ListedCall) -> Loaded:
     """
     func = operator_of(listed.call.op_type)
     operator = Operator(func)
+    # Calls without an answer are refused before their tensors are read.
     why = kinds.no_answer(func, listed.call.param)
     if why:
         raise Unfit(why)
@@ -69,6 +70,7 @@ def load(run: Run, listed: ListedCall) -> Loaded:
         record = listed.read.get(tensor.slot)
         if record is None:
             if tensor.slot.partition(".")[0] not in operator.unread:
+                # An argument that is only written to may be missing; memory is made for it below.
                 raise Unfit(why_missing(tensor))
             continue
         tensors[tensor.slot] = _tensor(run, record, tensor)
@@ -81,7 +83,7 @@ def load(run: Run, listed: ListedCall) -> Loaded:
 
 
 def _refuse_scratch(func: Any, operator: Operator, listed: ListedCall) -> None:
-    """A backward pass may read memory that its forward pass left, of which nothing is kept."""
+    """Refuse a backward pass that reads memory left by its forward pass, which is not kept."""
     if has_formula(func):
         return
     for argument in func._schema.arguments:
@@ -111,7 +113,7 @@ def _tensor(run: Run, record: Record, listed: CallTensor | None) -> torch.Tensor
 
 
 def rows_of(run: Run, listed: ListedCall, options: CheckOptions, device: str) -> list[OutputRow]:
-    """The rows of a call; one without a slot where it could not be checked as a whole."""
+    """The rows of a call; one row without a slot if it could not be checked as a whole."""
     if listed.trouble:
         return [unchecked(listed.call, listed.trouble)]
     if not listed.outputs:
@@ -120,6 +122,7 @@ def rows_of(run: Run, listed: ListedCall, options: CheckOptions, device: str) ->
         loaded = load(run, listed)
         if not loaded.actual:
             raise Unfit("what it gave is not in the run")
+        # A damaged or hostile file may ask for a result of any size.
         listed_elements = sum(t.numel() for t in loaded.prepared.tensors.values())
         listed_elements += sum(t.numel() for t in loaded.actual.values())
         loaded.prepared.check_size(listed_elements)
@@ -151,7 +154,7 @@ def rows_of(run: Run, listed: ListedCall, options: CheckOptions, device: str) ->
 def _judged(
     call: Prepared, golden: Golden, slot: str, actual: torch.Tensor, options: CheckOptions
 ) -> Figures:
-    """`judged`; what cannot be judged is a row too."""
+    """The same as `judged`; what cannot be judged is a row too."""
     try:
         return judged(call, golden, slot, actual, options)
     except Exception as trouble:  # an operator of a stranger's run must not end the others' check
@@ -161,7 +164,7 @@ def _judged(
 def judged(
     call: Prepared, golden: Golden, slot: str, actual: torch.Tensor, options: CheckOptions
 ) -> Figures:
-    """Hold one output to what it should be."""
+    """Compare one output with what it should be."""
     dtype = actual.dtype
     right = fitted(call, slot, golden.outputs[slot], actual)
     if right.layout is not torch.strided:
@@ -186,6 +189,7 @@ def judged(
         exact=exact,
         metrics=options.metrics,
     )
+    # Singular vectors, for example, are right with either sign.
     if figures.status == "fail" and kinds.is_ambiguous(call.func, slot):
         return Figures("not checked", "its result is one of several that are right")
     if figures.status == "fail" and right.shape == actual.shape:
@@ -205,7 +209,7 @@ def _second_look(
     exact: bool,
     options: CheckOptions,
 ) -> Figures:
-    """Indices of equal values, and results that are exact in the type itself, are right."""
+    """Accept indices of equal values, and results that are exact in the type itself."""
     if not actual.dtype.is_floating_point and as_good(call, slot, golden.outputs, actual):
         return figures._replace(status="pass", reason="other places, with equal values")
     if not exact and not kinds.is_stepped(call.func):

@@ -1,6 +1,6 @@
-"""Operators that have no kernel on a CPU, as formulas: attention, batch norm and products of a GPU.
+"""Formulas for operators that have no CPU kernel: attention, batch norm and products of a GPU.
 
-Stands alone with torch, since a reproducer carries this file in it.
+Needs only torch, since reproducing scripts contain this file.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -44,13 +44,14 @@ def attention(arguments: Mapping[str, Any]) -> Results:
 
 
 def attention_backward(arguments: Mapping[str, Any]) -> Results:
-    """Gradients of query, key, value and bias; as kernels do, from what the forward pass gave."""
+    """Gradients of query, key, value and bias, computed from the forward result as kernels do."""
     scores, key, value, scale = _scored(arguments)
     gradient = arguments.get("grad_out")
     gradient = arguments["grad_out_"] if gradient is None else gradient
     share = scores.softmax(-1)
     inner = (gradient * arguments["out"]).sum(-1, keepdim=True)
     moved = share * (gradient @ value.transpose(-1, -2) - inner)
+    # Several query heads share one key head: its gradient is the sum over them.
     shared = arguments["key"].shape[1]
 
     def together(made: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""A call executed again in its own types: inaccuracy is told from results that change.
+"""A call executed again in its own types: tells inaccuracy from results that change.
 
-The same inputs, several times, on the device that was asked for. What the result should be is
-`golden`'s, what counts as equal `judging`'s.
+The same inputs, several times, on the device that was asked for. What the result should be is in
+`golden`, what counts as equal in `judging`.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -20,6 +20,7 @@ from driftline.operators.aten.calls import raw_of
 from driftline.operators.aten.golden import Prepared, as_array, sentence
 from driftline.operators.result import Figures
 
+# Two executions may agree by chance; a third makes that unlikely at little cost.
 EXECUTIONS = 3
 
 
@@ -66,7 +67,7 @@ def compared_with_reruns(
     judged: Callable[[torch.Tensor], Figures],
     device: str,
 ) -> Figures:
-    """Whether what was found is inaccuracy, or a result that changes from one time to the next.
+    """Whether a failure is inaccuracy, or a result that changes between executions.
 
     Args:
         figures: What was found about the program's output.
@@ -88,6 +89,7 @@ def compared_with_reruns(
         spread = max(_apart(results[0], other) for other in results[1:])
         words = f"not deterministic: from one time to the next on {device}, up to {spread:g} apart"
     elif same:
+        # Four outcomes: wrong in both, wrong only in the run, wrong only now, and right in both.
         words = f"deterministic: the same again on {device}"
     else:
         spread = _apart(results[0], actual)

@@ -1,10 +1,10 @@
-"""The size of the terms behind an element of a result: what its rounding errors are measured in.
+"""The size of the terms behind an element of a result: the unit of its rounding errors.
 
-For products and sums it is the root of the sum of the squared terms, or what the sum comes through
-on its way, where that is larger: terms that cancel only in the end leave the errors of what stood
-between. For sums that are added up one after the other in their own type it is the sum of their
-sizes. For everything else the inputs are moved by a rounding error each, at random and several
-times: three times what the result moves by.
+For products and sums it is the root of the sum of the squared terms, or the size of the partial
+sums where that is larger: terms that cancel only at the end leave the errors of what stood between.
+For sums that are added up one after the other in their own type it is the sum of their sizes. For
+everything else the inputs are moved by a rounding error each, at random and several times: the
+scale is three times what the result moves by.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -22,6 +22,7 @@ from driftline.operators.aten import kinds
 from driftline.operators.aten.golden import Prepared
 
 AnyArray = np.ndarray[Any, np.dtype[Any]]
+# A fixed seed: the same dump must always get the same verdict.
 _DRAWS = 8
 _SURE = 3.0
 _SEED = 20240229
@@ -32,9 +33,9 @@ _ONE_BY_ONE = (
 _AROUND_ONE = ("gelu", "erfc", "expm1", "mish", "softplus", "log_sigmoid_forward", "elu", "silu")
 """They take the difference of two numbers near 1, times their argument."""
 _FROM_ROWS = ("_log_softmax", "log_softmax", "logsumexp", "logcumsumexp")
-"""They take the logarithm of a sum from elements, whose digits go with it."""
+"""They subtract the logarithm of a sum from elements, which loses the elements' digits."""
 _ROUGHLY = 4.0
-"""Those numbers come from series, and are off by more than one rounding."""
+"""Those numbers come from series and are off by more than one rounding."""
 
 
 def scale_of(call: Prepared, slot: str, golden: torch.Tensor, dtype: torch.dtype) -> AnyArray:
@@ -73,14 +74,15 @@ _FACTORS = {
 }
 _PARTS = 16
 _SPREAD = 2.0
-"""Errors of a sum are so many times the usual one in one element of ten thousand."""
+"""In one element of ten thousand the error of a sum is this many times the usual one."""
 
 
 def _on_the_way(call: Prepared, name: str, golden: torch.Tensor) -> AnyArray:
-    """The size of the sums that a product of matrices comes through, from the first term on."""
+    """The size of the partial sums of a matrix product, from the first term on."""
     left, right = (call.tensors.get(slot) for slot in _FACTORS.get(name, ("", "")))
     if left is None or right is None or left.is_complex() or not left.shape[-1]:
         return np.zeros(())
+    # Sixteen partial sums sample the way well enough; every one costs a product of its part.
     step = -(-left.shape[-1] // _PARTS)
     total = torch.zeros(golden.shape, dtype=torch.float64)
     squares = torch.zeros_like(total)
@@ -97,7 +99,7 @@ def _on_the_way(call: Prepared, name: str, golden: torch.Tensor) -> AnyArray:
 def _of_norm(call: Prepared, slot: str, dtype: torch.dtype) -> AnyArray:
     """Gradients of a layer norm's weight and bias, which a CPU adds up row by row in their type.
 
-    Terms of one sign lose their last digits all in the same direction: every sum on the way counts.
+    Terms of one sign lose their last digits in the same direction: every partial sum counts.
     """
     terms = call.tensors["grad_out"].double()
     if slot == "1":
@@ -113,7 +115,7 @@ def _of_norm(call: Prepared, slot: str, dtype: torch.dtype) -> AnyArray:
 def _of_attention(
     call: Prepared, slot: str, scale: AnyArray, roundoff: float, *, backward: bool
 ) -> AnyArray:
-    """Fused kernels take the exponential as roughly as the inputs are, whatever the result's type.
+    """Fused kernels compute the exponential as roughly as the inputs are, whatever the output type.
 
     The logarithm of the sum of exponentials is off by the relative error of that sum.
     """
@@ -146,6 +148,7 @@ def _squared(call: Prepared, slot: str) -> AnyArray:
 def _moved(call: Prepared, slot: str, golden: torch.Tensor, roundoff: float) -> AnyArray:
     source = torch.Generator().manual_seed(_SEED)
     moved = torch.zeros(golden.shape, dtype=torch.float64)
+    # Finer steps than this would be lost in float64 after a few operations.
     step = max(roundoff, 1e-9)
     base = golden.to(torch.complex128 if golden.is_complex() else torch.float64)
     rounded = any(t.is_floating_point() or t.is_complex() for t in call.tensors.values())

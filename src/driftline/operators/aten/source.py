@@ -1,8 +1,8 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""The operator calls of a run, with their tensors: what the run lists, joined to what it holds.
+"""The operator calls of a run as a source of checks: what the run lists, joined to its tensors.
 
-Knows runs. Neither torch nor what an operator means.
+Opening a source needs torch, listing the calls does not. Does not know what an operator means.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from driftline.runs.run import Run
 from driftline.runs.sidecars.calls import CALLS, Call, CallTensor, read_calls
 
 HOW = "driftline dump --level ops -o RUN -- python program.py"
-"""What captures operators so that they can be checked."""
+"""The command that captures operators so that they can be checked."""
 
 _Key = tuple[int, int, str, int, int, str, str, str]
 
@@ -71,7 +71,7 @@ def calls_of(run: Run) -> list[ListedCall]:
 
 
 def _unlisted(held: Mapping[_Key, Record], listed_calls: Sequence[ListedCall]) -> list[ListedCall]:
-    """Operators whose tensors are there and whose line is not: cut off, or damaged."""
+    """Operators whose tensors are present but whose line is missing or damaged."""
     calls = (entry.call for entry in listed_calls)
     listed = {(c.rank, c.process, c.site, c.step, c.visit, c.phase) for c in calls}
     lost: dict[tuple[Any, ...], Record] = {}
@@ -101,6 +101,8 @@ def _held(run: Run) -> dict[_Key, Record]:
         place = (key.rank, key.process, key.site, key.step, key.visit, key.phase)
         held[(*place, key.port, key.slot)] = record
     if not held:
+        # Each refusal below names the option that left the data out, so that the next capture
+        # succeeds.
         raise BadInput(f"{run.name} holds no operators, only modules", hint=f"capture them: {HOW}")
     if not kept["full"]:
         raise BadInput(
@@ -155,7 +157,7 @@ def why_missing(tensor: CallTensor) -> str:
     )
 
 
-# Calls of torch operators in a run of `driftline dump --level ops`, replayed on the CPU.
+# The source of aten calls.
 
 
 _VIEWS = "views and fresh memory have no values of their own: they are not among the operators"
@@ -213,6 +215,7 @@ class AtenSource:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch has told the program already
             rows = tuple(rows_of(self.run, entry, self.options, self.device))
+        # Tensors are released in batches: releasing after every call would read shared files again.
         if number % 256 == 255:
             self.run.release()
         return Checked(entry.call, rows)
@@ -227,7 +230,7 @@ class AtenSource:
 
 
 def _imported(module: str) -> None:
-    """A module of the user that defines custom operators."""
+    """Import a module of the user that defines custom operators."""
     try:
         importlib.import_module(module)
     except Exception as trouble:

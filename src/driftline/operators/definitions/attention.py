@@ -1,4 +1,7 @@
-"""Rotary position embedding and its gradient."""
+"""Attention operators: rotary embeddings, writing into key and value caches, attention itself.
+
+Attention runs over packed sequences, over a cache by sequence, or over a cache in blocks.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from driftline.operators.definitions.call import (
 def rope(call: Call) -> list[Result]:
     """x · cos + turned(x) · sin for queries and keys, head by head.
 
-    `rotaryCoeff` 2 turns the two halves of a head, 4 the two halves of each half, anything else
+    `rotaryCoeff` 2 turns the two halves of a head, 4 the two halves of each half, any other value
     neighbouring elements.
     """
     coefficient = call.whole("rotaryCoeff", 4)
@@ -49,6 +52,7 @@ def _rotated(
     fits(width % chunk == 0 and chunk % 2 == 0, f"heads of {width} cannot be turned in halves")
     turned = turned_by_halves(heads, chunk)
     values = heads * cos + turned * sin
+    # Two products are added: the size of both is what their rounding errors are relative to.
     scale = np.hypot(heads * cos, turned * sin).reshape(x.values.shape)
     dtype = call.out_dtype(x.dtype, number)
     return Result(values.reshape(x.values.shape), dtype, 2, scale)
@@ -63,7 +67,7 @@ def turned_by_halves(heads: AnyArray, chunk: int) -> AnyArray:
 def rope_grad(call: Call) -> list[Result]:
     """g · (cos + (second half of sin, - first half of sin)), element by element.
 
-    That is what the operator's maker tests it against; it is not the derivative of `rope`, in which
+    This is what the operator's maker tests it against; it is not the derivative of `rope`, in which
     the elements of the gradient themselves would be turned.
     """
     cos, sin = real(call.at(2, "cos")), real(call.at(3, "sin"))
@@ -92,7 +96,7 @@ def rope_grad(call: Call) -> list[Result]:
     return gradients
 
 
-# Keys and values written into caches; in place, so the result is the cache.
+# Caches: keys and values are written in place, so the result is the cache.
 
 
 _KEY_ONLY, _TILED = 1, 2
@@ -103,6 +107,7 @@ def kv_cache(call: Call) -> list[Result]:
     new, layer, cache = call.at(0, "new tokens"), call.at(1, "layer"), call.at(2, "cache")
     number = int(layer.values.reshape(-1)[0])
     values = cache_with(cache.values, new.values, number, call.at(3), call.at(4))
+    # Everything outside of the new tokens must stay as it was, so the whole cache is compared.
     return [Result(values, call.out_dtype(cache.dtype), exact=True)]
 
 
@@ -131,7 +136,7 @@ def cache_with(
 
 
 def reshape_and_cache(call: Call) -> list[Result]:
-    """Each token's keys and values at its slot of a cache in blocks; slot -1 is left out."""
+    """Each token's keys and values at its slot of a cache in blocks; slot -1 is skipped."""
     fits(call.whole("compressType", 0) == 0, "a compressed cache is not defined here")
     form = call.whole("kvCacheCfg", 0)
     if form == _KEY_ONLY:
@@ -158,6 +163,7 @@ def _slotted(cache: AnyArray, new: AnyArray, places: AnyArray, *, tiled: bool) -
     fits(cache.ndim >= 3 and new.shape[0] >= places.size, "fewer tokens than slots")
     filled = np.moveaxis(cache, 2, 1).copy() if tiled else cache.copy()
     flat = filled.reshape(-1, *filled.shape[2:])
+    # Slots come from a dump: a negative one means padding, a large one a damaged file.
     used = places >= 0
     fits(
         not used.any() or places.max() < flat.shape[0],
@@ -172,7 +178,7 @@ def _slotted(cache: AnyArray, new: AnyArray, places: AnyArray, *, tiled: bool) -
     return np.moveaxis(filled, 1, 2) if tiled else filled
 
 
-# Attention over packed sequences, over a cache by sequence, and over a cache in blocks.
+# Attention.
 
 
 _NO_MASK, _NORM, _ALIBI, _NORM_COMPRESS = 0, 1, 2, 3
@@ -180,14 +186,15 @@ _ALIBI_COMPRESS, _ALIBI_SQRT, _ALIBI_LEFT, _SLIDING, _CAUSAL = 4, 5, 6, 7, 9
 _PLAIN = (_NORM, _ALIBI, _SLIDING)
 _SLOPED = (_ALIBI_COMPRESS, _ALIBI_SQRT, _ALIBI_LEFT)
 _HIDDEN = -3e38
-"""What a mask of zeros and ones is multiplied with."""
+"""The factor for masks of zeros and ones."""
+# Scores of all queries at once would take the square of the tokens in memory.
 _ROWS_AT_ONCE = 256
 _PACKED = 3
 _BYPASS = 1
 
 
 class Setting(NamedTuple):
-    """What the parameters of an attention operator come to."""
+    """The parameters of an attention operator, evaluated."""
 
     heads: int
     kv_heads: int
@@ -197,7 +204,7 @@ class Setting(NamedTuple):
 
 
 Mask: TypeAlias = Callable[[int, slice], AnyArray]
-"""What is added to the scores of one head, for some rows of queries."""
+"""A function that gives what is added to the scores of one head, for some rows of queries."""
 
 
 class _Piled(NamedTuple):
@@ -212,6 +219,7 @@ def _setting(call: Call) -> Setting:
     fits(heads > 0, f"headNum {heads} must be positive")
     kv_heads = call.whole("kvHeadNum", 0) or heads
     fits(heads % kv_heads == 0, f"{heads} heads cannot share {kv_heads} heads of keys")
+    # Variants without a definition are refused with a reason: a wrong golden value would be worse.
     fits(call.whole("scaleType", 0) == 0, "scaling with log n is not defined here")
     fits(call.whole("inputLayout", 0) == 0, "the layout BNSD is not defined here")
     q_scale = call.number("qScale", 1.0) or 1.0
@@ -228,7 +236,7 @@ def _setting(call: Call) -> Setting:
 def attend(
     q: AnyArray, k: AnyArray, v: AnyArray, mask: Mask | None, setting: Setting
 ) -> tuple[AnyArray, AnyArray]:
-    """Attention of one sequence: (tokens, heads, size) each; the result and its terms' size."""
+    """Attention of one sequence, each (tokens, heads, size); the result and its terms' size."""
     shared = setting.heads // setting.kv_heads
     attended = np.empty((q.shape[0], setting.heads, v.shape[-1]))
     scale = np.empty_like(attended)
@@ -242,6 +250,7 @@ def attend(
             size = 1.0 + np.abs(scores)
             if mask is not None:
                 scores = scores + mask(head, rows)
+            # The largest score is subtracted so that the exponentials cannot overflow.
             raised = np.exp(scores - scores.max(-1, keepdims=True))
             shares = raised / raised.sum(-1, keepdims=True)
             attended[rows, head] = shares @ values
@@ -251,7 +260,7 @@ def attend(
 
 
 def causal(rows: int, columns: int) -> Mask:
-    """Hides the keys after each query, where both end with the same token."""
+    """A mask that hides the keys after each query, if both end with the same token."""
     later = np.triu(np.full((rows, columns), -np.inf), columns - rows + 1)
     return lambda head, part: later[part]
 
@@ -264,13 +273,14 @@ class Masking(NamedTuple):
     slopes: AnyArray | None = None
 
     def of(self, batch: int, batches: int, rows: int, columns: int) -> Mask | None:
-        """The mask of one sequence; None where nothing is hidden."""
+        """The mask of one sequence; None if nothing is hidden."""
         if self.kind in _SLOPED:
             return self._sloped(rows, columns)
         if self.kind in (_NORM_COMPRESS, _CAUSAL):
             return causal(rows, columns)
         if self.kind == _NO_MASK or self.tensor is None:
             return None
+        # Masks come with two to four axes; all are brought to (heads or 1, rows, columns).
         values = real(self.tensor)
         if values.ndim == 4:
             values = values[min(batch, values.shape[0] - 1)]
@@ -286,6 +296,7 @@ class Masking(NamedTuple):
             f"the mask {shape} is too small for {rows} by {columns}",
         )
         biases = values[:, :rows, :columns]
+        # A mask without negative numbers marks what is hidden; it is turned into what is added.
         if self.kind != _ALIBI and values.min(initial=0.0) >= 0.0:
             biases = biases * _HIDDEN
         return lambda head, part: biases[min(head, biases.shape[0] - 1), part]
@@ -308,7 +319,7 @@ class Masking(NamedTuple):
 
 
 def _masking(call: Call, place: int) -> tuple[Masking, int]:
-    """The mask at a place among the inputs, and the place behind it."""
+    """The mask at a position among the inputs, and the position behind it."""
     kind = call.whole("maskType", 0)
     if kind in (_NO_MASK, _CAUSAL):
         return Masking(kind), place
@@ -318,7 +329,7 @@ def _masking(call: Call, place: int) -> tuple[Masking, int]:
 
 
 def _lengths(tensor: Tensor) -> tuple[list[int], list[int]]:
-    """Lengths of queries and of keys; one row serves for both."""
+    """Lengths of queries and of keys; a single row serves for both."""
     values = tensor.values.astype(np.int64)
     if values.ndim == 2 and values.shape[0] == 2:
         return values[0].tolist(), values[1].tolist()
@@ -364,7 +375,7 @@ def _packed(call: Call) -> list[Result]:
 
 
 def _cached(call: Call) -> list[Result]:
-    """Over a cache of (layers, batch, longest, hidden), with new keys put in unless bypassed."""
+    """Over a cache of (layers, batch, longest, hidden); new keys are written unless bypassed."""
     setting = _setting(call)
     query = call.at(0, "query")
     bypass = call.whole("kvcacheCfg", 0) == _BYPASS
@@ -421,6 +432,7 @@ def paged_attention(call: Call) -> list[Result]:
     fits(len(sizes) == q.shape[0], f"{len(sizes)} context lengths for {q.shape[0]} tokens")
     piled, block = _Piled([], []), k.shape[1]
     for token, size in enumerate(sizes):
+        # The blocks of a sequence in order, the last one cut to the context's length.
         used = table[token, : -(-size // block)]
         fits(
             size > 0 and used.size * block >= size and used.min() >= 0 and used.max() < k.shape[0],
@@ -433,7 +445,7 @@ def paged_attention(call: Call) -> list[Result]:
 
 
 def _descaled(call: Call, k: AnyArray, v: AnyArray, place: int) -> tuple[AnyArray, AnyArray]:
-    """An int8 cache with scales (and offsets) for every channel."""
+    """An int8 cache multiplied by scales, after adding offsets, for every channel."""
     offset = call.flag("hasQuantOffset", False)
     parts: list[AnyArray] = []
     for values in (k, v):

@@ -1,4 +1,4 @@
-"""What an operator's definition is given and gives back; how numbers become those of a format.
+"""What an operator's definition receives and returns, and rounding to number formats.
 
 Values are float64 (complex128) for floating formats, and integers or bool, unchanged, for others.
 """
@@ -71,6 +71,7 @@ class Call(NamedTuple):
         Raises:
             Unfit: There are not so many.
         """
+        # Missing inputs are the most common problem of a dump: say which one is meant.
         if number >= len(self.inputs):
             named = f" ({what})" if what else ""
             raise Unfit(f"input {number}{named} is missing; {_counted(len(self.inputs))} there")
@@ -87,6 +88,7 @@ class Call(NamedTuple):
             Unfit: It is something else.
         """
         value = self.param.get(name, default)
+        # `True` is an int for Python, but no number in a parameter file.
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise Unfit(f"parameter {name} is no number: {_short(value)}")
         return float(value)
@@ -187,7 +189,7 @@ ACL_DTYPES = {
 """Numbers of element types in parameters such as outDataType."""
 
 LARGEST = 2**30
-"""Elements of an output; a vocabulary's logits of 8000 tokens have as many."""
+"""Most elements of an output; the logits of 8000 tokens over a vocabulary have as many."""
 
 _FLOATS = {
     # mantissa bits, smallest normal exponent, largest finite value, has infinities
@@ -207,7 +209,7 @@ def rounded(values: AnyArray, dtype: str) -> AnyArray:
     """The nearest numbers of a format (ties to even), still as float64; integers are clamped.
 
     Raises:
-        Unfit: Nothing is known of the format.
+        Unfit: The format is unknown.
     """
     if dtype in _NATIVE:
         with np.errstate(all="ignore"):
@@ -235,9 +237,11 @@ def _nearest(
 ) -> AnyArray:
     finite = np.isfinite(values)
     exponent = np.frexp(np.where(finite, values, 0.0))[1] - 1
+    # Below the smallest normal number all steps are equal: that is how subnormals are spaced.
     step = np.ldexp(1.0, np.maximum(exponent, smallest) - mantissa)
     result = np.where(finite, np.rint(np.where(finite, values, 0.0) / step) * step, values)
     beyond = np.abs(result) > largest
+    # Formats without infinities overflow to NaN.
     return np.where(beyond, np.copysign(np.inf if infinities else np.nan, values), result)
 
 
@@ -261,7 +265,7 @@ def bounded(count: int, what: str) -> None:
 
 
 def spread(*tensors: AnyArray) -> None:
-    """Refuse tensors that together would become one that is too large.
+    """Refuse tensors whose broadcast result would be too large.
 
     Raises:
         Unfit: They do not fit together, or they would.

@@ -1,4 +1,4 @@
-"""Operators that need what every rank put in: inputs of rank 0, then of rank 1, and so on."""
+"""Collective operators: their inputs are those of rank 0, then of rank 1, and so on."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER, _ALONE = range(4)
 
 
 def _by_rank(call: Call) -> list[list[Tensor]]:
+    # A dump without `rankSize` lists one input per rank.
     ranks = call.whole("rankSize", 0) or len(call.inputs)
     fits(
         ranks > 0 and len(call.inputs) % ranks == 0 and len(call.inputs) > 0,
@@ -37,7 +38,7 @@ def _own(call: Call, ranks: int) -> int:
 
 
 def all_gather(call: Call) -> list[Result]:
-    """What all ranks put in, one behind the other along a new first axis."""
+    """The inputs of all ranks, stacked along a new first axis."""
     first = [inputs[0] for inputs in _by_rank(call)]
     values = np.stack([tensor.values for tensor in first])
     return [Result(values, call.out_dtype(first[0].dtype), exact=True)]
@@ -54,6 +55,7 @@ def all_reduce(call: Call) -> list[Result]:
         return [Result(stacked.max(0), dtype, exact=True)]
     if kind == "min":
         return [Result(stacked.min(0), dtype, exact=True)]
+    # Sums of integers are exact in int64, whatever their own width.
     exact = not is_float(first[0].dtype)
     wide = stacked.astype(np.int64) if exact else stacked
     if kind == "prod":
@@ -66,7 +68,7 @@ def all_reduce(call: Call) -> list[Result]:
 
 
 def broadcast(call: Call) -> list[Result]:
-    """What the root put in."""
+    """The root's input."""
     ranks = _by_rank(call)
     root = call.whole("rankRoot", 0)
     fits(0 <= root < len(ranks), f"rankRoot {root} of {len(ranks)} does not exist")
@@ -81,6 +83,7 @@ def linear_parallel(call: Call) -> list[Result]:
     kind = call.whole("type", _ALL_REDUCE)
     dtype = call.out_dtype(ranks[rank][0].dtype)
     if kind in (_ALL_REDUCE, _REDUCE_SCATTER):
+        # Every rank holds a part of the inner dimension: the parts are added before a residual.
         parts = [_product(call, inputs[0], inputs) for inputs in ranks]
         values = np.sum([part[0] for part in parts], 0)
         scale = np.sqrt(np.sum([part[1]() ** 2 for part in parts], 0))
@@ -89,6 +92,7 @@ def linear_parallel(call: Call) -> list[Result]:
             added = real(ranks[rank][-1])
             values, scale = values + added, np.hypot(scale, added)
         if kind == _REDUCE_SCATTER:
+            # Each rank keeps its own share of the rows.
             fits(values.shape[0] % len(ranks) == 0, "the rows cannot be spread over the ranks")
             values = np.split(values, len(ranks))[rank]
             scale = np.split(scale, len(ranks))[rank]

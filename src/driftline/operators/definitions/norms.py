@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm, alone or behind the addition of a residual, quantised or not."""
+"""Norms and softmaxes: alone, behind the addition of a residual, quantised, or packed."""
 
 from __future__ import annotations
 
@@ -39,10 +39,12 @@ def rms_norm(call: Call) -> list[Result]:
 
 def _rms_alone(call: Call) -> list[Result]:
     x = call.at(0, "x")
+    # Old dumps leave gamma out; the result can be shown but not judged.
     if len(call.inputs) == 1 and not call.whole("quantType", 0):
         values, _ = _rms(real(x), np.ones(x.values.shape[-1:]), call.number("epsilon", 1e-5))
         return [Result(values, call.out_dtype(x.dtype), note="gamma is not there; 1 was taken")]
     gamma = real(call.at(1, "gamma"))
+    # Gemma stores its weights minus one.
     if call.whole("modelType", 0) == _GEMMA:
         gamma = gamma + 1.0
     values, rstd = _rms(real(x), gamma, call.number("epsilon", 1e-5))
@@ -66,6 +68,7 @@ def _rms_alone(call: Call) -> list[Result]:
 def _rms_behind_residual(call: Call, *, pre: bool) -> list[Result]:
     x, residual = call.at(0, "x"), call.at(1, "residual")
     total = real(x) + real(residual)
+    # The addition is rounded before the norm: its terms' size passes through the norm.
     size = np.abs(real(x)) + np.abs(real(residual))
     place = 2
     if call.flag("hasBias", False):
@@ -147,6 +150,7 @@ def _layer(
     gamma, beta = gamma.reshape(x.shape[axis:]), beta.reshape(x.shape[axis:])
     mean = x.mean(axes, keepdims=True)
     rstd = 1.0 / np.sqrt(((x - mean) ** 2).mean(axes, keepdims=True) + call.number("epsilon", 1e-5))
+    # x - mean cancels where both are large: their sizes count, not that of the difference.
     scale = (size + np.abs(mean)) * rstd * np.abs(gamma) + np.abs(beta)
     return (x - mean) * rstd * gamma + beta, scale
 
@@ -167,7 +171,7 @@ def softmax_of(values: AnyArray, axes: tuple[int, ...]) -> AnyArray:
 
 
 def _blocks(call: Call, size: int, name: str) -> Iterator[slice]:
-    """Where the rows of each block lie, each slice one sequence with all its heads."""
+    """The elements of each block; a block is one sequence with all its heads."""
     heads = call.whole("headNum", 1)
     start = 0
     for length in call.wholes(name):
@@ -188,7 +192,7 @@ def fast_softmax(call: Call) -> list[Result]:
 
 
 def fast_softmax_grad(call: Call) -> list[Result]:
-    """y · (dy - sum(y · dy)) for each row of the softmax y and the gradient dy behind it."""
+    """y · (dy - sum(y · dy)) for each row of the softmax y and its gradient dy."""
     y, grad = call.at(0, "y"), call.at(1, "gradient")
     values, slopes = real(y).reshape(-1), real(grad).reshape(-1)
     fits(values.size == slopes.size, f"{values.size} results, but {slopes.size} gradients")
@@ -197,6 +201,7 @@ def fast_softmax_grad(call: Call) -> list[Result]:
     for place, length in zip(_blocks(call, values.size, "qSeqLen"), lengths, strict=True):
         rows, dy = values[place].reshape(-1, length), slopes[place].reshape(-1, length)
         total = (rows * dy).sum(1, keepdims=True)
+        # The sum runs over the whole row, so its errors reach every element of it.
         spread = np.sqrt(((rows * dy) ** 2).sum(1, keepdims=True))
         gradient[place] = (rows * (dy - total)).reshape(-1)
         scale[place] = (np.abs(rows) * (np.abs(dy) + spread)).reshape(-1)

@@ -1,7 +1,7 @@
-"""Sampling with the C library's random numbers, so that a seed gives one answer.
+"""Sampling with the C library's random numbers, so that a seed determines the result.
 
-A draw that falls within rounding of a boundary may honestly land on either side; then the result is
-marked as one that cannot be held to.
+A draw within rounding of a boundary may rightly fall on either side; such a result is marked as one
+that cannot be judged.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from driftline.operators.definitions.call import (
 _LARGEST = 0x7FFFFFFF
 _DRAWS = 512
 _SINGLE, _MULTINOMIAL, _EXPONENTIAL, _MULTINOMIAL_LOG, _EXPONENTIAL_LOG = range(5)
+# How near to a boundary a draw may be, relative to it, before rounding can move it across.
 _CLOSE = {"float16": 2.0**-9, "bfloat16": 2.0**-6}
 _MASKED = -9999.0
 
 
 def draws(seed: int, count: int) -> list[float]:
     """Numbers from 0 to 1 as glibc's rand() gives them after srand(seed)."""
+    # glibc's additive feedback generator: 31 words from a linear congruence, the first 310 results
+    # discarded.
     state = [seed & 0xFFFFFFFF or 1]
     if state[0] > _LARGEST:
         state[0] -= 1 << 32
@@ -73,6 +76,7 @@ def topk_topp(call: Call) -> list[Result]:
     x = call.at(0, "probabilities")
     fits(x.values.ndim == 2, "the probabilities must be a matrix")
     probs = real(x)
+    # A stable order: of equal probabilities the first comes first, as in the operator.
     order = np.argsort(-probs, -1, kind="stable")
     ranked = np.take_along_axis(probs, order, -1)
     batch, width = probs.shape
@@ -88,6 +92,7 @@ def topk_topp(call: Call) -> list[Result]:
         raise Unfit(f"topkToppSamplingType {kind} is not known")
     tops, bound = _column(call, 1, "top k", batch), _column(call, 2, "top p", batch)
     limit = np.clip(tops.astype(np.int64), 0, width - 1)
+    # Elements that equal the k-th one are kept, however many there are.
     cut = ranked < np.take_along_axis(ranked, limit, -1)
     masked = np.where(cut, 0.0, ranked)
     sums = np.cumsum(masked, -1)
@@ -143,6 +148,7 @@ def _log_probabilities(
 ) -> Result:
     size = call.whole("logProbsSize", 0)
     kept = kept.copy()
+    # The largest element is always kept, even if it alone exceeds p.
     kept[:, 0] = True
     last = np.maximum(kept.sum(-1, keepdims=True) - 1, 0)
     total = np.take_along_axis(sums, last, -1)
