@@ -8,7 +8,7 @@ from small_models import array_run
 
 from driftline.alignment.align import AlignOptions, align_runs
 from driftline.diagnosis.api import diagnose
-from driftline.diagnosis.routing_changes import concerned, flips
+from driftline.diagnosis.routing_changes import flips, rows_reached
 from driftline.runs.records import TensorKey
 from driftline.testing.faults import FAULTS, Setting
 from driftline.testing.faults.trials import METHODS, planted
@@ -70,10 +70,10 @@ def test_what_a_choice_reaches_are_its_token_and_later_ones_of_its_sequence() ->
     candidate = _router(scores + np.array([0.0, 0.0, 0.001, 0.0]), theirs)
     found = flips(reference, candidate, align_runs(reference, candidate, AlignOptions()))
     record = next(iter(reference.records))._replace(order=100)
-    block = concerned(found, "mlp", record, (2, 4, 16))
+    block = rows_reached(found, "mlp", record, (2, 4, 16))
     assert block is not None
     assert np.flatnonzero(block).tolist() == [5]
-    after = concerned(found, "next", record, (2, 4, 16))
+    after = rows_reached(found, "next", record, (2, 4, 16))
     assert after is not None
     assert np.flatnonzero(after).tolist() == [5, 6, 7]
-    assert concerned(found, "next", record._replace(order=-1), (2, 4, 16)) is None
+    assert rows_reached(found, "next", record._replace(order=-1), (2, 4, 16)) is None

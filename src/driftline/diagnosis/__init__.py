@@ -1,4 +1,5 @@
-"""Where the drift starts, whether it was introduced there, what kind of bug it is, how sure we are.
+"""Diagnosis: where two runs begin to disagree, whether a site caused it, and what kind of bug.
 
-Pure analysis of runs and tables: starts no program and imports no framework.
+Pure analysis of runs and tables: starts no program and imports no framework, except in
+`experiments`, where programs are run again to obtain more evidence.
 """

@@ -1,7 +1,7 @@
-"""The door to diagnosis: two runs, and whatever other evidence there is, become one finding.
+"""The public functions of diagnosis: two runs, and other evidence if there is any, give a finding.
 
-Works with what it is given and says what more it would need. Starts no program; everything may be
-in memory.
+They work with whatever evidence is given and say what more would help. They start no program;
+runs and evidence may be folders or objects in memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def diagnose(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
-    """Say where two runs begin to disagree, whether that is more than noise, and what kind it is.
+    """Find where two runs begin to disagree, whether it is more than noise, and the kind of bug.
 
     Args:
         reference: What is right: a run, or the path of one.
@@ -63,36 +63,43 @@ def diagnose(
         DriftlineError: A path that is no run, evidence that does not belong to these runs. Error
             that is found is no exception.
     """
-    ours, theirs = _opened(reference), _opened(candidate)
+    reference_run, candidate_run = _opened(reference), _opened(candidate)
     options = options or AlignOptions()
-    plan = align_runs(ours, theirs, options)
-    table = measure(plan, ours, theirs, threads=threads, progress=progress)
-    table = on_their_scales(table, plan.pairs, ours, theirs)
-    played = None if replay is None else open_replay(replay)
+    plan = align_runs(reference_run, candidate_run, options)
+    table = measure(plan, reference_run, candidate_run, threads=threads, progress=progress)
+    # Gradients of different loss scales are brought to one scale first; otherwise every gradient of
+    # a scaled run would look wrong.
+    table = on_their_scales(table, plan.pairs, reference_run, candidate_run)
+    opened_replay = None if replay is None else open_replay(replay)
     variants: list[Variant] = []
     for trusted in open_noise(noise):
         name = trusted.name
+        # Names identify runs in the noise floor, so two folders with the same name must not
+        # overwrite each other.
         while any(name == variant.name for variant in variants):
             name += "'"
-        against = align_runs(ours, trusted.run, options)
-        measured = measure(against, ours, trusted.run, threads=threads)
-        measured = on_their_scales(measured, against.pairs, ours, trusted.run)
-        variants.append(Variant(name, measured, trusted.run, against))
-    again = [_opened(each) for each in repeats]
-    runs = Runs(ours, theirs, played, again, plan)
-    proof = None if bisect is None else open_bisection(bisect)
-    return Assembly(table, variants, runs, proof).diagnosis()
+        trusted_plan = align_runs(reference_run, trusted.run, options)
+        # Noise runs are aligned and measured exactly as the candidate is: only then are their
+        # errors comparable with its errors.
+        measured = measure(trusted_plan, reference_run, trusted.run, threads=threads)
+        measured = on_their_scales(measured, trusted_plan.pairs, reference_run, trusted.run)
+        variants.append(Variant(name, measured, trusted.run, trusted_plan))
+    repeated_runs = [_opened(source) for source in repeats]
+    runs = Runs(reference_run, candidate_run, opened_replay, repeated_runs, plan)
+    bisection = None if bisect is None else open_bisection(bisect)
+    return Assembly(table, variants, runs, bisection).diagnosis()
 
 
 def diagnose_table(table: Table, *, noise: Sequence[Table] = ()) -> Diagnosis:
-    """The same from a comparison that was made before: no tensor is read, so no cause is named.
+    """The same from an existing comparison: no tensor is read, so no cause can be named.
 
     Args:
         table: What `driftline.compare` gave, or `open_table` read.
         noise: Comparisons of trusted runs with the same reference.
     """
     variants = [
-        Variant(each.candidate.path or f"noise {at}", each) for at, each in enumerate(noise)
+        Variant(noise_table.candidate.path or f"noise {number}", noise_table)
+        for number, noise_table in enumerate(noise)
     ]
     return Assembly(table, variants, None).diagnosis()
 

@@ -1,7 +1,8 @@
-"""Tensors of a run as rows of channels, with a bound on how much of one is ever held.
+"""Errors of tensors in numbers: sampled reading of rows, and size, bias and place of an error.
 
-A row is a token (all axes but the last one are tokens, heads, sequences); a large tensor gives an
-even sample of its rows. Knows nothing of what the numbers are for.
+A row is a token (all axes but the last are tokens, heads, sequences); of a large tensor an even
+sample of rows is read, so that memory stays bounded. An `Effect` gives the error relative to the
+reference with standard errors clustered by row. Knows nothing of sites or verdicts.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from driftline.runs.run import Run
 F64 = npt.NDArray[np.float64]
 Places = npt.NDArray[np.intp]
 
+# About two megabytes as float64: enough rows for stable standard errors, little enough for hundreds
+# of tensors.
 ELEMENTS = 1 << 18
 """Elements of one tensor that are decoded at most."""
 
@@ -31,7 +34,7 @@ def index(run: Run) -> Mapping[TensorKey, Record]:
 
 
 def is_readable(run: Run, record: Record | None) -> bool:
-    """Whether all values of a floating tensor are there."""
+    """Whether all values of a floating-point tensor can be read."""
     if record is None or record.kept != "full" or run.lost(record):
         return False
     dtype = DTYPES.get(record.dtype)
@@ -39,7 +42,7 @@ def is_readable(run: Run, record: Record | None) -> bool:
 
 
 def rows_and_channels(shape: tuple[int, ...]) -> tuple[int, int]:
-    """How a tensor is looked at: its last axis are the channels, everything before it rows.
+    """Shape as (rows, channels): the last axis are the channels, all axes before it are rows.
 
     >>> rows_and_channels((2, 16, 64))
     (32, 64)
@@ -52,6 +55,7 @@ def rows_and_channels(shape: tuple[int, ...]) -> tuple[int, int]:
 def chosen_rows(shape: tuple[int, ...], elements: int = ELEMENTS) -> Places:
     """Which rows are read: all of a small tensor, an even sample of a large one."""
     rows, channels = rows_and_channels(shape)
+    # At least eight rows, so that both halves of very wide tensors still have some.
     most = max(8, elements // max(channels, 1))
     if rows <= most:
         return np.arange(rows, dtype=np.intp)
@@ -60,12 +64,13 @@ def chosen_rows(shape: tuple[int, ...], elements: int = ELEMENTS) -> Places:
 
 
 def read_rows(run: Run, record: Record, places: Places) -> F64 | None:
-    """Some rows of a tensor as float64, [rows, channels]; None when its bytes cannot be read."""
+    """Some rows of a tensor as float64, [rows, channels]; None if its bytes cannot be read."""
     rows, channels = rows_and_channels(record.shape)
     try:
         raw: npt.NDArray[Any] = run.raw(record)
     except (DriftlineError, OSError, ValueError):
         return None
+    # A damaged or truncated file may have another length than its record says.
     if raw.size != rows * channels:
         return None
     part = raw.reshape(rows, channels)
@@ -99,6 +104,8 @@ def rounded(values: F64, name: str) -> F64:
     if name == "float16":
         with np.errstate(over="ignore"):
             return values.astype(np.float16).astype(np.float64)
+    # Formats numpy has no type for are rounded by hand: to the step of the value's binade, ties to
+    # even.
     mantissa, least = _GRIDS[name]
     with np.errstate(invalid="ignore", over="ignore"):
         _, exponent = np.frexp(values)
@@ -120,8 +127,7 @@ GRIDS = ("float32", "float16", "tf32", "bfloat16", "float8_e4m3fn", "float8_e5m2
 """Formats a value may have been rounded to, finest first."""
 
 
-# How large an error is, which way it leans and where it sits; sizes, with their standard
-# errors.
+# The size of an error, its direction and its place, with standard errors.
 
 
 class Effect(NamedTuple):
@@ -166,7 +172,7 @@ NOTHING = Effect(0, 0, math.nan, math.nan, math.nan, math.nan, math.nan, math.na
 
 
 class Sums(NamedTuple):
-    """What each row adds to an effect; several tensors with as many channels may be joined.
+    """What each row contributes to an effect; tensors with equally many channels can be joined.
 
     Attributes:
         rr: Squares of the reference.
@@ -197,13 +203,14 @@ class Sums(NamedTuple):
 
 
 def sums(reference: F64, candidate: F64) -> Sums:
-    """One pass over a pair."""
+    """Sums of every row, in one pass over a pair."""
     finite_r, finite_c = np.isfinite(reference), np.isfinite(candidate)
     one_sided = int(np.count_nonzero(finite_r != finite_c))
-    both = finite_r & finite_c
-    if not both.all():
-        reference = np.where(both, reference, 0.0)
-        candidate = np.where(both, candidate, 0.0)
+    # NaN and Inf are counted, not measured: one of them would make every sum useless.
+    finite = finite_r & finite_c
+    if not finite.all():
+        reference = np.where(finite, reference, 0.0)
+        candidate = np.where(finite, candidate, 0.0)
     e = candidate - reference
     return Sums(
         np.einsum("ij,ij->i", reference, reference),
@@ -215,14 +222,14 @@ def sums(reference: F64, candidate: F64) -> Sums:
     )
 
 
-def without_worst(found: Sums, share: float) -> Sums:
+def without_worst(row_sums: Sums, share: float) -> Sums:
     """Without the rows that err most: a share of them, at least one."""
-    count = len(found.ee)
+    count = len(row_sums.ee)
     if count < 4:
-        return found
+        return row_sums
     keep = np.ones(count, dtype=np.bool_)
-    keep[np.argsort(found.ee)[-max(1, math.ceil(share * count)) :]] = False
-    return found.part(keep)
+    keep[np.argsort(row_sums.ee)[-max(1, math.ceil(share * count)) :]] = False
+    return row_sums.part(keep)
 
 
 def joined(parts: Sequence[Sums]) -> Sums:
@@ -239,24 +246,27 @@ def joined(parts: Sequence[Sums]) -> Sums:
     )
 
 
-def effect_of(found: Sums) -> Effect:
+def effect_of(row_sums: Sums) -> Effect:
     """The effect of some rows."""
-    rows, channels = len(found.rr), found.channels
+    rows, channels = len(row_sums.rr), row_sums.channels
     if rows == 0 or channels == 0:
         return NOTHING
-    size, energy = float(found.rr.sum()), float(found.ee.sum())
+    size, energy = float(row_sums.rr.sum()), float(row_sums.ee.sum())
+    # A reference of zeros has no scale: any error is then infinite.
     if not size > 0.0:
         error = 0.0 if energy == 0.0 else math.inf
         return NOTHING._replace(
-            rows=rows, elements=rows * channels, error=error, nonfinite=found.nonfinite
+            rows=rows, elements=rows * channels, error=error, nonfinite=row_sums.nonfinite
         )
-    groups = _alike(found.rr)
-    projection = float(found.er.sum()) / size
-    projection_se = _clustered(found.er - projection * found.rr, groups) / size
+    # Rows that are equal (padding, repeated tokens) are not independent evidence; they form one
+    # cluster.
+    groups = _alike(row_sums.rr)
+    projection = float(row_sums.er.sum()) / size
+    projection_se = _clustered(row_sums.er - projection * row_sums.rr, groups) / size
     elements = rows * channels
     rms = math.sqrt(size / elements)
-    offset = float(found.e.sum()) / elements
-    offset_se = _clustered(found.e - offset * channels, groups) / elements
+    offset = float(row_sums.e.sum()) / elements
+    offset_se = _clustered(row_sums.e - offset * channels, groups) / elements
     return Effect(
         rows,
         elements,
@@ -265,9 +275,9 @@ def effect_of(found: Sums) -> Effect:
         projection_se,
         offset / rms,
         offset_se / rms,
-        math.sqrt(float(found.ee.max()) / channels) / rms,
-        found.nonfinite,
-        _scatter(found, projection),
+        math.sqrt(float(row_sums.ee.max()) / channels) / rms,
+        row_sums.nonfinite,
+        _scatter(row_sums, projection),
     )
 
 
@@ -281,30 +291,31 @@ def effect(reference: F64, candidate: F64) -> Effect:
     return effect_of(sums(reference, candidate))
 
 
-def halves(found: Sums) -> tuple[Effect, Effect]:
-    """The same on every second row, and on the others: one to screen, one to confirm."""
-    return effect_of(found.part(slice(0, None, 2))), effect_of(found.part(slice(1, None, 2)))
+def halves(row_sums: Sums) -> tuple[Effect, Effect]:
+    """Effects of the even and of the odd rows: one half to suspect, the other to confirm."""
+    return effect_of(row_sums.part(slice(0, None, 2))), effect_of(row_sums.part(slice(1, None, 2)))
 
 
-def _scatter(found: Sums, projection: float) -> float:
-    there = found.rr > 0.0
-    if not there.any():
+def _scatter(row_sums: Sums, projection: float) -> float:
+    nonzero = row_sums.rr > 0.0
+    if not nonzero.any():
         return math.nan
-    own = found.er[there] / found.rr[there] - projection
+    own = row_sums.er[nonzero] / row_sums.rr[nonzero] - projection
     return math.sqrt(float(own @ own) / len(own))
 
 
 def _alike(rr: F64) -> npt.NDArray[np.intp] | None:
-    """Which rows are the same one again, by their norm; None when all differ."""
+    """Clusters of equal rows, recognised by their norm; None if all rows differ."""
     unique, groups = np.unique(rr, return_inverse=True)
     return None if len(unique) == len(rr) else groups
 
 
 def _clustered(residuals: F64, groups: npt.NDArray[np.intp] | None) -> float:
-    """Standard deviation of a sum over clusters, from what each cluster is off by."""
+    """Standard deviation of a sum over clusters, from the residual of each cluster."""
     if groups is not None:
         residuals = np.asarray(np.bincount(groups, weights=residuals), dtype=np.float64)
     count = len(residuals)
+    # One cluster says nothing about its own scatter.
     if count < 2:
         return math.inf
     return math.sqrt(float(residuals @ residuals) * count / (count - 1))

@@ -1,6 +1,7 @@
-"""Evidence becomes one finding: statuses, culprits, a cause, shares, rates and sentences.
+"""The diagnosis itself: from evidence to statuses, culprits, causes, shares, rates and sentences.
 
-Takes measured tables and whatever else there is; opens nothing.
+Takes measured tables and opened evidence; opens no file. The order of the steps matters: statuses
+first, then a second look at every suspicion, then causes of the sites that remain.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from driftline.comparison.table.table import Coverage, Table
 from driftline.diagnosis import confirmation, texts
-from driftline.diagnosis.causes.case_builder import Naming, Runs, name_cause
+from driftline.diagnosis.causes.case_builder import NamedCause, Runs, name_cause
 from driftline.diagnosis.confirmation import (
     Confirmation,
     Rate,
@@ -22,11 +23,11 @@ from driftline.diagnosis.confirmation import (
 from driftline.diagnosis.dataflow import explained, final_error
 from driftline.diagnosis.evidence.files import Replay, Substitution
 from driftline.diagnosis.evidence.growth import growths, quantised_sites
-from driftline.diagnosis.evidence.noise import Floor, Variant, noise_floor
-from driftline.diagnosis.evidence.replay import Judgement, judge, other_kinds
+from driftline.diagnosis.evidence.noise import NoiseFloor, Variant, noise_floor
+from driftline.diagnosis.evidence.replay import ReplayResult, inputs_of_other_kinds, judge
 from driftline.diagnosis.module_kinds import lengths_of
 from driftline.diagnosis.result import Diagnosis, SiteFinding
-from driftline.diagnosis.routing_changes import UNTOLD, Flip, flips
+from driftline.diagnosis.routing_changes import ROUTING_REACHES_ALL, Flip, flips
 from driftline.diagnosis.sites import (
     DIRECTIONS,
     Place,
@@ -35,11 +36,14 @@ from driftline.diagnosis.sites import (
     innermost,
     sites_of,
 )
-from driftline.diagnosis.status import Standing, standings
+from driftline.diagnosis.status import SiteStatus, site_statuses
 from driftline.diagnosis.texts import needs
 from driftline.errors import BadInput
 
+# Each second look reads two tensors; beyond this many suspicions the first ones decide anyway.
 _SECOND_LOOKS = 16
+# How far each kind of evidence can be trusted at best. Replay compares the same computation on the
+# same input; growth only compares siblings.
 _TRUST = {"replay": 0.97, "noise": 0.85, "growth": 0.6, "weights": 0.99}
 _SHOWN = {
     "replay": "replay",
@@ -50,7 +54,7 @@ _SHOWN = {
 
 
 class Assembly:
-    """One diagnosis on its way."""
+    """One diagnosis under construction; `diagnosis()` gives the result."""
 
     def __init__(
         self,
@@ -62,14 +66,15 @@ class Assembly:
         self.table = table
         self.variants = variants
         self.runs = runs
+        # Findings use the reference's names, an experiment those of the candidate's program.
         self.proof = proof if runs is None or proof is None else _renamed(proof, runs)
         self.replay = runs.replay if runs is not None else None
         flow = None if runs is None else flow_of(runs.reference, runs.candidate, runs.plan)
         lengths = lengths_of(None if runs is None else runs.reference)
         self.sites, why = comparable_steps(sites_of(table, flow, lengths), table)
         self.notes = [why] if why else []
-        self.floor: Floor | None = noise_floor(variants) if variants else None
-        self.judged: dict[str, Judgement] = {}
+        self.floor: NoiseFloor | None = noise_floor(variants) if variants else None
+        self.judged: dict[str, ReplayResult] = {}
         self.seen: dict[Place, Confirmation] = {}
         self.flips: list[Flip] | None = None
         self.allowed: Mapping[str, float] = {}
@@ -78,7 +83,7 @@ class Assembly:
         if runs is not None and runs.replay is not None:
             self.judged = self._replayed(runs, runs.replay)
 
-    def _replayed(self, runs: Runs, replay: Replay) -> dict[str, Judgement]:
+    def _replayed(self, runs: Runs, replay: Replay) -> dict[str, ReplayResult]:
         own = str(runs.candidate.manifest.get("id") or "")
         if own and replay.of and own != replay.of:
             raise BadInput(
@@ -91,16 +96,17 @@ class Assembly:
                 "the replay has no tensor in common with the candidate",
                 hint='it was made for another run: driftline replay CAND --exec "..." -o REPLAY',
             )
-        for site, why in other_kinds(runs.plan, replay.sites).items():
+        # A replay with a mask of another kind is another computation, whatever numbers it gave.
+        for site, why in inputs_of_other_kinds(runs.plan, replay.sites).items():
             if site in judged:
-                judged[site] = Judgement(False, trouble=why)
+                judged[site] = ReplayResult(False, trouble=why)
         # Findings go by the reference's names.
         names = {
             pair.candidate.key.site: pair.reference.key.site
             for pair in runs.plan.pairs
             if pair.candidate.key.port == "output"
         }
-        return {names.get(site, site): found for site, found in judged.items()}
+        return {names.get(site, site): judgement for site, judgement in judged.items()}
 
     def diagnosis(self) -> Diagnosis:
         coverage = Coverage.of(self.table.rows)
@@ -111,39 +117,46 @@ class Assembly:
                 if self.notes
                 else ("dump tensors that both runs have, with --keep full or summary")
             )
-            said = (f"Nothing could be judged: {why}.",)
-            return Diagnosis("incomparable", said, coverage=coverage, needs=(what,))
+            wording = (f"Nothing could be judged: {why}.",)
+            return Diagnosis("incomparable", wording, coverage=coverage, needs=(what,))
         growth = growths(self.sites, self.allowed)
-        found = standings(self.sites, growth, self.floor, self.judged)
-        found, culprits = self._looked_at_again(found)
-        order = {place: at for at, place in enumerate(self.sites)}
+        statuses = site_statuses(self.sites, growth, self.floor, self.judged)
+        statuses, culprits = self._looked_at_again(statuses)
+        order = {place: position for position, place in enumerate(self.sites)}
         first = culprits[0] if culprits else None
-        named: dict[Place, Naming] = {}
+        named: dict[Place, NamedCause] = {}
         if self.runs is not None:
+            # Causes are named for the first three culprits only: each costs reading several
+            # tensors, and later ones are mostly consequences.
             for place in culprits[:3]:
                 judged = self.judged.get(place.site) if place.direction == "forward" else None
+                # Replay had nothing to say here, so its reference values must not be used as exact
+                # ones.
                 if judged is not None and judged.trouble:
                     judged = None
-                naming = name_cause(self.runs, self.sites, place, found[place], judged)
-                named[place] = by_device(naming, self.runs, found[place].call.worst)
+                naming = name_cause(self.runs, self.sites, place, statuses[place], judged)
+                named[place] = by_device(naming, self.runs, statuses[place].call.worst)
         findings = tuple(
-            self._finding(place, found[place], order[place], named.get(place))
+            self._finding(place, statuses[place], order[place], named.get(place))
             for place in self.sites
         )
         final, final_noise = final_error(self.sites, self.floor, first)
         rate = self._rate()
         if first is None:
-            suspects = self._suspects(found)
-            gathered = self._evidence(found, None, named, final, final_noise, rate)
+            # Without a culprit there are two endings: a site that contradicts itself makes the
+            # result undecided, otherwise the run is clean.
+            suspects = self._suspects(statuses)
+            gathered = self._evidence(statuses, None, named, final, final_noise, rate)
             if suspects:
                 return self._undecided(suspects, findings, gathered, coverage, rate)
-            return self._clean(findings, found, final, gathered, coverage, rate)
-        share, said = explained(final, final_noise), ""
+            return self._clean(findings, statuses, final, gathered, coverage, rate)
+        share, wording = explained(final, final_noise), ""
+        # A measured share from bisection replaces the estimate.
         if self.proof is not None:
-            share, said = texts.proven(self.proof, first.site, culprits)
-        gathered = self._evidence(found, first, named, final, final_noise, rate)
-        standing, finding = found[first], findings[order[first]]
-        naming = named.get(first, Naming("unknown", "no tensor was read"))
+            share, wording = texts.proven(self.proof, first.site, culprits)
+        gathered = self._evidence(statuses, first, named, final, final_noise, rate)
+        standing, finding = statuses[first], findings[order[first]]
+        naming = named.get(first, NamedCause("unknown", "no tensor was read"))
         return Diagnosis(
             "fail",
             (
@@ -155,7 +168,7 @@ class Assembly:
                     standing.call.worst.fused,
                 ),
                 texts.kind(naming.cause, naming.sentence),
-                said or texts.share(share, final, final_noise),
+                wording or texts.share(share, final, final_noise),
             ),
             findings,
             first.site,
@@ -170,17 +183,17 @@ class Assembly:
             self._needs(standing),
         )
 
-    def _needs(self, standing: Standing | None) -> tuple[str, ...]:
+    def _needs(self, standing: SiteStatus | None) -> tuple[str, ...]:
         elsewhere = ""
         if self.runs is not None and self.floor is not None:
             elsewhere = noise_elsewhere(self.runs.candidate, self.variants, self.floor.used)
         unproven = self.proof is None
         return needs(self.runs, self.table, self.floor, self.judged, standing, unproven, elsewhere)
 
-    def _suspects(self, found: Mapping[Place, Standing]) -> list[Place]:
-        """Sites that do not agree with themselves and are off by other evidence, too."""
+    def _suspects(self, statuses: Mapping[Place, SiteStatus]) -> list[Place]:
+        """Sites that do not reproduce their own output and are off by other evidence as well."""
         suspects: list[Place] = []
-        for place, standing in found.items():
+        for place, standing in statuses.items():
             other = standing.suspected
             if other is None:
                 continue
@@ -199,7 +212,7 @@ class Assembly:
         coverage: Coverage,
         rate: Rate | None,
     ) -> Diagnosis:
-        """Nobody is guilty, and yet it cannot be said that nothing is wrong."""
+        """The result if no site is guilty, but one that cannot be judged is off beyond noise."""
         first = min(suspects, key=lambda place: self.sites[place].order)
         gathered["suspects"] = [place.site for place in suspects]
         return Diagnosis(
@@ -213,30 +226,37 @@ class Assembly:
         )
 
     def _looked_at_again(
-        self, found: dict[Place, Standing]
-    ) -> tuple[dict[Place, Standing], list[Place]]:
-        """Without suspicions that one half of the tokens does not bear out."""
+        self, statuses: dict[Place, SiteStatus]
+    ) -> tuple[dict[Place, SiteStatus], list[Place]]:
+        """Statuses and culprits without suspicions that only one half of the tokens supports.
+
+        Repeats until no culprit is dropped: dropping one may bring another to the front.
+        """
         while True:
-            culprits = self._culprits(found)
+            culprits = self._culprits(statuses)
             doubtful = None
             for place in culprits[:_SECOND_LOOKS] if self.runs is not None else ():
-                if found[place].by not in ("noise", "growth") or place in self.seen:
+                # Replay has looked at halves already, and weights are exact.
+                if statuses[place].by not in ("noise", "growth") or place in self.seen:
                     continue
                 assert self.runs is not None
-                again = confirmed(self.runs, found[place], self.floor, self._flips(self.runs))
+                again = confirmed(self.runs, statuses[place], self.floor, self._flips(self.runs))
                 if again is not None:
                     self.seen[place] = again
                     if not again.holds:
                         doubtful = place
                         break
             if doubtful is None:
-                return found, culprits
+                return statuses, culprits
             reason = self.seen[doubtful].remark or "seen on one half of the tokens only"
-            status = "unknown" if reason == UNTOLD else "clean"
-            found = {**found, doubtful: found[doubtful]._replace(status=status, reason=reason)}
+            status = "unknown" if reason == ROUTING_REACHES_ALL else "clean"
+            statuses = {
+                **statuses,
+                doubtful: statuses[doubtful]._replace(status=status, reason=reason),
+            }
 
     def _flips(self, runs: Runs) -> list[Flip]:
-        """Choices of routers that fell otherwise; looked for once, and said."""
+        """Changed expert choices; searched once, and mentioned in the notes."""
         if self.flips is None:
             self.flips = flips(runs.reference, runs.candidate, runs.plan)
             if self.flips:
@@ -247,9 +267,9 @@ class Assembly:
                 )
         return self.flips
 
-    def _culprits(self, found: Mapping[Place, Standing]) -> list[Place]:
+    def _culprits(self, statuses: Mapping[Place, SiteStatus]) -> list[Place]:
         """Innermost sites that introduce error, in order of execution."""
-        guilty = [place for place, standing in found.items() if standing.status == "introduced"]
+        guilty = [place for place, standing in statuses.items() if standing.status == "introduced"]
         inner: list[Place] = []
         for direction in DIRECTIONS:
             names = innermost(place.site for place in guilty if place.direction == direction)
@@ -258,14 +278,15 @@ class Assembly:
         return inner
 
     def _finding(
-        self, place: Place, standing: Standing, order: int, naming: Naming | None
+        self, place: Place, standing: SiteStatus, order: int, naming: NamedCause | None
     ) -> SiteFinding:
         call = standing.call
         row = call.worst
         judged = self.judged.get(place.site) if place.direction == "forward" else None
-        effect = judged.found if judged is not None else None
+        # The effect measured by replay comes first: it is the error of this site alone.
+        effect = judged.effect if judged is not None else None
         if effect is None and place in self.seen:
-            effect = self.seen[place].whole
+            effect = self.seen[place].effect
         return SiteFinding(
             place.site,
             order,
@@ -287,7 +308,7 @@ class Assembly:
         judged = self.judged.get(place.site)
         return _STATISTICS.get(judged.statistic, "error") if judged is not None else "error"
 
-    def _limit(self, place: Place, standing: Standing) -> str:
+    def _limit(self, place: Place, standing: SiteStatus) -> str:
         judged = self.judged.get(place.site) if place.direction == "forward" else None
         if standing.by == "replay" and judged is not None:
             return "what the trusted module's own arithmetic allows"
@@ -296,22 +317,27 @@ class Assembly:
             return f"what {count} trusted runs allow" if count > 1 else "what a trusted run allows"
         return "what its input and its format explain"
 
-    def _confidence(self, place: Place, standing: Standing) -> float:
+    def _confidence(self, place: Place, standing: SiteStatus) -> float:
         trust = _TRUST.get(standing.by, 0.5)
+        # Confidence rises with the distance from the limit; beyond fifty times it no longer
+        # changes.
         far = 1.0 - 0.5 * math.exp(-(min(standing.ratio, 50.0) - 1.0))
         judged = self.judged.get(place.site) if standing.by == "replay" else None
         halves = judged.halves if judged is not None else None
         if standing.by != "replay" and place in self.seen:
             halves = self.seen[place].halves
+        # Only one half supports it (a gross error): less certain which site is to blame.
         if halves is not None and min(halves) <= 1.0:
             trust *= 0.8
         if self.proof is not None:
+            # Substitution either proves the site or contradicts it; a contradiction halves the
+            # trust.
             bears_out = self.proof.is_about(place.site)
             trust, far = (max(trust, 0.99), 1.0) if bears_out else (trust / 2.0, far)
         return round(max(0.0, min(1.0, trust * far)), 4)
 
     def _rate(self) -> Rate | None:
-        """How often a clean site would be called guilty, from what this very evidence shows."""
+        """False-alarm rate, measured on the evidence at hand; None if it cannot be measured."""
         if self.judged:
             return confirmation.by_replay(self.judged.values())
         if self.floor is None or self.runs is None:
@@ -320,14 +346,14 @@ class Assembly:
 
     def _evidence(
         self,
-        found: Mapping[Place, Standing],
+        statuses: Mapping[Place, SiteStatus],
         first: Place | None,
-        named: Mapping[Place, Naming],
+        named: Mapping[Place, NamedCause],
         final: float,
         noise: float,
         rate: Rate | None,
     ) -> dict[str, Any]:
-        gathered = texts.of_all(self.sites, found, self.floor)
+        gathered = texts.of_all(self.sites, statuses, self.floor)
         gathered |= {
             "final_error": final,
             "final_noise": noise,
@@ -344,14 +370,14 @@ class Assembly:
         if first is not None:
             judged = self.judged.get(first.site) if first.direction == "forward" else None
             gathered |= texts.of_culprit(
-                found[first], judged, self.seen.get(first), named.get(first)
+                statuses[first], judged, self.seen.get(first), named.get(first)
             )
         return gathered
 
     def _clean(
         self,
         findings: tuple[SiteFinding, ...],
-        found: Mapping[Place, Standing],
+        statuses: Mapping[Place, SiteStatus],
         final: float,
         gathered: dict[str, Any],
         coverage: Coverage,
@@ -359,20 +385,22 @@ class Assembly:
     ) -> Diagnosis:
         unknown = sum(finding.status == "unknown" for finding in findings)
         judged = len(findings) - unknown
-        # What was looked at again and acquitted is no measure of how near the limit is.
-        known = [
+        # A suspicion that the second look dropped is no measure of how near the limit is.
+        within_limit = [
             finding
             for finding in findings
             if math.isfinite(finding.ratio) and finding.ratio <= 1.0 and not finding.reason
         ]
-        worst = max(known, key=lambda finding: finding.ratio, default=None)
+        worst = max(within_limit, key=lambda finding: finding.ratio, default=None)
         by = ""
         if worst is not None:
-            by = _SHOWN[found[Place(worst.direction, worst.site)].by]
+            by = _SHOWN[statuses[Place(worst.direction, worst.site)].by]
         if judged == 0:
-            said = ("Nothing could be judged: no site's evidence holds.",)
-            return Diagnosis("incomparable", said, findings, coverage=coverage, evidence=gathered)
-        trusts = [_TRUST.get(standing.by, 0.5) for standing in found.values()]
+            sentences = ("Nothing could be judged: no site's evidence holds.",)
+            return Diagnosis(
+                "incomparable", sentences, findings, coverage=coverage, evidence=gathered
+            )
+        trusts = [_TRUST.get(standing.by, 0.5) for standing in statuses.values()]
         return Diagnosis(
             "pass",
             tuple(texts.clean(judged, unknown, worst, by, final)),
@@ -387,7 +415,7 @@ class Assembly:
 
 
 def _renamed(proof: Substitution, runs: Runs) -> Substitution:
-    """Findings go by the reference's names, an experiment by those of the candidate's program."""
+    """The bisection with the reference's name of its site, as findings use those names."""
     for pair in runs.plan.pairs:
         if pair.candidate.key.port == "output" and pair.candidate.key.site == proof.site:
             return proof._replace(site=pair.reference.key.site)

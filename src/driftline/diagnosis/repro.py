@@ -1,6 +1,6 @@
-"""A small program of its own for the guilty module: its weights, its input, both results.
+"""A stand-alone script for the guilty module: its weights, its input, both results.
 
-Written as plain text and .npy files; needs numpy, and torch only to build the module again.
+Written as plain text and .npy files; the script needs numpy, and torch only to rebuild the module.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from driftline.runs.run import Run
 if TYPE_CHECKING:
     from _typeshed import StrPath
 
+# A guard against filling the disk: a tensor of this many elements takes one gigabyte as float32.
 _MOST = 1 << 28
 """Elements of one tensor that are written."""
 
 
 def write_repro(
-    found: Diagnosis,
+    diagnosis: Diagnosis,
     reference: Run,
     candidate: Run,
     folder: StrPath,
@@ -44,10 +45,13 @@ def write_repro(
     target = Path(folder)
     if target.exists() and not force:
         raise AlreadyThere(f"{target} exists", hint="give another folder, or force")
-    if not found.first_site:
+    # Without a culprit any module would do, and the script would mislead.
+    if not diagnosis.first_site:
         raise BadInput("no site is guilty, so there is nothing to reproduce")
-    site = found.first_site
-    first = next((r for r in candidate.records if str(r.key) == found.first_key), None)
+    site = diagnosis.first_site
+    # The step and visit of the first wrong tensor select one call; without them the first call is
+    # taken.
+    first = next((r for r in candidate.records if str(r.key) == diagnosis.first_key), None)
     step, visit = (first.key.step, first.key.visit) if first is not None else (0, 0)
     played = None if replay is None else open_replay(replay)
     tensors: list[tuple[str, Run, Record]] = []
@@ -56,6 +60,7 @@ def write_repro(
             key = record.key
             if key.site != site:
                 continue
+            # Weights of the reference are the right ones; the candidate's may be what is wrong.
             if key.port == "param" and side == "reference":
                 tensors.append((f"param.{key.slot}", run, record))
             elif (key.step, key.visit) == (step, visit) and key.port in ("input", "output"):
@@ -67,6 +72,8 @@ def write_repro(
                 tensors.append((f"exact.{key.port}.{key.slot}", played.exact, record))
     arrays = {name: (read_whole(run, r, _MOST), r) for name, run, r in tensors}
     kept = {name: (a, r) for name, (a, r) in arrays.items() if a is not None}
+    # The script's purpose is the error of the candidate's output: without that there is nothing to
+    # show.
     if not any(name.startswith("candidate.output") for name in kept):
         raise BadInput(
             f"no values of '{site}' were kept", hint="dump both runs with --keep full first"
@@ -86,9 +93,9 @@ def write_repro(
     has_params = any(name.startswith("param.") for name in kept)
     about = {
         "site": site,
-        "class": next((s.class_name for s in found.sites if s.site == site), ""),
-        "cause": found.cause,
-        "finding": list(found.sentences),
+        "class": next((s.class_name for s in diagnosis.sites if s.site == site), ""),
+        "cause": diagnosis.cause,
+        "finding": list(diagnosis.sentences),
         "tensors": listed,
         "weights": "captured"
         if has_params

@@ -1,6 +1,6 @@
-"""What a diagnosis says: a verdict, a first site, a cause, and a status for every site.
+"""The result of a diagnosis: a verdict, a first site, a cause, and a status for every site.
 
-Pure values and their JSON form (docs/diagnosis.md). How they are found is not known here.
+Plain values and their JSON form (docs/diagnosis.md). Does not know how they are determined.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 class SiteFinding(NamedTuple):
-    """What is known of one site.
+    """What is known about one site.
 
     Attributes:
         site: Its name in the reference.
@@ -134,9 +134,9 @@ class Diagnosis:
         Raises:
             KeyError: There is none.
         """
-        for found in self.sites:
-            if found.site == name and found.direction == direction:
-                return found
+        for finding in self.sites:
+            if finding.site == name and finding.direction == direction:
+                return finding
         raise KeyError(name)
 
     def as_json(self) -> dict[str, Any]:
@@ -178,6 +178,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return _number(value)
     if isinstance(value, Mapping):
+        # JSON has no NaN or Inf, so every number inside the evidence goes through `_number` too.
         return {str(key): _plain(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType,reportUnknownArgumentType]
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]  # pyright: ignore[reportUnknownVariableType]

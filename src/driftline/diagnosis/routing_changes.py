@@ -1,8 +1,9 @@
-"""Tokens that a router sent elsewhere because two experts were as good: arithmetic noise.
+"""Tokens that a router sent to other experts because two experts scored equally: arithmetic noise.
 
-A choice between near equals falls either way by rounding. The token is then far off without any
-fault, and so is what reads it later: that token in the same block, the later tokens of its sequence
-in the layers after it. A choice that the router's own figures do not excuse is left to be found.
+A choice between near equals is decided by rounding. The token is then far off without any fault,
+and so is everything that reads it: that token in the same block, and the later tokens of its
+sequence in the layers after it. A change that the router's own scores do not excuse is not listed
+here and is left for the diagnosis to find.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from driftline.runs.run import Run
 Flags = npt.NDArray[np.bool_]
 Codes = npt.NDArray[np.int64]
 
-REMARK = "off only where a router chose other experts, at a near tie: arithmetic noise"
-UNTOLD = "a router chose other experts at a near tie, and that reaches all of it"
+ROUTING_NOISE = "off only where a router chose other experts, at a near tie: arithmetic noise"
+ROUTING_REACHES_ALL = "a router chose other experts at a near tie, and that reaches all of it"
 _CHOICE = re.compile(r"(?i)router|topk|moe|experts|gating")
+# No router chooses more experts per token than this; wider integer tensors are token ids or
+# positions.
 _MOST_CHOICES = 64
 _NEAR = 0.1
-"""Of the size of a token's scores: what is further apart is no tie."""
+"""Share of the size of a token's scores; a larger gap is no tie."""
 
 
 class Flip(NamedTuple):
@@ -53,48 +56,62 @@ class Flip(NamedTuple):
     length: int = 0
 
 
-def choosers(candidate: Run) -> dict[str, int]:
-    """Sites with discrete choices in them, and how many one after the other."""
-    found: set[str] = set()
+def sites_with_choices(candidate: Run) -> dict[str, int]:
+    """Sites with discrete choices inside, and how many choices follow one another in each."""
+    sites: set[str] = set()
     for record in candidate.records:
-        if record.key.port != "output" or record.key.site in found:
+        if record.key.port != "output" or record.key.site in sites:
             continue
         dtype = DTYPES.get(record.dtype)
+        # Integers with two axes or more are choices per token; a single row of integers is a shape
+        # or a length.
         picks = dtype is not None and dtype.kind in ("int", "uint") and len(record.shape) > 1
         if picks or _CHOICE.search(record.class_name):
-            found.add(record.key.site)
-    outermost = [site for site in found if not any(outer in found for outer in ancestors(site))]
-    return {**dict.fromkeys(found, 1), **parts_of(outermost)}
+            sites.add(record.key.site)
+    outermost = [site for site in sites if not any(outer in sites for outer in ancestors(site))]
+    return {**dict.fromkeys(sites, 1), **parts_of(outermost)}
 
 
 def flips(reference: Run, candidate: Run, plan: Plan) -> list[Flip]:
-    """All choices that fell otherwise near a tie, by the reference's names."""
-    found: list[Flip] = []
+    """All routing choices that changed near a tie, by the reference's names."""
+    routing_flips: list[Flip] = []
     partners = {pair.reference.key: pair for pair in plan.pairs}
     for pair in plan.pairs:
-        ours, theirs = pair.reference, pair.candidate
-        if not _is_choice(ours) or not _is_choice(theirs) or ours.shape != theirs.shape:
+        reference_record, candidate_record = pair.reference, pair.candidate
+        if (
+            not _is_choice(reference_record)
+            or not _is_choice(candidate_record)
+            or reference_record.shape != candidate_record.shape
+        ):
             continue
-        if ours.digest and ours.digest == theirs.digest:
+        # Equal digests mean equal choices: no need to read them.
+        if reference_record.digest and reference_record.digest == candidate_record.digest:
             continue
-        a, b = _codes(reference, ours), _codes(candidate, theirs)
+        a, b = _codes(reference, reference_record), _codes(candidate, candidate_record)
         if a is None or b is None:
             continue
+        # The order of the chosen experts does not matter, only which ones were chosen.
         other = (np.sort(a, axis=1) != np.sort(b, axis=1)).any(axis=1)
         if not other.any():
             continue
         near = np.zeros(len(other), dtype=np.bool_)
         for key, scores in partners.items():
-            if key[:2] == ours.key[:2] and key[3:7] == ours.key[3:7] and key.port == "output":
+            if (
+                key[:2] == reference_record.key[:2]
+                and key[3:7] == reference_record.key[3:7]
+                and key.port == "output"
+            ):
                 r = read_whole(reference, scores.reference)
                 c = read_whole(candidate, scores.candidate)
                 if r is not None and c is not None and r.shape == c.shape:
                     near |= _near(_by_token(r), _by_token(c), len(other), a.shape[1])
         if (other & near).any():
-            key = ours.key
+            key = reference_record.key
             length = _length(reference, key.step, len(other))
-            found.append(Flip(key.site, ours.order, key.step, key.rank, other & near, length))
-    return found
+            routing_flips.append(
+                Flip(key.site, reference_record.order, key.step, key.rank, other & near, length)
+            )
+    return routing_flips
 
 
 def _length(run: Run, step: int, tokens: int) -> int:
@@ -106,15 +123,16 @@ def _length(run: Run, step: int, tokens: int) -> int:
     return 0
 
 
-def concerned(
-    found: Sequence[Flip], site: str, record: Record, shape: Sequence[int]
+def rows_reached(
+    routing_flips: Sequence[Flip], site: str, record: Record, shape: Sequence[int]
 ) -> Flags | None:
-    """Which rows of a tensor a choice reaches; None when none does, all where that is not known."""
+    """Which rows of a tensor a changed choice reaches; None if none is, all if that is unknown."""
     rows = int(np.prod(shape[:-1])) if len(shape) > 1 else int(np.prod(shape))
     reached = np.zeros(rows, dtype=np.bool_)
-    for flip in found:
+    for flip in routing_flips:
         if (flip.step, flip.rank) != (record.key.step, record.key.rank):
             continue
+        # What was computed before the router cannot depend on its choice.
         if record.order < flip.order:
             continue
         block = flip.router.rpartition(".")[0]
@@ -129,7 +147,7 @@ def concerned(
 
 
 def _later(flip: Flip, shape: Sequence[int], rows: int) -> Flags:
-    """Flipped tokens and the later ones of their sequences; all, where the order is not known."""
+    """The flipped tokens and later ones of their sequences; all rows if the order is unknown."""
     tokens = len(flip.rows)
     if rows == tokens and flip.length:
         by_sequence = flip.rows.reshape(-1, flip.length)
@@ -169,11 +187,12 @@ def _by_token(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 def _near(
     r: npt.NDArray[np.float64], c: npt.NDArray[np.float64], tokens: int, chosen: int
 ) -> Flags:
-    """Tokens whose last chosen and first not chosen are nearer than both sides' scores are."""
+    """Tokens whose gap between last chosen and first rejected score is within the error of both."""
     if len(r) != tokens or r.shape[1] <= chosen:
         return np.zeros(tokens, dtype=np.bool_)
     best = -np.sort(-r, axis=1)
     gap = best[:, chosen - 1] - best[:, chosen]
     apart = np.abs(c - r).max(axis=1)
     size = np.sqrt((r * r).mean(axis=1))
+    # Both scores may move towards each other, hence twice the largest difference.
     return np.asarray((gap <= 2.0 * apart) & (gap <= _NEAR * size), dtype=np.bool_)

@@ -1,8 +1,9 @@
-"""Who feeds whom: for sites whose inputs were not captured, the sites that made them.
+"""Sites and their calls: rows of a comparison grouped into what went into a site and what came out.
 
-Edges of a dump's topology (graphs, ATB) or of its list of calls. A maker that has no tensor in the
-table hands on what was made before it, so edges go through code that was not captured. Which call
-of a maker is meant is decided by the order of execution, and not here.
+Rows become calls, calls become sites. Where a site's inputs were not captured, the sites that
+produced them are found from the edges of a dump (graphs, ATB, lists of calls); a producer that is
+not in the table is passed over, so edges go through code that was not captured. Also says which
+site contains which, and which steps of two runs can be compared at all. Judges nothing.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ Flow: TypeAlias = Mapping[tuple[int, int], Makers]
 
 _NOBODY: frozenset[str] = frozenset()
 _MOST = 64
-"""Makers of one tensor; a tensor with more has no single past."""
+"""Most producers of one tensor; a tensor with more has no single history."""
 
 
 def flow_of(reference: Run, candidate: Run, plan: Plan) -> Flow:
-    """The edges of the reference or, where it says nothing, of the candidate under its names."""
-    known = {pair.reference.key.site for pair in plan.pairs if _is_made(pair.reference.key.port)}
-    found = _of_run(reference, known)
-    if any(found.values()):
-        return found
+    """Edges of the reference or, if it has none, of the candidate under the reference's names."""
+    captured = {pair.reference.key.site for pair in plan.pairs if _is_made(pair.reference.key.port)}
+    flow = _of_run(reference, captured)
+    if any(flow.values()):
+        return flow
     names = {
         pair.candidate.key.site: pair.reference.key.site
         for pair in plan.pairs
@@ -60,37 +61,39 @@ def _is_made(port: str) -> bool:
     return port == "output"
 
 
-def _of_run(run: Run, known: Collection[str]) -> Flow:
+def _of_run(run: Run, captured: Collection[str]) -> Flow:
     places = sorted({(record.key.rank, record.key.process) for record in run.records})
-    return {place: _of_process(run, *place, known) for place in places}
+    return {place: _of_process(run, *place, captured) for place in places}
 
 
-def _of_process(run: Run, rank: int, process: int, known: Collection[str]) -> Makers:
+def _of_process(run: Run, rank: int, process: int, captured: Collection[str]) -> Makers:
     try:
         if CALLS in run.sheets(rank, process):
-            return by_calls(read_calls(run.sheet(CALLS, rank, process)), known)
+            return by_calls(read_calls(run.sheet(CALLS, rank, process)), captured)
         if GRAPHS in run.sheets(rank, process):
-            return by_edges(_of_graphs(run.sheet(GRAPHS, rank, process)), known)
+            return by_edges(_of_graphs(run.sheet(GRAPHS, rank, process)), captured)
         edges = edges_of(run, rank, process).makers
     except (DriftlineError, OSError):
         return {}  # what cannot be read says nothing; comparing says why
-    return by_edges(((maker, taker) for (taker, _), (maker, _) in edges.items()), known)
+    return by_edges(((maker, taker) for (taker, _), (maker, _) in edges.items()), captured)
 
 
 def _of_graphs(text: str) -> Iterator[tuple[str, str]]:
-    """Makers and takers among the nodes of compiled graphs; a part is what gave the whole."""
+    """(maker, taker) among the nodes of compiled graphs; for a part of a result, its whole node."""
     for graph in read_graphs(text):
         nodes = {node.name: node for node in graph.nodes}
+        # The backward graph has edges of gradients; those are derived from the forward edges by
+        # reversal.
         for node in graph.nodes if graph.kind != "backward" else ():
             for name in node.inputs:
                 maker = nodes.get(name)
-                whole = nodes.get(maker.of[0]) if maker is not None and maker.of else maker
-                if whole is not None and node.of is None:
-                    yield whole.site, node.site
+                producer = nodes.get(maker.of[0]) if maker is not None and maker.of else maker
+                if producer is not None and node.of is None:
+                    yield producer.site, node.site
 
 
-def by_edges(edges: Iterable[tuple[str, str]], known: Collection[str]) -> Makers:
-    """Makers of each known site, by pairs (maker, taker).
+def by_edges(edges: Iterable[tuple[str, str]], captured: Collection[str]) -> Makers:
+    """Makers of each captured site, from pairs (maker, taker).
 
     >>> by_edges([("a", "cast"), ("cast", "b")], {"a", "b"})["b"]
     frozenset({'a'})
@@ -98,70 +101,77 @@ def by_edges(edges: Iterable[tuple[str, str]], known: Collection[str]) -> Makers
     before: dict[str, list[str]] = {}
     for maker, taker in edges:
         before.setdefault(taker, []).append(maker)
-    found: dict[str, frozenset[str]] = {}
+    by_taker: dict[str, frozenset[str]] = {}
     for taker in before:
-        if taker not in known:
+        if taker not in captured:
             continue
         makers: set[str] = set()
+        # A search backwards that stops at captured sites. `seen` guards against cycles of damaged
+        # files.
         seen, waiting = {taker}, list(before[taker])
         while waiting and len(makers) < _MOST:
             maker = waiting.pop()
             if maker in seen:
                 continue
             seen.add(maker)
-            if maker in known:
+            if maker in captured:
                 makers.add(maker)
             else:
                 waiting += before.get(maker, [])
-        found[taker] = frozenset(makers)
-    return found
+        by_taker[taker] = frozenset(makers)
+    return by_taker
 
 
-def by_calls(calls: Iterable[RecordedCall], known: Collection[str]) -> Makers:
-    """Makers of each known site, by the calls of the first step's forward pass."""
+def by_calls(calls: Iterable[RecordedCall], captured: Collection[str]) -> Makers:
+    """Makers of each captured site, from the calls of the first step's forward pass.
+
+    One step suffices: the edges of a model are the same in each, and later ones may be incomplete.
+    """
     forward = sorted(
         (call for call in calls if call.phase == "forward"), key=lambda call: call.number
     )
     step = min((call.step for call in forward), default=0)
-    mine = [call for call in forward if call.step == step]
+    first_step = [call for call in forward if call.step == step]
     gave: dict[tuple[int, str], str] = {}
-    for call in mine:
-        if call.site not in known:
+    for call in first_step:
+        if call.site not in captured:
             continue
-        for one in call.outputs:
-            of = one.source if call.kind == "module" else (call.number, one.slot)
+        for tensor in call.outputs:
+            of = tensor.source if call.kind == "module" else (call.number, tensor.slot)
             # The innermost one: a container returns what one inside it made.
             if isinstance(of, tuple) and len(call.site) > len(gave.get(of, "")):
                 gave[of] = call.site
     past: dict[tuple[int, str], frozenset[str]] = {}
 
     def makers_of(call: RecordedCall) -> frozenset[str]:
-        found: set[str] = set()
-        for one in call.inputs:
-            of = one.source
+        makers: set[str] = set()
+        for tensor in call.inputs:
+            of = tensor.source
             if isinstance(of, tuple):
-                found |= {gave[of]} if of in gave else past.get(of, _NOBODY)
-        return frozenset(sorted(found)[:_MOST])
+                makers |= {gave[of]} if of in gave else past.get(of, _NOBODY)
+        return frozenset(sorted(makers)[:_MOST])
 
-    for call in mine:
+    for call in first_step:
         if call.kind != "module":
             before = makers_of(call)
-            past |= {(call.number, one.slot): before for one in call.outputs}
-    taken: dict[str, frozenset[str]] = {}
-    for call in mine:
-        if call.site in known:
+            past |= {(call.number, tensor.slot): before for tensor in call.outputs}
+    by_taker: dict[str, frozenset[str]] = {}
+    for call in first_step:
+        if call.site in captured:
             before = makers_of(call) - {call.site}
-            taken[call.site] = taken.get(call.site, _NOBODY) | before
-    return taken
+            by_taker[call.site] = by_taker.get(call.site, _NOBODY) | before
+    return by_taker
 
 
-# Rows of a table become calls (what went into a site, what came out), calls become sites.
+# Calls and sites.
 
 
 Direction = Literal["forward", "backward", "optimizer", "param"]
 
+# Names that different captures give to the model itself.
 ROOTS = ("(root)", "", "(program)")
 
+# Port -> direction, and whether the tensor is an input. Ports that are not listed are no evidence.
 _ROLES: dict[str, tuple[Direction, bool]] = {
     "input": ("forward", True),
     "output": ("forward", False),
@@ -184,7 +194,7 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class Call:
-    """One call of a site.
+    """One call of a site, with the rows of its inputs and outputs.
 
     Attributes:
         order: Place of its last output in the execution order.
@@ -273,19 +283,21 @@ _NUMBER = re.compile(r"\d+")
 
 
 def error_of(row: Row) -> float:
-    """Relative L2 of a row on the scale it was judged on, inf where it is not a number."""
+    """Relative L2 of a row on the scale it was judged on; inf if it is not a number."""
     value = error_on_scale(row)
     return math.inf if math.isnan(value) else value
 
 
 FINE = 2.0**-20
-"""Unit roundoff up to which sums are rounded like everything else."""
+"""Formats up to this unit roundoff are fine: rounding in sums is as large as that of results."""
 
 
 def unit_of(row: Row) -> float:
-    """Unit roundoff of the coarser format of a row; 0 for exact ones."""
-    ours, theirs = DTYPES.get(row.reference_dtype), DTYPES.get(row.candidate_dtype)
-    return max(ours.unit_roundoff if ours else 0.0, theirs.unit_roundoff if theirs else 0.0)
+    """Unit roundoff of the coarser format of a row; 0 for exact formats."""
+    reference, candidate = DTYPES.get(row.reference_dtype), DTYPES.get(row.candidate_dtype)
+    return max(
+        reference.unit_roundoff if reference else 0.0, candidate.unit_roundoff if candidate else 0.0
+    )
 
 
 def is_floating(row: Row) -> bool:
@@ -294,18 +306,18 @@ def is_floating(row: Row) -> bool:
 
 
 def same_kind(row: Row) -> bool:
-    """Whether both sides are of one kind.
+    """Whether both sides are floating point.
 
-    A mask of booleans beside one of floats is no error: the same thing said otherwise.
+    A mask of booleans beside one of floats is no error: it says the same in another form.
     """
-    theirs = DTYPES.get(row.candidate_dtype)
-    return theirs is None or theirs.is_floating
+    candidate = DTYPES.get(row.candidate_dtype)
+    return candidate is None or candidate.is_floating
 
 
 def sites_of(
     table: Table, flow: Flow | None = None, lengths: Lengths | None = None
 ) -> dict[Place, Site]:
-    """All sites with something that was measured, in order of execution.
+    """All sites with at least one measured output, in order of execution.
 
     Args:
         table: What was measured.
@@ -315,10 +327,11 @@ def sites_of(
     calls: dict[tuple[Place, int, int, int, int], Call] = {}
     sites: dict[Place, Site] = {}
     for row in table.rows:
-        known = _ROLES.get(row.key.port)
-        if known is None or not row.compared or row.key.phase == "recompute":
+        role = _ROLES.get(row.key.port)
+        # Recomputed activations repeat the forward pass; counting them would double every site.
+        if role is None or not row.compared or row.key.phase == "recompute":
             continue
-        direction, is_input = known
+        direction, is_input = role
         key = row.key
         place = Place(direction, key.site)
         of = (place, key.rank, key.process, key.step, key.visit)
@@ -330,6 +343,7 @@ def sites_of(
                 site = sites[place] = Site(place, row.class_name, row.candidate_class)
             site.calls.append(call)
         call.begin = min(call.begin, row.order)
+        # Different integer inputs (token ids, routes) explain any difference of the outputs.
         if not is_floating(row):
             call.changed_codes |= is_input and bool(row.metrics.get("different", 0))
         elif "relative_l2" not in row.metrics or (is_input and not same_kind(row)):
@@ -339,16 +353,16 @@ def sites_of(
         else:
             call.outs.append(row)
             call.order = max(call.order, row.order)
-    found = [site for site in sites.values() if _kept(site)]
-    found.sort(key=lambda site: site.order)
-    _give_gradients(found)
-    _fill(found, flow or {})
+    measured = [site for site in sites.values() if _kept(site)]
+    measured.sort(key=lambda site: site.order)
+    _give_gradients(measured)
+    _fill(measured, flow or {})
     if lengths is not None:
-        for site in found:
+        for site in measured:
             for call in site.calls:
                 call.length = lengths(site.name, site.class_name, call.ins, call.outs)
-        _longest_inside(found)
-    return {site.place: site for site in found}
+        _longest_inside(measured)
+    return {site.place: site for site in measured}
 
 
 Lengths: TypeAlias = Callable[[str, str, Sequence[Row], Sequence[Row]], int]
@@ -356,7 +370,7 @@ Lengths: TypeAlias = Callable[[str, str, Sequence[Row], Sequence[Row]], int]
 
 
 def _longest_inside(sites: Sequence[Site]) -> None:
-    """A container's sums are also those of its parts."""
+    """Give every container at least the sum length of its parts."""
     longest: dict[tuple[str, str], int] = {}
     for site in sites:
         own = max(call.length for call in site.calls)
@@ -375,7 +389,7 @@ def _kept(site: Site) -> bool:
 
 
 def _give_gradients(sites: Sequence[Site]) -> None:
-    """What goes into an optimizer's gradient is what backward passes made of that parameter."""
+    """Use the gradients of the backward passes as inputs of the optimizer's gradients."""
     made: dict[tuple[str, str, int, int, int], list[Row]] = {}
 
     def of(row: Row) -> tuple[str, str, int, int, int]:
@@ -390,14 +404,14 @@ def _give_gradients(sites: Sequence[Site]) -> None:
     for site in sites:
         if site.place.direction == "optimizer":
             for call in site.calls:
-                call.ins += [each for row in call.outs for each in made.get(of(row), ())]
+                call.ins += [gradient for row in call.outs for gradient in made.get(of(row), ())]
 
 
 def _fill(sites: Sequence[Site], flow: Flow) -> None:
-    """Errors in and out.
+    """Set the error that went into and came out of every call.
 
-    Where no inputs were kept, the outputs that they are stand for them, by the edges that are
-    known; without edges, what was made just before.
+    Where no inputs were captured, outputs of their producers stand for them, found by edges; if
+    there are no edges, what was made just before.
     """
     blind: list[tuple[Site, Call]] = []
     for site in sites:
@@ -405,6 +419,8 @@ def _fill(sites: Sequence[Site], flow: Flow) -> None:
             call.error = max(error_of(row) for row in call.outs)
             if call.ins:
                 call.error_in = max(error_of(row) for row in call.ins)
+            # Weights come from nowhere, and changed codes leave nothing to compare with: no error
+            # went in.
             elif call.changed_codes or site.place.direction == "param":
                 call.error_in = 0.0
             else:
@@ -417,10 +433,10 @@ def _fill(sites: Sequence[Site], flow: Flow) -> None:
 def _from_makers(
     sites: Sequence[Site], blind: Sequence[tuple[Site, Call]], flow: Flow
 ) -> list[tuple[Site, Call]]:
-    """The largest error of what the makers of its inputs gave last before a call.
+    """Take as input error the largest error of what the producers gave last before the call.
 
-    Gradients flow the other way: what comes in was made by those that take the output. Gives back
-    the calls of which no edge is known.
+    Gradients flow the other way: their inputs come from the sites that read the output. Returns the
+    calls for which no edge is known.
     """
     made: dict[tuple[Place, int, int, int], list[Call]] = {}
     for site in sites:
@@ -438,9 +454,9 @@ def _from_makers(
         errors: list[float] = []
         for maker in makers:
             those = made.get((Place(direction, maker), call.rank, call.process, call.step), ())
-            before = [each for each in those if each.order < call.order]
+            before = [earlier for earlier in those if earlier.order < call.order]
             if before:
-                errors.append(max(before, key=lambda each: each.order).error)
+                errors.append(max(before, key=lambda call: call.order).error)
         if makers and not errors:
             rest.append((site, call))  # made in another step, or not captured
             continue
@@ -457,10 +473,10 @@ def _turned(makers: Makers) -> Makers:
 
 
 def _from_before(sites: Sequence[Site], blind: Sequence[tuple[Site, Call]]) -> None:
-    """The error of the output that was made last before a call began.
+    """Take as input error that of the output that was made last before the call began.
 
-    A container without inputs begins where the first of its parts is over, so what came before
-    that is meant; the very first call has nothing before it and takes in no error.
+    A container without inputs begins where the first of its parts ends, so the output before that
+    is taken; the very first call has nothing before it and takes in no error.
     """
     made: dict[tuple[str, int, int], list[tuple[int, str, float]]] = {}
     for site in sites:
@@ -492,15 +508,16 @@ def contains(outer: str, inner: str) -> bool:
 
 
 def innermost(names: Iterable[str]) -> list[str]:
-    """Those that contain none of the others, in their order."""
+    """Names that contain none of the others, in their order."""
     listed = list(dict.fromkeys(names))
     around = {outer for name in listed for outer in ancestors(name)}
     return [name for name in listed if name not in around]
 
 
 def ancestors(name: str) -> Iterator[str]:
-    """Every site that a site may lie in, nearest first; the roots last."""
+    """Every site that may contain a site, nearest first; the roots last."""
     inner = name
+    # An operator's site is `module/operator`: its module contains it.
     if "/" in inner:
         inner = inner.rpartition("/")[0]
         yield inner
@@ -522,10 +539,10 @@ def parts_of(names: Iterable[str]) -> Mapping[str, int]:
 
 
 def over_before(sites: Mapping[Place, Site], first: Place) -> list[Site]:
-    """Sites that were over before another one, in its direction.
+    """Sites in the same direction that ended before another one.
 
-    Its own parts are not among them: one that runs after code of the whole (an attention's last
-    product) ends before the whole does, and may hold the whole's fault.
+    Its own parts are not among them: a part that runs after the container's code (an attention's
+    output projection) ends before the container does, and may show the container's fault.
     """
     return [
         site
@@ -536,18 +553,19 @@ def over_before(sites: Mapping[Place, Site], first: Place) -> list[Site]:
     ]
 
 
-# Which steps of two runs can be compared: both models see the same tokens, with equal weights.
+# Steps that can be compared: both models see the same tokens, with equal weights.
 
 
 def comparable_steps(sites: Mapping[Place, Site], table: Table) -> tuple[dict[Place, Site], str]:
     """Sites without the steps that say nothing about single modules any more, and a note.
 
-    Those are the ones from which on the models were given different tokens, or had learnt
-    different weights: a module is not to blame for what training has made of it.
+    From these steps on the models were given different tokens, or had learnt different weights: no
+    module is to blame for what training has changed.
     """
     tokens, weights = _other_tokens(sites, table), _other_weights(sites, table)
     if tokens is None and weights is None:
         return dict(sites), ""
+    # The earlier of the two reasons is the one to report: the later one may be its consequence.
     if tokens is not None and (weights is None or tokens <= weights):
         return _before(sites, tokens), (
             f"from step {tokens} on the two models were given different tokens: "
@@ -583,11 +601,12 @@ def _other_tokens(sites: Mapping[Place, Site], table: Table) -> int | None:
 
 
 def _other_weights(sites: Mapping[Place, Site], table: Table) -> int | None:
-    """The step after the first whose gradients are off, if there is one: they have been learnt."""
+    """The first step with other weights: the one after the first step with wrong gradients."""
     # What an optimizer was given is what it learnt; without one, gradients may only be gathered.
     off = [row for row in table.rows if row.key.port == "optimizer_grad" and _is_off(row)]
     first = min((row.key.step for row in off), default=None)
     last = max((call.step for site in sites.values() for call in site.calls), default=-1)
+    # A difference in the last step changes no weights that were still used.
     return None if first is None or first >= last else first + 1
 
 

@@ -1,4 +1,7 @@
-"""The finding in three sentences, and what more evidence would help."""
+"""The texts of a diagnosis: its three sentences, its evidence document, and what to run next.
+
+Only words and layout; every number and verdict is given by the caller.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from driftline.comparison.table.table import Table
-from driftline.diagnosis.causes.case_builder import Naming
+from driftline.diagnosis.causes.case_builder import NamedCause
 from driftline.diagnosis.confirmation import Confirmation
 from driftline.diagnosis.evidence.files import Substitution
 from driftline.diagnosis.evidence.growth import jump_along_depth
-from driftline.diagnosis.evidence.noise import Floor
-from driftline.diagnosis.evidence.replay import Judgement
+from driftline.diagnosis.evidence.noise import NoiseFloor
+from driftline.diagnosis.evidence.replay import ReplayResult
 from driftline.diagnosis.result import SiteFinding
 from driftline.diagnosis.sites import Place, Site
-from driftline.diagnosis.status import Standing
+from driftline.diagnosis.status import SiteStatus
 
 if TYPE_CHECKING:
     from driftline.diagnosis.causes.case_builder import Runs
@@ -31,14 +34,14 @@ _WHERE = {
 
 
 def where(site: SiteFinding, by: str, statistic: str, limit: str, fused: str = "") -> str:
-    """The first sentence: who introduces error, by which evidence.
+    """The first sentence: which site introduces error, by which evidence.
 
     Args:
-        site: Where.
+        site: The site.
         by: The evidence.
         statistic: What was measured.
-        limit: What it is held against.
-        fused: Whose work it is together with the site's own, where one kernel or node does it all.
+        limit: What it is compared with.
+        fused: The operations that one kernel or node computes together with the site's own.
     """
     name = _name(site.site)
     of = f" ({site.class_name})" if site.class_name else ""
@@ -151,15 +154,15 @@ def _name(site: str) -> str:
     return "the model itself" if site in ("(root)", "") else f"'{site}'"
 
 
-# What a finding rests on, laid out for the reader: the `evidence` of a diagnosis.
+# The `evidence` of a diagnosis, as a document.
 
 
 def of_all(
-    sites: Mapping[Place, Site], found: Mapping[Place, Standing], floor: Floor | None
+    sites: Mapping[Place, Site], statuses: Mapping[Place, SiteStatus], floor: NoiseFloor | None
 ) -> dict[str, Any]:
-    """What does not depend on who is guilty."""
+    """Evidence that does not depend on which site is guilty."""
     evidence: dict[str, Any] = {
-        "judged_by": dict(Counter(standing.by for standing in found.values())),
+        "judged_by": dict(Counter(standing.by for standing in statuses.values())),
         "inputs_by": dict(
             Counter(
                 call.known_by
@@ -182,23 +185,23 @@ def of_all(
 
 
 def of_culprit(
-    standing: Standing,
-    judged: Judgement | None,
+    standing: SiteStatus,
+    judged: ReplayResult | None,
     again: Confirmation | None,
-    naming: Naming | None,
+    naming: NamedCause | None,
 ) -> dict[str, Any]:
-    """What speaks against the first culprit."""
+    """Evidence against the first culprit."""
     evidence: dict[str, Any] = {"by": standing.by}
-    if judged is not None and judged.found is not None:
+    if judged is not None and judged.effect is not None:
         evidence["replay"] = {
             "statistic": judged.statistic,
-            "value": getattr(judged.found, judged.statistic, math.nan),
+            "value": getattr(judged.effect, judged.statistic, math.nan),
             "trusted_low": judged.low,
             "trusted_high": judged.high,
             "times_its_limit": judged.excess,
             "halves": list(judged.halves),
             "unit_roundoff": judged.unit,
-            "rows": judged.found.rows,
+            "rows": judged.effect.rows,
             "slot": judged.slot,
         }
     if standing.by == "growth":
@@ -223,7 +226,7 @@ def of_culprit(
     return evidence
 
 
-# What more evidence would help, each with the command that gets it.
+# Suggestions: which further evidence would help, each with its command.
 
 
 _REPLAY = 'driftline replay CAND --exec "python reference.py" -o REPLAY, then --replay REPLAY'
@@ -236,46 +239,57 @@ _NOISE = 'driftline noise --exec "python reference.py" -o NOISE, then --noise NO
 def needs(
     runs: Runs | None,
     table: Table,
-    floor: Floor | None,
-    judged: Mapping[str, Judgement],
-    standing: Standing | None,
+    floor: NoiseFloor | None,
+    judged: Mapping[str, ReplayResult],
+    standing: SiteStatus | None,
     unproven: bool = True,
     elsewhere: str = "",
 ) -> tuple[str, ...]:
-    """One sentence each, most useful first; `elsewhere` is where noise runs should be made."""
-    said: list[str] = []
+    """One sentence for each suggestion, most useful first.
+
+    Args:
+        runs: The runs; None if only a table is known.
+        table: The comparison.
+        floor: The noise floor, if noise runs were given.
+        judged: Replay results by site.
+        standing: Status of the first culprit, if there is one.
+        unproven: Whether no bisection was given.
+        elsewhere: Advice about the device of noise runs, if they ran on another one.
+    """
+    sentences: list[str] = []
     rows = [row for row in table.rows if row.compared]
     has_inputs = any(row.key.port == "input" for row in rows)
     if not judged:
+        # Without inputs a replay is impossible, so the advice how to dump them comes first.
         if runs is not None and not has_inputs:
-            said.append(
+            sentences.append(
                 "no inputs were captured, so nothing can be replayed and what goes into a site is "
                 "guessed from what was made before it: dump without --port, or with --port input"
             )
-        said.append(f"replay tells what each module adds by itself: {_REPLAY}")
+        sentences.append(f"replay tells what each module adds by itself: {_REPLAY}")
     if floor is None and not judged:
-        said.append(f"noise runs tell what the number format alone does: {_NOISE}")
+        sentences.append(f"noise runs tell what the number format alone does: {_NOISE}")
     if floor is not None:
         for name, why in floor.excluded:
-            said.append(f"another noise run for '{name}', which was left out: {why}")
+            sentences.append(f"another noise run for '{name}', which was left out: {why}")
         if len(floor.used) == 1:
-            said.append(f"one noise run gives no interval; two or more do: {_NOISE}")
+            sentences.append(f"one noise run gives no interval; two or more do: {_NOISE}")
     if elsewhere:
-        said.append(elsewhere)
-    unknown = [found for found in judged.values() if found.trouble]
+        sentences.append(elsewhere)
+    unknown = [judgement for judgement in judged.values() if judgement.trouble]
     if unknown:
-        said.append(
+        sentences.append(
             f"{len(unknown)} of {len(judged)} replayed sites say nothing, the first because "
             f"{unknown[0].trouble}"
         )
     summaries = sum(row.basis in ("summary", "digest", "describe") for row in rows)
     if summaries:
-        said.append(
+        sentences.append(
             f"{summaries} of {len(rows)} tensors were compared without their values: sizes and "
             "statuses can be told, kinds of bugs cannot; dump with --keep full"
         )
     if runs is None:
-        said.append("a table has no tensors: give the two runs to have the kind of bug named")
+        sentences.append("a table has no tensors: give the two runs to have the kind of bug named")
     if standing is not None and unproven:
-        said.append(f"substitution proves it: {_BISECT}")
-    return tuple(said)
+        sentences.append(f"substitution proves it: {_BISECT}")
+    return tuple(sentences)

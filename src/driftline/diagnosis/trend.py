@@ -1,7 +1,7 @@
-"""How a figure of each site moves over the steps of a run, or from one release to the next.
+"""Trends: how a statistic of each site develops over the steps of a run, or over several runs.
 
-Reads summaries where a run holds nothing else, and makes them from values where it does. Says when
-a site began to grow; why it did is not known here.
+Uses stored summaries where a run has nothing else, and computes them from values where it has.
+Says since when a site has grown; does not say why.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from driftline.runs.views import only
 SCHEMA = 1
 FIGURES = ("rms", "max_abs", "mean", "std", "nonfinite", "zeros")
 GREW = 2.0
-"""Times its usual size: from there on a site is said to grow (or, as a fraction, to shrink)."""
+"""A site has grown (or shrunk) when it is this many times (or this fraction of) its usual size."""
 
 
 class Series(NamedTuple):
@@ -51,10 +51,10 @@ class Trend(NamedTuple):
     """All series.
 
     Attributes:
-        figure: What was followed.
+        figure: The statistic.
         over: steps or runs.
-        points: Their names.
-        series: In execution order.
+        points: Names of the points.
+        series: One per tensor, in execution order.
         notes: What could not be taken into account.
     """
 
@@ -65,10 +65,10 @@ class Trend(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def moved(self) -> list[Series]:
-        """Those that left their usual size: the earliest first, then as they are executed."""
-        found = [one for one in self.series if one.since is not None]
-        order = {id(one): at for at, one in enumerate(self.series)}
-        return sorted(found, key=lambda one: (one.since or 0, order[id(one)]))
+        """Series that left their usual size: the earliest first, then in execution order."""
+        departed = [series for series in self.series if series.since is not None]
+        order = {id(series): position for position, series in enumerate(self.series)}
+        return sorted(departed, key=lambda series: (series.since or 0, order[id(series)]))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -79,14 +79,14 @@ class Trend(NamedTuple):
             "notes": list(self.notes),
             "series": [
                 {
-                    "site": one.site,
-                    "port": one.port,
-                    "slot": one.slot,
-                    "since": None if one.since is None else self.points[one.since],
-                    "ratio": one.ratio if math.isfinite(one.ratio) else None,
-                    "values": [v if v is None or math.isfinite(v) else None for v in one.values],
+                    "site": series.site,
+                    "port": series.port,
+                    "slot": series.slot,
+                    "since": None if series.since is None else self.points[series.since],
+                    "ratio": series.ratio if math.isfinite(series.ratio) else None,
+                    "values": [v if v is None or math.isfinite(v) else None for v in series.values],
                 }
-                for one in self.series
+                for series in self.series
             ],
         }
 
@@ -112,6 +112,7 @@ def trend(
     if figure not in FIGURES:
         raise BadInput(f"there is no figure '{figure}'", hint=did_you_mean(figure, FIGURES))
     if sites:
+        # Filtering comes first, so that steps which only other sites have are no points.
         runs = [only(run, lambda r: any(fnmatchcase(r.key.site, g) for g in sites)) for run in runs]
     over = "steps" if len(runs) == 1 else "runs"
     points: list[Any] = (
@@ -124,8 +125,8 @@ def trend(
             f"a trend needs more than one point, and '{runs[0].name}' has one step",
             hint="dump all steps with --step '*' --keep summary, or give several runs",
         )
-    index = {point: at for at, point in enumerate(points)}
-    found: dict[tuple[str, str, str], list[list[float]]] = {}
+    index = {point: position for position, point in enumerate(points)}
+    gathered: dict[tuple[str, str, str], list[list[float]]] = {}
     notes: dict[str, int] = {}
     for number, run in enumerate(runs):
         for record in run.records:
@@ -135,17 +136,18 @@ def trend(
             if value is None:
                 continue
             key = (record.key.site, record.key.port, record.key.slot)
-            at = index[record.key.step] if over == "steps" else number
-            found.setdefault(key, [[] for _ in points])[at].append(value)
+            position = index[record.key.step] if over == "steps" else number
+            gathered.setdefault(key, [[] for _ in points])[position].append(value)
+        # Tensors that were read are dropped run by run; many runs together may not fit into memory.
         run.release()
-    if not found:
+    if not gathered:
         why = next(iter(notes), f"no floating-point tensor of {', '.join(ports)}")
         raise BadInput(f"there is nothing to follow: {why}", hint="dump with --keep summary")
     return Trend(
         figure,
         over,
         tuple(str(p) for p in points) if over == "steps" else tuple(run.name for run in runs),
-        tuple(_series(key, values, figure) for key, values in found.items()),
+        tuple(_series(key, values, figure) for key, values in gathered.items()),
         tuple(f"{count} tensors: {why}" for why, count in notes.items()),
     )
 
@@ -167,7 +169,7 @@ def _figure(run: Run, record: Record, figure: str, notes: dict[str, int]) -> flo
 
 
 def figure_of(summary: Summary, figure: str) -> float | None:
-    """One figure of a summary; None where it does not know it."""
+    """One statistic of a summary; None if it is not known."""
     if figure == "rms":
         finite = summary.count - summary.nan - summary.pos_inf - summary.neg_inf
         value = summary.l2 / math.sqrt(finite) if finite > 0 else math.nan
@@ -176,18 +178,20 @@ def figure_of(summary: Summary, figure: str) -> float | None:
     elif figure == "nonfinite":
         value = float(summary.nan + summary.pos_inf + summary.neg_inf)
     else:
-        known: Mapping[str, float] = {
+        figures: Mapping[str, float] = {
             "mean": summary.mean,
             "std": summary.std,
             "zeros": float(summary.zeros),
         }
-        value = known[figure]
+        value = figures[figure]
     return None if math.isnan(value) else value
 
 
 def _series(key: tuple[str, str, str], gathered: Sequence[Sequence[float]], figure: str) -> Series:
-    """Several tensors of one point (visits, ranks, steps of a run) count as their largest."""
-    values = tuple(max(each, key=abs) if each else None for each in gathered)
+    """One series; several tensors of one point (visits, ranks, steps) count as their largest."""
+    values = tuple(
+        max(point_values, key=abs) if point_values else None for point_values in gathered
+    )
     usual, since = _departure(values, grows_from_nothing=figure in ("nonfinite", "zeros"))
     last = next((v for v in reversed(values) if v is not None), math.nan)
     ratio = abs(last) / usual if usual else (1.0 if not last else math.inf)
@@ -199,19 +203,22 @@ def _departure(
 ) -> tuple[float, int | None]:
     """The usual size at the beginning, and where the values leave it for good.
 
-    The first third, at least one point and at most twenty, is what is usual.
+    The usual size is the median of the first third, at least one point and at most twenty.
     """
-    sizes = [(at, abs(value)) for at, value in enumerate(values) if value is not None]
+    sizes = [(position, abs(value)) for position, value in enumerate(values) if value is not None]
     if not sizes:
         return 0.0, None
     head = sizes[: max(1, min(20, len(sizes) // 3))]
     usual = median(size for _, size in head)
+    # A statistic that starts at zero has no size to grow from, except counts, where zero is the
+    # usual.
     if not usual and not grows_from_nothing:
         usual = min((size for _, size in sizes if size), default=0.0)
     since: int | None = None
-    for at, size in reversed(sizes):
+    # From the end backwards: only a departure that lasts to the last point counts.
+    for position, size in reversed(sizes):
         away = size > 0 if not usual else not usual / GREW < size < usual * GREW
         if not away:
             break
-        since = at
+        since = position
     return usual, since

@@ -1,8 +1,8 @@
-"""Single operators: what one should have computed, and whether what it gave is that.
+"""Single operators: what each should have computed, and whether its output is that.
 
 `golden(op_type, param, inputs)` is the definition of an operator in float64, rounded to the type of
-its output; `check(path)`, and `driftline opcheck`, hold the operators of a dump to it. Opened on
-first use.
+its output; `check(path)`, and `driftline opcheck`, compare the operators of a dump with it. The
+submodules are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""`check(path)`: every operator of a dump or a run, checked; what `driftline opcheck` prints."""
+"""The public function `check(path)`: every operator of a dump or a run, checked.
+
+Opens the source, collects its rows, and writes scripts for failing operators. `driftline opcheck`
+prints what it returns.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,14 @@ from typing import NamedTuple
 from driftline.errors import DriftlineError
 from driftline.execution.jobs import Executor, chosen
 from driftline.operators.result import Coverage, Metric, OutputRow, coverage
-from driftline.operators.source import Ask, Checked, Source, open_source
+from driftline.operators.source import Checked, CheckOptions, Source, open_source
 
 SCRIPTS = 20
-"""Reproducers of one call: each holds its tensors, and the first failures are what matters."""
+"""Most scripts that are written: each holds the tensors of a call, and the first ones matter."""
 
 
 class OperatorCheck(NamedTuple):
-    """What was found.
+    """The result of a check.
 
     Attributes:
         rows: One per output, or per operator that could not be checked.
@@ -80,20 +84,25 @@ def check(
         DriftlineError: There is nothing that can be checked.
     """
     table = None if csv is None else Path(csv)
-    ask = Ask(tuple(ids), tuple(names), tuple(metrics), rerun, device, table, tuple(imports))
-    source = open_source(Path(path), ask)
+    options = CheckOptions(
+        tuple(ids), tuple(names), tuple(metrics), rerun, device, table, tuple(imports)
+    )
+    source = open_source(Path(path), options)
     calls: list[tuple[OutputRow, ...]] = []
     scripts: list[Path] = []
     troubles: list[str] = []
     left_out = 0
-    found: Iterable[Checked] = source
+    results: Iterable[Checked] = source
+    # With workers the rows come back in the order of the source, so everything below stays the
+    # same.
     if (who := chosen(jobs, executor)) is not None:
         from driftline.operators.workers import check_all
 
-        found, progress = check_all(source, Path(path), ask, who, progress), None
-    for checked in found:
+        results, progress = check_all(source, Path(path), options, who, progress), None
+    for checked in results:
         calls.append(checked.rows)
         if repro is not None and any(row.status == "fail" for row in checked.rows):
+            # Scripts are written while the dump is read: its tensors are released call by call.
             if len(scripts) < SCRIPTS:
                 _reproduce(source, checked, Path(repro), scripts, troubles)
             else:
@@ -108,7 +117,7 @@ def check(
         tuple(source.remarks),
         str(path),
         source.kind,
-        ask.metrics,
+        options.metrics,
         tuple(scripts),
         tuple(troubles),
     )
@@ -121,10 +130,11 @@ def _reproduce(
 
     where = f"{checked.call.site} ({checked.call.op_type})"
     try:
-        found = source.reproduction(checked)
-        if found is None:
+        reproduction = source.reproduction(checked)
+        if reproduction is None:
             troubles.append(f"{where} has no definition that could be written down")
         else:
-            scripts.append(write(found, folder))
+            scripts.append(write(reproduction, folder))
+    # A script that cannot be written must not hide the result of the check.
     except DriftlineError as trouble:
         troubles.append(f"{where}: {trouble}")

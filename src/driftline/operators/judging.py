@@ -1,4 +1,4 @@
-"""Golden values and what a program produced become figures and a status.
+"""Comparison of golden values with what a program produced: figures and a status.
 
 One definition for ATB operators and for replayed aten calls. Non-finite values are never patched:
 their positions must agree, whatever share of the other elements is within the bound.
@@ -16,7 +16,7 @@ from driftline.comparison.tolerance.defaults import Allowed, allowed
 from driftline.operators.result import Figures, Metric
 
 _CHEAP = 2**31
-"""Products up to which the size of the terms is computed to tell cancelled digits from outliers."""
+"""Products up to which the size of the terms is computed to tell cancellation from outliers."""
 
 AnyArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -31,7 +31,7 @@ def judge(
     exact: bool = False,
     metrics: Collection[Metric] = (),
 ) -> Figures:
-    """Hold an output to its golden values.
+    """Compare an output with its golden values.
 
     Args:
         golden: Golden values, already rounded to `dtype`: float64 or complex128 for floating
@@ -50,16 +50,20 @@ def judge(
         return Figures("fail", reason, elements=int(actual.size))
     bound = allowed(dtype, exact=exact)
     if golden.dtype.kind in "iub" and actual.dtype.kind in "iub":
+        # Integers are compared exactly, in their own width: float64 cannot hold all of int64.
         return _judge_integers(golden.reshape(-1), actual.reshape(-1), bound, metrics)
     g, a = _same_kind(golden.reshape(-1), actual.reshape(-1))
     if not g.size:
         return _passed(bound, bound.name, 100.0, 0.0, 0.0, 0)
     finite = np.isfinite(g) & np.isfinite(a)
+    # NaN against NaN and equal infinities agree; any other non-finite value is an error of infinite
+    # size.
     astray = ~finite & ~_alike(g, a)
     with np.errstate(all="ignore"):
         error = np.where(finite, np.abs(a - g), np.where(astray, np.inf, 0.0))
         size = np.where(finite, np.abs(g), 0.0)
     figures = _decided(g, error, size, bound, terms, scale, finite)
+    # A wrong NaN fails the output even if the share of good elements is high enough.
     if astray.any():
         figures = figures._replace(status="fail", reason=_astray(g, a, astray, bound))
     if metrics:
@@ -76,15 +80,19 @@ def _decided(
     scale: AnyArray | Callable[[], AnyArray | None] | float | None,
     finite: AnyArray,
 ) -> Figures:
+    # A relative bound needs a floor, or elements near zero would fail by their last bit.
     plain = bound.error * np.maximum(size, bound.floor) if bound.relative else bound.error
     inside = error <= plain
     name = bound.name
     share = _percent(inside)
     growth = bound.growth(terms)
+    # Computing the terms' size may cost as much as the operator, so it is done only if the plain
+    # bound fails or it is cheap.
     if growth and (share < bound.share or (share < 100.0 and g.size * terms <= _CHEAP)):
         # Terms below the normal numbers are rounded as roughly as the smallest normal one.
         width = np.maximum(_width(scale, size, finite), bound.floor)
         inside = error <= plain + growth * width
+        # The name of the growing bound is shown only if that bound decided.
         if share < bound.share:
             name, share = bound.grown(terms), _percent(inside)
     worst, largest = _worst(error, size)
@@ -107,6 +115,7 @@ def _width(
     if callable(scale):
         scale = scale()
     if scale is None:
+        # Without terms the size of the whole result stands for them.
         kept = size[finite]
         scale = math.sqrt(float(np.mean(kept * kept))) if kept.size else 0.0
     width = np.abs(np.asarray(scale, np.float64)).reshape(-1)
@@ -182,14 +191,14 @@ def _more(
     bound: Allowed,
     metrics: Collection[Metric],
 ) -> dict[str, float]:
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     if "abs" in metrics:
-        found["abs_share"] = _percent(error <= bound.error)
+        figures["abs_share"] = _percent(error <= bound.error)
     if "cos_sim" in metrics:
-        found["cos_sim"] = _cosine(g, a) if finite.all() else math.nan
+        figures["cos_sim"] = _cosine(g, a) if finite.all() else math.nan
     if "kl" in metrics:
-        found["kl"] = _divergence(g, a) if finite.all() else math.nan
-    return found
+        figures["kl"] = _divergence(g, a) if finite.all() else math.nan
+    return figures
 
 
 def _cosine(g: AnyArray, a: AnyArray) -> float:
@@ -197,6 +206,7 @@ def _cosine(g: AnyArray, a: AnyArray) -> float:
     sizes = [float(np.abs(x).max(initial=0.0)) for x in (g, a)]
     if not all(sizes):
         return 1.0 if not any(sizes) else 0.0
+    # Divided by the largest value first: squares of large numbers overflow.
     g, a = g / sizes[0], a / sizes[1]
     top = float(np.real(np.vdot(g, a)))
     below = math.sqrt(float(np.real(np.vdot(g, g))) * float(np.real(np.vdot(a, a))))
@@ -208,6 +218,7 @@ def _divergence(g: AnyArray, a: AnyArray) -> float:
     if np.iscomplexobj(g):
         return math.nan
     logs: list[AnyArray] = []
+    # The largest value is subtracted so that the exponentials cannot overflow.
     for values in (g, a):
         shifted = values - values.max()
         logs.append(shifted - math.log(float(np.exp(shifted).sum())))

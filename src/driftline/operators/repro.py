@@ -1,7 +1,7 @@
-"""A failing operator as a stand-alone script: its definition, its inputs, what it gave; numpy only.
+"""A failing ATB operator as a stand-alone script: its definition, inputs and output; numpy only.
 
-The script carries the files of `families` that the definition needs, so it shows the error where
-Driftline is not installed, and says in code what was expected.
+The script contains the files of `definitions` that the operator needs, so it shows the error where
+Driftline is not installed, and documents in code what was expected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from driftline.comparison.tolerance.defaults import allowed
 from driftline.errors import BadFile
 from driftline.numerics.dtypes import DTYPES
 from driftline.operators.atb.matching import fitted, formats_of
-from driftline.operators.atb.tensors import Dumped, Given
+from driftline.operators.atb.tensors import Dumped, InputTensors
 from driftline.operators.definitions.call import Unfit
 from driftline.operators.definitions.registry import definition_of, results
 from driftline.operators.result import OperatorCall
@@ -33,6 +33,7 @@ TENSORS = "tensors.npz"
 SCRIPT = "repro.py"
 _FAMILIES = "driftline.operators.definitions"
 _PLAIN = ("float64", "float32", "float16", "complex64", "complex128", "bool")
+# Everything else in a file name or a program text could break out of it.
 _UNSAFE = re.compile(r"[^\w.-]+", re.ASCII)
 
 _HEAD = '''"""{title}
@@ -138,9 +139,9 @@ if __name__ == "__main__":
 
 
 def reproduction_of(
-    call: OperatorCall, inputs: Given, outputs: Sequence[Dumped], failing: Sequence[str]
+    call: OperatorCall, inputs: InputTensors, outputs: Sequence[Dumped], failing: Sequence[str]
 ) -> Reproduction | None:
-    """The script and its tensors; None where a shape kept the output from being computed.
+    """The script and its tensors; None if a shape keeps the output from being computed.
 
     Raises:
         Unfit: The inputs no longer fit; they did when the row was made.
@@ -150,19 +151,22 @@ def reproduction_of(
         return None
     formats = formats_of(outputs)
     try:
-        found = results(call.op_type, call.param, [each.tensor for each in inputs.tensors], formats)
+        golden = results(
+            call.op_type, call.param, [dumped.tensor for dumped in inputs.tensors], formats
+        )
     except Unfit:
         return None
     bounds: dict[str, tuple[float, bool, float, float, float]] = {}
     for output in outputs:
-        if output.slot in failing and int(output.slot) < len(found):
-            result = fitted(found[int(output.slot)], output.shape, tiled=output.tiled)
+        # Only failing outputs get a bound: the others are shown nowhere.
+        if output.slot in failing and int(output.slot) < len(golden):
+            result = fitted(golden[int(output.slot)], output.shape, tiled=output.tiled)
             bound = allowed(output.tensor.dtype, exact=result.exact)
             roundoff = DTYPES[bound.dtype].unit_roundoff if bound.growth(2) else 0.0
             numbers = (bound.error, bound.relative, bound.floor, bound.share, roundoff)
             bounds[f"output{output.slot}"] = numbers
-    given = {f"input{number}": each for number, each in enumerate(inputs.tensors)}
-    produced = {f"output{each.slot}": each for each in outputs}
+    inputs_by_name = {f"input{number}": dumped for number, dumped in enumerate(inputs.tensors)}
+    produced = {f"output{dumped.slot}": dumped for dumped in outputs}
     # A folder's name comes from a stranger, and goes into a program: letters and digits only.
     place = _UNSAFE.sub("_", call.site)[:200]
     title = f"{call.op_type} at {place} (operation {call.ids}): its output is not right."
@@ -170,34 +174,34 @@ def reproduction_of(
     tail = _TAIL.format(
         operator=call.op_type,
         param=json.dumps(dict(call.param), default=str),
-        inputs=[(name, each.tensor.dtype) for name, each in given.items()],
-        outputs=[(name, each.tensor.dtype) for name, each in produced.items()],
+        inputs=[(name, dumped.tensor.dtype) for name, dumped in inputs_by_name.items()],
+        outputs=[(name, dumped.tensor.dtype) for name, dumped in produced.items()],
         bounds=bounds,
-        tiled=any(each.tiled for each in (*inputs.tensors, *outputs)),
+        tiled=any(dumped.tiled for dumped in (*inputs.tensors, *outputs)),
         tensors=TENSORS,
         function=definition.__name__,
     )
     return Reproduction(
         call,
-        {name: stored(each) for name, each in given.items()},
-        {name: stored(each) for name, each in produced.items()},
-        {name: each.tensor.dtype for name, each in (given | produced).items()},
+        {name: stored(dumped) for name, dumped in inputs_by_name.items()},
+        {name: stored(dumped) for name, dumped in produced.items()},
+        {name: dumped.tensor.dtype for name, dumped in (inputs_by_name | produced).items()},
         head + "\n" + source_of(definition.__module__) + tail,
     )
 
 
-def stored(each: Dumped) -> AnyArray:
-    """A tensor as the script reads it: bfloat16 as its bits, rarer formats as their values."""
-    dtype = each.tensor.dtype
+def stored(dumped: Dumped) -> AnyArray:
+    """A tensor as the script reads it: bfloat16 as bits, rarer formats as values."""
+    dtype = dumped.tensor.dtype
     if dtype == "bfloat16":
-        return each.raw.view(np.uint16).reshape(each.shape)
+        return dumped.raw.view(np.uint16).reshape(dumped.shape)
     if dtype in _PLAIN or DTYPES[dtype].kind in ("int", "uint"):
-        return each.tensor.values.astype(dtype if DTYPES[dtype].bits != 4 else np.int8)
-    return each.tensor.values
+        return dumped.tensor.values.astype(dtype if DTYPES[dtype].bits != 4 else np.int8)
+    return dumped.tensor.values
 
 
 def source_of(module: str) -> str:
-    """The text of a family and of those it needs, as one program without its own imports."""
+    """The text of a definition file and of those it imports, as one program without imports."""
     texts: dict[str, str] = {}
     _collect(module, texts)
     imports = ["import json", "import sys", "from pathlib import Path"]
@@ -205,12 +209,15 @@ def source_of(module: str) -> str:
     for text in texts.values():
         tree = ast.parse(text)
         lines = text.split("\n")
+        # Backwards, so that deleting lines does not move those still to be examined.
         for node in reversed(tree.body):
             is_docstring = node is tree.body[0] and isinstance(node, ast.Expr)
             if not isinstance(node, (ast.Import, ast.ImportFrom)) and not is_docstring:
                 continue
             assert node.end_lineno is not None
             line = " ".join(lines[node.lineno - 1 : node.end_lineno])
+            # Imports of other packages are collected once at the top; those of Driftline are part
+            # of the text.
             if isinstance(node, ast.Import) or (
                 isinstance(node, ast.ImportFrom)
                 and node.module not in ("__future__",)
@@ -223,7 +230,7 @@ def source_of(module: str) -> str:
 
 
 def _collect(module: str, texts: dict[str, str]) -> None:
-    """A family behind those it imports."""
+    """Collect the text of a file behind those of the files it imports."""
     import importlib
 
     text = inspect.getsource(importlib.import_module(module))
@@ -235,25 +242,26 @@ def _collect(module: str, texts: dict[str, str]) -> None:
     texts[module] = text
 
 
-def write(found: Reproduction, folder: Path) -> Path:
-    """Put a reproduction into a folder of its own below the given one; returns the script.
+def write(reproduction: Reproduction, folder: Path) -> Path:
+    """Write a reproduction into a folder of its own below the given one; returns the script.
 
     Raises:
         BadFile: It cannot be written.
     """
-    call = found.call
+    call = reproduction.call
     name = f"{call.op_type}_{call.ids}" if call.ids else f"{call.op_type}_{call.site}"
     name = _UNSAFE.sub("_", f"{name}_step{call.step}_rank{call.rank}")[:120]
     place = folder / name
+    # Several failing calls may have the same name; none may overwrite another.
     for number in range(1, 1000):
         if not place.exists():
             break
         place = folder / f"{name}.{number}"
     try:
         place.mkdir(parents=True)
-        held: dict[str, Any] = {**found.inputs, **found.outputs}
+        held: dict[str, Any] = {**reproduction.inputs, **reproduction.outputs}
         np.savez(place / TENSORS, **held)
-        (place / SCRIPT).write_text(found.script, "utf-8")
+        (place / SCRIPT).write_text(reproduction.script, "utf-8")
     except OSError as trouble:
         raise BadFile(f"{place} cannot be written: {reason_of(trouble)}") from None
     return place / SCRIPT

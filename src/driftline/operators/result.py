@@ -1,6 +1,6 @@
-"""What is said about one output of one operator, and how much of a dump was looked at at all.
+"""Results of operator checks: rows for single outputs, and how much of a dump was checked.
 
-Values only: who computed them (`judging`) and who prints them (`reports`) is not known here.
+Values only: does not know who computes them (`judging`) or who prints them (`reporting`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class OperatorCall(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What the comparison of one output with its golden values gave.
+    """The comparison of one output with its golden values.
 
     Attributes:
         status: pass, fail, or not checked.
@@ -129,19 +129,20 @@ class Coverage(NamedTuple):
 
 
 def coverage(calls: Iterable[Iterable[OutputRow]], filtered: int = 0) -> Coverage:
-    """Counts over the rows of each call."""
+    """Count calls by the worst status of their rows."""
     counts: Counter[Status] = Counter()
     reasons: Counter[str] = Counter()
     for rows in calls:
-        found = list(rows)
-        states = {row.status for row in found}
+        call_rows = list(rows)
+        states = {row.status for row in call_rows}
+        # One failing output makes the call fail, one unchecked output makes it unchecked.
         if "fail" in states:
             counts["fail"] += 1
-        elif "not checked" in states or not found:
+        elif "not checked" in states or not call_rows:
             counts["not checked"] += 1
         else:
             counts["pass"] += 1
-        reasons.update({r.figures.reason for r in found if r.status == "not checked"})
+        reasons.update({r.figures.reason for r in call_rows if r.status == "not checked"})
     return Coverage(
         sum(counts.values()),
         counts["pass"],

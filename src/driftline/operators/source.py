@@ -1,7 +1,7 @@
-"""Where operators to be checked come from: an ATB dump, or a run captured at operator level.
+"""Sources of operators to be checked: an ATB dump, or a run captured at operator level.
 
-The command knows no more than this file: a source yields one `Checked` per operator call that the
-user's filters leave. `operators/atb/source.py` and `operators/aten/source.py` are the two sources.
+A source yields one `Checked` per operator call that the user's filters leave. The two sources are
+`operators/atb/source.py` and `operators/aten/source.py`; the command knows only this protocol.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from driftline.operators.result import Metric, OperatorCall, OutputRow
 AnyArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
-class Ask(NamedTuple):
-    """What the user wants checked.
+class CheckOptions(NamedTuple):
+    """What the user wants checked, and how.
 
     Attributes:
         ids: Operation ids; one matches itself and everything inside it. Empty: all.
@@ -42,7 +42,10 @@ class Ask(NamedTuple):
         """Whether an operator is to be checked."""
         kind = op_type.lower()
         by_name = not self.names or any(name.lower() in kind for name in self.names)
-        by_id = not self.ids or any(ids == each or ids.startswith(f"{each}_") for each in self.ids)
+        # An id matches itself and everything below it: `24` matches `24_1` but not `240`.
+        by_id = not self.ids or any(
+            ids == wanted or ids.startswith(f"{wanted}_") for wanted in self.ids
+        )
         return by_name and by_id
 
 
@@ -108,8 +111,8 @@ class Source(Protocol):
         ...
 
 
-def open_source(path: Path, ask: Ask) -> Source:
-    """The source behind a path.
+def open_source(path: Path, options: CheckOptions) -> Source:
+    """Open the source behind a path.
 
     Raises:
         DriftlineError: There is nothing that can be checked.
@@ -117,11 +120,12 @@ def open_source(path: Path, ask: Ask) -> Source:
     from driftline.errors import BadInput
     from driftline.formats.ascend.atb.folders import locate
 
+    # An ATB dump is recognised by its folders, before a general reader tries the path.
     if path.is_dir() and locate(path) is not None:
         from driftline.operators.atb.source import AtbSource
 
-        return AtbSource(path, ask)
-    if ask.csv is not None:
+        return AtbSource(path, options)
+    if options.csv is not None:
         raise BadInput(
             f"{path} is no ATB dump, so an operation csv has nothing to say about it",
             hint="leave -c out for a run of driftline dump",
@@ -131,4 +135,4 @@ def open_source(path: Path, ask: Ask) -> Source:
     run = open_run(path)
     from driftline.operators.aten.source import AtenSource
 
-    return AtenSource(run, ask)
+    return AtenSource(run, options)

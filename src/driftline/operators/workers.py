@@ -1,7 +1,7 @@
-"""Operators are shared out among workers: each opens the same source and checks some of its calls.
+"""Sharing operators among workers: each opens the same source and checks some of its calls.
 
-A call is known by its place among those that the user's filters leave, which is the same wherever
-the same dump is opened.
+A call is identified by its position among those that the user's filters leave, which is the same
+wherever the same dump is opened.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from driftline.execution.codec import decode, encode
 from driftline.execution.jobs import Executor, Job, Task, folder_for
 from driftline.numerics import kernel
 from driftline.operators.result import Figures, OperatorCall, OutputRow
-from driftline.operators.source import Ask, Checked, Source, open_source
+from driftline.operators.source import Checked, CheckOptions, Source, open_source
 
 if TYPE_CHECKING:
     from driftline.execution.jobs import Say
 
-KINDS = (Ask, OperatorCall, Figures)
+KINDS = (CheckOptions, OperatorCall, Figures)
 _ROUNDS = 8
-"""Tasks for each worker: calls differ much in what they cost."""
+"""Tasks per worker: calls differ much in cost, so small tasks balance the load."""
 PLACE = "dump"
 
 
@@ -35,20 +35,20 @@ class OperatorsWorkshop:
         self._source: Source | None = None
 
     def absent(self) -> list[tuple[str, str]]:
-        """Whether the dump is here, and the same."""
+        """What is missing here: the dump must be present and the same on every worker."""
         if fingerprint(self._opened()) != self._about["calls"]:
             return [(PLACE, f"holds another '{self._about['path']}': its operators are others")]
         return []
 
     def do(self, work: Sequence[int], say: Say) -> Any:
-        """The rows of calls from one place to another."""
+        """Check the calls of a range of positions; returns their encoded rows."""
         del say
         source = self._opened()
-        found: list[Any] = []
+        encoded: list[Any] = []
         for number in range(*work):
             checked = source.at(number)
-            found.append([_told(checked, row) for row in checked.rows])
-        return found
+            encoded.append([_encoded_row(checked, row) for row in checked.rows])
+        return encoded
 
     def _opened(self) -> Source:
         if self._source is None:
@@ -57,41 +57,42 @@ class OperatorsWorkshop:
                 import torch
 
                 torch.set_num_threads(threads)
-            ask: Ask = decode(self._about["ask"], KINDS)
-            self._source = open_source(Path(self._about["path"]), ask)
+            options: CheckOptions = decode(self._about["options"], KINDS)
+            self._source = open_source(Path(self._about["path"]), options)
         return self._source
 
 
-def _told(checked: Checked, row: OutputRow) -> list[Any]:
+def _encoded_row(checked: Checked, row: OutputRow) -> list[Any]:
+    # Most rows share the call of their operator, which the receiver knows already.
     own = None if row.call is checked.call else encode(row.call)
     return [own, row.slot, row.dtype, list(row.shape), encode(row.figures), row.path]
 
 
 def fingerprint(source: Source) -> str:
-    """What tells the calls of one source from those of another."""
-    found = hashlib.sha256()
+    """A digest that tells the calls of one source from those of another."""
+    digest = hashlib.sha256()
     for number in range(len(source)):
         call = source.call(number)
-        found.update(repr((call[:8], call.path)).encode("utf-8", "surrogatepass"))
-    return found.hexdigest()
+        digest.update(repr((call[:8], call.path)).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
 
 
 def check_all(
     source: Source,
     path: Path,
-    ask: Ask,
+    options: CheckOptions,
     executor: Executor,
     progress: Callable[[int, int], None] | None,
 ) -> list[Checked]:
-    """Every call of a source, in its order, checked by workers.
+    """Check every call of a source by workers; the result is in the order of the source.
 
     Raises:
         DriftlineError: A worker cannot do it.
     """
     total = len(source)
     calls = fingerprint(source)
-    each = max(1, total // (_ROUNDS * executor.workers))
-    spans = [(at, min(at + each, total)) for at in range(0, total, each)]
+    per_task = max(1, total // (_ROUNDS * executor.workers))
+    spans = [(start, min(start + per_task, total)) for start in range(0, total, per_task)]
     rows: list[Any] = [None] * total
     done = 0
 
@@ -103,11 +104,12 @@ def check_all(
         if progress is not None:
             progress(done, total)
 
+    # Only if torch is already loaded: an ATB dump does not need it.
     torch = sys.modules.get("torch")
-    paths = [str(path), *([str(ask.csv)] if ask.csv is not None else [])]
+    paths = [str(path), *([str(options.csv)] if options.csv is not None else [])]
     about = {
         "path": str(path),
-        "ask": encode(ask),
+        "options": encode(options),
         "calls": calls,
         "threads": torch.get_num_threads() if torch is not None else 0,
     }
@@ -116,12 +118,14 @@ def check_all(
     ]
     executor.run(Job("operators", about, folder_for(*paths), kernel.active()), tasks, take)
     return [
-        Checked(source.call(number), tuple(_row(source.call(number), told) for told in found))
-        for number, found in enumerate(rows)
+        Checked(
+            source.call(number), tuple(_row(source.call(number), encoded) for encoded in call_rows)
+        )
+        for number, call_rows in enumerate(rows)
     ]
 
 
-def _row(call: OperatorCall, told: Sequence[Any]) -> OutputRow:
-    own, slot, dtype, shape, figures, path = told
+def _row(call: OperatorCall, encoded: Sequence[Any]) -> OutputRow:
+    own, slot, dtype, shape, figures, path = encoded
     whose = call if own is None else decode(own, KINDS)
     return OutputRow(whose, slot, dtype, tuple(shape), decode(figures, KINDS), path)

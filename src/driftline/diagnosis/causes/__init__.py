@@ -1,4 +1,4 @@
-"""Kinds of bugs, one family per file: each looks at one site's error and says how well it fits.
+"""Kinds of bugs, one family per file: each detector examines one site's error and scores its fit.
 
-A rule sees arrays only; which site is guilty was decided before. `catalogue.py` lists them all.
+A detector sees arrays only; which site is guilty was decided before. `registry.py` lists them all.
 """

@@ -1,8 +1,8 @@
-"""What went wrong inside an attention: recomputed from its queries, keys and values.
+"""Mistakes inside an attention, found by recomputing it from its queries, keys and values.
 
-Only where the plain softmax attention, recomputed from what the parts gave, is what the reference
-has; then each known mistake (its scale, its mask, its rotation, its heads) is made on purpose and
-held against the candidate.
+Only used if the plain softmax attention, recomputed from what the parts gave, equals what the
+reference has. Then every known mistake (scale, mask, rotation, heads) is made on purpose and
+compared with the candidate.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ import numpy.typing as npt
 
 from driftline.diagnosis.causes.case import F64, Case, Clue
 
+# Two sequences of 256 tokens show every mistake; more would only cost time, which grows with the
+# square of the tokens.
 _SEQUENCES = 2
 _TOKENS = 256
 _FITS = 0.02
 """Relative error of the recomputed attention that still counts as the same."""
+# Widths of heads, the common ones first: the first that reproduces the reference is taken.
 _WIDTHS = (16, 32, 64, 128, 8, 24, 40, 48, 80, 96, 256)
 _FACTORS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0, 4.0)
+# Names of the projections in the model libraries we know.
 _NAMES = {
     "q": ("q_proj", "query", "q", "q_lin", "wq"),
     "k": ("k_proj", "key", "k", "k_lin", "wk"),
@@ -34,7 +38,7 @@ _Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Attention:
-    """One way to compute it.
+    """One way to compute an attention; a mistake is a copy with one field changed.
 
     Attributes:
         q: Queries, [sequences, tokens, heads, width].
@@ -67,11 +71,12 @@ class Attention:
         q = self._turned(self.q, 0)
         k, v = self._turned(self.k, self.late), self.v
         if groups > 1:
-            k, v = (_shared(each, groups, self.tiled) for each in (k, v))
+            k, v = (_shared(tensor, groups, self.tiled) for tensor in (k, v))
         scores = np.einsum("bqhd,bkhd->bhqk", q, k) * self.scale
         allowed = self.seen[None, None]
         if self.pads is not None:
             allowed = allowed & ~self.pads[:, None, None, :]
+        # Finite, so that a row in which everything is hidden gives a mean and not NaN.
         scores = np.where(allowed, scores, -1e30)
         scores -= scores.max(axis=-1, keepdims=True)
         weights = np.exp(scores)
@@ -86,7 +91,7 @@ class Attention:
         half = x.shape[-1] // 2
         if self.interleaved:
             turned = np.stack([-x[..., 1::2], x[..., 0::2]], axis=-1).reshape(x.shape)
-            cos, sin = (np.repeat(each[:, :half], 2, axis=-1) for each in (cos, sin))
+            cos, sin = (np.repeat(table[:, :half], 2, axis=-1) for table in (cos, sin))
         else:
             turned = np.concatenate([-x[..., half:], x[..., :half]], axis=-1)
         return x * cos[None, :, None] + turned * sin[None, :, None]
@@ -99,19 +104,21 @@ class _Mistake(NamedTuple):
 
 
 def attention(case: Case) -> Clue | None:
-    """The mistake that makes a right attention the candidate's."""
+    """The mistake that turns the right attention into the candidate's."""
     if case.r.ndim != 3 or not case.parts or case.ratio < 1.5:
         return None
     sequences, tokens = min(case.r.shape[0], _SEQUENCES), min(case.r.shape[1], _TOKENS)
     if tokens < 4:
         return None
     few = replace(case, r=case.r[:sequences, :tokens], c=case.c[:sequences, :tokens], inputs={})
-    right = _right_one(few, sequences, tokens)
+    right = _matching_attention(few, sequences, tokens)
     if right is None:
         return None
     base = right.output()
     best: Clue | None = None
     for mistake in _mistakes(right):
+        # The difference to the recomputed attention is added to the reference, so that errors of
+        # recomputing cancel.
         score = few.explained(few.r + mistake.made.output() - base)
         if best is None or score > best.score:
             best = Clue(mistake.cause, score, mistake.what, "attention")
@@ -121,10 +128,10 @@ def attention(case: Case) -> Clue | None:
     return best
 
 
-def _right_one(case: Case, sequences: int, tokens: int) -> Attention | None:
-    """The attention that gives what the reference has; None when none does."""
-    found = _queries_keys_values(case.parts, sequences, tokens)
-    if found is None:
+def _matching_attention(case: Case, sequences: int, tokens: int) -> Attention | None:
+    """The attention that gives what the reference has; None if no variant does."""
+    projections = _queries_keys_values(case.parts, sequences, tokens)
+    if projections is None:
         return None
     cos, sin = (_table(case.parts, number, tokens) for number in (0, 1))
     widths = (cos.shape[-1],) if cos is not None else _WIDTHS
@@ -132,18 +139,19 @@ def _right_one(case: Case, sequences: int, tokens: int) -> Attention | None:
     ahead = np.tri(tokens, dtype=np.bool_)
     size = float(np.sum(case.r**2))
     for width in widths:
-        if any(each.shape[-1] % width for each in found):
+        if any(tensor.shape[-1] % width for tensor in projections):
             continue
-        q, k, v = (each.reshape(sequences, tokens, -1, width) for each in found)
+        q, k, v = (tensor.reshape(sequences, tokens, -1, width) for tensor in projections)
         if q.shape[2] % k.shape[2]:
             continue
         for seen in (ahead, np.ones_like(ahead)):
-            one = Attention(q, k, v, 1.0 / math.sqrt(width), seen, cos, sin, pads)
-            left = one.output() - case.r
+            recomputed = Attention(q, k, v, 1.0 / math.sqrt(width), seen, cos, sin, pads)
+            left = recomputed.output() - case.r
             if pads is not None:
+                # What padding tokens give is nobody's concern and differs between implementations.
                 left = np.where(pads[..., None], 0.0, left)
             if float(np.sum(left * left)) <= max(_FITS, 3.0 * case.noise) ** 2 * size:
-                return one
+                return recomputed
     return None
 
 
@@ -241,7 +249,7 @@ def _mistakes(right: Attention) -> Iterator[_Mistake]:
 
 
 def _scaled(case: Case, right: Attention, base: F64) -> Clue | None:
-    """Another factor of the scores: the best of a few, then refined."""
+    """Another factor of the scores: the best of a few, refined by a search over thirds."""
 
     def made(factor: float) -> F64:
         return case.r + replace(right, scale=right.scale * factor).output() - base

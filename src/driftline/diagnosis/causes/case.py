@@ -1,7 +1,7 @@
-"""What a rule is shown, and what it says: the tensors of one guilty site, and a clue.
+"""What a detector is given (a case: the tensors of one guilty site) and what it answers (a clue).
 
-A rule predicts what the candidate would have made if its bug were there, and is scored by how much
-of the error that prediction takes away beyond noise. Knows no particular bug.
+A detector predicts what the candidate would have made if its bug were present, and is scored by how
+much of the error beyond noise this prediction explains. Knows no particular bug.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 Codes: TypeAlias = npt.NDArray[np.int64]
 
 _TINY = 1e-300
+# Share of the error that a prediction with fitted numbers may leave beyond noise.
 _LEFT = 3e-4
 
 
@@ -28,10 +29,10 @@ class Clue:
     """How well one kind of bug fits.
 
     Attributes:
-        cause: Its name in the catalogue.
+        cause: Name of the cause in the registry.
         score: Share of the error beyond noise that it explains, from 0 to 1.
-        sentence: What speaks for it.
-        detail: Which kind of it exactly, where that shows.
+        sentence: The evidence in words.
+        detail: The exact variant, if it can be told.
     """
 
     cause: str
@@ -42,7 +43,7 @@ class Clue:
 
 @dataclass(frozen=True)
 class Case:
-    """One guilty site.
+    """One guilty site, as its detectors see it.
 
     Attributes:
         r: What is right, in the tensor's own shape: the exact replay, or the reference.
@@ -121,20 +122,20 @@ class Case:
         return values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values.reshape(-1, 1)
 
     def explained(self, predicted: F64, where: Flags | None = None) -> float:
-        """Share of the error beyond noise that goes away if this is what the candidate made.
+        """Share of the error beyond noise that a prediction explains.
 
         Args:
-            predicted: In the tensor's shape.
-            where: Only these elements count.
+            predicted: What the candidate would have made, in the tensor's shape.
+            where: Elements that count; all if not given.
         """
         share, _ = self.explained_and_left(predicted, where)
         return share
 
     def explained_and_left(self, predicted: F64, where: Flags | None = None) -> tuple[float, float]:
-        """That share, and what is left over beyond noise, as a share of the error too.
+        """That share, and what remains beyond noise, as a share of the error too.
 
-        A prediction that fits leaves noise. One that is fitted to the data must: taking most of
-        the error along is easy where the output itself is nearly constant.
+        A prediction that fits leaves only noise. One with fitted numbers must: explaining most of
+        the error is easy where the output itself is nearly constant.
         """
         use = self.finite if where is None else self.finite & where
         with np.errstate(invalid="ignore", over="ignore"):
@@ -144,13 +145,14 @@ class Case:
         energy = float(np.sum(e * e))
         noise = self.noise**2 * float(np.sum(np.where(use, self.r, 0.0) ** 2))
         beyond = energy - noise
+        # With hardly any error beyond noise every prediction would score 0/0.
         if not math.isfinite(rest) or beyond <= 0.1 * energy:
             return 0.0, 1.0
         share = min(max((energy - rest) / beyond, 0.0), 1.0)
         return share, max(rest - 3.0 * noise, 0.0) / energy
 
     def fitted(self, predicted: F64) -> float:
-        """The score of a prediction with free numbers in it: it may leave next to nothing."""
+        """Score of a prediction with fitted numbers: it may leave almost nothing."""
         share, left = self.explained_and_left(predicted)
         return share if left <= _LEFT else min(share, 0.75)
 

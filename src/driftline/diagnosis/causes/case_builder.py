@@ -1,7 +1,7 @@
-"""The guilty site's tensors are laid out as cases, and the rules asked what kind of bug it is.
+"""Cases are built from the tensors of a guilty site, and the detectors are asked for the cause.
 
-A container that errs although none of its parts does has a bug in its own code: then the first
-tensor that it hands to a part and that is off already is a sharper picture than its output.
+If a container errs although none of its parts does, the bug is in its own code: then the first
+tensor that it passes to a part and that is already wrong shows more than its output.
 """
 
 from __future__ import annotations
@@ -14,31 +14,33 @@ import numpy as np
 
 from driftline.alignment.plan import Plan
 from driftline.diagnosis.causes.case import F64, Case, Codes, Flags
-from driftline.diagnosis.causes.linear_solve import what_it_saw
+from driftline.diagnosis.causes.linear_solve import implied_input
 from driftline.diagnosis.causes.registry import RULES_FOR_INPUTS, Clue, best_clue
-from driftline.diagnosis.dataflow import own_code
+from driftline.diagnosis.dataflow import passed_to_parts
 from driftline.diagnosis.error_stats import index, read_whole
 from driftline.diagnosis.evidence.files import Replay
-from driftline.diagnosis.evidence.replay import Judgement
+from driftline.diagnosis.evidence.replay import ReplayResult
 from driftline.diagnosis.sites import FINE, Call, Place, Site, contains
-from driftline.diagnosis.status import Standing
+from driftline.diagnosis.status import SiteStatus
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
+# Limits on tensors that are only read to be compared: the nearest twelve modules, the last two
+# calls.
 _OTHERS = 12
 _EARLIER = 2
 
 
 class Runs(NamedTuple):
-    """Everything whose values may be looked at.
+    """All runs whose values may be read.
 
     Attributes:
         reference: The reference.
         candidate: The candidate.
         replay: Replay of the candidate's inputs, if any.
         repeats: Other executions of the candidate.
-        plan: Which tensor of the two belongs to which.
+        plan: Which tensors of reference and candidate belong together.
     """
 
     reference: Run
@@ -48,16 +50,16 @@ class Runs(NamedTuple):
     plan: Plan
 
 
-class Naming(NamedTuple):
-    """What kind of bug it is.
+class NamedCause(NamedTuple):
+    """The kind of bug at a site.
 
     Attributes:
         cause: Name of the cause, or `unknown`.
-        sentence: What speaks for it, or why none was named.
+        sentence: The evidence for it, or why none was named.
         score: Share of the error that it explains.
-        detail: Which kind of it.
-        others: What else was thought of, with scores.
-        picture: Which tensor was looked at.
+        detail: The exact variant.
+        others: Other causes that were considered, with scores.
+        picture: The tensor that was examined.
     """
 
     cause: str
@@ -72,74 +74,78 @@ def name_cause(
     runs: Runs,
     sites: Mapping[Place, Site],
     place: Place,
-    standing: Standing,
-    judged: Judgement | None,
-) -> Naming:
-    """Ask every rule about a guilty site."""
-    desk = _Desk(runs, sites)
-    tried: list[Naming] = []
-    for case, picture in desk.cases(place, standing, judged):
-        clue, found = best_clue(case)
-        naming = _named(clue, found, picture)
+    standing: SiteStatus,
+    judged: ReplayResult | None,
+) -> NamedCause:
+    """Ask every detector about a guilty site."""
+    builder = _CaseBuilder(runs, sites)
+    tried: list[NamedCause] = []
+    for case, picture in builder.cases(place, standing, judged):
+        clue, clues = best_clue(case)
+        naming = _named(clue, clues, picture)
         if naming.cause != "unknown":
             return naming
         tried.append(naming)
-        seen = what_it_saw(case)
+        # A linear map can be inverted: sometimes the error is simple in terms of the input it
+        # implies.
+        seen = implied_input(case)
         if seen is not None:
-            clue, found = best_clue(seen, RULES_FOR_INPUTS)
-            naming = _named(clue, found, picture)
+            clue, clues = best_clue(seen, RULES_FOR_INPUTS)
+            naming = _named(clue, clues, picture)
             if clue is not None:
                 return naming._replace(
                     sentence=f"its result is that of another input, of which {naming.sentence}"
                 )
     if tried:
         return max(tried, key=lambda naming: naming.others[0][1] if naming.others else 0.0)
-    return Naming("unknown", "the values at this site were not kept")
+    return NamedCause("unknown", "the values at this site were not kept")
 
 
-def _named(clue: Clue | None, found: Sequence[Clue], picture: str) -> Naming:
-    others = tuple((each.cause, round(each.score, 3)) for each in found if each is not clue)[:4]
+def _named(clue: Clue | None, clues: Sequence[Clue], picture: str) -> NamedCause:
+    others = tuple((other.cause, round(other.score, 3)) for other in clues if other is not clue)[:4]
     if clue is None:
-        if found:
-            why = f"nothing known fits clearly; nearest is '{found[0].cause}'"
-            why += f" with {found[0].score:.0%} of the error"
+        if clues:
+            why = f"nothing known fits clearly; nearest is '{clues[0].cause}'"
+            why += f" with {clues[0].score:.0%} of the error"
         else:
             why = "nothing known fits"
-        return Naming("unknown", why, 0.0, "", others, picture)
-    return Naming(clue.cause, clue.sentence, clue.score, clue.detail, others, picture)
+        return NamedCause("unknown", why, 0.0, "", others, picture)
+    return NamedCause(clue.cause, clue.sentence, clue.score, clue.detail, others, picture)
 
 
-class _Desk:
+class _CaseBuilder:
     """Finds the tensors that belong to a case."""
 
     def __init__(self, runs: Runs, sites: Mapping[Place, Site]) -> None:
         self.runs = runs
         self.sites = sites
-        self.partner = {pair.reference.key: pair for pair in runs.plan.pairs}
+        self.pairs = {pair.reference.key: pair for pair in runs.plan.pairs}
         none: Mapping[TensorKey, Record] = {}
         self.exact = index(runs.replay.exact) if runs.replay is not None else none
-        self.theirs = index(runs.candidate)
+        self.candidate_records = index(runs.candidate)
 
     def cases(
-        self, place: Place, standing: Standing, judged: Judgement | None
+        self, place: Place, standing: SiteStatus, judged: ReplayResult | None
     ) -> list[tuple[Case, str]]:
         site = self.sites[place]
-        found: list[tuple[Case, str]] = []
+        cases: list[tuple[Case, str]] = []
         handed = self._handed(place, standing)
+        # If replay saw that the error appears after the parts, what was passed to them cannot show
+        # it.
         made_after = judged is not None and judged.after_parts and "/input/" not in judged.slot
         if handed is not None and not made_after:
-            found.append(handed)
+            cases.append(handed)
         rows = sorted(standing.call.outs, key=lambda row: -_error(row.metrics))
         if judged is not None and judged.slot:
             rows.sort(key=lambda row: row.slot != judged.slot)
         for row in rows[:2]:
             case = self._case(row.key, site, standing, judged)
             if case is not None:
-                found.append((case, str(row.key)))
-        return found
+                cases.append((case, str(row.key)))
+        return cases
 
-    def _handed(self, place: Place, standing: Standing) -> tuple[Case, str] | None:
-        """The tensor handed to a part that is off most beyond what it can have been made of."""
+    def _handed(self, place: Place, standing: SiteStatus) -> tuple[Case, str] | None:
+        """The tensor passed to a part whose error exceeds that of its sources most."""
         if place.direction != "forward":
             return None
         near = {
@@ -147,13 +153,14 @@ class _Desk:
             for other, site in self.sites.items()
             if other == place or contains(place.site, other.site)
         }
-        found = own_code(near).get(place)
+        passed_on = passed_to_parts(near).get(place)
         call = standing.call
         best: tuple[float, Call] | None = None
-        for handed in found.calls if found is not None else ():
+        for handed in passed_on.calls if passed_on is not None else ():
             if (handed.step, handed.rank) != (call.step, call.rank):
                 continue
             ratio = handed.error / max(math.hypot(handed.error_in, handed.unit / 2.0), 1e-300)
+            # Below this ratio the error may be that of its sources, a little enlarged.
             if ratio > 1.3 and (best is None or ratio > best[0]):
                 best = ratio, handed
         if best is None:
@@ -165,8 +172,8 @@ class _Desk:
         return None if case is None else (case, str(row.key))
 
     def _plain(self, key: TensorKey, site: Site, noise: float) -> Case | None:
-        """Reference against candidate, of a tensor that a site's own code made."""
-        pair = self.partner.get(key)
+        """A case from reference and candidate alone, for a tensor that a site's own code made."""
+        pair = self.pairs.get(key)
         if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
             return None
         r = read_whole(self.runs.reference, pair.reference)
@@ -190,8 +197,8 @@ class _Desk:
         )
 
     def _parts(self, record: Record, parent: str) -> dict[str, F64]:
-        """What a container was given, and what its parts had made before it handed this on."""
-        found: dict[str, F64] = {}
+        """Inputs of a container, and what its parts had made before a tensor was passed on."""
+        tensors: dict[str, F64] = {}
         for other in self.runs.candidate.records:
             of = other.key
             if of.step != record.key.step or of.rank != record.key.rank:
@@ -202,19 +209,20 @@ class _Desk:
             if made or (of.port == "input" and of.site == parent):
                 values = read_whole(self.runs.candidate, other)
                 if values is not None:
-                    found[of.site if made else of.slot] = values
-        return found
+                    tensors[of.site if made else of.slot] = values
+        return tensors
 
     def _case(
-        self, key: TensorKey, site: Site, standing: Standing, judged: Judgement | None
+        self, key: TensorKey, site: Site, standing: SiteStatus, judged: ReplayResult | None
     ) -> Case | None:
-        pair = self.partner.get(key)
+        pair = self.pairs.get(key)
         if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
             return None
         record = pair.candidate
         c = read_whole(self.runs.candidate, record)
         exact = self.exact.get(record.key)
         right = None
+        # The exact replay is a better reference: it has the candidate's own input.
         if self.runs.replay is not None and exact is not None and judged is not None:
             right = read_whole(self.runs.replay.exact, exact)
         replayed = right is not None
@@ -225,6 +233,8 @@ class _Desk:
         dtype = DTYPES[record.dtype]
         unit = max(dtype.unit_roundoff, standing.call.unit)
         if replayed and judged is not None:
+            # Exact and candidate may add in other orders; fine formats need some units of
+            # allowance.
             noise = max(judged.noise, unit / 4.0 if unit > FINE else 4.0 * unit)
         else:
             noise = max(standing.noise if math.isfinite(standing.noise) else 0.0, unit)
@@ -252,8 +262,8 @@ class _Desk:
         )
 
     def _inputs(self, record: Record) -> dict[str, F64]:
-        """What the candidate's site was given in this call."""
-        given: dict[str, F64] = {}
+        """Floating-point inputs of the candidate's site in this call."""
+        tensors: dict[str, F64] = {}
         key = record.key
         wanted = "input" if key.port == "output" else "grad_output"
         for other in self.runs.candidate.records:
@@ -261,12 +271,12 @@ class _Desk:
             if of.port == wanted and of[0] == key[0] and of[3:7] == key[3:7]:
                 values = read_whole(self.runs.candidate, other)
                 if values is not None:
-                    given[of.slot] = values
-        return given
+                    tensors[of.slot] = values
+        return tensors
 
     def _codes(self, record: Record) -> dict[str, Codes]:
-        """Integers that the candidate's site was given in this call: routes, positions."""
-        found: dict[str, Codes] = {}
+        """Integer inputs of the candidate's site in this call: routes, positions."""
+        codes: dict[str, Codes] = {}
         key = record.key
         for other in self.runs.candidate.records:
             of = other.key
@@ -275,12 +285,12 @@ class _Desk:
                 continue
             if dtype.kind in ("int", "uint") and dtype.bits >= 8 and other.kept == "full":
                 values = self.runs.candidate.raw(other)
-                found[of.slot] = np.asarray(values, dtype=np.int64).reshape(other.shape)
-        return found
+                codes[of.slot] = np.asarray(values, dtype=np.int64).reshape(other.shape)
+        return codes
 
     def _made_before(self, record: Record, parent: str) -> dict[str, F64]:
-        """Outputs of the same size made earlier in the same container: what a function was of."""
-        found: dict[str, F64] = {}
+        """Outputs of the same size made earlier in the same container: possible arguments."""
+        tensors: dict[str, F64] = {}
         size = math.prod(record.shape)
         for other in self.runs.candidate.records:
             of = other.key
@@ -289,22 +299,23 @@ class _Desk:
             if of.port == "output" and earlier and same_size and contains(parent, of.site):
                 values = read_whole(self.runs.candidate, other)
                 if values is not None:
-                    found[of.site] = values
-        names = list(found)[-4:]
-        return {name: found[name] for name in names}
+                    tensors[of.site] = values
+        # The last four are nearest; an argument lies close to its function.
+        names = list(tensors)[-4:]
+        return {name: tensors[name] for name in names}
 
     def _params(self, record: Record) -> dict[str, F64]:
-        found: dict[str, F64] = {}
+        params: dict[str, F64] = {}
         for run in (self.runs.reference, self.runs.candidate):
             for other in run.records:
                 if other.key.port == "param" and other.key.site == record.key.site:
                     values = read_whole(run, other)
                     if values is not None:
-                        found.setdefault(other.key.slot, values)
-        return found
+                        params.setdefault(other.key.slot, values)
+        return params
 
     def _others(self, record: Record) -> dict[str, F64]:
-        """The reference's outputs of the same shape, of modules near this one."""
+        """Outputs of the reference with the same shape, from the nearest modules of this class."""
         near: list[Record] = []
         for other in self.runs.reference.records:
             key = other.key
@@ -316,15 +327,16 @@ class _Desk:
                 and other.shape == record.shape
                 and other.class_name == record.class_name
                 and other.digest != record.digest
+                # An equal tensor elsewhere would explain nothing.
             ):
                 near.append(other)
         near.sort(key=lambda other: abs(other.order - record.order))
-        found: dict[str, F64] = {}
+        tensors: dict[str, F64] = {}
         for other in near[:_OTHERS]:
             values = read_whole(self.runs.reference, other)
             if values is not None:
-                found[other.key.site] = values
-        return found
+                tensors[other.key.site] = values
+        return tensors
 
     def _before(self, record: Record) -> tuple[F64, ...]:
         key = record.key
@@ -348,18 +360,19 @@ class _Desk:
             and other.key.rank != key.rank
             and other.shape == record.shape
         ]
+        # A bound for jobs with very many ranks: each rank's tensor is held in memory.
         return tuple(values for values in others[:63] if values is not None)
 
     def _repeats(self, record: Record) -> tuple[F64, ...]:
-        found: list[F64] = []
+        repeats: list[F64] = []
         for run in self.runs.repeats:
             values = read_whole(run, index(run).get(record.key))
             if values is not None:
-                found.append(values)
-        return tuple(found)
+                repeats.append(values)
+        return tuple(repeats)
 
     def _pads(self, record: Record, shape: tuple[int, ...]) -> Flags | None:
-        """Which tokens are padding, by the attention mask that the model was given."""
+        """Which tokens are padding, from the attention mask that the model was given."""
         if len(shape) < 2:
             return None
         for other in self.runs.candidate.records:
@@ -371,15 +384,15 @@ class _Desk:
                 and DTYPES[other.dtype].kind in ("int", "uint", "bool")
                 and other.kept == "full"
             ):
-                given = np.asarray(self.runs.candidate.raw(other)).reshape(other.shape) == 0
-                if given.shape[:2] == shape[:2]:
-                    return given
+                pads = np.asarray(self.runs.candidate.raw(other)).reshape(other.shape) == 0
+                if pads.shape[:2] == shape[:2]:
+                    return pads
         return None
 
 
-def _sub_noise(judged: Judgement) -> bool:
-    """Whether the error as a whole is of the size of noise."""
-    return judged.found is not None and judged.found.error <= 3.0 * judged.noise
+def _sub_noise(judged: ReplayResult) -> bool:
+    """Whether the error in total is of the size of noise."""
+    return judged.effect is not None and judged.effect.error <= 3.0 * judged.noise
 
 
 def _error(metrics: Mapping[str, float]) -> float:

@@ -1,4 +1,4 @@
-"""NaN or Inf where the reference has numbers, and none went in."""
+"""Causes in the execution: NaN or Inf born here, non-determinism, a missing sum over ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from driftline.diagnosis.causes.linear_solve import solved_inputs
 
 
 def nan_birth(case: Case) -> Clue | None:
-    """Non-finite values that are born here."""
+    """Non-finite values that appear here although all inputs are finite."""
     born = ~np.isfinite(case.c) & np.isfinite(case.r)
     count = int(np.count_nonzero(born))
     if count == 0:
         return None
+    # NaN that came in is the fault of an earlier site.
     if any(not np.isfinite(x).all() for x in case.inputs.values()):
         return None
     kinds = "NaN" if np.isnan(case.c[born]).any() else "Inf"
@@ -24,7 +25,7 @@ def nan_birth(case: Case) -> Clue | None:
     return Clue("nan", 0.9, f"{many} {kinds} while all inputs are finite ({share:.2g})", kinds)
 
 
-# The candidate does not agree with itself: other executions of it give other numbers.
+# Non-determinism: other executions of the candidate give other numbers.
 
 
 def nondeterminism(case: Case) -> Clue | None:
@@ -40,16 +41,18 @@ def nondeterminism(case: Case) -> Clue | None:
     score = min(1.0, apart / case.energy)
     return Clue(
         "nondeterminism",
+        # A quarter of the error suffices: two random errors differ from each other by about their
+        # own size.
         max(score, 0.9 if apart > 0.25 * case.energy else score),
         f"the same program run again differs here by {share:.2g} of the output",
     )
 
 
-# Ranks hold parts of a sum that was never taken, or the sum where the mean belongs.
+# Missing reductions: ranks hold parts of a sum, or a sum where the mean belongs.
 
 
 def missing_reduction(case: Case) -> Clue | None:
-    """All ranks together (their sum or mean) are right; each by itself is not."""
+    """The sum or mean of all ranks is right, each rank by itself is not."""
     if not case.ranks:
         return _partial_sum(case)
     parts = [case.c, *(other for other in case.ranks if other.shape == case.c.shape)]
@@ -70,22 +73,23 @@ def missing_reduction(case: Case) -> Clue | None:
         if beyond <= 0.1 * case.energy:
             continue
         score = min(max((case.energy - rest) / beyond, 0.0), 1.0)
+        # The margin keeps the first explanation if a later one is no better.
         if best is None or score > best.score + 0.01:
             best = Clue("missing-reduction", score, what)
     return best
 
 
 def _partial_sum(case: Case) -> Clue | None:
-    """A product over only some of the inputs' channels: one rank's part of a sum."""
+    """A product over some of the input channels only: one rank's part of a sum."""
     if case.r.ndim < 2 or case.ratio < 4.0:
         return None
     best: Clue | None = None
-    for given, weight, bias in solved_inputs(case):
+    for inputs, weight, bias in solved_inputs(case):
         for ranks in (2, 4, 8):
-            width = given.shape[1] // ranks
+            width = inputs.shape[1] // ranks
             for rank in range(ranks if width else 0):
                 own = slice(rank * width, (rank + 1) * width)
-                made = (given[:, own] @ weight[own] + bias).reshape(case.r.shape)
+                made = (inputs[:, own] @ weight[own] + bias).reshape(case.r.shape)
                 score = case.explained(made)
                 if best is None or score > best.score:
                     what = f"it is the product with part {rank + 1} of {ranks} of its input alone"

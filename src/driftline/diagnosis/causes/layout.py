@@ -1,4 +1,4 @@
-"""The right numbers in the wrong places: channels, heads, sequences, or another module's output."""
+"""Right numbers in wrong places: permutations, transposes, and shifts along the tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import numpy.typing as npt
 from driftline.diagnosis.causes.case import F64, Case, Clue
 from driftline.diagnosis.causes.linear_solve import solved
 
+# Matching costs the square of the columns; wider tensors are not searched.
 _WIDEST_PERMUTATION = 2048
 _ALIKE = 0.2
-"""A column that found its place leaves no more than this share of its error."""
+"""Share of its error that a column may leave after it is matched."""
 Places = npt.NDArray[np.intp]
 
 
@@ -56,33 +57,34 @@ def _of_channels(case: Case) -> Clue | None:
 
 
 def _matched(r: F64, c: F64, noise: float) -> Places | None:
-    """Which column of r each column of c is; None when they are no rearrangement."""
+    """The column of r that each column of c equals; None if c is no rearrangement of r."""
     width = r.shape[1]
     energy = np.einsum("ij,ij->j", r, r)
     off = np.einsum("ij,ij->j", c - r, c - r)
     moved = np.flatnonzero(off > 1e-4 * max(float(off.max()), 1e-300))
     if not 2 <= len(moved) <= _WIDEST_PERMUTATION:
         return None
-    ours, theirs = r[:, moved], c[:, moved]
+    reference, candidate = r[:, moved], c[:, moved]
     # By distance: columns that hardly vary between tokens all point the same way.
-    apart = energy[moved][:, None] + np.einsum("ij,ij->j", theirs, theirs)[None, :]
-    apart -= 2.0 * (ours.T @ theirs)
+    apart = energy[moved][:, None] + np.einsum("ij,ij->j", candidate, candidate)[None, :]
+    apart -= 2.0 * (reference.T @ candidate)
     order = np.arange(width, dtype=np.intp)
     free = np.ones(len(moved), dtype=bool)
     # Rounding moves every column a little; that much may be left of any of them.
     enough = _ALIKE * off[moved] + 16.0 * noise**2 * np.maximum(energy[moved], energy.mean())
+    # The most certain columns choose first, so that doubtful ones cannot take their place.
     for column in np.argsort(apart.min(axis=0) / np.maximum(off[moved], 1e-300)):
         choices = np.where(free, apart[:, column], math.inf)
-        at = int(np.argmin(choices))
-        if choices[at] > enough[column]:
+        source = int(np.argmin(choices))
+        if choices[source] > enough[column]:
             return None
-        free[at] = False
-        order[moved[column]] = moved[at]
+        free[source] = False
+        order[moved[column]] = moved[source]
     return order
 
 
 def _block(order: Places) -> int:
-    """The width of blocks that move as one; 1 when single channels do."""
+    """Width of blocks that move together; 1 if single channels move."""
     breaks = np.flatnonzero(np.diff(order) != 1) + 1
     if len(breaks) == 0:
         return len(order)
@@ -122,7 +124,7 @@ def _of_sites(case: Case) -> Clue | None:
     return best
 
 
-# Two axes change places: of the output, of its heads and tokens, or of the weight behind it.
+# Transposes: two axes exchanged, of the output, of heads and tokens, or of the weight.
 
 
 _WIDEST_TRANSPOSE = 1024
@@ -169,28 +171,29 @@ def _divisors(width: int) -> list[int]:
 
 
 def _weights(case: Case) -> Iterator[tuple[str, F64]]:
-    """The product with the transposed weight, known or solved for from what went in and out."""
+    """The product with the transposed weight, captured or solved for from input and output."""
     if case.r.ndim < 2 or case.r.shape[-1] > _WIDEST_TRANSPOSE:
         return
     r = case.rows(case.r)
     for x in case.inputs.values():
         if x.shape != case.r.shape:
             continue
-        given = case.rows(x)
+        inputs = case.rows(x)
         weight, bias = case.params.get("weight"), case.params.get("bias", 0.0)
-        if weight is None or weight.shape != (given.shape[1], r.shape[1]):
-            found = solved(given, r)
-            if found is None:
+        if weight is None or weight.shape != (inputs.shape[1], r.shape[1]):
+            solution = solved(inputs, r)
+            if solution is None:
                 continue
-            weight, bias = found
-        as_is = given @ weight + bias
-        turned = given @ weight.T + bias
+            weight, bias = solution
+        as_is = inputs @ weight + bias
+        turned = inputs @ weight.T + bias
+        # Which of the two orientations belongs to the reference is not known: the nearer one does.
         if float(np.sum((as_is - r) ** 2)) < float(np.sum((turned - r) ** 2)):
             as_is, turned = turned, as_is
         yield "the weight was used transposed", as_is.reshape(case.r.shape)
 
 
-# Every token has what belongs to its neighbour: positions or a cache that are off by one.
+# Shifts: every token has the values of its neighbour (positions or a cache off by one).
 
 
 def shift(case: Case) -> Clue | None:
@@ -203,10 +206,12 @@ def shift(case: Case) -> Clue | None:
     for by in (1, -1, 2, -2):
         if length < 4 * abs(by):
             continue
+        # The ends have no neighbour, or another sequence's; they say nothing.
         inner = np.zeros(length, dtype=bool)
         inner[abs(by) : length - abs(by)] = True
         where = np.broadcast_to(
-            inner.reshape([-1 if at == axis else 1 for at in range(case.r.ndim)]), case.r.shape
+            inner.reshape([-1 if dimension == axis else 1 for dimension in range(case.r.ndim)]),
+            case.r.shape,
         )
         share = case.explained(np.roll(case.r, by, axis=axis), where)
         if best is None or share > best.score:

@@ -1,4 +1,4 @@
-"""The linear map behind a module, from what went in and what came out. Names no cause."""
+"""Linear maps behind a module, solved from its input and output. Names no cause."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from driftline.diagnosis.causes.case import F64, Case
 class Solved(NamedTuple):
     """One input as rows, and the weight and bias that make the reference's output of it."""
 
-    given: F64
+    inputs: F64
     weight: F64
     bias: F64
 
@@ -25,44 +25,48 @@ def solved_inputs(case: Case) -> Iterator[Solved]:
     for x in case.inputs.values():
         if x.shape[:-1] != case.r.shape[:-1]:
             continue
-        given = case.rows(x)
-        found = solved(given, case.rows(case.r))
-        if found is not None:
-            yield Solved(given, *found)
+        inputs = case.rows(x)
+        solution = solved(inputs, case.rows(case.r))
+        if solution is not None:
+            yield Solved(inputs, *solution)
 
 
-def solved(given: F64, r: F64) -> tuple[F64, F64] | None:
+def solved(inputs: F64, r: F64) -> tuple[F64, F64] | None:
     """Weight and bias of the linear map from one to the other; None when there is none."""
-    rows, width = given.shape
-    if rows < 1.5 * width or width > 512 or not np.isfinite(given).all():
+    rows, width = inputs.shape
+    # With fewer rows than columns any output is a linear map of the input.
+    if rows < 1.5 * width or width > 512 or not np.isfinite(inputs).all():
         return None
-    wide = np.concatenate([given, np.ones((rows, 1))], axis=1)
-    found, *_ = np.linalg.lstsq(wide, np.where(np.isfinite(r), r, 0.0), rcond=None)
-    left = r - wide @ found
+    wide = np.concatenate([inputs, np.ones((rows, 1))], axis=1)
+    coefficients, *_ = np.linalg.lstsq(wide, np.where(np.isfinite(r), r, 0.0), rcond=None)
+    left = r - wide @ coefficients
     if float(np.sum(left * left)) > 1e-4 * float(np.sum(r * r)):
         return None  # it is no linear map of this input
-    return np.asarray(found[:-1], dtype=np.float64), np.asarray(found[-1], dtype=np.float64)
+    return np.asarray(coefficients[:-1], dtype=np.float64), np.asarray(
+        coefficients[-1], dtype=np.float64
+    )
 
 
-# A linear module that errs as if it had been given something else: what was that?
+# The input that a linear module's output implies, if it differs from the one it was given.
 
 
 _STEEP = 1e3
-"""Condition of a weight beyond which its inverse says nothing."""
+"""Condition number of a weight beyond which its inverse is useless."""
 
 
-def what_it_saw(case: Case) -> Case | None:
-    """The same case in terms of the input; None where the map cannot be inverted."""
+def implied_input(case: Case) -> Case | None:
+    """The same case in terms of the input; None if the map cannot be inverted."""
     if case.r.ndim < 2 or case.ratio < 4.0 or not case.finite.all():
         return None
     for x in case.inputs.values():
+        # A map to fewer channels loses information and has no inverse.
         if x.shape[:-1] != case.r.shape[:-1] or x.shape[-1] > case.r.shape[-1]:
             continue
-        given, r = case.rows(x), case.rows(case.r)
-        found = solved(given, r)
-        if found is None:
+        inputs, r = case.rows(x), case.rows(case.r)
+        solution = solved(inputs, r)
+        if solution is None:
             continue
-        weight, bias = found
+        weight, bias = solution
         strengths = np.linalg.svd(weight, compute_uv=False)
         if not strengths[-1] > 0.0 or strengths[0] > _STEEP * strengths[-1]:
             continue
@@ -71,7 +75,7 @@ def what_it_saw(case: Case) -> Case | None:
         # Noise of the output, spread evenly, comes back through the inverse.
         rms = math.sqrt(case.size / case.r.size)
         noise = case.noise * rms * float(np.linalg.norm(back)) / math.sqrt(back.shape[1])
-        size = math.sqrt(float(np.sum(given * given)) / given.size)
+        size = math.sqrt(float(np.sum(inputs * inputs)) / inputs.size)
         return replace(
             case,
             r=x,

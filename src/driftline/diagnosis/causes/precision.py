@@ -1,4 +1,4 @@
-"""Coarser arithmetic than the format says: values on a coarser grid, or noise of its size."""
+"""Coarser arithmetic than the format says: values on a coarser grid, or noise of that size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNITS = {
 """Unit roundoffs of formats that a computation may secretly be in."""
 
 TF32 = ("tf32", "float16")
-"""Details of clues that TF32 may be behind: it rounds as float16 does, but for small numbers."""
+"""Details of clues that TF32 may explain: it rounds as float16 does, except for small numbers."""
 
 _SHOWN = {
     "float8_e4m3fn": "fp8 (e4m3)",
@@ -41,6 +41,7 @@ def low_precision(case: Case) -> Clue | None:
     """Rounded to a coarser format than declared, at the end or on the way."""
     if case.ratio < 1.3 or case.is_norm:
         return None
+    # From the strictest test to the weakest: a grid is proof, noise of a certain size only a hint.
     return _on_a_grid(case) or _rounded_product(case) or _as_noise(case, "low-precision")
 
 
@@ -49,24 +50,24 @@ def _rounded_product(case: Case) -> Clue | None:
     if case.r.ndim < 2 or case.ratio < 2.0:
         return None
     best: Clue | None = None
-    for given, weight, bias in solved_inputs(case):
+    for inputs, weight, bias in solved_inputs(case):
         for name, unit in UNITS.items():
             if unit <= 1.5 * case.unit:
                 continue
             for what, a, b in (
-                ("its weight", given, rounded(weight, name)),
-                ("its input", rounded(given, name), weight),
-                ("its input and weight", rounded(given, name), rounded(weight, name)),
+                ("its weight", inputs, rounded(weight, name)),
+                ("its input", rounded(inputs, name), weight),
+                ("its input and weight", rounded(inputs, name), rounded(weight, name)),
             ):
                 score = case.explained((a @ b + bias).reshape(case.r.shape))
                 if score > 0.8 and (best is None or score > best.score):
-                    said = f"it is the product with {what} rounded to {_SHOWN[name]}"
-                    best = Clue("low-precision", min(score, 0.98), said, name)
+                    sentence = f"it is the product with {what} rounded to {_SHOWN[name]}"
+                    best = Clue("low-precision", min(score, 0.98), sentence, name)
     return best
 
 
 def norm_precision(case: Case) -> Clue | None:
-    """The same of a norm: its mean square or its result in a coarser format than declared."""
+    """The same for a norm: its mean square or its result in a coarser format than declared."""
     if not case.is_norm or case.ratio < 1.2:
         return None
     clue = _on_a_grid(case) or _as_noise(case, "norm-precision")
@@ -84,11 +85,12 @@ def norm_precision(case: Case) -> Clue | None:
 
 
 def _on_a_grid(case: Case) -> Clue | None:
-    """The candidate's values have fewer digits than its format offers, the reference's have not."""
+    """The candidate's values have fewer digits than its format offers, the reference's do not."""
     c = case.c[case.finite & (case.c != 0.0)].reshape(-1)[: 1 << 16]
     r = case.r[case.finite & (case.r != 0.0)].reshape(-1)[: 1 << 16]
     if len(c) < 64 or len(r) < 64:
         return None
+    # From the coarsest format: values on its grid lie on all finer grids as well.
     for name in reversed(GRIDS[1:]):
         if UNITS[name] <= 1.5 * case.unit:
             continue
@@ -107,8 +109,9 @@ def _on(values: F64, name: str) -> float:
 
 
 def _integer_grid(values: F64) -> int:
-    """How many equal steps all values lie on; 0 when they do not."""
+    """Number of equal steps on which all values lie; 0 if they do not."""
     distinct = np.unique(np.abs(values))
+    # Few distinct values are needed, and each several times: otherwise any values lie on some grid.
     if len(distinct) > 256 or len(values) < 8 * len(distinct):
         return 0
     step = float(np.min(np.diff(np.concatenate([[0.0], distinct]))))
@@ -121,7 +124,7 @@ def _integer_grid(values: F64) -> int:
 
 
 def _as_noise(case: Case, cause: str) -> Clue | None:
-    """Error without structure, of the size that one rounding to a coarser format makes."""
+    """Error without structure, as large as one rounding to a coarser format makes it."""
     beyond = max(case.energy - case.noise_energy, 0.0)
     error = math.sqrt(beyond / max(case.size, 1e-300))
     if _whiteness(case) < 0.85:
@@ -136,7 +139,7 @@ def _as_noise(case: Case, cause: str) -> Clue | None:
             continue  # so coarse that anything may look like it, but for products
         # Sums that are kept in such a format are rounded again and again.
         most = 3.0 if name == "bfloat16" and _LINEAR.search(case.words) else 0.7
-        fits = any(0.22 * unit <= each <= most * unit for each in errors)
+        fits = any(0.22 * unit <= relative <= most * unit for relative in errors)
         if unit > 1.5 * case.unit and fits and name != "tf32":
             shown = "fp16 or tf32" if name == "float16" else _SHOWN[name]
             return Clue(
@@ -150,7 +153,7 @@ def _as_noise(case: Case, cause: str) -> Clue | None:
 
 
 def convolves(class_name: str) -> bool:
-    """Whether a module convolves, by its name: not transformers' `Conv1D`, which is a product.
+    """Whether a module convolves, judged by its name; transformers' `Conv1D` is a product.
 
     >>> convolves("Conv1d"), convolves("Conv1D")
     (True, False)
@@ -159,14 +162,14 @@ def convolves(class_name: str) -> bool:
 
 
 def _by_channel(case: Case, values: F64) -> F64:
-    """Rows of channels, which a convolution has in front of its places."""
+    """Rows of channels; a convolution has its channels before its places."""
     if values.ndim >= 3 and convolves(case.class_name):
         values = np.moveaxis(values, 1, -1)
     return case.rows(values)
 
 
 def _whiteness(case: Case) -> float:
-    """1 for error that looks like rounding: spread over tokens and channels, leaning nowhere.
+    """1 for error that looks like rounding: spread over tokens and channels, without bias.
 
     Measured on planted roundings (of inputs, weights, sums) and on faults that are none (heads
     mixed up, another softmax scale): the error per token varies by 0.11 to 0.20 of its mean against

@@ -1,4 +1,4 @@
-"""A region that was not written: zeros, one constant, or what stood there before."""
+"""Regions that are wrong: zeroed, stale or copied values, lost experts, dropout, wrong masks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from driftline.diagnosis.causes.case import F64, Case, Clue, Flags
 
 
 def zeroed(case: Case) -> Clue | None:
-    """All error sits where the candidate is exactly zero and the reference is not."""
+    """All error lies where the candidate is exactly zero and the reference is not."""
     empty = (case.c == 0.0) & (case.r != 0.0) & case.finite
     count = int(np.count_nonzero(empty))
     if count == 0 or case.r.size < 4:
@@ -26,9 +26,10 @@ def zeroed(case: Case) -> Clue | None:
 
 
 def stale(case: Case) -> Clue | None:
-    """Some region holds values that belong elsewhere: an earlier call's, or other tokens'."""
+    """A region holds values that belong elsewhere: to an earlier call, or to other tokens."""
     if case.ratio < 2.0:
         return None
+    # Eight times noise: single elements of pure noise reach four or five times its size.
     off = np.abs(case.e) > 8.0 * max(case.noise, case.unit) * np.sqrt(
         case.size / max(case.r.size, 1)
     )
@@ -46,7 +47,7 @@ def stale(case: Case) -> Clue | None:
 
 
 def _copied_rows(case: Case) -> Clue | None:
-    """Tokens, or some channels of them, that are copies of other tokens of the same tensor."""
+    """Tokens, or some of their channels, that are copies of other tokens of the same tensor."""
     if case.r.ndim < 2 or case.r.shape[-1] < 8:
         return None
     r = case.rows(np.where(case.finite, case.r, 0.0))
@@ -54,6 +55,8 @@ def _copied_rows(case: Case) -> Clue | None:
     level = 16.0 * max(case.noise, case.unit) ** 2
     size = np.einsum("ij,ij->i", r, r)
     wrong = np.flatnonzero(np.einsum("ij,ij->i", e, e) > level * size)
+    # If most tokens are wrong it is no stale region; the search compares all pairs, hence the
+    # bounds.
     if not 1 <= len(wrong) <= min(1024, 0.6 * len(r)) or len(r) > 16384:
         return None
     off = np.einsum("ij,ij->j", e, e)
@@ -62,6 +65,7 @@ def _copied_rows(case: Case) -> Clue | None:
         return None
     part, wanted = r[:, wide], c[np.ix_(wrong, wide)]
     sources = _nearest(part, wanted)
+    # Copies come from few distances (one block moved); many distances are chance matches.
     if np.any(sources == wrong) or len(np.unique(wrong - sources)) > max(4, len(wrong) // 4):
         return None
     predicted = r.copy()
@@ -80,21 +84,21 @@ def _nearest(r: F64, wanted: F64) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
 
 
 def _structure(empty: Flags) -> str:
-    """What shape a region has, in words; empty when it has none."""
+    """The shape of a region in words; empty if it has none."""
     flat = empty.reshape(-1, empty.shape[-1]) if empty.ndim > 1 else empty.reshape(1, -1)
     columns = flat.mean(axis=0)
-    full = columns > 0.98
-    if full.any() and float(flat[:, full].sum()) > 0.95 * float(flat.sum()):
-        count = int(full.sum())
+    full_columns = columns > 0.98
+    if full_columns.any() and float(flat[:, full_columns].sum()) > 0.95 * float(flat.sum()):
+        count = int(full_columns.sum())
         if count == flat.shape[1]:
             return "everything"
-        first = int(np.argmax(full))
-        run = bool(full[first : first + count].all())
+        first = int(np.argmax(full_columns))
+        run = bool(full_columns[first : first + count].all())
         return f"channels {first} to {first + count - 1}" if run else f"{count} channels"
     rows = flat.mean(axis=1)
-    whole = rows > 0.98
-    if whole.any() and float(flat[whole].sum()) > 0.95 * float(flat.sum()):
-        count = int(whole.sum())
+    full_rows = rows > 0.98
+    if full_rows.any() and float(flat[full_rows].sum()) > 0.95 * float(flat.sum()):
+        count = int(full_rows.sum())
         return f"{count} tokens" if count > 1 else "one token"
     high, wide = np.flatnonzero(rows > 0.0), np.flatnonzero(columns > 0.0)
     if len(high) > 1 or len(wide) > 1:
@@ -109,7 +113,7 @@ def _is(where: str) -> str:
 
 
 def lost_expert(case: Case) -> Clue | None:
-    """Only tokens that were sent to one expert are off, and what they lack is a summand."""
+    """Only tokens sent to one expert are off, and what they lack is a summand."""
     rows = case.rows(case.e)
     error = np.einsum("ij,ij->i", rows, rows)
     r, c = case.rows(np.where(case.finite, case.r, 0.0)), case.rows(case.r + case.e)
@@ -128,15 +132,15 @@ def lost_expert(case: Case) -> Clue | None:
             # What is left and what is gone are parts of one sum: neither holds any of the other.
             left, gone = c[off], -rows[off]
             lengths = float(np.linalg.norm(left)) * float(np.linalg.norm(gone))
-            both = float(np.sum(left * gone))
-            if lengths > 0.0 and abs(both) > 0.25 * lengths:
+            overlap = float(np.sum(left * gone))
+            if lengths > 0.0 and abs(overlap) > 0.25 * lengths:
                 return None
             what = f"only tokens sent to expert {int(expert)} are off, by what it should add"
             return Clue("zeroed", 0.85, what, "expert")
     return None
 
 
-# Random elements are zero and all others larger by the same factor: dropout left on.
+# Dropout left on: random elements are zero, all others larger by the same factor.
 
 
 def dropout(case: Case) -> Clue | None:
@@ -150,6 +154,7 @@ def dropout(case: Case) -> Clue | None:
     kept = live & ~empty
     r, c = case.r[kept], case.c[kept]
     factor = float(np.sum(c * r) / max(float(np.sum(r * r)), 1e-300))
+    # The factor must fit the share of zeros; the allowance is the scatter of a random share.
     if abs(factor * (1.0 - p) - 1.0) > 0.25 * p + 3.0 * np.sqrt(p / count):
         return None
     if factor <= 1.0:
@@ -168,9 +173,10 @@ def dropout(case: Case) -> Clue | None:
     )
 
 
-# Only some tokens are off, and their positions say why: pads, late tokens, all but the last.
+# Masks: only some tokens are off, and their positions say why.
 
 
+# Share of tokens that must agree with a mask; a few may differ by chance.
 _AGREE = 0.97
 
 
@@ -185,9 +191,11 @@ def mask(case: Case) -> Clue | None:
     # Other families explain single tokens that are zero or copied; this one needs an attention, or
     # pads that fit.
     if case.pads is not None and case.pads.shape == off.shape and case.pads.any():
-        both = _alike(off, case.pads)
-        if both >= _AGREE:
-            return Clue("mask", 0.95 * both, "the error sits on padding and nowhere else", "pads")
+        agreement = _alike(off, case.pads)
+        if agreement >= _AGREE:
+            return Clue(
+                "mask", 0.95 * agreement, "the error sits on padding and nowhere else", "pads"
+            )
         if not np.any(off & case.pads) and np.any(off):
             pads_before = np.cumsum(case.pads, axis=1) > 0
             if _alike(off, pads_before & ~case.pads) >= _AGREE:
@@ -200,14 +208,16 @@ def mask(case: Case) -> Clue | None:
 
 
 def affected(case: Case) -> Flags | None:
-    """Which tokens are off beyond noise, [sequences, tokens]; None if all are, or none is."""
+    """Tokens that are off beyond noise, [sequences, tokens]; None if all are, or none is."""
     if case.tokens is None or case.tokens == 0:
         return None
     axis = case.tokens
-    others = tuple(at for at in range(case.r.ndim) if at not in (0, axis))
+    others = tuple(dimension for dimension in range(case.r.ndim) if dimension not in (0, axis))
     size = np.sum(np.where(case.finite, case.r, 0.0) ** 2, axis=others)
     error = np.sum(case.e**2, axis=others)
     level = max(case.noise, case.unit / 4.0) ** 2
+    # Tokens of nearly zero size would be off by any rounding: a hundredth of the mean size is their
+    # floor.
     off: Flags = error > 9.0 * level * np.maximum(size, 0.01 * float(size.sum()) / size.size)
     if off.all() or not off.any():
         return None
@@ -215,9 +225,12 @@ def affected(case: Case) -> Flags | None:
 
 
 def _share_inside(case: Case, off: Flags) -> float:
-    """Share of the error's energy on those tokens."""
+    """Share of the error's energy that lies on these tokens."""
     assert case.tokens is not None
-    shape = [case.r.shape[at] if at in (0, case.tokens) else 1 for at in range(case.r.ndim)]
+    shape = [
+        case.r.shape[dimension] if dimension in (0, case.tokens) else 1
+        for dimension in range(case.r.ndim)
+    ]
     inside = np.broadcast_to(off.reshape(shape), case.r.shape)
     return float(np.sum(np.where(inside, case.e, 0.0) ** 2)) / max(case.energy, 1e-300)
 
@@ -230,9 +243,9 @@ def _by_position(off: Flags) -> Clue | None:
     length = off.shape[1]
     if length < 4:
         return None
-    at = np.arange(length, dtype=np.intp)
-    starts = [(_alike(off, at >= start), start) for start in range(1, length)]
-    ends = [(_alike(off, at < end), end) for end in range(1, length)]
+    positions = np.arange(length, dtype=np.intp)
+    starts = [(_alike(off, positions >= start), start) for start in range(1, length)]
+    ends = [(_alike(off, positions < end), end) for end in range(1, length)]
     # From the second token on is no mask: the first sees itself alone, whatever is wrong.
     late, early = max(starts), max(ends)
     if late[0] >= _AGREE and late[0] >= early[0] and late[1] > 1:

@@ -1,4 +1,8 @@
-"""Every kind of bug that can be named, with the rule that finds it."""
+"""All causes that can be named, with their detectors, and the choice between several that fit.
+
+A new cause is one detector in a file of this folder, one line in `CAUSES` and one in `RULES`. The
+order of `RULES` decides ties, so it is part of the behaviour.
+"""
 
 from __future__ import annotations
 
@@ -40,55 +44,58 @@ RULES: tuple[Rule, ...] = (
 )
 
 RULES_FOR_INPUTS: tuple[Rule, ...] = (stale, shift, transpose, permutation)
-"""Those that still hold for an input that was solved for: no zeros, grids or constants."""
+"""Detectors that also apply to an input that was solved for: no zeros, grids or constants."""
 
+# A cause is named only if it explains most of the error, and clearly more than any other cause.
 _CLEAR = 0.8
 _MARGIN = 0.08
 _FIRST = ("saturation", "nan", "nondeterminism", "missing-reduction")
-"""Proven by something that no other rule looks at; they need no margin over the others."""
+"""Proven by something no other detector examines; these need no margin over the others."""
 
 
 def clues(case: Case, rules: Sequence[Rule] = RULES) -> list[Clue]:
-    """What every rule says, best first."""
-    found = [clue for rule in rules if (clue := rule(case)) is not None and clue.score > 0.0]
-    return sorted(found, key=lambda clue: -clue.score)
+    """The clues of all detectors, best first."""
+    positive = [clue for rule in rules if (clue := rule(case)) is not None and clue.score > 0.0]
+    return sorted(positive, key=lambda clue: -clue.score)
 
 
 def best_clue(case: Case, rules: Sequence[Rule] = RULES) -> tuple[Clue | None, list[Clue]]:
-    """The kind that fits clearly better than every other, None when none does; and all clues."""
-    found = clues(case, rules)
+    """The clue that fits clearly better than every other, None if none does; and all clues."""
+    ranked = clues(case, rules)
     for cause in _FIRST:
-        for clue in found:
+        for clue in ranked:
             if clue.cause == cause and clue.score >= 0.9:
-                return clue, found
-    if not found or found[0].score < _CLEAR:
-        return None, found
-    best = found[0]
+                return clue, ranked
+    if not ranked or ranked[0].score < _CLEAR:
+        return None, ranked
+    best = ranked[0]
     if (
-        inner := next((c for c in found if c.detail == "attention" and c.score > 0.9), None)
+        inner := next((c for c in ranked if c.detail == "attention" and c.score > 0.9), None)
     ) is not None:
-        return inner, found  # recomputed as a whole, with nothing fitted but a factor
-    for clue in found[1:]:
+        return inner, ranked  # recomputed as a whole, with nothing fitted but a factor
+    for clue in ranked[1:]:
         if clue.cause != best.cause and clue.score > best.score - _MARGIN:
             preferred = _preferred(best, clue)
             if preferred is None:
-                return None, found
+                return None, ranked
             best = preferred
-    return best, found
+    return best, ranked
 
 
 _SPECIAL = (
     *("activation", "dropout", "zeroed", "stale", "saturation", "shift", "transpose"),
     *("permutation", "mask", "scale", "offset", "norm-precision", "low-precision"),
 )
-"""Exact predictions before fitted ones: of two that explain as much, the one with less freedom."""
+"""Exact predictions before fitted ones: of two that explain equally, the one with less freedom."""
 _EXACT = _SPECIAL[:8]
 
 
 def _preferred(a: Clue, b: Clue) -> Clue | None:
-    """Which of two equally good ones; None when neither has less freedom than the other."""
+    """The better of two equally good clues; None if neither has less freedom than the other."""
     if a.cause not in _SPECIAL or b.cause not in _SPECIAL:
         return None
+    # Two exact predictions that both fit imperfectly exclude each other: better no answer than a
+    # wrong one.
     if a.cause in _EXACT and b.cause in _EXACT and a.score < 0.97 and b.score < 0.97:
         return None
     return a if _SPECIAL.index(a.cause) < _SPECIAL.index(b.cause) else b

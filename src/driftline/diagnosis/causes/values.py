@@ -1,4 +1,4 @@
-"""Everything is too large or too small by a factor: one for all, one per token (wrong epsilon)."""
+"""Wrong values everywhere: scales, offsets, other activation functions, saturation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from driftline.numerics.dtypes import DTYPES
 
 
 def scale(case: Case) -> Clue | None:
-    """`c = s r`, also with a bias that is not scaled; for norms one s per token as well."""
+    """`c = s r`, also with a bias that is not scaled; for norms also one s per token."""
     r = np.where(case.finite, case.r, 0.0)
     projection = float(np.sum(case.e * r)) / max(case.size, 1e-300)
     if case.leaning:
@@ -74,7 +74,7 @@ def _without_bias(case: Case, r: F64) -> Clue | None:
 
 
 def _by_channel(case: Case, r: F64) -> Clue | None:
-    """A factor of its own for every channel, with what is constant in it left free."""
+    """One factor per channel, with what is constant in the channel left free."""
     rows, e = case.rows(r), case.rows(case.e)
     if case.r.ndim < 2 or len(rows) < 16 or rows.shape[1] < 2:
         return None
@@ -88,6 +88,8 @@ def _by_channel(case: Case, r: F64) -> Clue | None:
     if energy <= 4.0 * noise or float(np.sum(rest * rest)) > 3.0 * noise + 1e-3 * energy:
         return None
     predicted = rows + factors * middle + e.mean(axis=0)
+    # Two numbers per channel are fitted: with few rows they explain any error, which the deduction
+    # allows for.
     score = case.fitted(predicted.reshape(case.r.shape)) - 2.0 / len(rows)
     low, high = float(1.0 + factors.min()), float(1.0 + factors.max())
     what = f"each channel is scaled by a factor of its own ({low:.4g} to {high:.4g})"
@@ -95,7 +97,7 @@ def _by_channel(case: Case, r: F64) -> Clue | None:
 
 
 def _by_token(case: Case, r: F64) -> Clue | None:
-    """A norm whose tokens each have a factor of their own that follows the epsilon's law."""
+    """A norm whose tokens have factors of their own that follow the law of a wrong epsilon."""
     if not case.is_norm or case.r.ndim < 2 or case.r.shape[-1] < 8:
         return None
     x = next((x for x in case.inputs.values() if x.shape == case.r.shape), None)
@@ -103,9 +105,10 @@ def _by_token(case: Case, r: F64) -> Clue | None:
         return None
     best: Clue | None = None
     rows = case.rows(r)
-    for given in (case.rows(x), case.rows(x) - case.rows(x).mean(axis=1, keepdims=True)):
-        square = np.mean(given * given, axis=1)
-        core = _without_constants(given / np.sqrt(np.maximum(square, 1e-300))[:, None], rows)
+    # Once for RMS norms and once for layer norms, which subtract the mean.
+    for inputs in (case.rows(x), case.rows(x) - case.rows(x).mean(axis=1, keepdims=True)):
+        square = np.mean(inputs * inputs, axis=1)
+        core = _without_constants(inputs / np.sqrt(np.maximum(square, 1e-300))[:, None], rows)
         clue = _epsilon(case, rows, core, square)
         if clue is not None and (best is None or clue.score > best.score):
             best = clue
@@ -113,7 +116,7 @@ def _by_token(case: Case, r: F64) -> Clue | None:
 
 
 def _without_constants(normal: F64, rows: F64) -> F64:
-    """The part of a norm's output that its input makes: without the bias, fitted per channel."""
+    """The part of a norm's output that depends on its input: without the bias, per channel."""
     middle = normal - normal.mean(axis=0)
     size = np.maximum(np.einsum("ij,ij->j", middle, middle), 1e-300)
     weight = np.einsum("ij,ij->j", middle, rows - rows.mean(axis=0)) / size
@@ -126,6 +129,8 @@ def _epsilon(case: Case, rows: F64, core: F64, square: F64) -> Clue | None:
     factors: F64 = 1.0 + np.einsum("ij,ij->i", core, e) / size
     if len(factors) < 8 or not (factors > 0.0).all():
         return None
+    # With another epsilon 1 / factor² - 1 is proportional to 1 / mean square: that proportion is
+    # the proof.
     law, seen = 1.0 / np.maximum(square, 1e-300), 1.0 / factors**2 - 1.0
     if float(law.std()) < 1e-6 * float(law.mean()) or float(seen.std()) == 0.0:
         return None
@@ -145,7 +150,7 @@ def _epsilon(case: Case, rows: F64, core: F64, square: F64) -> Clue | None:
     )
 
 
-# The same amount is added everywhere, or in each channel: a bias missing, doubled or wrong.
+# Offsets: the same amount added everywhere, or in each channel.
 
 
 def offset(case: Case) -> Clue | None:
@@ -173,18 +178,18 @@ def offset(case: Case) -> Clue | None:
 
 
 def _may_be_scaled(e: F64, b: F64, r: F64) -> bool:
-    """Whether the constants are a small share of what every token has anyway: a scale, perhaps.
+    """Whether the constants are a small share of what every token has anyway: perhaps a scale.
 
-    A factor moves what differs from token to token as well; where that clearly stays as it is, it
-    is no factor.
+    A factor would also move what differs between tokens; where that clearly stays as it is, it is
+    no factor.
     """
     middle = r.mean(axis=0)
     size = float(middle @ middle)
-    both = float(b @ middle)
-    alike = abs(both) / max(math.sqrt(size * float(b @ b)), 1e-300)
-    if alike <= 0.5 or abs(both) >= 0.3 * size:
+    projection = float(b @ middle)
+    alike = abs(projection) / max(math.sqrt(size * float(b @ b)), 1e-300)
+    if alike <= 0.5 or abs(projection) >= 0.3 * size:
         return False
-    varying = (both / size) * (r - middle)
+    varying = (projection / size) * (r - middle)
     power = float(np.sum(varying * varying))
     if not power > 0.0:
         return True
@@ -195,7 +200,7 @@ def _may_be_scaled(e: F64, b: F64, r: F64) -> bool:
 
 
 _STILL = 0.3
-"""Of what a factor would move; below this it is none."""
+"""Share of what a factor would move; below this it is no factor."""
 
 
 def _against(bias: F64, b: F64, otherwise: str) -> tuple[str, str]:
@@ -214,7 +219,7 @@ def _against(bias: F64, b: F64, otherwise: str) -> tuple[str, str]:
     return "", otherwise
 
 
-# Another activation function: the candidate is f(x) where the reference is g(x).
+# Activations: the candidate is f(x) where the reference is g(x).
 
 
 _erf = np.frompyfunc(math.erf, 1, 1)
@@ -253,14 +258,14 @@ FUNCTIONS: dict[str, Callable[[F64], F64]] = {
 
 COARSE = ("float16", "bfloat16")
 _TELLING = 64
-"""Elements at which two functions must give different numbers of the format to be told apart."""
+"""Elements at which two functions must round to different numbers to be told apart."""
 
 
 def grid_share(right: F64, other: F64, candidate: F64, dtype: str) -> float:
-    """Of the elements at which two functions, rounded once, differ: how many are the other's.
+    """Of the elements at which two functions, rounded once, differ: the share that has the other's.
 
     Functions that differ by less than rounding still round to different numbers here and there, and
-    a fused kernel gives exactly those. NaN where they hardly differ, or the format is a fine one.
+    a fused kernel gives exactly those. NaN if they hardly differ, or if the format is fine.
     """
     if dtype not in COARSE:
         return math.nan
@@ -275,7 +280,7 @@ GRID = 0.9
 
 
 def activation(case: Case) -> Clue | None:
-    """Which function of an input each side is; both must be known ones, and different."""
+    """Which function of an input each side is; both must be known functions, and different."""
     flat_r, flat_c = case.r.reshape(-1), case.c.reshape(-1)
     every = max(1, flat_r.size // _SAMPLE)
     r, c = flat_r[::every], flat_c[::every]
@@ -291,14 +296,14 @@ def activation(case: Case) -> Clue | None:
 
 
 def _arguments(case: Case, every: int) -> Iterator[F64]:
-    """What the function may have been applied to: an input of the same size."""
+    """Possible arguments of the function: inputs of the same size."""
     for x in case.inputs.values():
         if x.size == case.r.size:
             yield x.reshape(-1)[::every]
 
 
 def _fitted(case: Case, x: F64, r: F64, c: F64) -> Clue | None:
-    """The functions nearest to the two sides on one input."""
+    """The functions nearest to both sides on one input."""
     if not np.isfinite(x).all():
         return None
     size = float(np.sum(r * r))
@@ -335,14 +340,16 @@ def _fitted(case: Case, x: F64, r: F64, c: F64) -> Clue | None:
     )
 
 
-# Values stop at a largest one, or run over it into infinity.
+# Saturation: values stop at a largest one, or overflow to infinity.
 
 
+# Largest numbers of fp8 and fp16 formats and of int8; a bound that equals one of them names the
+# format.
 _LARGEST = (448.0, 240.0, 57344.0, 65504.0, 127.0, 128.0)
 
 
 def saturation(case: Case) -> Clue | None:
-    """`c = clip(r)` at values that occur several times, or Inf where r is too large to be told."""
+    """`c = clip(r)` at values that occur several times, or Inf where r is too large."""
     over = np.isinf(case.c) & np.isfinite(case.r)
     if over.any():
         largest = min(abs(DTYPES[case.dtype].lowest) or np.inf, 3.4e38)
@@ -367,7 +374,9 @@ def saturation(case: Case) -> Clue | None:
         return None
     share = case.explained(np.clip(case.r, bottom, top))
     bounds = " and ".join(f"{value:.5g}" for value in (bottom, top) if np.isfinite(value))
-    known = next((value for value in _LARGEST if abs(high) == value or abs(low) == value), None)
-    of = f", the largest of its kind ({known:g})" if known else ""
+    format_limit = next(
+        (value for value in _LARGEST if abs(high) == value or abs(low) == value), None
+    )
+    of = f", the largest of its kind ({format_limit:g})" if format_limit else ""
     many = (at_high if np.isfinite(top) else 0) + (at_low if np.isfinite(bottom) else 0)
     return Clue("saturation", share, f"{many} values stop at {bounds}{of}", "clipped")

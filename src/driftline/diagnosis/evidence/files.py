@@ -1,6 +1,6 @@
-"""Evidence that experiments left: the folder of a replay, folders of noise runs.
+"""Evidence that experiments left on disk: replay folders, noise runs, results of a bisection.
 
-Reads and checks; what the evidence means is said elsewhere.
+Reads and checks them, since they may come from anywhere; does not interpret them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 REPLAY_FILE = "replay.json"
 NOISE_FILE = "noise.json"
 _LARGEST_RESULTS = 256 << 20
-"""Bytes of such a file; a site takes about a hundred."""
+"""Largest size of such a file in bytes; a site takes about a hundred."""
 
 
 class ReplayedSite(NamedTuple):
-    """What became of one site.
+    """The outcome of replaying one site.
 
     Attributes:
         status: replayed, unknown or skipped.
@@ -63,7 +63,7 @@ class ReplayedSite(NamedTuple):
         return cls(
             str(fields.get("status", "replayed")),
             str(fields.get("reason") or ""),
-            _told(fields.get("reproduced", True)),
+            _reproduced_flag(fields.get("reproduced", True)),
             str(fields.get("applied") or ""),
             _noise(fields.get("noise")) if fields.get("same_bits") or near else None,
             near,
@@ -126,12 +126,12 @@ def open_replay(source: Replay | StrPath) -> Replay:
             f"{folder} is no replay: it has no {REPLAY_FILE}",
             hint='make one: driftline replay CAND --exec "python reference.py" -o REPLAY',
         )
-    told = _read_results(folder / REPLAY_FILE)
+    document = _read_results(folder / REPLAY_FILE)
     sites: dict[str, ReplayedSite] = {}
-    found = told.get("sites", {})
-    if not isinstance(found, dict):
+    entries = document.get("sites", {})
+    if not isinstance(entries, dict):
         raise BadFile(f"{folder / REPLAY_FILE}: 'sites' is no object")
-    for site, about in cast("dict[str, Any]", found).items():
+    for site, about in cast("dict[str, Any]", entries).items():
         if not isinstance(about, dict):
             raise BadFile(f"{folder / REPLAY_FILE}: nothing can be read of site '{site}'")
         try:
@@ -143,7 +143,7 @@ def open_replay(source: Replay | StrPath) -> Replay:
     exact = _inner(folder, "exact")
     if exact is None:
         raise BadRun(f"{folder} holds no run 'exact': nothing was replayed", hint="make it again")
-    return Replay(exact, _inner(folder, "native"), sites, _identity(told.get("candidate")))
+    return Replay(exact, _inner(folder, "native"), sites, _identity(document.get("candidate")))
 
 
 def open_noise(sources: Sequence[Evidence]) -> list[NoiseRun]:
@@ -180,17 +180,18 @@ def open_noise(sources: Sequence[Evidence]) -> list[NoiseRun]:
 
 
 def _inner(folder: Path, name: str) -> Run | None:
+    # A name in the file may not lead out of the folder: files of strangers are opened here.
     path = folder / name
     return open_run(path) if is_inside(folder.resolve(), path) else None
 
 
-def _told(reproduced: Any) -> bool | None:
+def _reproduced_flag(reproduced: Any) -> bool | None:
     return reproduced if reproduced in (True, None) else False
 
 
-def _noise(told: Any) -> Effect:
-    """Sizes and leans alone: that is all a replay measures where nothing else is to be known."""
-    fields = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+def _noise(value: Any) -> Effect:
+    """Size and bias only: a replay measures no more where its result is as good as trusted."""
+    fields = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
     nan = math.nan
     return NOTHING._replace(
         rows=int(fields.get("rows", 0)),
@@ -201,14 +202,14 @@ def _noise(told: Any) -> Effect:
     )
 
 
-def _near(told: Any) -> frozenset[str]:
-    fields = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+def _near(value: Any) -> frozenset[str]:
+    fields = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
     return _names(fields.get("digests"))
 
 
-def _names(told: Any) -> frozenset[str]:
-    found = cast("list[Any]", told) if isinstance(told, list) else []
-    return frozenset(each for each in found if isinstance(each, str) and each)
+def _names(value: Any) -> frozenset[str]:
+    listed = cast("list[Any]", value) if isinstance(value, list) else []
+    return frozenset(name for name in listed if isinstance(name, str) and name)
 
 
 def _identity(candidate: Any) -> str:
@@ -220,19 +221,18 @@ def _identity(candidate: Any) -> str:
 
 def _read_results(path: Path) -> Mapping[str, Any]:
     try:
-        told = read_object(path.parent.resolve(), path, _LARGEST_RESULTS)
+        document = read_object(path.parent.resolve(), path, _LARGEST_RESULTS)
     except (OSError, ValueError, RecursionError) as trouble:
         raise BadFile(f"{path} cannot be read: {reason_of(trouble)}") from None
-    if told.get("schema") not in (1, None):
+    if document.get("schema") not in (1, None):
         raise BadFile(
-            f"{path} is of schema {told['schema']!r}, this program reads 1",
+            f"{path} is of schema {document['schema']!r}, this program reads 1",
             hint="update driftline",
         )
-    return told
+    return document
 
 
-# What `driftline bisect` found, read again: the share of the end's error that goes with a
-# block.
+# Results of `driftline bisect`: the share of the final error that goes with a block.
 
 
 _LARGEST_BISECTION = 64 << 20
@@ -263,9 +263,9 @@ class Substitution(NamedTuple):
     executions: int
 
     def is_about(self, site: str) -> bool:
-        """Whether the block is a site, or one of the two lies in the other."""
-        found = self.verdict == "found"
-        return found and (
+        """Whether the block is a site, contains it, or lies in it."""
+        has_block = self.verdict == "found"
+        return has_block and (
             self.site == site or contains(self.site, site) or contains(site, self.site)
         )
 
@@ -283,29 +283,29 @@ def open_bisection(source: Mapping[str, Any] | StrPath) -> Substitution:
         return _substitution_of(source, "the bisection")
     path = Path(source)
     try:
-        told = read_object(path.parent.resolve(), path, _LARGEST_BISECTION)
+        document = read_object(path.parent.resolve(), path, _LARGEST_BISECTION)
     except (OSError, ValueError, RecursionError) as trouble:
         raise BadFile(f"{path} cannot be read: {reason_of(trouble)}", hint=_HOW) from None
-    return _substitution_of(told, str(path))
+    return _substitution_of(document, str(path))
 
 
 _HOW = "driftline bisect --exec CANDIDATE --reference-run REF --format json > FILE makes one"
 
 
-def _substitution_of(told: Mapping[str, Any], name: str) -> Substitution:
-    if told.get("verdict") not in _VERDICTS or not isinstance(told.get("site"), str):
+def _substitution_of(document: Mapping[str, Any], name: str) -> Substitution:
+    if document.get("verdict") not in _VERDICTS or not isinstance(document.get("site"), str):
         raise BadFile(f"{name} is no result of a bisection", hint=_HOW)
-    if told.get("schema") not in (1, None):
-        raise BadFile(f"{name} is of schema {told['schema']!r}, this program reads 1")
-    share = _number(told.get("explains"))
-    executions = told.get("executions")
+    if document.get("schema") not in (1, None):
+        raise BadFile(f"{name} is of schema {document['schema']!r}, this program reads 1")
+    share = _number(document.get("explains"))
+    executions = document.get("executions")
     return Substitution(
-        str(told["verdict"]),
-        str(told["site"]),
-        str(told.get("metric") or "the error"),
-        _number(told.get("baseline")),
-        _number(told.get("before")),
-        _number(told.get("after")),
+        str(document["verdict"]),
+        str(document["site"]),
+        str(document.get("metric") or "the error"),
+        _number(document.get("baseline")),
+        _number(document.get("before")),
+        _number(document.get("after")),
         share if 0.0 <= share <= 1.0 else math.nan,
         executions if isinstance(executions, int) else 0,
     )

@@ -1,8 +1,8 @@
-"""A noise floor: what trusted executions in the candidate's format do at each tensor.
+"""The noise floor: how far trusted executions in the candidate's format are from the reference.
 
-One interval per tensor, from all trusted runs together; how much wider it has to be is learnt from
-them too, each set against the others (leave one out). A noise run that is itself broken is found,
-left out and named.
+One interval per tensor, from all trusted runs together; how much wider it must be is learnt from
+them too, each compared with the others (leave one out). A noise run that is itself broken is
+detected, left out and named.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from driftline.diagnosis.sites import FINE, error_of, is_floating, same_kind, un
 from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
 
+# Bounds of the learnt margin: a single run has no spread to learn from, and an odd run must not
+# widen it without end.
 _WIDEST = 4.0
 _ONE_RUN = 2.0
 _LEAST = 1.4
 _UNTRIED = 4.0
-"""Units of a fine format that are allowed where all trusted runs agree to the bit."""
+"""Units of a fine format that are allowed if all trusted runs agree to the bit."""
 _BROKEN = 4.0
-"""Times the others' error, at a quarter of all tensors: no trusted run does that."""
+"""At a quarter of all tensors this many times the others' error: no trusted run does that."""
 
 
 class Variant(NamedTuple):
@@ -45,8 +47,8 @@ class Variant(NamedTuple):
     plan: Plan | None = None
 
 
-class Floor(NamedTuple):
-    """What trusted runs do.
+class NoiseFloor(NamedTuple):
+    """What trusted runs do at every tensor.
 
     Attributes:
         errors: Largest relative error of any trusted run, by the reference's key.
@@ -65,7 +67,7 @@ class Floor(NamedTuple):
     measured: Mapping[str, Mapping[TensorKey, float]]
 
     def excess(self, row: Row, least: float = 0.0) -> float | None:
-        """Error of a row over what is allowed there; None when no trusted run has the tensor.
+        """Error of a row over what is allowed; None if no trusted run has the tensor.
 
         Args:
             row: Of the candidate against the reference.
@@ -78,12 +80,13 @@ class Floor(NamedTuple):
         # In fine formats right orders of a sum differ, also where no trusted run has tried another.
         allowed = self.margin * error + (0.25 if error or unit > FINE else _UNTRIED) * unit
         allowed = max(allowed, least)
+        # A value that is not finite on one side only is outside of every interval.
         if row.metrics.get("one_sided", 0):
             return math.inf
         return error_of(row) / allowed if allowed > 0.0 else (math.inf if error_of(row) else 0.0)
 
     def lean(self, row: Row) -> float:
-        """How far a row's projection lies outside what trusted runs have, in units of roundoff."""
+        """How far a row's projection lies outside the trusted span, in units of roundoff."""
         span = self.leans.get(row.key)
         value = float(row.metrics.get("projection", math.nan))
         unit = unit_of(row)
@@ -94,12 +97,15 @@ class Floor(NamedTuple):
         if len(self.used) < 2:
             return 0.0
         beyond = max(value - high, low - value, 0.0)
+        # Sums in fine formats have a bias of many units by themselves.
         fine = 32.0 if unit <= FINE else 1.0
+        # As far beyond the span as the span is wide is still allowed: few runs know their tails
+        # badly.
         return max(beyond - (high - low), 0.0) / (fine * unit)
 
 
-def noise_floor(variants: Sequence[Variant]) -> Floor:
-    """The floor of all trusted runs that are not broken."""
+def noise_floor(variants: Sequence[Variant]) -> NoiseFloor:
+    """The noise floor of all trusted runs that are not broken."""
     measured = {variant.name: _errors(variant.table) for variant in variants}
     excluded: list[tuple[str, str]] = []
     for variant in variants:
@@ -120,7 +126,7 @@ def noise_floor(variants: Sequence[Variant]) -> Floor:
                 low, high = leans.get(row.key, (value, value))
                 leans[row.key] = min(low, value), max(high, value)
     margin = margin_of(list(measured.values()))
-    return Floor(errors, leans, margin, tuple(measured), tuple(excluded), measured)
+    return NoiseFloor(errors, leans, margin, tuple(measured), tuple(excluded), measured)
 
 
 def _rows(table: Table) -> list[Row]:
@@ -145,6 +151,7 @@ def _broken(
     born = next((row for row in rows if row.metrics.get("one_sided", 0)), None)
     if born is not None:
         return f"it has NaN or Inf that the reference has not, first at '{born.key.site}'"
+    # Equal to the last bit: it was run in the reference's format and shows no noise at all.
     if not any(own.values()):
         return (
             "it is bitwise the reference: no noise of the candidate's number format; "
@@ -157,12 +164,14 @@ def _broken(
             worst = max(worst, error_of(row) / LIMITS[dtype.name])
     ratios = _ratios(own, others)
     if ratios:
+        # The upper quartile: a broken run is off at many tensors, an honest one at a few at most.
         far = sorted(ratios)[3 * len(ratios) // 4]
         if far > _BROKEN and len(others) > 1:
             return (
                 f"at a quarter of all tensors its error is {far:.0f} times that of the other "
                 "trusted runs"
             )
+        # With one other run either may be the broken one; the limits of the format decide.
         if len(others) == 1 and far > _BROKEN and worst > 1.0:
             return (
                 f"its error is {far:.0f} times that of the other trusted run, and beyond what "
@@ -176,13 +185,13 @@ def _broken(
 def _ratios(
     own: Mapping[TensorKey, float], others: Sequence[Mapping[TensorKey, float]]
 ) -> list[float]:
-    """Own error over the largest of the others, where both are there."""
+    """Own error over the median error of the others, at tensors that both have."""
     ratios: list[float] = []
     for key, error in own.items():
-        known = [other[key] for other in others if key in other]
-        if known and max(known) > 0.0:
+        other_errors = [other[key] for other in others if key in other]
+        if other_errors and max(other_errors) > 0.0:
             # The middle one: another broken run must not excuse this one.
-            ratios.append(error / median(known) if median(known) > 0.0 else math.inf)
+            ratios.append(error / median(other_errors) if median(other_errors) > 0.0 else math.inf)
     return ratios
 
 
@@ -191,15 +200,16 @@ def margin_of(runs: Sequence[Mapping[TensorKey, float]]) -> float:
     if len(runs) < 2:
         return _ONE_RUN
     ratios: list[float] = []
-    for at, own in enumerate(runs):
-        others = [run for other, run in enumerate(runs) if other != at]
+    for number, own in enumerate(runs):
+        others = [run for other, run in enumerate(runs) if other != number]
         for key, error in own.items():
-            known = [other[key] for other in others if key in other]
-            if known and max(known) > 0.0:
-                ratios.append(error / max(known))
+            other_errors = [other[key] for other in others if key in other]
+            if other_errors and max(other_errors) > 0.0:
+                ratios.append(error / max(other_errors))
     if not ratios:
         return _ONE_RUN
     ratios.sort()
+    # Nearly the largest ratio, without the one in a thousand that is an accident.
     high = ratios[min(len(ratios) - 1, math.ceil(0.999 * len(ratios)) - 1)]
     # Two or three runs know little of the tail; each further one tells more.
     return min(max(_LEAST, 1.15 * high, 1.0 + 1.0 / (len(runs) - 1)), _WIDEST)

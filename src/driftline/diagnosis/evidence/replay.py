@@ -1,4 +1,10 @@
-"""Whether a replay was given things of the same kind as the reference: integers or floats."""
+"""Evidence from a replay: does a site err by itself, given the candidate's own input?
+
+Compares the candidate's output with the reference's module applied to the same input, in wide
+arithmetic (exact) and in the candidate's format (native). Limits say how far from exact a trusted
+execution may be. Also finds activations that compute another function by less than noise, and
+inputs of another kind, for which a replay means nothing.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +35,20 @@ from driftline.diagnosis.error_stats import (
 )
 from driftline.diagnosis.evidence.files import Replay, ReplayedSite
 from driftline.diagnosis.module_kinds import attends
-from driftline.diagnosis.routing_changes import choosers
+from driftline.diagnosis.routing_changes import sites_with_choices
 from driftline.diagnosis.sites import FINE, ancestors, parts_of
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
 
-def other_kinds(plan: Plan, sites: Mapping[str, ReplayedSite]) -> dict[str, str]:
-    """Sites that were given another kind of thing than in the reference, by the candidate's names.
+def inputs_of_other_kinds(plan: Plan, sites: Mapping[str, ReplayedSite]) -> dict[str, str]:
+    """Sites whose input is of another kind than in the reference, by the candidate's names.
 
-    A mask of booleans says what may be seen, one of floats what is added: replaying the one with
-    the other is another computation. Where the replay saw that both say the same, it is none.
+    A mask of booleans says what may be seen, one of floats what is added: replaying one with the
+    other is another computation, unless the replay found that both say the same.
     """
-    found: dict[str, str] = {}
+    troubles: dict[str, str] = {}
     for pair in plan.pairs:
         key = pair.candidate.key
         kinds = [DTYPES.get(record.dtype) for record in (pair.reference, pair.candidate)]
@@ -53,24 +59,26 @@ def other_kinds(plan: Plan, sites: Mapping[str, ReplayedSite]) -> dict[str, str]
             continue
         floats = [kind is not None and kind.is_floating for kind in kinds]
         if floats[0] != floats[1]:
-            found[key.site] = (
+            troubles[key.site] = (
                 f"it was given another kind of '{key.slot}' ({pair.candidate.dtype}, in the "
                 f"reference {pair.reference.dtype}), so its replay is another computation"
             )
-    return found
+    return troubles
 
 
-# An activation that is another function by less than noise: its error follows the difference.
+# Activations that are another function by less than noise: the error follows the difference.
 
 
 _ACTIVATION = re.compile(r"(?i)gelu|silu|swish|activation|mish|tanh|sigmoid|softplus")
 FINEST, COARSEST = 2.0**-20, 2.0**-11
-"""Unit roundoff of the formats in which the slope is asked: the rounding of bfloat16 has a bias
-that follows such a difference by itself (a fused GELU does, and is right)."""
+"""Unit roundoffs between which the slope is used: the rounding of bfloat16 has a bias that follows
+such a difference by itself (a fused GELU does, and is right)."""
+# A trusted module may follow the other function up to the first; the candidate must do so to within
+# the second, by the third many standard errors.
 _TRUSTED, _FULL, _SURE = 0.3, 0.15, 16.0
 
 
-class Follows(NamedTuple):
+class OtherFunction(NamedTuple):
     """The other function that a module computes.
 
     Attributes:
@@ -90,40 +98,42 @@ def another_function(
     records: Sequence[Record],
     exact: Mapping[TensorKey, Record],
     native: Mapping[TensorKey, Record],
-) -> Follows | None:
-    """Of a module's first of these calls: whether it is another function than the reference's."""
+) -> OtherFunction | None:
+    """Whether a module computes another function than the reference's, from its first call."""
     if not records:
         return None
     record = records[0]
-    ours, trusted = exact.get(record.key), native.get(record.key)
-    if not _ACTIVATION.search(record.class_name) or ours is None or trusted is None:
+    exact_record, trusted = exact.get(record.key), native.get(record.key)
+    if not _ACTIVATION.search(record.class_name) or exact_record is None or trusted is None:
         return None
     key = record.key
-    given = [
+    inputs = [
         other
         for other in candidate.records
         if other.key.port == "input" and other.key[0] == key[0] and other.key[3:7] == key[3:7]
     ]
-    if replay.native is None or len(given) != 1:
+    if replay.native is None or len(inputs) != 1:
         return None
-    there = ((candidate, given[0]), (replay.exact, ours), (candidate, record))
+    sources = ((candidate, inputs[0]), (replay.exact, exact_record), (candidate, record))
     tensors: list[F64] = []
-    for run, each in (*there, (replay.native, trusted)):
-        if each.shape != record.shape or not is_readable(run, each):
+    for run, tensor_record in (*sources, (replay.native, trusted)):
+        if tensor_record.shape != record.shape or not is_readable(run, tensor_record):
             return None
-        values = read_rows(run, each, chosen_rows(record.shape))
+        values = read_rows(run, tensor_record, chosen_rows(record.shape))
         if values is None or not np.isfinite(values).all():
             return None
         tensors.append(values)
     x, right, made, native_made = tensors
-    found = on_the_grid(x, right, made, native_made, record.dtype)
-    if found is None and DTYPES[record.dtype].unit_roundoff <= COARSEST:
-        found = follows(x, right, made, native_made)
-    return found
+    following = on_the_grid(x, right, made, native_made, record.dtype)
+    if following is None and DTYPES[record.dtype].unit_roundoff <= COARSEST:
+        following = follows(x, right, made, native_made)
+    return following
 
 
-def on_the_grid(x: F64, right: F64, candidate: F64, trusted: F64, dtype: str) -> Follows | None:
-    """The other function whose results, rounded once, are the candidate's; None for none.
+def on_the_grid(
+    x: F64, right: F64, candidate: F64, trusted: F64, dtype: str
+) -> OtherFunction | None:
+    """The other function whose results, rounded once, are the candidate's; None if none.
 
     Args:
         x: What it was given, [rows, channels].
@@ -132,25 +142,30 @@ def on_the_grid(x: F64, right: F64, candidate: F64, trusted: F64, dtype: str) ->
         trusted: That of a trusted module in the candidate's format.
         dtype: That format.
     """
-    best: Follows | None = None
+    best: OtherFunction | None = None
     for name, values in _others(x, right):
         if grid_share(right, values, trusted, dtype) > _TRUSTED:
             continue  # a trusted module gives as much of it
-        shares = [grid_share(right[at::2], values[at::2], candidate[at::2], dtype) for at in (0, 1)]
+        shares = [
+            grid_share(right[start::2], values[start::2], candidate[start::2], dtype)
+            for start in (0, 1)
+        ]
         if min(shares) > GRID and not any(map(math.isnan, shares)):
             over = shares[0] / GRID, shares[1] / GRID
             if best is None or min(over) > best.excess:
-                best = Follows(name, min(over), over)
+                best = OtherFunction(name, min(over), over)
     return best
 
 
 def _others(x: F64, right: F64) -> list[tuple[str, F64]]:
-    """Known functions that differ from the reference's by too little to show in an error's size."""
+    """Known functions that differ from the reference's too little to show in the error's size."""
     if x.shape != right.shape or len(x) < 8:
         return []
     made = {name: function(x) for name, function in FUNCTIONS.items()}
     size = float(np.sum(right * right))
     is_one = min(made, key=lambda name: float(np.sum((made[name] - right) ** 2)))
+    # The reference itself must be a known function, otherwise its difference to others means
+    # nothing.
     if not size > 0.0 or float(np.sum((made[is_one] - right) ** 2)) > 1e-8 * size:
         return []
     return [
@@ -160,8 +175,8 @@ def _others(x: F64, right: F64) -> list[tuple[str, F64]]:
     ]
 
 
-def follows(x: F64, right: F64, candidate: F64, trusted: F64) -> Follows | None:
-    """The other function that the candidate computes, on both halves of the rows; None for none.
+def follows(x: F64, right: F64, candidate: F64, trusted: F64) -> OtherFunction | None:
+    """The other function that the candidate follows, on both halves of the rows; None if none.
 
     Args:
         x: What it was given, [rows, channels].
@@ -169,21 +184,21 @@ def follows(x: F64, right: F64, candidate: F64, trusted: F64) -> Follows | None:
         candidate: The candidate's result.
         trusted: That of a trusted module in the candidate's format.
     """
-    best: Follows | None = None
+    best: OtherFunction | None = None
     for name, values in _others(x, right):
         p = values - right
         if abs(_times(trusted - right, p)[0]) > _TRUSTED:
             continue
-        halves = [_times((candidate - right)[at::2], p[at::2]) for at in (0, 1)]
+        halves = [_times((candidate - right)[start::2], p[start::2]) for start in (0, 1)]
         if all(abs(times - 1.0) < _FULL and z > _SURE for times, z in halves):
             _, z = _times(candidate - right, p)
             if best is None or z / _SURE > best.excess:
-                best = Follows(name, z / _SURE, (halves[0][1] / _SURE, halves[1][1] / _SURE))
+                best = OtherFunction(name, z / _SURE, (halves[0][1] / _SURE, halves[1][1] / _SURE))
     return best
 
 
 def _times(e: F64, p: F64) -> tuple[float, float]:
-    """Slope of an error on a difference, and that over its standard error, clustered by row."""
+    """Slope of an error on a difference, and its ratio to the standard error clustered by row."""
     power = float(np.sum(p * p))
     if not power > 0.0:
         return 0.0, 0.0
@@ -193,30 +208,31 @@ def _times(e: F64, p: F64) -> tuple[float, float]:
     return slope, slope / error if error > 0.0 else math.inf
 
 
-# How far from exact a trusted execution of a module may be: sizes, leans, worst tokens.
+# Limits: how far from exact a trusted execution of a module may be.
 
 
+# Factors on what trusted executions have: in size, in the worst row, and for few rows.
 _ERROR = 1.35
 _WORST_ROW = 2.5
 _FEW_ROWS = 4.0
 _IN_STEPS = 2.0
-"""Times one rounding: a right norm in steps rounds the normalised value, the product with its
-weight and the sum with its bias, each once (the root of 3)."""
+"""Times one rounding: a right norm computed in steps rounds the normalised value, the product with
+its weight and the sum with its bias, each once (the root of 3)."""
 _ROW_SCALE = 2.5
 _NORM_LEAN, _OTHER_NORM_LEAN = 0.012, 0.35
-"""Units of roundoff. A norm rounded once leans nowhere; in steps it does (the product of a rounded
-value with a weight near one is a tie again and again), but then its noise is larger too: equal
-noise is the same steps."""
+"""Units of roundoff. A norm rounded once has no bias; one computed in steps has (the product of a
+rounded value with a weight near one is a tie again and again), but then its noise is larger too:
+equal noise means the same steps."""
 
 
 _UNITS, _UNITS_LEAN = 32.0, 8.0
-"""Of roundoff of a fine format, for other orders of summation."""
+"""Units of roundoff of a fine format that other orders of summation may differ by."""
 _ATTENTION, _ATTENTION_LEAN = 2.0, 0.75
-"""Of an attention in a fine format: its scores are sums whose absolute error becomes a relative one
-of what the softmax gives, so its error grows with the root of their length (CPU against CUDA 8
+"""For an attention in a fine format: its scores are sums whose absolute error becomes a relative
+one of what the softmax gives, so its error grows with the root of their length (CPU against CUDA: 8
 units with 40 tokens and heads of 16, 25 units with 1024 and 128). CUDA's fused kernel adds products
-of three pieces and cuts off: it leans by 3.4 to 11.4 units there, and by more with wider heads. A
-lean is never more than the error; three quarters of that are allowed."""
+of three pieces and truncates: its bias there is 3.4 to 11.4 units, more with wider heads. A bias is
+never more than the error; three quarters of that are allowed."""
 
 
 class Limits(NamedTuple):
@@ -247,12 +263,12 @@ class Limits(NamedTuple):
         norm: bool = False,
         attends: int = 0,
     ) -> Limits:
-        """The limits of a site that has so many parts inside.
+        """The limits of a site with so many parts inside.
 
-        Where it attends, `attends` is the length of its longest sum.
-        Without a replay in the candidate's format the roundings inside a container are not known,
-        and in float32 that replay is the exact one: both orders of summation are right, and the
-        null has no width of its own. Then the rounding of its parts is estimated.
+        For an attention, `attends` is the length of its longest sum. Without a replay in the
+        candidate's format the roundings inside a container are not known; in float32 that replay is
+        the exact one, both orders of summation are right, and the null has no width of its own. In
+        both cases the rounding of the parts is estimated.
         """
         deep = math.sqrt(1.0 + parts)
         fine = unit <= FINE
@@ -268,76 +284,96 @@ class Limits(NamedTuple):
         coarse_norm = norm and complete and not fine and not allowed
         return cls(trusted, unit, max(error, allowed), max(lean, allowed / 5.0), coarse_norm)
 
-    def excesses(self, found: Effect, half: bool = False) -> dict[str, float]:
-        """Each statistic in units of its limit; a half only has to bear out the whole."""
+    def excesses(self, effect: Effect, half: bool = False) -> dict[str, float]:
+        """Each statistic in units of its limit; a half only has to support the whole."""
         times = 3.5 if half and self.norm else 5.0
         lean = self.lean_floor
         if self.norm:
-            noise = math.sqrt(max(found.error**2 - found.projection**2, 0.0))
-            same = any(abs(noise - each.error) < 0.08 * each.error for each in self.trusted)
+            noise = math.sqrt(max(effect.error**2 - effect.projection**2, 0.0))
+            # Equal noise means the same sequence of roundings, and then the same bias is expected.
+            same = any(
+                abs(noise - trusted_effect.error) < 0.08 * trusted_effect.error
+                for trusted_effect in self.trusted
+            )
             lean = (_NORM_LEAN if same else _OTHER_NORM_LEAN) * self.unit
-        few = 1.0 + 3.0 / math.sqrt(max(found.elements, 1))
-        error = max((each.error for each in self.trusted if not math.isnan(each.error)), default=0)
+        # Statistics of few elements scatter; the limit widens with their standard error.
+        few = 1.0 + 3.0 / math.sqrt(max(effect.elements, 1))
+        error = max(
+            (
+                trusted_effect.error
+                for trusted_effect in self.trusted
+                if not math.isnan(trusted_effect.error)
+            ),
+            default=0,
+        )
         row = max(
-            (each.worst_row for each in self.trusted if not math.isnan(each.worst_row)), default=0
+            (
+                trusted_effect.worst_row
+                for trusted_effect in self.trusted
+                if not math.isnan(trusted_effect.worst_row)
+            ),
+            default=0,
         )
         most = _ERROR * few * error + self.error_floor
         if self.norm:
             # The first of the trusted ones is the exact result rounded once.
             most = max(most, _IN_STEPS * few * self.trusted[0].error + self.error_floor)
         over = {
-            "error": found.error / most if most > 0 else (math.inf if found.error > 0 else 0.0),
-            "worst_row": found.worst_row / (_WORST_ROW * few * row + 2 * self.error_floor)
+            "error": effect.error / most if most > 0 else (math.inf if effect.error > 0 else 0.0),
+            "worst_row": effect.worst_row / (_WORST_ROW * few * row + 2 * self.error_floor)
             if row or self.error_floor
-            else (math.inf if found.worst_row > 0 else 0.0),
-            "projection": self._outside(found, "projection", times, lean),
-            "offset": self._outside(found, "offset", 8.0, 6.0 * self.lean_floor),
+            else (math.inf if effect.worst_row > 0 else 0.0),
+            "projection": self._outside(effect, "projection", times, lean),
+            "offset": self._outside(effect, "offset", 8.0, 6.0 * self.lean_floor),
             "nonfinite": math.inf
-            if found.nonfinite and not any(each.nonfinite for each in self.trusted)
+            if effect.nonfinite
+            and not any(trusted_effect.nonfinite for trusted_effect in self.trusted)
             else 0.0,
         }
         if self.norm:
-            scatter = max(each.row_scale for each in self.trusted)
-            over["row_scale"] = found.row_scale / (_ROW_SCALE * few * scatter + self.error_floor)
+            scatter = max(trusted_effect.row_scale for trusted_effect in self.trusted)
+            over["row_scale"] = effect.row_scale / (_ROW_SCALE * few * scatter + self.error_floor)
+        # A statistic that could not be computed is no evidence.
         return {name: 0.0 if math.isnan(value) else value for name, value in over.items()}
 
     def span(self, statistic: str) -> tuple[float, float]:
-        """What trusted executions have of a statistic."""
-        values = [float(getattr(each, statistic)) for each in self.trusted]
+        """Least and largest value of a statistic among trusted executions."""
+        values = [float(getattr(effect, statistic)) for effect in self.trusted]
         return min(values), max(values)
 
-    def _outside(self, found: Effect, name: str, times: float, floor: float) -> float:
-        value = float(getattr(found, name))
-        if math.isnan(value) or found.rows < 2:
+    def _outside(self, effect: Effect, name: str, times: float, floor: float) -> float:
+        value = float(getattr(effect, name))
+        if math.isnan(value) or effect.rows < 2:
             return 0.0
         low, high = self.span(name)
         beyond = max(value - high, low - value, 0.0)
-        error = max(float(getattr(each, name + "_se")) for each in (found, *self.trusted))
+        error = max(float(getattr(other, name + "_se")) for other in (effect, *self.trusted))
         # A standard error from few rows is itself uncertain.
-        width = times * error * (1.0 + _FEW_ROWS / (found.rows - 1)) + floor
+        width = times * error * (1.0 + _FEW_ROWS / (effect.rows - 1)) + floor
         return beyond / width if math.isfinite(width) and width > 0 else 0.0
 
 
-# What a site adds by itself: its output against the reference's module on the very same input.
+# Judging sites: their output against the reference's module on the same input.
 
 
 GROSS = 4.0
-"""Times its limit: so far outside that one half of the rows is enough (a single token is off)."""
+"""Times the limit: so far outside that one half of the rows suffices (a single token is off)."""
 
+# Share of the worst tokens that is left out where a router inside may choose either way.
 _FLIPS = 0.08
 _CHOICES = "choices inside it (of experts) may fall either way by rounding; its parts are judged"
 _NORM = re.compile(r"(?i)norm")
 
 
-class Judgement(NamedTuple):
-    """What replay says of one site.
+class ReplayResult(NamedTuple):
+    """What replay says about one site.
 
     Attributes:
         introduced: Whether it errs by itself more than trusted executions do.
         statistic: What is furthest outside: error, projection, offset, worst_row or nonfinite.
         excess: That, in units of its limit; above 1 is outside.
         halves: The same on either half of the rows.
-        found: The candidate's effect.
+        effect: The candidate's effect.
         low: The least that trusted executions have of that statistic (error: of noise).
         high: The most they have.
         noise: Relative error of the trusted execution that errs most.
@@ -355,7 +391,7 @@ class Judgement(NamedTuple):
     statistic: str = ""
     excess: float = 0.0
     halves: tuple[float, float] = (0.0, 0.0)
-    found: Effect | None = None
+    effect: Effect | None = None
     low: float = math.nan
     high: float = math.nan
     noise: float = math.nan
@@ -368,10 +404,10 @@ class Judgement(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing is said of it, and other evidence may convict it.
+        """Whether nothing is known from replay, and other evidence may convict the site.
 
-        Choices that fall either way and random numbers err without any fault. A module that does
-        not agree with itself is not guilty by any evidence: what it should give is not known.
+        Choices that can fall either way and random numbers err without any fault. A module that
+        does not reproduce itself is not guilty by any evidence: its right output is not known.
         """
         return self.is_suspect and not self.failed
 
@@ -382,7 +418,7 @@ class Judgement(NamedTuple):
 
 
 class _Stream(NamedTuple):
-    """Outputs of a site that are one thing again and again: the same slot, as wide."""
+    """Outputs of a site that are the same thing at each call: the same slot and width."""
 
     candidate: list[Sums]
     native: list[Sums]
@@ -391,8 +427,8 @@ class _Stream(NamedTuple):
 
 def judge(
     candidate: Run, replay: Replay, *, allowed: Mapping[str, float] | None = None
-) -> dict[str, Judgement]:
-    """A judgement for every site of the candidate that was to be replayed.
+) -> dict[str, ReplayResult]:
+    """Judge every site of the candidate that was to be replayed.
 
     Args:
         candidate: The run whose inputs were replayed.
@@ -408,6 +444,7 @@ def judge(
     for record in candidate.records:
         dtype = DTYPES.get(record.dtype)
         if record.key.phase != "forward" or dtype is None or not dtype.is_floating:
+            # Backward passes are not replayed, and integers have no rounding to judge.
             continue
         name = record.key.site
         if record.key.port in ("input", "output", "param"):
@@ -421,67 +458,73 @@ def judge(
         if record.key.port == "output" and _NORM.search(record.class_name)
     }
     attending = _attending(candidate)
-    choices_in = choosers(candidate)
+    choices_in = sites_with_choices(candidate)
     handed = _handed_to_parts(candidate, exact, by_site)
-    judged: dict[str, Judgement] = {}
+    judged: dict[str, ReplayResult] = {}
     for name, records in by_site.items():
         about = replay.sites.get(name)
         if about is not None and about.trouble:
             failed = about.reproduced is False
-            judged[name] = Judgement(False, trouble=about.trouble, failed=failed)
+            judged[name] = ReplayResult(False, trouble=about.trouble, failed=failed)
         elif any(record.key in exact for record in records):
-            unit, given = coarsest[name], handed.get(name, ())
-            found = _streams(candidate, replay, [*records, *given], exact, native, unit)
-            noise = None if found or about is None else about.noise
+            unit, passed_on = coarsest[name], handed.get(name, ())
+            streams = _streams(candidate, replay, [*records, *passed_on], exact, native, unit)
+            noise = None if streams or about is None else about.noise
             near = frozenset[str]() if about is None else about.near
+            # The replay kept no values because they were as good as the candidate's: only its
+            # measured noise is left.
             if noise and all(
-                each.digest in near or _is_its_own(each, exact, native)
-                for each in (*records, *given)
+                output.digest in near or _is_its_own(output, exact, native)
+                for output in (*records, *passed_on)
             ):
-                judged[name] = _as_trusted(noise, unit, bool(given))
+                judged[name] = _as_trusted(noise, unit, bool(passed_on))
                 continue
+            # Own code was repeated with answered parts, so nothing inside was computed: it counts
+            # as a leaf.
             alone = about is not None and about.applied == "own code"
             inside = 0 if alone else parts.get(name, 0)
             most = (allowed or {}).get(name, 0.0)
             choices = 0 if alone else choices_in.get(name, 0)
             if choices > 1:
                 # One token that goes another way early is seen by all later ones.
-                judged[name] = Judgement(False, trouble=_CHOICES)
+                judged[name] = ReplayResult(False, trouble=_CHOICES)
                 continue
-            about_it = _About(
+            about_it = _SiteSettings(
                 unit, inside, most, choices > 0, name in norms, attending.get(name, 0)
             )
-            judgement = _site(found, about_it)
+            judgement = _site(streams, about_it)
+            # The output is within noise, but a similar function may hide there; only leaves in
+            # coarse formats can.
             if not judgement.introduced and unit > FINEST and not parts.get(name, 0):
-                there = [r for r in records if is_readable(replay.exact, exact.get(r.key))]
-                other = another_function(candidate, replay, there, exact, native)
+                readable = [r for r in records if is_readable(replay.exact, exact.get(r.key))]
+                other = another_function(candidate, replay, readable, exact, native)
                 if other is not None:
-                    _, excess, both = other
+                    _, excess, function_halves = other
                     judgement = judgement._replace(
-                        introduced=True, statistic="function", excess=excess, halves=both
+                        introduced=True, statistic="function", excess=excess, halves=function_halves
                     )
-            whole = about is not None and about.applied == "whole"
-            blind = parts.get(name, 0) > 0 and not given and not whole
-            judged[name] = judgement._replace(own_code_only=blind, after_parts=bool(given))
+            applied_whole = about is not None and about.applied == "whole"
+            blind = parts.get(name, 0) > 0 and not passed_on and not applied_whole
+            judged[name] = judgement._replace(own_code_only=blind, after_parts=bool(passed_on))
     return judged
 
 
 def _is_its_own(
     record: Record, exact: Mapping[TensorKey, Record], native: Mapping[TensorKey, Record]
 ) -> bool:
-    """Whether a replay gave, in the candidate's format, what the candidate has; by digests."""
+    """Whether the replay gave, in the candidate's format, what the candidate has; by digests."""
     made = native.get(record.key) or exact.get(record.key)
     return made is None or (bool(made.digest) and made.digest == record.digest)
 
 
-def _as_trusted(noise: Effect, unit: float, given: bool) -> Judgement:
-    """Of a site that does what the trusted module does in its format, to the bit or as good as it.
+def _as_trusted(noise: Effect, unit: float, after_parts: bool) -> ReplayResult:
+    """The result of a site that equals the trusted module in its format, or is as good.
 
-    Whatever is measured of it is measured of that module as well, and lies in its interval.
+    Whatever is measured of it is measured of that module as well, and lies within its interval.
     """
     error = 0.0 if math.isnan(noise.error) else noise.error
     excess = Limits.of([noise], unit, 0, complete=True, allowed=0.0).excesses(noise)["error"]
-    return Judgement(
+    return ReplayResult(
         False,
         "error",
         excess,
@@ -491,13 +534,13 @@ def _as_trusted(noise: Effect, unit: float, given: bool) -> Judgement:
         error,
         error,
         unit,
-        after_parts=given,
+        after_parts=after_parts,
     )
 
 
 def _attending(candidate: Run) -> dict[str, int]:
-    """Sites that are an attention, and the longest sum of each: its tokens, or its channels."""
-    found: dict[str, int] = {}
+    """Attention sites, and the longest sum of each: its tokens or its channels."""
+    lengths: dict[str, int] = {}
     for record in candidate.records:
         key = record.key
         if (
@@ -505,21 +548,21 @@ def _attending(candidate: Run) -> dict[str, int]:
             and len(record.shape) >= 3
             and attends(record.class_name)
         ):
-            found[key.site] = max(found.get(key.site, 0), *record.shape[-2:])
-    return found
+            lengths[key.site] = max(lengths.get(key.site, 0), *record.shape[-2:])
+    return lengths
 
 
 def _handed_to_parts(
     candidate: Run, exact: Mapping[TensorKey, Record], sites: Mapping[str, object]
 ) -> dict[str, list[Record]]:
-    """Inputs of parts that a replay made too: results of the own code of what contains them."""
-    found: dict[str, list[Record]] = {}
+    """Inputs of parts that the replay made too, by the container whose code computed them."""
+    by_owner: dict[str, list[Record]] = {}
     for record in candidate.records:
         if record.key.port == "input" and record.key in exact:
-            owner = next((each for each in ancestors(record.key.site) if each in sites), None)
+            owner = next((outer for outer in ancestors(record.key.site) if outer in sites), None)
             if owner is not None:
-                found.setdefault(owner, []).append(record)
-    return found
+                by_owner.setdefault(owner, []).append(record)
+    return by_owner
 
 
 def _streams(
@@ -532,19 +575,21 @@ def _streams(
 ) -> dict[tuple[str, int], _Stream]:
     streams: dict[tuple[str, int], _Stream] = {}
     coarse = next((name for name in _FORMATS if DTYPES[name].unit_roundoff == unit), "float32")
+    # Many calls share one budget of elements, so that a site costs the same however often it was
+    # called.
     budget = max(1, len(records))
     seen: set[tuple[str, str]] = set()
     for record in records:
-        ours = exact.get(record.key)
-        if ours is None or ours.shape != record.shape:
+        exact_record = exact.get(record.key)
+        if exact_record is None or exact_record.shape != record.shape:
             continue
-        if not is_readable(candidate, record) or not is_readable(replay.exact, ours):
+        if not is_readable(candidate, record) or not is_readable(replay.exact, exact_record):
             continue
-        if record.digest and (record.digest, ours.digest) in seen:
+        if record.digest and (record.digest, exact_record.digest) in seen:
             continue  # the same bytes under another name are no further evidence
-        seen.add((record.digest, ours.digest))
+        seen.add((record.digest, exact_record.digest))
         places = chosen_rows(record.shape, max(4096, (1 << 20) // budget))
-        r = read_rows(replay.exact, ours, places)
+        r = read_rows(replay.exact, exact_record, places)
         c = read_rows(candidate, record, places)
         if r is None or c is None:
             continue
@@ -557,6 +602,7 @@ def _streams(
         stream.once.append(sums(r, rounded(r, coarse)))
         trusted = native.get(record.key)
         if trusted is not None and replay.native is not None and trusted.shape == record.shape:
+            # Equal digests: the trusted output is the candidate's, no need to read it again.
             if trusted.digest and trusted.digest == record.digest:
                 stream.native.append(stream.candidate[-1])
             else:
@@ -572,8 +618,8 @@ _FORMATS = (
 )
 
 
-class _About(NamedTuple):
-    """What is known of a site whatever its values are.
+class _SiteSettings(NamedTuple):
+    """What is known about a site apart from its values.
 
     Attributes:
         unit: Unit roundoff of the coarsest format that takes part.
@@ -592,27 +638,27 @@ class _About(NamedTuple):
     attends: int
 
 
-def _site(streams: Mapping[tuple[str, int], _Stream], about: _About) -> Judgement:
+def _site(streams: Mapping[tuple[str, int], _Stream], about: _SiteSettings) -> ReplayResult:
     if not streams:
-        return Judgement(False, trouble="no values of it were kept, or not of its replay")
+        return ReplayResult(False, trouble="no values of it were kept, or not of its replay")
     judgements = [
         _judged(stream, about)._replace(slot=slot) for (slot, _), stream in streams.items()
     ]
-    return max(judgements, key=lambda found: (found.introduced, found.excess))
+    return max(judgements, key=lambda judgement: (judgement.introduced, judgement.excess))
 
 
-def _judged(stream: _Stream, about: _About) -> Judgement:
-    """The judgement of one output.
+def _judged(stream: _Stream, about: _SiteSettings) -> ReplayResult:
+    """Judge one output.
 
-    Where something inside chooses (a router picks experts), a choice between near equals falls one
-    way or the other by rounding, and that token is then far off without any fault: the tokens that
-    err most are left out there, of the trusted executions as well.
+    Where something inside chooses (a router picks experts), a choice between near equals is decided
+    by rounding, and that token is then far off without any fault: the tokens that err most are left
+    out there, of the trusted executions as well.
     """
     allowed = about.allowed
     own = joined(stream.candidate)
     if about.choosing:
         own = without_worst(own, _FLIPS)
-    whole, (first, second) = effect_of(own), halves(own)
+    effect, (first, second) = effect_of(own), halves(own)
     # A trusted run of only some calls would be a null of other rows.
     complete = len(stream.native) == len(stream.candidate)
     nulls = [joined(stream.once), *([joined(stream.native)] if complete else [])]
@@ -620,28 +666,30 @@ def _judged(stream: _Stream, about: _About) -> Judgement:
         nulls = [without_worst(null, _FLIPS) for null in nulls]
     if complete and effect_of(nulls[-1]).error > 0.1 * allowed:
         allowed = 0.0  # the trusted module computes with integers too, and says what that costs
-    known = about.unit, about.parts, complete, allowed, about.norm, about.attends
-    limits = Limits.of([effect_of(null) for null in nulls], *known)
-    over = limits.excesses(whole)
+    settings = about.unit, about.parts, complete, allowed, about.norm, about.attends
+    limits = Limits.of([effect_of(null) for null in nulls], *settings)
+    over = limits.excesses(effect)
     half = [halves(null) for null in nulls]
-    over_first = Limits.of([a for a, _ in half], *known).excesses(first, half=True)
-    over_second = Limits.of([b for _, b in half], *known).excesses(second, half=True)
+    over_first = Limits.of([a for a, _ in half], *settings).excesses(first, half=True)
+    over_second = Limits.of([b for _, b in half], *settings).excesses(second, half=True)
     confirmed = {
         name: min(over[name], over_first[name], over_second[name])
         for name in over
         if over[name] > 1.0
     }
+    # A statistic that both halves confirm comes first, however far outside another one is on the
+    # whole.
     statistic = max(over, key=lambda name: (confirmed.get(name, 0.0) > 1.0, over[name]))
     gross = statistic in ("error", "worst_row", "nonfinite") and over[statistic] > GROSS
     low, high = limits.span(statistic)
-    return Judgement(
+    return ReplayResult(
         confirmed.get(statistic, 0.0) > 1.0 or gross,
         statistic,
         over[statistic],
         (over_first[statistic], over_second[statistic]),
-        whole,
+        effect,
         low,
         high,
-        max(limits.trusted, key=lambda each: each.error).error,
+        max(limits.trusted, key=lambda trusted: trusted.error).error,
         about.unit,
     )

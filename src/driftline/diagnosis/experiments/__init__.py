@@ -1,1 +1,1 @@
-"""Experiments: a program is run again to learn more, by replay, noise, repetition or bisection."""
+"""Experiments: run a program again to learn more, by replay, noise, repetition or bisection."""

@@ -1,4 +1,9 @@
-"""The called modules of a run as a tree: which block consists of which parts, in what order."""
+"""`driftline bisect`: which block, once its output is replaced by the reference's, repairs the end.
+
+The called modules of the reference form a tree. From the model down to a leaf, a binary search over
+the parts of a block finds the first part that must be replaced; every trial is one execution of the
+candidate program. Measures the error of the end only; diagnosis interprets the result.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,7 @@ class Node:
 
 
 def site_tree(run: Run) -> Node:
-    """The first model of a run.
+    """The tree of called modules of a run's first model.
 
     Raises:
         BadInput: The run holds no outputs of modules.
@@ -42,6 +47,7 @@ def site_tree(run: Run) -> Node:
             for record in run.records
             if record.key.port == "output"
             and record.key.phase == "forward"
+            # Operators have a slash in their site; only modules can be replaced.
             and "/" not in record.key.site
         )
     )
@@ -55,6 +61,7 @@ def site_tree(run: Run) -> Node:
     for site, node in nodes.items():
         if node is not root:
             _holder(site, nodes, root).parts.append(node)
+    # Without a captured root, a single top module is the model.
     if ROOT not in nodes and len(root.parts) == 1:
         return root.parts[0]
     return root
@@ -69,17 +76,17 @@ def _holder(site: str, nodes: dict[str, Node], root: Node) -> Node:
     return root
 
 
-# `bisect`: which block, once its output is the reference's, brings the end result back.
+# The search.
 
 
 SCHEMA = 1
 HIGHER_IS_BETTER = ("cosine",)
 ENOUGH = 0.5
-"""Of the end's error: less than this, and no single block explains it."""
+"""Share of the final error; below this no single block explains it."""
 
 
 class Try(NamedTuple):
-    """One execution: everything up to a site replaced, and the error that was left at the end."""
+    """One execution: all outputs up to a site replaced, and the error that remained at the end."""
 
     upto: str
     replaced: int
@@ -87,7 +94,7 @@ class Try(NamedTuple):
 
 
 class Bisection(NamedTuple):
-    """What was found.
+    """The result of the search.
 
     Attributes:
         verdict: found, spread (no single block explains it) or same (there is no error).
@@ -133,7 +140,7 @@ class Bisection(NamedTuple):
             "explains": self.explains,
             "path": list(self.path),
             "executions": len(self.tries),
-            "tries": [one._asdict() for one in self.tries],
+            "tries": [attempt._asdict() for attempt in self.tries],
         }
 
 
@@ -146,7 +153,7 @@ def bisect(
     slot: str = "",
     tell: Callable[[Try], None] | None = None,
 ) -> Bisection:
-    """Search the block that makes the error of the end result.
+    """Search for the block that causes the error of the final output.
 
     Args:
         argv: The candidate program.
@@ -172,13 +179,14 @@ def bisect(
 
 
 def _descend(search: _Search, tree: Node, end: str, baseline: float) -> Bisection:
-    """From the model to a leaf: among the parts of a block, the first that must be replaced."""
+    """Descend from the model to a leaf: in each block find the first part that must be replaced."""
     node, done, path = tree, list[str](), list[str]()
     above: Node | None = None
     before, after = baseline, 0.0
     own_code = False
     goal = ENOUGH * baseline
     while node.parts:
+        # Replacing the end itself would always succeed and prove nothing.
         parts = [part for part in node.parts if part.site != end]
         if not parts:
             break
@@ -202,19 +210,27 @@ def _descend(search: _Search, tree: Node, end: str, baseline: float) -> Bisectio
         node, above = parts[high - 1], node
         path.append(node.site)
     if above is not None and (before - after) / baseline >= ENOUGH:
+        # One last execution tells a wrong module from a module with a wrong input: then its caller
+        # is to blame.
         value = search.error(done, node.site, inputs=(node.site,))
         if value <= goal:  # given the right input it is right: who calls it is not
             node, own_code, after = above, True, value
             path.pop()
     share = (before - after) / baseline
-    found = share >= ENOUGH
+    single_block = share >= ENOUGH
     return search.found(
-        "found" if found else "spread", node.site, own_code, baseline, before, after, tuple(path)
+        "found" if single_block else "spread",
+        node.site,
+        own_code,
+        baseline,
+        before,
+        after,
+        tuple(path),
     )
 
 
 class _Search:
-    """Runs the candidate with outputs replaced, and measures its end; no execution twice."""
+    """Runs the candidate with replaced outputs and measures its end; repeats no execution."""
 
     def __init__(
         self,
@@ -241,7 +257,7 @@ class _Search:
         self.tries: list[Try] = []
 
     def error(self, sites: Sequence[str], upto: str, inputs: tuple[str, ...] = ()) -> float:
-        """The error of the end with these modules' outputs replaced, and the inputs of others."""
+        """Error of the end with these modules' outputs, and the inputs of others, replaced."""
         replaced = tuple(sorted(set(sites)))
         key = (replaced, inputs)
         if key not in self._known:
@@ -280,6 +296,8 @@ class _Search:
             place = Path(folder) / "run"
             plan = CapturePlan(
                 output=str(place),
+                # Only the end is captured: every further tensor would cost time in each of many
+                # executions.
                 selection=Selection(ports=("output",), sites=(_literal(self._end),)),
                 command=tuple(self._argv),
                 experiment={
@@ -289,7 +307,7 @@ class _Search:
                     "inputs": list(inputs),
                 },
             )
-            self._require(run_with(self._argv, plan, aside=True), sites)
+            self._require(run_with(self._argv, plan, to_stderr=True), sites)
             if not (place / "run.json").is_file():
                 raise BadInput(
                     f"the program called no module '{self._end}'",
@@ -306,33 +324,36 @@ class _Search:
         called = [report for report in ended.reports if report.get("called")]
         if not called:
             raise BadInput(f"nothing can be searched: {ended.why_not or 'no module was called'}")
+        # If nothing was replaced, the measured error is that of the unchanged program and means
+        # nothing.
         if sites and not any(report["replaced"] for report in called):
             trouble = [text for report in called for text in report["trouble"].values()]
             why = trouble[0] if trouble else "it calls none of the reference's modules"
             raise BadInput(f"nothing of the reference fits into the program: {why}")
 
     def _measured(self, run: Run) -> float:
-        theirs = only(run, lambda r: r.key.slot == self._slot and r.key.site == self._end)
+        candidate_end = only(run, lambda r: r.key.slot == self._slot and r.key.site == self._end)
         table = measure(
-            align_runs(self._ends, theirs, AlignOptions()),
+            align_runs(self._ends, candidate_end, AlignOptions()),
             self._ends,
-            theirs,
+            candidate_end,
             metrics=self._metrics,
         )
         values = [row.metrics.get(self._metric) for row in table.rows]
-        found = [float(value) for value in values if value is not None]
-        if not found:
+        errors = [float(value) for value in values if value is not None]
+        if not errors:
             raise BadInput(
                 f"the end results cannot be compared by {self._metric}",
                 hint="are they of one shape in both programs?",
             )
+        # Every metric is turned into an error, so that smaller is better throughout the search.
         if self._metric in HIGHER_IS_BETTER:
-            return max(1.0 - value for value in found)
-        return max(found)
+            return max(1.0 - value for value in errors)
+        return max(errors)
 
 
 def _end_of(run: Run, site: str, slot: str) -> str:
-    """The slot of the end result, checked to be there."""
+    """The slot of the final output, checked to exist with values."""
     records = [r for r in run.records if r.key.site == site and r.key.port == "output"]
     if not records:
         raise BadInput(
@@ -340,20 +361,20 @@ def _end_of(run: Run, site: str, slot: str) -> str:
             hint=did_you_mean(site, {r.key.site for r in run.records})
             or "dump the reference with its outputs",
         )
-    whole = [r for r in records if r.kept == "full" and not run.lost(r)]
-    if not whole:
+    complete = [r for r in records if r.kept == "full" and not run.lost(r)]
+    if not complete:
         raise BadInput(
             f"run '{run.name}' holds only the {records[0].kept} of its tensors",
             hint="bisect needs a reference dumped with --keep full",
         )
     if slot:
-        if not any(r.key.slot == slot for r in whole):
+        if not any(r.key.slot == slot for r in complete):
             raise BadInput(
                 f"'{site}' has no output '{slot}'",
-                hint=did_you_mean(slot, {r.key.slot for r in whole}),
+                hint=did_you_mean(slot, {r.key.slot for r in complete}),
             )
         return slot
-    return next((r.key.slot for r in whole if "float" in r.dtype), whole[0].key.slot)
+    return next((r.key.slot for r in complete if "float" in r.dtype), complete[0].key.slot)
 
 
 def _literal(site: str) -> str:

@@ -1,4 +1,4 @@
-"""The folders that experiments leave: their names, their JSON, and making room for them."""
+"""Folders of experiments: their names, their JSON files, and preparing an empty one."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ NOISE = "noise.json"
 BISECT = "bisect.json"
 REPEAT = "repeat.json"
 _KINDS = (REPLAY, NOISE, BISECT, REPEAT)
+# A guard against files of strangers: real ones have a few megabytes.
 _LARGEST = 64 << 20
 
 
 def make_room(place: Path, *, force: bool) -> None:
-    """An empty folder; what an earlier experiment left there goes only if asked.
+    """Prepare an empty folder; an earlier experiment in it is deleted only with `force`.
 
     Raises:
         AlreadyThere: Something is there that may not be replaced.
@@ -43,6 +44,8 @@ def make_room(place: Path, *, force: bool) -> None:
                     hint="choose another one, or --force to replace the experiment in it",
                 )
             if not _is_only_an_experiment(place):
+                # Deleting is limited to folders that hold nothing but an experiment: a mistyped
+                # path must not cost other files.
                 raise AlreadyThere(
                     f"'{place}' holds other things than an experiment, so it is not replaced",
                     hint="choose another output folder",
@@ -68,7 +71,7 @@ def write_json(place: Path, name: str, content: Mapping[str, Any]) -> None:
 
 
 def read_json(place: Path, name: str) -> Mapping[str, Any]:
-    """The JSON of an experiment's folder.
+    """The JSON document of an experiment's folder.
 
     Raises:
         BadRun: There is none, or it is of another kind or version.
@@ -91,7 +94,7 @@ def read_json(place: Path, name: str) -> Mapping[str, Any]:
 
 
 def identity(run: Run, path: Path) -> dict[str, Any]:
-    """What tells one run from another: its id, and a digest of all its tensors' digests."""
+    """What identifies a run: its id, and a digest of all its tensors' digests."""
     digest = hashlib.sha256()
     for record in run.records:
         digest.update(f"{record.key}\0{record.digest}\n".encode())

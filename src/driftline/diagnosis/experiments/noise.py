@@ -1,7 +1,7 @@
-"""`noise`: executions of an unchanged program that are all right, as a yardstick for one in doubt.
+"""`driftline noise`: several right executions of an unchanged program, to measure noise with.
 
-Each variant is an ordinary run. A variant that could not be made is kept in the list with its
-reason; one that turned out to be the same execution as another says so.
+Each variant is an ordinary run. A variant that could not be made is listed with its reason; one
+that equals another to the bit is marked so.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from driftline.numerics.dtypes import DTYPES
 from driftline.runs.run import Run
 
 FORMATS = ("float32", "bfloat16", "float16")
+# All of these are right: they differ in the order of sums, in roundings between operations, or by
+# one unit in the last place of the inputs.
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
     "fused": {"fused": True},
@@ -39,7 +41,7 @@ USUAL = ("plain", "fused", "eager", "math", "dither", "dither2")
 
 
 class Variant(NamedTuple):
-    """One execution.
+    """One execution of the program.
 
     Attributes:
         name: Number format and what was done besides, such as `bfloat16-fused`.
@@ -113,17 +115,17 @@ def noise(
 
 
 def format_of(run: Run) -> str:
-    """The number format that most of a run's outputs have.
+    """The number format of most outputs of a run.
 
     Raises:
         BadInput: It holds no floating-point output.
     """
-    found = Counter(
+    counts = Counter(
         record.dtype
         for record in run.records
         if record.key.port == "output" and DTYPES[record.dtype].is_floating
     )
-    for dtype, _ in found.most_common():
+    for dtype, _ in counts.most_common():
         if dtype in FORMATS:
             return dtype
     raise BadInput(f"run '{run.name}' has no outputs in a format that variants can be made in")
@@ -141,6 +143,7 @@ def _made(
     folder = output / name
     how = dict(WAYS[way])
     if way == "threads":
+        # Any other number of threads changes the order of sums; one is enough to differ from many.
         how["threads"] = 1 if (os.cpu_count() or 1) == 1 else 2
     plan = CapturePlan(
         output=str(folder.absolute()),
@@ -174,7 +177,7 @@ def _why_not(ended: Ended, folder: Path) -> str:
 
 
 def _unless_seen(variant: Variant, output: Path, seen: dict[str, str]) -> Variant:
-    """Equal blobs count once: a variant that changed no bit is no second witness."""
+    """Mark a variant whose outputs equal an earlier one's: it is no second witness."""
     digest = hashlib.sha256()
     for record in open_run(output / variant.folder).records:
         if record.key.port == "output":

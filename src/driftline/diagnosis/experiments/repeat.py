@@ -1,7 +1,7 @@
-"""`repeat`: is a program deterministic, and does its batch matter to a sequence in it?
+"""`driftline repeat`: is a program deterministic, and does its batch influence a sequence in it?
 
-Runs an unchanged program several times and sets their digests side by side; then with other
-threads, with one sequence of the batch alone, and with the batch in another order.
+Runs an unchanged program several times and compares digests; then with other numbers of threads,
+with one sequence of the batch alone, and with the batch in another order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAMES = {"batch": "alone", "order": "reversed"}
 
 
 class Side(NamedTuple):
-    """What came of one question.
+    """The answer to one question.
 
     Attributes:
         question: repeats, threads, batch or order.
@@ -85,7 +85,7 @@ def repeat(
     selection: Selection | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Repeated:
-    """Run a program again and again and find the first site that differs.
+    """Run a program several times and find the first site that differs.
 
     Args:
         argv: The program.
@@ -108,20 +108,20 @@ def repeat(
             tell(sentence)
 
     with tempfile.TemporaryDirectory(prefix="driftline-repeat-") as folder:
-        desk = _Desk(argv, selection or Selection(), Path(folder))
+        program = _ProgramRuns(argv, selection or Selection(), Path(folder))
         runs: list[Run] = []
         for number in range(times):
             say(f"execution {number + 1} of {times}")
-            runs.append(desk.run("digest"))
+            runs.append(program.run("digest"))
         sides = [_repeats(runs)]
         for word in dict.fromkeys(vary):
             say(f"with other {word}" if word == "threads" else f"with another {word}")
-            sides.append(desk.threads(runs[0]) if word == "threads" else desk.batch(word))
-        return Repeated(tuple(sides), desk.executions)
+            sides.append(program.threads(runs[0]) if word == "threads" else program.batch(word))
+        return Repeated(tuple(sides), program.executions)
 
 
-class _Desk:
-    """Runs the program in a folder of its own, as often as asked."""
+class _ProgramRuns:
+    """Runs the program, each time into a folder of its own."""
 
     def __init__(self, argv: Sequence[str], selection: Selection, folder: Path) -> None:
         self._argv = argv
@@ -140,8 +140,9 @@ class _Desk:
             command=tuple(self._argv),
             experiment=experiment or {},
         )
+        # The variable must be set before the program starts: OpenMP reads it once.
         cores = {"OMP_NUM_THREADS": str(threads)} if threads else None
-        ended = run_with(self._argv, plan, cores, aside=True)
+        ended = run_with(self._argv, plan, cores, to_stderr=True)
         self._require(ended, place)
         self._batch = max((int(r.get("batch", 0)) for r in ended.reports), default=0)
         return open_run(place)
@@ -158,6 +159,7 @@ class _Desk:
 
     def threads(self, base: Run) -> Side:
         cores = os.cpu_count() or 1
+        # One core offers no other number of threads to compare with.
         if cores == 1:
             return Side("threads", None, reason="this machine has one core")
         sides: list[Side] = []
@@ -186,7 +188,7 @@ def _repeats(runs: Sequence[Run]) -> Side:
 
 
 def _compared(question: str, runs: Sequence[Run]) -> Side:
-    """Digests of the same tensors, side by side; the first that differs in execution order."""
+    """Compare digests of the same tensors; the first difference in execution order is reported."""
     others = [{record.key: record for record in run.records} for run in runs[1:]]
     keys = [record.key for record in runs[0].records]
     differing = 0
@@ -217,23 +219,23 @@ def _digest(record: Record | None) -> str:
 
 
 def _slices(question: str, base: Run, other: Run, size: int) -> Side:
-    """A sequence of a batch against the same sequence by itself, or elsewhere in the batch."""
-    there = {record.key: record for record in other.records}
+    """Compare a sequence of a batch with the same sequence alone, or elsewhere in the batch."""
+    partners = {record.key: record for record in other.records}
     compared = differing = 0
     largest, first = 0.0, None
     for record in base.records:
-        partner = there.get(record.key)
+        partner = partners.get(record.key)
         if partner is None or record.kept != "full" or partner.kept != "full":
             continue
         pair = _aligned(question, TensorHandle(base, record), TensorHandle(other, partner), size)
         if pair is None:
             continue
         compared += 1
-        ours, theirs = pair
-        if ours.tobytes() != theirs.tobytes():
+        base_values, other_values = pair
+        if base_values.tobytes() != other_values.tobytes():
             differing += 1
             first = first or record.key
-            largest = max(largest, _relative(record, ours, theirs))
+            largest = max(largest, _relative(record, base_values, other_values))
     if not compared:
         return Side(question, None, reason="no tensor has the batch as its first dimension")
     return Side(
@@ -242,46 +244,46 @@ def _slices(question: str, base: Run, other: Run, size: int) -> Side:
     )  # fmt: skip
 
 
-def _aligned(question: str, ours: TensorHandle, theirs: TensorHandle, size: int) -> Any:
-    """The same sequence's part of both; None where the batch is not the first dimension."""
-    if not ours.shape or not ours.shape[0] or ours.shape[0] % size:
+def _aligned(question: str, base: TensorHandle, other: TensorHandle, size: int) -> Any:
+    """The same sequence's part of both; None if the batch is not the first dimension."""
+    if not base.shape or not base.shape[0] or base.shape[0] % size:
         return None
-    rows = ours.shape[0] // size
-    mine = ours.raw().reshape(size, rows, -1)
+    rows = base.shape[0] // size
+    sequences = base.raw().reshape(size, rows, -1)
     if question == "order":
-        if theirs.shape != ours.shape:
+        if other.shape != base.shape:
             return None
-        return mine, theirs.raw().reshape(size, rows, -1)[::-1]
-    if theirs.shape != (rows, *ours.shape[1:]):
+        return sequences, other.raw().reshape(size, rows, -1)[::-1]
+    if other.shape != (rows, *base.shape[1:]):
         return None
-    return mine[0], theirs.raw().reshape(rows, -1)
+    return sequences[0], other.raw().reshape(rows, -1)
 
 
-def _relative(record: Record, ours: Any, theirs: Any) -> float:
+def _relative(record: Record, base: Any, other: Any) -> float:
     from driftline.numerics.dtypes import DTYPES, to_float64
 
     dtype = DTYPES[record.dtype]
     if dtype.bits < 8:
         return 0.0
-    both: list[Any] = [
+    decoded: list[Any] = [
         to_float64(np.ascontiguousarray(values).reshape(-1), dtype, values.size)
-        for values in (ours, theirs)
+        for values in (base, other)
     ]
-    one, two = both
-    norm = float(np.linalg.norm(one))
-    error = float(np.linalg.norm(np.subtract(one, two))) / norm if norm else math.inf
+    first, second = decoded
+    norm = float(np.linalg.norm(first))
+    error = float(np.linalg.norm(np.subtract(first, second))) / norm if norm else math.inf
     return error if math.isfinite(error) else 0.0
 
 
-def lines(found: Repeated) -> Iterator[str]:
-    """The answers in words."""
+def lines(repeated: Repeated) -> Iterator[str]:
+    """The answers as lines of text."""
     asked = {
         "repeats": ("deterministic", "not deterministic"),
         "threads": ("the number of threads changes nothing", "the number of threads matters"),
         "batch": ("batch-invariant", "not batch-invariant: a sequence alone gives other bits"),
         "order": ("the order of the batch changes nothing", "the order of the batch matters"),
     }
-    for side in found.sides:
+    for side in repeated.sides:
         good, bad = asked[side.question]
         if side.same is None:
             yield f"{side.question}: not known, {side.reason}"
@@ -292,4 +294,4 @@ def lines(found: Repeated) -> Iterator[str]:
             why = f" ({side.reason})" if side.reason else ""
             yield f"{bad}{why}: first at {side.first_site}, {side.first_key}"
             yield f"  {side.differing} of {side.tensors} tensors differ{more}"
-    yield f"{found.executions} executions"
+    yield f"{repeated.executions} executions"

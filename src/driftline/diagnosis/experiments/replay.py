@@ -1,8 +1,8 @@
-"""`replay`: the unchanged reference program runs once, and each of its modules is also applied to
-what the candidate's module was given.
+"""`driftline replay`: the reference program runs once, and each of its modules is also applied to
+the inputs of the candidate's module.
 
-Asks, checks and gathers; what happens inside the program is `live.replay`. What the results mean is
-the business of diagnosis.
+Checks the request, starts the program and gathers its reports; what happens inside the program is
+in `live.replay`. Diagnosis interprets the results.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from driftline.errors import BadInput, DriftlineError
 from driftline.formats.registry import open_run
 from driftline.runs.run import Run
 
+# Bytes of tensors that are held inside the program at most, unless the caller says otherwise.
 MOST_HELD = 4 << 30
 
 
 class NotTheSameModel(DriftlineError):
-    """The program builds another model than the one that was captured."""
+    """The program builds another model than the captured one."""
 
 
 class Replayed(NamedTuple):
-    """What came of a replay.
+    """The outcome of a replay.
 
     Attributes:
         folder: Where it lies.
@@ -95,6 +96,7 @@ def replay(
     """
     run = open_run(candidate)
     require_inputs(run)
+    # The candidate is checked before the program is started: loading a model may take minutes.
     links = _links(run, reference_run, maps)
     plan = CapturePlan(
         output=str(output.absolute()),
@@ -121,6 +123,8 @@ def replay(
         _leave_nothing(output)
         raise
     native = output / NATIVE
+    # Both runs must exist for readers; in wide arithmetic the native run is the exact one, linked
+    # file by file.
     if not native.exists():  # the candidate's format is the wide one: it costs nothing
         shutil.copytree(output / EXACT, native, copy_function=_linked)
     write_json(
@@ -143,7 +147,7 @@ def replay(
 
 
 def require_inputs(run: Run) -> None:
-    """Raise where a run cannot be replayed at all, and say how to dump one that can.
+    """Raise if a run cannot be replayed at all, and say how to dump one that can.
 
     Raises:
         BadInput: No inputs from before the calls, or no values of them.
@@ -176,7 +180,7 @@ def require_inputs(run: Run) -> None:
 
 
 def _links(run: Run, reference_run: Path | None, maps: Sequence[str]) -> dict[str, str]:
-    """Sites of the reference → sites of the candidate, from what the user said."""
+    """Sites of the reference -> sites of the candidate, as the user gave them."""
     if reference_run is None:
         if maps:
             raise BadInput(
@@ -187,17 +191,18 @@ def _links(run: Run, reference_run: Path | None, maps: Sequence[str]) -> dict[st
     plan = align_runs(open_run(reference_run), run, AlignOptions(maps=tuple(maps)))
     links: dict[str, str] = {}
     for pair in plan.pairs:
+        # A transformed pair is no module of the same shape: it cannot be given the other's inputs.
         if pair.reference_recipe is None and pair.candidate_recipe is None:
             links.setdefault(pair.reference.key.site, pair.candidate.key.site)
     return links
 
 
 def _gathered(ended: Ended, run: Run) -> tuple[dict[str, Mapping[str, Any]], int, tuple[str, ...]]:
-    """What all processes say together, site by site."""
+    """The reports of all processes together, site by site."""
     problems = [str(r["problem"]) for r in ended.reports if r.get("problem")]
-    told = [r for r in ended.reports if "sites" in r]
+    reports = [r for r in ended.reports if "sites" in r]
     failed = f" (the program ended with status {ended.status})" if ended.status else ""
-    for report in told:
+    for report in reports:
         if report["clash"]:
             more = int(report["clash_count"]) - 1
             raise NotTheSameModel(
@@ -206,33 +211,34 @@ def _gathered(ended: Ended, run: Run) -> tuple[dict[str, Mapping[str, Any]], int
                 hint="start the program with the candidate's configuration; --partial replays "
                 "what the two have in common",
             )
-    if not told:
+    if not reports:
         why = problems[0] if problems else ended.why_not or "no module was called"
         raise BadInput(
             f"nothing was replayed: {why}{failed}", hint="is this the reference program?"
         )
     sites: dict[str, Mapping[str, Any]] = {}
-    for report in told:
+    for report in reports:
         for site, entry in report["sites"].items():
-            known = sites.get(site)
-            if known is None or known["status"] != "replayed":
+            earlier = sites.get(site)
+            # Of several ranks or processes, one that could replay the site counts.
+            if earlier is None or earlier["status"] != "replayed":
                 sites[site] = entry
-    calls = sum(int(report["calls"]) for report in told)
+    calls = sum(int(report["calls"]) for report in reports)
     if not calls:
         reasons = [str(e["reason"]) for e in sites.values() if e["status"] == "unknown"]
-        shared = _shared(told, run)
+        shared = _shared(reports, run)
         why = reasons[0] if reasons else shared
         raise BadInput(
             f"nothing was replayed: {why}{failed}",
             hint="the program must call the same modules in the same steps as the candidate did",
         )
-    notes = [note for report in told for note in (*report["clashes"], *report["faults"])]
+    notes = [note for report in reports for note in (*report["clashes"], *report["faults"])]
     return sites, calls, tuple(dict.fromkeys(notes))
 
 
-def _shared(told: Sequence[Mapping[str, Any]], run: Run) -> str:
+def _shared(reports: Sequence[Mapping[str, Any]], run: Run) -> str:
     site = next(iter(run.sites()), "")
-    del told
+    del reports
     return f"the program called none of the candidate's modules, '{site}' the first of them"
 
 
@@ -245,7 +251,7 @@ def _linked(source: str, target: str) -> str:
 
 
 def _leave_nothing(output: Path) -> None:
-    """A replay that failed leaves its folder as it found it: empty, or gone."""
+    """Remove what a failed replay left, so that the folder is as before: empty, or gone."""
     for name in (EXACT, NATIVE):
         shutil.rmtree(output / name, ignore_errors=True)
     if output.is_dir() and output != Path.cwd() and not any(output.iterdir()):

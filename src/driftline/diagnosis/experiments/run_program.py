@@ -1,4 +1,4 @@
-"""Start an unchanged program with an experiment in it, and read what its processes say of it."""
+"""Start an unchanged program with an experiment inside, and read the reports of its processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from driftline.captures.launch.messages import Messages, read_messages
 
 
 class Ended(NamedTuple):
-    """A program that was run.
+    """A program that has ended.
 
     Attributes:
         status: Its exit status, as a shell reports it.
@@ -30,7 +30,7 @@ class Ended(NamedTuple):
 
     @property
     def why_not(self) -> str:
-        """Why no process has anything to say; empty if one has."""
+        """Why no process reported anything; empty if one did."""
         if self.reports:
             return ""
         if self.messages.failed:
@@ -47,7 +47,7 @@ def run_with(
     plan: CapturePlan,
     variables: Mapping[str, str] | None = None,
     *,
-    aside: bool = False,
+    to_stderr: bool = False,
 ) -> Ended:
     """Run a command to its end with the plan's experiment in it.
 
@@ -55,8 +55,8 @@ def run_with(
         argv: The command, word by word.
         plan: With an experiment; captures what its selection takes.
         variables: Environment variables for the program, besides its usual ones.
-        aside: What the program prints goes to standard error. For programs that are run again and
-            again to find something out: the answer alone is printed.
+        to_stderr: What the program prints goes to standard error. For programs that are run many
+            times to find something out: only the answer is printed.
 
     Raises:
         BadInput: The command cannot be started.
@@ -65,18 +65,18 @@ def run_with(
     require_command(argv, base)
     with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:
         program_environment = build_environment(Path(folder).resolve(), plan)
-        status = run_child(argv, program_environment.environment(base), to_stderr=aside)
+        status = run_child(argv, program_environment.environment(base), to_stderr=to_stderr)
         messages = read_messages(program_environment.messages)
     return Ended(status, tuple(_read(messages.experiments)), messages)
 
 
 def _read(texts: Sequence[str]) -> list[Mapping[str, Any]]:
-    found: list[Mapping[str, Any]] = []
+    reports: list[Mapping[str, Any]] = []
     for text in texts:
         try:
             parsed: object = json.loads(text)
         except ValueError:  # cut short by a kill
             continue
         if isinstance(parsed, dict):
-            found.append(cast("Mapping[str, Any]", parsed))
-    return found
+            reports.append(cast("Mapping[str, Any]", parsed))
+    return reports

@@ -1,1 +1,1 @@
-"""Operators of ATB dumps: which tensors belong to a call, and how it is run again on the device."""
+"""ATB dumps: which tensors belong to an operator, and how it is executed again on the device."""

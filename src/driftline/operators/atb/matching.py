@@ -1,4 +1,4 @@
-"""The golden outputs of a call meet the dumped ones: one row per output."""
+"""Golden outputs of an ATB operator compared with the dumped ones: one row per output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from driftline.operators.atb.tensors import Dumped, Given
+from driftline.operators.atb.tensors import Dumped, InputTensors
 from driftline.operators.definitions.call import Result, Unfit, scale_of
 from driftline.operators.definitions.indexing import from_tiles
 from driftline.operators.definitions.registry import results
@@ -18,12 +18,17 @@ AnyArray = np.ndarray[Any, np.dtype[Any]]
 
 
 def rows_of(
-    call: OperatorCall, inputs: Given, outputs: Sequence[Dumped], metrics: Collection[Metric] = ()
+    call: OperatorCall,
+    inputs: InputTensors,
+    outputs: Sequence[Dumped],
+    metrics: Collection[Metric] = (),
 ) -> list[OutputRow]:
     """One row for every output that the dump or the definition has."""
     formats = formats_of(outputs)
     try:
-        found = results(call.op_type, call.param, [each.tensor for each in inputs.tensors], formats)
+        golden = results(
+            call.op_type, call.param, [dumped.tensor for dumped in inputs.tensors], formats
+        )
     except Unfit as why:
         return [unchecked(call, str(why))]
     rows = [
@@ -32,34 +37,35 @@ def rows_of(
             output.slot,
             output.tensor.dtype,
             output.shape,
-            _figures(found, inputs, output, metrics),
+            _figures(golden, inputs, output, metrics),
             output.path,
         )
         for output in outputs
     ]
-    there = {int(each.slot) for each in outputs}
-    for number in range(len(found)):
-        if number not in there:
+    # Outputs that only the definition has are listed too, so that nothing missing looks checked.
+    slots = {int(dumped.slot) for dumped in outputs}
+    for number in range(len(golden)):
+        if number not in slots:
             figures = Figures("not checked", f"output {number} is not in the dump")
-            shape = found[number].values.shape
-            rows.append(OutputRow(call, str(number), found[number].dtype, shape, figures))
+            shape = golden[number].values.shape
+            rows.append(OutputRow(call, str(number), golden[number].dtype, shape, figures))
     return rows
 
 
 def formats_of(outputs: Sequence[Dumped]) -> list[str]:
-    """Element types of outputs by their number; empty for one that is not there."""
-    there = {int(each.slot): each.tensor.dtype for each in outputs}
-    return [there.get(number, "") for number in range(max(there, default=-1) + 1)]
+    """Element types of outputs by number; empty for an output that is missing."""
+    formats = {int(output.slot): output.tensor.dtype for output in outputs}
+    return [formats.get(number, "") for number in range(max(formats, default=-1) + 1)]
 
 
 def _figures(
-    found: Sequence[Result], inputs: Given, output: Dumped, metrics: Collection[Metric]
+    golden: Sequence[Result], inputs: InputTensors, output: Dumped, metrics: Collection[Metric]
 ) -> Figures:
     number = int(output.slot)
-    if number >= len(found):
+    if number >= len(golden):
         return Figures("not checked", f"the definition has no output {number}")
-    tiled = output.tiled or any(each.tiled for each in inputs.tensors)
-    result = fitted(found[number], output.shape, tiled=tiled)
+    tiled = output.tiled or any(dumped.tiled for dumped in inputs.tensors)
+    result = fitted(golden[number], output.shape, tiled=tiled)
     figures = judge(
         result.values,
         output.tensor.values,
@@ -69,6 +75,7 @@ def _figures(
         exact=result.exact,
         metrics=metrics,
     )
+    # A failure that the definition or the dump explains is no failure of the operator.
     if figures.status == "fail":
         if result.note:
             return figures._replace(status="not checked", reason=result.note)
@@ -81,25 +88,26 @@ def _figures(
     return figures
 
 
-def _in_place(inputs: Given, output: Dumped) -> bool:
+def _in_place(inputs: InputTensors, output: Dumped) -> bool:
     return any(
-        each.raw.nbytes == output.raw.nbytes
-        and each.tensor.dtype == output.tensor.dtype
-        and np.array_equal(each.raw.view(np.uint8), output.raw.view(np.uint8))
-        for each in inputs.tensors
+        dumped.raw.nbytes == output.raw.nbytes
+        and dumped.tensor.dtype == output.tensor.dtype
+        and np.array_equal(dumped.raw.view(np.uint8), output.raw.view(np.uint8))
+        for dumped in inputs.tensors
     )
 
 
 def fitted(result: Result, shape: tuple[int, ...], *, tiled: bool) -> Result:
-    """A golden output in the shape of the dumped one, where only padding or ones differ."""
+    """A golden output in the shape of the dumped one, if only padding or axes of size 1 differ."""
     values = result.values
     if values.shape == shape:
         return result
 
+    # The scale of the terms must follow every change of shape, but is computed only if needed.
     def also(change: Callable[[AnyArray], AnyArray]) -> Result:
         def scale() -> AnyArray | None:
-            found = scale_of(result)
-            return None if found is None else change(found)
+            size = scale_of(result)
+            return None if size is None else change(size)
 
         lazily = None if result.scale is None else cast("Callable[[], AnyArray]", scale)
         return result._replace(values=change(values), scale=lazily)
@@ -107,11 +115,11 @@ def fitted(result: Result, shape: tuple[int, ...], *, tiled: bool) -> Result:
     if tiled and values.ndim == 4 and len(shape) != 4:
         return fitted(also(from_tiles), shape, tiled=True)
     if _sizes(values.shape) == _sizes(shape):
-        return also(lambda each: each.reshape(shape))
+        return also(lambda array: array.reshape(shape))
     if tiled and values.ndim == len(shape):
         part = tuple(slice(0, size) for size in shape)
         if all(size <= full for size, full in zip(shape, values.shape, strict=True)):
-            return also(lambda each: each[part])
+            return also(lambda array: array[part])
     return result
 
 

@@ -1,9 +1,9 @@
-"""`-rerun` of an ATB dump: its operators executed again by the library itself.
+"""`-rerun` for ATB dumps: operators are executed again by the library itself.
 
-Where an Ascend machine has the library's checker (`libopchecker.so`), it registers one torch class
-for all operators; the inputs of the dump go through it three times. Attention and operators that
-join ranks take more than their inputs: of those the dump's own outputs are checked, and said to be.
-What an operator should give is not known here.
+If an Ascend machine has the library's checker (`libopchecker.so`), it registers one torch class for
+all operators; the inputs of the dump go through it three times. Attention and operators that join
+ranks need more than their inputs: for those the dump's own outputs are checked, and the row says
+so. Does not know what an operator should give.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -21,7 +21,7 @@ from driftline import settings
 from driftline.errors import BadInput
 from driftline.numerics.dtypes import DTYPES
 from driftline.operators.atb.matching import rows_of
-from driftline.operators.atb.tensors import IN_PLACE, Dumped, Given
+from driftline.operators.atb.tensors import IN_PLACE, Dumped, InputTensors
 from driftline.operators.definitions.registry import plain_name, tensor_of
 from driftline.operators.result import Figures, Metric, OperatorCall, OutputRow
 from driftline.registry import require
@@ -58,11 +58,13 @@ class AtbRerun:
 
         from driftline.operators.aten.golden import sentence
 
+        # A bare number is an NPU, as in the ATB tools.
         name = f"npu:{device or 0}" if not device or device.isdigit() else device
         if name.startswith("npu"):
             with contextlib.suppress(ImportError):
                 importlib.import_module("torch_npu")
         try:
+            # A small computation is the only reliable test that a device works.
             torch.zeros(1, device=name).add_(1)
         except Exception as trouble:
             raise BadInput(
@@ -78,12 +80,12 @@ class AtbRerun:
     def rows(
         self,
         call: OperatorCall,
-        inputs: Given,
+        inputs: InputTensors,
         outputs: Sequence[Dumped],
         rows: Sequence[OutputRow],
         metrics: Collection[Metric],
     ) -> list[OutputRow]:
-        """The rows of a call, with what the library gives for the same inputs.
+        """The rows of a call, judged by what the library gives for the same inputs.
 
         Args:
             call: The operator.
@@ -100,15 +102,15 @@ class AtbRerun:
             ]
         from driftline.operators.aten.calls import raw_of
         from driftline.operators.aten.calls import tensor_of as torch_tensor_of
-        from driftline.operators.aten.rerun import told_apart
+        from driftline.operators.aten.rerun import compared_with_reruns
 
         again = self._executions(call, inputs)
         held = {output.slot: output for output in outputs}
-        found: list[OutputRow] = []
+        updated: list[OutputRow] = []
         for row in rows:
             output = held.get(row.slot)
             if output is None or row.status == "not checked":
-                found.append(row)
+                updated.append(row)
                 continue
 
             def judged(other: Any, output: Dumped = output) -> Figures:
@@ -117,47 +119,54 @@ class AtbRerun:
                     return Figures("fail", f"executed again it gives {other.dtype}")
                 raw = raw_of(other).view(DTYPES[kind].storage)
                 values = tensor_of(raw, kind, tuple(other.shape))
-                mine = output._replace(tensor=values, raw=raw, shape=tuple(other.shape))
-                made = rows_of(call, inputs, [mine], metrics)
-                return next(one.figures for one in made if one.slot == output.slot)
+                rerun_output = output._replace(tensor=values, raw=raw, shape=tuple(other.shape))
+                made = rows_of(call, inputs, [rerun_output], metrics)
+                return next(made_row.figures for made_row in made if made_row.slot == output.slot)
 
             actual = torch_tensor_of(output.raw, output.tensor.dtype, output.shape)
-            figures = told_apart(row.figures, again, row.slot, actual, judged, self.device)
-            found.append(row._replace(figures=figures))
-        return found
+            figures = compared_with_reruns(
+                row.figures, again, row.slot, actual, judged, self.device
+            )
+            updated.append(row._replace(figures=figures))
+        return updated
 
-    def _not_again(self, call: OperatorCall, inputs: Given) -> str:
+    def _not_again(self, call: OperatorCall, inputs: InputTensors) -> str:
         name = plain_name(call.op_type)
         if name in _RANKS:
             return "it joins ranks"
         if name in _ATTENTION:
             return "attention takes more of the library than its inputs"
-        if any(one.tiled for one in inputs.tensors):
+        if any(dumped.tiled for dumped in inputs.tensors):
             return "an input is stored in tiles"
         return ""
 
-    def _executions(self, call: OperatorCall, inputs: Given) -> Any:
+    def _executions(self, call: OperatorCall, inputs: InputTensors) -> Any:
         from driftline.operators.aten.calls import tensor_of as torch_tensor_of
         from driftline.operators.aten.golden import sentence
-        from driftline.operators.aten.rerun import EXECUTIONS, Again
+        from driftline.operators.aten.rerun import EXECUTIONS, Reruns
 
         results: list[dict[str, Any]] = []
         try:
             for _ in range(EXECUTIONS):
-                given = [
-                    torch_tensor_of(one.raw, one.tensor.dtype, one.shape).to(self.device)
-                    for one in inputs.tensors
+                arguments = [
+                    # New tensors for each execution: operators in place change their inputs.
+                    torch_tensor_of(tensor.raw, tensor.tensor.dtype, tensor.shape).to(self.device)
+                    for tensor in inputs.tensors
                 ]
                 operation = self._kind(call.op_type)
                 operation.set_param(json.dumps(dict(call.param)))
-                made = operation.execute(given)
+                made = operation.execute(arguments)
                 places = IN_PLACE.get(plain_name(call.op_type), ())
                 if places and not made:  # what it has written into
-                    made = [given[int(place)] for place in places if int(place) < len(given)]
-                results.append({str(at): one.cpu() for at, one in enumerate(made)})
+                    made = [
+                        arguments[int(place)] for place in places if int(place) < len(arguments)
+                    ]
+                results.append(
+                    {str(position): tensor.cpu() for position, tensor in enumerate(made)}
+                )
         except Exception as trouble:
-            return Again([], sentence(trouble))
-        return Again(results)
+            return Reruns([], sentence(trouble))
+        return Reruns(results)
 
 
 def _also(figures: Figures, words: str) -> Figures:

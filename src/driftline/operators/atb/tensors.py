@@ -1,4 +1,8 @@
-"""The operation csv that a user names with -c: which operators it lists, what it says of them."""
+"""Tensors of the operators of an ATB dump, and the operation csv that a user names with -c.
+
+Finds inputs and outputs by the dump's folders and decodes them as definitions need them. Does not
+know what an operator computes.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ from driftline.operators.result import OperatorCall
 from driftline.runs.local_files import reason_of
 from driftline.runs.records import Record, TensorKey
 
+# A guard against files of strangers; real ones have a few megabytes.
 _LARGEST = 256 << 20
 _NUMBER = re.compile(r"_(\d{1,9})\.csv$")
 
@@ -50,7 +55,7 @@ class ListedOperator(NamedTuple):
 
 
 def listed(path: Path) -> list[ListedOperator]:
-    """The operators of an operation csv.
+    """The operators listed in an operation csv.
 
     Raises:
         BadInput: It lists none, or kernels.
@@ -65,7 +70,7 @@ def listed(path: Path) -> list[ListedOperator]:
         raise BadFile(f"{path} is larger than {_LARGEST >> 20} MiB")
     number = _NUMBER.search(path.name)
     lines = read_operations(raw.decode("utf-8", "replace"), int(number[1]) if number else 0)
-    found = [
+    operators = [
         ListedOperator(
             line.execution,
             line.name,
@@ -77,35 +82,36 @@ def listed(path: Path) -> list[ListedOperator]:
             line.outputs,
         )
         for line in lines
+        # Lines whose name equals their type are kernels, which have no parameters of their own.
         if line.name != line.kind and line.outputs
     ]
-    if not found and lines:
+    if not operators and lines:
         raise BadInput(
             f"{path} lists kernels, not operators",
             hint="give -c the file in operation_io_tensors, not that in kernel_io_tensors",
         )
-    if not found:
+    if not operators:
         raise BadInput(
             f"{path} is no operation csv: no line of it has the 21 columns of one",
             hint="it is written by dump --type op, as operation_tensors_0.csv",
         )
-    return found
+    return operators
 
 
-# Inputs and outputs of the operators of an ATB dump, as definitions want them.
+# Inputs and outputs of operators.
 
 
 AnyArray = np.ndarray[Any, np.dtype[Any]]
 
 IN_PLACE = {"KvCache": ("2",), "ReshapeAndCache": ("2", "3"), "SetValue": ("0", "1")}
-"""Inputs that hold the result afterwards, for operators that have no output of their own."""
+"""Inputs that hold the result afterwards, for operators without an output of their own."""
 
 Place = tuple[int, int, int, str]
 """Rank, process, execution, operation id."""
 
 
 class Missing(Exception):
-    """A tensor that is needed and not there, in words."""
+    """A needed tensor that is not there, in words."""
 
 
 class Dumped(NamedTuple):
@@ -128,7 +134,7 @@ class Dumped(NamedTuple):
     path: str
 
 
-class Given(NamedTuple):
+class InputTensors(NamedTuple):
     """The inputs of a call, and when they were taken."""
 
     tensors: tuple[Dumped, ...]
@@ -147,6 +153,7 @@ class Tensors:
         for record in run.records:
             key = record.key
             self._records.setdefault((key.rank, key.process, key.step, key.site), []).append(record)
+        # By identity: folders are mutable, and there is one object per folder.
         self._graphs: dict[int, bool] = {}
 
     def by_ids(self) -> dict[Place, OperationFolder]:
@@ -165,16 +172,16 @@ class Tensors:
 
     def is_graph(self, folder: OperationFolder) -> bool:
         """Whether a folder holds operators, and not only the kernels of one."""
-        known = self._graphs.get(id(folder))
-        if known is None:
-            known = any(
+        holds_operators = self._graphs.get(id(folder))
+        if holds_operators is None:
+            holds_operators = any(
                 child.kind.endswith("Operation")
                 or definition_of(child.kind.rpartition("_")[2]) is not None
                 or self.is_graph(child)
                 for child in folder.children.values()
             )
-            self._graphs[id(folder)] = known
-        return known
+            self._graphs[id(folder)] = holds_operators
+        return holds_operators
 
     def path_of(self, rank: int, process: int, step: int, folder: OperationFolder) -> str:
         """The folder of the outputs, below what was opened."""
@@ -184,45 +191,46 @@ class Tensors:
         return ""
 
     def _of(self, call: OperatorCall, port: str, moment: str) -> dict[str, Record]:
-        found = self._records.get((call.rank, call.process, call.step, call.site), ())
+        records = self._records.get((call.rank, call.process, call.step, call.site), ())
         return {
             record.key.slot: record
-            for record in found
+            for record in records
             if record.key.port == port and record.key.moment == moment and not record.key.visit
         }
 
     def inputs(
         self, call: OperatorCall, folder: OperationFolder, line: ListedOperator | None = None
-    ) -> Given:
-        """All inputs, before the execution where that was dumped.
+    ) -> InputTensors:
+        """All inputs, from before the execution if that was dumped.
 
         Raises:
             Missing: One is not there.
             DriftlineError: One cannot be read.
         """
         moment = "before"
-        found = self._of(call, "input", moment)
-        if not found:
+        records = self._of(call, "input", moment)
+        if not records:
             moment = "after"
-            found = self._of(call, "input", moment)
-        count = max((int(slot) + 1 for slot in found), default=0)
+            records = self._of(call, "input", moment)
+        count = max((int(slot) + 1 for slot in records), default=0)
         if line is not None:
             count = max(count, len(line.inputs))
         tensors: list[Dumped] = []
         for number in range(count):
-            record = found.get(str(number))
+            record = records.get(str(number))
             if record is not None:
                 tensors.append(self._read(record, folder, f"input {number}"))
                 continue
-            said = line.inputs[number] if line and number < len(line.inputs) else None
-            if said is None or 0 not in said.shape or said.dtype not in DTYPES:
+            # An empty tensor has no file; the csv tells its type and shape.
+            described = line.inputs[number] if line and number < len(line.inputs) else None
+            if described is None or 0 not in described.shape or described.dtype not in DTYPES:
                 raise Missing(f"input {number} is not in the dump")
-            raw = np.empty(0, DTYPES[said.dtype].storage)
-            empty = tensor_of(raw, said.dtype, said.shape)
-            tensors.append(Dumped(str(number), empty, raw, said.shape, False, ""))
-        return Given(tuple(tensors), moment)
+            raw = np.empty(0, DTYPES[described.dtype].storage)
+            empty = tensor_of(raw, described.dtype, described.shape)
+            tensors.append(Dumped(str(number), empty, raw, described.shape, False, ""))
+        return InputTensors(tuple(tensors), moment)
 
-    def inputs_of_ranks(self, call: OperatorCall) -> Given:
+    def inputs_of_ranks(self, call: OperatorCall) -> InputTensors:
         """The inputs of the same operator on every rank, rank by rank.
 
         Raises:
@@ -243,7 +251,7 @@ class Tensors:
             own = self.inputs(call._replace(rank=rank, process=process), folder)
             tensors += own.tensors
             moment = own.moment
-        return Given(tuple(tensors), moment)
+        return InputTensors(tuple(tensors), moment)
 
     def outputs(self, call: OperatorCall, folder: OperationFolder) -> tuple[Dumped, ...]:
         """All outputs after the execution; of an operator in place, the inputs it changed.
@@ -252,21 +260,25 @@ class Tensors:
             Missing: There are none.
             DriftlineError: One cannot be read.
         """
-        found = self._of(call, "output", "after")
-        if not found:
+        records = self._of(call, "output", "after")
+        if not records:
             changed = self._of(call, "input", "after")
             slots = IN_PLACE.get(plain_name(call.op_type), ())
             if plain_name(call.op_type) == "ReshapeAndCache" and "3" not in changed:
                 slots = ("1",)
-            found = {str(at): changed[slot] for at, slot in enumerate(slots) if slot in changed}
-        if not found:
+            records = {
+                str(position): changed[slot]
+                for position, slot in enumerate(slots)
+                if slot in changed
+            }
+        if not records:
             early = self._of(call, "output", "before")
             why = ", only what their memory held before the execution" if early else ""
             raise Missing(f"its outputs are not in the dump{why}")
-        slots = sorted(found, key=int)
+        slots = sorted(records, key=int)
         return tuple(
-            self._read(found[slot], folder, f"output {slot}")._replace(
-                slot=slot, path=self._run.source(found[slot])
+            self._read(records[slot], folder, f"output {slot}")._replace(
+                slot=slot, path=self._run.source(records[slot])
             )
             for slot in slots
         )
@@ -288,7 +300,7 @@ class Tensors:
     def contradiction(
         self, rank: int, process: int, step: int, folder: OperationFolder, line: ListedOperator
     ) -> str:
-        """What a csv says of an operator that its folder denies; empty if they agree."""
+        """A contradiction between the csv and the folder of an operator; empty if they agree."""
         if folder.kind != line.kind:
             return (
                 f"the csv calls operation {line.ids} {line.kind}, the dump {folder.kind}: "
@@ -300,15 +312,20 @@ class Tensors:
                 number = int(record.key.slot)
                 if record.key.port != port or number >= len(described) or record.lost:
                     continue
-                said = described[number]
-                plain = said.layout in ("nd", "nchw", "") and not any(
+                description = described[number]
+                # Tiled tensors have other shapes in memory than in the csv: only plain ones are
+                # compared.
+                plain = description.layout in ("nd", "nchw", "") and not any(
                     file.header is not None and file.header.layout in NZ_FORMATS
                     for file in _files(folder, record.key)
                 )
-                if plain and (said.shape != record.shape or said.dtype != record.dtype):
+                if plain and (
+                    description.shape != record.shape or description.dtype != record.dtype
+                ):
                     return (
-                        f"the csv says {port} {number} is {said.dtype} {list(said.shape)}, in the "
-                        f"dump it is {record.dtype} {list(record.shape)}: "
+                        f"the csv says {port} {number} is {description.dtype} "
+                        f"{list(description.shape)}, in the dump it is {record.dtype} "
+                        f"{list(record.shape)}: "
                         "it is the csv of another dump"
                     )
         return ""

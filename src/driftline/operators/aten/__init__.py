@@ -1,1 +1,1 @@
-"""Calls of torch operators, replayed from what a run captured of them."""
+"""Calls of torch operators, executed again from what a run captured of them."""

@@ -1,8 +1,8 @@
-"""One call of a torch operator, built again from what a run holds of it, and executed.
+"""One call of a torch operator, rebuilt from what a run holds of it, and executed.
 
-The operator is found by its validated name, its arguments are decoded by its schema: nothing that a
-run says is ever evaluated. Stands alone with torch and numpy, since a reproducer carries this file
-in it. What the result should be compared with is not known here.
+The operator is looked up by its validated name, its arguments are decoded by its schema: nothing
+that a run says is ever evaluated. Needs only torch and numpy, since reproducing scripts contain
+this file. Does not know what the result should be.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Operators that must not be executed again, with the reason shown to the user.
 NOT_AGAIN = {
     "from_file": "it reads a file",
     "_local_scalar_dense": "it gives a number, no tensor",
@@ -26,7 +27,7 @@ NOT_AGAIN = {
 }
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor")
 CUT = 1000
-"""Longer lists of arguments are not kept whole by a capture."""
+"""A capture does not keep longer lists of arguments."""
 
 
 _NAMED = ("ScalarType", "Layout", "MemoryFormat", "Device", "str", "Stream", "Storage")
@@ -40,6 +41,7 @@ def operator_of(name: str) -> Any:
     """The operator overload with a name such as `aten.add.Tensor`."""
     if name.startswith("higher_order."):
         raise Unfit("a higher-order operator calls a function, which a run does not hold")
+    # The name comes from a file: only identifiers are ever looked up in torch.
     parts = name.split(".")
     if len(parts) != 3 or not all(NAME.fullmatch(part) for part in parts):
         raise Unfit(f"{name[:80]!r} is not the name of an operator")
@@ -55,15 +57,15 @@ def operator_of(name: str) -> Any:
             packet = getattr(names, short)
         except (AttributeError, RuntimeError):
             packet = None
-    found = getattr(packet, overload, None) if _is_packet(packet) else None
-    if not isinstance(found, torch._ops.OpOverload):
+    operator = getattr(packet, overload, None) if _is_packet(packet) else None
+    if not isinstance(operator, torch._ops.OpOverload):
         if space in ("aten", "prims"):
             raise Unfit(f"torch {torch.__version__} has no operator {name}")
         raise Unfit(
             f"nothing here defines the custom operator {space}.{short}; "
             "give the module that does with --import"
         )
-    return found
+    return operator
 
 
 def _is_packet(thing: Any) -> bool:
@@ -72,10 +74,10 @@ def _is_packet(thing: Any) -> bool:
 
 def dtype_named(name: str) -> torch.dtype:
     """The element type with a name such as `bfloat16`."""
-    found = getattr(torch, name, None) if NAME.fullmatch(name) else None
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None) if NAME.fullmatch(name) else None
+    if not isinstance(dtype, torch.dtype):
         raise Unfit(f"torch has no element type {name[:40]}")
-    return found
+    return dtype
 
 
 _AS_BITS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
@@ -114,13 +116,13 @@ def widened(dtype: torch.dtype, precision: str) -> torch.dtype:
 
 
 def decoded(name: str, kind: str, value: Any, precision: str, device: str) -> Any:
-    """An argument that is no tensor, as JSON holds it, in the type that the schema gives it."""
+    """An argument that is no tensor, converted from JSON to the type in the schema."""
     if value is None or "Generator" in kind:
         return None
     if isinstance(value, list):
         if len(value) >= CUT:
             raise Unfit(f"its argument {name} is a list too long to be kept")
-        return [decoded(name, kind, one, precision, device) for one in value]
+        return [decoded(name, kind, member, precision, device) for member in value]
     if "Device" in kind:
         return torch.device(device)
     if name == "pin_memory":
@@ -138,10 +140,10 @@ def decoded(name: str, kind: str, value: Any, precision: str, device: str) -> An
         return widened(dtype_named(value.removeprefix("torch.")), precision)
     if "Layout" in kind or "MemoryFormat" in kind:
         short = value.removeprefix("torch.")
-        found = getattr(torch, short, None) if NAME.fullmatch(short) else None
-        if not isinstance(found, (torch.layout, torch.memory_format)):
+        constant = getattr(torch, short, None) if NAME.fullmatch(short) else None
+        if not isinstance(constant, (torch.layout, torch.memory_format)):
             raise Unfit(f"its argument {name} makes no sense: {value[:40]}")
-        return found
+        return constant
     if "str" in kind:
         return value
     try:
@@ -162,7 +164,7 @@ def arguments_of(
     *,
     lenient: bool = False,
 ) -> list[Any]:
-    """All arguments of a call, by position, tensors copied and widened.
+    """All arguments of a call, by position; tensors are copied and widened.
 
     Args:
         func: The operator.
@@ -182,35 +184,35 @@ def arguments_of(
         kind = widened(tensor.dtype, precision)
         return tensor.to(device=device, dtype=kind, copy=True)
 
-    found: list[Any] = []
+    arguments: list[Any] = []
     for argument in func._schema.arguments:
         name, kind = argument.name, str(getattr(argument, "real_type", argument.type))
         if name in tensors:
-            found.append(moved(tensors[name]))
+            arguments.append(moved(tensors[name]))
         elif name in lists:
             members = lists[name]
             if max(members) >= CUT * 100:
                 raise Unfit(f"its argument {name} has too many members")
-            found.append(
+            arguments.append(
                 [moved(members[i]) if i in members else None for i in range(max(members) + 1)]
             )
         elif name == "device" and "Device" in kind:
-            found.append(torch.device(device))  # also where the program left it to torch
+            arguments.append(torch.device(device))  # also where the program left it to torch
         elif name in param and _is_default(argument, param[name]):
-            found.append(argument.default_value)
+            arguments.append(argument.default_value)
         elif name in param:
-            found.append(decoded(name, kind, param[name], precision, device))
+            arguments.append(decoded(name, kind, param[name], precision, device))
         elif argument.has_default_value():
-            found.append(argument.default_value)
+            arguments.append(argument.default_value)
         elif lenient or "Optional" in kind:
-            found.append(None)
+            arguments.append(None)
         else:
             raise Unfit(f"its argument {name} is not in the run")
-    return found
+    return arguments
 
 
 def _is_default(argument: Any, value: Any) -> bool:
-    """Whether a number is the schema's own; there a type is a number."""
+    """Whether a number is the schema's default, where types are stored as numbers."""
     return (
         type(value) is int
         and argument.has_default_value()
@@ -222,31 +224,32 @@ def _is_default(argument: Any, value: Any) -> bool:
 def executed(
     func: Any, args: Sequence[Any], precision: str, written: Sequence[tuple[int, str]]
 ) -> dict[str, torch.Tensor]:
-    """What a call gives, by slot; and what it wrote into arguments that it does not return."""
+    """What a call gives, by slot, and what it wrote into arguments that it does not return."""
     before = torch.get_default_dtype()
     keyword = [a.name for a in func._schema.arguments if a.kwarg_only]
     count = len(args) - len(keyword)
     try:
+        # Factories such as `arange` would otherwise compute in float32.
         if precision == "float64":
             torch.set_default_dtype(torch.float64)
         with torch.no_grad():
             result = func(*args[:count], **dict(zip(keyword, args[count:], strict=True)))
     finally:
         torch.set_default_dtype(before)
-    found: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
     if isinstance(result, torch.Tensor):
-        found["0"] = result
+        outputs["0"] = result
     elif isinstance(result, (list, tuple)):
         for index, value in enumerate(result):
-            _collect(value, str(index), found)
+            _collect(value, str(index), outputs)
     for index, name in written:
-        _collect(args[index], name, found)
-    return found
+        _collect(args[index], name, outputs)
+    return outputs
 
 
-def _collect(value: Any, slot: str, found: dict[str, torch.Tensor]) -> None:
+def _collect(value: Any, slot: str, outputs: dict[str, torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        found[slot] = value
+        outputs[slot] = value
     elif isinstance(value, (list, tuple)):
         for index, part in enumerate(value):
-            _collect(part, f"{slot}.{index}", found)
+            _collect(part, f"{slot}.{index}", outputs)

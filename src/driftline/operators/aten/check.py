@@ -1,4 +1,4 @@
-"""One listed call becomes rows: its inputs are read, it is executed, and its outputs are judged."""
+"""One listed call becomes rows: its inputs are read, it is executed, its outputs are judged."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
@@ -25,12 +25,12 @@ from driftline.operators.aten.golden import (
     placeholders,
     sentence,
 )
-from driftline.operators.aten.rerun import executions, told_apart
+from driftline.operators.aten.rerun import compared_with_reruns, executions
 from driftline.operators.aten.scaling import scale_of
 from driftline.operators.aten.source import ListedCall, why_missing
 from driftline.operators.judging import judge
 from driftline.operators.result import Figures, OutputRow, unchecked
-from driftline.operators.source import Ask
+from driftline.operators.source import CheckOptions
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 from driftline.runs.sidecars.calls import CallTensor
@@ -43,7 +43,7 @@ DAMAGED = (
 
 
 class Loaded(NamedTuple):
-    """A call with everything it takes to execute it, and what it gave."""
+    """A call with everything needed to execute it, and what it gave."""
 
     prepared: Prepared
     actual: dict[str, torch.Tensor]
@@ -57,6 +57,7 @@ def load(run: Run, listed: ListedCall) -> Loaded:
     """
     func = operator_of(listed.call.op_type)
     operator = Operator(func)
+    # Calls without an answer are refused before their tensors are read.
     why = kinds.no_answer(func, listed.call.param)
     if why:
         raise Unfit(why)
@@ -65,13 +66,14 @@ def load(run: Run, listed: ListedCall) -> Loaded:
     if operator.in_flight:
         raise Unfit("it takes the tensors of other ranks")
     tensors: dict[str, torch.Tensor] = {}
-    for one in listed.inputs:
-        record = listed.read.get(one.slot)
+    for tensor in listed.inputs:
+        record = listed.read.get(tensor.slot)
         if record is None:
-            if one.slot.partition(".")[0] not in operator.unread:
-                raise Unfit(why_missing(one))
+            if tensor.slot.partition(".")[0] not in operator.unread:
+                # An argument that is only written to may be missing; memory is made for it below.
+                raise Unfit(why_missing(tensor))
             continue
-        tensors[one.slot] = _tensor(run, record, one)
+        tensors[tensor.slot] = _tensor(run, record, tensor)
     _refuse_scratch(func, operator, listed)
     actual = {slot: _tensor(run, record, None) for slot, record in listed.made.items()}
     outputs = {slot: (tuple(made.shape), made.dtype) for slot, made in actual.items()}
@@ -81,13 +83,13 @@ def load(run: Run, listed: ListedCall) -> Loaded:
 
 
 def _refuse_scratch(func: Any, operator: Operator, listed: ListedCall) -> None:
-    """A backward pass may read memory that its forward pass left, of which nothing is kept."""
+    """Refuse a backward pass that reads memory left by its forward pass, which is not kept."""
     if has_formula(func):
         return
     for argument in func._schema.arguments:
         written = argument.alias_info is not None and argument.alias_info.is_write
-        given = written or listed.call.param.get(argument.name) is not None
-        if not given and argument.name in operator.unread and str(argument.type) == "Tensor":
+        supplied = written or listed.call.param.get(argument.name) is not None
+        if not supplied and argument.name in operator.unread and str(argument.type) == "Tensor":
             raise Unfit(f"it reads scratch memory of its forward pass ({argument.name})")
 
 
@@ -110,8 +112,8 @@ def _tensor(run: Run, record: Record, listed: CallTensor | None) -> torch.Tensor
     return values
 
 
-def rows_of(run: Run, listed: ListedCall, ask: Ask, device: str) -> list[OutputRow]:
-    """The rows of a call; one without a slot where it could not be checked as a whole."""
+def rows_of(run: Run, listed: ListedCall, options: CheckOptions, device: str) -> list[OutputRow]:
+    """The rows of a call; one row without a slot if it could not be checked as a whole."""
     if listed.trouble:
         return [unchecked(listed.call, listed.trouble)]
     if not listed.outputs:
@@ -120,6 +122,7 @@ def rows_of(run: Run, listed: ListedCall, ask: Ask, device: str) -> list[OutputR
         loaded = load(run, listed)
         if not loaded.actual:
             raise Unfit("what it gave is not in the run")
+        # A damaged or hostile file may ask for a result of any size.
         listed_elements = sum(t.numel() for t in loaded.prepared.tensors.values())
         listed_elements += sum(t.numel() for t in loaded.actual.values())
         loaded.prepared.check_size(listed_elements)
@@ -128,34 +131,40 @@ def rows_of(run: Run, listed: ListedCall, ask: Ask, device: str) -> list[OutputR
         return [unchecked(listed.call, str(why))]
     again = executions(loaded.prepared, device) if device else None
     rows: list[OutputRow] = []
-    for one in listed.outputs:
-        actual = loaded.actual.get(one.slot)
+    for output in listed.outputs:
+        actual = loaded.actual.get(output.slot)
         if actual is None:
             figures = Figures("not checked", "what it gave is not in the run")
-        elif one.slot not in golden.outputs:
+        elif output.slot not in golden.outputs:
             figures = Figures("not checked", "executed again, it gives no such output")
         else:
-            figures = _judged(loaded.prepared, golden, one.slot, actual, ask)
+            figures = _judged(loaded.prepared, golden, output.slot, actual, options)
             if again is not None:
 
-                def judged_again(other: torch.Tensor, slot: str = one.slot) -> Figures:
-                    return _judged(loaded.prepared, golden, slot, other, ask)
+                def judged_again(other: torch.Tensor, slot: str = output.slot) -> Figures:
+                    return _judged(loaded.prepared, golden, slot, other, options)
 
-                figures = told_apart(figures, again, one.slot, actual, judged_again, device)
-        rows.append(OutputRow(listed.call, one.slot, one.dtype, one.shape, figures))
+                figures = compared_with_reruns(
+                    figures, again, output.slot, actual, judged_again, device
+                )
+        rows.append(OutputRow(listed.call, output.slot, output.dtype, output.shape, figures))
     return rows
 
 
-def _judged(call: Prepared, golden: Golden, slot: str, actual: torch.Tensor, ask: Ask) -> Figures:
-    """`judged`; what cannot be judged is a row too."""
+def _judged(
+    call: Prepared, golden: Golden, slot: str, actual: torch.Tensor, options: CheckOptions
+) -> Figures:
+    """The same as `judged`; what cannot be judged is a row too."""
     try:
-        return judged(call, golden, slot, actual, ask)
+        return judged(call, golden, slot, actual, options)
     except Exception as trouble:  # an operator of a stranger's run must not end the others' check
         return Figures("not checked", f"it cannot be judged: {sentence(trouble)}")
 
 
-def judged(call: Prepared, golden: Golden, slot: str, actual: torch.Tensor, ask: Ask) -> Figures:
-    """Hold one output to what it should be."""
+def judged(
+    call: Prepared, golden: Golden, slot: str, actual: torch.Tensor, options: CheckOptions
+) -> Figures:
+    """Compare one output with what it should be."""
     dtype = actual.dtype
     right = fitted(call, slot, golden.outputs[slot], actual)
     if right.layout is not torch.strided:
@@ -178,12 +187,13 @@ def judged(call: Prepared, golden: Golden, slot: str, actual: torch.Tensor, ask:
         terms=terms,
         scale=scale,
         exact=exact,
-        metrics=ask.metrics,
+        metrics=options.metrics,
     )
+    # Singular vectors, for example, are right with either sign.
     if figures.status == "fail" and kinds.is_ambiguous(call.func, slot):
         return Figures("not checked", "its result is one of several that are right")
     if figures.status == "fail" and right.shape == actual.shape:
-        figures = _second_look(call, golden, slot, actual, figures, exact, ask)
+        figures = _second_look(call, golden, slot, actual, figures, exact, options)
     if golden.note and figures.status != "not checked":
         reason = f"{figures.reason}; {golden.note}" if figures.reason else golden.note
         figures = figures._replace(reason=reason)
@@ -197,9 +207,9 @@ def _second_look(
     actual: torch.Tensor,
     figures: Figures,
     exact: bool,
-    ask: Ask,
+    options: CheckOptions,
 ) -> Figures:
-    """Indices of equal values, and results that are exact in the type itself, are right."""
+    """Accept indices of equal values, and results that are exact in the type itself."""
     if not actual.dtype.is_floating_point and as_good(call, slot, golden.outputs, actual):
         return figures._replace(status="pass", reason="other places, with equal values")
     if not exact and not kinds.is_stepped(call.func):
@@ -214,7 +224,7 @@ def _second_look(
         as_array(actual, actual.dtype),
         name,
         exact=exact,
-        metrics=ask.metrics,
+        metrics=options.metrics,
     )
     if again.status != "pass":
         return figures

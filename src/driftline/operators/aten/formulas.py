@@ -1,6 +1,6 @@
-"""Operators that have no kernel on a CPU, as formulas: attention, batch norm and products of a GPU.
+"""Formulas for operators that have no CPU kernel: attention, batch norm and products of a GPU.
 
-Stands alone with torch, since a reproducer carries this file in it.
+Needs only torch, since reproducing scripts contain this file.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -18,94 +18,97 @@ Results = dict[str, torch.Tensor]
 
 
 def _scored(
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
     """Scores before the softmax, key and value for every query head, and the scale."""
-    query, key, value = given["query"], given["key"], given["value"]
+    query, key, value = arguments["query"], arguments["key"], arguments["value"]
     heads = query.shape[1] // key.shape[1]
     if heads > 1:  # several query heads share one
         key, value = key.repeat_interleave(heads, 1), value.repeat_interleave(heads, 1)
-    scale = given.get("scale")
+    scale = arguments.get("scale")
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = (query @ key.transpose(-1, -2)) * scale
-    bias = given.get("attn_bias")
+    bias = arguments.get("attn_bias")
     if bias is not None:
         scores = scores + bias
-    if given.get("is_causal"):
+    if arguments.get("is_causal"):
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~seen, -math.inf)
     return scores, key, value, scale
 
 
-def attention(given: Mapping[str, Any]) -> Results:
+def attention(arguments: Mapping[str, Any]) -> Results:
     """Attention and the logarithm of the sum of its exponentials."""
-    scores, _, value, _ = _scored(given)
+    scores, _, value, _ = _scored(arguments)
     return {"0": scores.softmax(-1) @ value, "1": scores.logsumexp(-1)}
 
 
-def attention_backward(given: Mapping[str, Any]) -> Results:
-    """Gradients of query, key, value and bias; as kernels do, from what the forward pass gave."""
-    scores, key, value, scale = _scored(given)
-    gradient = given.get("grad_out")
-    gradient = given["grad_out_"] if gradient is None else gradient
+def attention_backward(arguments: Mapping[str, Any]) -> Results:
+    """Gradients of query, key, value and bias, computed from the forward result as kernels do."""
+    scores, key, value, scale = _scored(arguments)
+    gradient = arguments.get("grad_out")
+    gradient = arguments["grad_out_"] if gradient is None else gradient
     share = scores.softmax(-1)
-    inner = (gradient * given["out"]).sum(-1, keepdim=True)
+    inner = (gradient * arguments["out"]).sum(-1, keepdim=True)
     moved = share * (gradient @ value.transpose(-1, -2) - inner)
-    shared = given["key"].shape[1]
+    # Several query heads share one key head: its gradient is the sum over them.
+    shared = arguments["key"].shape[1]
 
     def together(made: torch.Tensor) -> torch.Tensor:
         return made.unflatten(1, (shared, -1)).sum(2)
 
-    found = {
+    gradients = {
         "0": moved @ key * scale,
-        "1": together(moved.transpose(-1, -2) @ given["query"] * scale),
+        "1": together(moved.transpose(-1, -2) @ arguments["query"] * scale),
         "2": together(share.transpose(-1, -2) @ gradient),
     }
-    bias = given.get("attn_bias")
+    bias = arguments.get("attn_bias")
     if bias is not None:
-        found["3"] = moved.sum_to_size(bias.shape)
-    return found
+        gradients["3"] = moved.sum_to_size(bias.shape)
+    return gradients
 
 
-def batch_norm(given: Mapping[str, Any]) -> Results:
-    found = torch.ops.aten.native_batch_norm.default(
-        given["input"],
-        given["weight"],
-        given["bias"],
-        given["running_mean"],
-        given["running_var"],
-        given["training"],
-        given["exponential_average_factor"],
-        given["epsilon"],
+def batch_norm(arguments: Mapping[str, Any]) -> Results:
+    results = torch.ops.aten.native_batch_norm.default(
+        arguments["input"],
+        arguments["weight"],
+        arguments["bias"],
+        arguments["running_mean"],
+        arguments["running_var"],
+        arguments["training"],
+        arguments["exponential_average_factor"],
+        arguments["epsilon"],
     )
-    made = {str(index): one for index, one in enumerate(found)}
-    written = {name: given[name] for name in ("running_mean", "running_var")}
-    return made | {name: one for name, one in written.items() if one is not None}
+    made = {str(index): tensor for index, tensor in enumerate(results)}
+    written = {name: arguments[name] for name in ("running_mean", "running_var")}
+    return made | {name: tensor for name, tensor in written.items() if tensor is not None}
 
 
-def batch_norm_backward(given: Mapping[str, Any]) -> Results:
-    found = torch.ops.aten.native_batch_norm_backward.default(
-        given["grad_output"],
-        given["input"],
-        given["weight"],
-        given["running_mean"],
-        given["running_var"],
-        given["save_mean"],
-        given["save_var"],
+def batch_norm_backward(arguments: Mapping[str, Any]) -> Results:
+    gradients = torch.ops.aten.native_batch_norm_backward.default(
+        arguments["grad_output"],
+        arguments["input"],
+        arguments["weight"],
+        arguments["running_mean"],
+        arguments["running_var"],
+        arguments["save_mean"],
+        arguments["save_var"],
         True,
-        given["epsilon"],
+        arguments["epsilon"],
         [True, True, True],
     )
-    return {str(index): one for index, one in enumerate(found)}
+    return {str(index): gradient for index, gradient in enumerate(gradients)}
 
 
-def scaled_product(given: Mapping[str, Any]) -> Results:
-    found = (given["self"] * given["scale_a"]) @ (given["mat2"] * given["scale_b"])
-    if given.get("bias") is not None:
-        found = found + given["bias"]
-    if given.get("scale_result") is not None:
-        found = found * given["scale_result"]
-    return {"0": found}
+def scaled_product(arguments: Mapping[str, Any]) -> Results:
+    product = (arguments["self"] * arguments["scale_a"]) @ (
+        arguments["mat2"] * arguments["scale_b"]
+    )
+    if arguments.get("bias") is not None:
+        product = product + arguments["bias"]
+    if arguments.get("scale_result") is not None:
+        product = product * arguments["scale_result"]
+    return {"0": product}
 
 
 FORMULAS: dict[str, Callable[[Mapping[str, Any]], Results]] = {

@@ -1,8 +1,8 @@
 """What a call of a torch operator should have given: executed on the CPU in float64.
 
-Where there is no float64 kernel, the call is executed in float32, and that is said. A result that
-must be exact and is not what float64 gives may still be what the type itself gives: there a number
-such as 0.1 was rounded before it was compared.
+Without a float64 kernel the call is executed in float32, and the row says so. A result that must be
+exact and differs from float64 may still be what the type itself gives: there a number such as 0.1
+was rounded before it was compared.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -22,6 +22,8 @@ from driftline.operators.aten.calls import Unfit, arguments_of, executed
 from driftline.operators.aten.formulas import computed, has_formula
 
 AnyArray = np.ndarray[Any, np.dtype[Any]]
+# Results up to a million elements are always allowed, larger ones up to 64 times what the run
+# lists.
 _SMALL = 1 << 20
 _TIMES = 64
 _SIZE_NAMES = """
@@ -29,7 +31,7 @@ _SIZE_NAMES = """
     total_length window_length
 """
 _SIZES = frozenset(_SIZE_NAMES.split())
-"""Arguments that say how large a result is, where torch cannot tell that without executing."""
+"""Arguments that determine the size of a result, where torch cannot tell it in advance."""
 
 
 class Prepared(NamedTuple):
@@ -64,7 +66,7 @@ class Prepared(NamedTuple):
         return arguments_of(self.func, self.param, self.tensors, "float64", "cpu", lenient=True)
 
     def check_size(self, listed: int) -> None:
-        """Refuse what would take far more memory than what the run lists of it.
+        """Refuse a call that needs far more memory than the tensors the run lists.
 
         Args:
             listed: How many elements the run lists, inputs and outputs together.
@@ -75,6 +77,7 @@ class Prepared(NamedTuple):
         most = _SMALL + _TIMES * listed
         wanted = self._asked_for()
         if wanted <= most and not has_formula(self.func):
+            # Meta tensors give the shape of the result without computing it.
             try:
                 args = arguments_of(self.func, self.param, self.tensors, "own", "meta")
                 made = executed(self.func, args, "own", self.operator.written)
@@ -87,7 +90,7 @@ class Prepared(NamedTuple):
             raise Unfit(f"it would give {wanted} elements, where the run lists {listed}")
 
     def _asked_for(self) -> int:
-        """How many elements values ask for, where those decide about the size of the result."""
+        """Number of elements that values ask for, where values decide the size of the result."""
         deciding = {"repeat_interleave": "repeats", "bincount": "self", "_embedding_bag": ""}
         slot = deciding.get(kinds.plain_name(self.func), "")
         tensor = self.tensors.get(slot) if slot else None
@@ -97,12 +100,13 @@ class Prepared(NamedTuple):
 
 
 def asked_for(param: Mapping[str, Any]) -> int:
-    """How many elements the numbers among the arguments ask for, of those that are sizes."""
+    """Number of elements that the size arguments of a call ask for."""
     product = 1
     for name in _SIZES.intersection(param):
         value = param[name]
         numbers = cast("Sequence[Any]", value if isinstance(value, list) else [value])
         for number in numbers:
+            # Bounded, because a product of numbers from a file may be astronomically large.
             if isinstance(number, (int, float)) and number > 1:
                 product *= int(min(number, 2.0**62))
     return product
@@ -123,7 +127,7 @@ class Golden(NamedTuple):
 
 
 def golden_of(call: Prepared) -> Golden:
-    """Execute a call in float64.
+    """Execute a call in float64, else in float32, else in its own type.
 
     Raises:
         Unfit: It cannot be executed on this machine; says why.
@@ -145,7 +149,7 @@ def golden_of(call: Prepared) -> Golden:
 
 
 def sentence(trouble: Exception) -> str:
-    """The first line of what torch says, without its pointers into C++."""
+    """The first line of an error of torch, without pointers into C++."""
     text = str(trouble).strip().split("\n")[0].strip() or type(trouble).__name__
     if text.startswith("Could not run"):
         return "it has no kernel there"
@@ -155,7 +159,7 @@ def sentence(trouble: Exception) -> str:
 def fitted(call: Prepared, slot: str, right: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
     """A formula's result in the shape in which a device's kernel gives it.
 
-    Kernels of attention may leave the sums of exponentials out, or pad them.
+    Attention kernels may leave the sums of exponentials out, or pad them.
     """
     if not has_formula(call.func) or slot != "1" or right.shape == actual.shape:
         return right
@@ -170,7 +174,7 @@ def fitted(call: Prepared, slot: str, right: torch.Tensor, actual: torch.Tensor)
 
 
 def as_array(tensor: torch.Tensor, dtype: torch.dtype) -> AnyArray:
-    """A result rounded to the type of the output, as `judging` takes it."""
+    """A result rounded to the type of the output, in the form that `judging` expects."""
     rounded = tensor.detach().cpu().to(dtype)
     if dtype.is_complex:
         return rounded.to(torch.complex128).numpy()
@@ -182,7 +186,7 @@ def as_array(tensor: torch.Tensor, dtype: torch.dtype) -> AnyArray:
 def as_good(
     call: Prepared, slot: str, golden: Mapping[str, torch.Tensor], actual: torch.Tensor
 ) -> bool:
-    """Whether other indices than the golden ones point at equal values."""
+    """Whether indices that differ from the golden ones point at equal values."""
     name = kinds.plain_name(call.func)
     places = kinds.BY_INDEX.get(name)
     source = call.tensors.get("self")
@@ -198,10 +202,12 @@ def as_good(
     elif right.dim() < source.dim():
         right, actual = right.unsqueeze(dim), actual.unsqueeze(dim)
     size = source.shape[dim]
+    # Indices from a file may lie outside; gathering them would raise.
     if size == 0 or bool(((actual < 0) | (actual >= size)).any()):
         return False
-    there, here = source.gather(dim, actual), source.gather(dim, right)
-    same = (there == here) | (there.isnan() & here.isnan())
+    chosen, expected = source.gather(dim, actual), source.gather(dim, right)
+    same = (chosen == expected) | (chosen.isnan() & expected.isnan())
+    # A sort must name every place once: equal values do not excuse a repeated index.
     if name in ("sort", "argsort") and _repeats(actual, dim):
         return False
     return bool(same.all())
@@ -222,8 +228,8 @@ def placeholders(
     have: Sequence[str],
     outputs: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
 ) -> dict[str, torch.Tensor]:
-    """Memory for arguments that are overwritten unread: of the shape of what was written there."""
-    found: dict[str, torch.Tensor] = {}
+    """Memory for arguments that are overwritten unread, in the shape of what was written."""
+    memory: dict[str, torch.Tensor] = {}
     position = 0
     for argument in func._schema.arguments:
         written = argument.alias_info is not None and argument.alias_info.is_write
@@ -234,6 +240,6 @@ def placeholders(
             described = outputs.get(str(position)) or outputs.get(name)
             if described is not None:
                 shape, dtype = described
-                found[name] = torch.zeros(cast("Any", shape), dtype=dtype)
+                memory[name] = torch.zeros(cast("Any", shape), dtype=dtype)
         position += 1
-    return found
+    return memory

@@ -1,4 +1,4 @@
-"""What kind of answer an aten operator has: exact, rounded over so many terms, or none at all.
+"""Kinds of aten operators: exact, rounded over so many terms, or without a checkable result.
 
 Knows operators by name. Executes nothing.
 """
@@ -61,6 +61,7 @@ _TRAINING = ("train", "training", "is_training")
 _UNFILLED_NAMES = "empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize"
 _UNFILLED = frozenset(_UNFILLED_NAMES.split())
 _OVER_DIM = ("dim", "normalized_shape", "dims", "axis")
+# Parts of names of operators that add up many terms; for others a short formula is assumed.
 _LONG = (
     *("sum", "mean", "norm", "var", "std", "softmax", "logsumexp", "prod", "cumsum", "cumprod"),
     *("attention", "dense_backward", "scatter_add", "index_add", "scatter_reduce", "loss", "pool"),
@@ -81,7 +82,7 @@ def is_foreach(func: Any) -> bool:
 
 
 def no_answer(func: Any, param: Mapping[str, Any]) -> str:
-    """Why there is nothing to hold the operator's result to; empty where there is."""
+    """Why the operator's result cannot be checked; empty if it can."""
     if plain_name(func) in _UNFILLED:
         return "it gives memory that nobody has written"
     if torch.Tag.nondeterministic_seeded in func.tags and not _switched_off(func, param):
@@ -90,7 +91,7 @@ def no_answer(func: Any, param: Mapping[str, Any]) -> str:
 
 
 def _switched_off(func: Any, param: Mapping[str, Any]) -> bool:
-    """Dropout of nothing, or in evaluation."""
+    """Whether dropout drops nothing, or is in evaluation mode."""
     names = {argument.name for argument in func._schema.arguments}
     if any(name in names and param.get(name) is False for name in _TRAINING):
         return True
@@ -102,6 +103,7 @@ def _switched_off(func: Any, param: Mapping[str, Any]) -> bool:
 
 def is_exact(func: Any, param: Mapping[str, Any], dtype: torch.dtype) -> bool:
     """Whether an output of the operator has no rounding."""
+    # Integers and booleans are never rounded.
     if not (dtype.is_floating_point or dtype.is_complex):
         return True
     name = plain_name(func)
@@ -111,6 +113,7 @@ def is_exact(func: Any, param: Mapping[str, Any], dtype: torch.dtype) -> bool:
         return not param.get("accumulate")
     if name == "scatter":
         return "reduce" not in param
+    # These have the name of an exact operator, but compute or round.
     return name not in ("arange", "median", "round", "leaky_relu")
 
 
@@ -129,24 +132,26 @@ _AMBIGUOUS = {
 
 
 def is_ambiguous(func: Any, slot: str) -> bool:
-    """Whether another output than the golden one may be as right: vectors of either sign, say."""
+    """Whether another output may be right too, such as vectors of the opposite sign."""
     return slot in _AMBIGUOUS.get(plain_name(func), ())
 
 
 def is_stepped(func: Any) -> bool:
-    """Whether a rounding before the operator's last step may change its result by a whole step."""
+    """Whether rounding before the last step may change the result by a whole step."""
     return plain_name(func) in _STEPPED
 
 
 def terms_of(func: Any, args: Sequence[Any], output: torch.Tensor) -> int:
-    """How many terms an element of the result is a sum of; 4 where it is a short formula."""
+    """Number of terms in the sum behind an element of the result; 4 for a short formula."""
     name = plain_name(func)
     named = {a.name: value for a, value in zip(func._schema.arguments, args, strict=True)}
     tensors = [value for value in args if isinstance(value, torch.Tensor)]
     for value in args:
         if isinstance(value, (list, tuple)):
             tensors += [
-                one for one in cast("Sequence[Any]", value) if isinstance(one, torch.Tensor)
+                member
+                for member in cast("Sequence[Any]", value)
+                if isinstance(member, torch.Tensor)
             ]
     floats = [t for t in tensors if t.is_floating_point() or t.is_complex()]
     product = _product_terms(name, named)
@@ -166,6 +171,7 @@ def terms_of(func: Any, args: Sequence[Any], output: torch.Tensor) -> int:
         sizes = [named[n].shape for n in ("query", "key") if isinstance(named.get(n), torch.Tensor)]
         return max(4, *(max(shape[-2:]) for shape in sizes)) if sizes else 4
     if "backward" in name or "index_put" in name or "scatter" in name or "index_add" in name:
+        # A backward pass adds up over everything that its output was spread to.
         row = int(largest.shape[-1]) if largest.dim() else 1
         return max(4, largest.numel() // max(1, min(output.numel(), row)))
     dims = next((named[n] for n in _OVER_DIM if named.get(n) is not None), None)
@@ -180,7 +186,7 @@ def terms_of(func: Any, args: Sequence[Any], output: torch.Tensor) -> int:
 
 
 def _product_terms(name: str, named: Mapping[str, Any]) -> int:
-    """K of a product of matrices or a convolution; 0 for anything else."""
+    """Inner length of a matrix product or a convolution; 0 for anything else."""
     for left in ("mat1", "batch1", "self", "input", "mat", "tensor", "vec1"):
         if isinstance(named.get(left), torch.Tensor):
             break

@@ -1,7 +1,7 @@
 """A failing call of a torch operator as a stand-alone script: torch, numpy, its tensors.
 
-The script carries `calling.py`, which builds and executes the call, and `formulas.py` where a CPU
-has no kernel. It compares what the program gave with what float64 gives on the CPU.
+The script contains `calls.py`, which builds and executes the call, and `formulas.py` if a CPU has
+no kernel. It compares what the program gave with what float64 gives on the CPU.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -143,7 +143,7 @@ _FORMULA = 'right = computed(func, arguments_of(func, PARAM, read, precision, "c
 
 
 def reproduction_of(run: Run, listed: ListedCall, failing: Sequence[str]) -> Reproduction | None:
-    """The script and its tensors; None where the call can no longer be built."""
+    """The script and its tensors; None if the call can no longer be built."""
     try:
         loaded = load(run, listed)
         golden = golden_of(loaded.prepared)
@@ -163,6 +163,7 @@ def reproduction_of(run: Run, listed: ListedCall, failing: Sequence[str]) -> Rep
             1 if exact else kinds.terms_of(loaded.prepared.func, loaded.prepared.arguments(), right)
         )
         growth = bound.growth(terms)
+        # The scale is stored with the tensors: the script has no code to compute it.
         if growth and right.shape == actual.shape:
             try:
                 arrays[f"scale_{slot}"] = scale_of(loaded.prepared, slot, right, actual.dtype)

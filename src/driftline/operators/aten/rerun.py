@@ -1,7 +1,7 @@
-"""A call executed again in its own types: inaccuracy is told from results that change.
+"""A call executed again in its own types: tells inaccuracy from results that change.
 
-The same inputs, several times, on the device that was asked for. What the result should be is
-`golden`'s, what counts as equal `judging`'s.
+The same inputs, several times, on the device that was asked for. What the result should be is in
+`golden`, what counts as equal in `judging`.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -20,6 +20,7 @@ from driftline.operators.aten.calls import raw_of
 from driftline.operators.aten.golden import Prepared, as_array, sentence
 from driftline.operators.result import Figures
 
+# Two executions may agree by chance; a third makes that unlikely at little cost.
 EXECUTIONS = 3
 
 
@@ -43,30 +44,30 @@ def device_of(text: str) -> str:
     return str(device)
 
 
-class Again(NamedTuple):
+class Reruns(NamedTuple):
     """What a call gave when it was executed again, several times; or why it could not be."""
 
     results: list[dict[str, torch.Tensor]]
     trouble: str = ""
 
 
-def executions(call: Prepared, device: str) -> Again:
+def executions(call: Prepared, device: str) -> Reruns:
     """Execute a call again in its own types, each time from the same inputs."""
     try:
-        return Again([call.again("own", device) for _ in range(EXECUTIONS)])
+        return Reruns([call.again("own", device) for _ in range(EXECUTIONS)])
     except Exception as why:
-        return Again([], sentence(why))
+        return Reruns([], sentence(why))
 
 
-def told_apart(
+def compared_with_reruns(
     figures: Figures,
-    again: Again,
+    again: Reruns,
     slot: str,
     actual: torch.Tensor,
     judged: Callable[[torch.Tensor], Figures],
     device: str,
 ) -> Figures:
-    """Whether what was found is inaccuracy, or a result that changes from one time to the next.
+    """Whether a failure is inaccuracy, or a result that changes between executions.
 
     Args:
         figures: What was found about the program's output.
@@ -78,31 +79,34 @@ def told_apart(
     """
     if again.trouble:
         return Figures("not checked", f"it cannot be executed again on {device}: {again.trouble}")
-    results = [one[slot] for one in again.results if slot in one]
+    results = [outputs[slot] for outputs in again.results if slot in outputs]
     if len(results) != EXECUTIONS:
         return Figures("not checked", "executed again, it gives no such output")
-    found = judged(results[0])
+    rerun_figures = judged(results[0])
     changes = not all(_same(results[0], other) for other in results[1:])
     same = _same(results[0], actual)
     if changes:
         spread = max(_apart(results[0], other) for other in results[1:])
         words = f"not deterministic: from one time to the next on {device}, up to {spread:g} apart"
     elif same:
+        # Four outcomes: wrong in both, wrong only in the run, wrong only now, and right in both.
         words = f"deterministic: the same again on {device}"
     else:
         spread = _apart(results[0], actual)
         words = f"executed again on {device} it is another result, by up to {spread:g}"
-    if figures.status == "fail" and found.status == "fail":
+    if figures.status == "fail" and rerun_figures.status == "fail":
         kind = "and inaccurate" if changes else "inaccurate"
-        return found._replace(reason=f"{words}; {kind}: {found.reason}")
+        return rerun_figures._replace(reason=f"{words}; {kind}: {rerun_figures.reason}")
     if figures.status == "fail":
         kind = "" if changes else ", and right: the operator does not give what the run holds"
         return figures._replace(reason=f"{words}{kind}; in the run: {figures.reason}")
-    if found.status == "fail":
-        return found._replace(reason=f"{words}; right in the run, here: {found.reason}")
+    if rerun_figures.status == "fail":
+        return rerun_figures._replace(
+            reason=f"{words}; right in the run, here: {rerun_figures.reason}"
+        )
     if changes or not same:
-        return found._replace(reason=f"{words}; both are right")
-    return found
+        return rerun_figures._replace(reason=f"{words}; both are right")
+    return rerun_figures
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -114,8 +118,8 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
     if a.shape != b.shape:
         return float("inf")
-    one, other = as_array(a, a.dtype), as_array(b, a.dtype)
-    kind = complex if np.iscomplexobj(one) else float
+    first, second = as_array(a, a.dtype), as_array(b, a.dtype)
+    kind = complex if np.iscomplexobj(first) else float
     with np.errstate(all="ignore"):
-        off = np.abs(one.astype(kind) - other.astype(kind))
+        off = np.abs(first.astype(kind) - second.astype(kind))
     return float(np.nan_to_num(off, nan=0.0).max(initial=0.0))

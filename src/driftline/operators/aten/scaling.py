@@ -1,10 +1,10 @@
-"""The size of the terms behind an element of a result: what its rounding errors are measured in.
+"""The size of the terms behind an element of a result: the unit of its rounding errors.
 
-For products and sums it is the root of the sum of the squared terms, or what the sum comes through
-on its way, where that is larger: terms that cancel only in the end leave the errors of what stood
-between. For sums that are added up one after the other in their own type it is the sum of their
-sizes. For everything else the inputs are moved by a rounding error each, at random and several
-times: three times what the result moves by.
+For products and sums it is the root of the sum of the squared terms, or the size of the partial
+sums where that is larger: terms that cancel only at the end leave the errors of what stood between.
+For sums that are added up one after the other in their own type it is the sum of their sizes. For
+everything else the inputs are moved by a rounding error each, at random and several times: the
+scale is three times what the result moves by.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -22,6 +22,7 @@ from driftline.operators.aten import kinds
 from driftline.operators.aten.golden import Prepared
 
 AnyArray = np.ndarray[Any, np.dtype[Any]]
+# A fixed seed: the same dump must always get the same verdict.
 _DRAWS = 8
 _SURE = 3.0
 _SEED = 20240229
@@ -32,9 +33,9 @@ _ONE_BY_ONE = (
 _AROUND_ONE = ("gelu", "erfc", "expm1", "mish", "softplus", "log_sigmoid_forward", "elu", "silu")
 """They take the difference of two numbers near 1, times their argument."""
 _FROM_ROWS = ("_log_softmax", "log_softmax", "logsumexp", "logcumsumexp")
-"""They take the logarithm of a sum from elements, whose digits go with it."""
+"""They subtract the logarithm of a sum from elements, which loses the elements' digits."""
 _ROUGHLY = 4.0
-"""Those numbers come from series, and are off by more than one rounding."""
+"""Those numbers come from series and are off by more than one rounding."""
 
 
 def scale_of(call: Prepared, slot: str, golden: torch.Tensor, dtype: torch.dtype) -> AnyArray:
@@ -49,20 +50,20 @@ def scale_of(call: Prepared, slot: str, golden: torch.Tensor, dtype: torch.dtype
             sizes = {s: _wide(t).abs() for s, t in call.tensors.items()}
             return call._replace(tensors=sizes).again("float64")[slot].abs().numpy()
     roundoff = DTYPES[str(dtype).removeprefix("torch.")].unit_roundoff
-    found = _moved(call, slot, golden, roundoff)
+    scale = _moved(call, slot, golden, roundoff)
     source = call.tensors.get("self")
     if name in _AROUND_ONE and source is not None and source.shape == golden.shape:
         around = _ROUGHLY * source.double().abs()
-        found = np.maximum(found, around.nan_to_num(0.0, 0.0, 0.0).numpy())
+        scale = np.maximum(scale, around.nan_to_num(0.0, 0.0, 0.0).numpy())
     grad = call.tensors.get("grad_output")
     if name.removesuffix("_backward") in _AROUND_ONE and grad is not None and source is not None:
         around = _ROUGHLY * grad.double().abs() * (1 + source.double().abs())
-        found = np.maximum(found, around.nan_to_num(0.0, 0.0, 0.0).numpy())
+        scale = np.maximum(scale, around.nan_to_num(0.0, 0.0, 0.0).numpy())
     if name in _FROM_ROWS and source is not None and source.dim():
-        found = np.maximum(found, _row_size(source, call.param.get("dim"), golden))
+        scale = np.maximum(scale, _row_size(source, call.param.get("dim"), golden))
     if "attention" in name:
-        found = _of_attention(call, slot, found, roundoff, backward="backward" in name)
-    return found
+        scale = _of_attention(call, slot, scale, roundoff, backward="backward" in name)
+    return scale
 
 
 _FACTORS = {
@@ -73,14 +74,15 @@ _FACTORS = {
 }
 _PARTS = 16
 _SPREAD = 2.0
-"""Errors of a sum are so many times the usual one in one element of ten thousand."""
+"""In one element of ten thousand the error of a sum is this many times the usual one."""
 
 
 def _on_the_way(call: Prepared, name: str, golden: torch.Tensor) -> AnyArray:
-    """The size of the sums that a product of matrices comes through, from the first term on."""
+    """The size of the partial sums of a matrix product, from the first term on."""
     left, right = (call.tensors.get(slot) for slot in _FACTORS.get(name, ("", "")))
     if left is None or right is None or left.is_complex() or not left.shape[-1]:
         return np.zeros(())
+    # Sixteen partial sums sample the way well enough; every one costs a product of its part.
     step = -(-left.shape[-1] // _PARTS)
     total = torch.zeros(golden.shape, dtype=torch.float64)
     squares = torch.zeros_like(total)
@@ -89,39 +91,39 @@ def _on_the_way(call: Prepared, name: str, golden: torch.Tensor) -> AnyArray:
         some = slice(start, start + step)
         total += left[..., some].double() @ right[..., some, :].double()
         squares += total.square()
-    found = _SPREAD * (squares / len(parts)).sqrt()
+    size = _SPREAD * (squares / len(parts)).sqrt()
     alpha = call.param.get("alpha", 1)
-    return (found * abs(alpha if isinstance(alpha, (int, float)) else 1)).numpy()
+    return (size * abs(alpha if isinstance(alpha, (int, float)) else 1)).numpy()
 
 
 def _of_norm(call: Prepared, slot: str, dtype: torch.dtype) -> AnyArray:
     """Gradients of a layer norm's weight and bias, which a CPU adds up row by row in their type.
 
-    Terms of one sign lose their last digits all in the same direction: every sum on the way counts.
+    Terms of one sign lose their last digits in the same direction: every partial sum counts.
     """
     terms = call.tensors["grad_out"].double()
     if slot == "1":
-        given, mean, rstd = (call.tensors[n].double() for n in ("input", "mean", "rstd"))
-        terms = terms * (given - mean) * rstd
+        inputs, mean, rstd = (call.tensors[n].double() for n in ("input", "mean", "rstd"))
+        terms = terms * (inputs - mean) * rstd
     shape = [int(size) for size in call.param["normalized_shape"]]
     rows = terms.reshape(-1, *shape)
     smallest = len(rows) * torch.finfo(dtype).tiny  # whatever is less than that is rounded alike
-    found = rows.cumsum(0).abs().sum(0) + rows.abs().sum(0) + smallest
-    return (found / max(1, len(rows)) ** 0.5).numpy()
+    scale = rows.cumsum(0).abs().sum(0) + rows.abs().sum(0) + smallest
+    return (scale / max(1, len(rows)) ** 0.5).numpy()
 
 
 def _of_attention(
-    call: Prepared, slot: str, found: AnyArray, roundoff: float, *, backward: bool
+    call: Prepared, slot: str, scale: AnyArray, roundoff: float, *, backward: bool
 ) -> AnyArray:
-    """Fused kernels take the exponential as roughly as the inputs are, whatever the result's type.
+    """Fused kernels compute the exponential as roughly as the inputs are, whatever the output type.
 
     The logarithm of the sum of exponentials is off by the relative error of that sum.
     """
     read = [t.dtype for t in call.tensors.values() if t.is_floating_point()]
     units = [DTYPES[str(dtype).removeprefix("torch.")].unit_roundoff for dtype in read]
     if slot == "1" and not backward:
-        found = np.maximum(found, 1.0)
-    return found * max(1.0, max(units, default=0.0) / roundoff)
+        scale = np.maximum(scale, 1.0)
+    return scale * max(1.0, max(units, default=0.0) / roundoff)
 
 
 def _row_size(source: torch.Tensor, dim: Any, golden: torch.Tensor) -> AnyArray:
@@ -139,13 +141,14 @@ def _squared(call: Prepared, slot: str) -> AnyArray:
     for name in ("alpha", "beta"):
         if isinstance(param.get(name), (int, float)):
             param[name] = param[name] ** 2
-    found = call._replace(tensors=squared, param=param).again("float64")[slot]
-    return found.abs().sqrt().numpy()
+    result = call._replace(tensors=squared, param=param).again("float64")[slot]
+    return result.abs().sqrt().numpy()
 
 
 def _moved(call: Prepared, slot: str, golden: torch.Tensor, roundoff: float) -> AnyArray:
     source = torch.Generator().manual_seed(_SEED)
     moved = torch.zeros(golden.shape, dtype=torch.float64)
+    # Finer steps than this would be lost in float64 after a few operations.
     step = max(roundoff, 1e-9)
     base = golden.to(torch.complex128 if golden.is_complex() else torch.float64)
     rounded = any(t.is_floating_point() or t.is_complex() for t in call.tensors.values())

@@ -1,8 +1,8 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""The operator calls of a run, with their tensors: what the run lists, joined to what it holds.
+"""The operator calls of a run as a source of checks: what the run lists, joined to its tensors.
 
-Knows runs. Neither torch nor what an operator means.
+Opening a source needs torch, listing the calls does not. Does not know what an operator means.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 from driftline.errors import BadInput
 from driftline.operators.result import OperatorCall
-from driftline.operators.source import Ask, Checked, Reproduction
+from driftline.operators.source import Checked, CheckOptions, Reproduction
 from driftline.registry import require
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 from driftline.runs.sidecars.calls import CALLS, Call, CallTensor, read_calls
 
 HOW = "driftline dump --level ops -o RUN -- python program.py"
-"""What captures operators so that they can be checked."""
+"""The command that captures operators so that they can be checked."""
 
 _Key = tuple[int, int, str, int, int, str, str, str]
 
@@ -54,25 +54,25 @@ def calls_of(run: Run) -> list[ListedCall]:
         BadInput: The run does not hold what it takes; says what does.
     """
     held = _held(run)
-    found: list[ListedCall] = []
+    calls: list[ListedCall] = []
     places = sorted({(r.key.rank, r.key.process) for r in run.records})
     for rank, process in places:
         if CALLS not in run.sheets(rank, process):
             continue
         for call in read_calls(run.sheet(CALLS, rank, process)):
             if call.kind == "operator":
-                found.append(_joined(call, rank, process, held))
-    if not found:
+                calls.append(_joined(call, rank, process, held))
+    if not calls:
         raise BadInput(
             f"{run.name} does not list its operators with their parameters",
             hint=f"capture inputs and outputs whole: {HOW}",
         )
-    return [*found, *_unlisted(held, found)]
+    return [*calls, *_unlisted(held, calls)]
 
 
-def _unlisted(held: Mapping[_Key, Record], found: Sequence[ListedCall]) -> list[ListedCall]:
-    """Operators whose tensors are there and whose line is not: cut off, or damaged."""
-    calls = (one.call for one in found)
+def _unlisted(held: Mapping[_Key, Record], listed_calls: Sequence[ListedCall]) -> list[ListedCall]:
+    """Operators whose tensors are present but whose line is missing or damaged."""
+    calls = (entry.call for entry in listed_calls)
     listed = {(c.rank, c.process, c.site, c.step, c.visit, c.phase) for c in calls}
     lost: dict[tuple[Any, ...], Record] = {}
     for key, record in held.items():
@@ -101,6 +101,8 @@ def _held(run: Run) -> dict[_Key, Record]:
         place = (key.rank, key.process, key.site, key.step, key.visit, key.phase)
         held[(*place, key.port, key.slot)] = record
     if not held:
+        # Each refusal below names the option that left the data out, so that the next capture
+        # succeeds.
         raise BadInput(f"{run.name} holds no operators, only modules", hint=f"capture them: {HOW}")
     if not kept["full"]:
         raise BadInput(
@@ -120,14 +122,16 @@ def _held(run: Run) -> dict[_Key, Record]:
 def _joined(call: Call, rank: int, process: int, held: Mapping[_Key, Record]) -> ListedCall:
     place = (rank, process, call.site, call.step, call.visit, call.phase)
     read: dict[str, Record] = {}
-    for one in call.inputs:
-        record = held.get((*place, "input", one.slot)) or held.get((*place, "param", one.slot))
+    for tensor in call.inputs:
+        record = held.get((*place, "input", tensor.slot)) or held.get(
+            (*place, "param", tensor.slot)
+        )
         if record is not None:
-            read[one.slot] = record
+            read[tensor.slot] = record
     made = {
-        one.slot: record
-        for one in call.outputs
-        if (record := held.get((*place, "output", one.slot))) is not None
+        tensor.slot: record
+        for tensor in call.outputs
+        if (record := held.get((*place, "output", tensor.slot))) is not None
     }
     shown = OperatorCall(
         call.site,
@@ -143,17 +147,17 @@ def _joined(call: Call, rank: int, process: int, held: Mapping[_Key, Record]) ->
     return ListedCall(shown, call.inputs, call.outputs, read, made)
 
 
-def why_missing(one: CallTensor) -> str:
+def why_missing(tensor: CallTensor) -> str:
     """Why an input is not in the run, and what to do about it."""
-    if isinstance(one.source, str) and not one.source.startswith("("):
+    if isinstance(tensor.source, str) and not tensor.source.startswith("("):
         return "it read a parameter that the run does not hold; capture without --port"
     return (
-        f"its input {one.slot.partition('.')[0]} is not in the run; sparse, quantised and nested "
-        "tensors are not kept"
+        f"its input {tensor.slot.partition('.')[0]} is not in the run; sparse, quantised and "
+        "nested tensors are not kept"
     )
 
 
-# Calls of torch operators in a run of `driftline dump --level ops`, replayed on the CPU.
+# The source of aten calls.
 
 
 _VIEWS = "views and fresh memory have no values of their own: they are not among the operators"
@@ -164,30 +168,32 @@ class AtenSource:
 
     kind = "aten calls"
 
-    def __init__(self, run: Run, ask: Ask) -> None:
+    def __init__(self, run: Run, options: CheckOptions) -> None:
         self.run = run
-        self.ask = ask
+        self.options = options
         listed = calls_of(run)
         require("torch", install="torch")
-        for module in ask.imports:
+        for module in options.imports:
             _imported(module)
         from driftline.operators.aten.rerun import device_of
 
-        self.device = device_of(ask.device) if ask.rerun else ""
-        self._listed = [one for one in listed if ask.wants(one.call.op_type, one.call.ids)]
+        self.device = device_of(options.device) if options.rerun else ""
+        self._listed = [
+            entry for entry in listed if options.wants(entry.call.op_type, entry.call.ids)
+        ]
         self.filtered = len(listed) - len(self._listed)
         if not self._listed:
             raise BadInput(
                 f"-ids and -opname leave none of {len(listed)} operators of {run.name}",
-                hint="types: " + ", ".join(sorted({one.call.op_type for one in listed})[:8]),
+                hint="types: " + ", ".join(sorted({entry.call.op_type for entry in listed})[:8]),
             )
         self.remarks: Sequence[str] = self._remarked()
 
     def _remarked(self) -> list[str]:
         remarks = [_VIEWS]
-        if self.ask.device and not self.ask.rerun:
+        if self.options.device and not self.options.rerun:
             remarks.append("-device has no effect without -rerun: nothing is executed on it")
-        if self.ask.rerun:
+        if self.options.rerun:
             remarks.append(f"executed again on {self.device}, in its own types")
         return remarks
 
@@ -205,25 +211,26 @@ class AtenSource:
         """The same, replayed."""
         from driftline.operators.aten.check import rows_of
 
-        one = self._listed[number]
+        entry = self._listed[number]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch has told the program already
-            rows = tuple(rows_of(self.run, one, self.ask, self.device))
+            rows = tuple(rows_of(self.run, entry, self.options, self.device))
+        # Tensors are released in batches: releasing after every call would read shared files again.
         if number % 256 == 255:
             self.run.release()
-        return Checked(one.call, rows)
+        return Checked(entry.call, rows)
 
     def reproduction(self, checked: Checked) -> Reproduction | None:
         """The inputs, what the program gave, and how to execute the call, as a script."""
         from driftline.operators.aten.repro import reproduction_of
 
-        found = next(one for one in self._listed if one.call is checked.call)
+        listed_call = next(entry for entry in self._listed if entry.call is checked.call)
         failing = [row.slot for row in checked.rows if row.status == "fail"]
-        return reproduction_of(self.run, found, failing)
+        return reproduction_of(self.run, listed_call, failing)
 
 
 def _imported(module: str) -> None:
-    """A module of the user that defines custom operators."""
+    """Import a module of the user that defines custom operators."""
     try:
         importlib.import_module(module)
     except Exception as trouble:

@@ -1,4 +1,7 @@
-"""Rotary position embedding and its gradient."""
+"""Attention operators: rotary embeddings, writing into key and value caches, attention itself.
+
+Attention runs over packed sequences, over a cache by sequence, or over a cache in blocks.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from driftline.operators.definitions.call import (
 def rope(call: Call) -> list[Result]:
     """x · cos + turned(x) · sin for queries and keys, head by head.
 
-    `rotaryCoeff` 2 turns the two halves of a head, 4 the two halves of each half, anything else
+    `rotaryCoeff` 2 turns the two halves of a head, 4 the two halves of each half, any other value
     neighbouring elements.
     """
     coefficient = call.whole("rotaryCoeff", 4)
@@ -49,6 +52,7 @@ def _rotated(
     fits(width % chunk == 0 and chunk % 2 == 0, f"heads of {width} cannot be turned in halves")
     turned = turned_by_halves(heads, chunk)
     values = heads * cos + turned * sin
+    # Two products are added: the size of both is what their rounding errors are relative to.
     scale = np.hypot(heads * cos, turned * sin).reshape(x.values.shape)
     dtype = call.out_dtype(x.dtype, number)
     return Result(values.reshape(x.values.shape), dtype, 2, scale)
@@ -63,7 +67,7 @@ def turned_by_halves(heads: AnyArray, chunk: int) -> AnyArray:
 def rope_grad(call: Call) -> list[Result]:
     """g · (cos + (second half of sin, - first half of sin)), element by element.
 
-    That is what the operator's maker tests it against; it is not the derivative of `rope`, in which
+    This is what the operator's maker tests it against; it is not the derivative of `rope`, in which
     the elements of the gradient themselves would be turned.
     """
     cos, sin = real(call.at(2, "cos")), real(call.at(3, "sin"))
@@ -78,7 +82,7 @@ def rope_grad(call: Call) -> list[Result]:
     tokens, width = cos.shape
     turned = -turned_by_halves(sin, width)
     factor, spread = (cos + turned)[:, None], np.hypot(cos, turned)[:, None]
-    found: list[Result] = []
+    gradients: list[Result] = []
     for number, name in ((0, "query gradient"), (1, "key gradient")):
         x = call.at(number, name)
         fits(
@@ -88,11 +92,11 @@ def rope_grad(call: Call) -> list[Result]:
         heads = real(x).reshape(tokens, -1, width)
         scale = (np.abs(heads) * spread).reshape(x.values.shape)
         dtype = call.out_dtype(x.dtype, number)
-        found.append(Result((heads * factor).reshape(x.values.shape), dtype, 2, scale))
-    return found
+        gradients.append(Result((heads * factor).reshape(x.values.shape), dtype, 2, scale))
+    return gradients
 
 
-# Keys and values written into caches; in place, so the result is the cache.
+# Caches: keys and values are written in place, so the result is the cache.
 
 
 _KEY_ONLY, _TILED = 1, 2
@@ -103,6 +107,7 @@ def kv_cache(call: Call) -> list[Result]:
     new, layer, cache = call.at(0, "new tokens"), call.at(1, "layer"), call.at(2, "cache")
     number = int(layer.values.reshape(-1)[0])
     values = cache_with(cache.values, new.values, number, call.at(3), call.at(4))
+    # Everything outside of the new tokens must stay as it was, so the whole cache is compared.
     return [Result(values, call.out_dtype(cache.dtype), exact=True)]
 
 
@@ -114,9 +119,9 @@ def cache_with(
         cache.ndim == 4 and 0 <= layer < cache.shape[0],
         f"the cache {list(cache.shape)} has no layer {layer}",
     )
-    found = cache.copy()
+    filled = cache.copy()
     rows = new.reshape(-1, cache.shape[3]) if new.size % cache.shape[3] == 0 else new
-    at = 0
+    start = 0
     ends = offsets.values.reshape(-1).tolist()
     sizes = lengths.values.reshape(-1).tolist()
     fits(
@@ -125,13 +130,13 @@ def cache_with(
     )
     for batch, (end, size) in enumerate(zip(ends, sizes, strict=True)):
         fits(end - size >= 0 and end <= cache.shape[2], f"token offset {end} leaves the cache")
-        found[layer, batch, end - size : end] = rows[at : at + size]
-        at += size
-    return found
+        filled[layer, batch, end - size : end] = rows[start : start + size]
+        start += size
+    return filled
 
 
 def reshape_and_cache(call: Call) -> list[Result]:
-    """Each token's keys and values at its slot of a cache in blocks; slot -1 is left out."""
+    """Each token's keys and values at its slot of a cache in blocks; slot -1 is skipped."""
     fits(call.whole("compressType", 0) == 0, "a compressed cache is not defined here")
     form = call.whole("kvCacheCfg", 0)
     if form == _KEY_ONLY:
@@ -156,8 +161,9 @@ def reshape_and_cache(call: Call) -> list[Result]:
 
 def _slotted(cache: AnyArray, new: AnyArray, places: AnyArray, *, tiled: bool) -> AnyArray:
     fits(cache.ndim >= 3 and new.shape[0] >= places.size, "fewer tokens than slots")
-    found = np.moveaxis(cache, 2, 1).copy() if tiled else cache.copy()
-    flat = found.reshape(-1, *found.shape[2:])
+    filled = np.moveaxis(cache, 2, 1).copy() if tiled else cache.copy()
+    flat = filled.reshape(-1, *filled.shape[2:])
+    # Slots come from a dump: a negative one means padding, a large one a damaged file.
     used = places >= 0
     fits(
         not used.any() or places.max() < flat.shape[0],
@@ -169,10 +175,10 @@ def _slotted(cache: AnyArray, new: AnyArray, places: AnyArray, *, tiled: bool) -
         f"a token has {rows[0].size if rows.size else 0} elements, a slot {flat[0].size}",
     )
     flat[places[used]] = rows.reshape(-1, *flat.shape[1:])
-    return np.moveaxis(found, 1, 2) if tiled else found
+    return np.moveaxis(filled, 1, 2) if tiled else filled
 
 
-# Attention over packed sequences, over a cache by sequence, and over a cache in blocks.
+# Attention.
 
 
 _NO_MASK, _NORM, _ALIBI, _NORM_COMPRESS = 0, 1, 2, 3
@@ -180,14 +186,15 @@ _ALIBI_COMPRESS, _ALIBI_SQRT, _ALIBI_LEFT, _SLIDING, _CAUSAL = 4, 5, 6, 7, 9
 _PLAIN = (_NORM, _ALIBI, _SLIDING)
 _SLOPED = (_ALIBI_COMPRESS, _ALIBI_SQRT, _ALIBI_LEFT)
 _HIDDEN = -3e38
-"""What a mask of zeros and ones is multiplied with."""
+"""The factor for masks of zeros and ones."""
+# Scores of all queries at once would take the square of the tokens in memory.
 _ROWS_AT_ONCE = 256
 _PACKED = 3
 _BYPASS = 1
 
 
 class Setting(NamedTuple):
-    """What the parameters of an attention operator come to."""
+    """The parameters of an attention operator, evaluated."""
 
     heads: int
     kv_heads: int
@@ -197,7 +204,7 @@ class Setting(NamedTuple):
 
 
 Mask: TypeAlias = Callable[[int, slice], AnyArray]
-"""What is added to the scores of one head, for some rows of queries."""
+"""A function that gives what is added to the scores of one head, for some rows of queries."""
 
 
 class _Piled(NamedTuple):
@@ -212,6 +219,7 @@ def _setting(call: Call) -> Setting:
     fits(heads > 0, f"headNum {heads} must be positive")
     kv_heads = call.whole("kvHeadNum", 0) or heads
     fits(heads % kv_heads == 0, f"{heads} heads cannot share {kv_heads} heads of keys")
+    # Variants without a definition are refused with a reason: a wrong golden value would be worse.
     fits(call.whole("scaleType", 0) == 0, "scaling with log n is not defined here")
     fits(call.whole("inputLayout", 0) == 0, "the layout BNSD is not defined here")
     q_scale = call.number("qScale", 1.0) or 1.0
@@ -228,10 +236,10 @@ def _setting(call: Call) -> Setting:
 def attend(
     q: AnyArray, k: AnyArray, v: AnyArray, mask: Mask | None, setting: Setting
 ) -> tuple[AnyArray, AnyArray]:
-    """Attention of one sequence: (tokens, heads, size) each; the result and its terms' size."""
+    """Attention of one sequence, each (tokens, heads, size); the result and its terms' size."""
     shared = setting.heads // setting.kv_heads
-    found = np.empty((q.shape[0], setting.heads, v.shape[-1]))
-    scale = np.empty_like(found)
+    attended = np.empty((q.shape[0], setting.heads, v.shape[-1]))
+    scale = np.empty_like(attended)
     for head in range(setting.heads):
         keys, values = k[:, head // shared], v[:, head // shared]
         for start in range(0, q.shape[0], _ROWS_AT_ONCE):
@@ -242,16 +250,17 @@ def attend(
             size = 1.0 + np.abs(scores)
             if mask is not None:
                 scores = scores + mask(head, rows)
+            # The largest score is subtracted so that the exponentials cannot overflow.
             raised = np.exp(scores - scores.max(-1, keepdims=True))
             shares = raised / raised.sum(-1, keepdims=True)
-            found[rows, head] = shares @ values
+            attended[rows, head] = shares @ values
             # A score is off by its own size times the roundoff, and so is its share.
             scale[rows, head] = np.sqrt((shares * size) ** 2 @ values**2)
-    return found, scale
+    return attended, scale
 
 
 def causal(rows: int, columns: int) -> Mask:
-    """Hides the keys after each query, where both end with the same token."""
+    """A mask that hides the keys after each query, if both end with the same token."""
     later = np.triu(np.full((rows, columns), -np.inf), columns - rows + 1)
     return lambda head, part: later[part]
 
@@ -264,13 +273,14 @@ class Masking(NamedTuple):
     slopes: AnyArray | None = None
 
     def of(self, batch: int, batches: int, rows: int, columns: int) -> Mask | None:
-        """The mask of one sequence; None where nothing is hidden."""
+        """The mask of one sequence; None if nothing is hidden."""
         if self.kind in _SLOPED:
             return self._sloped(rows, columns)
         if self.kind in (_NORM_COMPRESS, _CAUSAL):
             return causal(rows, columns)
         if self.kind == _NO_MASK or self.tensor is None:
             return None
+        # Masks come with two to four axes; all are brought to (heads or 1, rows, columns).
         values = real(self.tensor)
         if values.ndim == 4:
             values = values[min(batch, values.shape[0] - 1)]
@@ -285,10 +295,11 @@ class Masking(NamedTuple):
             values.ndim == 3 and values.shape[1] >= rows and values.shape[2] >= columns,
             f"the mask {shape} is too small for {rows} by {columns}",
         )
-        found = values[:, :rows, :columns]
+        biases = values[:, :rows, :columns]
+        # A mask without negative numbers marks what is hidden; it is turned into what is added.
         if self.kind != _ALIBI and values.min(initial=0.0) >= 0.0:
-            found = found * _HIDDEN
-        return lambda head, part: found[min(head, found.shape[0] - 1), part]
+            biases = biases * _HIDDEN
+        return lambda head, part: biases[min(head, biases.shape[0] - 1), part]
 
     def _sloped(self, rows: int, columns: int) -> Mask:
         """Biases that fall with the distance, from a corner of the mask and a slope per head."""
@@ -308,17 +319,17 @@ class Masking(NamedTuple):
 
 
 def _masking(call: Call, place: int) -> tuple[Masking, int]:
-    """The mask at a place among the inputs, and the place behind it."""
+    """The mask at a position among the inputs, and the position behind it."""
     kind = call.whole("maskType", 0)
     if kind in (_NO_MASK, _CAUSAL):
         return Masking(kind), place
-    known = kind in _PLAIN or kind in _SLOPED or kind == _NORM_COMPRESS
-    fits(known, f"maskType {kind} packs its mask in a way that is not defined here")
+    is_defined = kind in _PLAIN or kind in _SLOPED or kind == _NORM_COMPRESS
+    fits(is_defined, f"maskType {kind} packs its mask in a way that is not defined here")
     return Masking(kind, call.at(place, "mask")), place + 1
 
 
 def _lengths(tensor: Tensor) -> tuple[list[int], list[int]]:
-    """Lengths of queries and of keys; one row serves for both."""
+    """Lengths of queries and of keys; a single row serves for both."""
     values = tensor.values.astype(np.int64)
     if values.ndim == 2 and values.shape[0] == 2:
         return values[0].tolist(), values[1].tolist()
@@ -364,7 +375,7 @@ def _packed(call: Call) -> list[Result]:
 
 
 def _cached(call: Call) -> list[Result]:
-    """Over a cache of (layers, batch, longest, hidden), with new keys put in unless bypassed."""
+    """Over a cache of (layers, batch, longest, hidden); new keys are written unless bypassed."""
     setting = _setting(call)
     query = call.at(0, "query")
     bypass = call.whole("kvcacheCfg", 0) == _BYPASS
@@ -384,15 +395,15 @@ def _cached(call: Call) -> list[Result]:
     ends, sizes = offsets.values.reshape(-1).tolist(), lengths.values.reshape(-1).tolist()
     q = _by_heads(query, setting.heads)
     fits(sum(sizes) == q.shape[0], f"sequence lengths {sizes} are not {q.shape[0]} tokens")
-    piled, at = _Piled([], []), 0
+    piled, start = _Piled([], []), 0
     for batch, (end, rows) in enumerate(zip(ends, sizes, strict=True)):
         fits(0 <= end <= keys.shape[2], f"token offset {end} lies outside of the cache")
         if rows:
             k = keys[layer, batch].reshape(keys.shape[2], setting.kv_heads, -1)
             v = values[layer, batch].reshape(values.shape[2], setting.kv_heads, -1)
             part = masking.of(batch, len(sizes), rows, end)
-            _add(piled, q[at : at + rows], (k, v), slice(0, end), part, setting)
-        at += rows
+            _add(piled, q[start : start + rows], (k, v), slice(0, end), part, setting)
+        start += rows
     return [_result(call, query, piled, max(ends, default=1))]
 
 
@@ -421,19 +432,20 @@ def paged_attention(call: Call) -> list[Result]:
     fits(len(sizes) == q.shape[0], f"{len(sizes)} context lengths for {q.shape[0]} tokens")
     piled, block = _Piled([], []), k.shape[1]
     for token, size in enumerate(sizes):
+        # The blocks of a sequence in order, the last one cut to the context's length.
         used = table[token, : -(-size // block)]
         fits(
             size > 0 and used.size * block >= size and used.min() >= 0 and used.max() < k.shape[0],
             f"the block table of token {token} leaves the cache",
         )
-        own = tuple(each[used].reshape(-1, *each.shape[2:])[:size] for each in (k, v))
+        own = tuple(cache[used].reshape(-1, *cache.shape[2:])[:size] for cache in (k, v))
         part = masking.of(token, len(sizes), 1, size)
         _add(piled, q[token : token + 1], (own[0], own[1]), slice(0, size), part, setting)
     return [_result(call, query, piled, max(sizes, default=1))]
 
 
 def _descaled(call: Call, k: AnyArray, v: AnyArray, place: int) -> tuple[AnyArray, AnyArray]:
-    """An int8 cache with scales (and offsets) for every channel."""
+    """An int8 cache multiplied by scales, after adding offsets, for every channel."""
     offset = call.flag("hasQuantOffset", False)
     parts: list[AnyArray] = []
     for values in (k, v):

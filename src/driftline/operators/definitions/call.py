@@ -1,4 +1,4 @@
-"""What an operator's definition is given and gives back; how numbers become those of a format.
+"""What an operator's definition receives and returns, and rounding to number formats.
 
 Values are float64 (complex128) for floating formats, and integers or bool, unchanged, for others.
 """
@@ -71,6 +71,7 @@ class Call(NamedTuple):
         Raises:
             Unfit: There are not so many.
         """
+        # Missing inputs are the most common problem of a dump: say which one is meant.
         if number >= len(self.inputs):
             named = f" ({what})" if what else ""
             raise Unfit(f"input {number}{named} is missing; {_counted(len(self.inputs))} there")
@@ -87,6 +88,7 @@ class Call(NamedTuple):
             Unfit: It is something else.
         """
         value = self.param.get(name, default)
+        # `True` is an int for Python, but no number in a parameter file.
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise Unfit(f"parameter {name} is no number: {_short(value)}")
         return float(value)
@@ -134,10 +136,14 @@ class Call(NamedTuple):
         if value is None:
             raise Unfit(f"parameter {name} is missing")
         listed = cast("Sequence[Any]", value if isinstance(value, (list, tuple)) else [value])
-        for each in listed:
-            if isinstance(each, bool) or not isinstance(each, (int, float)) or each != int(each):
+        for member in listed:
+            if (
+                isinstance(member, bool)
+                or not isinstance(member, (int, float))
+                or member != int(member)
+            ):
                 raise Unfit(f"parameter {name} is no list of whole numbers: {_short(listed)}")
-        return [int(each) for each in listed]
+        return [int(member) for member in listed]
 
     def group(self, name: str) -> Call:
         """The same call with the parameters of a named group.
@@ -183,7 +189,7 @@ ACL_DTYPES = {
 """Numbers of element types in parameters such as outDataType."""
 
 LARGEST = 2**30
-"""Elements of an output; a vocabulary's logits of 8000 tokens have as many."""
+"""Most elements of an output; the logits of 8000 tokens over a vocabulary have as many."""
 
 _FLOATS = {
     # mantissa bits, smallest normal exponent, largest finite value, has infinities
@@ -203,7 +209,7 @@ def rounded(values: AnyArray, dtype: str) -> AnyArray:
     """The nearest numbers of a format (ties to even), still as float64; integers are clamped.
 
     Raises:
-        Unfit: Nothing is known of the format.
+        Unfit: The format is unknown.
     """
     if dtype in _NATIVE:
         with np.errstate(all="ignore"):
@@ -219,10 +225,10 @@ def rounded(values: AnyArray, dtype: str) -> AnyArray:
         if values.dtype.kind in "iub":
             return values.astype(dtype)
         low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
-        whole = np.rint(np.nan_to_num(values, nan=0.0, posinf=high, neginf=low))
+        integers = np.rint(np.nan_to_num(values, nan=0.0, posinf=high, neginf=low))
         # 2**63 - 1 is no float64: what would round up to 2**63 is set afterwards.
-        kept = np.clip(whole, low, np.nextafter(float(high), 0) if high > 2**52 else high)
-        return np.where(whole >= float(high), np.asarray(high, dtype), kept.astype(dtype))
+        kept = np.clip(integers, low, np.nextafter(float(high), 0) if high > 2**52 else high)
+        return np.where(integers >= float(high), np.asarray(high, dtype), kept.astype(dtype))
     raise Unfit(f"numbers of {dtype} cannot be made here")
 
 
@@ -231,9 +237,11 @@ def _nearest(
 ) -> AnyArray:
     finite = np.isfinite(values)
     exponent = np.frexp(np.where(finite, values, 0.0))[1] - 1
+    # Below the smallest normal number all steps are equal: that is how subnormals are spaced.
     step = np.ldexp(1.0, np.maximum(exponent, smallest) - mantissa)
     result = np.where(finite, np.rint(np.where(finite, values, 0.0) / step) * step, values)
     beyond = np.abs(result) > largest
+    # Formats without infinities overflow to NaN.
     return np.where(beyond, np.copysign(np.inf if infinities else np.nan, values), result)
 
 
@@ -257,15 +265,15 @@ def bounded(count: int, what: str) -> None:
 
 
 def spread(*tensors: AnyArray) -> None:
-    """Refuse tensors that together would become one that is too large.
+    """Refuse tensors whose broadcast result would be too large.
 
     Raises:
         Unfit: They do not fit together, or they would.
     """
     try:
-        shape = np.broadcast_shapes(*(each.shape for each in tensors))
+        shape = np.broadcast_shapes(*(tensor.shape for tensor in tensors))
     except ValueError:
-        shapes = " and ".join(str(list(each.shape)) for each in tensors)
+        shapes = " and ".join(str(list(tensor.shape)) for tensor in tensors)
         raise Unfit(f"{shapes} do not fit together") from None
     bounded(math.prod(shape), "the result")
 

@@ -1,4 +1,4 @@
-"""Operators that need what every rank put in: inputs of rank 0, then of rank 1, and so on."""
+"""Collective operators: their inputs are those of rank 0, then of rank 1, and so on."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER, _ALONE = range(4)
 
 
 def _by_rank(call: Call) -> list[list[Tensor]]:
+    # A dump without `rankSize` lists one input per rank.
     ranks = call.whole("rankSize", 0) or len(call.inputs)
     fits(
         ranks > 0 and len(call.inputs) % ranks == 0 and len(call.inputs) > 0,
         f"{len(call.inputs)} inputs are not those of {ranks} ranks",
     )
-    each = len(call.inputs) // ranks
-    return [list(call.inputs[at * each : (at + 1) * each]) for at in range(ranks)]
+    per_rank = len(call.inputs) // ranks
+    return [list(call.inputs[rank * per_rank : (rank + 1) * per_rank]) for rank in range(ranks)]
 
 
 def _own(call: Call, ranks: int) -> int:
@@ -37,9 +38,9 @@ def _own(call: Call, ranks: int) -> int:
 
 
 def all_gather(call: Call) -> list[Result]:
-    """What all ranks put in, one behind the other along a new first axis."""
+    """The inputs of all ranks, stacked along a new first axis."""
     first = [inputs[0] for inputs in _by_rank(call)]
-    values = np.stack([each.values for each in first])
+    values = np.stack([tensor.values for tensor in first])
     return [Result(values, call.out_dtype(first[0].dtype), exact=True)]
 
 
@@ -49,11 +50,12 @@ def all_reduce(call: Call) -> list[Result]:
     first = [inputs[0] for inputs in _by_rank(call)]
     kind = call.param.get("allReduceType", "sum")
     dtype = call.out_dtype(first[0].dtype)
-    stacked = np.stack([each.values for each in first])
+    stacked = np.stack([tensor.values for tensor in first])
     if kind == "max":
         return [Result(stacked.max(0), dtype, exact=True)]
     if kind == "min":
         return [Result(stacked.min(0), dtype, exact=True)]
+    # Sums of integers are exact in int64, whatever their own width.
     exact = not is_float(first[0].dtype)
     wide = stacked.astype(np.int64) if exact else stacked
     if kind == "prod":
@@ -66,7 +68,7 @@ def all_reduce(call: Call) -> list[Result]:
 
 
 def broadcast(call: Call) -> list[Result]:
-    """What the root put in."""
+    """The root's input."""
     ranks = _by_rank(call)
     root = call.whole("rankRoot", 0)
     fits(0 <= root < len(ranks), f"rankRoot {root} of {len(ranks)} does not exist")
@@ -81,6 +83,7 @@ def linear_parallel(call: Call) -> list[Result]:
     kind = call.whole("type", _ALL_REDUCE)
     dtype = call.out_dtype(ranks[rank][0].dtype)
     if kind in (_ALL_REDUCE, _REDUCE_SCATTER):
+        # Every rank holds a part of the inner dimension: the parts are added before a residual.
         parts = [_product(call, inputs[0], inputs) for inputs in ranks]
         values = np.sum([part[0] for part in parts], 0)
         scale = np.sqrt(np.sum([part[1]() ** 2 for part in parts], 0))
@@ -89,18 +92,19 @@ def linear_parallel(call: Call) -> list[Result]:
             added = real(ranks[rank][-1])
             values, scale = values + added, np.hypot(scale, added)
         if kind == _REDUCE_SCATTER:
+            # Each rank keeps its own share of the rows.
             fits(values.shape[0] % len(ranks) == 0, "the rows cannot be spread over the ranks")
             values = np.split(values, len(ranks))[rank]
             scale = np.split(scale, len(ranks))[rank]
         return [Result(values, dtype, terms, scale)]
     if kind == _ALL_GATHER:
         gathered = np.concatenate([inputs[0].values for inputs in ranks])
-        whole = Tensor(gathered, ranks[rank][0].dtype)
-        values, scale, terms = _product(call, whole, ranks[rank])
-        found = [Result(values, dtype, terms, scale)]
+        gathered_input = Tensor(gathered, ranks[rank][0].dtype)
+        values, scale, terms = _product(call, gathered_input, ranks[rank])
+        outputs = [Result(values, dtype, terms, scale)]
         if call.flag("keepIntermediate", False):
-            found.append(Result(gathered, call.out_dtype(whole.dtype, 1), exact=True))
-        return found
+            outputs.append(Result(gathered, call.out_dtype(gathered_input.dtype, 1), exact=True))
+        return outputs
     if kind == _ALONE:
         values, scale, terms = _product(call, ranks[rank][0], ranks[rank])
         return [Result(values, dtype, terms, scale)]

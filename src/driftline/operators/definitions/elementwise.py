@@ -1,4 +1,4 @@
-"""Activation functions, element by element, and the two that halve their input."""
+"""Element-wise operators: activations, arithmetic, comparisons and quantisation."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from driftline.operators.definitions.call import (
     spread,
 )
 
+# Numbers of `activationType`, in the order of the ATB headers.
 _RELU, _GELU, _FAST_GELU, _SWISH, _LOG, _SWIGLU, _SWIGLU_BACKWARD, _SIGMOID, _FASTER = range(1, 10)
 _EXACT_GELU = 1
 
@@ -35,6 +36,7 @@ def activation(call: Call) -> list[Result]:
     if kind == _RELU:
         return [Result(np.maximum(values, 0.0), dtype, exact=x.dtype == dtype)]
     if kind == _GELU:
+        # `geluMode` 1 asks for erf; everything else for the tanh approximation.
         exact = call.whole("geluMode", 0) == _EXACT_GELU
         # 1 + erf(...) and 1 + tanh(...) lose digits for negative x, and both add a few roundings.
         # In float32 erf itself is off by a few units in common libraries.
@@ -74,6 +76,7 @@ def _swiglu_backward(call: Call) -> list[Result]:
     fits(grad.shape == a.shape, f"gradient {list(grad.shape)} is no half of {list(x.shape)}")
     sig = sigmoid(a)
     slope = sig * (1.0 + a * (1.0 - sig))
+    # 1 - sigmoid(a) loses digits for large a, in proportion to a.
     axis = one_of(call.whole("dim", -1), x.ndim, "dim")
     values = np.concatenate([grad * b * slope, grad * a * sig], axis)
     scale = np.concatenate([np.abs(grad * b) * (1.0 + np.abs(a)), np.abs(grad * a)], axis)
@@ -82,6 +85,7 @@ def _swiglu_backward(call: Call) -> list[Result]:
 
 def sigmoid(x: AnyArray) -> AnyArray:
     """1 / (1 + exp(-x)) without overflow."""
+    # exp of a negative number cannot overflow; both branches share it.
     small = np.exp(-np.abs(x))
     return np.where(x >= 0, 1.0, small) / (1.0 + small)
 
@@ -100,7 +104,7 @@ def fast_gelu(x: AnyArray) -> AnyArray:
     return x * np.exp(0.851 * (x - np.abs(x))) / (1.0 + np.exp(-1.702 * np.abs(x)))
 
 
-# Arithmetic, comparisons and quantisation, element by element.
+# Arithmetic, comparisons and quantisation, chosen by `elewiseType`.
 
 
 _CAST, _MULS, _COS, _SIN, _NEG, _QUANT, _NOT, _ADD, _MUL, _DIV = range(1, 11)
@@ -126,7 +130,8 @@ def elewise(call: Call) -> list[Result]:
     """One of twenty functions, chosen by `elewiseType`."""
     kind = call.whole("elewiseType", 0)
     x = call.at(0, "x")
-    spread(*(each.values for each in call.inputs if each.values.size))
+    # All inputs must broadcast to a result of bounded size before anything is computed.
+    spread(*(tensor.values for tensor in call.inputs if tensor.values.size))
     if kind == _CAST:
         return [_cast(call, x)]
     if kind == _MULS:
@@ -147,6 +152,7 @@ def elewise(call: Call) -> list[Result]:
     if kind == _DIV:
         return [Result(real(x) / real(call.at(1, "y")), call.out_dtype(x.dtype))]
     if kind in _JUDGED:
+        # Logical operators compare with zero, comparisons take the values themselves.
         y = call.at(1, "y")
         left, right = (x.values, y.values) if kind > _OR else (x.values != 0, y.values != 0)
         return [Result(_JUDGED[kind](left, right), call.out_dtype("int8"), exact=True)]
@@ -173,6 +179,7 @@ def _cast(call: Call, x: Tensor) -> Result:
     dtype = call.out_dtype(usual)
     if not dtype:
         raise Unfit(f"outTensorType {wanted} is no element type that is known")
+    # Conversion to integers truncates, as in C.
     if is_float(x.dtype) and not is_float(dtype):
         return Result(np.trunc(x.values), dtype)
     return Result(x.values, dtype, exact=not is_float(x.dtype) and not is_float(dtype))
@@ -184,6 +191,7 @@ def _arithmetic(
     dtype = call.out_dtype(x.dtype)
     if is_float(x.dtype) or is_float(y.dtype):
         return Result(function(real(x), real(y)), dtype)
+    # Wide integers, so that sums and products of narrow ones do not overflow on the way.
     wide = np.int64 if x.dtype != "uint64" else np.uint64
     return Result(function(x.values.astype(wide), y.values.astype(wide)), dtype, exact=True)
 
@@ -201,7 +209,7 @@ def quantised(values: AnyArray, scale: AnyArray, offset: AnyArray) -> AnyArray:
 
 
 def dynamically_quantised(values: AnyArray, asymmetric: bool = False) -> list[Result]:
-    """Rows with a scale of their own, and an offset if they are not symmetric."""
+    """Rows quantised with a scale of their own, and an offset if they are not symmetric."""
     high, low = values.max(-1, keepdims=True), values.min(-1, keepdims=True)
     if asymmetric:
         scale = (high - low) / 255.0

@@ -32,6 +32,8 @@ def as_strided(call: Call) -> list[Result]:
     fits(len(size) == len(stride), f"size {size} and stride {stride} differ in length")
     fits(all(n > 0 for n in size) and len(size) <= 32, f"size {size} is no shape")
     bounded(math.prod(size), "the result")
+    # The first and last element touched must exist: strides come from a file, and numpy does not
+    # check.
     first = offset + sum(min(0, (n - 1) * s) for n, s in zip(size, stride, strict=True))
     last = offset + sum(max(0, (n - 1) * s) for n, s in zip(size, stride, strict=True))
     flat = np.ascontiguousarray(x.values).reshape(-1)
@@ -45,7 +47,7 @@ def concat(call: Call) -> list[Result]:
     first = call.at(0, "x")
     call.at(1, "y")
     axis = one_of(call.whole("concatDim", 0), first.values.ndim, "concatDim")
-    return [_moved(call, np.concatenate([each.values for each in call.inputs], axis), first)]
+    return [_moved(call, np.concatenate([tensor.values for tensor in call.inputs], axis), first)]
 
 
 def fill(call: Call) -> list[Result]:
@@ -72,15 +74,17 @@ def gather(call: Call) -> list[Result]:
         not places.size or (places.min() >= 0 and places.max() < length),
         f"an index lies outside of 0 to {length - 1}",
     )
+    # A few indices into large slices can ask for any amount of memory.
     bounded(places.size * (x.values.size // max(length, 1)), "the result")
     if not batch:
         return [_moved(call, np.take(x.values, places, axis), x)]
+    # With batch dimensions every batch has indices of its own.
     shape = x.values.shape[:batch]
     fits(shape == places.shape[:batch], "the batches of x and of the indices differ")
     rows = x.values.reshape(-1, *x.values.shape[batch:])
     chosen = places.reshape(-1, *places.shape[batch:])
-    taken = [np.take(row, own, axis - batch) for row, own in zip(rows, chosen, strict=True)]
-    values = np.stack(taken)
+    slices = [np.take(row, own, axis - batch) for row, own in zip(rows, chosen, strict=True)]
+    values = np.stack(slices)
     return [_moved(call, values.reshape(*shape, *values.shape[1:]), x)]
 
 
@@ -105,6 +109,7 @@ def unpad(call: Call) -> list[Result]:
     total = batch * longest
     flat = np.zeros((1, total), np.int64)
     padding = np.zeros((1, total), np.int64)
+    # Each token's offset is the padding of all sequences before its own.
     shifted = np.concatenate([[0], before[:-1]])
     kept = [ids.values[row, :size] for row, size in enumerate(sizes)]
     flat[0, :tokens] = np.concatenate(kept) if kept else 0
@@ -124,7 +129,7 @@ def repeat(call: Call) -> list[Result]:
 
 
 def set_value(call: Call) -> list[Result]:
-    """The second input copied into a part of the first, and the second as it was."""
+    """The second input copied into a part of the first, and the second unchanged."""
     target, source = call.at(0, "target"), call.at(1, "source")
     starts, ends = call.wholes("starts"), call.wholes("ends")
     steps = call.wholes("strides", [1] * len(starts))
@@ -194,9 +199,10 @@ _ROWS = 16
 
 
 def transdata(call: Call) -> list[Result]:
-    """Plain order into tiles of 16 rows and back."""
+    """Plain order into tiles of 16 rows, and back."""
     kind, x = call.whole("transdataType", 0), call.at(0, "x")
     if kind == _TO_NZ:
+        # A tile is 32 bytes wide: 32 elements of int8, 16 of 16-bit formats.
         return [_moved(call, to_tiles(x.values, 32 if x.dtype == "int8" else 16), x)]
     if kind == _TO_ND:
         crops = call.wholes("outCrops", [0, 0])

@@ -1,4 +1,4 @@
-"""Matrix products: linear layers in floating point and int8, batched and strided ones.
+"""Matrix products: linear layers in floating point and int8, batched and strided products.
 
 The scale behind the growing bound is the root of the sum of the squared products.
 """
@@ -28,11 +28,11 @@ _PER_TOKEN = 2
 
 
 Sized: TypeAlias = Callable[[], AnyArray]
-"""Computes the size of the terms of a product, which costs as much as the product."""
+"""Computes the size of the terms of a product, which costs as much as the product itself."""
 
 
 def product(x: AnyArray, y: AnyArray) -> tuple[AnyArray, Sized, int]:
-    """A matrix product, the size of its terms, and how many there are."""
+    """A matrix product, the size of its terms, and their number."""
     fits(x.ndim >= 1 and y.ndim >= 1, "a matrix product needs matrices")
     inner = y.shape[-2] if y.ndim > 1 else y.shape[0]
     if x.shape[-1] < inner and y.ndim > 1 and not y[..., x.shape[-1] :, :].any():
@@ -53,7 +53,7 @@ def _turned(values: AnyArray, turn: bool) -> AnyArray:
 
 
 def factors(call: Call, turn_x: bool, turn_y: bool) -> tuple[AnyArray, AnyArray]:
-    """The first two inputs, turned as asked; a weight of one batch is a plain matrix."""
+    """The first two inputs, transposed as asked; a weight of one batch is a plain matrix."""
     x, y = real(call.at(0, "x")), real(call.at(1, "weight"))
     if y.ndim == 3 and y.shape[0] == 1 and x.ndim != 3:
         y = y[0]
@@ -61,10 +61,11 @@ def factors(call: Call, turn_x: bool, turn_y: bool) -> tuple[AnyArray, AnyArray]
 
 
 def linear(call: Call) -> list[Result]:
-    """x · weight (+ bias), with weights stored transposed unless said otherwise."""
+    """x · weight (+ bias), with weights stored transposed unless the parameters say otherwise."""
     if call.whole("matmulType", 0) == _EIN_SUM:
         return _einsum(call)
     x, y = factors(call, call.flag("transposeA", False), call.flag("transposeB", True))
+    # Integer weights or inputs mean the quantised layer, which has scales instead of a bias.
     if call.at(0).dtype == "int8" or call.at(1).dtype == "int8":
         return [_dequantised(call, x, y)]
     values, scale, terms = product(x, y)
@@ -131,7 +132,7 @@ def unpacked_scale(scale: Tensor) -> AnyArray:
 
 
 def linear_sparse(call: Call) -> list[Result]:
-    """As the int8 linear layer, where the weight is not really compressed."""
+    """The int8 linear layer, if the weight is not really compressed."""
     x, y = call.at(0, "x"), call.at(1, "weight")
     turned = call.flag("transposeB", True)
     fits(
@@ -157,12 +158,16 @@ def strided_batch_matmul(call: Call) -> list[Result]:
     turn_b = call.flag("transposeB", call.flag("transB", False))
     names = ("m", "n", "k", "lda", "ldb", "ldc", "strideA", "strideB", "strideC")
     lists = [call.wholes(name) for name in names]
-    fits(all(len(each) >= batch for each in lists), f"every size and stride needs {batch} numbers")
-    rows = list(zip(*(each[:batch] for each in lists), strict=True))
+    # Every size comes from a file: positive sizes and a bounded result are required first.
+    fits(
+        all(len(numbers) >= batch for numbers in lists),
+        f"every size and stride needs {batch} numbers",
+    )
+    rows = list(zip(*(numbers[:batch] for numbers in lists), strict=True))
     fits(heads > 0 and all(min(row[:3]) > 0 for row in rows), "every size must be positive")
     bounded(sum(m * n for m, n, *_ in rows) * heads, "the result")
-    found = np.zeros(sum(m * n for m, n, *_ in rows) * heads)
-    scale = np.zeros_like(found)
+    result = np.zeros(sum(m * n for m, n, *_ in rows) * heads)
+    scale = np.zeros_like(result)
     start_a = start_b = start_c = 0
     for m, n, k, lda, ldb, ldc, stride_a, stride_b, stride_c in rows:
         for head in range(heads):
@@ -171,17 +176,18 @@ def strided_batch_matmul(call: Call) -> list[Result]:
             right = _turned(_block(b, start_b + head * stride_b, ldb, shape_b), turn_b)
             values, sized, _ = product(left, right)
             sizes = sized()
+            # Row by row, because rows of the result may lie further apart than they are long.
             for row in range(m):
-                at = start_c + head * stride_c + row * ldc
-                fits(at + n <= found.size, "a block lies outside of the result")
-                found[at : at + n], scale[at : at + n] = values[row], sizes[row]
+                start = start_c + head * stride_c + row * ldc
+                fits(start + n <= result.size, "a block lies outside of the result")
+                result[start : start + n], scale[start : start + n] = values[row], sizes[row]
         start_a, start_b, start_c = (
             start_a + m * k * heads,
             start_b + n * k * heads,
             start_c + m * n * heads,
         )
     terms = max((row[2] for row in rows), default=1)
-    return [Result(found, call.out_dtype(call.at(0).dtype), terms, scale)]
+    return [Result(result, call.out_dtype(call.at(0).dtype), terms, scale)]
 
 
 def _block(values: AnyArray, start: int, leading: int, shape: tuple[int, int]) -> AnyArray:

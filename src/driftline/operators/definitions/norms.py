@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm, alone or behind the addition of a residual, quantised or not."""
+"""Norms and softmaxes: alone, behind the addition of a residual, quantised, or packed."""
 
 from __future__ import annotations
 
@@ -39,10 +39,12 @@ def rms_norm(call: Call) -> list[Result]:
 
 def _rms_alone(call: Call) -> list[Result]:
     x = call.at(0, "x")
+    # Old dumps leave gamma out; the result can be shown but not judged.
     if len(call.inputs) == 1 and not call.whole("quantType", 0):
         values, _ = _rms(real(x), np.ones(x.values.shape[-1:]), call.number("epsilon", 1e-5))
         return [Result(values, call.out_dtype(x.dtype), note="gamma is not there; 1 was taken")]
     gamma = real(call.at(1, "gamma"))
+    # Gemma stores its weights minus one.
     if call.whole("modelType", 0) == _GEMMA:
         gamma = gamma + 1.0
     values, rstd = _rms(real(x), gamma, call.number("epsilon", 1e-5))
@@ -57,15 +59,16 @@ def _rms_alone(call: Call) -> list[Result]:
     dtype = call.out_dtype(x.dtype)
     # Intermediate results in float16, where the parameters ask for it, cost two more roundings.
     rough = call.whole("precisionMode", 0) == 1
-    found = [Result(values, dtype, 2, np.abs(values)) if rough else Result(values, dtype)]
+    outputs = [Result(values, dtype, 2, np.abs(values)) if rough else Result(values, dtype)]
     if call.flag("rstd", False):
-        found.append(Result(rstd, call.out_dtype("float32", 1)))
-    return found
+        outputs.append(Result(rstd, call.out_dtype("float32", 1)))
+    return outputs
 
 
 def _rms_behind_residual(call: Call, *, pre: bool) -> list[Result]:
     x, residual = call.at(0, "x"), call.at(1, "residual")
     total = real(x) + real(residual)
+    # The addition is rounded before the norm: its terms' size passes through the norm.
     size = np.abs(real(x)) + np.abs(real(residual))
     place = 2
     if call.flag("hasBias", False):
@@ -75,12 +78,12 @@ def _rms_behind_residual(call: Call, *, pre: bool) -> list[Result]:
     values, rstd = _rms(total, gamma, call.number("epsilon", 1e-5))
     scale = size * rstd * np.abs(gamma)
     if call.whole("quantType", 0) == _INT8:
-        found = [_int8(call, values + real(call.at(place + 1, "beta")), place + 2)]
+        outputs = [_int8(call, values + real(call.at(place + 1, "beta")), place + 2)]
     else:
-        found = [Result(values, call.out_dtype(x.dtype), 2, scale)]
+        outputs = [Result(values, call.out_dtype(x.dtype), 2, scale)]
     if pre:
-        found.append(Result(total, call.out_dtype(x.dtype, 1), 2, size))
-    return found
+        outputs.append(Result(total, call.out_dtype(x.dtype, 1), 2, size))
+    return outputs
 
 
 def _rms(x: AnyArray, gamma: AnyArray, epsilon: float) -> tuple[AnyArray, AnyArray]:
@@ -147,6 +150,7 @@ def _layer(
     gamma, beta = gamma.reshape(x.shape[axis:]), beta.reshape(x.shape[axis:])
     mean = x.mean(axes, keepdims=True)
     rstd = 1.0 / np.sqrt(((x - mean) ** 2).mean(axes, keepdims=True) + call.number("epsilon", 1e-5))
+    # x - mean cancels where both are large: their sizes count, not that of the difference.
     scale = (size + np.abs(mean)) * rstd * np.abs(gamma) + np.abs(beta)
     return (x - mean) * rstd * gamma + beta, scale
 
@@ -167,7 +171,7 @@ def softmax_of(values: AnyArray, axes: tuple[int, ...]) -> AnyArray:
 
 
 def _blocks(call: Call, size: int, name: str) -> Iterator[slice]:
-    """Where the rows of each block lie, each slice one sequence with all its heads."""
+    """The elements of each block; a block is one sequence with all its heads."""
     heads = call.whole("headNum", 1)
     start = 0
     for length in call.wholes(name):
@@ -181,44 +185,45 @@ def fast_softmax(call: Call) -> list[Result]:
     x = call.at(0, "x")
     values = real(x).reshape(-1)
     lengths = call.wholes("qSeqLen")
-    found = np.empty_like(values)
+    result = np.empty_like(values)
     for place, length in zip(_blocks(call, values.size, "qSeqLen"), lengths, strict=True):
-        found[place] = softmax_of(values[place].reshape(-1, length), (1,)).reshape(-1)
-    return [Result(found.reshape(x.values.shape), call.out_dtype(x.dtype))]
+        result[place] = softmax_of(values[place].reshape(-1, length), (1,)).reshape(-1)
+    return [Result(result.reshape(x.values.shape), call.out_dtype(x.dtype))]
 
 
 def fast_softmax_grad(call: Call) -> list[Result]:
-    """y · (dy - sum(y · dy)) for each row of the softmax y and the gradient dy behind it."""
+    """y · (dy - sum(y · dy)) for each row of the softmax y and its gradient dy."""
     y, grad = call.at(0, "y"), call.at(1, "gradient")
     values, slopes = real(y).reshape(-1), real(grad).reshape(-1)
     fits(values.size == slopes.size, f"{values.size} results, but {slopes.size} gradients")
     lengths = call.wholes("qSeqLen")
-    found, scale = np.empty_like(values), np.empty_like(values)
+    gradient, scale = np.empty_like(values), np.empty_like(values)
     for place, length in zip(_blocks(call, values.size, "qSeqLen"), lengths, strict=True):
         rows, dy = values[place].reshape(-1, length), slopes[place].reshape(-1, length)
         total = (rows * dy).sum(1, keepdims=True)
+        # The sum runs over the whole row, so its errors reach every element of it.
         spread = np.sqrt(((rows * dy) ** 2).sum(1, keepdims=True))
-        found[place] = (rows * (dy - total)).reshape(-1)
+        gradient[place] = (rows * (dy - total)).reshape(-1)
         scale[place] = (np.abs(rows) * (np.abs(dy) + spread)).reshape(-1)
     terms = max(lengths) + 1
-    return [Result(found.reshape(y.values.shape), call.out_dtype(y.dtype), terms, scale)]
+    return [Result(gradient.reshape(y.values.shape), call.out_dtype(y.dtype), terms, scale)]
 
 
 def attention_mask(call: Call) -> list[Result]:
     """The corner of each sequence's mask, once for every head, packed."""
     mask = call.at(0, "mask")
     heads = call.whole("headNum", 1)
-    found: list[AnyArray] = []
+    corners: list[AnyArray] = []
     for number, length in enumerate(call.wholes("seqLen")):
         fits(
             mask.values.ndim == 4 and number < mask.values.shape[0],
             f"the mask {list(mask.values.shape)} has no sequence {number}",
         )
         fits(length <= min(mask.values.shape[2:]), f"seqLen {length} is longer than the mask")
-        bounded((sum(map(len, found)) + length * length) * max(heads, 1), "the result")
+        bounded((sum(map(len, corners)) + length * length) * max(heads, 1), "the result")
         corner = mask.values[number, 0, :length, :length].reshape(-1)
-        found += [corner] * heads
-    values = np.concatenate(found) if found else mask.values[:0].reshape(-1)
+        corners += [corner] * heads
+    values = np.concatenate(corners) if corners else mask.values[:0].reshape(-1)
     return [Result(values, call.out_dtype(mask.dtype), exact=True)]
 
 

@@ -1,4 +1,4 @@
-"""Sums and extremes over axes, sorting, counting, one-hot rows, additions at indices."""
+"""Reductions over axes, sorting, counting, one-hot rows, and additions at indices."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def cumsum(call: Call) -> list[Result]:
     axis = one_of(axes[0], x.values.ndim, "axes")
     dtype = call.out_dtype(x.dtype)
     values = _running(x.values, axis, call)
+    # Integers are added without rounding.
     if not is_float(x.dtype):
         return [Result(values, dtype, exact=True)]
     scale = np.sqrt(_running(x.values**2, axis, call))
@@ -39,6 +40,7 @@ def cumsum(call: Call) -> list[Result]:
 def _running(values: AnyArray, axis: int, call: Call) -> AnyArray:
     turned = np.flip(values, axis) if call.flag("reverse", False) else values
     sums = np.cumsum(turned, axis)
+    # An exclusive sum leaves the element itself out.
     if call.flag("exclusive", False):
         sums = sums - turned
     return np.flip(sums, axis) if call.flag("reverse", False) else sums
@@ -63,7 +65,7 @@ def reduce(call: Call) -> list[Result]:
 
 
 def sort(call: Call) -> list[Result]:
-    """The largest elements of each row, falling, and where they were."""
+    """The largest elements of each row in falling order, and their positions."""
     x = call.at(0, "x")
     keep = call.wholes("num")
     fits(
@@ -72,6 +74,7 @@ def sort(call: Call) -> list[Result]:
     )
     places = falling(x.values)[..., : keep[0]]
     values = np.take_along_axis(x.values, places, -1)
+    # Positions of equal elements are not determined: such an output is not judged.
     note = ""
     if np.any(values[..., 1:] == values[..., :-1]):
         note = "equal elements may be given in any order"
@@ -82,7 +85,8 @@ def sort(call: Call) -> list[Result]:
 
 
 def falling(values: AnyArray) -> AnyArray:
-    """Places of the elements of each row from the largest to the smallest; the first of equals."""
+    """Positions of the elements of each row from largest to smallest; the first of equals first."""
+    # Unsigned numbers cannot be negated.
     if values.dtype.kind in "ub":
         values = values.astype(np.int64)
     return np.argsort(-values, -1, kind="stable")
@@ -95,20 +99,21 @@ def gating(call: Call) -> list[Result]:
     fits(per_token > 0, f"topkExpertNum {per_token} must be positive")
     fits(not chosen.size or chosen.min() >= 0, "an expert's number is negative")
     highest = int(chosen.max(initial=-1))
+    # `bincount` allocates as many counters as the largest number: it is checked before.
     fits(highest < (experts or LARGEST), f"expert {highest} is not below cumSumNum {experts}")
     bounded(experts, "the result")
     order = np.argsort(chosen, kind="stable")
     counts = np.bincount(chosen, minlength=experts)
     own = call.wholes("deviceExpert", [])
-    found = [
+    outputs = [
         Result(order // per_token, call.out_dtype("int32"), exact=True),
         Result(np.cumsum(counts), call.out_dtype(_count_dtype(call), 1), exact=True),
         Result(order, call.out_dtype("int32", 2), exact=True),
     ]
     if own:
         why = "with deviceExpert only a part of the output is defined"
-        found = [each._replace(note=why) for each in found]
-    return found
+        outputs = [output._replace(note=why) for output in outputs]
+    return outputs
 
 
 def _count_dtype(call: Call) -> str:
@@ -137,8 +142,10 @@ def index_add(call: Call) -> list[Result]:
     values = np.moveaxis(real(target).copy(), axis, 0)
     size = values**2
     moved = np.moveaxis(added * alpha, axis, 0)
+    # Unlike `values[places] += moved`, this adds repeated indices every time.
     np.add.at(values, places, moved)
     np.add.at(size, places, moved**2)
+    # The longest sum is that of the index that occurs most often, and the target itself.
     most = int(np.bincount(places).max()) + 1 if places.size else 1
     dtype = call.out_dtype(target.dtype)
     scale = np.moveaxis(np.sqrt(size), 0, axis)
@@ -146,14 +153,14 @@ def index_add(call: Call) -> list[Result]:
 
 
 def nonzero(call: Call) -> list[Result]:
-    """Where the elements are that are not zero, padded with zeros, and how many there are."""
+    """Positions of the elements that are not zero, padded with zeros, and their number."""
     x = call.at(0, "x")
     places = np.stack(np.nonzero(x.values)) if x.values.ndim else np.zeros((0, 1), np.int64)
-    found = np.zeros((x.values.ndim, x.values.size), np.int64)
-    found[:, : places.shape[1]] = places
+    padded = np.zeros((x.values.ndim, x.values.size), np.int64)
+    padded[:, : places.shape[1]] = places
     dtype = call.out_dtype("int64")
     return [
-        Result(found, dtype, exact=True),
+        Result(padded, dtype, exact=True),
         Result(np.asarray(places.shape[1]), call.out_dtype("int64", 1), exact=True),
     ]
 
@@ -165,8 +172,8 @@ def onehot(call: Call) -> list[Result]:
     axis = one_of(call.whole("axis", 0), x.values.ndim + 1)
     fits(depth > 0 and depth * x.values.size <= 2**31, f"depth {depth} is no size")
     hot = np.arange(depth) == x.values[..., None]
-    one, zero = (_single(call, number, usual) for number, usual in ((1, 1), (2, 0)))
-    values = np.where(np.moveaxis(hot, -1, axis), one, zero)
+    on, off = (_single(call, number, usual) for number, usual in ((1, 1), (2, 0)))
+    values = np.where(np.moveaxis(hot, -1, axis), on, off)
     return [Result(values, call.out_dtype(x.dtype), exact=True)]
 
 

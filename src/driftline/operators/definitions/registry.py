@@ -1,7 +1,8 @@
-"""The operators' definitions, one file per family; imports numpy and nothing of Driftline's.
+"""The registry of definitions: which file defines which operator, and computing golden values.
 
-`driftline opcheck --repro` writes these files, as they stand, into its stand-alone scripts. That is
-why they import each other only by `from driftline.operators.definitions.X import …`.
+The definition files import numpy and each other only, by `from driftline.operators.definitions.X
+import ...`, because `driftline opcheck --repro` copies them into its stand-alone scripts. A new
+operator is one function in such a file, one line in its `DEFINITIONS` and one line here.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 """Which file defines which operators (names without `Operation`)."""
 
 
-# `golden(op_type, param, inputs)`: what an operator should have computed.
+# Golden values: what an operator should have computed.
 
 
 AnyArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -102,6 +103,7 @@ def definition_of(op_type: str) -> Definition | None:
 
     name = plain_name(op_type)
     for module, names in FAMILIES.items():
+        # Families are imported when one of their operators is needed; most dumps use few of them.
         if name in names:
             family = importlib.import_module(f"driftline.operators.definitions.{module}")
             return cast("Definition", family.DEFINITIONS[name])
@@ -136,8 +138,8 @@ def results(
         raise Unfit(f"there is no golden implementation of {op_type}")
     try:
         with np.errstate(all="ignore"):
-            found = definition(Call(param, inputs, outputs))
-            return [_rounded(each) for each in found]
+            computed = definition(Call(param, inputs, outputs))
+            return [_rounded(result) for result in computed]
     except Unfit:
         raise
     except (ValueError, LookupError, TypeError, ArithmeticError, MemoryError) as trouble:
@@ -171,10 +173,10 @@ def golden(op_type: str, param: Mapping[str, Any], inputs: Sequence[Any]) -> lis
             hint=did_you_mean(plain_name(op_type), known_operators()),
         )
     try:
-        found = results(op_type, param, [_taken(each) for each in inputs])
+        outputs = results(op_type, param, [_taken(value) for value in inputs])
     except Unfit as why:
         raise BadInput(f"{op_type}: {why}") from None
-    return [_given(each) for each in found]
+    return [_given(value) for value in outputs]
 
 
 def _taken(value: Any) -> Tensor:

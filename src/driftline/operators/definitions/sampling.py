@@ -1,7 +1,7 @@
-"""Sampling with the C library's random numbers, so that a seed gives one answer.
+"""Sampling with the C library's random numbers, so that a seed determines the result.
 
-A draw that falls within rounding of a boundary may honestly land on either side; then the result is
-marked as one that cannot be held to.
+A draw within rounding of a boundary may rightly fall on either side; such a result is marked as one
+that cannot be judged.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from driftline.operators.definitions.call import (
 _LARGEST = 0x7FFFFFFF
 _DRAWS = 512
 _SINGLE, _MULTINOMIAL, _EXPONENTIAL, _MULTINOMIAL_LOG, _EXPONENTIAL_LOG = range(5)
+# How near to a boundary a draw may be, relative to it, before rounding can move it across.
 _CLOSE = {"float16": 2.0**-9, "bfloat16": 2.0**-6}
 _MASKED = -9999.0
 
 
 def draws(seed: int, count: int) -> list[float]:
     """Numbers from 0 to 1 as glibc's rand() gives them after srand(seed)."""
+    # glibc's additive feedback generator: 31 words from a linear congruence, the first 310 results
+    # discarded.
     state = [seed & 0xFFFFFFFF or 1]
     if state[0] > _LARGEST:
         state[0] -= 1 << 32
@@ -37,11 +40,11 @@ def draws(seed: int, count: int) -> list[float]:
     state += state[0:3]
     for number in range(34, 344):
         state.append((state[number - 31] + state[number - 3]) & 0xFFFFFFFF)
-    found: list[float] = []
+    numbers: list[float] = []
     for number in range(344, 344 + count):
         state.append((state[number - 31] + state[number - 3]) & 0xFFFFFFFF)
-        found.append((state[number] >> 1) / _LARGEST)
-    return found
+        numbers.append((state[number] >> 1) / _LARGEST)
+    return numbers
 
 
 def multinomial(call: Call) -> list[Result]:
@@ -51,13 +54,13 @@ def multinomial(call: Call) -> list[Result]:
     fits(x.values.ndim == 2 and 0 < samples <= _DRAWS, "needs a matrix, and a sample or more")
     numbers = draws(call.whole("randSeed", 0), samples)
     sums = np.cumsum(real(x), -1)
-    found = np.zeros((sums.shape[0], samples))
+    chosen = np.zeros((sums.shape[0], samples))
     note = ""
     for column, number in enumerate(numbers):
         beyond = sums > number
-        found[:, column] = np.where(beyond.any(-1), beyond.argmax(-1), 0)
+        chosen[:, column] = np.where(beyond.any(-1), beyond.argmax(-1), 0)
         note = note or _doubt(sums, np.full((sums.shape[0], 1), number), x.dtype)
-    return [Result(found, call.out_dtype("int32"), exact=True, note=note)]
+    return [Result(chosen, call.out_dtype("int32"), exact=True, note=note)]
 
 
 def _doubt(sums: AnyArray, bounds: AnyArray, dtype: str) -> str:
@@ -73,6 +76,7 @@ def topk_topp(call: Call) -> list[Result]:
     x = call.at(0, "probabilities")
     fits(x.values.ndim == 2, "the probabilities must be a matrix")
     probs = real(x)
+    # A stable order: of equal probabilities the first comes first, as in the operator.
     order = np.argsort(-probs, -1, kind="stable")
     ranked = np.take_along_axis(probs, order, -1)
     batch, width = probs.shape
@@ -88,6 +92,7 @@ def topk_topp(call: Call) -> list[Result]:
         raise Unfit(f"topkToppSamplingType {kind} is not known")
     tops, bound = _column(call, 1, "top k", batch), _column(call, 2, "top p", batch)
     limit = np.clip(tops.astype(np.int64), 0, width - 1)
+    # Elements that equal the k-th one are kept, however many there are.
     cut = ranked < np.take_along_axis(ranked, limit, -1)
     masked = np.where(cut, 0.0, ranked)
     sums = np.cumsum(masked, -1)
@@ -105,10 +110,10 @@ def topk_topp(call: Call) -> list[Result]:
         else:
             numbers = _column(call, 3, "random numbers", batch)
         place, note, kept_mask = _drawn(sums, bound, numbers, x.dtype)
-    found = _picked(call, order, ranked, place, x.dtype, note)
+    outputs = _picked(call, order, ranked, place, x.dtype, note)
     if kind in (_MULTINOMIAL_LOG, _EXPONENTIAL_LOG):
-        found.append(_log_probabilities(call, ranked, sums, kept_mask, note))
-    return found
+        outputs.append(_log_probabilities(call, ranked, sums, kept_mask, note))
+    return outputs
 
 
 def _column(call: Call, number: int, name: str, batch: int) -> AnyArray:
@@ -131,7 +136,7 @@ def _drawn(
 def _picked(
     call: Call, order: AnyArray, ranked: AnyArray, place: AnyArray, dtype: str, note: str
 ) -> list[Result]:
-    chosen: Sequence[AnyArray] = [np.take_along_axis(each, place, -1) for each in (order, ranked)]
+    chosen: Sequence[AnyArray] = [np.take_along_axis(table, place, -1) for table in (order, ranked)]
     return [
         Result(chosen[0], call.out_dtype("int32"), exact=True, note=note),
         Result(chosen[1], call.out_dtype(dtype, 1), exact=True, note=note),
@@ -143,6 +148,7 @@ def _log_probabilities(
 ) -> Result:
     size = call.whole("logProbsSize", 0)
     kept = kept.copy()
+    # The largest element is always kept, even if it alone exceeds p.
     kept[:, 0] = True
     last = np.maximum(kept.sum(-1, keepdims=True) - 1, 0)
     total = np.take_along_axis(sums, last, -1)

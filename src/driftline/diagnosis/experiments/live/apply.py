@@ -1,12 +1,13 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
-"""Rows that a module's own code hands to a part in another order than the captured run did.
+"""Apply a module of the program to captured inputs, in both number formats, and keep the results.
 
-Code that sorts tokens by their expert may put those of one expert in any order, and does so
-otherwise on another device. A part that works on each row by itself is then answered in the order
-of the code that is repeated. Only rows that are the captured ones to within rounding are taken for
-them: what is wrong stays where it is.
+The calls that the module makes of its parts are answered with what the captured run's parts gave,
+or carried out. Code that sorts tokens by their expert may pass rows to a part in any order, and
+does so differently on another device; a part that works on each row by itself is then answered in
+the order of the code that is repeated. Only rows that equal the captured ones to within rounding
+are reordered: what is wrong stays where it is.
 """
 
 from __future__ import annotations
@@ -22,30 +23,31 @@ from driftline.captures.torch.layers import unwrapped
 from driftline.diagnosis.experiments.live.captured_calls import (
     Candidate,
     NotReplayed,
-    Open,
+    OpenCall,
     Part,
     Slots,
     is_pure,
     is_table,
     is_the_programs_own,
 )
-from driftline.diagnosis.experiments.live.number_formats import Given, Recast
+from driftline.diagnosis.experiments.live.number_formats import Recast, SuppliedTensors
 from driftline.diagnosis.experiments.live.repeat import Script, copied, itself, repeat
 from driftline.diagnosis.experiments.live.results import (
     About,
-    Handed,
     Native,
     Noise,
+    PassedToParts,
     Results,
     is_a_plain_product,
     some_rows,
 )
 from driftline.runs.records import Record, TensorKey
 
+# Random directions that are tried to sort rows by; each leaves fewer rows without a partner.
 _ROUNDS = 12
 _UNITS = 32.0
-"""Units of roundoff that two rows may be apart, by their size; other rows are as far as they are
-large."""
+"""Units of roundoff, relative to its size, by which a row may differ from its partner; different
+rows are as far apart as they are large."""
 
 
 def works_by_row(module: nn.Module) -> bool:
@@ -54,7 +56,7 @@ def works_by_row(module: nn.Module) -> bool:
 
 
 def order_of(made: torch.Tensor, captured: torch.Tensor) -> torch.Tensor | None:
-    """Which row of what was made is each captured row; None where they come in the same order.
+    """The row of `made` that equals each captured row; None if both have the same order.
 
     >>> rows = torch.eye(4) + 1
     >>> order_of(rows[[0, 3, 1, 2]], rows)
@@ -66,23 +68,26 @@ def order_of(made: torch.Tensor, captured: torch.Tensor) -> torch.Tensor | None:
         return None
     coarse = max((made.dtype, captured.dtype), key=lambda dtype: torch.finfo(dtype).eps)
     most = _UNITS * torch.finfo(coarse).eps / 2.0
+    # A sample is enough to see that nothing moved, the usual case; all rows are compared only
+    # otherwise.
     if bool(_alike(some_rows(made).float(), some_rows(captured).float(), most).all()):
         return None
-    ours, theirs = made.detach().float(), captured.float()
-    there = torch.arange(len(ours), device=ours.device)
-    apart = ~_alike(ours, theirs, most)
-    order, left, free = there.clone(), there[apart], there[apart]
+    made_rows, captured_rows = made.detach().float(), captured.float()
+    identity = torch.arange(len(made_rows), device=made_rows.device)
+    apart = ~_alike(made_rows, captured_rows, most)
+    order, left, free = identity.clone(), identity[apart], identity[apart]
     chance = torch.Generator().manual_seed(0)
+    # Equal rows have equal projections: sorted by a random direction they stand side by side.
     for _ in range(_ROUNDS):
-        along = torch.randn(ours.shape[1], generator=chance).to(ours.device)
-        left = left[torch.argsort(theirs[left] @ along, stable=True)]
-        free = free[torch.argsort(ours[free] @ along, stable=True)]
-        same = _alike(ours[free], theirs[left], most)
+        along = torch.randn(made_rows.shape[1], generator=chance).to(made_rows.device)
+        left = left[torch.argsort(captured_rows[left] @ along, stable=True)]
+        free = free[torch.argsort(made_rows[free] @ along, stable=True)]
+        same = _alike(made_rows[free], captured_rows[left], most)
         order[left[same]] = free[same]
         left, free = left[~same], free[~same]
         if not len(left):
             break
-    if bool((order == there).all()):
+    if bool((order == identity).all()):
         return None
     # What fits nowhere stays in place where it can, so that an error is seen where it is.
     stay = torch.isin(left, free)
@@ -91,17 +96,17 @@ def order_of(made: torch.Tensor, captured: torch.Tensor) -> torch.Tensor | None:
     return order
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor, most: float) -> torch.Tensor:
-    return (one - other).norm(dim=1) <= most * other.norm(dim=1)
+def _alike(rows: torch.Tensor, other_rows: torch.Tensor, most: float) -> torch.Tensor:
+    return (rows - other_rows).norm(dim=1) <= most * other_rows.norm(dim=1)
 
 
 def reordered(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Its rows in another order; itself where it has not as many."""
+    """A tensor with its rows in another order; unchanged if it has another number of rows."""
     rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor
     return rows[order].reshape(tensor.shape) if len(rows) == len(order) else tensor
 
 
-# The calls a module makes of others, when it is repeated: answered or carried out.
+# Which modules run when a call is repeated, and which are answered.
 
 
 Answer = Callable[[Any, Any], Any]
@@ -122,8 +127,8 @@ class Parts:
         self._is_called = is_called
         self._orders: dict[TensorKey, torch.Tensor] = {}
 
-    def own(self, opened: Open, way: str) -> Script:
-        """What answers the calls of parts with what they themselves gave."""
+    def own(self, opened: OpenCall, way: str) -> Script:
+        """Answers the calls of parts with what they gave in the program itself."""
         parts: dict[int, list[Answer | None]] = {}
         for held in opened.parts or () if way == "own code" else ():
             parts.setdefault(id(held.module), []).append(
@@ -131,17 +136,18 @@ class Parts:
             )
         return Script(opened.frame.module, parts)
 
-    def captured(self, opened: Open, way: str, given: Given, hand: Hand, *, exact: bool) -> Script:
-        """What answers the calls of parts with what those of the captured run gave.
+    def captured(
+        self, opened: OpenCall, way: str, supplied: SuppliedTensors, hand: Hand, *, exact: bool
+    ) -> Script:
+        """Answers the calls of parts with what the captured run's parts gave.
 
         Args:
             opened: The call that is repeated.
-            way: How.
-            given: What has been put in so far; what comes out of the parts is added.
-            hand: Called with what the code of the module hands to a part and made itself: the
-                captured record and the tensor. A wrong attention shows in what its output
-                projection is given, and nowhere else.
-            exact: In wide arithmetic.
+            way: leaf, own code or whole.
+            supplied: The tensors supplied so far; what comes out of the parts is added.
+            hand: Called with the captured record and the tensor that the module's own code made
+                and passes to a part. A wrong attention shows in the input of its output
+                projection and nowhere else.
         """
         # Rows come as the captured run's own format has put them: wide arithmetic, which follows,
         # must not find another place for one that fits nowhere. Both would be far apart then.
@@ -151,14 +157,14 @@ class Parts:
         for held in opened.parts or () if way == "own code" else ():
             answer = None
             if self._recast.can_answer(held.candidate, held.slots):
-                answer = self._answer(held, given, hand, before, exact=exact)
+                answer = self._answer(held, supplied, hand, before, exact=exact)
             parts.setdefault(id(held.module), []).append(answer)
         return Script(opened.frame.module, parts)
 
     def _answer(
         self,
         held: Part,
-        given: Given,
+        supplied: SuppliedTensors,
         hand: Hand,
         before: Mapping[TensorKey, torch.Tensor],
         *,
@@ -166,7 +172,7 @@ class Parts:
     ) -> Answer:
         call = held.candidate
         assert call is not None
-        value = self._recast.answer(call, held.slots, held.value, given, exact=exact)
+        value = self._recast.answer(call, held.slots, held.value, supplied, exact=exact)
         binding = layers.binding_of(unwrapped(held.module).forward)
 
         by_row = works_by_row(held.module)
@@ -175,11 +181,13 @@ class Parts:
             order = None
             for slot, alias, tensor in layers.inputs(binding, args, kwargs, layers.NO_CACHE):
                 record = call.inputs.get(slot) or (call.inputs.get(alias) if alias else None)
+                # Tensors that were supplied are the captured ones themselves; only what the code
+                # computed is compared.
                 if (
                     record is not None
                     and tensor.is_floating_point()
                     and tuple(tensor.shape) == record.shape
-                    and not given.has(tensor)
+                    and not supplied.has(tensor)
                 ):
                     if by_row and order is None:
                         order = before.get(record.key)
@@ -191,43 +199,44 @@ class Parts:
             made = value()
             if order is None:
                 return made
+            # The answer must come back in the order in which the code passed its rows.
             back = torch.argsort(order)
             return copied(made, lambda tensor: reordered(tensor, back))
 
         return answer
 
-    def real(self, opened: Open, way: str, *, own: bool) -> dict[str, nn.Module]:
+    def real(self, opened: OpenCall, way: str, *, own: bool) -> dict[str, nn.Module]:
         """The modules that really run when a call is repeated this way, by path."""
         module = opened.frame.module
         if way != "own code":
             return dict(module.named_modules(remove_duplicate=False))
         called = {id(held.module) for held in opened.parts or ()}
+        # A part whose captured output is incomplete cannot be answered and has to run.
         running = {
             id(held.module)
             for held in opened.parts or ()
             if not own and not self._recast.can_answer(held.candidate, held.slots)
         }
         answered = called - running
-        found: dict[str, nn.Module] = {}
+        modules: dict[str, nn.Module] = {}
         waiting = [("", module)]
         while waiting:
-            path, each = waiting.pop()
-            found[path] = each
+            path, current = waiting.pop()
+            modules[path] = current
             waiting += [
                 (f"{path}.{name}" if path else name, child)
-                for name, child in each._modules.items()
+                for name, child in current._modules.items()
                 if child is not None
                 and id(child) not in answered
                 and (id(child) in called or not self._is_called(child))
             ]
-        return found
+        return modules
 
 
-# Apply a module of the program to captured inputs, in both number formats, and keep the
-# results.
+# Applying one call again.
 
 
-class Again(NamedTuple):
+class RepeatedCall(NamedTuple):
     """A call that is applied again.
 
     Attributes:
@@ -239,7 +248,7 @@ class Again(NamedTuple):
         cast: Weights in the captured run's format, kept from one repetition to the next.
     """
 
-    opened: Open
+    opened: OpenCall
     way: str
     part: int
     live: Slots
@@ -252,8 +261,8 @@ class Again(NamedTuple):
         return self.opened.candidate.outputs
 
 
-class Kept(NamedTuple):
-    """What came of one.
+class ApplyOutcome(NamedTuple):
+    """The outcome of applying a call again.
 
     Attributes:
         left_out: Slots of which nothing is known.
@@ -267,7 +276,7 @@ class Kept(NamedTuple):
     near: dict[str, float]
 
 
-class Applying:
+class CallApplier:
     """Applies calls again, one at a time.
 
     Args:
@@ -299,8 +308,8 @@ class Applying:
         self._require_room = require_room
         self._one_format = one_format
 
-    def __call__(self, again: Again, check: Callable[[], None]) -> Kept:
-        """Apply a call again and keep what says something.
+    def __call__(self, again: RepeatedCall, check: Callable[[], None]) -> ApplyOutcome:
+        """Apply a call again and keep what is informative.
 
         Args:
             again: The call.
@@ -312,38 +321,40 @@ class Applying:
         self._recast.begin()
         near: dict[str, float] = {}
         if self._one_format:
-            there, own, near = self._in_one_format(again, check)
+            comparable, own, near = self._in_one_format(again, check)
         elif is_a_plain_product(again.opened, again.way):
-            there, own, near = self._as_a_product(again, check)
+            comparable, own, near = self._as_a_product(again, check)
         else:
-            there, own, near = self._in_both_formats(again, check)
-        return Kept([slot for slot, _, _ in again.live if slot not in there], own, near)
+            comparable, own, near = self._in_both_formats(again, check)
+        return ApplyOutcome(
+            [slot for slot, _, _ in again.live if slot not in comparable], own, near
+        )
 
     def _in_one_format(
-        self, again: Again, check: Callable[[], None]
+        self, again: RepeatedCall, check: Callable[[], None]
     ) -> tuple[set[str], bool, dict[str, float]]:
         opened, results, outputs = again.opened, self._results, again.outputs
-        handed = Handed(results, self._require_room, narrow=False)
+        handed = PassedToParts(results, self._require_room, narrow=False)
         if again.way == "leaf" and is_the_programs_own(opened, self._candidate):
             made = {slot: tensor for slot, _, tensor in again.live}
         else:
             made = self._apply(again, handed, exact=True)
         check()
-        there, same = self._told(again, made)
-        own = handed.is_its_own and there == same
+        comparable, same = self._comparable_slots(again, made)
+        own = handed.is_its_own and comparable == same
         all_: list[tuple[str, About, Native]] = [
             (f"{key.site}/input/{key.slot}", (record, record.class_name, record.alias), tensor)
-            for key, (record, tensor) in handed.found.items()
+            for key, (record, tensor) in handed.tensors.items()
         ]
         all_ += [
             (slot, (outputs[slot], opened.frame.class_name, alias), made[slot])
             for slot, alias, _ in again.live
-            if slot in there
+            if slot in comparable
         ]
         near = None if own else self._wide_nearness(again, all_, same)
         for slot, about, tensor in all_:
             if tensor is None or own or (near is not None and slot in same):
-                if slot in there:
+                if slot in comparable:
                     self._noise.nothing(opened.site, slot)
                 results.mention_exact(*about, own=True)
             elif near is not None:
@@ -351,14 +362,14 @@ class Applying:
                 results.mention_exact(*about, own=False)
             else:
                 results.put_exact(*about, tensor)
-        return there, own, near or {}
+        return comparable, own, near or {}
 
     def _wide_nearness(
-        self, again: Again, all_: list[tuple[str, About, Native]], same: set[str]
+        self, again: RepeatedCall, all_: list[tuple[str, About, Native]], same: set[str]
     ) -> dict[str, float] | None:
-        """How far each result is from the captured one that is not the same; None if one is far.
+        """Distance of every result from a captured one that is not equal; None if one is far.
 
-        Only of what may be near in 16 bits, too: linear layers and the own code of others.
+        Only where 16-bit results may be near as well: linear layers and own code of containers.
         """
         if again.way == "leaf" and not is_a_plain_product(again.opened, again.way):
             return None
@@ -373,19 +384,19 @@ class Applying:
         return near
 
     def _as_a_product(
-        self, again: Again, check: Callable[[], None]
+        self, again: RepeatedCall, check: Callable[[], None]
     ) -> tuple[set[str], bool, dict[str, float]]:
-        """A linear layer: wide arithmetic on some rows says how large the noise is.
+        """A linear layer: wide arithmetic on some rows measures the noise.
 
-        Only where the captured product is neither the trusted one to the bit nor as good as that
-        is all of it computed once more.
+        All of it is computed in wide arithmetic only if the captured product neither equals the
+        trusted one to the bit nor is as good.
         """
         opened, results, module = again.opened, self._results, again.opened.frame.module
-        nothing = Handed(results, self._require_room, narrow=True)
+        nothing = PassedToParts(results, self._require_room, narrow=True)
         native = self._apply(again, nothing, exact=False)
         check()
-        there, same = self._told(again, native)
-        own = there == same
+        comparable, same = self._comparable_slots(again, native)
+        own = comparable == same
         weights = self._recast.weights({"": module}, exact=False, cast=again.cast)
         with self._recast.arithmetic(module, exact=True):
             some = results.some_of_a_product(opened, weights)
@@ -396,19 +407,20 @@ class Applying:
             self._noise.add(opened.site, slot, some.exact, some.captured)
             results.mention_exact(*about, own=False)
             results.mention_native(*about, own=own)
-            return there, own, {} if apart is None else {record.digest: apart}
+            return comparable, own, {} if apart is None else {record.digest: apart}
         results.put_exact(*about, self._apply(again, nothing, exact=True)[slot])
         results.put_native(*about, native[slot])
-        return there, own, {}
+        return comparable, own, {}
 
     def _in_both_formats(
-        self, again: Again, check: Callable[[], None]
+        self, again: RepeatedCall, check: Callable[[], None]
     ) -> tuple[set[str], bool, dict[str, float]]:
         opened, outputs = again.opened, again.outputs
-        first = Handed(self._results, self._require_room, narrow=True)
+        first = PassedToParts(self._results, self._require_room, narrow=True)
+        # The captured format comes first: its row orders are then used for wide arithmetic as well.
         native = self._apply(again, first, exact=False)
         check()
-        there, same = self._told(again, native)
+        comparable, same = self._comparable_slots(again, native)
         near: dict[str, float] = {}
 
         def settle(slot: str, about: About, tensor: torch.Tensor, other: Native) -> None:
@@ -420,34 +432,38 @@ class Applying:
                 near[about[0].digest] = apart
 
         def hand(record: Record, tensor: torch.Tensor) -> None:
-            found = first.found.get(record.key)
+            native_entry = first.tensors.get(record.key)
             about = record, record.class_name, record.alias
-            if found is not None:
+            if native_entry is not None:
                 slot = f"{record.key.site}/input/{record.key.slot}"
-                settle(slot, about, tensor, found[1])
+                settle(slot, about, tensor, native_entry[1])
 
         exact = self._apply(again, hand, exact=True)
-        there = {slot for slot in there if slot in exact}
-        _require(there)
+        comparable = {slot for slot in comparable if slot in exact}
+        _require(comparable)
         for slot, alias, _ in again.live:
-            if slot in there:
+            if slot in comparable:
                 about = outputs[slot], opened.frame.class_name, alias
                 settle(slot, about, exact[slot], None if slot in same else native[slot])
-        return there, first.is_its_own and there <= same, near
+        return comparable, first.is_its_own and comparable <= same, near
 
-    def _told(self, again: Again, made: dict[str, torch.Tensor]) -> tuple[set[str], set[str]]:
-        """The slots that can be set against the captured ones, and those that are the captured."""
-        there = {slot for slot in again.good if slot in made}
-        _require(there)
-        return there, {s for s in there if self._results.is_its_own(again.outputs[s], made[s])}
+    def _comparable_slots(
+        self, again: RepeatedCall, made: dict[str, torch.Tensor]
+    ) -> tuple[set[str], set[str]]:
+        """The slots that can be compared with the captured ones, and those that equal them."""
+        comparable = {slot for slot in again.good if slot in made}
+        _require(comparable)
+        return comparable, {
+            s for s in comparable if self._results.is_its_own(again.outputs[s], made[s])
+        }
 
-    def _apply(self, again: Again, hand: Hand, *, exact: bool) -> dict[str, torch.Tensor]:
-        """The module on the captured inputs; slot to tensor."""
+    def _apply(self, again: RepeatedCall, hand: Hand, *, exact: bool) -> dict[str, torch.Tensor]:
+        """Apply the module to the captured inputs; slot -> tensor."""
         opened, module = again.opened, again.opened.frame.module
         source = opened.held or (opened.args, opened.kwargs)
-        given = Given()
+        supplied = SuppliedTensors()
         give = self._recast.inputs(
-            *(opened.candidate, opened.inputs, opened.site, given),
+            *(opened.candidate, opened.inputs, opened.site, supplied),
             exact=exact,
             own=not is_pure(module),
         )
@@ -458,7 +474,7 @@ class Applying:
         real = self._parts.real(opened, again.way, own=False)
         with self._recast.arithmetic(module, exact=exact):
             result = repeat(
-                self._parts.captured(opened, again.way, given, hand, exact=exact),
+                self._parts.captured(opened, again.way, supplied, hand, exact=exact),
                 module,
                 real,
                 self._recast.weights(real, exact=exact, cast=again.cast),
@@ -466,7 +482,7 @@ class Applying:
                 kwargs,
             )
         # What comes out as it went in is the program's own: a cache that the parts have filled.
-        foreign = {tensor.data_ptr() for tensor in given.strangers if tensor.numel()}
+        foreign = {tensor.data_ptr() for tensor in supplied.strangers if tensor.numel()}
         return {
             slot: tensor
             for slot, _, tensor in layers.outputs(result, again.part)
@@ -474,6 +490,6 @@ class Applying:
         }
 
 
-def _require(there: set[str]) -> None:
-    if not there:
+def _require(comparable: set[str]) -> None:
+    if not comparable:
         raise NotReplayed("on the candidate's inputs it gives nothing that the candidate gave")

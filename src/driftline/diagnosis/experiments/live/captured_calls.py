@@ -1,10 +1,11 @@
 # pyright: reportUnknownMemberType=false
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""The calls that another run holds, as tensors a live module can be given.
+"""Calls that a captured run holds, and calls of the running program, as a replay needs them.
 
-Values are read when they are asked for, each into memory of its own: a module may work on its
-inputs in place. Knows nothing of what is done with them.
+Captured values are read when they are asked for, each into memory of its own: a module may work on
+its inputs in place. Also says what makes two calls alike, so that what is proven for one holds for
+the other. Does not know what is done with the calls.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Call = tuple[str, int, int]
 
 
 class CandidateCall:
-    """What one call of a site took and gave.
+    """Inputs and outputs of one captured call of a site.
 
     Attributes:
         inputs: Slot to record, as they were before the call.
@@ -48,7 +49,7 @@ class CandidateCall:
 
 
 class Candidate:
-    """All module calls of one process of a run.
+    """All captured module calls of one process of a run.
 
     Args:
         run: Its inputs were taken before the calls, in full.
@@ -65,6 +66,7 @@ class Candidate:
             key = record.key
             if (key.rank, key.process, key.phase) != (rank, process, "forward"):
                 continue
+            # Sites with a slash are operators; only modules can be applied again.
             if "/" in key.site or key.port not in ("input", "output"):
                 continue
             call = self.calls.setdefault((key.site, key.step, key.visit), CandidateCall())
@@ -81,12 +83,16 @@ class Candidate:
 
     @functools.cached_property
     def wide(self) -> bool:
-        """Whether it computed in 32 bits or more throughout: its format costs nothing then."""
+        """Whether the run computed in 32 bits or more throughout: its format costs nothing then."""
         if self.autocast is not None:
             return False
-        held = {torch_dtype(d) for each in self.parameters.values() for d, _ in each.values()}
-        found = {*self.dtypes.values(), *held}
-        return not any(d is not None and d.is_floating_point and d.itemsize < 4 for d in found)
+        held = {
+            torch_dtype(d)
+            for module_parameters in self.parameters.values()
+            for d, _ in module_parameters.values()
+        }
+        dtypes = {*self.dtypes.values(), *held}
+        return not any(d is not None and d.is_floating_point and d.itemsize < 4 for d in dtypes)
 
     @property
     def sites(self) -> Iterable[str]:
@@ -99,12 +105,12 @@ class Candidate:
         return dict.fromkeys([*self.sites, *self.parameters])
 
     def dtype_of(self, site: str, name: str) -> torch.dtype | None:
-        """The element type of a weight or buffer there; what the site gives where that is unknown.
+        """Element type of a weight or buffer; the site's output type if that is unknown.
 
-        Weights in formats that are more than a cast (8 bits and less) count as unknown.
+        Weights in formats that need more than a cast (8 bits and less) count as unknown.
         """
-        found = self.parameters.get(site, {}).get(name)
-        dtype = None if found is None else torch_dtype(found[0])
+        parameter = self.parameters.get(site, {}).get(name)
+        dtype = None if parameter is None else torch_dtype(parameter[0])
         if dtype is not None and dtype.itemsize < 2 and dtype is not torch.bool:
             dtype = None
         return dtype or self.dtypes.get(site)
@@ -117,7 +123,7 @@ class Candidate:
         *,
         own: bool = True,
     ) -> torch.Tensor:
-        """A captured tensor in memory of its own; floats as `wide` where that is given.
+        """A captured tensor in memory of its own; floats as `wide` if that is given.
 
         Without `own` it may be the run's memory itself, which nobody may write into.
 
@@ -127,7 +133,7 @@ class Candidate:
         return tensor_of(self.run, record, device, wide, own=own)
 
     def _autocast(self) -> torch.dtype | None:
-        """The format of a run under autocast: 16 bits come out of linear maps of 32-bit weights."""
+        """The format of a run under autocast: linear maps of 32-bit weights give 16 bits."""
         for site, dtype in self.dtypes.items():
             held = self.parameters.get(site, {}).get("weight")
             if (
@@ -148,7 +154,7 @@ def tensor_of(
     *,
     own: bool = True,
 ) -> torch.Tensor:
-    """A captured tensor of any run, in memory of its own or, without `own`, only to be read."""
+    """A captured tensor of any run, in memory of its own or, without `own`, read-only."""
     dtype = torch_dtype(record.dtype)
     if dtype is None:
         raise ValueError(f"{record.key} has {record.dtype} elements, which torch has not")
@@ -169,18 +175,18 @@ def tensor_of(
 
 @functools.cache
 def torch_dtype(name: str) -> torch.dtype | None:
-    """torch's type for one of ours; None where it has none, or packs it otherwise."""
-    known = DTYPES.get(name)
-    if known is None or known.bits < 8:
+    """torch's type of one of our dtypes; None if torch has none, or packs it differently."""
+    described = DTYPES.get(name)
+    if described is None or described.bits < 8:
         return None
-    found = getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else None
+    dtype = getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _parameters(
     tree: Mapping[str, Any] | None,
 ) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
-    """Site → name → (dtype, shape) of the weights and buffers a module holds itself."""
+    """Site -> name -> (dtype, shape) of the weights and buffers that a module itself holds."""
     if tree is None:
         return {}
     return {
@@ -190,23 +196,24 @@ def _parameters(
     }
 
 
-# Calls that a replay has to do with: one under way, those it made, and what makes two alike.
+# Calls of the running program.
 
 
 Slots = list[tuple[str, str, torch.Tensor]]
+# Layers that draw random numbers in training.
 _RANDOM = ("Dropout", "RReLU", "FractionalMaxPool")
 
 
 class NotReplayed(Exception):
-    """Why a call cannot be replayed; the replay's own, nobody else sees it."""
+    """Why a call cannot be replayed; raised and caught within the replay only."""
 
 
 class NotReproduced(NotReplayed):
-    """It was applied to its own inputs again, and did not give its own output."""
+    """A call was applied to its own inputs again and did not give its own output."""
 
 
 class Part:
-    """A call that a module made of another one, and what it gave."""
+    """A call that a module made of one of its parts, and the result."""
 
     __slots__ = ("candidate", "module", "slots", "value")
 
@@ -219,7 +226,7 @@ class Part:
         self.candidate = candidate
 
 
-class Open:
+class OpenCall:
     """A call under way.
 
     Attributes:
@@ -260,12 +267,12 @@ def bytes_of(slots: Slots) -> int:
 
 
 def in_bytes(size: int) -> str:
-    """A limit in words; small ones are not called zero."""
+    """A limit in words; small limits are not shown as zero."""
     return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size} bytes"
 
 
 def is_pure(module: nn.Module) -> bool:
-    """One of torch's own layers that computes from its inputs and weights alone."""
+    """Whether a module is one of torch's layers that computes from inputs and weights alone."""
     kind = type(module)
     return (
         kind.__module__.startswith("torch.nn.modules.")
@@ -279,12 +286,12 @@ def is_pure(module: nn.Module) -> bool:
 
 
 def is_table(module: nn.Module) -> bool:
-    """An embedding that only looks up: rounding its rows is rounding what comes out."""
+    """Whether a module only looks up rows: rounding the rows is rounding the output."""
     return type(module) is nn.Embedding and module.max_norm is None and is_pure(module)
 
 
-def is_the_programs_own(opened: Open, candidate: Candidate) -> bool:
-    """Whether the captured call was this very one: the same inputs in the same wide format."""
+def is_the_programs_own(opened: OpenCall, candidate: Candidate) -> bool:
+    """Whether the captured call is this very one: the same inputs in the same wide format."""
     call, module, inputs = opened.candidate, opened.frame.module, opened.inputs
     if call is None or any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
         return False
@@ -300,7 +307,7 @@ def is_the_programs_own(opened: Open, candidate: Candidate) -> bool:
 
 
 def why_never(module: nn.Module) -> str:
-    """Why a module is never applied again; empty if it may be."""
+    """Why a module can never be applied again; empty if it can."""
     if is_compiled(module):
         return "it is compiled; run the program with TORCHDYNAMO_DISABLE=1"
     held = (*module._parameters.values(), *module._buffers.values())
@@ -309,10 +316,10 @@ def why_never(module: nn.Module) -> str:
     return ""
 
 
-def likeness(opened: Open) -> Any:
-    """Calls that agree in this run the same code: proven for one, it holds for the others.
+def likeness(opened: OpenCall) -> Any:
+    """A key: calls with equal keys run the same code, so a proof for one holds for the others.
 
-    Among torch's own layers on a CPU shapes do not matter: no kernel there depends on the order in
+    For torch's own layers on a CPU shapes do not matter: no kernel there depends on the order in
     which threads arrive, whatever it chooses by shape. On other devices some do.
     """
     module = opened.frame.module
@@ -335,6 +342,6 @@ def likeness(opened: Open) -> Any:
 
 
 def in_short(problem: Exception) -> str:
-    """An exception in one line that is not too long."""
+    """An exception in one line of limited length."""
     lines = str(problem).strip().splitlines()
     return f"{type(problem).__name__}: {lines[0][:200]}" if lines else type(problem).__name__

@@ -1,8 +1,11 @@
 # pyright: reportUnknownMemberType=false
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Inside a program: a model that was called on a batch is called again on one sequence of it, or on
-the batch in another order. The program gets its own result.
+"""The experiments inside a program: batch, replay, substitution and variants.
+
+Each class takes the place of the plain call of the program's modules (`session.stand_in`) and
+reports at the end with `finish()`. The program always gets a result of its own kind: an experiment
+that fails is noted, never raised.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class LiveBatch:
-    """Repeats calls of a model with its batch changed, each captured into a run of its own.
+    """Calls a model again on one sequence of its batch, or on the batch in another order.
 
     Args:
         options: `how`: alone or reversed; `output`: folder of that run.
@@ -61,6 +64,7 @@ class LiveBatch:
     def _call(
         self, frame: Frame, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        # Only the outermost call of a model has the batch as its caller sees it.
         if len(self._session.frames()) > 1 or not frame.place.is_root or frame.recompute:
             return call(frame.module, *args, **kwargs)
         again: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -80,7 +84,7 @@ class LiveBatch:
     def _changed(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments for one sequence, or in another order; None where there is no batch."""
+        """The arguments for one sequence, or reversed; None if there is no batch."""
         size = next((t.shape[0] for t in _tensors((args, kwargs)) if t.dim() > 1), 0)
         if size < 2:
             return None
@@ -103,6 +107,7 @@ class LiveBatch:
         self._session.running = False
         self._second.start()
         try:
+            # The program's own session must not record the repeated call.
             with undrawn(), torch.no_grad():
                 frame.module(*args, **kwargs)
             self._calls += 1
@@ -114,7 +119,7 @@ class LiveBatch:
             self._session.running = True
 
     def finish(self) -> Mapping[str, Any]:
-        """How large the batch was, and what went wrong."""
+        """The size of the batch, and what went wrong."""
         if self._second is not None and self._second.sink is not None:
             self._second.sink.close()
         return {
@@ -126,17 +131,17 @@ class LiveBatch:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     copied(value, keep)
-    return iter(found)
+    return iter(tensors)
 
 
-# Inside the reference program: its modules are also applied to what the candidate's were given.
+# Replay: the reference's modules are also applied to the candidate's inputs.
 
 
 class LiveReplay:
@@ -207,7 +212,7 @@ class LiveReplay:
         return writer
 
     def finish(self) -> Mapping[str, Any]:
-        """Seal both runs; what became of each site."""
+        """Seal both runs; the outcome of each site."""
         for sink in self._sinks:
             if sink.tensors_written:
                 from driftline.captures.torch.layers import module_tree
@@ -223,28 +228,29 @@ class LiveReplay:
 def matching(
     links: Mapping[str, str],
 ) -> Callable[[Iterable[str], Iterable[str]], Mapping[str, str]]:
-    """Equal names first, then what was said, then names that are alike."""
+    """A function that pairs sites: by the user's links, then equal names, then similar names."""
 
-    def match(ours: Iterable[str], theirs: Iterable[str]) -> Mapping[str, str]:
-        there = dict.fromkeys(theirs)
-        here = list(ours)
-        found = {site: links[site] for site in here if links.get(site) in there}
-        taken = set(found.values())
-        found |= {s: s for s in here if s not in found and s in there and s not in taken}
-        taken = set(found.values())
-        rest = [site for site in here if site not in found]
-        if rest and len(taken) < len(there):
-            found |= link_names(rest, [site for site in there if site not in taken])
-        return found
+    def match(program_sites: Iterable[str], captured_sites: Iterable[str]) -> Mapping[str, str]:
+        free = dict.fromkeys(captured_sites)
+        sites = list(program_sites)
+        partners = {site: links[site] for site in sites if links.get(site) in free}
+        used = set(partners.values())
+        partners |= {s: s for s in sites if s not in partners and s in free and s not in used}
+        used = set(partners.values())
+        # Similar names are compared only for what is left: an equal name is always right.
+        rest = [site for site in sites if site not in partners]
+        if rest and len(used) < len(free):
+            partners |= link_names(rest, [site for site in free if site not in used])
+        return partners
 
     return match
 
 
-# Inside the candidate program: some modules give what the reference's gave.
+# Substitution: some modules of the candidate give what the reference's gave.
 
 
 class LiveSubstitution:
-    """Lets modules run, and puts the reference's captured outputs in place of theirs.
+    """Lets modules run and replaces their outputs by the reference's captured ones.
 
     Args:
         options: `run`, the reference; `sites` of it whose outputs are taken; `inputs`, those whose
@@ -292,7 +298,7 @@ class LiveSubstitution:
     def _given(
         self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call with the reference's tensors among them."""
+        """The arguments of a call, with the reference's tensors in place of its own."""
         site = self._site(frame)
         held = self._known().calls.get((site, frame.step, frame.visit))
         if site not in self._inputs or held is None:
@@ -321,10 +327,11 @@ class LiveSubstitution:
     def _site(self, frame: Frame) -> str:
         """The reference's site of a call; empty if it has none."""
         names = self._session.names
+        # Models may be built late: the names are matched again whenever there are new modules.
         if names.count != self._names:
             self._names = names.count
-            here = [place.site for place in names.places()]
-            self._links = self._match(here, self._known().sites)
+            program_sites = [place.site for place in names.places()]
+            self._links = self._match(program_sites, self._known().sites)
         return self._links.get(frame.site, "")
 
     def _replaced(self, frame: Frame, result: Any) -> Any:
@@ -365,14 +372,15 @@ class LiveSubstitution:
         }
 
 
-# Inside a program: the same model executed otherwise, in ways that are all right.
+# Variants: the same model executed in other ways that are all right.
 
 
+# Modules that fused kernels compute in one rounding.
 _ROUND_ONCE = ("Norm", "SiLU", "GELU", "Activation", "Tanh", "Sigmoid", "Softmax", "Mish")
 
 
 class LiveVariant:
-    """Changes how the program's models are executed.
+    """Changes how the program's models are executed, without making anything wrong.
 
     Args:
         options: `dtype`, `fused`, `attention` (eager or math), `dither` (a seed), `threads`.
@@ -441,7 +449,7 @@ class LiveVariant:
     def _prepared(
         self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Bring a model into shape at its first call, and its inputs at every one."""
+        """Prepare a model at its first call, and its inputs at every call."""
         root = frame.place.root.module()
         if root is not None and id(root) not in self._ready:
             self._ready.add(id(root))
@@ -471,7 +479,7 @@ class LiveVariant:
         return copied((args, kwargs), give)
 
     def _make_eager(self, root: nn.Module) -> None:
-        """Not a reason to stop: a model that has its format already must be given such inputs."""
+        """Switch to eager attention; failing is no reason to stop: inputs must be converted."""
         switch = getattr(root, "set_attn_implementation", None)
         if switch is None:
             why = f"{type(root).__name__} has no other attention to switch to"

@@ -1,10 +1,12 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-"""Whether two masks say the same: booleans what may be seen, floats what is added to a score.
+"""Number formats of a replay: the inputs that a module is given, and the weights it computes with.
 
-A program's eager attention is given floats where another one is given booleans. Where both let the
-same be seen, either may stand for the other.
+Inputs and weights are cast to the captured run's format, and for exact arithmetic widened again.
+Masks may differ in kind: booleans say what may be seen, floats what is added to a score. A
+program's eager attention is given floats where another one is given booleans; if both let the same
+be seen, either may stand for the other.
 """
 
 from __future__ import annotations
@@ -27,20 +29,20 @@ from driftline.diagnosis.experiments.live.repeat import Give, copied, laid_out
 from driftline.runs.records import Record
 
 _HIDDEN = -1e4
-"""What is added to a score so that nothing of it is left; a bias is nearer to zero."""
+"""Added to a score, this leaves nothing of it; a real bias is nearer to zero."""
 
 
-def other_kind(one: torch.dtype, other: torch.dtype) -> bool:
-    """Whether one is of booleans and the other of floats."""
-    return (one is torch.bool and other.is_floating_point) or (
-        other is torch.bool and one.is_floating_point
+def other_kind(first: torch.dtype, second: torch.dtype) -> bool:
+    """Whether one dtype is boolean and the other floating point."""
+    return (first is torch.bool and second.is_floating_point) or (
+        second is torch.bool and first.is_floating_point
     )
 
 
-def same_seen(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_seen(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two masks let the same be seen, and every row sees something.
 
-    What a row is given that sees nothing is nobody's duty: nothing, or the mean of everything.
+    A row that sees nothing has no defined result: nothing, or the mean of everything.
 
     >>> floats = torch.tensor([[0.0, -3.4e38], [0.0, 0.0]])
     >>> same_seen(floats == 0, floats), same_seen(floats != 0, floats)
@@ -48,18 +50,18 @@ def same_seen(one: torch.Tensor, other: torch.Tensor) -> bool:
     >>> same_seen(floats == 0, floats - 1.0)
     False
     """
-    sides = [_seen(tensor) for tensor in (one, other)]
+    sides = [_seen(tensor) for tensor in (first, second)]
     if sides[0] is None or sides[1] is None:
         return False
     try:
-        ours, theirs = torch.broadcast_tensors(sides[0], sides[1])
+        first_seen, second_seen = torch.broadcast_tensors(sides[0], sides[1])
     except RuntimeError:
         return False
-    return bool(torch.equal(ours, theirs)) and bool(torch.all(torch.any(ours, -1)))
+    return bool(torch.equal(first_seen, second_seen)) and bool(torch.all(torch.any(first_seen, -1)))
 
 
 def _seen(mask: torch.Tensor) -> torch.Tensor | None:
-    """What a mask lets be seen; None where it is no mask, but adds a bias."""
+    """What a mask lets be seen; None if it is no mask but adds a bias."""
     if mask.dim() == 0 or not mask.numel():
         return None
     if mask.dtype is torch.bool:
@@ -68,17 +70,18 @@ def _seen(mask: torch.Tensor) -> torch.Tensor | None:
     return seen if bool((seen | (mask <= _HIDDEN)).all()) else None
 
 
-# Number formats of a replay: what a module is given, and with which weights it computes.
+# Inputs and weights in the format wanted.
 
 
 Slots = list[tuple[str, str, torch.Tensor]]
+# Inputs that only steer a computation; a program's own may be used if the captured run has none.
 _FROM_THE_PROGRAM = ("mask", "position", "bias", "cache", "index", "ids", "past_key_values")
 _WIDE = (torch.float32, torch.float64)
 MOST_SHELVED = 256 << 20
 
 
-class Given:
-    """What a repeated call was given, to tell it from what the module makes of it.
+class SuppliedTensors:
+    """The tensors that a repeated call was given, to tell them from what the module computes.
 
     Attributes:
         strangers: Tensors of the program that belong to other modules (layers of a cache).
@@ -100,10 +103,10 @@ class Given:
 
 
 class Shelf:
-    """Memory for weights and inputs of one module at a time, used again for the next.
+    """Memory for weights and inputs of one module at a time, reused for the next.
 
-    Pages that are new cost more than the cast itself. Not shared between threads: each module's
-    replay holds it from `clear` to the next one.
+    New pages cost more than the cast itself. Not shared between threads: each module's replay holds
+    it from `clear` to the next one.
     """
 
     def __init__(self) -> None:
@@ -115,6 +118,7 @@ class Shelf:
         for tensor in self._used:
             self._free.setdefault((tensor.dtype, tensor.numel()), []).append(tensor)
         self._used.clear()
+        # Sizes that no later module has would accumulate; beyond the limit everything is released.
         if self._bytes > MOST_SHELVED:
             self._free.clear()
             self._bytes = 0
@@ -157,24 +161,24 @@ class Recast:
         call: CandidateCall | None,
         live: Slots,
         site: str,
-        given: Given,
+        supplied: SuppliedTensors,
         *,
         exact: bool,
         own: bool = True,
     ) -> Give:
-        """What stands for each tensor among the program's own arguments.
+        """A function that gives what stands for each tensor among the program's own arguments.
 
         Captured values where there are any; masks, positions and the like that the captured run
         was not given come from the program, and so do masks of another kind that say the same.
-        What belongs to other modules (layers of a cache) is left as it is, and noted among what is
-        given. A module that writes into none of its inputs needs no copy of its `own`.
+        What belongs to other modules (layers of a cache) is left as it is and noted. A module that
+        writes into none of its inputs needs no copy of its `own`.
 
         Raises:
             LookupError: The captured run lacks an input that matters.
         """
         assert call is not None
         by_alias = {record.alias: record for record in call.inputs.values() if record.alias}
-        found: dict[int, tuple[torch.Tensor, Record | None]] = {}
+        sources: dict[int, tuple[torch.Tensor, Record | None]] = {}
         for slot, alias, tensor in live:
             record = call.inputs.get(slot) or by_alias.get(slot)
             if record is None and alias:
@@ -185,23 +189,23 @@ class Recast:
                     raise LookupError(f"the candidate run has no input '{slot}'")
             if record is not None and self._is_the_same_mask(record, tensor, site):
                 record = None
-            found[id(tensor)] = (tensor, record)
+            sources[id(tensor)] = (tensor, record)
         low = self._low(call, site)
         made: dict[int, torch.Tensor] = {}
 
         def give(tensor: torch.Tensor) -> torch.Tensor:
-            known = found.get(id(tensor))
-            if known is None:
-                given.strangers.append(tensor)
+            source = sources.get(id(tensor))
+            if source is None:
+                supplied.strangers.append(tensor)
                 return tensor
             if id(tensor) not in made:
-                record = known[1]
+                record = source[1]
                 made[id(tensor)] = (
                     _narrowed(tensor, None if exact else low)
                     if record is None
                     else self._value(record, tensor, exact=exact, own=own)
                 )
-                given.add(made[id(tensor)])
+                supplied.add(made[id(tensor)])
             return made[id(tensor)]
 
         return give
@@ -212,8 +216,8 @@ class Recast:
         if dtype is None or not other_kind(dtype, tensor.dtype):
             return False
         same = same_seen(self._candidate.tensor(record, tensor.device, own=False), tensor)
-        known = self._masks.setdefault(site, {})
-        known[record.key.slot] = same and known.get(record.key.slot, True)
+        by_slot = self._masks.setdefault(site, {})
+        by_slot[record.key.slot] = same and by_slot.get(record.key.slot, True)
         return same
 
     def same_masks(self, site: str) -> list[str]:
@@ -231,11 +235,11 @@ class Recast:
         call: CandidateCall | None,
         slots: Slots,
         value: Any,
-        given: Given,
+        supplied: SuppliedTensors,
         *,
         exact: bool,
     ) -> Callable[[], Any]:
-        """What a part gave in the captured run, in the form in which the program's own gave it."""
+        """What a part gave in the captured run, in the form in which the program's part gave it."""
         assert call is not None
         names = {id(tensor): slot for slot, _, tensor in slots}
         outputs = call.outputs
@@ -243,25 +247,25 @@ class Recast:
         def give(tensor: torch.Tensor) -> torch.Tensor:
             slot = names.get(id(tensor))
             if slot is None:
-                given.strangers.append(tensor)
+                supplied.strangers.append(tensor)
                 return tensor
             value = self._value(outputs[slot], tensor, exact=exact)
-            given.add(value)
+            supplied.add(value)
             return value
 
         return lambda: copied(value, give)
 
     def captured(self, record: Record, like: torch.Tensor) -> torch.Tensor:
-        """What the captured run has there, only to be read, beside a tensor of the program."""
+        """The captured tensor, read-only, on the device of a tensor of the program."""
         return self._candidate.tensor(record, like.device, own=False)
 
     def _value(
         self, record: Record, like: torch.Tensor, *, exact: bool, own: bool = True
     ) -> torch.Tensor:
-        there = self._candidate.tensor(record, like.device, own=False)
-        narrow = there.is_floating_point() and there.dtype not in _WIDE
-        format_ = torch.float32 if exact and narrow else there.dtype
-        value = self._shelf.cast(there, format_, own=own)
+        captured = self._candidate.tensor(record, like.device, own=False)
+        narrow = captured.is_floating_point() and captured.dtype not in _WIDE
+        format_ = torch.float32 if exact and narrow else captured.dtype
+        value = self._shelf.cast(captured, format_, own=own)
         # Where a row ends in memory shows in the last bits: lie as the program's own does.
         return value if like.is_contiguous() else laid_out(value, like)
 
@@ -276,11 +280,11 @@ class Recast:
     # --- what it computes with
 
     def begin(self) -> None:
-        """Another module is replayed; what was cast for the last one is not needed any more."""
+        """Begin another module; what was cast for the last one is not needed any more."""
         self._shelf.clear()
 
     def looked_up(self, module: nn.Module, rows: torch.Tensor, *, exact: bool) -> torch.Tensor:
-        """Rows of a table that was not cast, as they come out of one that is."""
+        """Rows of a table that was not cast, as a cast table would give them."""
         format_ = self._candidate.dtype_of(self._site_of(module) or "", "weight")
         if format_ is not None and format_.is_floating_point:
             rows = rows.to(format_)
@@ -296,11 +300,11 @@ class Recast:
             exact: Wide, after they were rounded to the captured run's format.
             cast: Weights in the captured run's format, kept from one repetition to the next.
         """
-        found: dict[str, torch.Tensor] = {}
+        cast_tensors: dict[str, torch.Tensor] = {}
         for path, owner, name, tensor, is_buffer in _tensors(real):
             if not tensor.is_floating_point():
                 if is_buffer:
-                    found[path] = tensor.detach().clone()
+                    cast_tensors[path] = tensor.detach().clone()
                 continue
             value = cast.get(id(tensor))
             if value is None:
@@ -313,13 +317,15 @@ class Recast:
             if exact and value.dtype not in _WIDE:
                 value = self._shelf.cast(value, torch.float32)
             if value.data_ptr() != tensor.data_ptr():
-                found[path] = value.clone() if is_buffer and value is cast[id(tensor)] else value
+                cast_tensors[path] = (
+                    value.clone() if is_buffer and value is cast[id(tensor)] else value
+                )
             elif is_buffer:
-                found[path] = value.clone()
-        return found
+                cast_tensors[path] = value.clone()
+        return cast_tensors
 
     def as_they_are(self, real: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
-        """Only buffers, copied: a repeated call may move running statistics."""
+        """Only buffers, copied: a repeated call may change running statistics."""
         return {
             path: tensor.detach().clone()
             for path, _, _, tensor, is_buffer in _tensors(real)
@@ -327,10 +333,10 @@ class Recast:
         }
 
     def arithmetic(self, module: nn.Module, *, exact: bool) -> AbstractContextManager[Any]:
-        """Autocast as the captured run had it; off for exact arithmetic, and so is TF32.
+        """Autocast as the captured run had it; off for exact arithmetic, and TF32 off as well.
 
         A captured run of 32 bits has no other format than the program's, whatever that is: it may
-        be of the same kind of device, and have the same digits.
+        have run on the same kind of device, with the same digits.
         """
         device = next((p.device.type for p in module.parameters()), "cpu")
         low = self._candidate.autocast
@@ -371,7 +377,7 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _narrowed(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A tensor of the program's in another format; a mask's lowest value stays one."""
+    """A tensor of the program in another format; the lowest value of a mask stays the lowest."""
     value = tensor.detach()
     if not value.is_floating_point():
         return value.clone()

@@ -1,11 +1,11 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
-"""Call a module again without anybody noticing.
+"""Call a module again without leaving a trace.
 
-A repeated call may not be seen by a capture, draw from the program's random numbers, move its
+A repeated call must not be seen by a capture, draw from the program's random numbers, change its
 running statistics, leave something in a module's attributes or a cache, or call hooks of the
-program. All of that is kept and put back here; what a repetition is for is not known.
+program. All of that is saved and restored here. Does not know what a repetition is for.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
 class _Copying(TorchFunctionMode):
-    """While it is on, `copy.deepcopy` asks `give` for every tensor it meets."""
+    """While active, `copy.deepcopy` asks `give` for every tensor it meets."""
 
     def __init__(self, give: Give) -> None:
         super().__init__()
@@ -52,10 +52,10 @@ class _Copying(TorchFunctionMode):
 
 
 def copied(value: Any, give: Give) -> Any:
-    """A copy of arguments or results in which `give` has decided on every tensor.
+    """A copy of arguments or results in which `give` decides about every tensor.
 
-    Caches and other objects are copied, so that a module which keeps something in them leaves the
-    program's own alone; modules among them are taken as they are.
+    Caches and other objects are copied, so that a module which stores something in them leaves the
+    program's own alone; modules among them are kept as they are.
     """
     return _copied(value, give, {})
 
@@ -74,22 +74,22 @@ def _copied(value: Any, give: Give, memo: dict[int, Any]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     if kind is list:
-        memo[id(value)] = there = list[Any]()
-        there += [_copied(item, give, memo) for item in value]
-        return there
+        memo[id(value)] = copied_list = list[Any]()
+        copied_list += [_copied(item, give, memo) for item in value]
+        return copied_list
     if kind is dict:
-        memo[id(value)] = those = dict[Any, Any]()
-        those |= {key: _copied(item, give, memo) for key, item in value.items()}
-        return those
+        memo[id(value)] = copied_dict = dict[Any, Any]()
+        copied_dict |= {key: _copied(item, give, memo) for key, item in value.items()}
+        return copied_dict
     if isinstance(value, nn.Module):
         return value
     if _is_plain(kind):
         # A cache has hundreds of small parts: `deepcopy` takes longer for them than a layer does.
-        memo[id(value)] = other = object.__new__(kind)
-        other.__dict__.update(
+        memo[id(value)] = copied_object = object.__new__(kind)
+        copied_object.__dict__.update(
             {name: _copied(item, give, memo) for name, item in value.__dict__.items()}
         )
-        return other
+        return copied_object
     with _Copying(give):
         return copy.deepcopy(value, memo)
 
@@ -113,9 +113,9 @@ _OWN_WAYS = ("__deepcopy__", "__setstate__", "__getnewargs__", "__getnewargs_ex_
 
 
 def clone(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that lies in memory as the original does.
+    """A copy with the memory layout of the original.
 
-    Vectorised code rounds otherwise than the code for the rest of a row, so where a row ends in
+    Vectorised code rounds differently from the code for the rest of a row, so where a row ends in
     memory shows in the last bits.
     """
     return laid_out(tensor.detach(), tensor)
@@ -126,9 +126,11 @@ def laid_out(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if like.is_contiguous() or like.layout is not torch.strided or values.shape != like.shape:
         return values.clone(memory_format=torch.contiguous_format)
     stride = like.stride()
-    repeated = [at for at, (n, s) in enumerate(zip(like.shape, stride, strict=True)) if s == 0 < n]
-    for at in repeated:
-        values = values.narrow(at, 0, 1)
+    repeated = [
+        axis for axis, (n, s) in enumerate(zip(like.shape, stride, strict=True)) if s == 0 < n
+    ]
+    for axis in repeated:
+        values = values.narrow(axis, 0, 1)
     copy_ = torch.empty_strided(values.shape, stride, dtype=values.dtype, device=values.device)
     return copy_.copy_(values).expand(like.shape)
 
@@ -137,23 +139,25 @@ def itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors are equal to the last bit, NaN and the sign of zero included."""
-    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+    if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
         return False
-    if one.numel() == 0:
+    if first.numel() == 0:
         return True
-    whole = _BITS_OF_WIDTH.get(one.element_size(), torch.uint8)
-    here, there = (t.detach().contiguous().reshape(-1).view(whole) for t in (one, other))
-    if not one.is_cpu:
-        return bool(torch.equal(here, there))
+    integer_dtype = _BITS_OF_WIDTH.get(first.element_size(), torch.uint8)
+    first_bits, second_bits = (
+        t.detach().contiguous().reshape(-1).view(integer_dtype) for t in (first, second)
+    )
+    if not first.is_cpu:
+        return bool(torch.equal(first_bits, second_bits))
     # Eight bytes at a time: torch takes eleven times as long for the elements of 16 bits.
-    words = np.dtype(np.int64 if here.nbytes % 8 == 0 else np.uint8)
-    return bool(np.array_equal(here.numpy().view(words), there.numpy().view(words)))
+    words = np.dtype(np.int64 if first_bits.nbytes % 8 == 0 else np.uint8)
+    return bool(np.array_equal(first_bits.numpy().view(words), second_bits.numpy().view(words)))
 
 
 class Script:
-    """Answers the calls that a module makes of other modules, instead of running those.
+    """Answers the calls that a module makes of other modules, instead of running them.
 
     Args:
         top: The module that is repeated; its own call is carried out.
@@ -196,7 +200,7 @@ def repeat(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call a module with other weights, unnoticed; `undrawn` is for the caller to hold.
+    """Call a module with other weights, unnoticed; the caller holds `undrawn`.
 
     Args:
         script: Answers the calls of its parts.
@@ -217,7 +221,7 @@ def repeat(
 
 @contextlib.contextmanager
 def _holding(real: Mapping[str, nn.Module], tensors: Mapping[str, torch.Tensor]) -> Generator[None]:
-    """Modules hold other weights and buffers meanwhile; `functional_call` takes longer for that."""
+    """Modules hold other weights and buffers meanwhile; faster than `functional_call`."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for path, tensor in tensors.items():
@@ -236,7 +240,7 @@ def _holding(real: Mapping[str, nn.Module], tensors: Mapping[str, torch.Tensor])
 
 @contextlib.contextmanager
 def undrawn() -> Generator[tuple[Any, ...]]:
-    """Random numbers that are drawn inside are drawn again after it."""
+    """Restores the random state afterwards: numbers drawn inside are drawn again."""
     before = random_state()
     try:
         yield before
@@ -246,8 +250,10 @@ def undrawn() -> Generator[tuple[Any, ...]]:
 
 @contextlib.contextmanager
 def unmarked(touched: Iterable[nn.Module]) -> Generator[None]:
-    """What happens inside leaves no trace in these modules, and calls no hook of the program."""
+    """What happens inside leaves no trace in these modules and calls no hook of the program."""
     held = [(module, dict(module.__dict__)) for module in touched]
+    # Shallow copies suffice: a cache may be replaced or extended, its tensors are handled by
+    # `copied`.
     contents = [
         (value, copy.copy(value))
         for _, state in held
@@ -272,7 +278,7 @@ def unmarked(touched: Iterable[nn.Module]) -> Generator[None]:
             _put_back(module.__dict__, state)
         for value, content in contents:
             if len(value) != len(content) or any(
-                one is not other for one, other in zip(value, content, strict=True)
+                current is not saved for current, saved in zip(value, content, strict=True)
             ):
                 value.clear()
                 value.extend(content) if isinstance(value, list | deque) else value.update(content)
@@ -290,13 +296,13 @@ def _put_back(table: dict[str, Any], state: dict[str, Any]) -> None:
 
 
 def _is_of_torch(hook: Any) -> bool:
-    """Hooks of `weight_norm`, `prune` and the like make the weights; the program's are its own."""
+    """Hooks of `weight_norm`, `prune` and the like compute the weights and must run."""
     home = getattr(hook, "__module__", None) or type(hook).__module__
     return str(home).startswith("torch.nn.utils")
 
 
 def random_state() -> tuple[Any, ...]:
-    """The state of every generator a module may draw from."""
+    """The state of every random generator a module may draw from."""
     numpy = sys.modules.get("numpy")
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
     legacy = numpy.random.get_state() if numpy is not None else None
@@ -314,7 +320,7 @@ def set_random_state(state: tuple[Any, ...]) -> None:
 
 
 def has_drawn(before: tuple[Any, ...]) -> bool:
-    """Whether anybody has drawn a random number of torch's since."""
+    """Whether a random number of torch's has been drawn since."""
     host, devices, _, _ = before
     if not torch.equal(host, torch.get_rng_state()):
         return True
@@ -326,7 +332,7 @@ def has_drawn(before: tuple[Any, ...]) -> bool:
     )
 
 
-# Other executions of one module that are all right: rounded once, or moved by a last bit.
+# Other right executions of one module: rounded once, or moved by a last bit.
 
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -364,7 +370,7 @@ def rounded_once(
 
 
 def dithered(tensor: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """A tensor of which each element is moved by one unit in its last place, up, down or not."""
+    """A tensor whose elements are each moved by one unit in the last place, up, down or not."""
     bits = tensor.detach().clone().contiguous().view(_FLOAT_BITS[tensor.element_size()])
     step = torch.randint(-1, 2, tensor.shape, generator=draw, dtype=bits.dtype).to(tensor.device)
     moved = torch.where(torch.isfinite(tensor) & (tensor != 0), bits + step, bits)

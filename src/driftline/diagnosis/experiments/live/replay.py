@@ -1,12 +1,12 @@
-"""Apply the modules of a running program to the inputs that another run captured.
+"""Replay: apply the modules of a running program to the inputs that another run captured.
 
 The program runs as it would. After each wanted call the module is applied again: to its own inputs,
 which must give its own output to the bit, then to the captured ones, in the captured run's number
-format and in wide arithmetic. A module with parts has its *own code* repeated: the calls
-it makes of its parts are answered with what the captured run's parts gave. So nothing is computed
+format and in wide arithmetic. Of a module with parts only its *own code* is repeated: the calls it
+makes of its parts are answered with what the captured run's parts gave. So nothing is computed
 twice for the sake of its ancestors, and an error is seen where it is made, not in all modules
-around it. Where its own code cannot be repeated alone the module is applied whole. Files and other
-runs' names are not known here.
+around it. If its own code cannot be repeated alone, the module is applied as a whole. Does not know
+files or the names of other runs.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -24,12 +24,12 @@ from torch import nn
 from driftline.captures.selection import Selection
 from driftline.captures.torch import layers
 from driftline.captures.torch.layers import cache_part, unwrapped
-from driftline.diagnosis.experiments.live.apply import Again, Applying, Parts
+from driftline.diagnosis.experiments.live.apply import CallApplier, Parts, RepeatedCall
 from driftline.diagnosis.experiments.live.captured_calls import (
     Candidate,
     NotReplayed,
     NotReproduced,
-    Open,
+    OpenCall,
     Part,
     Slots,
     bytes_of,
@@ -62,11 +62,11 @@ MOST_HELD = 4 << 30
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.stack: list[Open | None] = []
+        self.stack: list[OpenCall | None] = []
 
 
 class Replayer:
-    """Replays while a session runs; stands in for the plain call of its modules.
+    """Replays while a session runs; takes the place of the plain call of its modules.
 
     Args:
         session: Names the calls; it need not capture anything.
@@ -109,7 +109,7 @@ class Replayer:
         self.report = Report(candidate, partial=partial)
         self._recast = Recast(candidate, self._site_of)
         self._parts = Parts(self._recast, lambda m: self._site_of(m) in candidate.classes)
-        self._apply = Applying(
+        self._apply = CallApplier(
             candidate,
             self._recast,
             self._parts,
@@ -125,7 +125,7 @@ class Replayer:
         """Call a module of the program, and replay it."""
         stack = self._thread.stack
         depth = len(stack)
-        opened: Open | None = None
+        opened: OpenCall | None = None
         try:
             opened = self._before(frame, args, kwargs)
         except Exception as problem:  # an experiment never stops the program
@@ -135,6 +135,8 @@ class Replayer:
             result = call(frame.module, *args, **kwargs)
         except BaseException:
             if opened is not None:
+                # The call failed: what was held for it is released, the program sees its own
+                # exception.
                 self._held -= sum(bytes_of(held.slots) for held in opened.parts or ())
             raise
         finally:
@@ -152,7 +154,9 @@ class Replayer:
 
     # --- before the call
 
-    def _before(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Open | None:
+    def _before(
+        self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> OpenCall | None:
         if self.report.clash or frame.recompute:
             return None
         names = self._session.names
@@ -166,13 +170,13 @@ class Replayer:
         candidate = self._candidate.calls.get((site, frame.step, frame.visit))
         if candidate is None or not candidate.outputs:
             return None
-        taken = self._selection.takes_step(frame.step) and self._selection.takes_place(
+        selected = self._selection.takes_step(frame.step) and self._selection.takes_place(
             frame.site, frame.class_name, frame.place.ids
         )
-        if not taken:
+        if not selected:
             self.report.not_selected(site)
             return None
-        opened = Open(frame, args, kwargs)
+        opened = OpenCall(frame, args, kwargs)
         opened.site, opened.candidate = site, candidate
         module = frame.module
         opened.reason = why_never(module)
@@ -186,6 +190,8 @@ class Replayer:
             return opened
         if module._modules:
             opened.parts = []
+        # The proof that a call reproduces itself costs a repetition; it is made once for calls that
+        # are alike.
         opened.proven = "" if self._check_each else self._alike.get(likeness(opened), "")
         if opened.proven:
             if not is_pure(module):
@@ -217,7 +223,9 @@ class Replayer:
 
     # --- after it
 
-    def _after(self, frame: Frame, opened: Open | None, parent: Open | None, result: Any) -> None:
+    def _after(
+        self, frame: Frame, opened: OpenCall | None, parent: OpenCall | None, result: Any
+    ) -> None:
         part = cache_part(frame.module, self._session.frames())
         if parent is not None and parent.parts is not None:
             self._hold(frame, parent, result, part)
@@ -236,7 +244,7 @@ class Replayer:
             for held in opened.parts or ():
                 self._held -= bytes_of(held.slots)
 
-    def _hold(self, frame: Frame, parent: Open, result: Any, part: int) -> None:
+    def _hold(self, frame: Frame, parent: OpenCall, result: Any, part: int) -> None:
         """Keep what a part gave, for the code of the module that called it."""
         assert parent.parts is not None
         slots = layers.outputs(result, part)
@@ -261,7 +269,8 @@ class Replayer:
             )
         )
 
-    def _replay(self, opened: Open, live: Slots, part: int) -> None:
+    def _replay(self, opened: OpenCall, live: Slots, part: int) -> None:
+        # Slots are compared by name; a result without a captured partner says nothing.
         outputs = opened.candidate.outputs if opened.candidate is not None else {}
         wanted = [(slot, alias, t) for slot, alias, t in live if slot in outputs]
         if not wanted:
@@ -274,7 +283,7 @@ class Replayer:
                 if before is not None and opened.proven and has_drawn(before):
                     raise NotReproduced("it draws random numbers")
 
-            kept = self._apply(Again(opened, way, part, wanted, good, {}), check)
+            kept = self._apply(RepeatedCall(opened, way, part, wanted, good, {}), check)
         for slot in kept.left_out:
             self.report.left_out(opened.site, slot)
         self.report.replayed(
@@ -285,14 +294,17 @@ class Replayer:
             masks=self._recast.same_masks(opened.site),
         )
 
-    def _way_that_reproduces(self, opened: Open, wanted: Slots, part: int) -> tuple[str, set[str]]:
-        """How the module's own output comes out of its own inputs, and which slots of it do."""
+    def _way_that_reproduces(
+        self, opened: OpenCall, wanted: Slots, part: int
+    ) -> tuple[str, set[str]]:
+        """How the module's output can be reproduced from its own inputs, and which slots of it."""
         module = opened.frame.module
         everything = {slot for slot, _, _ in wanted}
         if opened.proven:
             return opened.proven, everything
         assert opened.held is not None
         reasons: list[str] = []
+        # Own code alone is cheaper and sharper; the whole module is the second choice.
         for way in ("own code", "whole") if opened.parts else ("leaf",):
             if way == "whole":
                 self._require_room(sum(p.nbytes for p in module.parameters()))

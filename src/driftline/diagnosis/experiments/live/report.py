@@ -1,4 +1,4 @@
-"""What came of a replay, site by site, and whether the two models are one at all."""
+"""The report of a replay: the outcome of each site, and whether both models are the same at all."""
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
@@ -11,6 +11,7 @@ from driftline.captures.torch.layers import ModuleNames
 from driftline.diagnosis.experiments.live.captured_calls import Candidate
 from driftline.diagnosis.experiments.live.results import Noise
 
+# An experiment that fails does so at every call; a few examples are enough.
 _MOST_FAULTS = 8
 
 
@@ -33,7 +34,7 @@ class _Site:
 
 
 class Report:
-    """Gathers what becomes of each site of the captured run.
+    """Collects the outcome of each site of the captured run.
 
     Attributes:
         clash: Why the program's model is not the captured run's; nothing is replayed then.
@@ -98,7 +99,7 @@ class Report:
         self._not_selected.add(site)
 
     def left_out(self, site: str, slot: str) -> None:
-        """A slot of a site that its own inputs do not reproduce, beside others that are."""
+        """A slot that is not reproduced from its own inputs, beside others that are."""
         self._sites.setdefault(site, _Site()).left_out.add(slot)
 
     def fault(self, site: str, problem: Exception) -> None:
@@ -110,51 +111,53 @@ class Report:
         """Compare the two module trees as far as both are known: names, then shapes."""
         if not self._candidate.parameters:
             return
-        found = self._clashes(names, sites)
-        self.clashes = found
-        if found and not self._partial:
-            self.clash = found[0]
+        clashes = self._clashes(names, sites)
+        self.clashes = clashes
+        if clashes and not self._partial:
+            self.clash = clashes[0]
 
     def _clashes(self, names: ModuleNames, sites: Mapping[str, str]) -> list[str]:
         parameters = self._candidate.parameters
-        known = {site: partner for site, partner in sites.items() if partner in parameters}
-        found: list[str] = []
+        partners = {site: partner for site, partner in sites.items() if partner in parameters}
+        clashes: list[str] = []
         met = set(sites.values())
         for place in names.places():
             module = place.ref()
             if module is None or not any(p is not None for p in module._parameters.values()):
                 continue
-            partner = known.get(place.site)
+            partner = partners.get(place.site)
             if partner is None:
                 if place.root.helper:
                     continue
-                found.append(
+                clashes.append(
                     f"the program's model has a module '{place.site}' ({place.class_name}) that "
                     "the candidate run's model has not, or has not called"
                 )
                 continue
-            theirs = parameters[partner]
+            candidate_parameters = parameters[partner]
             for name, tensor in module._parameters.items():
-                if tensor is None or name not in theirs:
+                if tensor is None or name not in candidate_parameters:
                     continue
-                dtype, shape = theirs[name]
+                dtype, shape = candidate_parameters[name]
+                # Quantised weights are stored in other shapes: a difference there is no other
+                # model.
                 if tuple(tensor.shape) != tuple(shape) and "int" not in dtype:
-                    found.append(
+                    clashes.append(
                         f"'{place.site}.{name}' has shape {tuple(tensor.shape)} in the program's "
                         f"model and {tuple(shape)} in the candidate run's"
                     )
         called = set(self._candidate.sites)
         for site, held in parameters.items():
             if held and site in called and site not in met and met:
-                found.append(
+                clashes.append(
                     f"the candidate run has a module '{site}' "
                     f"({self._candidate.classes.get(site, 'of an unknown class')}) that the "
                     "program's model has not"
                 )
-        return found
+        return clashes
 
     def to_json(self) -> dict[str, Any]:
-        """Site → status, for every site of the captured run."""
+        """Site -> status, for every site of the captured run."""
         sites: dict[str, Any] = {}
         for site in self._candidate.sites:
             entry = self._sites.get(site)
@@ -199,7 +202,7 @@ class Report:
 
 
 def _reproduced(entry: _Site) -> bool | None:
-    """Whether its calls gave their own output again; None where that could not be tried."""
+    """Whether the calls gave their own output again; None if that could not be tried."""
     if entry.not_reproduced:
         return False
     return None if entry.unknown else True

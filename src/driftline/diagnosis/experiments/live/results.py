@@ -1,10 +1,11 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-"""How far a number format is from exact at one module: sums over some of its rows.
+"""Results of a replay: what is kept of them, how large the noise is, and when two results are near.
 
-Only of calls whose results in that format are known to be right, so that what is measured is noise
-and nothing else.
+Values are kept where they are informative. Where a captured result equals the trusted one, or is as
+good, only the size of the noise is recorded: how far the number format is from exact, measured on
+some rows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from driftline.captures.torch import tensors as snapshots
 from driftline.diagnosis.experiments.live.captured_calls import (
     Candidate,
     NotReplayed,
-    Open,
+    OpenCall,
     is_pure,
     torch_dtype,
 )
@@ -30,6 +31,7 @@ from driftline.diagnosis.experiments.live.repeat import clone, same_bits
 from driftline.runs.records import Kept, Record, TensorKey
 from driftline.runs.sinks import Sink
 
+# Rows that are enough to measure noise with; a sample keeps the cost of a call small.
 _ROWS = 32
 
 
@@ -44,7 +46,7 @@ def some_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Sums:
-    """Of exact values r and errors e, over rows that are independent of each other."""
+    """Sums of exact values r and errors e, over rows that are independent of each other."""
 
     __slots__ = ("ee", "elements", "er", "er_er", "er_rr", "rows", "rr", "rr_rr")
 
@@ -75,12 +77,12 @@ class _Sums:
     def to_json(self) -> dict[str, Any]:
         p = self.er / self.rr if self.rr > 0.0 else 0.0
         size = {"rows": self.rows, "elements": self.elements}
-        found: dict[str, Any] = {**size, "error": self.error, "projection": p}
+        document: dict[str, Any] = {**size, "error": self.error, "projection": p}
         if self.rr > 0.0 and self.rows > 1:
             spread = self.er_er - 2.0 * p * self.er_rr + p * p * self.rr_rr
             spread = max(spread, 0.0) * self.rows / (self.rows - 1)
-            found["projection_se"] = math.sqrt(spread) / self.rr
-        return found
+            document["projection_se"] = math.sqrt(spread) / self.rr
+        return document
 
 
 def _by_row(r: torch.Tensor, e: torch.Tensor) -> list[list[float]]:
@@ -90,7 +92,7 @@ def _by_row(r: torch.Tensor, e: torch.Tensor) -> list[list[float]]:
 
 
 class Noise:
-    """The noise of every site, by what it gives."""
+    """The noise of every site, by output slot."""
 
     def __init__(self) -> None:
         self._sums: dict[str, dict[str, _Sums]] = {}
@@ -105,34 +107,35 @@ class Noise:
         self._sums.setdefault(site, {}).setdefault(slot, _Sums())
 
     def of(self, site: str) -> dict[str, Any] | None:
-        """That of the result which has most of it, as JSON; None where none was measured."""
-        found = self._sums.get(site)
-        if not found:
+        """The slot with the most noise, as JSON; None if none was measured."""
+        by_slot = self._sums.get(site)
+        if not by_slot:
             return None
-        slot, sums = max(found.items(), key=lambda item: item[1].error)
+        slot, sums = max(by_slot.items(), key=lambda item: item[1].error)
         return {"slot": slot, **sums.to_json()}
 
 
-# Whether a captured result is as good as the trusted one, though not the same to the bit.
+# Nearness: whether a captured result is as good as the trusted one, though not equal to the bit.
 
 
 _WHOLE, _ROW = 0.75, 1.4
-"""Of the noise, and of that in its worst row: together with it less than the 1.35 times (of errors
-independent of each other) and the 2.5 times (of errors that add up) that a diagnosis allows."""
+"""Share of the noise, and of that in its worst row: together with the noise itself less than the
+1.35 times (of independent errors) and the 2.5 times (of errors that add up) which a diagnosis
+allows."""
 _SIZE = 1.25
-"""Times the noise of the trusted result: what the captured one may have on the sample."""
+"""Factor on the noise of the trusted result that the captured one may have on the sample."""
 _LEAN, _OFFSET = 0.004, 0.02
-"""Units of roundoff; a diagnosis allows 0.05 of the first, 0.3 of the other."""
+"""Units of roundoff; a diagnosis allows 0.05 of the first and 0.3 of the second."""
 
 _WIDE_ROW, _WIDE_WORST = 4.0, 8.0
 """Units of roundoff, of the size of each row and of the typical row. A diagnosis allows an error of
-32, a lean of 8, an offset of 48 and 64 in the worst row; of rows that are each off by 4 of their
-size at most, no choice has more than 4 of the first three."""
+32, a bias of 8, an offset of 48, and 64 in the worst row; if every row is off by 4 of its size at
+most, no selection of rows has more than 4 of the first three."""
 _SMALLEST = 1e-10
 """Rows below this size are not judged: squares of their differences are no numbers any more."""
 
 
-class Some(NamedTuple):
+class Sample(NamedTuple):
     """Some rows and channels of a result.
 
     Attributes:
@@ -146,8 +149,8 @@ class Some(NamedTuple):
     every: int
 
 
-def nearness(captured: torch.Tensor, native: torch.Tensor, some: Some) -> float | None:
-    """The difference of two results in units of noise; None where they are not near.
+def nearness(captured: torch.Tensor, native: torch.Tensor, some: Sample) -> float | None:
+    """The difference of two results in units of noise; None if they are not near.
 
     Args:
         captured: What the captured run has, of 16 bits.
@@ -163,30 +166,30 @@ def nearness(captured: torch.Tensor, native: torch.Tensor, some: Some) -> float 
     if not float((some.captured.to(some.exact.dtype) - some.exact).norm()) <= _SIZE * noise:
         return None
     channels = native.shape[-1]
-    at = _apart(captured, native)
-    made = native.reshape(-1)[at].float()
-    d = captured.reshape(-1)[at].float() - made
+    differing = _apart(captured, native)
+    made = native.reshape(-1)[differing].float()
+    d = captured.reshape(-1)[differing].float() - made
     size = float(torch.linalg.vector_norm(native.float())) ** 2
     rows = torch.zeros(native.numel() // channels, device=native.device)
-    rows.index_add_(0, at // channels, d * d)
+    rows.index_add_(0, differing // channels, d * d)
     typical = noise / math.sqrt(some.exact.numel())
     worst = float(trusted.square().sum(-1).max()) / some.exact.shape[-1]
     unit = torch.finfo(native.dtype).eps / 2.0
-    whole = math.sqrt(float(rows.sum()) / native.numel()) / typical if typical else math.inf
+    overall = math.sqrt(float(rows.sum()) / native.numel()) / typical if typical else math.inf
     offset = abs(float(d.sum())) / math.sqrt(native.numel() * size) if size else math.inf
     lean = abs(float(d @ made)) / size if size else math.inf
     # Written so that what is no number is not near.
     near = (
-        whole <= _WHOLE
+        overall <= _WHOLE
         and float(rows.max()) / channels <= _ROW**2 * worst
         and lean <= _LEAN * unit
         and offset <= _OFFSET * unit
     )
-    return whole if near else None
+    return overall if near else None
 
 
 def wide_nearness(captured: torch.Tensor, made: torch.Tensor) -> float | None:
-    """The difference of two wide results in its worst row, as a share of what is near.
+    """The difference of two wide results in its worst row, as a share of what counts as near.
 
     Args:
         captured: What the captured run has, of 32 or 64 bits.
@@ -211,20 +214,22 @@ def wide_nearness(captured: torch.Tensor, made: torch.Tensor) -> float | None:
     return most if near else None
 
 
-def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Places of a flat tensor of 16 bits where two are not the same to the bit."""
-    here, there = (t.detach().contiguous().reshape(-1).view(torch.int16) for t in (one, other))
-    if not one.is_cpu:
-        return (here != there).nonzero().reshape(-1)
+def _apart(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Positions in a flat 16-bit tensor at which two tensors differ in their bits."""
+    first_bits, second_bits = (
+        t.detach().contiguous().reshape(-1).view(torch.int16) for t in (first, second)
+    )
+    if not first.is_cpu:
+        return (first_bits != second_bits).nonzero().reshape(-1)
     # torch takes several times as long for elements of 16 bits.
-    return torch.from_numpy(np.flatnonzero(here.numpy() != there.numpy()))
+    return torch.from_numpy(np.flatnonzero(first_bits.numpy() != second_bits.numpy()))
 
 
-# What is kept of a replay: values where they say something, how small the noise is where not.
+# Keeping results.
 
 
 _CHANNELS = 128
-"""Of a linear layer's outputs, as many are looked at to measure noise."""
+"""Output channels of a linear layer that are used to measure noise."""
 
 
 About = tuple[Record, str, str]
@@ -233,7 +238,7 @@ Native = torch.Tensor | None
 
 
 class Results:
-    """Takes what modules gave, and decides how much of it is kept.
+    """Receives what modules gave, and decides how much of it is kept.
 
     Args:
         candidate: The captured run.
@@ -251,7 +256,7 @@ class Results:
         self._keep_all = keep_all or native is None
 
     def is_its_own(self, record: Record, tensor: torch.Tensor) -> bool:
-        """Whether a result is what the captured run has, to the bit, and that suffices."""
+        """Whether a result equals the captured one to the bit, and the latter can stand for it."""
         return self._may_be_left_out(record) and same_bits(
             tensor, self._candidate.tensor(record, tensor.device, own=False)
         )
@@ -310,7 +315,7 @@ class Results:
         if native is not None:
             if may_be_near and exact.dim() > 1 and exact.shape == record.shape:
                 captured = self._candidate.tensor(record, exact.device, own=False)
-                some = Some(some_rows(exact), some_rows(captured), 1)
+                some = Sample(some_rows(exact), some_rows(captured), 1)
                 apart = self.nearness(record, native, some)
             if apart is None:
                 self.put_exact(*about, exact)
@@ -321,8 +326,8 @@ class Results:
         self.mention_native(*about, own=apart is None)
         return apart
 
-    def nearness(self, record: Record, native: torch.Tensor, some: Some) -> float | None:
-        """How far a captured product is from a trusted one, as `replay_nearness` has it."""
+    def nearness(self, record: Record, native: torch.Tensor, some: Sample) -> float | None:
+        """Distance of a captured product from a trusted one, as the function `nearness` has it."""
         if not self._may_be_left_out(record):
             return None
         captured = self._candidate.tensor(record, native.device, own=False)
@@ -336,7 +341,7 @@ class Results:
         return wide_nearness(captured, made)
 
     def _may_be_left_out(self, record: Record) -> bool:
-        """Whether the captured result is all there and has a name, so that it can stand alone."""
+        """Whether the captured result is complete and has a digest, so that it can stand alone."""
         return (
             not self._keep_all
             and record.kept == "full"
@@ -344,7 +349,7 @@ class Results:
             and not self._candidate.run.lost(record)
         )
 
-    def some_of_a_product(self, opened: Open, weights: Mapping[str, torch.Tensor]) -> Some:
+    def some_of_a_product(self, opened: OpenCall, weights: Mapping[str, torch.Tensor]) -> Sample:
         """Some rows and channels of a linear layer, in wide arithmetic.
 
         Args:
@@ -359,6 +364,7 @@ class Results:
         )
         every = max(1, -(-y.shape[1] // _CHANNELS))
         weight = weights.get("weight", module.weight)
+        # GPT-2's layer stores its weight transposed.
         if type(module) is not nn.Linear:
             weight = weight.t()
         bias = weights.get("bias") if module.bias is None else weights.get("bias", module.bias)
@@ -368,7 +374,7 @@ class Results:
                 widened(weight[::every]),
                 None if bias is None else widened(bias[::every]),
             )
-        return Some(made, y[:, ::every], every)
+        return Sample(made, y[:, ::every], every)
 
     def measure(self, site: str, slot: str, like: Record, exact: torch.Tensor, to: Noise) -> None:
         """Measure the noise of a call on some rows of what it gave."""
@@ -377,7 +383,7 @@ class Results:
             to.add(site, slot, some_rows(exact), some_rows(own))
 
 
-class Handed:
+class PassedToParts:
     """What a module's own code made for its parts in one repetition.
 
     Args:
@@ -386,7 +392,7 @@ class Handed:
         narrow: In the captured run's format.
 
     Attributes:
-        found: Key → the captured record, and what was handed; None where that is the captured one.
+        tensors: Key → the captured record, and what was passed; None if equal to the captured one.
     """
 
     def __init__(
@@ -396,7 +402,7 @@ class Handed:
         self._require_room = require_room
         self._narrow = narrow
         self._held = 0
-        self.found: dict[TensorKey, tuple[Record, torch.Tensor | None]] = {}
+        self.tensors: dict[TensorKey, tuple[Record, torch.Tensor | None]] = {}
 
     def __call__(self, record: Record, tensor: torch.Tensor) -> None:
         if self._narrow and (low := torch_dtype(record.dtype)) is not None:
@@ -406,15 +412,15 @@ class Handed:
             self._held += tensor.numel() * tensor.element_size()
             self._require_room(self._held)
             tensor = clone(tensor)  # the code may go on to work in place
-        self.found[record.key] = record, None if own else tensor
+        self.tensors[record.key] = record, None if own else tensor
 
     @property
     def is_its_own(self) -> bool:
-        return all(tensor is None for _, tensor in self.found.values())
+        return all(tensor is None for _, tensor in self.tensors.values())
 
 
-def is_a_plain_product(opened: Open, way: str) -> bool:
-    """Whether a call is a linear layer's, every row of which can be computed by itself."""
+def is_a_plain_product(opened: OpenCall, way: str) -> bool:
+    """Whether a call is a linear layer's, each row of which can be computed by itself."""
     call, module = opened.candidate, opened.frame.module
     return (
         way == "leaf"
@@ -426,7 +432,7 @@ def is_a_plain_product(opened: Open, way: str) -> bool:
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """The linear layer of GPT-2, which holds its weight the other way round."""
+    """Whether a module is the linear layer of GPT-2, which stores its weight transposed."""
     kind = type(module)
     return (
         (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
