@@ -67,7 +67,7 @@ def topology(
     script.end(drawn)
     size = f"{counted(drawn.nodes, 'node')}, {counted(drawn.edges, 'edge')}"
     print(printable(f"driftline: {size} in {drawn.place}"), file=sys.stderr)
-    for place, what in zip(drawn.beside, ("numbers", "statuses"), strict=False):
+    for place, what in zip(drawn.data_files, ("numbers", "statuses"), strict=False):
         print(printable(f"  {what} of the comparison in {place}"), file=sys.stderr)
     for note in drawn.notes:
         print(printable(f"  note: {note}"), file=sys.stderr)

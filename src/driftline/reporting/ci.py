@@ -142,34 +142,36 @@ def _place(row: Row) -> _Place:
     return row.key.rank, row.key.process, row.key.step, row.key.site
 
 
-def of_diagnosis(found: Diagnosis) -> Checks:
+def of_diagnosis(diagnosed: Diagnosis) -> Checks:
     """A diagnosis: a case for each site, which fails where it introduces error."""
     from driftline.reporting.views import diagnosis
 
     outcomes: dict[str, Outcome] = {"introduced": "fail", "unknown": "skipped"}
     cases = [
         Case(
-            (each.site or "(root)") + ("" if each.direction == "forward" else f" {each.direction}"),
-            each.site.rpartition(".")[0],
-            outcomes.get(each.status, "pass"),
-            (each.reason or each.cause or each.status) if each.status in outcomes else "",
-            (f"status {each.status}, error {number(each.error)}, cause {each.cause or 'unknown'}",)
-            if each.status == "introduced"
+            (site.site or "(root)") + ("" if site.direction == "forward" else f" {site.direction}"),
+            site.site.rpartition(".")[0],
+            outcomes.get(site.status, "pass"),
+            (site.reason or site.cause or site.status) if site.status in outcomes else "",
+            (f"status {site.status}, error {number(site.error)}, cause {site.cause or 'unknown'}",)
+            if site.status == "introduced"
             else (),
         )
-        for each in found.sites
+        for site in diagnosed.sites
     ]
     guilty = sum(case.outcome == "fail" for case in cases)
-    count = f"{guilty} of {counted(len(cases), 'site')} introduce error; coverage: {found.coverage}"
-    finding = str(found) or found.verdict
+    count = (
+        f"{guilty} of {counted(len(cases), 'site')} introduce error; coverage: {diagnosed.coverage}"
+    )
+    finding = str(diagnosed) or diagnosed.verdict
     return Checks(
         "diagnose",
-        found.exit_code == 0,
+        diagnosed.exit_code == 0,
         finding,
-        found.first_site,
+        diagnosed.first_site,
         count,
         tuple(cases),
-        _headed("diagnose", diagnosis.view(found, most=WORST)),
+        _headed("diagnose", diagnosis.view(diagnosed, most=WORST)),
     )
 
 
@@ -215,13 +217,13 @@ def of_verdicts(verdicts: Sequence[Verdict], lines: Callable[[Verdict], Iterable
     """
     cases = [
         Case(
-            each.ask.id,
-            each.ask.model,
-            "pass" if each.passed else "fail",
-            "" if each.passed else each.complaint or "tokens differ",
-            () if each.passed else tuple(lines(each)),
+            verdict.ask.id,
+            verdict.ask.model,
+            "pass" if verdict.passed else "fail",
+            "" if verdict.passed else verdict.complaint or "tokens differ",
+            () if verdict.passed else tuple(lines(verdict)),
         )
-        for each in verdicts
+        for verdict in verdicts
     ]
     bad = [case for case in cases if case.outcome == "fail"]
     count = f"{len(bad)} of {counted(len(cases), 'model and shape', 'models and shapes')} fail"
@@ -245,8 +247,8 @@ def _site_case(name: str, group: str, rows: Sequence[Row]) -> Case:
     failing = [row for row in rows if row.status == "fail"]
     if failing:
         failing.sort(key=lambda row: -math.inf if math.isnan(row.severity) else -row.severity)
-        said = tuple(_said(row) for row in failing[:_DETAILS])
-        return Case(name, group, "fail", said[0], said)
+        details = tuple(_said(row) for row in failing[:_DETAILS])
+        return Case(name, group, "fail", details[0], details)
     if any(row.status == "pass" for row in rows):
         return Case(name, group, "pass")
     reason = rows[0].reason or rows[0].status
@@ -323,8 +325,8 @@ def commands(checks: Checks) -> list[str]:
 
 def _command(kind: str, title: str, text: str) -> str:
     shown = shorten(printable(title), _LONGEST)
-    said = shorten(printable(text), _LONGEST_TEXT)
-    return f"::{kind} title={_property(shown)}::{_data(said)}"
+    message = shorten(printable(text), _LONGEST_TEXT)
+    return f"::{kind} title={_property(shown)}::{_data(message)}"
 
 
 def _data(text: str) -> str:
@@ -379,12 +381,12 @@ def write_junit(checks: Checks, stream: TextIO) -> None:
         "" if checks.passed else checks.finding,
         () if checks.passed else (checks.finding, checks.tally),
     )
-    found = Counter(case.outcome for case in checks.cases) + Counter([verdict.outcome])
+    outcomes = Counter(case.outcome for case in checks.cases) + Counter([verdict.outcome])
     counts = _attributes(
-        tests=found.total(),
-        failures=found["fail"],
+        tests=outcomes.total(),
+        failures=outcomes["fail"],
         errors=0,
-        skipped=found["skipped"],
+        skipped=outcomes["skipped"],
         time=0,
     )
     suite = _attribute(f"driftline {checks.command}")

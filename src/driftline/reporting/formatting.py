@@ -132,19 +132,19 @@ def spark(values: Sequence[float | None], width: int = WIDTH, *, errors: bool = 
     """
     if len(values) > width:
         values = [_largest(group) for group in grouped(values, width)]
-    known = [v for v in values if v is not None and math.isfinite(v)]
-    positive = [v for v in known if v > 0]
-    if not known:
+    finite = [v for v in values if v is not None and math.isfinite(v)]
+    positive = [v for v in finite if v > 0]
+    if not finite:
         return "".join(" " if v is None else BEYOND for v in values).rstrip()
-    least = min(positive, default=0.0) if errors else min(known)
-    wide = least > 0 and max(known) / least > 10
+    least = min(positive, default=0.0) if errors else min(finite)
+    wide = least > 0 and max(finite) / least > 10
 
     def scale(value: float) -> float:
         return math.log(max(value, least)) if wide else value
 
     low = scale(least)
     # Values that hardly move look so.
-    high = max(scale(max(known)), low if wide else low + 0.2 * abs(max(known, key=abs)))
+    high = max(scale(max(finite)), low if wide else low + 0.2 * abs(max(finite, key=abs)))
     bars: list[str] = []
     for value in values:
         if value is None:
@@ -163,12 +163,12 @@ def grouped(values: Sequence[float | None], width: int) -> list[Sequence[float |
     return [values[a:b] for a, b in pairwise(edges)]
 
 
-def group_of(at: int, count: int, width: int) -> int:
+def group_of(index: int, count: int, width: int) -> int:
     """In which group a value is."""
     if count <= width:
-        return at
+        return index
     edges = [round(i * count / width) for i in range(width + 1)]
-    return next(number for number, (a, b) in enumerate(pairwise(edges)) if a <= at < b)
+    return next(number for number, (a, b) in enumerate(pairwise(edges)) if a <= index < b)
 
 
 def _largest(group: Sequence[float | None]) -> float | None:

@@ -14,8 +14,8 @@ _CURVE = 80
 def paint(view: View) -> str:
     """The view as GitHub-flavoured Markdown that ends with a newline."""
     lines: list[str] = []
-    for at, block in enumerate(view.blocks):
-        if at:
+    for index, block in enumerate(view.blocks):
+        if index:
             lines.append("")
         lines += _block(block)
     return "\n".join(lines) + "\n"
@@ -48,8 +48,8 @@ def _branch(branch: Branch, depth: int) -> Iterator[str]:
     label = "`" + printable(branch.label).replace("`", "'") + "`"
     if branch.tone in ("bad", "strong"):
         label = f"**{label}**"
-    said = [*branch.cells, *([branch.remark] if branch.remark else [])]
-    yield "  " * depth + " ".join([f"- {label}", *(_escaped(each) for each in said if each)])
+    words = [*branch.cells, *([branch.remark] if branch.remark else [])]
+    yield "  " * depth + " ".join([f"- {label}", *(_escaped(word) for word in words if word)])
     for child in branch.below:
         yield from _branch(child, depth + 1)
 

@@ -100,13 +100,13 @@ class Curve(NamedTuple):
     Attributes:
         title: What is shown.
         values: One per place; None where there is none.
-        at: Which of them is pointed at; None for none.
+        marked: Which of them is pointed at; None for none.
         label: What that one is.
     """
 
     title: str
     values: tuple[float | None, ...]
-    at: int | None = None
+    marked: int | None = None
     label: str = ""
 
 

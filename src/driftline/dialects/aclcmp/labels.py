@@ -88,13 +88,13 @@ def set_label(
     _HERE.keep(data_src, data_id, value, place)
 
 
-def _value(given: Any) -> Value:
+def _value(data: Any) -> Value:
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(given, torch.Tensor):
-        return _of_torch(given, torch)
-    if isinstance(given, np.ndarray | np.generic):
-        return _of_numpy(np.asarray(cast("Any", given)))
-    raise BadConfig(f"data_val is a torch tensor or a numpy array, not {type(given).__name__}")
+    if torch is not None and isinstance(data, torch.Tensor):
+        return _of_torch(data, torch)
+    if isinstance(data, np.ndarray | np.generic):
+        return _of_numpy(np.asarray(cast("Any", data)))
+    raise BadConfig(f"data_val is a torch tensor or a numpy array, not {type(data).__name__}")
 
 
 def _of_torch(tensor: Any, torch: Any) -> Value:

@@ -56,7 +56,7 @@ def flow_of(run: Run, rank: int = 0, process: int = 0, step: int | None = None) 
     if not edges:
         return None
     sites = list(dict.fromkeys(site for edge in edges for site in edge))
-    place = {site: at for at, site in enumerate(sites)}
+    place = {site: index for index, site in enumerate(sites)}
     return {
         "source": "edges" if topology is not None and topology.get("edges") else "bytes",
         "sites": sites,
@@ -82,9 +82,9 @@ def _walk(nodes: tuple[GraphNode, ...]) -> Iterator[GraphNode]:
         waiting += reversed(node.children)
 
 
-def _nested(one: str, other: str) -> bool:
+def _nested(site: str, other_site: str) -> bool:
     """Whether one lies in the other, or they are the same: a module does not feed its own parts."""
-    if one == other or "(root)" in (one, other):
+    if site == other_site or "(root)" in (site, other_site):
         return True
-    longer, shorter = (one, other) if len(one) > len(other) else (other, one)
+    longer, shorter = (site, other_site) if len(site) > len(other_site) else (other_site, site)
     return longer.startswith(shorter) and longer[len(shorter)] in "./"

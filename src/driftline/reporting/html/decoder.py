@@ -43,11 +43,11 @@ Text = Callable[[int], str]
 
 def layers_of(table: Table) -> list[dict[str, Any]]:
     """The map of a comparison of several steps; none of another."""
-    found = of_steps(table)
-    if found is None:
+    layer_map = of_steps(table)
+    if layer_map is None:
         return []
     part = _part("", {}, "", "")
-    part |= {"layers": found, "verdict": "unjudged", "sentence": ""}
+    part |= {"layers": layer_map, "verdict": "unjudged", "sentence": ""}
     return [part]
 
 
@@ -132,13 +132,13 @@ def _groups(folder: Path) -> dict[str, dict[str, Any]]:
     return groups
 
 
-def _limits(folder: Path, given: Thresholds | StrPath | None) -> Thresholds | None:
-    if isinstance(given, Thresholds):
-        return given
-    if given is not None:
-        return load_thresholds(given)
-    found = sorted(folder.glob("*-thresholds.json"))
-    return load_thresholds(found[0]) if len(found) == 1 else None
+def _limits(folder: Path, thresholds: Thresholds | StrPath | None) -> Thresholds | None:
+    if isinstance(thresholds, Thresholds):
+        return thresholds
+    if thresholds is not None:
+        return load_thresholds(thresholds)
+    candidates = sorted(folder.glob("*-thresholds.json"))
+    return load_thresholds(candidates[0]) if len(candidates) == 1 else None
 
 
 def _texts(tokenizer: str) -> Text | None:
@@ -170,13 +170,13 @@ def _part(model: str, shape: Mapping[str, Any], reference: str, candidate: str) 
 def _of_group(
     group: Mapping[str, Any], limits: Thresholds | None, text: Text | None
 ) -> dict[str, Any]:
-    said = _read(group["validation"]) if "validation" in group else {}
+    validation = _read(group["validation"]) if "validation" in group else {}
     tokens_path = cast("Path | None", group.get("tokens"))
     any_path = tokens_path or group.get("validation") or group["tables"][0]
     named = parse(any_path.name)
     assert named is not None
-    beside = _beside(any_path, named.rest)
-    settings = cast("dict[str, Any]", said.get("settings") or beside.get("settings") or {})
+    companion = _beside(any_path, named.rest)
+    settings = cast("dict[str, Any]", validation.get("settings") or companion.get("settings") or {})
     part = _part(
         str(settings.get("model") or named.model),
         {
@@ -188,11 +188,11 @@ def _of_group(
         str(settings.get("reference", "")),
         str(settings.get("candidate", "")),
     )
-    part["about"] = {name: beside[name] for name in ("command", "versions") if name in beside}
+    part["about"] = {name: companion[name] for name in ("command", "versions") if name in companion}
     tokens = None if tokens_path is None else read_tokens(tokens_path)
-    if said:
+    if validation:
         try:
-            _judged_before(part, said)
+            _judged_before(part, validation)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as trouble:
             raise BadFile(
                 f"{group['validation']} is damaged: {type(trouble).__name__}: {trouble}"
@@ -203,23 +203,23 @@ def _of_group(
         start = any_path.with_name(any_path.name.removesuffix(named.rest))
         part["first"] = first_failing(start, tokens, bad, text)
     if tokens is not None:
-        part["tokens"] = tokens.columns(_texts_of(said, text))
+        part["tokens"] = tokens.columns(_texts_of(validation, text))
     part["layers"] = _layers(group)
-    part["sentence"] = _sentence(part, said, tokens)
+    part["sentence"] = _sentence(part, validation, tokens)
     return part
 
 
-def _texts_of(said: Mapping[str, Any], text: Text | None) -> Text | None:
-    known = cast("Mapping[str, str]", said.get("texts") or {})
-    if text is None and not known:
+def _texts_of(validation: Mapping[str, Any], text: Text | None) -> Text | None:
+    stored_texts = cast("Mapping[str, str]", validation.get("texts") or {})
+    if text is None and not stored_texts:
         return None
-    return lambda token: known.get(str(token)) or (text(token) if text is not None else "")
+    return lambda token: stored_texts.get(str(token)) or (text(token) if text is not None else "")
 
 
-def _judged_before(part: dict[str, Any], said: Mapping[str, Any]) -> None:
+def _judged_before(part: dict[str, Any], validation: Mapping[str, Any]) -> None:
     """What `driftline validate` found."""
-    source = str(cast("Mapping[str, Any]", said.get("limits") or {}).get("source", ""))
-    part["verdict"] = str(said.get("verdict", "unjudged"))
+    source = str(cast("Mapping[str, Any]", validation.get("limits") or {}).get("source", ""))
+    part["verdict"] = str(validation.get("verdict", "unjudged"))
     part["checks"] = [
         {
             "name": METRICS[str(rate["name"])][1],
@@ -234,13 +234,13 @@ def _judged_before(part: dict[str, Any], said: Mapping[str, Any]) -> None:
             "allowed": rate["allowed"],
             "passed": rate["passed"],
         }
-        for rate in cast("list[dict[str, Any]]", said.get("rates") or [])
+        for rate in cast("list[dict[str, Any]]", validation.get("rates") or [])
     ]
     part["prompts"] = [
         {**prompt, "failing": {METRICS[name][1]: n for name, n in prompt["failing"].items()}}
-        for prompt in cast("list[dict[str, Any]]", said.get("prompts") or [])
+        for prompt in cast("list[dict[str, Any]]", validation.get("prompts") or [])
     ]
-    first = cast("dict[str, Any] | None", said.get("first"))
+    first = cast("dict[str, Any] | None", validation.get("first"))
     if first is not None:
         values = {METRICS[name][1]: value for name, value in first["values"].items()}
         part["first"] = {**first, "values": values}
@@ -283,15 +283,15 @@ def _layers(group: Mapping[str, Any]) -> dict[str, Any] | None:
     for path in group["tables"]:
         if is_table(path):
             try:
-                found = of_steps(open_table(path))
+                layer_map = of_steps(open_table(path))
             except DriftlineError:
                 continue
-            if found is not None:
-                return found | {"unit": "token"}  # a text model's own files: a step is a token
+            if layer_map is not None:
+                return layer_map | {"unit": "token"}  # a text model's own files: a step is a token
     return of_files(cast("list[MetricFile]", group["files"]))
 
 
-def _sentence(part: Mapping[str, Any], said: Mapping[str, Any], tokens: Tokens | None) -> str:
+def _sentence(part: Mapping[str, Any], validation: Mapping[str, Any], tokens: Tokens | None) -> str:
     checks = cast("list[dict[str, Any]]", part["checks"])
     broken = [check for check in checks if not check["passed"]]
     if broken:
@@ -311,7 +311,7 @@ def _sentence(part: Mapping[str, Any], said: Mapping[str, Any], tokens: Tokens |
             f"{worst['failing']:,} of them ({100 * worst['rate']:.3g} %, allowed below "
             f"{100 * worst['allowed']:.3g} %)"
         )
-    if said.get("tokens_equal"):
+    if validation.get("tokens_equal"):
         return "Every token that the two generate is the same"
     if tokens is not None:
         return f"{len(tokens):,} tokens were scored; no limits were given to judge them by"
@@ -321,8 +321,8 @@ def _sentence(part: Mapping[str, Any], said: Mapping[str, Any], tokens: Tokens |
 def _beside(path: Path, rest: str) -> dict[str, Any]:
     start = path.name.removesuffix(rest)
     for suffix in (".provenance.json", ".layers.json"):
-        if found := _read(path.with_name(start + suffix)):
-            return found
+        if document := _read(path.with_name(start + suffix)):
+            return document
     return {}
 
 

@@ -115,8 +115,8 @@ def figures(values: Mapping[str, Array]) -> dict[str, Column]:
     """Columns of arrays that are there already; NaN stands for what is absent."""
     shown: dict[str, Column] = {}
     for name, array in values.items():
-        known = array.dtype.kind != "f" or not bool(np.isnan(array).all())
-        if not known:
+        has_values = array.dtype.kind != "f" or not bool(np.isnan(array).all())
+        if not has_values:
             shown[name] = {"same": None, "n": int(array.size)}
             continue
         stored = singles(array) if array.dtype.kind == "f" else array
@@ -175,27 +175,27 @@ def outline(
         sites: Site and class, in order of execution; a site may come again.
         roots: The module tree of the run, as its topology has it: classes of what holds no tensor.
     """
-    known = dict(_classes(roots))
+    class_of = dict(_classes(roots))
     names: list[str] = [ROOT]
     owners: list[str | None] = [None]
     parents: list[int] = [-1]
-    classes: list[str] = [known.get(ROOT, "")]
+    classes: list[str] = [class_of.get(ROOT, "")]
     places: dict[tuple[int, str], int] = {}
     for site, class_name in sites:
-        at = 0
+        node = 0
         so_far = ""
         for part in path_of(site):
             so_far = f"{so_far}.{part}" if so_far else part
-            found = places.get((at, part))
-            if found is None:
-                found = places[at, part] = len(names)
+            child = places.get((node, part))
+            if child is None:
+                child = places[node, part] = len(names)
                 names.append(part)
                 owners.append(None)
-                parents.append(at)
-                classes.append(known.get(so_far, ""))
-            at = found
-        owners[at] = site
-        classes[at] = class_name or classes[at]
+                parents.append(node)
+                classes.append(class_of.get(so_far, ""))
+            node = child
+        owners[node] = site
+        classes[node] = class_name or classes[node]
     order = _parents_first(parents)
     place = {old: new for new, old in enumerate(order)}
     return {
@@ -212,14 +212,14 @@ def outline(
 def _parents_first(parents: list[int]) -> list[int]:
     """Depth first, children in the order in which they ran."""
     children: dict[int, list[int]] = {}
-    for at, parent in enumerate(parents):
-        children.setdefault(parent, []).append(at)
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
     order: list[int] = []
     waiting = [0]
     while waiting:
-        at = waiting.pop()
-        order.append(at)
-        waiting += reversed(children.get(at, []))
+        node = waiting.pop()
+        order.append(node)
+        waiting += reversed(children.get(node, []))
     return order
 
 
@@ -274,31 +274,31 @@ _A_HABIT = 3
 
 def sides(table: Table, reference: Run | None = None, candidate: Run | None = None) -> Any:
     """Both sides of a table: their facts, what differs between them, what does not."""
-    ours = _facts(table.reference, reference)
-    theirs = _facts(table.candidate, candidate)
+    reference_facts = _facts(table.reference, reference)
+    candidate_facts = _facts(table.candidate, candidate)
     differences = _tensors(table)
     same: list[list[str]] = []
-    for what in dict.fromkeys((*ours, *theirs)):
-        here, there = ours.get(what), theirs.get(what)
+    for what in dict.fromkeys((*reference_facts, *candidate_facts)):
+        reference_value, candidate_value = reference_facts.get(what), candidate_facts.get(what)
         kind = _kind(what)
         shown = _CALLED.get(what, what)
-        if here == there:
-            same.append([shown, here or ""])
+        if reference_value == candidate_value:
+            same.append([shown, reference_value or ""])
         elif what not in _ALWAYS_OTHER:
             differences.append(
                 {
                     "what": shown,
-                    "reference": here or "not said",
-                    "candidate": there or "not said",
+                    "reference": reference_value or "not said",
+                    "candidate": candidate_value or "not said",
                     # What one side does not say is no difference that could be acted upon.
-                    "weight": kind if here and there else "other",
+                    "weight": kind if reference_value and candidate_value else "other",
                 }
             )
-    differences.sort(key=lambda each: each["weight"] != "numbers")
+    differences.sort(key=lambda difference: difference["weight"] != "numbers")
     short = _short(table.reference.path) != _short(table.candidate.path)
     return {
-        "reference": _side(table.reference, ours, short=short),
-        "candidate": _side(table.candidate, theirs, short=short),
+        "reference": _side(table.reference, reference_facts, short=short),
+        "candidate": _side(table.candidate, candidate_facts, short=short),
         "differences": differences,
         "same": same,
     }
@@ -330,62 +330,62 @@ def _tensors(table: Table) -> list[dict[str, str]]:
         for row in compared
         if row.reference_dtype != row.candidate_dtype
     )
-    found = [
+    differences = [
         {
             "what": f"stored tensors ({count} of {len(compared)})",
-            "reference": here,
-            "candidate": there,
+            "reference": reference_kind,
+            "candidate": candidate_kind,
             "weight": "numbers",
         }
-        for (here, there), count in formats.most_common(4)
+        for (reference_kind, candidate_kind), count in formats.most_common(4)
     ]
     kinds: dict[tuple[str, str], dict[str, None]] = {}
     for row in table.rows:
         if row.candidate_class and row.candidate_class != row.class_name:
             kinds.setdefault((row.class_name, row.candidate_class), {})[row.site] = None
-    for (here, there), sites in sorted(kinds.items(), key=lambda each: len(each[1]))[
-        :_MOST_CLASSES
-    ]:
+    for (reference_kind, candidate_kind), sites in sorted(
+        kinds.items(), key=lambda entry: len(entry[1])
+    )[:_MOST_CLASSES]:
         first = next(iter(sites))
         few = len(sites) < _A_HABIT
         what = f"class of {first}"
         if len(sites) > 1:
             what += f" and {len(sites) - 1} more"
         # What holds for many sites is how another framework calls them; a single one is a clue.
-        found.append(
+        differences.append(
             {
                 "what": what,
-                "reference": here,
-                "candidate": there,
+                "reference": reference_kind,
+                "candidate": candidate_kind,
                 "weight": "numbers" if few else "other",
             }
         )
-    return found
+    return differences
 
 
 def _facts(side: Side, run: Run | None) -> dict[str, str]:
     """Fact → its value in words, in the order of a reader's interest."""
-    said: dict[str, Any] = dict(side.about)
+    metadata: dict[str, Any] = dict(side.about)
     if run is not None:
         processes = run.processes()
-        said |= {**run.manifest, **(processes[0] if processes else {})}
+        metadata |= {**run.manifest, **(processes[0] if processes else {})}
     facts: dict[str, str] = {}
     for what in _CALLED:
-        if what in said and (value := _worded(what, said[what])):
+        if what in metadata and (value := _worded(what, metadata[what])):
             facts[what] = value
         if what == "framework":
-            facts |= _several(said.get("versions"))
+            facts |= _several(metadata.get("versions"))
         if what == "machine":
-            facts |= _several(said.get("environment"))
+            facts |= _several(metadata.get("environment"))
     if "argv" in facts and "command" in facts:
         del facts["argv"]
     return facts
 
 
-def _several(found: Any) -> dict[str, str]:
-    if not isinstance(found, Mapping):
+def _several(entries: Any) -> dict[str, str]:
+    if not isinstance(entries, Mapping):
         return {}
-    items = cast("Mapping[object, object]", found).items()
+    items = cast("Mapping[object, object]", entries).items()
     return {str(name): str(value) for name, value in items if value not in (None, "")}
 
 
@@ -393,14 +393,14 @@ def _worded(what: str, value: Any) -> str:
     if value is None or value == "":
         return ""
     if what == "git" and isinstance(value, Mapping):
-        told = cast("Mapping[str, Any]", value)
-        commit = str(told.get("commit") or "")[:12]
-        return f"{commit}{' with changes' if told.get('dirty') else ''}" if commit else ""
+        revision = cast("Mapping[str, Any]", value)
+        commit = str(revision.get("commit") or "")[:12]
+        return f"{commit}{' with changes' if revision.get('dirty') else ''}" if commit else ""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
         joint = " " if what in ("command", "argv") else ", "
-        return joint.join(str(each) for each in cast("Iterable[object]", value))
+        return joint.join(str(word) for word in cast("Iterable[object]", value))
     return str(value)
 
 
@@ -444,8 +444,8 @@ def page_data(
         notes: What else the reader must know.
         title: Of the page; made from the sides when empty.
     """
-    both = sides(table, reference, candidate)
-    names = f"{both['reference']['name']} against {both['candidate']['name']}"
+    side_data = sides(table, reference, candidate)
+    names = f"{side_data['reference']['name']} against {side_data['candidate']['name']}"
     if decoder and decoder[0]["model"]:
         first = decoder[0]
         model = str(first["model"]).rstrip("/").rpartition("/")[2]
@@ -458,7 +458,7 @@ def page_data(
         },
         "title": title or names,
         "verdict": _verdict(table, diagnosis, notes, decoder),
-        "sides": both,
+        "sides": side_data,
         "metrics": [
             {
                 "name": column.name,
@@ -475,7 +475,9 @@ def page_data(
         ),
         "depth": depth_lines(table, diagnosis=diagnosis, noise=noise),
         "flow": flow,
-        "pictures": {str(at): {"row": at, **picture} for at, picture in sorted(pictures.items())},
+        "pictures": {
+            str(index): {"row": index, **picture} for index, picture in sorted(pictures.items())
+        },
         "decoder": [
             {name: value for name, value in part.items() if name != "about"} for part in decoder
         ],
@@ -509,7 +511,7 @@ def _verdict(
 ) -> dict[str, Any]:
     first = None
     if table.first is not None:
-        first = next((at for at, row in enumerate(table.rows) if row is table.first), None)
+        first = next((index for index, row in enumerate(table.rows) if row is table.first), None)
         if first is None:
             first = table.rows.index(table.first)
     status, sentence = table.verdict, table.finding
@@ -524,7 +526,7 @@ def _verdict(
         if row is not None:
             other = row.candidate_class
             class_name = f"{row.class_name} → {other}" if other else row.class_name
-    said = table.limits.get("said")
+    limits_text = table.limits.get("said")
     losses = [
         f"{name} run: {loss}"
         for name, side in (("reference", table.reference), ("candidate", table.candidate))
@@ -542,7 +544,7 @@ def _verdict(
         "cause": _cause(diagnosis, site),
         "coverage": table.coverage.as_json(),
         "failing": len(table.failing),
-        "limits": said if isinstance(said, str) else "",
+        "limits": limits_text if isinstance(limits_text, str) else "",
         "notes": [*table.notes, *losses, *notes],
         "tiles": _tiles(table),
     }
@@ -553,13 +555,13 @@ def _tiles(table: Table) -> list[list[str]]:
     outputs = [row for row in table.rows if row.port == "output" and row.compared and row.metrics]
     if not outputs or not table.reference.ordered:
         return []
-    whole = [row for row in outputs if row.site in ("(root)", "")]
-    last = (whole or outputs)[-1]
+    model_outputs = [row for row in outputs if row.site in ("(root)", "")]
+    last = (model_outputs or outputs)[-1]
     metric = last.decided_by or "relative_l2"
     value = last.metrics.get(metric)
     if value is None or metric not in DRAWN:
         return []
-    name = "Output of the model" if whole else f"Last output, {last.site}"
+    name = "Output of the model" if model_outputs else f"Last output, {last.site}"
     allowed = "" if last.limit is None else f"{last.limit:g} allowed"
     shown = f"{float(value):.3g}"
     if last.limit is not None and shown == f"{last.limit:.3g}":  # 0.04998 keeps 0.05
@@ -608,5 +610,5 @@ def _roots(run: Run | None, table: Table) -> list[Mapping[str, Any]]:
         return []
     key = table.rows[0].key
     topology = run.topology(key.rank, key.process)
-    found = topology.get("roots") if topology is not None else None
-    return cast("list[Mapping[str, Any]]", found) if isinstance(found, list) else []
+    roots = topology.get("roots") if topology is not None else None
+    return cast("list[Mapping[str, Any]]", roots) if isinstance(roots, list) else []

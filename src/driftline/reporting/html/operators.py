@@ -42,7 +42,7 @@ def operator_table(document: Mapping[str, Any], name: str) -> Table:
         BadFile: It is damaged.
     """
     try:
-        rows = tuple(_row(entry, at) for at, entry in enumerate(document["rows"]))
+        rows = tuple(_row(entry, index) for index, entry in enumerate(document["rows"]))
         source = str(document["source"])
         remarks = tuple(str(remark) for remark in document.get("remarks", ()))
     except (KeyError, TypeError, ValueError, AttributeError) as trouble:

@@ -41,11 +41,11 @@ def pack(document: Mapping[str, Any]) -> bytes:
         if isinstance(value, np.ndarray):
             array = _stored(cast(Array, value))
             content = array.tobytes()
-            at = place
+            offset = place
             content += bytes(-len(content) % _FILL)
             blobs.append(content)
             place += len(content)
-            return {"$": _NAMES[array.dtype.str.lstrip("|")], "at": at, "n": int(array.size)}
+            return {"$": _NAMES[array.dtype.str.lstrip("|")], "at": offset, "n": int(array.size)}
         if isinstance(value, np.generic):
             return plain(value.item())
         if isinstance(value, float):
@@ -128,8 +128,8 @@ def singles(values: Array) -> Array:
     sizes = sizes[sizes > 0]
     if sizes.size and (sizes.max() > _LARGEST_SINGLE or sizes.min() < _SMALLEST_SINGLE):
         return values
-    whole = sizes.size and bool((sizes == np.floor(sizes)).all())
-    if whole and sizes.max() > 1 << 24:
+    are_integers = sizes.size and bool((sizes == np.floor(sizes)).all())
+    if are_integers and sizes.max() > 1 << 24:
         return values
     return values.astype(np.float32)
 
@@ -238,11 +238,13 @@ def _headline(document: Mapping[str, Any]) -> str:
 
 def _differences(sides: Mapping[str, Any]) -> str:
     """The few differences between the runs that may matter; the page lists all of them."""
-    telling = [each for each in sides["differences"] if each["weight"] == "numbers"]
+    telling = [
+        difference for difference in sides["differences"] if difference["weight"] == "numbers"
+    ]
     lines = "".join(
-        f'<tr><th scope="row">{_breakable(each["what"])}</th>'
-        f"<td>{escape(str(each['reference']))}</td><td>{escape(str(each['candidate']))}</td></tr>"
-        for each in telling[:_SHOWN]
+        f'<tr><th scope="row">{_breakable(difference["what"])}</th>'
+        f"<td>{escape(str(difference['reference']))}</td><td>{escape(str(difference['candidate']))}</td></tr>"
+        for difference in telling[:_SHOWN]
     )
     more = len(telling) - _SHOWN
     if not lines:
@@ -282,10 +284,10 @@ def _lede(verdict: Mapping[str, Any]) -> str:
     lines: list[str] = []
     if verdict.get("headline"):
         text = str(verdict["sentence"])
-        said = escape(text[:1].upper() + text[1:])
+        sentence = escape(text[:1].upper() + text[1:])
         if verdict["site"] is not None:
-            said += f"; layers begin to differ at {_breakable(verdict['site'])}"
-        return f'<p class="lede">{said}</p>'
+            sentence += f"; layers begin to differ at {_breakable(verdict['site'])}"
+        return f'<p class="lede">{sentence}</p>'
     if verdict["status"] == "fail" and verdict["site"] is not None:
         if verdict["class"]:
             lines.append(str(verdict["class"]))
@@ -293,8 +295,8 @@ def _lede(verdict: Mapping[str, Any]) -> str:
         after = text.partition(f"'{verdict['site']}'")[2]
         # `(SiLU, in the candidate GELU), in its output: …`: the class has been said already.
         _, comma, rest = after.partition("), in " if after.startswith(" (") else ", in ")
-        said = f"in {rest}" if comma else text
-        lines.append(said.replace("<=", "≤").replace(">=", "≥"))
+        sentence = f"in {rest}" if comma else text
+        lines.append(sentence.replace("<=", "≤").replace(">=", "≥"))
         return f'<p class="lede">{" · ".join(escape(line) for line in lines)}</p>'
     if verdict["status"] == "pass" and sum(verdict["coverage"].values()):
         text = str(verdict["sentence"])
@@ -309,16 +311,16 @@ def _cause(verdict: Mapping[str, Any]) -> str:
         return ""
     sure = f"{cause['confidence']:.0%} sure, by {cause['by']}" if cause["by"] else ""
     if not cause["agrees"] or verdict["status"] == "pass":
-        said = f"Diagnosis points at {cause['site']}: {cause['where']} {cause['sentence']}"
+        sentence = f"Diagnosis points at {cause['site']}: {cause['where']} {cause['sentence']}"
         name = "But"
     else:
-        said = cause["sentence"]
+        sentence = cause["sentence"]
         name = "Cause"
         if cause["kind"] == "unknown":
-            said = f"not known: {str(said).partition(': ')[2] or said}"
+            sentence = f"not known: {str(sentence).partition(': ')[2] or sentence}"
             sure = ""
     return (
-        f'<p class="cause"><b>{name}</b> {escape(str(said))}'
+        f'<p class="cause"><b>{name}</b> {escape(str(sentence))}'
         + (f" <small>({escape(sure)})</small>" if sure else "")
         + "</p>"
     )

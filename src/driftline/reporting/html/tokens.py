@@ -51,29 +51,29 @@ class Tokens(NamedTuple):
         shown = figures({**self.places, **self.scores})
         shown["prompt_name"] = words(list(self.names))
         if text is not None:
-            known = {int(token): text(int(token)) for token in np.unique(self.places["token"])}
-            shown["text"] = words([known[int(token)] for token in self.places["token"]])
+            text_of = {int(token): text(int(token)) for token in np.unique(self.places["token"])}
+            shown["text"] = words([text_of[int(token)] for token in self.places["token"]])
         return {"count": len(self), "columns": shown}
 
     def prompts(self, bad: Mapping[str, Array]) -> list[dict[str, Any]]:
         """Failing tokens of every prompt, by metric."""
-        found: dict[tuple[int, int], dict[str, Any]] = {}
-        for at in range(len(self)):
-            seed, prompt = int(self.places["seed"][at]), int(self.places["prompt"][at])
-            one = found.setdefault(
+        summaries: dict[tuple[int, int], dict[str, Any]] = {}
+        for index in range(len(self)):
+            seed, prompt = int(self.places["seed"][index]), int(self.places["prompt"][index])
+            summary = summaries.setdefault(
                 (seed, prompt),
                 {
                     "seed": seed,
                     "prompt": prompt,
-                    "name": self.names[at],
+                    "name": self.names[index],
                     "kept": 0,
                     "failing": dict.fromkeys(bad, 0),
                 },
             )
-            one["kept"] += 1
+            summary["kept"] += 1
             for name, fails in bad.items():
-                one["failing"][name] += int(fails[at])
-        return list(found.values())
+                summary["failing"][name] += int(fails[index])
+        return list(summaries.values())
 
 
 def read_tokens(path: Path) -> Tokens:
@@ -109,26 +109,26 @@ def first_failing(
         fails |= ~(tokens.scores[name] < limit)
     if not fails.any():
         return None
-    at = int(np.flatnonzero(fails)[0])
+    index = int(np.flatnonzero(fails)[0])
     seed, prompt, position, token = (
-        int(tokens.places[name][at]) for name in ("seed", "prompt", "position", "token")
+        int(tokens.places[name][index]) for name in ("seed", "prompt", "position", "token")
     )
     read: Text = text or _nothing
     sides: list[list[dict[str, Any]]] = []
     before = ""
     for labels in ((REFERENCE,), _LABELS):
-        found, context = _likeliest(start, labels, seed, prompt, position, read)
-        sides.append(found)
+        likeliest, context = _likeliest(start, labels, seed, prompt, position, read)
+        sides.append(likeliest)
         before = before or context
     return {
         "seed": seed,
         "prompt": prompt,
-        "name": tokens.names[at],
+        "name": tokens.names[index],
         "position": position,
         "token": token,
         "text": read(token),
         "before": before,
-        "values": {name: float(tokens.scores[name][at]) for name in limits},
+        "values": {name: float(tokens.scores[name][index]) for name in limits},
         "reference": sides[0],
         "candidate": sides[1],
     }
@@ -159,10 +159,10 @@ def _likeliest(
             continue
         length = len(saved.tokens[0]) - len((saved.logits or [saved.top[0][NORM]])[0])
         ahead = cast("Any", saved.tokens[0])[max(0, length + position - 32) : length + position]
-        context = "".join(read(int(each)) for each in ahead)
+        context = "".join(read(int(token)) for token in ahead)
         chosen = [
-            {"token": int(each), "text": read(int(each)), "probability": float(np.exp(log))}
-            for each, log in zip(ids, logs, strict=True)
+            {"token": int(token), "text": read(int(token)), "probability": float(np.exp(log))}
+            for token, log in zip(ids, logs, strict=True)
         ]
         return chosen, context
     return [], ""
@@ -199,8 +199,8 @@ def of_steps(table: Table) -> dict[str, Any] | None:
     if len(steps) < FEWEST_STEPS:
         return None
     sites = list(dict.fromkeys(row.site for row in rows))[:_MOST_LAYERS]
-    place = {site: at for at, site in enumerate(sites)}
-    column = {step: at for at, step in enumerate(steps)}
+    place = {site: index for index, site in enumerate(sites)}
+    column = {step: index for index, step in enumerate(steps)}
     values = np.full((len(sites), len(steps)), np.nan)
     status = np.zeros((len(sites), len(steps)), np.uint8)
     limit = np.full(len(sites), np.nan)
@@ -238,8 +238,8 @@ def of_files(files: Sequence[MetricFile]) -> dict[str, Any] | None:
     values = np.stack([read[layer] for layer in layers])
     status = np.where(np.isnan(values), 2, 0).astype(np.uint8)
     limit = np.full(len(layers), np.nan)
-    found = _map(layers, np.arange(common), values, status, limit, "abs_diff")
-    return {"unit": "token", **found}
+    layer_map = _map(layers, np.arange(common), values, status, limit, "abs_diff")
+    return {"unit": "token", **layer_map}
 
 
 def _drawn(row: Row) -> bool:

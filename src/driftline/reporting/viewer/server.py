@@ -183,9 +183,9 @@ def listening(desk: Desk, port: int | None = None) -> Server:
     """
     first = check_port(port)
     tried = range(first, min(first + _PORTS, 65536)) if first else range(0)
-    for each in tried:
+    for number in tried:
         try:
-            return Server(desk, each)
+            return Server(desk, number)
         except OSError as trouble:
             if trouble.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
@@ -194,11 +194,11 @@ def listening(desk: Desk, port: int | None = None) -> Server:
 
 def _lone_sentence(sentence: str, hint: str) -> bytes:
     """A page that says why there is none; the reader reloads it when that is mended."""
-    said = escape(sentence) + (f"<br><small>{escape(hint)}</small>" if hint else "")
+    text = escape(sentence) + (f"<br><small>{escape(hint)}</small>" if hint else "")
     page = (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>Driftline</title>'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
-        f"<h1>There is no page to show</h1><p>{said}</p><p>Reload to try again.</p></html>"
+        f"<h1>There is no page to show</h1><p>{text}</p><p>Reload to try again.</p></html>"
     )
     return page.encode("utf-8", "replace")
 
@@ -264,8 +264,8 @@ class _Handler(BaseHTTPRequestHandler):
             return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a question has no body"
         token, slash, place = address[1:].partition("/") if address[:1] == "/" else ("", "", "")
         # Compared in constant time: how long it takes says nothing of how much of it is right.
-        given = token.encode("utf-8", "replace")
-        if not hmac.compare_digest(given, self.server.token.encode()) or not slash:
+        presented = token.encode("utf-8", "replace")
+        if not hmac.compare_digest(presented, self.server.token.encode()) or not slash:
             return HTTPStatus.FORBIDDEN, "the address lacks the token that was printed with it"
         came = self.headers.get("Sec-Fetch-Site", "none")
         navigates = self.headers.get("Sec-Fetch-Dest") == "document" and not place
@@ -298,8 +298,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _say(self, status: int, sentence: str, hint: str = "") -> None:
         """A refusal; for people where they see it, for the front end where it asked."""
-        said: dict[str, str] = {"error": sentence, **({"hint": hint} if hint else {})}
-        self._send(status, _JSON, json.dumps(said).encode())
+        answer: dict[str, str] = {"error": sentence, **({"hint": hint} if hint else {})}
+        self._send(status, _JSON, json.dumps(answer).encode())
 
     def _send(self, status: int, kind: str, content: bytes) -> None:
         self.send_response(status)

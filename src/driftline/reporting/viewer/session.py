@@ -85,11 +85,13 @@ class Memory:
         )
         self._progress = None  # the next time somebody waits in a browser, not at a terminal
         self.measured += len(fresh)
-        known = {**self._rows, **dict(zip(fresh, new.rows, strict=True))}
+        row_of_pair = {**self._rows, **dict(zip(fresh, new.rows, strict=True))}
         # Only what could be measured is final: a tensor that is not whole yet will be.
-        self._rows = {pair: known[pair] for pair in plan.pairs if known[pair].status == "unjudged"}
+        self._rows = {
+            pair: row_of_pair[pair] for pair in plan.pairs if row_of_pair[pair].status == "unjudged"
+        }
         table = measure(plan._replace(pairs=()), reference, candidate)
-        rows = [known[pair] for pair in plan.pairs]
+        rows = [row_of_pair[pair] for pair in plan.pairs]
         rows += [row for row in table.rows if row.status != "extra"]
         extra = [row for row in table.rows if row.status == "extra"]
         rows.sort(key=lambda row: (row.key.rank, row.key.process, row.order))
@@ -190,26 +192,26 @@ class Desk:
     ) -> dict[str, Any]:
         """The error of a region, cell by cell."""
         pair = self._opened(row, generation)
-        found = error_map(
+        cells = error_map(
             pair,
             region,
             height=min(height, MOST_CELLS),
             width=min(width, MOST_CELLS),
             budget=BUDGET,
         )
-        inside = found.extent.region
+        inside = cells.extent.region
         return {
             "top": inside.top,
             "bottom": inside.bottom,
             "left": inside.left,
             "right": inside.right,
-            "height": found.height,
-            "width": found.width,
-            "max": singles(found.largest),
-            "mean": singles(found.mean),
-            "reference": singles(found.reference),
-            "candidate": singles(found.candidate),
-            "note": found.extent.note,
+            "height": cells.height,
+            "width": cells.width,
+            "max": singles(cells.largest),
+            "mean": singles(cells.mean),
+            "reference": singles(cells.reference),
+            "candidate": singles(cells.candidate),
+            "note": cells.extent.note,
         }
 
     def region(
@@ -229,16 +231,16 @@ class Desk:
     def values(self, row: int, generation: int, region: Region) -> dict[str, Any]:
         """Both sides of a small region, element by element."""
         pair = self._opened(row, generation)
-        found = values(pair, region, most=MOST_VALUES)
-        rows = range(found["top"], found["top"] + found["height"])
-        return {**found, "names": [pair.row_name(each) for each in rows]}
+        window = values(pair, region, most=MOST_VALUES)
+        rows = range(window["top"], window["top"] + window["height"])
+        return {**window, "names": [pair.row_name(row_number) for row_number in rows]}
 
     def worst(self, row: int, generation: int) -> dict[str, Any]:
         """Where the error is largest, as far as that was looked at; the first element if not."""
         pair = self._opened(row, generation)
-        found = largest_errors(pair, count=1, budget=BUDGET) if pair.elements else []
-        at = found[0] if found else Element(0, 0, 0.0, 0.0)
-        return {"row": at.row, "column": at.column}
+        largest = largest_errors(pair, count=1, budget=BUDGET) if pair.elements else []
+        element = largest[0] if largest else Element(0, 0, 0.0, 0.0)
+        return {"row": element.row, "column": element.column}
 
     def _made(self) -> Page:
         seen = fingerprint(self._watched)  # before: what is written meanwhile is seen next time
@@ -268,10 +270,10 @@ class Desk:
                 )
             if (short := self._cut_off()) is not None:
                 raise Grown(f"{short.name} has become shorter than it was", hint="reload the page")
-            found = self._pairs.get(row)
-            if found is not None:
+            cached = self._pairs.get(row)
+            if cached is not None:
                 self._pairs.move_to_end(row)
-                return found
+                return cached
             page = self.page
             if not 0 <= row < len(page.table.rows):
                 raise BadInput(f"the page has no row {row}")
@@ -289,7 +291,7 @@ class Desk:
 
 def fingerprint(paths: Sequence[Path]) -> Fingerprint:
     """Names, sizes and times of the files that say what is in a run, or of all of a dump's."""
-    found: list[tuple[str, int, int]] = []
+    entries: list[tuple[str, int, int]] = []
     for path in paths:
         indexes = [*path.glob(f"rank*/{INDEX}"), *path.glob(f"rank*/{PROCESS}")]
         if path.is_dir() and not indexes and not (path / MANIFEST).is_file():
@@ -299,17 +301,17 @@ def fingerprint(paths: Sequence[Path]) -> Fingerprint:
                 about = file.stat()
             except OSError:
                 continue
-            found.append((str(file), about.st_size, about.st_mtime_ns))
-    return tuple(sorted(found))
+            entries.append((str(file), about.st_size, about.st_mtime_ns))
+    return tuple(sorted(entries))
 
 
 def sizes_of(paths: Sequence[Path]) -> dict[Path, int]:
     """Files of tensors that are mapped while somebody looks, and how long they are."""
-    found = [path for path in paths if path.is_file()]
+    files = [path for path in paths if path.is_file()]
     for path in paths:
-        found += path.glob(f"rank*/{SHARDS}")
+        files += path.glob(f"rank*/{SHARDS}")
     sizes: dict[Path, int] = {}
-    for path in found:
+    for path in files:
         try:
             sizes[path] = path.stat().st_size
         except OSError:
@@ -318,9 +320,9 @@ def sizes_of(paths: Sequence[Path]) -> dict[Path, int]:
 
 
 def _everything(path: Path) -> list[Path]:
-    found: list[Path] = []
+    listing: list[Path] = []
     for folder, _, files in os.walk(path):
-        found += [Path(folder, name) for name in files]
-        if len(found) > _LISTED:
+        listing += [Path(folder, name) for name in files]
+        if len(listing) > _LISTED:
             break
-    return found[:_LISTED]
+    return listing[:_LISTED]

@@ -30,14 +30,14 @@ class Drawn(NamedTuple):
 
     Attributes:
         place: The file of the graph.
-        beside: The files of the comparison's numbers and statuses, where there are any.
+        data_files: The files of the comparison's numbers and statuses, where there are any.
         nodes: How many nodes.
         edges: How many edges between them.
         notes: Sentences about what is not in it.
     """
 
     place: Path
-    beside: tuple[Path, ...]
+    data_files: tuple[Path, ...]
     nodes: int
     edges: int
     notes: tuple[str, ...] = ()
@@ -77,12 +77,12 @@ def write_graph(
     if metric and table is None:
         raise BadInput("--metric names a number of a comparison", hint="give one with --table DIR")
     place = output_for(Path(path), output, SUFFIX[to], force=force)
-    beside: tuple[Path, ...] = ()
+    data_files: tuple[Path, ...] = ()
     if table is not None and to == "model-explorer":
         stem = place.name.removesuffix(".json")
-        beside = tuple(place.with_name(f"{stem}{end}") for end in NODE_DATA)
-        for each in beside:
-            output_for(Path(path), each, "", force=force)
+        data_files = tuple(place.with_name(f"{stem}{end}") for end in NODE_DATA)
+        for data_file in data_files:
+            output_for(Path(path), data_file, "", force=force)
     compared = open_table(table) if table is not None and not isinstance(table, Table) else table
     findings = findings_of(compared, metric, step, rank) if compared is not None else None
     graph = read_graph(path, step=step, rank=rank)
@@ -99,8 +99,10 @@ def write_graph(
         write_whole(place, model_explorer(seen, findings).encode("utf-8", "replace"))
         if findings is not None:
             numbers = node_data(seen, findings, metric or SEVERITY)
-            for each, text in zip(beside, (numbers, status_data(seen, findings)), strict=True):
-                write_whole(each, text.encode("utf-8", "replace"))
+            for data_file, text in zip(
+                data_files, (numbers, status_data(seen, findings)), strict=True
+            ):
+                write_whole(data_file, text.encode("utf-8", "replace"))
     depth = graph.depth()
     made = {name for node in seen.nodes for name in node.outputs}
     edges = sum(name in made for node in seen.nodes for name in node.inputs)
@@ -112,7 +114,7 @@ def write_graph(
         notes += _unplaced(findings, sites | {site.rpartition("/")[0] for site in sites})
     if not edges and len(seen.nodes) > 1:
         notes.append("no node takes what another one gives, as far as the source says")
-    return Drawn(place, beside, len(seen.nodes), edges, tuple(notes))
+    return Drawn(place, data_files, len(seen.nodes), edges, tuple(notes))
 
 
 def findings_of(
@@ -125,19 +127,21 @@ def findings_of(
     Raises:
         BadInput: The comparison has no such metric.
     """
-    known = [column.name for column in table.columns]
-    if metric and metric not in known:
-        raise BadInput(f"the comparison has no metric '{metric}'", hint=did_you_mean(metric, known))
+    metrics = [column.name for column in table.columns]
+    if metric and metric not in metrics:
+        raise BadInput(
+            f"the comparison has no metric '{metric}'", hint=did_you_mean(metric, metrics)
+        )
     worst: dict[str, Finding] = {}
     rows = table.rows
     first = min((row.key.step for row in rows), default=0) if step is None else step
     drawn = [row for row in rows if row.key.step == first and row.key.rank == rank]
     for row in drawn or rows:
-        found = _finding(row, metric)
+        finding = _finding(row, metric)
         for name in (row.site, f"{row.site}#{row.key.visit}"):
             before = worst.get(name)
-            if before is None or found.badness < before.badness:
-                worst[name] = found
+            if before is None or finding.badness < before.badness:
+                worst[name] = finding
     return worst
 
 

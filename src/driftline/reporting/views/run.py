@@ -95,11 +95,11 @@ def _node_lines(
         (ids, "  " * depth + label + remark, node.class_name, counts.get(node.site, 0)), tone
     )
     children = list(node.children)
-    at = 0
-    while at < len(children):
-        name, child = children[at]
+    start = 0
+    while start < len(children):
+        name, child = children[start]
         yield from _node_lines(child, name, depth + 1, counts, everything)
-        alike = at + 1
+        alike = start + 1
         kind = _numbered(name)
         if kind is not None and not everything:
             pattern = _pattern(child)
@@ -109,20 +109,20 @@ def _node_lines(
                 and _pattern(children[alike][1]) == pattern
             ):
                 alike += 1
-        if alike > at + 1:
+        if alike > start + 1:
             last_name, last = children[alike - 1]
-            first_name, first = children[at + 1]
+            first_name, first = children[start + 1]
             inside = sum(
-                counts.get(n.site, 0) for _, c in children[at + 1 : alike] for n in c.walk()
+                counts.get(n.site, 0) for _, c in children[start + 1 : alike] for n in c.walk()
             )
-            one = first_name == last_name
-            span = first_name if one else f"{first_name} … {last_name}"
-            ids_span = first.ids if one else f"{first.ids} … {last.ids}"
+            single = first_name == last_name
+            span = first_name if single else f"{first_name} … {last_name}"
+            ids_span = first.ids if single else f"{first.ids} … {last.ids}"
             yield Line(
                 (ids_span, "  " * (depth + 1) + f"{span}  (like {name})", child.class_name, inside),
                 "quiet",
             )
-        at = alike
+        start = alike
 
 
 def _numbered(name: str) -> str | None:
@@ -181,13 +181,13 @@ def select(run: Run, globs: Sequence[str]) -> list[Record]:
     """
     if not globs:
         return list(run.records)
-    known = run.sites()
+    sites = run.sites()
     wanted: set[str] = set()
     for glob in globs:
-        hits = fnmatch.filter(known, glob)
+        hits = fnmatch.filter(sites, glob)
         if not hits:
             raise BadInput(
-                f"no site of {run.name} matches '{glob}'", hint=did_you_mean(glob, known)
+                f"no site of {run.name} matches '{glob}'", hint=did_you_mean(glob, sites)
             )
         wanted.update(hits)
     return [record for record in run.records if record.key.site in wanted]
@@ -311,14 +311,14 @@ def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
         state = cast(Mapping[str, Any], git)
         yield "git", f"{state.get('commit')}" + (" with changes" if state.get("dirty") else "")
     for name in ("versions", "devices", "seed", "default_dtype", "threads"):
-        known = manifest.get(name)
-        if isinstance(known, Mapping) and known:
-            pairs = cast(Mapping[str, Any], known).items()
-            known = ", ".join(f"{key} {value}" for key, value in pairs if value is not None)
-        elif isinstance(known, list):
-            known = ", ".join(str(item) for item in cast(list[Any], known))
-        if known is not None and known != "":
-            yield name.replace("_", " "), str(cast(object, known))
+        entry = manifest.get(name)
+        if isinstance(entry, Mapping) and entry:
+            pairs = cast(Mapping[str, Any], entry).items()
+            entry = ", ".join(f"{key} {value}" for key, value in pairs if value is not None)
+        elif isinstance(entry, list):
+            entry = ", ".join(str(item) for item in cast(list[Any], entry))
+        if entry is not None and entry != "":
+            yield name.replace("_", " "), str(cast(object, entry))
     ranks = {(record.key.rank, record.key.process) for record in records}
     yield "ranks", ", ".join(f"{r}.p{p}" if p else str(r) for r, p in sorted(ranks)) or "none"
     if len(ranks) > 1:
@@ -330,10 +330,10 @@ def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
         ("kept", Counter("lost" if run.lost(record) else record.kept for record in records)),
     ):
         yield name, ", ".join(f"{count} {word}" for word, count in counts.most_common()) or "none"
-    beside = manifest.get("beside")
-    if isinstance(beside, Mapping) and beside:
-        found = cast(Mapping[str, Any], beside).items()
-        yield "beside them", ", ".join(f"{what} ×{n}" if n != 1 else what for what, n in found)
+    companions = manifest.get("beside")
+    if isinstance(companions, Mapping) and companions:
+        items = cast(Mapping[str, Any], companions).items()
+        yield "beside them", ", ".join(f"{what} ×{n}" if n != 1 else what for what, n in items)
     # Of a run's shards bytes that several tensors share lie there once; a file is what it is.
     blobs = {
         (record.key.rank, record.key.process, record.blob.shard, record.blob.offset, record.digest)
@@ -351,8 +351,8 @@ def _table_grid(table: DumpTable, everything: bool) -> Grid:
     return Grid(
         table.title,
         tuple(
-            Heading(title, essential=at < 4, stretch=at == 0)
-            for at, title in enumerate(table.headings)
+            Heading(title, essential=column < 4, stretch=column == 0)
+            for column, title in enumerate(table.headings)
         ),
         tuple(Line(tuple(line)) for line in shown),
         len(table.lines) - len(shown),
@@ -377,11 +377,13 @@ def _tensor_grid(run: Run, records: Sequence[Record], everything: bool) -> Grid:
     )
     lines: list[Line] = []
     for record in shown:
-        found = _summary(run, record)
-        low, high, mean, std, l2, _, nan, pos_inf, neg_inf = _figures(found)
+        summary = _summary(run, record)
+        low, high, mean, std, l2, _, nan, pos_inf, neg_inf = _figures(summary)
         infinite = None if pos_inf is None else cast(int, pos_inf) + cast(int, neg_inf)
         statistics: tuple[Value, ...] = (low, high, mean, std, l2, nan, infinite)
-        tone = "bad" if found is not None and (found.nan > 0 or found.pos_inf > 0) else "plain"
+        tone = (
+            "bad" if summary is not None and (summary.nan > 0 or summary.pos_inf > 0) else "plain"
+        )
         lines.append(
             Line(
                 (str(record.key), record.dtype, shape(record.shape), *statistics, record.kept), tone
@@ -411,21 +413,21 @@ def _summary(run: Run, record: Record) -> Summary | None:
 
     try:
         values = run.raw(record)
-        found = kernel.summarize(values, DTYPES[record.dtype], count=math.prod(record.shape))
+        summary = kernel.summarize(values, DTYPES[record.dtype], count=math.prod(record.shape))
     except DriftlineError:
         return None
-    return found._replace(sketch=())
+    return summary._replace(sketch=())
 
 
 def _warnings(run: Run) -> list[str]:
     """What the program's own run noted, the same words once."""
     quiet = ("step", "label", "estimate")
-    said = Counter(
+    texts = Counter(
         f"{event.get('kind')}: {event.get('message')}"
         for event in run.events()
         if event.get("kind") not in quiet
     )
-    lines = [f"{text} ({count} times)" if count > 1 else text for text, count in said.items()]
+    lines = [f"{text} ({count} times)" if count > 1 else text for text, count in texts.items()]
     if len(lines) > SHOWN_LOSSES:
         lines = [*lines[:SHOWN_LOSSES], f"... and {len(lines) - SHOWN_LOSSES} more notes"]
     return lines

@@ -97,25 +97,29 @@ def suspects(pair: OpenedPair, *, budget: int = BUDGET) -> list[Suspect]:
         window = piece.window
         with np.errstate(over="ignore"):
             energy = window.error * window.error
-            size = np.where(window.both, window.reference, 0.0) ** 2
-        sums = [each.sum(axis=1) for each in (energy, size, window.apart.astype(np.float64))]
+            size = np.where(window.finite, window.reference, 0.0) ** 2
+        sums = [values.sum(axis=1) for values in (energy, size, window.apart.astype(np.float64))]
         places = np.unravel_index(piece.rows, pair.shape[:-1]) if axes else ()
-        for axis, at in zip(axes, places, strict=True):
-            axis.add(at, *sums)
+        for axis, positions in zip(axes, places, strict=True):
+            axis.add(positions, *sums)
         rows.add(piece.rows, *sums)
-        downwards = [each.sum(axis=0) for each in (energy, size, window.apart.astype(np.float64))]
+        downwards = [
+            values.sum(axis=0) for values in (energy, size, window.apart.astype(np.float64))
+        ]
         channels.add(piece.columns, *downwards)
     long = [axis for axis in axes if axis.size > 1]
     looked_at = [*long, *([rows] if len(long) > 1 else []), channels]
     unit = coarser(pair.reference.dtype, pair.candidate.dtype).unit_roundoff
-    found = [one for axis in looked_at if axis.size > 1 for one in _of(axis, pair, unit)]
-    return sorted(found, key=lambda one: (one.standing_out == 0, -_told(one)))
+    all_suspects = [
+        suspect for axis in looked_at if axis.size > 1 for suspect in _of(axis, pair, unit)
+    ]
+    return sorted(all_suspects, key=lambda suspect: (suspect.standing_out == 0, -_told(suspect)))
 
 
-def _told(one: Suspect) -> float:
+def _told(suspect: Suspect) -> float:
     """How much of the error few slices explain: the fewer of the more, the better."""
-    part = max(one.standing_out, 1) / one.extent
-    return sum(one.share) - part
+    part = max(suspect.standing_out, 1) / suspect.extent
+    return sum(suspect.share) - part
 
 
 def _of(axis: _Axis, pair: OpenedPair, unit: float) -> list[Suspect]:
@@ -137,26 +141,26 @@ def _of(axis: _Axis, pair: OpenedPair, unit: float) -> list[Suspect]:
         bool(broken.any()) or float(share[out].sum()) >= _LEAST_SHARE
     )
     order = np.lexsort((-relative, ~broken)) if tells else np.argsort(-share, kind="stable")
-    worst = [int(at) for at in order[:_MOST] if out[at] or not tells]
-    one = Suspect(
+    worst = [int(index) for index in order[:_MOST] if out[index] or not tells]
+    suspect = Suspect(
         axis.name,
         axis.size,
-        tuple(at * axis.bin for at in worst),
-        tuple(float(share[at]) for at in worst),
-        tuple(math.inf if broken[at] else float(own[at]) for at in worst),
+        tuple(index * axis.bin for index in worst),
+        tuple(float(share[index]) for index in worst),
+        tuple(math.inf if broken[index] else float(own[index]) for index in worst),
         many if tells else 0,
         _sentence(axis, pair, out, share, broken) if tells else _spread(axis, share, worst),
     )
     if not tells or axis.name != "channel" or axis.bin > 1 or not pair.attends:
-        return [one]
-    return [*_heads(axis, out, share, broken), one]
+        return [suspect]
+    return [*_heads(axis, out, share, broken), suspect]
 
 
 def _sentence(axis: _Axis, pair: OpenedPair, out: Flags, share: F64, broken: Flags) -> str:
     places = np.flatnonzero(out) * axis.bin
     many = len(places)
     if axis.name == "row":
-        words = "; ".join(pair.row_name(int(at)) for at in places[:3])
+        words = "; ".join(pair.row_name(int(index)) for index in places[:3])
         who = f"{many} of {axis.size} rows ({words}{'; …' if many > 3 else ''})"
     else:
         plural = axis.name if many == 1 or axis.name.startswith("axis") else f"{axis.name}s"
@@ -188,11 +192,13 @@ def _heads(axis: _Axis, out: Flags, share: F64, broken: Flags) -> list[Suspect]:
             continue
         places = np.flatnonzero(full)
         shares = share.reshape(-1, width).sum(axis=1)
-        energies = [each.reshape(-1, width).sum(axis=1) for each in (axis.error, axis.reference)]
+        energies = [
+            energy.reshape(-1, width).sum(axis=1) for energy in (axis.error, axis.reference)
+        ]
         with np.errstate(invalid="ignore", divide="ignore"):
             own = np.sqrt(energies[0] / energies[1])
         own[broken.reshape(-1, width).any(axis=1)] = math.inf
-        worst = sorted(places.tolist(), key=lambda at: -float(shares[at]))[:_MOST]
+        worst = sorted(places.tolist(), key=lambda index: -float(shares[index]))[:_MOST]
         many = len(places)
         who = f"{'head' if many == 1 else 'heads'} {ranges(places.tolist())}"
         what = f"{who} of {len(full)}, if heads are {width} channels wide"
@@ -205,8 +211,8 @@ def _heads(axis: _Axis, out: Flags, share: F64, broken: Flags) -> list[Suspect]:
                 "head",
                 len(full),
                 tuple(worst),
-                tuple(float(shares[at]) for at in worst),
-                tuple(float(own[at]) for at in worst),
+                tuple(float(shares[index]) for index in worst),
+                tuple(float(own[index]) for index in worst),
                 many,
                 sentence,
             )
@@ -221,16 +227,16 @@ def ranges(places: Sequence[int], most: int = 6) -> str:
     '1–3, 7, 9, 10'
     """
     words: list[str] = []
-    at = 0
-    while at < len(places):
-        end = at
+    start = 0
+    while start < len(places):
+        end = start
         while end + 1 < len(places) and places[end + 1] == places[end] + 1:
             end += 1
-        if end - at >= 2:
-            words.append(f"{places[at]}–{places[end]}")
+        if end - start >= 2:
+            words.append(f"{places[start]}–{places[end]}")
         else:
-            words += [str(place) for place in places[at : end + 1]]
-        at = end + 1
+            words += [str(place) for place in places[start : end + 1]]
+        start = end + 1
     shown = ", ".join(words[:most])
     return f"{shown}, …" if len(words) > most else shown
 

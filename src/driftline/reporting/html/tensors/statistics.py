@@ -93,11 +93,15 @@ def symlog(low: float, high: float, bins: int) -> Bins:
         return even(low, high, bins)
     bottom = top * 10.0**-_DECADES
     negative, positive = low < -bottom, high > bottom
-    each = max(1, (bins - 1) // (negative + positive))
-    first = -np.geomspace(max(-low, 2.0 * bottom), bottom, each + 1) if negative else [-bottom]
-    last = np.geomspace(bottom, max(high, 2.0 * bottom), each + 1) if positive else [bottom]
+    bins_per_sign = max(1, (bins - 1) // (negative + positive))
+    first = (
+        -np.geomspace(max(-low, 2.0 * bottom), bottom, bins_per_sign + 1) if negative else [-bottom]
+    )
+    last = (
+        np.geomspace(bottom, max(high, 2.0 * bottom), bins_per_sign + 1) if positive else [bottom]
+    )
     edges = np.concatenate([first, last])
-    return Bins(edges, "symlog", each if negative else 0, bottom)
+    return Bins(edges, "symlog", bins_per_sign if negative else 0, bottom)
 
 
 def _step(end: float, bottom: float, bins: int) -> float:
@@ -220,10 +224,10 @@ def moments_of(pair: OpenedPair, region: Region, budget: int) -> PairMoments | N
     parts: list[PairMoments] = []
     for piece in pieces(pair, region, budget):
         window = piece.window
-        ours, theirs = (
+        reference, candidate = (
             np.ascontiguousarray(side).reshape(-1) for side in (window.reference, window.candidate)
         )
-        part = kernel.pair_moments(ours, double, theirs, double, count=ours.size)
+        part = kernel.pair_moments(reference, double, candidate, double, count=reference.size)
         if pair.are_wide_integers:  # which float64 may call equal
             size = np.abs(window.error)
             part = part._replace(
@@ -252,18 +256,18 @@ def odd_of(side: str, m: PairMoments | None) -> tuple[int, int, int]:
 
 
 def _error_figures(m: PairMoments) -> dict[str, float]:
-    found = {
+    figures = {
         "max_abs_error": from_moments.max_abs_error(m),
         "mean_abs_error": from_moments.mean_abs_error(m),
         "max_rel_error": from_moments.max_rel_error(m),
     }
     if not from_moments.needs_definition(m):  # squares beyond float64 say nothing
-        found |= {
+        figures |= {
             "rmse": from_moments.rmse(m),
             "relative_l2": from_moments.relative_l2(m),
             "cosine": from_moments.cosine(m),
         }
-    return found
+    return figures
 
 
 # Histograms of two tensors over the same bins, and of the error between them.
@@ -354,16 +358,20 @@ def histogram(
     else:
         chosen = "symlog" if moments is not None and _is_heavy(moments, high - low) else "even"
     sorter = even(low, high, bins) if chosen == "even" else symlog(low, high, bins)
-    ours, theirs = (np.zeros(len(sorter.edges) - 1, np.int64) for _ in range(2))
+    reference_counts, candidate_counts = (
+        np.zeros(len(sorter.edges) - 1, np.int64) for _ in range(2)
+    )
     for piece in pieces(pair, inside, budget):
-        ours += sorter.counted(piece.window.reference)
-        theirs += sorter.counted(piece.window.candidate)
+        reference_counts += sorter.counted(piece.window.reference)
+        candidate_counts += sorter.counted(piece.window.candidate)
     nonfinite: dict[str, dict[str, int]] = {
         name: dict(zip(_ODD, odd_of(side, moments), strict=True))
         for name, side in (("reference", "r"), ("candidate", "c"))
     }
     extent = extent_of(pair, inside, budget)
-    return Histogram(extent, sorter.edges, ours, theirs, sorter.scale, nonfinite)
+    return Histogram(
+        extent, sorter.edges, reference_counts, candidate_counts, sorter.scale, nonfinite
+    )
 
 
 def error_histogram(
@@ -406,6 +414,6 @@ def _is_heavy(m: PairMoments, width: float) -> bool:
 def _sizes(window: Window) -> tuple[F64, int]:
     """Sizes of the errors that are there, and how many elements have none."""
     size = np.minimum(np.abs(window.error), np.finfo(np.float64).max)  # 1.7e308 against -1.7e308
-    there = size > 0.0
-    equal = int(size.size - np.count_nonzero(there) - np.count_nonzero(window.apart))
-    return size[there], equal
+    nonzero = size > 0.0
+    equal = int(size.size - np.count_nonzero(nonzero) - np.count_nonzero(window.apart))
+    return size[nonzero], equal
