@@ -247,7 +247,7 @@ def _site_case(name: str, group: str, rows: Sequence[Row]) -> Case:
     failing = [row for row in rows if row.status == "fail"]
     if failing:
         failing.sort(key=lambda row: -math.inf if math.isnan(row.severity) else -row.severity)
-        details = tuple(_said(row) for row in failing[:_DETAILS])
+        details = tuple(_failure_text(row) for row in failing[:_DETAILS])
         return Case(name, group, "fail", details[0], details)
     if any(row.status == "pass" for row in rows):
         return Case(name, group, "pass")
@@ -255,7 +255,7 @@ def _site_case(name: str, group: str, rows: Sequence[Row]) -> Case:
     return Case(name, group, "skipped", f"{rows[0].status}: {reason}")
 
 
-def _said(row: Row) -> str:
+def _failure_text(row: Row) -> str:
     where = f"{row.port} {row.slot}"
     value = row.metrics.get(row.decided_by)
     if value is None:

@@ -77,7 +77,7 @@ def table(
     """Write a table to a stream.
 
     Args:
-        found: The table.
+        compared: The table.
         format: table for people; json and csv for programs, always whole; markdown for a review;
             github and junit for CI.
         stream: Where to.

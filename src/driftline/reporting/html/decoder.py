@@ -175,7 +175,7 @@ def _of_group(
     any_path = tokens_path or group.get("validation") or group["tables"][0]
     named = parse(any_path.name)
     assert named is not None
-    companion = _beside(any_path, named.rest)
+    companion = _companion_document(any_path, named.rest)
     settings = cast("dict[str, Any]", validation.get("settings") or companion.get("settings") or {})
     part = _part(
         str(settings.get("model") or named.model),
@@ -192,7 +192,7 @@ def _of_group(
     tokens = None if tokens_path is None else read_tokens(tokens_path)
     if validation:
         try:
-            _judged_before(part, validation)
+            _copy_validation(part, validation)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as trouble:
             raise BadFile(
                 f"{group['validation']} is damaged: {type(trouble).__name__}: {trouble}"
@@ -216,7 +216,7 @@ def _texts_of(validation: Mapping[str, Any], text: Text | None) -> Text | None:
     return lambda token: stored_texts.get(str(token)) or (text(token) if text is not None else "")
 
 
-def _judged_before(part: dict[str, Any], validation: Mapping[str, Any]) -> None:
+def _copy_validation(part: dict[str, Any], validation: Mapping[str, Any]) -> None:
     """What `driftline validate` found."""
     source = str(cast("Mapping[str, Any]", validation.get("limits") or {}).get("source", ""))
     part["verdict"] = str(validation.get("verdict", "unjudged"))
@@ -318,7 +318,7 @@ def _sentence(part: Mapping[str, Any], validation: Mapping[str, Any], tokens: To
     return "layers were compared, token by token"
 
 
-def _beside(path: Path, rest: str) -> dict[str, Any]:
+def _companion_document(path: Path, rest: str) -> dict[str, Any]:
     start = path.name.removesuffix(rest)
     for suffix in (".provenance.json", ".layers.json"):
         if document := _read(path.with_name(start + suffix)):

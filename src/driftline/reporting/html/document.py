@@ -238,7 +238,7 @@ def _classes(roots: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
 # What two runs say of themselves, and in what they differ: versions, number formats, devices.
 
 
-_CALLED = {
+_FACT_NAMES = {
     "target": "target",
     "dtypes": "number formats",
     "default_dtype": "default number format",
@@ -266,9 +266,9 @@ _NUMBER_KEYS = frozenset(
     }
 )
 """Facts that can change numbers; so can versions of libraries and environment variables."""
-_ALWAYS_OTHER = frozenset({"created"})
+_NEVER_EQUAL = frozenset({"created"})
 _MOST_CLASSES = 12
-_A_HABIT = 3
+_NAMING_CONVENTION = 3
 """From so many sites on another name of a class is a way of naming."""
 
 
@@ -281,10 +281,10 @@ def sides(table: Table, reference: Run | None = None, candidate: Run | None = No
     for what in dict.fromkeys((*reference_facts, *candidate_facts)):
         reference_value, candidate_value = reference_facts.get(what), candidate_facts.get(what)
         kind = _kind(what)
-        shown = _CALLED.get(what, what)
+        shown = _FACT_NAMES.get(what, what)
         if reference_value == candidate_value:
             same.append([shown, reference_value or ""])
-        elif what not in _ALWAYS_OTHER:
+        elif what not in _NEVER_EQUAL:
             differences.append(
                 {
                     "what": shown,
@@ -312,13 +312,13 @@ def _side(side: Side, facts: Mapping[str, str], *, short: bool) -> dict[str, Any
     return {
         "name": (_short(side.path) if short else side.path) or "in memory",
         "path": side.path,
-        "facts": [[_CALLED.get(what, what), value] for what, value in facts.items()],
+        "facts": [[_FACT_NAMES.get(what, what), value] for what, value in facts.items()],
         "losses": list(side.losses),
     }
 
 
 def _kind(what: str) -> str:
-    plain = what in _NUMBER_KEYS or what not in _CALLED
+    plain = what in _NUMBER_KEYS or what not in _FACT_NAMES
     return "numbers" if plain else "other"
 
 
@@ -347,7 +347,7 @@ def _tensors(table: Table) -> list[dict[str, str]]:
         kinds.items(), key=lambda entry: len(entry[1])
     )[:_MOST_CLASSES]:
         first = next(iter(sites))
-        few = len(sites) < _A_HABIT
+        few = len(sites) < _NAMING_CONVENTION
         what = f"class of {first}"
         if len(sites) > 1:
             what += f" and {len(sites) - 1} more"
@@ -370,26 +370,26 @@ def _facts(side: Side, run: Run | None) -> dict[str, str]:
         processes = run.processes()
         metadata |= {**run.manifest, **(processes[0] if processes else {})}
     facts: dict[str, str] = {}
-    for what in _CALLED:
-        if what in metadata and (value := _worded(what, metadata[what])):
+    for what in _FACT_NAMES:
+        if what in metadata and (value := _fact_text(what, metadata[what])):
             facts[what] = value
         if what == "framework":
-            facts |= _several(metadata.get("versions"))
+            facts |= _text_items(metadata.get("versions"))
         if what == "machine":
-            facts |= _several(metadata.get("environment"))
+            facts |= _text_items(metadata.get("environment"))
     if "argv" in facts and "command" in facts:
         del facts["argv"]
     return facts
 
 
-def _several(entries: Any) -> dict[str, str]:
+def _text_items(entries: Any) -> dict[str, str]:
     if not isinstance(entries, Mapping):
         return {}
     items = cast("Mapping[object, object]", entries).items()
     return {str(name): str(value) for name, value in items if value not in (None, "")}
 
 
-def _worded(what: str, value: Any) -> str:
+def _fact_text(what: str, value: Any) -> str:
     if value is None or value == "":
         return ""
     if what == "git" and isinstance(value, Mapping):
@@ -409,7 +409,7 @@ def _worded(what: str, value: Any) -> str:
 
 SCHEMA = "driftline.page/1"
 _NO_PICTURES: Mapping[int, Mapping[str, Any]] = {}
-_BY = {
+_METHOD_NAMES = {
     "replay": "a replay of the reference's modules",
     "noise": "trusted runs",
     "growth": "how the error grows in similar layers",
@@ -483,13 +483,13 @@ def page_data(
         ],
         "diagnosis": None if diagnosis is None else diagnosis.as_json(),
     }
-    return _readable(document)
+    return _without_reordering(document)
 
 
 _REORDERING = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
-def _readable(value: Any) -> Any:
+def _without_reordering(value: Any) -> Any:
     """The same with marks that turn text around written out: a name must not pose as another."""
     if isinstance(value, str):
         if _REORDERING.search(value) is None:
@@ -497,9 +497,9 @@ def _readable(value: Any) -> Any:
         return _REORDERING.sub(lambda mark: f"\\u{ord(mark[0]):04x}", value)
     if isinstance(value, dict):
         items = cast("dict[Any, Any]", value).items()
-        return {_readable(key): _readable(item) for key, item in items}
+        return {_without_reordering(key): _without_reordering(item) for key, item in items}
     if isinstance(value, list):
-        return [_readable(item) for item in cast("list[Any]", value)]
+        return [_without_reordering(item) for item in cast("list[Any]", value)]
     return value
 
 
@@ -594,7 +594,7 @@ def _cause(diagnosis: Diagnosis | None, site: str | None) -> dict[str, Any] | No
         "site": diagnosis.first_site,
         "agrees": site is None or diagnosis.first_site == site,
         "confidence": diagnosis.confidence,
-        "by": _BY.get(by, by),
+        "by": _METHOD_NAMES.get(by, by),
     }
 
 

@@ -78,25 +78,25 @@ def unpack(content: bytes) -> dict[str, Any]:
     (length,) = struct.unpack_from("<I", content, 4)
     start = 8 + length
 
-    def whole(value: dict[str, Any]) -> Any:
+    def restore(value: dict[str, Any]) -> Any:
         if value.keys() != {"$", "at", "n"}:
             return value
         return np.frombuffer(content, _TYPES[value["$"]], value["n"], start + value["at"])
 
     try:
-        return json.loads(content[8:start], object_hook=whole)
+        return json.loads(content[8:start], object_hook=restore)
     except (ValueError, KeyError, TypeError) as trouble:
         raise BadFile(f"this is no data of a page: {trouble}") from None
 
 
-def armoured(content: bytes) -> str:
+def encode_container(content: bytes) -> str:
     """A container as it stands in a page: compressed, as letters that end no element."""
     # mtime: the same data are the same file.
     return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode("ascii")
 
 
-def disarmoured(text: str) -> bytes:
-    """The inverse of `armoured`."""
+def decode_container(text: str) -> bytes:
+    """The inverse of `encode_container`."""
     return gzip.decompress(base64.b64decode(text))
 
 
@@ -150,7 +150,7 @@ _WORDS = {
 
 def embedded_page(document: Mapping[str, Any]) -> str:
     """A page that holds its data: opens from disk, offline, and asks nobody for anything."""
-    return _page(document, "embedded", armoured(pack(document)))
+    return _page(document, "embedded", encode_container(pack(document)))
 
 
 def remote_page(document: Mapping[str, Any]) -> str:

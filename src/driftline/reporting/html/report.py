@@ -198,8 +198,8 @@ def page_of(
             )
         decoder = layers_of(table)
     else:
-        table, decoder = _made_before(subject, thresholds, tokenizer)
-        reference_run, candidate_run = _behind(table, subject)
+        table, decoder = _open_comparison(subject, thresholds, tokenizer)
+        reference_run, candidate_run = _runs_of(table, subject)
         if reference_run is not None and candidate_run is not None:
             plan = align_runs(reference_run, candidate_run, options or AlignOptions())
         elif table.rows and not decoder and table.limits.get("kind") is None:
@@ -214,7 +214,7 @@ def page_of(
                 "noise runs are compared with the reference, which is not there",
                 hint="give the two runs: driftline report REF CAND --noise DIR",
             )
-        trusted = _trusted(reference_run, noise, options or AlignOptions(), threads)
+        trusted = _noise_variants(reference_run, noise, options or AlignOptions(), threads)
     runs = None
     if plan is not None and reference_run is not None and candidate_run is not None:
         played = None if replay is None else open_replay(replay)
@@ -228,11 +228,11 @@ def page_of(
     proof = None if bisect is None else open_bisection(bisect)
     diagnosed = None
     if diagnosis and table.rows and table.column("relative_l2") is not None:
-        diagnosed = _diagnosed(table, trusted, runs, proof, notes)
+        diagnosed = _diagnose(table, trusted, runs, proof, notes)
     pairs = _pairs(table, plan) if plan is not None else {}
     drawn: dict[int, Mapping[str, Any]] = {}
     if pictures and reference_run is not None and candidate_run is not None:
-        drawn = _drawn(table, pairs, reference_run, candidate_run, diagnosed, pictures)
+        drawn = _draw_pairs(table, pairs, reference_run, candidate_run, diagnosed, pictures)
     flow = None
     if reference_run is not None and table.rows:
         key = (table.first or table.rows[0]).key
@@ -260,7 +260,7 @@ def _opened(source: Source) -> Run:
     return open_run(source)
 
 
-def _made_before(
+def _open_comparison(
     subject: Source, thresholds: Thresholds | StrPath | None, tokenizer: str
 ) -> tuple[Table, list[dict[str, Any]]]:
     """A comparison that is there already, and what there is of a decoder."""
@@ -293,19 +293,19 @@ def _json(path: Path) -> Any:
         return None
 
 
-def _behind(table: Table, subject: Source) -> tuple[Run | None, Run | None]:
+def _runs_of(table: Table, subject: Source) -> tuple[Run | None, Run | None]:
     """The runs a comparison was made of, where they still lie and are still the same."""
     home = None if isinstance(subject, Table | Run) else Path(subject)
     sides: list[Run] = []
     for side in (table.reference, table.candidate):
-        run = _same_run(side, home)
+        run = _run_of(side, home)
         if run is None:
             return None, None
         sides.append(run)
     return sides[0], sides[1]
 
 
-def _same_run(side: Side, home: Path | None) -> Run | None:
+def _run_of(side: Side, home: Path | None) -> Run | None:
     """One side's run, from here or from beside the comparison; None where it is another one now."""
     path = Path(side.path)
     nearby = [] if home is None else [home / path, home.parent / path, home.parent / path.name]
@@ -320,18 +320,18 @@ def _same_run(side: Side, home: Path | None) -> Run | None:
         if run_id != str(run.manifest.get("id", "")):
             continue
         # A file has no id: it must not have been written after the comparison.
-        if not run_id and home is not None and place.stat().st_mtime > _written(home):
+        if not run_id and home is not None and place.stat().st_mtime > _modified_time(home):
             continue
         return run
     return None
 
 
-def _written(home: Path) -> float:
+def _modified_time(home: Path) -> float:
     table = home / TABLE_FILE if home.is_dir() else home
     return table.stat().st_mtime
 
 
-def _trusted(
+def _noise_variants(
     reference: Run, noise: Sequence[Evidence], options: AlignOptions, threads: int | None
 ) -> list[Variant]:
     variants: list[Variant] = []
@@ -345,7 +345,7 @@ def _trusted(
     return variants
 
 
-def _diagnosed(
+def _diagnose(
     table: Table,
     trusted: Sequence[Variant],
     runs: Runs | None,
@@ -375,7 +375,7 @@ def _pairs(table: Table, plan: Plan) -> dict[int, Pair]:
     return pair_of_row
 
 
-def _drawn(
+def _draw_pairs(
     table: Table,
     pairs: Mapping[int, Pair],
     reference: Run,

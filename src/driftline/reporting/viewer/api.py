@@ -17,8 +17,8 @@ from driftline.comparison.table.table import Table
 from driftline.diagnosis.evidence.files import Evidence, Replay
 from driftline.errors import BadInput
 from driftline.reporting.html.report import Page, Source, page_of
-from driftline.reporting.viewer.server import Server, check_port, listening
-from driftline.reporting.viewer.session import Desk, Memory
+from driftline.reporting.viewer.server import Server, check_port, open_server
+from driftline.reporting.viewer.session import RowCache, Session
 from driftline.runs.layout import MANIFEST
 from driftline.runs.run import Run
 from driftline.runs.stores.addresses import url_of
@@ -162,14 +162,14 @@ def _server(
             hint="driftline view REF CAND; `driftline show` looks at one run",
         )
     check_port(port)  # before the work is done
-    memory = None
+    row_cache = None
     if candidate is not None:
-        memory = Memory(about.get("thresholds"), about.get("threads"), progress)
+        row_cache = RowCache(about.get("thresholds"), about.get("threads"), progress)
 
     def make() -> Page:
-        return page_of(subject, candidate, pictures=0, comparing=memory, **about)
+        return page_of(subject, candidate, pictures=0, comparing=row_cache, **about)
 
-    return listening(Desk(make, _watched(subject, candidate)), port)
+    return open_server(Session(make, _watched(subject, candidate)), port)
 
 
 def _watched(subject: Source, candidate: Run | StrPath | None) -> list[Path]:

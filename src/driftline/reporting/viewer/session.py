@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from _typeshed import StrPath
 
 
-class Memory:
+class RowCache:
     """Rows of pairs that were measured; calling it compares two runs as `driftline.compare` does.
 
     Args:
@@ -124,11 +124,11 @@ SHARDS = "*.safetensors"
 Fingerprint = tuple[tuple[str, int, int], ...]
 
 
-class Grown(BadInput):
+class RunsChanged(BadInput):
     """A question about rows of a page that has been made anew since."""
 
 
-class Desk:
+class Session:
     """The page, and pairs of it.
 
     Args:
@@ -265,11 +265,13 @@ class Desk:
     def _opened(self, row: int, generation: int) -> OpenedPair:
         with self._lock:
             if generation != self.generation:
-                raise Grown(
+                raise RunsChanged(
                     "the runs have changed since this page was made", hint="reload the page"
                 )
             if (short := self._cut_off()) is not None:
-                raise Grown(f"{short.name} has become shorter than it was", hint="reload the page")
+                raise RunsChanged(
+                    f"{short.name} has become shorter than it was", hint="reload the page"
+                )
             cached = self._pairs.get(row)
             if cached is not None:
                 self._pairs.move_to_end(row)

@@ -256,7 +256,7 @@ def grid(table: Table, *, most: int | None = None) -> Grid:
     shown = table.worst(count, compared=True)
     asked, usual = _metric_columns(table, shown)
     metrics = [*asked, *usual]
-    ranks, steps = _several(table)
+    ranks, steps = _varies(table)
     recipes = any(row.reference_recipe or row.candidate_recipe for row in shown)
     headings = [
         Heading("status", kept=True),
@@ -280,8 +280,8 @@ def grid(table: Table, *, most: int | None = None) -> Grid:
             (
                 row.status,
                 _site(row),
-                _beside(row.port, row.candidate_port),
-                _beside(row.slot, row.candidate_slot),
+                _with_other_name(row.port, row.candidate_port),
+                _with_other_name(row.slot, row.candidate_slot),
                 *((row.step,) if steps else ()),
                 *((_rank(row),) if ranks else ()),
                 row.decided_by or row.reason,
@@ -303,7 +303,7 @@ def grid(table: Table, *, most: int | None = None) -> Grid:
     )
 
 
-def _several(table: Table) -> tuple[bool, bool]:
+def _varies(table: Table) -> tuple[bool, bool]:
     """Whether rows are of several processes, and of several steps."""
     rows = table.rows
     if is_kept(rows):
@@ -339,7 +339,7 @@ def _site(row: Row) -> str:
     return f"{own} ~ {other}" if other else own
 
 
-def _beside(own: str, other: str) -> str:
+def _with_other_name(own: str, other: str) -> str:
     return f"{own} ~ {other}" if other else own
 
 

@@ -30,7 +30,7 @@ _FULL = 0.9
 _WIDTHS = (256, 128, 96, 80, 64, 48, 40, 32, 24, 16, 8)
 
 
-class Suspect(NamedTuple):
+class OutlierSlice(NamedTuple):
     """The worst slices of one axis.
 
     Attributes:
@@ -82,7 +82,7 @@ class _Axis:
             into += np.bincount(bins, weights=what, minlength=len(into))
 
 
-def suspects(pair: OpenedPair, *, budget: int = BUDGET) -> list[Suspect]:
+def outlier_slices(pair: OpenedPair, *, budget: int = BUDGET) -> list[OutlierSlice]:
     """What stands out on each axis of a pair, the most telling axis first.
 
     Rows that are made of several axes (batch x token) are an axis of their own. In an attention
@@ -110,19 +110,17 @@ def suspects(pair: OpenedPair, *, budget: int = BUDGET) -> list[Suspect]:
     long = [axis for axis in axes if axis.size > 1]
     looked_at = [*long, *([rows] if len(long) > 1 else []), channels]
     unit = coarser(pair.reference.dtype, pair.candidate.dtype).unit_roundoff
-    all_suspects = [
-        suspect for axis in looked_at if axis.size > 1 for suspect in _of(axis, pair, unit)
-    ]
-    return sorted(all_suspects, key=lambda suspect: (suspect.standing_out == 0, -_told(suspect)))
+    slices = [outlier for axis in looked_at if axis.size > 1 for outlier in _of(axis, pair, unit)]
+    return sorted(slices, key=lambda outlier: (outlier.standing_out == 0, -_concentration(outlier)))
 
 
-def _told(suspect: Suspect) -> float:
+def _concentration(outlier: OutlierSlice) -> float:
     """How much of the error few slices explain: the fewer of the more, the better."""
-    part = max(suspect.standing_out, 1) / suspect.extent
-    return sum(suspect.share) - part
+    part = max(outlier.standing_out, 1) / outlier.extent
+    return sum(outlier.share) - part
 
 
-def _of(axis: _Axis, pair: OpenedPair, unit: float) -> list[Suspect]:
+def _of(axis: _Axis, pair: OpenedPair, unit: float) -> list[OutlierSlice]:
     total = float(axis.error.sum())
     if not (total > 0.0 or axis.apart.any()):
         return []
@@ -142,7 +140,7 @@ def _of(axis: _Axis, pair: OpenedPair, unit: float) -> list[Suspect]:
     )
     order = np.lexsort((-relative, ~broken)) if tells else np.argsort(-share, kind="stable")
     worst = [int(index) for index in order[:_MOST] if out[index] or not tells]
-    suspect = Suspect(
+    outlier = OutlierSlice(
         axis.name,
         axis.size,
         tuple(index * axis.bin for index in worst),
@@ -152,8 +150,8 @@ def _of(axis: _Axis, pair: OpenedPair, unit: float) -> list[Suspect]:
         _sentence(axis, pair, out, share, broken) if tells else _spread(axis, share, worst),
     )
     if not tells or axis.name != "channel" or axis.bin > 1 or not pair.attends:
-        return [suspect]
-    return [*_heads(axis, out, share, broken), suspect]
+        return [outlier]
+    return [*_heads(axis, out, share, broken), outlier]
 
 
 def _sentence(axis: _Axis, pair: OpenedPair, out: Flags, share: F64, broken: Flags) -> str:
@@ -181,7 +179,7 @@ def _spread(axis: _Axis, share: F64, worst: Sequence[int]) -> str:
     return f"the error is spread over the {word}; the worst holds {_percent(top)}"
 
 
-def _heads(axis: _Axis, out: Flags, share: F64, broken: Flags) -> list[Suspect]:
+def _heads(axis: _Axis, out: Flags, share: F64, broken: Flags) -> list[OutlierSlice]:
     """Channels that stand out and fill whole blocks as wide as a head may be."""
     for width in _WIDTHS:
         if axis.size % width or axis.size // width < 2:
@@ -207,7 +205,7 @@ def _heads(axis: _Axis, out: Flags, share: F64, broken: Flags) -> list[Suspect]:
         if broken.any():
             sentence = f"{what}, {verb} values that are not finite on one side only"
         return [
-            Suspect(
+            OutlierSlice(
                 "head",
                 len(full),
                 tuple(worst),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from driftline.alignment.plan import Pair
-from driftline.reporting.html.tensors.outliers import suspects
+from driftline.reporting.html.tensors.outliers import outlier_slices
 from driftline.reporting.html.tensors.pair import BUDGET, F64, OpenedPair, Region, open_pair
 from driftline.reporting.html.tensors.statistics import (
     Extent,
@@ -195,11 +195,11 @@ def pictures(pair: OpenedPair, *, cells: int = 64, budget: int = IN_A_FILE) -> d
         notes.append(f"only every {ordinal(pair.stride)} element was kept")
     heat = None
     if len(pair.shape) > 1:
-        map = error_map(pair, height=cells, width=cells, budget=budget)
+        heat_map = error_map(pair, height=cells, width=cells, budget=budget)
         heat = {
-            "height": map.height,
-            "width": map.width,
-            "values": map.largest,
+            "height": heat_map.height,
+            "width": heat_map.width,
+            "values": heat_map.largest,
             "rows": {"called": _rows_called(pair), "extent": pair.rows},
             "columns": {"called": pair.axes[-1], "extent": pair.columns},
             "value": "max abs error of a cell",
@@ -208,7 +208,7 @@ def pictures(pair: OpenedPair, *, cells: int = 64, budget: int = IN_A_FILE) -> d
         "histogram": histogram(pair, budget=budget).as_json(),
         "error": error_histogram(pair, budget=budget).as_json(),
         "heat": heat,
-        "bad": [suspect.as_json() for suspect in suspects(pair, budget=budget)],
+        "bad": [outlier.as_json() for outlier in outlier_slices(pair, budget=budget)],
         "values": [
             {
                 "at": place(pair, element),
