@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _VALIDATION = ".validation.json"
 _TABLE = ".tokens.parquet"
 _LAYERS = ".layers"
+# A JSON file of this size is none of ours, and parsing it could exhaust memory.
 _LARGEST = 64 << 20
 _ALLOWED = 0.01
 """Share of failing tokens from which on `driftline validate` fails, where nothing else is said."""
@@ -65,6 +66,7 @@ def decoder_folder(
         BadInput: The folder holds nothing of that kind.
     """
     groups = _groups(folder)
+    # The most common mistake gets its own sentence.
     if not groups and (folder / "run.json").is_file():
         raise BadInput(
             f"{folder} is one run, and a report needs two",
@@ -83,6 +85,7 @@ def decoder_folder(
         open_table(path) for group in groups.values() for path in group["tables"] if is_table(path)
     ]
     order = ("fail", "incomparable", "unjudged", "pass")
+    # The page shows one comparison of layers: the worst.
     tables.sort(key=lambda table: order.index(table.verdict))
     if tables:
         return tables[0], parts
@@ -116,6 +119,7 @@ def _groups(folder: Path) -> dict[str, dict[str, Any]]:
         return groups.setdefault(shape_key(path), new)
 
     for path in sorted(folder.iterdir()):
+        # Other files may lie in the folder; ours are known by their names.
         if parse(path.name) is None:
             continue
         if path.name.endswith(_VALIDATION):
@@ -127,6 +131,7 @@ def _groups(folder: Path) -> dict[str, dict[str, Any]]:
     for file in find_metric_files(folder, below=False).files:
         if file.layer:
             key = shape_key(file.path.with_name(file.path.name.removesuffix(file.named.rest)))
+            # Layer files alone have no token scores to belong to.
             if key in groups:
                 groups[key]["files"].append(file)
     return groups
@@ -138,6 +143,7 @@ def _limits(folder: Path, thresholds: Thresholds | StrPath | None) -> Thresholds
     if thresholds is not None:
         return load_thresholds(thresholds)
     candidates = sorted(folder.glob("*-thresholds.json"))
+    # With several files it would be a guess which one is meant.
     return load_thresholds(candidates[0]) if len(candidates) == 1 else None
 
 
@@ -172,6 +178,7 @@ def _of_group(
 ) -> dict[str, Any]:
     validation = _read(group["validation"]) if "validation" in group else {}
     tokens_path = cast("Path | None", group.get("tokens"))
+    # All files of a group carry the same settings in their names.
     any_path = tokens_path or group.get("validation") or group["tables"][0]
     named = parse(any_path.name)
     assert named is not None
@@ -193,10 +200,13 @@ def _of_group(
     if validation:
         try:
             _copy_validation(part, validation)
+        # The file is JSON, but somebody else may have written it; every shape of damage is
+        # one message.
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as trouble:
             raise BadFile(
                 f"{group['validation']} is damaged: {type(trouble).__name__}: {trouble}"
             ) from None
+    # A validation has judged already; otherwise scores are held to limits here.
     elif tokens is not None:
         _judge(part, tokens, limits, named.model)
         bad = {check["name"]: float(check["limit"]) for check in part["checks"]}
@@ -254,6 +264,7 @@ def _judge(part: dict[str, Any], tokens: Tokens, limits: Thresholds | None, mode
         if limits is None or entry is None or not limits.belongs_to(model):
             continue
         limit = float(entry.value)
+        # Negated, so that NaN fails.
         fails = ~(tokens.scores[column] < limit)
         bad[column] = fails
         rate = Rate(check, int(fails.sum()), len(fails), limit, _ALLOWED)
@@ -300,11 +311,13 @@ def _sentence(part: Mapping[str, Any], validation: Mapping[str, Any], tokens: To
             f"({100 * check['rate']:.3g} %, allowed below {100 * check['allowed']:.3g} %)"
             for check in broken
         ]
+        # How many prompts are touched tells a systematic error from a single slip.
         bad = sum(any(prompt["failing"].values()) for prompt in part["prompts"])
         count = len(part["prompts"])
         have = "has" if bad == 1 else "have"
         return f"{'; '.join(words)}; {bad} of {count} prompts {have} failing tokens"
     if checks:
+        # The check that came nearest to failing is the one worth a sentence.
         worst = max(checks, key=lambda check: check["rate"] / check["allowed"])
         return (
             f"{worst['kept']:,} tokens are near enough: {worst['called']} fails at "
@@ -338,4 +351,5 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _refuse(word: str) -> float:
+    # Python's JSON reader passes such words here; they are numbers in our files.
     return math.nan if word == "NaN" else math.inf

@@ -39,6 +39,7 @@ def depth_lines(
     measured = [index for index, row in enumerate(table.rows) if row.compared and row.metrics]
     forward = [index for index in measured if _gives(table.rows[index])]
     backward = [index for index in measured if table.rows[index].port in _BACKWARD]
+    # A file of named tensors has no ports: then every row is part of the line.
     if not forward and not backward:
         forward = measured
     bands = _Bands(noise, diagnosis)
@@ -85,6 +86,7 @@ class _Bands:
 
     def of(self, rows: Sequence[Row], direction: str) -> tuple[dict[str, Any], str]:
         if self._trusted:
+            # Measured noise is better evidence than expected noise, so it goes first.
             bands: dict[str, Any] = {}
             for metric in DRAWN:
                 low, high = self._spread(rows, metric)
@@ -97,6 +99,7 @@ class _Bands:
         )
         if np.isnan(high).all():
             return {}, ""
+        # An expectation gives an upper bound only.
         low = np.full(len(rows), np.nan)
         return (
             {_EXPECTED: {"low": low.astype(np.float32), "high": singles(high)}},

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Column = dict[str, Any]
 
+# Fields of a row that are repeated from row to row: stored once as a word list and a code per row.
 _TEXT: dict[str, Callable[[Row], str]] = {
     "site": lambda row: row.key.site,
     "port": lambda row: row.key.port,
@@ -55,6 +56,7 @@ _TEXT: dict[str, Callable[[Row], str]] = {
     "decided_by": lambda row: row.decided_by,
     "limit_from": lambda row: row.limit_from,
 }
+# Fields that are numbers in every row; None marks a row without one.
 _NUMBERS: dict[str, Callable[[Row], float | int | None]] = {
     "step": lambda row: row.key.step,
     "rank": lambda row: row.key.rank,
@@ -89,6 +91,7 @@ def words(values: Sequence[str]) -> Column:
     """
     codes: dict[str, int] = {}
     places = [codes.setdefault(value, len(codes)) for value in values]
+    # Most columns of a comparison hold a single value; one word is then enough.
     if len(codes) <= 1:
         return {"same": next(iter(codes), None), "n": len(values)}
     return {"words": list(codes), "codes": np.asarray(places, np.uint32).astype(_code(len(codes)))}
@@ -104,6 +107,7 @@ def numbers(values: Sequence[float | int | None]) -> Column:
     # `is`, because NaN is not equal to itself, and 1 is equal to True.
     if all(value is first or value == first for value in values):
         return {"same": first, "n": len(values)}
+    # Without absences the page needs no second array.
     if None not in values:
         return {"numbers": _narrow(cast("Sequence[float | int]", values)), "absent": None}
     absent = np.fromiter((value is None for value in values), np.bool_, len(values))
@@ -119,6 +123,7 @@ def figures(values: Mapping[str, Array]) -> dict[str, Column]:
         if not has_values:
             shown[name] = {"same": None, "n": int(array.size)}
             continue
+        # Half the bytes, where float32 loses nothing that a reader sees.
         stored = singles(array) if array.dtype.kind == "f" else array
         shown[name] = {"numbers": stored, "absent": None}
     return shown
@@ -129,6 +134,7 @@ def _narrow(values: Sequence[float | int]) -> Array:
         low, high = min(values), max(values)
         if low >= -(1 << 31) and high < 1 << 31:
             return np.asarray(values, np.int32)
+        # JavaScript has no 64-bit integers; its numbers are float64.
         return np.asarray([float(value) for value in values], np.float64)
     return singles(np.asarray(values, np.float64))
 
@@ -157,9 +163,11 @@ def path_of(site: str) -> list[str]:
     >>> path_of("layers.0.mlp/aten.mm"), path_of("bert/layer_0/MatMul"), path_of("(root)")
     (['layers', '0', 'mlp', 'aten.mm'], ['bert', 'layer_0', 'MatMul'], [])
     """
+    # The root is the tree itself, so it has no levels below.
     if site == ROOT:
         return []
     head, *operators = site.split("/")
+    # A site in brackets, such as `(root)`, is a name, not a path.
     parts = [*(head.split(".") if not head.startswith("(") else [head]), *operators]
     if len(parts) <= _DEEPEST:
         return parts
@@ -181,6 +189,8 @@ def outline(
     parents: list[int] = [-1]
     classes: list[str] = [class_of.get(ROOT, "")]
     places: dict[tuple[int, str], int] = {}
+    # Every part of a name becomes a node once, under its own parent: `0.mlp` and `1.mlp`
+    # differ.
     for site, class_name in sites:
         node = 0
         so_far = ""
@@ -196,6 +206,7 @@ def outline(
             node = child
         owners[node] = site
         classes[node] = class_name or classes[node]
+    # The page draws in one pass, so a parent must come before its children.
     order = _parents_first(parents)
     place = {old: new for new, old in enumerate(order)}
     return {
@@ -219,6 +230,7 @@ def _parents_first(parents: list[int]) -> list[int]:
     while waiting:
         node = waiting.pop()
         order.append(node)
+        # Reversed, because the stack gives the last one first.
         waiting += reversed(children.get(node, []))
     return order
 
@@ -227,6 +239,7 @@ def _classes(roots: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
     below: list[Any] = list(roots)
     while below:
         node = below.pop()
+        # The topology comes from a file, which may be damaged.
         if not isinstance(node, Mapping):
             continue
         about = cast("Mapping[str, Any]", node)
@@ -266,6 +279,7 @@ _NUMBER_KEYS = frozenset(
     }
 )
 """Facts that can change numbers; so can versions of libraries and environment variables."""
+# Two runs are never made in the same second; that difference explains nothing.
 _NEVER_EQUAL = frozenset({"created"})
 _MOST_CLASSES = 12
 _NAMING_CONVENTION = 3
@@ -294,7 +308,9 @@ def sides(table: Table, reference: Run | None = None, candidate: Run | None = No
                     "weight": kind if reference_value and candidate_value else "other",
                 }
             )
+    # What can change numbers is listed first.
     differences.sort(key=lambda difference: difference["weight"] != "numbers")
+    # Two runs of the same folder name need their whole paths to be told apart.
     short = _short(table.reference.path) != _short(table.candidate.path)
     return {
         "reference": _side(table.reference, reference_facts, short=short),
@@ -343,6 +359,7 @@ def _tensors(table: Table) -> list[dict[str, str]]:
     for row in table.rows:
         if row.candidate_class and row.candidate_class != row.class_name:
             kinds.setdefault((row.class_name, row.candidate_class), {})[row.site] = None
+    # Rare differences first: they are the ones that point at a fault.
     for (reference_kind, candidate_kind), sites in sorted(
         kinds.items(), key=lambda entry: len(entry[1])
     )[:_MOST_CLASSES]:
@@ -368,15 +385,20 @@ def _facts(side: Side, run: Run | None) -> dict[str, str]:
     metadata: dict[str, Any] = dict(side.about)
     if run is not None:
         processes = run.processes()
+        # The process that computed knows more than its launcher; the first rank speaks for
+        # all.
         metadata |= {**run.manifest, **(processes[0] if processes else {})}
     facts: dict[str, str] = {}
     for what in _FACT_NAMES:
         if what in metadata and (value := _fact_text(what, metadata[what])):
             facts[what] = value
+        # Versions are shown next to the framework, environment variables next to the
+        # machine.
         if what == "framework":
             facts |= _text_items(metadata.get("versions"))
         if what == "machine":
             facts |= _text_items(metadata.get("environment"))
+    # The launcher's command holds the process's arguments already.
     if "argv" in facts and "command" in facts:
         del facts["argv"]
     return facts
@@ -394,8 +416,10 @@ def _fact_text(what: str, value: Any) -> str:
         return ""
     if what == "git" and isinstance(value, Mapping):
         revision = cast("Mapping[str, Any]", value)
+        # Enough digits to find the commit, and short enough for a table cell.
         commit = str(revision.get("commit") or "")[:12]
         return f"{commit}{' with changes' if revision.get('dirty') else ''}" if commit else ""
+    # Before numbers: a bool is an int in Python.
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
@@ -446,6 +470,7 @@ def page_data(
     """
     side_data = sides(table, reference, candidate)
     names = f"{side_data['reference']['name']} against {side_data['candidate']['name']}"
+    # For a text model its name says more than the paths of two folders.
     if decoder and decoder[0]["model"]:
         first = decoder[0]
         model = str(first["model"]).rstrip("/").rpartition("/")[2]
@@ -483,9 +508,11 @@ def page_data(
         ],
         "diagnosis": None if diagnosis is None else diagnosis.as_json(),
     }
+    # Last, so that no text of a run escapes it.
     return _without_reordering(document)
 
 
+# Unicode's marks for the direction of text; they can make one name look like another.
 _REORDERING = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -512,9 +539,11 @@ def _verdict(
     first = None
     if table.first is not None:
         first = next((index for index, row in enumerate(table.rows) if row is table.first), None)
+        # A table read back from disk may hold an equal row that is another object.
         if first is None:
             first = table.rows.index(table.first)
     status, sentence = table.verdict, table.finding
+    # The verdict on tokens outranks that on tensors: it is what the user of a model sees.
     judged = [part for part in decoder if part["checks"] or part["verdict"] != "unjudged"]
     if judged or (decoder and not table.rows):
         status, sentence = _of_decoder(judged or decoder)
@@ -559,6 +588,7 @@ def _tiles(table: Table) -> list[list[str]]:
     last = (model_outputs or outputs)[-1]
     metric = last.decided_by or "relative_l2"
     value = last.metrics.get(metric)
+    # Other metrics have no scale that a headline could show.
     if value is None or metric not in DRAWN:
         return []
     name = "Output of the model" if model_outputs else f"Last output, {last.site}"
@@ -573,6 +603,7 @@ def _headline(judged: Sequence[Mapping[str, Any]]) -> str:
     """What a decoder's validation says in a few words; empty for another page."""
     if not judged:
         return ""
+    # A failing part speaks for all; passing ones only where none fails.
     worst = min(judged, key=lambda part: ("fail", "unjudged", "pass").index(str(part["verdict"])))
     checks = cast("list[dict[str, Any]]", worst["checks"])
     failing = max((int(check["failing"]) for check in checks), default=0)

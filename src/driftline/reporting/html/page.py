@@ -24,6 +24,7 @@ from driftline.errors import BadFile
 MAGIC = b"DLP1"
 _TYPES = {"f64": "<f8", "f32": "<f4", "i32": "<i4", "u32": "<u4", "u16": "<u2", "u8": "u1"}
 _NAMES = {np.dtype(code).str.lstrip("|"): name for name, code in _TYPES.items()}
+# Arrays begin at multiples of eight bytes: JavaScript's typed arrays demand that of float64.
 _FILL = 8
 _LARGEST_SINGLE = float(np.finfo(np.float32).max)
 _SMALLEST_SINGLE = float(np.finfo(np.float32).tiny)
@@ -45,12 +46,14 @@ def pack(document: Mapping[str, Any]) -> bytes:
             content += bytes(-len(content) % _FILL)
             blobs.append(content)
             place += len(content)
+            # `$` marks an array in JSON; no key of a document begins with it.
             return {"$": _NAMES[array.dtype.str.lstrip("|")], "at": offset, "n": int(array.size)}
         if isinstance(value, np.generic):
             return plain(value.item())
         if isinstance(value, float):
             if math.isfinite(value):
                 return value
+            # JSON has no such numbers, and the front end reads these words.
             return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
         if isinstance(value, Mapping):
             items = cast("Mapping[object, Any]", value).items()
@@ -73,6 +76,7 @@ def unpack(content: bytes) -> dict[str, Any]:
     Raises:
         BadFile: It is no container.
     """
+    # Length first would read past the end of a short file.
     if content[:4] != MAGIC or len(content) < 8:
         raise BadFile("this is no data of a page")
     (length,) = struct.unpack_from("<I", content, 4)
@@ -91,6 +95,7 @@ def unpack(content: bytes) -> dict[str, Any]:
 
 def encode_container(content: bytes) -> str:
     """A container as it stands in a page: compressed, as letters that end no element."""
+    # Base64 has no `<`, so the data cannot end the script element around it.
     # mtime: the same data are the same file.
     return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode("ascii")
 
@@ -110,11 +115,14 @@ def _stored(array: Array) -> Array:
     if flat.dtype.kind in "iu":
         low, high = (int(flat.min()), int(flat.max())) if flat.size else (0, 0)
         if low >= 0:
+            # The narrowest type that holds every value: counts of a histogram are
+            # mostly small.
             for kind in (np.uint8, np.uint16, np.uint32):
                 if high <= np.iinfo(kind).max:
                     return flat.astype(kind)
         elif low >= -(1 << 31) and high < 1 << 31:
             return flat.astype(np.int32)
+    # Wider integers become float64, which JavaScript would make of them anyway.
     return flat.astype("<f8")
 
 
@@ -126,9 +134,11 @@ def singles(values: Array) -> Array:
     """
     sizes = np.abs(values[np.isfinite(values)])
     sizes = sizes[sizes > 0]
+    # Outside float32's range a value would become 0 or infinite.
     if sizes.size and (sizes.max() > _LARGEST_SINGLE or sizes.min() < _SMALLEST_SINGLE):
         return values
     are_integers = sizes.size and bool((sizes == np.floor(sizes)).all())
+    # Above 2**24 float32 no longer holds every whole number.
     if are_integers and sizes.max() > 1 << 24:
         return values
     return values.astype(np.float32)
@@ -162,7 +172,9 @@ def _page(document: Mapping[str, Any], source: Literal["embedded", "remote"], da
     name = "page" if source == "embedded" else "view"
     script = (_BUNDLE / f"{name}.js").read_text(encoding="utf-8")
     style = (_BUNDLE / f"{name}.css").read_text(encoding="utf-8")
+    # Only the served page may fetch, and only from its own server.
     connect = "connect-src 'self'; " if source == "remote" else ""
+    # Scripts and styles are allowed by their hash, so that markup hidden in a name cannot run.
     policy = (
         f"default-src 'none'; script-src {_hashed(script)}; style-src {_hashed(style)}; {connect}"
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
@@ -208,6 +220,7 @@ def _headline(document: Mapping[str, Any]) -> str:
     coverage = verdict["coverage"]
     total = sum(int(count) for count in coverage.values())
     tiles: list[tuple[str, str, str]] = []
+    # A page of a text model may have no tensors; tiles of zeros would mislead.
     if total:
         left = [
             f"{count} {what}" for what, count in coverage.items() if count and what != "compared"
@@ -310,6 +323,7 @@ def _cause(verdict: Mapping[str, Any]) -> str:
     if cause is None:
         return ""
     sure = f"{cause['confidence']:.0%} sure, by {cause['by']}" if cause["by"] else ""
+    # The diagnosis contradicts the headline, which the reader must see at once.
     if not cause["agrees"] or verdict["status"] == "pass":
         sentence = f"Diagnosis points at {cause['site']}: {cause['where']} {cause['sentence']}"
         name = "But"
@@ -332,6 +346,7 @@ def _breakable(site: object) -> str:
 
 
 def _quoted(text: str) -> str:
+    # Imported on use: only failing pages have a link.
     from urllib.parse import quote
 
     return quote(text.encode("utf-8", "backslashreplace"), safe="")

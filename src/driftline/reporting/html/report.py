@@ -121,6 +121,7 @@ def report(
         DriftlineError: It could not be made. Numbers that differ are no exception.
     """
     place = None if output is None else Path(output)
+    # Checked before the work: a comparison may take minutes.
     if place is not None:
         if place.is_dir():
             raise AlreadyThere(f"{place} is a folder", hint="give the name of a file with -o")
@@ -145,6 +146,7 @@ def report(
     text = embedded_page(page.document)
     if place is None:
         return text
+    # A name with half of a surrogate pair must not prevent the report.
     write_whole(place, text.encode("utf-8", "backslashreplace"))
     return place
 
@@ -198,10 +200,13 @@ def page_of(
             )
         decoder = layers_of(table)
     else:
+        # A comparison made before keeps its rows; only pictures and causes need the runs
+        # again.
         table, decoder = _open_comparison(subject, thresholds, tokenizer)
         reference_run, candidate_run = _runs_of(table, subject)
         if reference_run is not None and candidate_run is not None:
             plan = align_runs(reference_run, candidate_run, options or AlignOptions())
+        # Operator checks and text models never had two runs, so nothing is missing there.
         elif table.rows and not decoder and table.limits.get("kind") is None:
             notes.append(
                 "the two runs were not found where the comparison says, or have changed since: "
@@ -221,12 +226,14 @@ def page_of(
         runs = Runs(
             reference_run, candidate_run, played, [_opened(repeat) for repeat in repeats], plan
         )
+    # Evidence without runs would be ignored, and the user would not notice.
     elif replay is not None or repeats or bisect is not None:
         raise BadInput(
             "evidence belongs to two runs, which are not there", hint="give the two runs: REF CAND"
         )
     proof = None if bisect is None else open_bisection(bisect)
     diagnosed = None
+    # Diagnosis judges by the relative error; tables of other metrics cannot be diagnosed.
     if diagnosis and table.rows and table.column("relative_l2") is not None:
         diagnosed = _diagnose(table, trusted, runs, proof, notes)
     pairs = _pairs(table, plan) if plan is not None else {}
@@ -235,6 +242,7 @@ def page_of(
         drawn = _draw_pairs(table, pairs, reference_run, candidate_run, diagnosed, pictures)
     flow = None
     if reference_run is not None and table.rows:
+        # The flow of the step and rank in which the drift starts.
         key = (table.first or table.rows[0]).key
         flow = flow_of(reference_run, key.rank, key.process, key.step)
     document = page_data(
@@ -273,6 +281,7 @@ def _open_comparison(
             f"{subject} is no comparison", hint="give the candidate, too: driftline report REF CAND"
         )
     path = Path(subject)
+    # Operator checks are JSON files too, so they must be recognised before tables.
     if path.is_file() and is_operators(document := _json(path)):
         return operator_table(document, str(path)), []
     if path.is_file() or is_table(path):
@@ -308,6 +317,7 @@ def _runs_of(table: Table, subject: Source) -> tuple[Run | None, Run | None]:
 def _run_of(side: Side, home: Path | None) -> Run | None:
     """One side's run, from here or from beside the comparison; None where it is another one now."""
     path = Path(side.path)
+    # Results are often moved together with their runs: beside the comparison is tried too.
     nearby = [] if home is None else [home / path, home.parent / path, home.parent / path.name]
     for place in [path, *nearby] if side.path else []:
         if not place.exists():
@@ -317,6 +327,7 @@ def _run_of(side: Side, home: Path | None) -> Run | None:
         except (DriftlineError, OSError):
             continue
         run_id = str(side.about.get("id", ""))
+        # Another run at the same path: its pictures would be of other tensors.
         if run_id != str(run.manifest.get("id", "")):
             continue
         # A file has no id: it must not have been written after the comparison.
@@ -338,6 +349,7 @@ def _noise_variants(
     for trusted in open_noise(noise):
         plan = align_runs(reference, trusted.run, options)
         name = trusted.name
+        # Two folders may have one name; evidence is kept by name.
         while any(name == variant.name for variant in variants):
             name += "'"
         measured = measure(plan, reference, trusted.run, threads=threads)
@@ -370,6 +382,7 @@ def _pairs(table: Table, plan: Plan) -> dict[int, Pair]:
         pair = pair_of_key.get(row.key)
         if pair is None or not row.compared:
             continue
+        # A plan made now may pair otherwise than the one of the stored comparison.
         if pair.candidate.key.site == (row.candidate_site or row.key.site):
             pair_of_row[index] = pair
     return pair_of_row
@@ -387,6 +400,7 @@ def _draw_pairs(
 
     drawn: dict[int, Mapping[str, Any]] = {}
     for index in _worth_drawing(table, pairs, diagnosis):
+        # Each picture reads two tensors and makes the file larger.
         if len(drawn) >= most:
             break
         pair = pairs[index]
@@ -408,10 +422,12 @@ def _worth_drawing(
         for index in pairs
         if table.rows[index] is table.first or table.rows[index].site in named
     ]
+    # The output is what a reader looks for first; inputs follow.
     first.sort(key=lambda index: (table.rows[index].port != "output", index))
     outputs = [index for index in worst if table.rows[index].port not in ("input", "param")]
     return list(dict.fromkeys((*first, *outputs, *worst)))
 
 
 def _severity(row: Row) -> float:
+    # NaN counts as the worst: it would sort anywhere.
     return row.severity if row.severity == row.severity else float("inf")

@@ -25,6 +25,7 @@ from driftline.reporting.html.document import figures, words
 from driftline.reporting.html.page import Array, singles
 
 _LIKELIEST = 5
+# Folders of IBM's scripts call the candidate `aiu`.
 _LABELS = (CANDIDATE, "aiu")
 
 Text = Callable[[int], str]
@@ -51,6 +52,7 @@ class Tokens(NamedTuple):
         shown = figures({**self.places, **self.scores})
         shown["prompt_name"] = words(list(self.names))
         if text is not None:
+            # Each token is decoded once: a tokenizer is slow and tokens repeat.
             text_of = {int(token): text(int(token)) for token in np.unique(self.places["token"])}
             shown["text"] = words([text_of[int(token)] for token in self.places["token"]])
         return {"count": len(self), "columns": shown}
@@ -82,6 +84,7 @@ def read_tokens(path: Path) -> Tokens:
     Raises:
         BadFile: It is none.
     """
+    # Optional: asked for when a table of tokens is really read.
     parquet = require("pyarrow.parquet")
     try:
         table: Any = parquet.read_table(path)
@@ -106,6 +109,7 @@ def first_failing(
     """The first token at or above a limit, and what both sides would have said there."""
     fails = np.zeros(len(tokens), np.bool_)
     for name, limit in limits.items():
+        # Negated, so that a NaN score fails.
         fails |= ~(tokens.scores[name] < limit)
     if not fails.any():
         return None
@@ -116,6 +120,7 @@ def first_failing(
     read: Text = text or _nothing
     sides: list[list[dict[str, Any]]] = []
     before = ""
+    # Both sides, the reference first, as the page shows them.
     for labels in ((REFERENCE,), _LABELS):
         likeliest, context = _likeliest(start, labels, seed, prompt, position, read)
         sides.append(likeliest)
@@ -148,15 +153,19 @@ def _likeliest(
             continue
         if saved.logits:
             row = np.asarray(cast("Any", saved.logits[0])[position].double().numpy())
+            # Stable, so that equal logits come in the order of their ids on both sides.
             ids = np.argsort(-row, kind="stable")[:_LIKELIEST]
             logs = row[ids] - _log_sum(row)
         elif saved.top:
             top = cast("Mapping[str, Any]", saved.top[0])
             ids = np.asarray(top[INDICES][position].numpy())[:_LIKELIEST]
             values = np.asarray(top[VALUES][position].double().numpy())[:_LIKELIEST]
+            # Only the largest logits were saved, together with the sum over all of
+            # them.
             logs = values - float(top[NORM][position])
         else:
             continue
+        # Saved tokens begin with the prompt; logits exist for generated ones only.
         length = len(saved.tokens[0]) - len((saved.logits or [saved.top[0][NORM]])[0])
         ahead = cast("Any", saved.tokens[0])[max(0, length + position - 32) : length + position]
         context = "".join(read(int(token)) for token in ahead)
@@ -174,6 +183,7 @@ def _nothing(token: int) -> str:
 
 
 def _log_sum(row: Array) -> float:
+    # Subtracted first: the exponential of a large logit overflows.
     top = float(row.max())
     return top + float(np.log(np.exp(row - top).sum()))
 
@@ -209,6 +219,7 @@ def of_steps(table: Table) -> dict[str, Any] | None:
             continue
         y, x = place[row.site], column[row.step]
         value = float(row.metrics.get(_METRIC, np.nan))
+        # A site may be called several times in a step; the worst call counts.
         values[y, x] = value if np.isnan(values[y, x]) else max(values[y, x], value)
         status[y, x] = max(int(status[y, x]), _STATUS.get(row.status, 0))
         if row.decided_by == _METRIC and row.limit is not None:
@@ -236,6 +247,7 @@ def of_files(files: Sequence[MetricFile]) -> dict[str, Any] | None:
     if common < FEWEST_STEPS:
         return None
     values = np.stack([read[layer] for layer in layers])
+    # These files have no limits, so only NaN is known to be wrong.
     status = np.where(np.isnan(values), 2, 0).astype(np.uint8)
     limit = np.full(len(layers), np.nan)
     layer_map = _map(layers, np.arange(common), values, status, limit, "abs_diff")
@@ -281,6 +293,7 @@ def shape_key(folder: Path) -> str:
     named = parse(folder.name)
     if named is None:
         return folder.name
+    # Two programs write the format of one model in two ways.
     formats = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
     dtype = formats.get(named.dtype, named.dtype)
     return f"{named.model} {named.new_tokens} {named.batch_size} {named.length} {dtype}"

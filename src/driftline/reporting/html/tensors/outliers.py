@@ -17,7 +17,9 @@ import numpy.typing as npt
 from driftline.numerics.dtypes import coarser
 from driftline.reporting.html.tensors.pair import BUDGET, F64, Flags, OpenedPair
 
+# A page lists the worst few of an axis; the sentence gives the count of all.
 _MOST = 10
+# A slice must be clearly worse than the median one to stand out.
 _TIMES = 3.0
 _LEAST_SHARE = 0.2
 """Slices with less of the squared error than this are not worth a sentence."""
@@ -27,6 +29,7 @@ _FLOOR = 0.01
 """A slice of next to nothing is measured against so much of the mean slice."""
 _FULL = 0.9
 """A block of channels stands out as a whole when so many of it do."""
+# Usual widths of attention heads, the widest first: a narrower one would fit inside it too.
 _WIDTHS = (256, 128, 96, 80, 64, 48, 40, 32, 24, 16, 8)
 
 
@@ -68,6 +71,7 @@ class _Axis:
     def __init__(self, name: str, size: int) -> None:
         self.name = name
         self.size = size
+        # Rounded up, so that there are never more bins than allowed.
         self.bin = -(-size // _BINS)
         bins = -(-size // self.bin)
         self.error, self.reference, self.apart = np.zeros(bins), np.zeros(bins), np.zeros(bins)
@@ -96,6 +100,7 @@ def outlier_slices(pair: OpenedPair, *, budget: int = BUDGET) -> list[OutlierSli
     for piece in pair.pieces(pair.whole, bands=256, cells=256, budget=budget):
         window = piece.window
         with np.errstate(over="ignore"):
+            # Squares may overflow to infinity, which still ranks as the worst.
             energy = window.error * window.error
             size = np.where(window.finite, window.reference, 0.0) ** 2
         sums = [values.sum(axis=1) for values in (energy, size, window.apart.astype(np.float64))]
@@ -107,6 +112,7 @@ def outlier_slices(pair: OpenedPair, *, budget: int = BUDGET) -> list[OutlierSli
             values.sum(axis=0) for values in (energy, size, window.apart.astype(np.float64))
         ]
         channels.add(piece.columns, *downwards)
+    # An axis of one element cannot have a slice that stands out.
     long = [axis for axis in axes if axis.size > 1]
     looked_at = [*long, *([rows] if len(long) > 1 else []), channels]
     unit = coarser(pair.reference.dtype, pair.candidate.dtype).unit_roundoff
@@ -124,17 +130,20 @@ def _of(axis: _Axis, pair: OpenedPair, unit: float) -> list[OutlierSlice]:
     total = float(axis.error.sum())
     if not (total > 0.0 or axis.apart.any()):
         return []
+    # A slice near zero would have a huge relative error for a tiny absolute one.
     floor = _FLOOR * float(axis.reference.sum()) / len(axis.reference)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         relative = np.sqrt(axis.error / np.maximum(axis.reference, floor))
         own = np.sqrt(axis.error / axis.reference)
     relative = np.where(np.isnan(relative), 0.0, relative)
     own = np.where(axis.error == 0.0, 0.0, own)
+    # The median is the tensor's own noise; below rounding it means nothing.
     level = max(float(np.median(relative)), unit / 4.0)
     broken = axis.apart > 0.0
     out = broken | (relative > _TIMES * level)
     share = axis.error / total if 0.0 < total < math.inf else np.zeros_like(axis.error)
     many = int(out.sum())
+    # If most slices stand out, none does.
     tells = 0 < many <= len(out) // 2 and (
         bool(broken.any()) or float(share[out].sum()) >= _LEAST_SHARE
     )
@@ -149,6 +158,7 @@ def _of(axis: _Axis, pair: OpenedPair, unit: float) -> list[OutlierSlice]:
         many if tells else 0,
         _sentence(axis, pair, out, share, broken) if tells else _spread(axis, share, worst),
     )
+    # Heads are guessed only from channels of an attention that were looked at one by one.
     if not tells or axis.name != "channel" or axis.bin > 1 or not pair.attends:
         return [outlier]
     return [*_heads(axis, out, share, broken), outlier]
@@ -182,6 +192,7 @@ def _spread(axis: _Axis, share: F64, worst: Sequence[int]) -> str:
 def _heads(axis: _Axis, out: Flags, share: F64, broken: Flags) -> list[OutlierSlice]:
     """Channels that stand out and fill whole blocks as wide as a head may be."""
     for width in _WIDTHS:
+        # Heads are of equal width, and there are at least two.
         if axis.size % width or axis.size // width < 2:
             continue
         filled = out.reshape(-1, width).mean(axis=1)

@@ -20,6 +20,7 @@ from driftline.numerics.dtypes import DTYPES, DType, to_float64, value_table
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 
+# The usual layouts of transformers; anything else is numbered.
 _AXES = {
     1: ("channel",),
     2: ("token", "channel"),
@@ -46,6 +47,7 @@ def attends(record: Record) -> bool:
     >>> attends(Record(TensorKey.of("layers.0.self_attn.q_proj", "output"), 0, "float32", (1,)))
     True
     """
+    # Only the end of the path: a whole model may be called `attention_test`.
     last = ".".join(record.key.site.replace("/", ".").split(".")[-2:])
     words = f"{last} {record.class_name}".lower()
     return "attn" in words or "attention" in words
@@ -62,6 +64,7 @@ CHUNK = 1 << 19
 """Elements of a window that are decoded at a time."""
 BUDGET = 1 << 24
 """Elements that are looked at for one picture; of a larger region an even sample is."""
+# From here on float64 does not hold every integer.
 _EXACT = 2.0**53
 
 
@@ -164,6 +167,7 @@ class OpenedPair(NamedTuple):
         Raises:
             BadInput: Nothing is left of it.
         """
+        # An empty tensor has no region that could be outside.
         if region is None or not self.elements:
             return self.whole
         top, left = max(0, region.top), max(0, region.left)
@@ -208,6 +212,7 @@ class OpenedPair(NamedTuple):
     def _decoded(self, side: _Side, rows: Places, columns: Places) -> F64:
         dtype = side.dtype
         if dtype.kind == "complex":
+            # Real and imaginary part are two columns of one stored number.
             kept, which = np.unique(columns // 2, return_inverse=True)
             numbers = to_float64(np.ascontiguousarray(self._stored(side, rows, kept)), dtype)
             pairs = np.ascontiguousarray(numbers).view(np.float64)
@@ -218,6 +223,7 @@ class OpenedPair(NamedTuple):
                 return value_table(dtype.name)[words.astype(np.intp)]
             signed = words.astype(np.int8)
             if dtype.kind == "int":
+                # Codes 8 to 15 are the negative ones of a 4-bit integer.
                 signed = np.where(signed > 7, signed - 16, signed)
             return signed.astype(np.float64)
         numbers = to_float64(np.ascontiguousarray(words), dtype)
@@ -229,6 +235,7 @@ class OpenedPair(NamedTuple):
             return self._unpacked(side, rows, columns)
         down = _as_slice(rows)
         across = _as_slice(columns)
+        # Slices keep this a view of the mapped file; only the window is copied.
         if side.words.ndim == 2:
             part = side.words[down]
             return part[:, across]
@@ -241,6 +248,7 @@ class OpenedPair(NamedTuple):
 
     def _unpacked(self, side: _Side, rows: Places, columns: Places) -> npt.NDArray[Any]:
         flat = rows[:, None] * self.columns + columns[None, :]
+        # Two elements share a byte, the first in its lower half.
         codes = side.words[flat // 2]
         return np.where(flat % 2, codes >> 4, codes & 0x0F).astype(np.uint8)
 
@@ -259,6 +267,7 @@ class OpenedPair(NamedTuple):
         if not bands or not cells:
             return
         columns = np.arange(region.left, region.right, dtype=np.intp)
+        # Even one row per band is too much, so columns are sampled too.
         if bands * region.width > budget:
             per_cell = max(1, budget // (bands * cells))
             columns = spread(region.left, region.right, cells, per_cell)
@@ -286,6 +295,7 @@ class OpenedPair(NamedTuple):
         width = region.width
         if bands * width > budget:
             width = len(spread(region.left, region.right, cells, max(1, budget // (bands * cells))))
+        # Must follow `pieces` exactly: the page states how many elements were read.
         depth = max(1, budget // (bands * width))
         heights = (
             (band + 1) * region.height // bands - band * region.height // bands
@@ -316,11 +326,13 @@ def open_pair(reference: Run, candidate: Run, pair: Pair) -> OpenedPair:
     Raises:
         DriftlineError: They cannot be set against each other, or their values are not there.
     """
+    # The comparison refused this pair for the same reason.
     if trouble := pair.trouble or clash(pair):
         raise BadInput(trouble)
     reference_record, candidate_record = pair.reference, pair.candidate
     for run, record in ((reference, reference_record), (candidate, candidate_record)):
         _check_kept(run, record)
+    # A sample has lost its axes; it is shown as a line of kept values.
     if "sample" in (reference_record.kept, candidate_record.kept):
         values = open_arrays(reference, reference_record, candidate, candidate_record)
         strides = [
@@ -401,6 +413,7 @@ def _laid_out(
         side if side.packed else side._replace(words=_as_sheet(side.words, shape, rows, columns))
         for side in (reference, candidate)
     ]
+    # A complex number takes two columns.
     wide = 2 * columns if reference.dtype.kind == "complex" else columns
     return OpenedPair(sides[0], sides[1], shape, axes, rows, wide, stride, attends)
 

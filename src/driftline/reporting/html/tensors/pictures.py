@@ -70,6 +70,7 @@ def error_map(
 ) -> ErrorMap:
     """The error of a region, cell by cell; never more cells than elements."""
     inside = pair.clipped(region)
+    # A cell smaller than an element would repeat it.
     height, width = min(height, inside.height), min(width, inside.width)
     cells = height * width
     largest, total, reference_sizes, candidate_sizes = (np.zeros(cells) for _ in range(4))
@@ -93,6 +94,7 @@ def error_map(
                 into[places] += np.add.reduceat(finite, starts)
         counted[places] += np.add.reduceat(window.finite.sum(axis=0), starts)
         apart[places] |= np.logical_or.reduceat(window.apart.any(axis=0), starts)
+    # NaN against a number is worse than any finite error.
     largest[apart] = np.inf
     with np.errstate(invalid="ignore", divide="ignore"):
         means = [cell_values / counted for cell_values in (total, reference_sizes, candidate_sizes)]
@@ -120,6 +122,7 @@ def values(pair: OpenedPair, region: Region, *, most: int = 1 << 14) -> dict[str
     sides: dict[str, Any] = {"reference": window.reference, "candidate": window.candidate}
     integral = ("int", "uint", "bool")
     if pair.reference.dtype.kind in integral and pair.candidate.dtype.kind in integral:
+        # The front end's numbers are float64 and would round these.
         wide = any(np.abs(side).max(initial=0.0) >= 2.0**53 for side in sides.values())
         if wide:
             reference_integers, candidate_integers = pair.integers(rows, columns)
@@ -147,6 +150,7 @@ def largest_errors(
         window = piece.window
         size = np.where(window.apart, np.inf, np.abs(window.error)).reshape(-1)
         few = min(count, size.size)
+        # Partition instead of sort: windows are large, and few elements are wanted.
         for index in np.argpartition(size, size.size - few)[size.size - few :]:
             if size[index] > 0.0:
                 row, column = divmod(int(index), window.error.shape[1])
@@ -157,6 +161,7 @@ def largest_errors(
                     float(window.candidate[row, column]),
                 )
                 best.append((float(size[index]), element))
+        # Ties by position, so that a page is the same every time.
         best.sort(key=lambda entry: (-entry[0], entry[1].row, entry[1].column))
         del best[count:]
     return [element for _, element in best]
@@ -194,6 +199,7 @@ def pictures(pair: OpenedPair, *, cells: int = 64, budget: int = IN_A_FILE) -> d
     if pair.stride > 1:
         notes.append(f"only every {ordinal(pair.stride)} element was kept")
     heat = None
+    # A vector has no second direction for a map.
     if len(pair.shape) > 1:
         heat_map = error_map(pair, height=cells, width=cells, budget=budget)
         heat = {
@@ -227,6 +233,7 @@ def place(pair: OpenedPair, element: Element) -> str:
     if pair.reference.dtype.kind == "complex":
         part = "imaginary" if column % 2 else "real"
         return f"{pair.row_name(element.row)}, {pair.axes[-1]} {column // 2} ({part})"
+    # A sample's columns are counted in the original tensor.
     if len(pair.shape) == 1:
         return f"{pair.axes[-1]} {column * pair.stride}"
     return f"{pair.row_name(element.row)}, {pair.axes[-1]} {column}"

@@ -48,6 +48,7 @@ class Bins(NamedTuple):
         inside = numbers.reshape(-1) if finite.all() else numbers[finite]
         last = len(self.edges) - 2
         places = np.clip(self._guessed(inside), 0, last)
+        # Rounding may have put a number one bin too high or too low; the edges decide.
         places -= inside < self.edges[places]
         np.clip(places, 0, last, out=places)
         places += (inside >= self.edges[places + 1]) & (places < last)
@@ -75,6 +76,7 @@ class Bins(NamedTuple):
 
 def even(low: float, high: float, bins: int) -> Bins:
     """Even bins; a single value stands in the middle of a range of its own."""
+    # All values equal: a range around it, so that the bar is visible.
     if not low < high:
         reach = max(abs(low) * 1e-3, 1e-6) if low else 1.0
         low, high = low - reach, high + reach
@@ -89,9 +91,11 @@ def even(low: float, high: float, bins: int) -> Bins:
 def symlog(low: float, high: float, bins: int) -> Bins:
     """Bins even in the logarithm, on either side of one around zero."""
     top = max(abs(low), abs(high))
+    # So far down the bottom of a logarithmic scale would underflow.
     if top < 1e-290:
         return even(low, high, bins)
     bottom = top * 10.0**-_DECADES
+    # A side without values gets no bins.
     negative, positive = low < -bottom, high > bottom
     bins_per_sign = max(1, (bins - 1) // (negative + positive))
     first = (
@@ -194,6 +198,7 @@ def statistics(
     inside = pair.clipped(region)
     extent = extent_of(pair, inside, budget)
     moments = moments_of(pair, inside, budget)
+    # Nothing was read: there is nothing to state but the extent.
     if moments is None:
         nothing = SideFigures(math.nan, math.nan, math.nan, math.nan, 0, 0, 0)
         return Statistics(extent, nothing, nothing, {}, 0, 0)
@@ -227,6 +232,7 @@ def moments_of(pair: OpenedPair, region: Region, budget: int) -> PairMoments | N
         reference, candidate = (
             np.ascontiguousarray(side).reshape(-1) for side in (window.reference, window.candidate)
         )
+        # The same kernel as the comparison, so that page and table agree.
         part = kernel.pair_moments(reference, double, candidate, double, count=reference.size)
         if pair.are_wide_integers:  # which float64 may call equal
             size = np.abs(window.error)
@@ -387,9 +393,11 @@ def error_histogram(
         if sizes.size:
             low, high = min(low, float(sizes.min())), max(high, float(sizes.max()))
     extent = extent_of(pair, inside, budget)
+    # No element differs: an empty histogram still needs edges.
     if high < low:
         edges = np.linspace(-1.0, 0.0, bins + 1)
         return ErrorHistogram(extent, edges, np.zeros(bins, np.int64), zero, one_sided)
+    # Errors spread over many powers of ten.
     sorter = even(math.log10(low), math.log10(high), bins)
     counts = np.zeros(len(sorter.edges) - 1, np.int64)
     for piece in pieces(pair, inside, budget):
@@ -408,6 +416,7 @@ def _range(m: PairMoments | None) -> tuple[float, float]:
 def _is_heavy(m: PairMoments, width: float) -> bool:
     """Whether most values are packed into a small part of the range."""
     stds = [std for std in (m.r_std, m.c_std) if math.isfinite(std) and std > 0.0]
+    # 60 standard deviations: even bins would put nearly everything into one.
     return not math.isfinite(width) or (bool(stds) and width > 60.0 * min(stds))
 
 
