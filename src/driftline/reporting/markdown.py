@@ -8,6 +8,7 @@ from driftline.reporting.formatting import number
 from driftline.reporting.terminal import curve, printable
 from driftline.reporting.view import Block, Branch, Curve, Facts, Grid, Sentence, Value, View
 
+# Code blocks do not wrap; wider ones would scroll.
 _CURVE = 80
 
 
@@ -34,6 +35,7 @@ def _block(block: Block) -> Iterator[str]:
         yield _escaped(block.title)
         yield ""
         yield "```text"
+        # Bars line up only in a fixed-width font, hence the code block.
         yield from curve(block, _CURVE)
         yield "```"
     else:
@@ -45,6 +47,7 @@ def _block(block: Block) -> Iterator[str]:
 
 
 def _branch(branch: Branch, depth: int) -> Iterator[str]:
+    # A backtick in a name would end the code span.
     label = "`" + printable(branch.label).replace("`", "'") + "`"
     if branch.tone in ("bad", "strong"):
         label = f"**{label}**"

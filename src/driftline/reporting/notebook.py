@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from driftline.runs.records import Record
     from driftline.runs.run import Run
 
+# Names longer than this would push the numbers out of a cell's width.
 _LONGEST = 120
+# Notebooks are saved with their output, so long tables are cut here too.
 _ROWS = 40
 _PAIRS = 10
 _MONO = "font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12px;line-height:1.4"
@@ -52,6 +54,7 @@ _EDGE = "border-bottom:1px solid rgba(128,128,128,0.35)"
 
 def table_html(table: Table) -> str:
     """A comparison: the finding, where it sits, the worst rows."""
+    # On use: a notebook that never shows a table need not load it.
     from driftline.reporting.views import comparison
 
     return paint(comparison.view(table))
@@ -140,6 +143,7 @@ def _block(block: Block) -> Iterator[str]:
         yield from _grid(block)
     elif isinstance(block, Curve):
         yield f'<div style="opacity:0.65;margin-top:4px">{_text(block.title)}</div>'
+        # Names under the bars come from a run and are escaped like all others.
         bars = "\n".join(escape(line) for line in curve(block, 90))
         yield f'<pre style="margin:0;background:none;{_MONO};line-height:1.1">{bars}</pre>'
     else:

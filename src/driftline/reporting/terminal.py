@@ -25,6 +25,7 @@ _CODES: dict[Tone, str] = {
     "strong": "\x1b[1m",
 }
 _RESET = "\x1b[0m"
+# Blanks between columns.
 _GAP = 2
 _LEAST_STRETCH = 16
 _LEAST_LEGIBLE = 8
@@ -42,6 +43,7 @@ _ASCII = str.maketrans("▁▂▃▄▅▆▇█│└├─…→◀▲", ".:-=
 
 def width_of(stream: TextIO) -> int:
     columns = settings.columns()
+    # COLUMNS wins, as users and tests set it to fix the width.
     if columns <= 0 and sys.__stdout__ is not None:  # as `shutil` does it, which loads more
         with contextlib.suppress(OSError, ValueError):
             columns = os.get_terminal_size(sys.__stdout__.fileno()).columns
@@ -61,6 +63,7 @@ def show(view: View, stream: TextIO | None = None) -> None:
 def written_for(stream: TextIO, text: str) -> str:
     """The text with our own signs in ASCII where the stream cannot write them."""
     try:
+        # Three signs stand for all of ours: an encoding has either all of them or none.
         "▁└…".encode(stream.encoding or "utf-8")
     except (UnicodeEncodeError, LookupError, AttributeError):
         return text.translate(_ASCII)
@@ -72,6 +75,7 @@ def paint(view: View, *, width: int = 100, colour: bool = False) -> str:
     parts: list[str] = []
     previous = None
     for block in view.blocks:
+        # Sentences stand together; every other block is set off by a blank line.
         if previous is not None and not (
             isinstance(block, Sentence) and isinstance(previous, Sentence)
         ):
@@ -91,6 +95,7 @@ def _wrapped(text: str, width: int, *, break_long_words: bool = True) -> list[st
 
 def _block(block: Block, width: int, colour: bool) -> Iterator[str]:
     if isinstance(block, Sentence):
+        # A path that is broken in two cannot be copied, so long words stay whole.
         for line in _wrapped(printable(block.text), width, break_long_words=False) or [""]:
             yield _toned(line, block.tone, colour)
     elif isinstance(block, Facts):
@@ -122,11 +127,13 @@ def _toned(text: str, tone: Tone, colour: bool) -> str:
 
 def curve(block: Curve, width: int) -> Iterator[str]:
     """The bars of a curve, and under them where it is pointed at."""
+    # Longer lines of bars do not say more.
     wide = max(10, min(width, _CURVE))
     yield spark(block.values, wide, errors=True)
     if block.marked is not None:
         column = group_of(block.marked, len(block.values), wide)
         label = printable(block.label)
+        # The label stands right of the mark, else left of it, else it is left out.
         if column + 2 + columns(label) <= width:
             yield " " * column + f"▲ {label}"
         elif column > columns(label):
@@ -138,6 +145,7 @@ def curve(block: Curve, width: int) -> Iterator[str]:
 def _sizes(branches: Sequence[Branch]) -> list[int]:
     """How wide label and cells of neighbours are, so that they line up."""
     sizes = [columns(printable(branch.label)) for branch in branches]
+    # One very long name must not push all its neighbours to the right.
     widths = [max((size for size in sizes if size <= _LABELS), default=0)]
     for column in range(max((len(branch.cells) for branch in branches), default=0)):
         cells = [branch.cells[column] for branch in branches if column < len(branch.cells)]
@@ -181,6 +189,7 @@ def _tone_of(severity: float) -> Tone:
 
 def columns(text: str) -> int:
     """How many columns a text takes; Chinese and Japanese signs take two."""
+    # Nearly every text; the Unicode tables are then not loaded.
     if text.isascii() or text.translate(_ASCII).isascii():
         return len(text)
     from unicodedata import combining, east_asian_width
@@ -206,6 +215,7 @@ def _grid(grid: Grid, width: int, colour: bool) -> Iterator[str]:
         max([len(title), *(columns(row[column]) for row in texts)])
         for column, title in enumerate(titles)
     ]
+    # Before lines are made: it also narrows the widths.
     shown = _fitting(grid, widths, width)
     numeric = [_is_numeric(grid, column) for column in range(len(grid.headings))]
 
@@ -267,6 +277,7 @@ def cut(text: str, width: int) -> str:
     if columns(text) <= width:
         return text
     short = shorten(text, width)
+    # `shorten` counts characters; wide ones need another cut.
     while columns(short) > width and len(short) > 1:
         short = shorten(text, len(short) - 1)
     return short

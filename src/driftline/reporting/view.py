@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
+# Tones say what a part means; each renderer decides on colours.
 Tone: TypeAlias = Literal["plain", "good", "bad", "doubtful", "quiet", "strong"]
 Value: TypeAlias = str | int | float | None
 

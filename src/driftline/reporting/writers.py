@@ -31,6 +31,7 @@ def safe(value: Any) -> Any:
         return {str(k): safe(v) for k, v in cast(dict[Any, Any], value).items()}
     if isinstance(value, (list, tuple)):
         return [safe(v) for v in cast(list[Any], value)]
+    # JSON has no nan and no infinity; readers of our files know these words.
     if isinstance(value, float):
         return number_to_json(value)
     return value
@@ -41,6 +42,7 @@ def safe(value: Any) -> Any:
 
 def write_csv(sheet: Sheet, stream: TextIO) -> None:
     """One line per row under a header."""
+    # Python's default is a carriage return and a newline, which line tools trip over.
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(sheet.headings)
     for line in sheet.lines:

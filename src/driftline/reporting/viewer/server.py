@@ -28,6 +28,7 @@ from driftline.reporting.html.tensors.pair import Region
 from driftline.reporting.html.tensors.statistics import Scale
 from driftline.reporting.viewer.session import RunsChanged, Session
 
+# Tensors of a model are confidential: no other machine may connect.
 HOST = "127.0.0.1"
 PORT = 8412
 _PORTS = 100
@@ -38,6 +39,7 @@ _MOST_WORKING = 4
 """Answers that are made at a time."""
 _READ_TIMEOUT = 30.0
 """Seconds a connection may keep silent."""
+# No other page may frame, read or cache what the viewer sends.
 _HEADERS = {
     "Content-Security-Policy": "frame-ancestors 'none'",
     "X-Frame-Options": "DENY",
@@ -59,6 +61,7 @@ def _number(query: Query, name: str, default: int | None = None) -> int:
     text = query.get(name)
     if text is None and default is not None:
         return default
+    # `isdigit` accepts digits of other scripts, and a long number would cost time to parse.
     if text is None or not text.isascii() or not text.isdigit() or len(text) > 15:
         raise BadInput(f"'{name}' must be a whole number")
     return int(text)
@@ -88,6 +91,7 @@ def _values(session: Session, query: Query) -> Any:
     return session.values(*_row(query), region)
 
 
+# Addresses are looked up here and never become paths of files.
 ENDPOINTS: dict[str, Answer] = {
     "api/sheet": lambda session, query: session.sheet(*_row(query)),
     "api/pictures": lambda session, query: session.pictures(*_row(query)),
@@ -119,6 +123,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, session: Session, port: int) -> None:
         self.session = session
+        # Other users of this machine can reach the port, but cannot guess this.
         self.token = secrets.token_urlsafe(24)
         self.readers = threading.BoundedSemaphore(_READERS)
         self.working = threading.BoundedSemaphore(_MOST_WORKING)
@@ -144,6 +149,7 @@ class Server(ThreadingHTTPServer):
         self.server_name, self.server_port = HOST, self.port
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        # Refused at once: waiting connections would hold threads.
         if not self.readers.acquire(blocking=False):
             self.shutdown_request(request)
             return
@@ -187,8 +193,10 @@ def open_server(session: Session, port: int | None = None) -> Server:
         try:
             return Server(session, number)
         except OSError as trouble:
+            # Taken or privileged ports are passed over; other errors are real.
             if trouble.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
+    # Port 0 lets the system choose a free one.
     return Server(session, 0)
 
 
@@ -226,6 +234,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(place, query_string)
         except DriftlineError as trouble:
             status = HTTPStatus.CONFLICT if isinstance(trouble, RunsChanged) else 422
+            # The page itself is read by a person, everything else by the front end.
             if place:
                 self._send_problem(status, str(trouble), trouble.hint)
             else:
@@ -254,11 +263,13 @@ class _Handler(BaseHTTPRequestHandler):
         """Why a question is not looked at; None if it is."""
         names = self.server.names
         hosts = self.headers.get_all("Host") or []
+        # Against DNS rebinding: a foreign name that leads to 127.0.0.1 is refused.
         if len(hosts) != 1 or hosts[0].strip().lower() not in names:
             return HTTPStatus.FORBIDDEN, "this is not the host that was asked for"
         allowed = [f"http://{name}" for name in names]
         if any(origin not in allowed for origin in self.headers.get_all("Origin") or []):
             return HTTPStatus.FORBIDDEN, "another page has no business here"
+        # An unread body would be taken for the next request on this connection.
         if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
             self.close_connection = True
             return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a question has no body"
@@ -267,6 +278,8 @@ class _Handler(BaseHTTPRequestHandler):
         presented = token.encode("utf-8", "replace")
         if not hmac.compare_digest(presented, self.server.token.encode()) or not slash:
             return HTTPStatus.FORBIDDEN, "the address lacks the token that was printed with it"
+        # Browsers state which page a request comes from; following a link to the page is
+        # allowed.
         came = self.headers.get("Sec-Fetch-Site", "none")
         navigates = self.headers.get("Sec-Fetch-Dest") == "document" and not place
         if came not in ("none", "same-origin") and not navigates:
@@ -292,6 +305,7 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError:
             raise BadInput("that is too much for one question") from None
         query = {name: texts[-1] for name, texts in words.items()}
+        # Few at a time: each answer may read millions of elements.
         with self.server.working:
             content = pack(endpoint(session, query))
         self._send(200, _BINARY, content)

@@ -63,6 +63,7 @@ class RowCache:
         threads: int | None = None,
         progress: Progress | None = None,
     ) -> None:
+        # Loaded once; the file may change while the viewer runs.
         if thresholds is not None and not isinstance(thresholds, Thresholds):
             thresholds = load_thresholds(thresholds)
         self._tolerance = Tolerance(thresholds=thresholds)
@@ -96,6 +97,7 @@ class RowCache:
         extra = [row for row in table.rows if row.status == "extra"]
         rows.sort(key=lambda row: (row.key.rank, row.key.process, row.order))
         table = table.with_rows((*rows, *extra))
+        # Only lone tensors can turn out to be conversions of one another.
         if plan.missing or plan.extra:
             table = with_conversions(table, reference, candidate, STANDARD, elementwise)
         table = table.with_rows(with_evidence(table.rows, plan.pairs, reference, candidate))
@@ -139,6 +141,7 @@ class Session:
     def __init__(self, make: Callable[[], Page], watched: Sequence[Path]) -> None:
         self._make = make
         self._watched = tuple(watched)
+        # Requests come from several threads; the page and its opened pairs change together.
         self._lock = threading.RLock()
         self._pairs: OrderedDict[int, OpenedPair] = OrderedDict()
         self._seen: Fingerprint = ()
@@ -154,6 +157,8 @@ class Session:
             DriftlineError: They cannot be compared as they are now; the page before stays.
         """
         with self._lock:
+            # A page is made anew only when somebody loads it, not while it is being
+            # read.
             if fingerprint(self._watched) != self._seen or self._cut_off():
                 self.page = self._made()
             return self.page
@@ -264,6 +269,7 @@ class Session:
 
     def _opened(self, row: int, generation: int) -> OpenedPair:
         with self._lock:
+            # Row numbers of an older page may now mean other tensors.
             if generation != self.generation:
                 raise RunsChanged(
                     "the runs have changed since this page was made", hint="reload the page"
@@ -274,6 +280,7 @@ class Session:
                 )
             cached = self._pairs.get(row)
             if cached is not None:
+                # The pair used longest ago is closed first.
                 self._pairs.move_to_end(row)
                 return cached
             page = self.page
@@ -296,6 +303,7 @@ def fingerprint(paths: Sequence[Path]) -> Fingerprint:
     entries: list[tuple[str, int, int]] = []
     for path in paths:
         indexes = [*path.glob(f"rank*/{INDEX}"), *path.glob(f"rank*/{PROCESS}")]
+        # Dumps of other programs have no index, so every file counts.
         if path.is_dir() and not indexes and not (path / MANIFEST).is_file():
             indexes = _everything(path)
         for file in (path, path / MANIFEST, *indexes):
@@ -325,6 +333,7 @@ def _everything(path: Path) -> list[Path]:
     listing: list[Path] = []
     for folder, _, files in os.walk(path):
         listing += [Path(folder, name) for name in files]
+        # Walking a folder of millions of files would stall every reload.
         if len(listing) > _LISTED:
             break
     return listing[:_LISTED]

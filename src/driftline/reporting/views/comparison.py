@@ -24,6 +24,7 @@ from driftline.reporting.view import (
     View,
 )
 
+# Siblings on either side of the first divergence that are shown for orientation.
 _NEIGHBOURS = 3
 _ERROR = "relative_l2"
 _FEWEST = 3
@@ -39,11 +40,13 @@ def where(table: Table) -> Branch:
     """The path to the first divergence, with the modules that ran around it on the last level."""
     first = table.first
     assert first is not None
+    # The site that is held responsible may contain the row that fails first.
     home = table.first_site or first.site
     parts = home.split(".") if home else [""]
     parent = ".".join(parts[:-1])
     sites = {row.site: None for row in table.rows if _belongs(row, first)}  # in their order
     siblings = [site for site in sites if site.rpartition(".")[0] == parent and site]
+    # A module that contains the fault may have no row of its own.
     if home not in siblings:
         siblings.append(home)
     index = siblings.index(home)
@@ -58,6 +61,7 @@ def where(table: Table) -> Branch:
             row.site not in worst or _badness(row) > _badness(worst[row.site])
         ):
             worst[row.site] = row
+        # Heat is value over limit, which only compared rows have.
         if row.compared:
             _heat(heats, shown, row)
     branches = tuple(
@@ -79,8 +83,10 @@ def where(table: Table) -> Branch:
 
 def along_depth(table: Table) -> list[Curve]:
     """How the error runs from the first site to the last, forward and backward."""
+    # Without an order of execution there is no depth.
     if not table.reference.ordered:
         return []
+    # One rank and step: mixing them would draw several models as one line.
     chosen = table.first or next((row for row in table.rows if row.compared), None)
     if chosen is None:
         return []
@@ -99,6 +105,7 @@ def along_depth(table: Table) -> list[Curve]:
     for side, (direction, _) in enumerate(_SIDES):
         values = errors[side] or nearness[side]
         metric = _ERROR if errors[side] else "value over limit"
+        # A line of zeros says nothing that the verdict does not.
         if len(values) >= _FEWEST and any(values.values()):
             curves.append(_curve(values, direction, table, metric))
     return curves
@@ -170,6 +177,7 @@ def _figure(row: Row) -> str:
 # A comparison table → a view: what was found and where, the worst rows, what was not compared.
 
 
+# As many as fit a terminal beside the tree; `--all` shows the rest.
 SHOWN_FAILING = 12
 SHOWN_ROWS = 5
 """At least so many rows, failing or not: how close the others came is worth a line."""
@@ -199,6 +207,7 @@ def view(table: Table, *, everything: bool = False) -> View:
     blocks += along_depth(table)
     coverage = table.coverage
     if coverage.compared:
+        # None lets the grid choose a number that fits the failures.
         most = len(table.rows) if everything else None
         blocks.append(grid(table, most=most))
     share = f"coverage: {coverage}"
@@ -306,6 +315,7 @@ def grid(table: Table, *, most: int | None = None) -> Grid:
 def _varies(table: Table) -> tuple[bool, bool]:
     """Whether rows are of several processes, and of several steps."""
     rows = table.rows
+    # A table on disk has counted these while it was written.
     if is_kept(rows):
         return len(rows.processes) > 1, rows.several_steps
     ranks = len({(row.rank, row.key.process) for row in rows}) > 1
@@ -323,6 +333,8 @@ def _recipes(table: Table) -> str:
             continue
         made += 1
         text = f"{row.reference_recipe} then {row.candidate_recipe}"
+        # Recipes are text in the table; the names of their steps are counted once per
+        # tensor.
         for kind in dict.fromkeys(re.findall(r"(?:^|then |\()([a-z]+)(?=\(| of)", text)):
             steps[kind] = steps.get(kind, 0) + 1
     if not made:
@@ -346,6 +358,7 @@ def _with_other_name(own: str, other: str) -> str:
 def _recipe(row: Row) -> str:
     """What was done to either side first."""
     sides = (("reference", row.reference_recipe), ("candidate", row.candidate_recipe))
+    # The same step on both sides is said once.
     if row.reference_recipe == row.candidate_recipe:
         return f"both: {row.reference_recipe}" if row.reference_recipe else ""
     return "; ".join(f"{side}: {recipe}" for side, recipe in sides if recipe)
@@ -359,6 +372,7 @@ def _metric_columns(table: Table, shown: Iterable[Row]) -> tuple[list[str], list
     """What a user asked for, and the usual; without the one that decides every row anyway."""
     rows = list(shown)
     deciding = {row.decided_by for row in rows}
+    # A metric that decides every row is in the column `value` already.
     present = {name for row in rows for name in row.metrics if deciding != {name}}
     standard = {metric.name for metric in STANDARD}
     limited: Collection[str] = table.limits.get("metrics", ())

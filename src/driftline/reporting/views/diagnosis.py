@@ -54,6 +54,7 @@ def _facts(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     if diagnosis.false_alarm_rate is not None:
         facts.append(("false alarms", f"about {diagnosis.false_alarm_rate:.2g} per clean site"))
     else:
+        # A rate needs several noise runs; with none the sentence says what is lacking.
         has_noise_runs = "noise_runs" in diagnosis.evidence
         facts.append(
             (
@@ -86,8 +87,10 @@ def _grid(diagnosis: Diagnosis, everything: bool, most: int) -> Grid:
         rest = [site for site in diagnosis.sites if site.status not in ("introduced", "clean")]
         rest.sort(key=lambda site: site.status == "unknown")  # may be most, where few were replayed
         clean = [site for site in diagnosis.sites if site.status == "clean"]
+        # If all is well, the sites nearest to their limits are worth a look.
         clean.sort(key=lambda site: -site.ratio if math.isfinite(site.ratio) else 0.0)
         shown = (guilty + rest)[:most] if guilty or rest else clean[:5]
+        # Chosen by importance, but read in order of execution.
         shown.sort(key=lambda site: site.order)
         title = "Sites" if guilty or rest else "Sites nearest to their limits"
     headings = (
@@ -116,6 +119,7 @@ def _cells(site: SiteFinding) -> tuple[Value, ...]:
 
 
 def _number(value: float) -> Value:
+    # NaN means not measured here, which a table shows as a dash.
     return None if math.isnan(value) else value
 
 

@@ -74,6 +74,7 @@ def write_graph(
         DriftlineError: The source cannot be believed, or an output exists.
     """
     require_level(level)
+    # Before anything is read or written.
     if metric and table is None:
         raise BadInput("--metric names a number of a comparison", hint="give one with --table DIR")
     place = output_for(Path(path), output, SUFFIX[to], force=force)
@@ -81,6 +82,7 @@ def write_graph(
     if table is not None and to == "model-explorer":
         stem = place.name.removesuffix(".json")
         data_files = tuple(place.with_name(f"{stem}{end}") for end in NODE_DATA)
+        # All outputs are checked first, so that none is written if one is in the way.
         for data_file in data_files:
             output_for(Path(path), data_file, "", force=force)
     compared = open_table(table) if table is not None and not isinstance(table, Table) else table
@@ -136,8 +138,10 @@ def findings_of(
     rows = table.rows
     first = min((row.key.step for row in rows), default=0) if step is None else step
     drawn = [row for row in rows if row.key.step == first and row.key.rank == rank]
+    # A comparison of another step is still better than an empty picture.
     for row in drawn or rows:
         finding = _finding(row, metric)
+        # Graphs may draw a module once, or once for each call.
         for name in (row.site, f"{row.site}#{row.key.visit}"):
             before = worst.get(name)
             if before is None or finding.badness < before.badness:
@@ -154,6 +158,7 @@ def _finding(row: Row, metric: str) -> Finding:
         figures["limit"] = float(row.limit)
     if row.compared:
         figures[SEVERITY] = float(row.severity)
+    # Colours follow value over limit, which can be compared between metrics.
     value = figures.get(metric, math.nan) if metric else float(row.severity)
     return Finding(row.status, value, _words(row, name, metric), figures)
 
@@ -178,6 +183,7 @@ def _about(table: Table, metric: str) -> dict[str, str]:
 
 def _unplaced(findings: Mapping[str, Finding], sites: set[str]) -> list[str]:
     lost = [site for site in findings if site not in sites]
+    # A few unplaced sites are normal at a coarse level; none at all is a mistake.
     if findings and len(lost) == len(findings):
         return [f"no site of the comparison is a node of the graph, {lost[0]} for one"]
     return []

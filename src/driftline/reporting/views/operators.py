@@ -97,6 +97,7 @@ def view(report: Report, *, everything: bool = False) -> View:
     rest = [row for row in report.rows if row.status != "fail" and row.slot]
     if everything:
         blocks.append(_grid(report, report.rows, "Outputs", everything=True))
+    # Figures that were asked for are shown even if nothing fails.
     elif report.metrics:
         blocks.append(_grid(report, failing + rest, "Outputs"))
     elif failing:
@@ -108,6 +109,7 @@ def view(report: Report, *, everything: bool = False) -> View:
         headings = (Heading("operators"), Heading("reason", stretch=True))
         left = len(lines) - len(shown)
         blocks.append(Grid(title, headings, tuple(shown), left, "--all shows every reason"))
+    # A remark on a passing output must not vanish behind the word pass.
     noted = [row for row in report.rows if row.status == "pass" and row.figures.reason]
     near = [row for row in noted if (row.figures.share or 0.0) < 100.0]
     plain = [row for row in noted if (row.figures.share or 0.0) >= 100.0]
@@ -132,6 +134,7 @@ def _bounds(rows: Sequence[OutputRow]) -> str:
     plain: dict[str, str] = {}
     grown: dict[str, set[int]] = {}
     for row in rows:
+        # A bound for long sums carries the number of terms in its name.
         name, _, terms = row.figures.bound_name.partition(", K=")
         if not name:
             continue
@@ -194,6 +197,7 @@ def _cells(report: Report, row: OutputRow, several: bool, mixed: bool) -> list[V
 
 def _share(percent: float | None) -> str | None:
     """Percent with four decimals, never rounded up to all of them."""
+    # Rounded down: 99.99999 % is not all elements.
     return None if percent is None else f"{math.floor(percent * 1e4) / 1e4:g}"
 
 
@@ -207,10 +211,12 @@ def write_csv(report: Report, folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"opcheck_result_{stamp}.csv"
+        # Two checks within one second must not overwrite each other.
         for number in range(1, 100):
             if not path.exists():
                 break
             path = folder / f"opcheck_result_{stamp}_{number}.csv"
+        # `x` refuses an existing file even if another process makes it meanwhile.
         with path.open("x", newline="", encoding="utf-8") as stream:
             print_csv(report, stream)
     except OSError as trouble:
@@ -257,6 +263,7 @@ def _executed(row: OutputRow) -> str:
 
 
 def _number(value: float | None) -> str:
+    # Sixteen decimals, as the original program writes them.
     return "" if value is None else f"{value:.16f}"
 
 

@@ -23,6 +23,7 @@ from driftline.reporting.views.run_tables import tables_of
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 
+# About two screens; `--all` shows every one.
 SHOWN_MODULES = 80
 
 
@@ -77,6 +78,7 @@ def module_grid(run: Run, records: Sequence[Record], *, everything: bool) -> Gri
         Heading("tensors"),
     )
     shown = lines if everything else lines[:SHOWN_MODULES]
+    # Ids exist only where a module tree was captured.
     if not has_ids:
         headings = headings[1:]
         shown = [Line(line.values[1:], line.tone) for line in shown]
@@ -101,6 +103,7 @@ def _node_lines(
         yield from _node_lines(child, name, depth + 1, counts, everything)
         alike = start + 1
         kind = _numbered(name)
+        # Equal layers of a stack are the bulk of every model and say the same.
         if kind is not None and not everything:
             pattern = _pattern(child)
             while (
@@ -185,6 +188,7 @@ def select(run: Run, globs: Sequence[str]) -> list[Record]:
     wanted: set[str] = set()
     for glob in globs:
         hits = fnmatch.filter(sites, glob)
+        # A glob that matches nothing is a typing error, not an empty result.
         if not hits:
             raise BadInput(
                 f"no site of {run.name} matches '{glob}'", hint=did_you_mean(glob, sites)
@@ -211,6 +215,7 @@ def view(
     ]
     if tensors or globs:
         blocks.append(_tensor_grid(run, records, everything))
+    # A checkpoint or an npz file has names only.
     elif is_file(records):
         blocks.append(file_grid(records, everything))
     else:
@@ -267,6 +272,7 @@ def sheet(run: Run, *, globs: Sequence[str] = (), statistics: bool = False) -> S
     lines: list[tuple[Value, ...]] = []
     for record in select(run, globs):
         key = record.key
+        # Computing reads every tensor, so it is done only on request.
         summary = _summary(run, record) if statistics else record.summary
         lines.append(
             (
@@ -398,6 +404,7 @@ def _figures(summary: Summary | None) -> tuple[Value, ...]:
     if summary is None:
         return (None,) * len(_STATISTICS)
     values = [getattr(summary, name) for name in _STATISTICS]
+    # Such a dump kept only some statistics.
     if math.isnan(summary.nan):
         return tuple(None if math.isnan(value) else value for value in values)
     return tuple(values)
@@ -416,11 +423,13 @@ def _summary(run: Run, record: Record) -> Summary | None:
         summary = kernel.summarize(values, DTYPES[record.dtype], count=math.prod(record.shape))
     except DriftlineError:
         return None
+    # The sketch is of no use to a reader.
     return summary._replace(sketch=())
 
 
 def _warnings(run: Run) -> list[str]:
     """What the program's own run noted, the same words once."""
+    # These events are bookkeeping, not warnings.
     quiet = ("step", "label", "estimate")
     texts = Counter(
         f"{event.get('kind')}: {event.get('message')}"

@@ -17,6 +17,7 @@ from driftline.runs.sidecars.operator_sheets import kind_of_sheet
 
 def tables_of(run: Run) -> Sequence[DumpTable]:
     """What a run or dump holds beside its tensors."""
+    # Dumps of other programs bring tables of their own.
     if isinstance(run, TreeRun):
         return run.tables()
     tables: list[DumpTable] = []
@@ -28,6 +29,7 @@ def tables_of(run: Run) -> Sequence[DumpTable]:
                 tables += graph_tables(run.sheet(name, rank, process), where)
                 continue
             kind = kind_of_sheet(name)
+            # Times are read from their text form; the csv form is for other programs.
             if kind is None or (kind == "operation_statistic" and name.endswith(".csv")):
                 continue
             text = run.sheet(name, rank, process)
@@ -43,6 +45,7 @@ def tables_of(run: Run) -> Sequence[DumpTable]:
 
 
 def _run_kernels(lines: Sequence[OperationLine], where: str) -> DumpTable:
+    # A kernel runs thousands of times; one line per kernel and place.
     alike: dict[tuple[str, str, str, str], list[float]] = {}
     for line in lines:
         operator, site, device = (

@@ -54,6 +54,7 @@ def sheet(thresholds: Thresholds) -> Sheet:
 
 
 def _cells(entry: Threshold) -> tuple[Value, ...]:
+    # Directions of metrics: a cosine must be high, a bias near zero, everything else low.
     sign = {"higher": ">=", "zero": "within +-"}.get(entry.direction, "<=")
     interval = "" if entry.interval is None else "{:.4g} to {:.4g}".format(*entry.interval)
     shapes = f"{len(entry.shapes)} shapes" if len(entry.shapes) != 1 else "1 shape"
