@@ -14,7 +14,7 @@ from hypothesis.extra.numpy import arrays
 
 from driftline.errors import BadFile
 from driftline.reporting.html.document import numbers, words
-from driftline.reporting.html.page import armoured, disarmoured, pack, unpack
+from driftline.reporting.html.page import decode_container, encode_container, pack, unpack
 
 _ARRAYS = st.sampled_from(["<f8", "<f4", "<i4", "<u4", "<u2", "u1"]).flatmap(
     lambda kind: arrays(np.dtype(kind), st.integers(0, 20))
@@ -51,9 +51,9 @@ def same(put: Any, got: Any) -> bool:
 def test_a_document_comes_back_as_it_was(document: dict[str, Any]) -> None:
     content = pack(document)
     assert same(document, unpack(content))
-    letters = armoured(content)
+    letters = encode_container(content)
     assert set(letters) <= set(string.ascii_letters + string.digits + "+/=")
-    assert disarmoured(letters) == content
+    assert decode_container(letters) == content
 
 
 def test_a_name_that_is_no_text_is_no_reason_to_fail() -> None:

@@ -19,7 +19,7 @@ from driftline.alignment.recipe import Recipe, Step
 from driftline.errors import BadInput, DriftlineError
 from driftline.numerics.dtypes import DTYPES
 from driftline.reporting.html.tensors import pictures as made
-from driftline.reporting.html.tensors.outliers import suspects
+from driftline.reporting.html.tensors.outliers import outlier_slices
 from driftline.reporting.html.tensors.pair import OpenedPair, Region, open_pair
 from driftline.reporting.html.tensors.statistics import error_histogram, histogram, statistics
 from driftline.runs.memory import MemorySink
@@ -239,7 +239,7 @@ def test_a_bad_token_stands_out() -> None:
     ours = RANDOM.normal(size=(1, 64, 48)).astype(np.float32)
     theirs = ours + 1e-6 * RANDOM.normal(size=ours.shape).astype(np.float32)
     theirs[0, 7:10] += 0.1
-    first = suspects(opened(ours, theirs))[0]
+    first = outlier_slices(opened(ours, theirs))[0]
     assert (first.axis, first.extent, sorted(first.places)) == ("token", 64, [7, 8, 9])
     assert first.sentence == "tokens 7–9 (3 of 64) hold all of the squared error"
     assert sum(first.share) == pytest.approx(1.0)
@@ -249,22 +249,24 @@ def test_a_bad_head_is_found_among_the_channels_and_on_its_own_axis() -> None:
     ours = RANDOM.normal(size=(2, 16, 256)).astype(np.float32)
     theirs = ours + 1e-6 * RANDOM.normal(size=ours.shape).astype(np.float32)
     theirs[..., 64:96] *= 1.1
-    assert all(one.axis != "head" for one in suspects(opened(ours, theirs, site="layers.0.mlp")))
-    found = suspects(opened(ours, theirs, site="layers.0.self_attn.q_proj"))
+    assert all(
+        one.axis != "head" for one in outlier_slices(opened(ours, theirs, site="layers.0.mlp"))
+    )
+    found = outlier_slices(opened(ours, theirs, site="layers.0.self_attn.q_proj"))
     head = next(one for one in found if one.axis == "head")
     assert head.places == (2,) and head.extent == 8
     assert head.sentence == (
         "head 2 of 8, if heads are 32 channels wide, holds all of the squared error"
     )
     turned = [side.reshape(2, 16, 8, 32).transpose(0, 2, 1, 3) for side in (ours, theirs)]
-    first = suspects(opened(*turned))[0]
+    first = outlier_slices(opened(*turned))[0]
     assert (first.axis, first.places) == ("head", (2,))
 
 
 def test_noise_everywhere_singles_out_nobody() -> None:
     ours = RANDOM.normal(size=(2, 32, 64)).astype(np.float32)
     theirs = ours + 1e-3 * RANDOM.normal(size=ours.shape).astype(np.float32)
-    found = suspects(opened(ours, theirs))
+    found = outlier_slices(opened(ours, theirs))
     assert found and all(one.standing_out == 0 for one in found)
     assert all(one.sentence.startswith("the error is spread over the") for one in found)
 
@@ -273,7 +275,7 @@ def test_a_one_sided_infinity_is_a_suspect_though_it_has_no_error_to_sum() -> No
     ours = RANDOM.normal(size=(8, 16)).astype(np.float32)
     theirs = ours.copy()
     theirs[5, 3] = np.inf
-    first = suspects(opened(ours, theirs))[0]
+    first = outlier_slices(opened(ours, theirs))[0]
     assert first.places in ((5,), (3,)) and first.value == (math.inf,)
     assert "not finite on one side only" in first.sentence
 

@@ -16,7 +16,7 @@ from driftline.comparison.table.table import Table
 from driftline.errors import AlreadyThere, BadFile, BadInput, DriftlineError
 from driftline.reporting.html.dataflow import flow_of
 from driftline.reporting.html.document import outline, page_data
-from driftline.reporting.html.page import disarmoured, unpack
+from driftline.reporting.html.page import decode_container, unpack
 from driftline.reporting.html.report import page_of, report
 from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
@@ -57,7 +57,7 @@ def data_in(text: str) -> dict[str, Any]:
     """What the page holds, read out of its HTML."""
     found = re.search(r'<script type="application/octet-stream" id="data">([^<]*)</script>', text)
     assert found is not None
-    return unpack(disarmoured(found[1]))
+    return unpack(decode_container(found[1]))
 
 
 def text_of(*words: Any, **more: Any) -> str:

@@ -148,7 +148,7 @@ def test_colours_only_on_a_terminal_and_never_where_they_are_refused(
 def test_the_line_of_errors_points_at_the_first_divergence() -> None:
     (curve,) = [b for b in comparison.view(planted()).blocks if isinstance(b, Curve)]
     assert len(curve.values) == 18 and curve.label == "model.layers.3.mlp.gate"
-    assert curve.at == 10 and curve.values[10] == pytest.approx(1, rel=1e-3)
+    assert curve.marked == 10 and curve.values[10] == pytest.approx(1, rel=1e-3)
     bars, pointer = terminal.curve(curve, 80)
     assert bars[9] < bars[10] == "█" and pointer.index("▲") == 10
 

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from driftline.reporting.views.operators import Report
 
 
+# A summary is read in a browser between other steps: the worst few rows are enough.
 WORST = 20
+# Lines under one failed case; CI servers store them for every run.
 _DETAILS = 20
 Outcome: TypeAlias = Literal["pass", "fail", "skipped"]
 
@@ -80,6 +82,7 @@ def of_table(table: Table, command: str = "compare") -> Checks:
     failing = sum(row.status == "fail" for row in table.rows)
     compared = table.coverage.compared
     count = f"{failing} of {counted(compared, 'compared tensor')} fail; coverage: {table.coverage}"
+    # The site that diagnosis of the table names goes before the first failing row.
     first = table.first_site or (table.first.site if table.first is not None else "")
     return Checks(
         command,
@@ -87,6 +90,7 @@ def of_table(table: Table, command: str = "compare") -> Checks:
         table.finding or table.verdict,
         first,
         count,
+        # A table on disk may have millions of rows, which must not all be held.
         cases if is_kept(table.rows) else tuple(cases),
         _table_summary(table, command, count),
     )
@@ -116,6 +120,7 @@ class SiteCases(Iterable[Case]):
 
     def _step_by_step(self, rows: KeptRows) -> Iterator[Case]:
         extra: dict[_Place, list[Row]] = {}
+        # Extra rows stand at the end of a table, but belong to the cases of their step.
         if rows.coverage.extra:
             for row in rows:
                 if row.status == "extra":
@@ -123,6 +128,7 @@ class SiteCases(Iterable[Case]):
         others = (row for row in rows if row.status != "extra")
         for _, some in itertools.groupby(others, key=lambda row: _place(row)[:3]):
             yield from self._of(some, extra)
+        # Sites that only the candidate has were in no step above.
         yield from self._of([row for left in extra.values() for row in left], {})
 
     def _of(self, rows: Iterable[Row], more: dict[_Place, list[Row]]) -> Iterator[Case]:
@@ -142,34 +148,37 @@ def _place(row: Row) -> _Place:
     return row.key.rank, row.key.process, row.key.step, row.key.site
 
 
-def of_diagnosis(found: Diagnosis) -> Checks:
+def of_diagnosis(diagnosed: Diagnosis) -> Checks:
     """A diagnosis: a case for each site, which fails where it introduces error."""
     from driftline.reporting.views import diagnosis
 
+    # Inherited and amplified errors pass: a case fails only where error begins.
     outcomes: dict[str, Outcome] = {"introduced": "fail", "unknown": "skipped"}
     cases = [
         Case(
-            (each.site or "(root)") + ("" if each.direction == "forward" else f" {each.direction}"),
-            each.site.rpartition(".")[0],
-            outcomes.get(each.status, "pass"),
-            (each.reason or each.cause or each.status) if each.status in outcomes else "",
-            (f"status {each.status}, error {number(each.error)}, cause {each.cause or 'unknown'}",)
-            if each.status == "introduced"
+            (site.site or "(root)") + ("" if site.direction == "forward" else f" {site.direction}"),
+            site.site.rpartition(".")[0],
+            outcomes.get(site.status, "pass"),
+            (site.reason or site.cause or site.status) if site.status in outcomes else "",
+            (f"status {site.status}, error {number(site.error)}, cause {site.cause or 'unknown'}",)
+            if site.status == "introduced"
             else (),
         )
-        for each in found.sites
+        for site in diagnosed.sites
     ]
     guilty = sum(case.outcome == "fail" for case in cases)
-    count = f"{guilty} of {counted(len(cases), 'site')} introduce error; coverage: {found.coverage}"
-    finding = str(found) or found.verdict
+    count = (
+        f"{guilty} of {counted(len(cases), 'site')} introduce error; coverage: {diagnosed.coverage}"
+    )
+    finding = str(diagnosed) or diagnosed.verdict
     return Checks(
         "diagnose",
-        found.exit_code == 0,
+        diagnosed.exit_code == 0,
         finding,
-        found.first_site,
+        diagnosed.first_site,
         count,
         tuple(cases),
-        _headed("diagnose", diagnosis.view(found, most=WORST)),
+        _headed("diagnose", diagnosis.view(diagnosed, most=WORST)),
     )
 
 
@@ -194,6 +203,7 @@ def of_operators(report: Report) -> Checks:
         f"right; {cover.unchecked} could not be checked"
     )
     first = next((row.call.site for row in report.rows if row.status == "fail"), "")
+    # Pass is earned: where nothing could be checked, nothing passed.
     passed = bool(cover.passed) and not cover.failed
     return Checks(
         "opcheck",
@@ -215,13 +225,13 @@ def of_verdicts(verdicts: Sequence[Verdict], lines: Callable[[Verdict], Iterable
     """
     cases = [
         Case(
-            each.options.id,
-            each.options.model,
-            "pass" if each.passed else "fail",
-            "" if each.passed else each.complaint or "tokens differ",
-            () if each.passed else tuple(lines(each)),
+            verdict.options.id,
+            verdict.options.model,
+            "pass" if verdict.passed else "fail",
+            "" if verdict.passed else verdict.complaint or "tokens differ",
+            () if verdict.passed else tuple(lines(verdict)),
         )
-        for each in verdicts
+        for verdict in verdicts
     ]
     bad = [case for case in cases if case.outcome == "fail"]
     count = f"{len(bad)} of {counted(len(cases), 'model and shape', 'models and shapes')} fail"
@@ -244,16 +254,18 @@ def of_verdicts(verdicts: Sequence[Verdict], lines: Callable[[Verdict], Iterable
 def _site_case(name: str, group: str, rows: Sequence[Row]) -> Case:
     failing = [row for row in rows if row.status == "fail"]
     if failing:
+        # The worst first, because its line becomes the message of the case; NaN is worst.
         failing.sort(key=lambda row: -math.inf if math.isnan(row.severity) else -row.severity)
-        said = tuple(_said(row) for row in failing[:_DETAILS])
-        return Case(name, group, "fail", said[0], said)
+        details = tuple(_failure_text(row) for row in failing[:_DETAILS])
+        return Case(name, group, "fail", details[0], details)
     if any(row.status == "pass" for row in rows):
         return Case(name, group, "pass")
+    # Nothing was judged here, so the case is skipped, not passed.
     reason = rows[0].reason or rows[0].status
     return Case(name, group, "skipped", f"{rows[0].status}: {reason}")
 
 
-def _said(row: Row) -> str:
+def _failure_text(row: Row) -> str:
     where = f"{row.port} {row.slot}"
     value = row.metrics.get(row.decided_by)
     if value is None:
@@ -305,6 +317,7 @@ def write_github(checks: Checks, stream: TextIO, summary: str = "") -> None:
     try:
         with Path(summary).open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(markdown.paint(_bounded(checks.summary)) + "\n")
+    # The verdict must reach the runner even if the summary does not.
     except OSError as trouble:
         why = trouble.strerror or type(trouble).__name__
         print(f"driftline: the summary cannot be written to {summary}: {why}", file=sys.stderr)
@@ -316,15 +329,17 @@ def commands(checks: Checks) -> list[str]:
     lines: list[str] = []
     if not checks.passed:
         where = f"{title}: {checks.first}" if checks.first else title
+        # One error only: GitHub shows ten annotations of a step at most.
         lines.append(_command("error", where, checks.finding))
     lines.append(_command("notice", title, checks.tally))
     return lines
 
 
 def _command(kind: str, title: str, text: str) -> str:
+    # Names come from files of others and may hold control characters.
     shown = shorten(printable(title), _LONGEST)
-    said = shorten(printable(text), _LONGEST_TEXT)
-    return f"::{kind} title={_property(shown)}::{_data(said)}"
+    message = shorten(printable(text), _LONGEST_TEXT)
+    return f"::{kind} title={_property(shown)}::{_data(message)}"
 
 
 def _data(text: str) -> str:
@@ -342,6 +357,7 @@ def _property(text: str) -> str:
     >>> _property("a: b, c")
     'a%3A b%2C c'
     """
+    # Properties are separated by commas and ended by colons.
     return _data(text).replace(":", "%3A").replace(",", "%2C")
 
 
@@ -372,6 +388,7 @@ def _bounded(view: View) -> View:
 
 def write_junit(checks: Checks, stream: TextIO) -> None:
     """The whole document, ended by a newline."""
+    # A case of its own: a run may fail though no single site does, such as by coverage.
     verdict = Case(
         "verdict",
         f"driftline {checks.command}",
@@ -379,12 +396,13 @@ def write_junit(checks: Checks, stream: TextIO) -> None:
         "" if checks.passed else checks.finding,
         () if checks.passed else (checks.finding, checks.tally),
     )
-    found = Counter(case.outcome for case in checks.cases) + Counter([verdict.outcome])
+    # Cases are walked twice, as JUnit states the counts before the cases.
+    outcomes = Counter(case.outcome for case in checks.cases) + Counter([verdict.outcome])
     counts = _attributes(
-        tests=found.total(),
-        failures=found["fail"],
+        tests=outcomes.total(),
+        failures=outcomes["fail"],
         errors=0,
-        skipped=found["skipped"],
+        skipped=outcomes["skipped"],
         time=0,
     )
     suite = _attribute(f"driftline {checks.command}")

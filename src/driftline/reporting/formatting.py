@@ -23,6 +23,7 @@ def number(value: float | int | None) -> str:
         return str(value)
     if not math.isfinite(value):
         return str(value)
+    # Three digits would write every good cosine as 1.
     if 0.99 < value < 1:
         return f"{value:.5f}" if 1 - value >= 1e-4 else f"1-{1 - value:.2g}"
     return f"{value:.3g}"
@@ -47,6 +48,7 @@ def size(count: int) -> str:
     """
     amount, unit = float(count), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
+        # 999.5 would be rounded to 1000 of the smaller unit.
         if amount < 999.5 or unit == "TB":
             break
         amount /= 1000
@@ -70,6 +72,7 @@ def ranges(numbers: Iterable[int]) -> str:
     """
     parts: list[str] = []
     start = last = None
+    # The None at the end closes the last range.
     for value in [*sorted(set(numbers)), None]:
         if last is not None and (value is None or value != last + 1):
             parts.append(str(start) if start == last else f"{start}-{last}")
@@ -101,6 +104,7 @@ def shorten(text: str, width: int) -> str:
         return text
     if width < 4:
         return text[:width]
+    # Two thirds for the end: it names the layer, the beginning is the same for all.
     tail = (width - 1) * 2 // 3
     return text[: width - 1 - tail] + "…" + text[len(text) - tail :]
 
@@ -132,19 +136,20 @@ def spark(values: Sequence[float | None], width: int = WIDTH, *, errors: bool = 
     """
     if len(values) > width:
         values = [_largest(group) for group in grouped(values, width)]
-    known = [v for v in values if v is not None and math.isfinite(v)]
-    positive = [v for v in known if v > 0]
-    if not known:
+    finite = [v for v in values if v is not None and math.isfinite(v)]
+    positive = [v for v in finite if v > 0]
+    if not finite:
         return "".join(" " if v is None else BEYOND for v in values).rstrip()
-    least = min(positive, default=0.0) if errors else min(known)
-    wide = least > 0 and max(known) / least > 10
+    # A logarithm has no place for the zeros of exact sites; they get the lowest bar.
+    least = min(positive, default=0.0) if errors else min(finite)
+    wide = least > 0 and max(finite) / least > 10
 
     def scale(value: float) -> float:
         return math.log(max(value, least)) if wide else value
 
     low = scale(least)
     # Values that hardly move look so.
-    high = max(scale(max(known)), low if wide else low + 0.2 * abs(max(known, key=abs)))
+    high = max(scale(max(finite)), low if wide else low + 0.2 * abs(max(finite, key=abs)))
     bars: list[str] = []
     for value in values:
         if value is None:
@@ -159,20 +164,22 @@ def spark(values: Sequence[float | None], width: int = WIDTH, *, errors: bool = 
 
 def grouped(values: Sequence[float | None], width: int) -> list[Sequence[float | None]]:
     """As many neighbours together as it takes for `width` groups."""
+    # Rounded edges, so that groups differ by one value at most.
     edges = [round(i * len(values) / width) for i in range(width + 1)]
     return [values[a:b] for a, b in pairwise(edges)]
 
 
-def group_of(at: int, count: int, width: int) -> int:
+def group_of(index: int, count: int, width: int) -> int:
     """In which group a value is."""
     if count <= width:
-        return at
+        return index
     edges = [round(i * count / width) for i in range(width + 1)]
-    return next(number for number, (a, b) in enumerate(pairwise(edges)) if a <= at < b)
+    return next(number for number, (a, b) in enumerate(pairwise(edges)) if a <= index < b)
 
 
 def _largest(group: Sequence[float | None]) -> float | None:
     beyond = [v for v in group if v is not None and not math.isfinite(v)]
+    # A group with NaN or infinity must show it, however many finite values are beside.
     if beyond:
         return beyond[0]
     return max((v for v in group if v is not None), key=abs, default=None)
@@ -184,6 +191,7 @@ def heat(severity: float) -> str:
     >>> heat(0.0), heat(0.5), heat(1.0), heat(30.0), heat(float("nan"))
     ('▁', '▆', '▇', '█', '█')
     """
+    # What is not finite is as hot as can be shown.
     if math.isnan(severity) or severity == math.inf:
         return BARS[-1]
     if severity <= 0:

@@ -8,14 +8,15 @@ from driftline.reporting.formatting import number
 from driftline.reporting.terminal import curve, printable
 from driftline.reporting.view import Block, Branch, Curve, Facts, Grid, Sentence, Value, View
 
+# Code blocks do not wrap; wider ones would scroll.
 _CURVE = 80
 
 
 def paint(view: View) -> str:
     """The view as GitHub-flavoured Markdown that ends with a newline."""
     lines: list[str] = []
-    for at, block in enumerate(view.blocks):
-        if at:
+    for index, block in enumerate(view.blocks):
+        if index:
             lines.append("")
         lines += _block(block)
     return "\n".join(lines) + "\n"
@@ -34,6 +35,7 @@ def _block(block: Block) -> Iterator[str]:
         yield _escaped(block.title)
         yield ""
         yield "```text"
+        # Bars line up only in a fixed-width font, hence the code block.
         yield from curve(block, _CURVE)
         yield "```"
     else:
@@ -45,11 +47,12 @@ def _block(block: Block) -> Iterator[str]:
 
 
 def _branch(branch: Branch, depth: int) -> Iterator[str]:
+    # A backtick in a name would end the code span.
     label = "`" + printable(branch.label).replace("`", "'") + "`"
     if branch.tone in ("bad", "strong"):
         label = f"**{label}**"
-    said = [*branch.cells, *([branch.remark] if branch.remark else [])]
-    yield "  " * depth + " ".join([f"- {label}", *(_escaped(each) for each in said if each)])
+    words = [*branch.cells, *([branch.remark] if branch.remark else [])]
+    yield "  " * depth + " ".join([f"- {label}", *(_escaped(word) for word in words if word)])
     for child in branch.below:
         yield from _branch(child, depth + 1)
 

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from driftline.runs.records import Record
     from driftline.runs.run import Run
 
+# Names longer than this would push the numbers out of a cell's width.
 _LONGEST = 120
+# Notebooks are saved with their output, so long tables are cut here too.
 _ROWS = 40
 _PAIRS = 10
 _MONO = "font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12px;line-height:1.4"
@@ -52,16 +54,17 @@ _EDGE = "border-bottom:1px solid rgba(128,128,128,0.35)"
 
 def table_html(table: Table) -> str:
     """A comparison: the finding, where it sits, the worst rows."""
+    # On use: a notebook that never shows a table need not load it.
     from driftline.reporting.views import comparison
 
     return paint(comparison.view(table))
 
 
-def diagnosis_html(found: Diagnosis) -> str:
+def diagnosis_html(diagnosed: Diagnosis) -> str:
     """A diagnosis: what was found, and the sites that matter."""
     from driftline.reporting.views import diagnosis
 
-    return paint(diagnosis.view(found))
+    return paint(diagnosis.view(diagnosed))
 
 
 def run_html(run: Run) -> str:
@@ -95,19 +98,23 @@ def plan_view(plan: Plan) -> View:
     lone = (("Only in the reference", plan.missing), ("Only in the candidate", plan.extra))
     for title, records in lone:
         if records:
-            lines = tuple(Line(_record(each), "doubtful") for each in records[:_PAIRS])
+            lines = tuple(Line(_record(record), "doubtful") for record in records[:_PAIRS])
             headings = (Heading("tensor"), Heading("dtype"), Heading("shape"))
             blocks.append(Grid(title, headings, lines, len(records) - len(lines)))
     return View(tuple(blocks))
 
 
 def _pair(pair: Pair) -> tuple[Value, ...]:
-    ours, theirs = pair.reference, pair.candidate
-    dtype = ours.dtype if ours.dtype == theirs.dtype else f"{ours.dtype} | {theirs.dtype}"
-    sizes = shape(ours.shape)
-    if ours.shape != theirs.shape:
-        sizes += f" | {shape(theirs.shape)}"
-    return (str(ours.key), str(theirs.key), pair.by, pair.confidence, dtype, sizes)
+    reference, candidate = pair.reference, pair.candidate
+    dtype = (
+        reference.dtype
+        if reference.dtype == candidate.dtype
+        else f"{reference.dtype} | {candidate.dtype}"
+    )
+    sizes = shape(reference.shape)
+    if reference.shape != candidate.shape:
+        sizes += f" | {shape(candidate.shape)}"
+    return (str(reference.key), str(candidate.key), pair.by, pair.confidence, dtype, sizes)
 
 
 def _record(record: Record) -> tuple[Value, ...]:
@@ -136,6 +143,7 @@ def _block(block: Block) -> Iterator[str]:
         yield from _grid(block)
     elif isinstance(block, Curve):
         yield f'<div style="opacity:0.65;margin-top:4px">{_text(block.title)}</div>'
+        # Names under the bars come from a run and are escaped like all others.
         bars = "\n".join(escape(line) for line in curve(block, 90))
         yield f'<pre style="margin:0;background:none;{_MONO};line-height:1.1">{bars}</pre>'
     else:
@@ -151,10 +159,10 @@ def _tree(tree: Tree) -> Iterator[str]:
 
 def _branch(branch: Branch, depth: int) -> Iterator[str]:
     mark = "" if branch.heat is None else f"{heat(branch.heat)} "
-    said = " ".join(_text(each) for each in (*branch.cells, branch.remark) if each)
+    words = " ".join(_text(word) for word in (*branch.cells, branch.remark) if word)
     yield (
         f'<div style="padding-left:{18 * depth}px;{_MONO};{_STYLES[branch.tone]}">'
-        f"{mark}{_text(branch.label)}{' ' if said else ''}{said}</div>"
+        f"{mark}{_text(branch.label)}{' ' if words else ''}{words}</div>"
     )
     for child in branch.below:
         yield from _branch(child, depth + 1)

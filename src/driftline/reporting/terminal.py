@@ -25,6 +25,7 @@ _CODES: dict[Tone, str] = {
     "strong": "\x1b[1m",
 }
 _RESET = "\x1b[0m"
+# Blanks between columns.
 _GAP = 2
 _LEAST_STRETCH = 16
 _LEAST_LEGIBLE = 8
@@ -42,6 +43,7 @@ _ASCII = str.maketrans("▁▂▃▄▅▆▇█│└├─…→◀▲", ".:-=
 
 def width_of(stream: TextIO) -> int:
     columns = settings.columns()
+    # COLUMNS wins, as users and tests set it to fix the width.
     if columns <= 0 and sys.__stdout__ is not None:  # as `shutil` does it, which loads more
         with contextlib.suppress(OSError, ValueError):
             columns = os.get_terminal_size(sys.__stdout__.fileno()).columns
@@ -61,6 +63,7 @@ def show(view: View, stream: TextIO | None = None) -> None:
 def written_for(stream: TextIO, text: str) -> str:
     """The text with our own signs in ASCII where the stream cannot write them."""
     try:
+        # Three signs stand for all of ours: an encoding has either all of them or none.
         "▁└…".encode(stream.encoding or "utf-8")
     except (UnicodeEncodeError, LookupError, AttributeError):
         return text.translate(_ASCII)
@@ -72,6 +75,7 @@ def paint(view: View, *, width: int = 100, colour: bool = False) -> str:
     parts: list[str] = []
     previous = None
     for block in view.blocks:
+        # Sentences stand together; every other block is set off by a blank line.
         if previous is not None and not (
             isinstance(block, Sentence) and isinstance(previous, Sentence)
         ):
@@ -91,15 +95,16 @@ def _wrapped(text: str, width: int, *, break_long_words: bool = True) -> list[st
 
 def _block(block: Block, width: int, colour: bool) -> Iterator[str]:
     if isinstance(block, Sentence):
+        # A path that is broken in two cannot be copied, so long words stay whole.
         for line in _wrapped(printable(block.text), width, break_long_words=False) or [""]:
             yield _toned(line, block.tone, colour)
     elif isinstance(block, Facts):
         longest = max((len(name) for name, _ in block.pairs), default=0)
         for name, value in block.pairs:
             room = max(20, width - longest - 2)
-            said = _wrapped(shorten(printable(value), _FACT_LINES * room), room) or [""]
-            yield f"{_toned(name.ljust(longest), 'quiet', colour)}  {said[0]}"
-            for line in said[1:]:
+            lines = _wrapped(shorten(printable(value), _FACT_LINES * room), room) or [""]
+            yield f"{_toned(name.ljust(longest), 'quiet', colour)}  {lines[0]}"
+            for line in lines[1:]:
                 yield f"{' ' * longest}  {line}"
     elif isinstance(block, Grid):
         yield from _grid(block, width, colour)
@@ -122,27 +127,30 @@ def _toned(text: str, tone: Tone, colour: bool) -> str:
 
 def curve(block: Curve, width: int) -> Iterator[str]:
     """The bars of a curve, and under them where it is pointed at."""
+    # Longer lines of bars do not say more.
     wide = max(10, min(width, _CURVE))
     yield spark(block.values, wide, errors=True)
-    if block.at is not None:
-        at = group_of(block.at, len(block.values), wide)
+    if block.marked is not None:
+        column = group_of(block.marked, len(block.values), wide)
         label = printable(block.label)
-        if at + 2 + columns(label) <= width:
-            yield " " * at + f"▲ {label}"
-        elif at > columns(label):
-            yield " " * (at - columns(label) - 1) + f"{label} ▲"
+        # The label stands right of the mark, else left of it, else it is left out.
+        if column + 2 + columns(label) <= width:
+            yield " " * column + f"▲ {label}"
+        elif column > columns(label):
+            yield " " * (column - columns(label) - 1) + f"{label} ▲"
         else:
-            yield " " * at + "▲"
+            yield " " * column + "▲"
 
 
 def _sizes(branches: Sequence[Branch]) -> list[int]:
     """How wide label and cells of neighbours are, so that they line up."""
     sizes = [columns(printable(branch.label)) for branch in branches]
-    found = [max((size for size in sizes if size <= _LABELS), default=0)]
-    for at in range(max((len(branch.cells) for branch in branches), default=0)):
-        cells = [branch.cells[at] for branch in branches if at < len(branch.cells)]
-        found.append(max(columns(printable(cell)) for cell in cells))
-    return found
+    # One very long name must not push all its neighbours to the right.
+    widths = [max((size for size in sizes if size <= _LABELS), default=0)]
+    for column in range(max((len(branch.cells) for branch in branches), default=0)):
+        cells = [branch.cells[column] for branch in branches if column < len(branch.cells)]
+        widths.append(max(columns(printable(cell)) for cell in cells))
+    return widths
 
 
 def _branch(
@@ -161,8 +169,8 @@ def _branch(
         del parts[1]
     yield lead + mark + _toned(cut(text, room), branch.tone, colour)
     inner = _sizes(branch.below)
-    for at, child in enumerate(branch.below):
-        last = at == len(branch.below) - 1
+    for index, child in enumerate(branch.below):
+        last = index == len(branch.below) - 1
         yield from _branch(
             child,
             below + ("└─ " if last else "├─ "),
@@ -181,6 +189,7 @@ def _tone_of(severity: float) -> Tone:
 
 def columns(text: str) -> int:
     """How many columns a text takes; Chinese and Japanese signs take two."""
+    # Nearly every text; the Unicode tables are then not loaded.
     if text.isascii() or text.translate(_ASCII).isascii():
         return len(text)
     from unicodedata import combining, east_asian_width
@@ -203,16 +212,18 @@ def _grid(grid: Grid, width: int, colour: bool) -> Iterator[str]:
     texts = [[_text(value) for value in line.values] for line in grid.lines]
     titles = [heading.title for heading in grid.headings]
     widths = [
-        max([len(title), *(columns(row[at]) for row in texts)]) for at, title in enumerate(titles)
+        max([len(title), *(columns(row[column]) for row in texts)])
+        for column, title in enumerate(titles)
     ]
+    # Before lines are made: it also narrows the widths.
     shown = _fitting(grid, widths, width)
-    numeric = [_is_numeric(grid, at) for at in range(len(grid.headings))]
+    numeric = [_is_numeric(grid, column) for column in range(len(grid.headings))]
 
     def joined(cells: list[str]) -> str:
         placed: list[str] = []
-        for at in shown:
-            cell = cut(cells[at], widths[at])
-            placed.append((_right if numeric[at] else _left)(cell, widths[at]))
+        for column in shown:
+            cell = cut(cells[column], widths[column])
+            placed.append((_right if numeric[column] else _left)(cell, widths[column]))
         return cut((" " * _GAP).join(placed).rstrip(), max(width, _LEAST_STRETCH))
 
     yield _toned(joined(titles), "quiet", colour)
@@ -230,28 +241,34 @@ def _fitting(grid: Grid, widths: list[int], width: int) -> list[int]:
     shown = list(range(len(grid.headings)))
 
     def total() -> int:
-        return sum(widths[at] for at in shown) + _GAP * (len(shown) - 1)
+        return sum(widths[column] for column in shown) + _GAP * (len(shown) - 1)
 
-    stretching = [at for at in shown if grid.headings[at].stretch]
+    stretching = [column for column in shown if grid.headings[column].stretch]
 
     def spare(least: int) -> int:
-        return sum(max(0, widths[at] - least) for at in stretching if at in shown)
+        return sum(max(0, widths[column] - least) for column in stretching if column in shown)
 
-    for at in reversed(range(len(grid.headings))):
+    for column in reversed(range(len(grid.headings))):
         # Shortening long names a little is better than losing a column of numbers.
-        if total() - spare(2 * _LEAST_STRETCH) > width and not grid.headings[at].essential:
-            shown.remove(at)
-    for at in reversed(range(len(grid.headings))):
+        if total() - spare(2 * _LEAST_STRETCH) > width and not grid.headings[column].essential:
+            shown.remove(column)
+    for column in reversed(range(len(grid.headings))):
         # Hardly any width: what is left must still say where, and how much. A name that is cut to
         # less than this no longer says which layer it is.
-        few = at in shown and not grid.headings[at].kept and any(h.kept for h in grid.headings)
+        few = (
+            column in shown
+            and not grid.headings[column].kept
+            and any(h.kept for h in grid.headings)
+        )
         if few and total() - spare(_TELLING) > width:
-            shown.remove(at)
+            shown.remove(column)
     for least in (2 * _LEAST_STRETCH, _LEAST_STRETCH, _LEAST_LEGIBLE):
-        for at in sorted(stretching, key=lambda at: -widths[at]):
-            if at in shown and total() > width:
-                narrow = max(least, widths[at] - (total() - width), len(grid.headings[at].title))
-                widths[at] = min(widths[at], narrow)
+        for column in sorted(stretching, key=lambda column: -widths[column]):
+            if column in shown and total() > width:
+                narrow = max(
+                    least, widths[column] - (total() - width), len(grid.headings[column].title)
+                )
+                widths[column] = min(widths[column], narrow)
     return shown
 
 
@@ -260,13 +277,14 @@ def cut(text: str, width: int) -> str:
     if columns(text) <= width:
         return text
     short = shorten(text, width)
+    # `shorten` counts characters; wide ones need another cut.
     while columns(short) > width and len(short) > 1:
         short = shorten(text, len(short) - 1)
     return short
 
 
-def _is_numeric(grid: Grid, at: int) -> bool:
-    values = [line.values[at] for line in grid.lines if line.values[at] is not None]
+def _is_numeric(grid: Grid, column: int) -> bool:
+    values = [line.values[column] for line in grid.lines if line.values[column] is not None]
     return bool(values) and all(isinstance(value, (int, float)) for value in values)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
+# Tones say what a part means; each renderer decides on colours.
 Tone: TypeAlias = Literal["plain", "good", "bad", "doubtful", "quiet", "strong"]
 Value: TypeAlias = str | int | float | None
 
@@ -100,13 +101,13 @@ class Curve(NamedTuple):
     Attributes:
         title: What is shown.
         values: One per place; None where there is none.
-        at: Which of them is pointed at; None for none.
+        marked: Which of them is pointed at; None for none.
         label: What that one is.
     """
 
     title: str
     values: tuple[float | None, ...]
-    at: int | None = None
+    marked: int | None = None
     label: str = ""
 
 

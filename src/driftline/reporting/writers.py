@@ -31,6 +31,7 @@ def safe(value: Any) -> Any:
         return {str(k): safe(v) for k, v in cast(dict[Any, Any], value).items()}
     if isinstance(value, (list, tuple)):
         return [safe(v) for v in cast(list[Any], value)]
+    # JSON has no nan and no infinity; readers of our files know these words.
     if isinstance(value, float):
         return number_to_json(value)
     return value
@@ -41,6 +42,7 @@ def safe(value: Any) -> Any:
 
 def write_csv(sheet: Sheet, stream: TextIO) -> None:
     """One line per row under a header."""
+    # Python's default is a carriage return and a newline, which line tools trip over.
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(sheet.headings)
     for line in sheet.lines:
@@ -53,21 +55,21 @@ def write_csv(sheet: Sheet, stream: TextIO) -> None:
 Format: TypeAlias = Literal["table", "json", "csv", "markdown", "github", "junit"]
 
 
-def checks(found: Checks, format: Literal["github", "junit"], stream: TextIO) -> None:
+def checks(results: Checks, format: Literal["github", "junit"], stream: TextIO) -> None:
     """Write checks for CI; with github also the summary of the step, where there is one."""
     if format == "junit":
         from driftline.reporting import ci
 
-        ci.write_junit(found, stream)
+        ci.write_junit(results, stream)
     else:
         from driftline import settings
         from driftline.reporting import ci
 
-        ci.write_github(found, stream, settings.step_summary())
+        ci.write_github(results, stream, settings.step_summary())
 
 
 def table(
-    found: Table,
+    compared: Table,
     format: Format,
     stream: TextIO,
     *,
@@ -77,7 +79,7 @@ def table(
     """Write a table to a stream.
 
     Args:
-        found: The table.
+        compared: The table.
         format: table for people; json and csv for programs, always whole; markdown for a review;
             github and junit for CI.
         stream: Where to.
@@ -87,36 +89,36 @@ def table(
     if format in ("github", "junit"):
         from driftline.reporting.ci import of_table
 
-        checks(of_table(found, command), format, stream)
+        checks(of_table(compared, command), format, stream)
         return
     if format == "json":
         import json
 
         # Compact lines: one row each reads and diffs well, and 100 000 rows stay bearable.
-        head = json.dumps(found.head_as_json(), ensure_ascii=False, allow_nan=False, indent=1)
+        head = json.dumps(compared.head_as_json(), ensure_ascii=False, allow_nan=False, indent=1)
         stream.write(head.removesuffix("\n}") + ',\n "rows": [')
-        for at, row in enumerate(found.rows):
-            stream.write(",\n  " if at else "\n  ")
+        for index, row in enumerate(compared.rows):
+            stream.write(",\n  " if index else "\n  ")
             stream.write(json.dumps(row.as_json(), ensure_ascii=False, allow_nan=False))
-        stream.write("\n ]\n}\n" if len(found.rows) else "]\n}\n")
+        stream.write("\n ]\n}\n" if len(compared.rows) else "]\n}\n")
     elif format == "csv":
         from driftline.comparison.table.files import write_csv
 
-        write_csv(found, stream)
+        write_csv(compared, stream)
     elif format == "markdown":
         from driftline.reporting import markdown
         from driftline.reporting.views import comparison
 
-        stream.write(markdown.paint(comparison.view(found, everything=everything)))
+        stream.write(markdown.paint(comparison.view(compared, everything=everything)))
     else:
         from driftline.reporting import terminal
         from driftline.reporting.views import comparison
 
-        terminal.show(comparison.view(found, everything=everything), stream)
+        terminal.show(comparison.view(compared, everything=everything), stream)
 
 
 def diagnosis(
-    found: Diagnosis,
+    diagnosed: Diagnosis,
     format: Literal["table", "json", "markdown", "github", "junit"],
     stream: TextIO,
     *,
@@ -126,12 +128,12 @@ def diagnosis(
     if format in ("github", "junit"):
         from driftline.reporting.ci import of_diagnosis
 
-        checks(of_diagnosis(found), format, stream)
+        checks(of_diagnosis(diagnosed), format, stream)
         return
     if format == "json":
         import json
 
-        json.dump(found.as_json(), stream, ensure_ascii=False, allow_nan=False, indent=1)
+        json.dump(diagnosed.as_json(), stream, ensure_ascii=False, allow_nan=False, indent=1)
         stream.write("\n")
         return
     from driftline.reporting.views import diagnosis as report
@@ -139,8 +141,8 @@ def diagnosis(
     if format == "markdown":
         from driftline.reporting import markdown
 
-        stream.write(markdown.paint(report.view(found, everything=everything)))
+        stream.write(markdown.paint(report.view(diagnosed, everything=everything)))
     else:
         from driftline.reporting import terminal
 
-        terminal.show(report.view(found, everything=everything), stream)
+        terminal.show(report.view(diagnosed, everything=everything), stream)

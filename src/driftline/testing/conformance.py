@@ -111,22 +111,22 @@ class FormatConformance(ABC):
 
     def test_a_file_cut_anywhere_is_refused_in_a_sentence(self, tmp_path: Path) -> None:
         for path, _ in self._files(tmp_path):
-            whole = path.read_bytes()
-            cuts = {0, 1, 7, 8, 9, len(whole) // 2, len(whole) - 1}
-            for cut in sorted(c for c in cuts if c < len(whole)):
-                self._survives(tmp_path / f"cut{self.suffix}", whole[:cut])
+            content = path.read_bytes()
+            cuts = {0, 1, 7, 8, 9, len(content) // 2, len(content) - 1}
+            for cut in sorted(c for c in cuts if c < len(content)):
+                self._survives(tmp_path / f"cut{self.suffix}", content[:cut])
 
     def test_damaged_bytes_never_end_in_anything_but_a_sentence(self, tmp_path: Path) -> None:
         dice = random.Random(11)
         for path, _ in self._files(tmp_path):
-            whole = path.read_bytes()
+            content = path.read_bytes()
             for _ in range(self.damages // (8 if self.one_tensor else 1)):
-                hurt = bytearray(whole)
+                hurt = bytearray(content)
                 for _ in range(dice.randint(1, 8)):
                     # Headers lie at the ends; most of the damage should meet them.
                     reach = min(len(hurt), dice.choice((64, 512, len(hurt))))
-                    at = dice.randrange(reach)
-                    hurt[at if dice.random() < 0.7 else -1 - at] = dice.randrange(256)
+                    offset = dice.randrange(reach)
+                    hurt[offset if dice.random() < 0.7 else -1 - offset] = dice.randrange(256)
                 self._survives(tmp_path / f"hurt{self.suffix}", bytes(hurt))
 
     def _survives(self, path: Path, content: bytes) -> None:
@@ -212,7 +212,7 @@ class TreeConformance(ABC):
 
     def test_a_damaged_file_is_a_loss_with_a_reason(self, tmp_path: Path) -> None:
         folder = self._dump(tmp_path)
-        whole = len(self.format.open(folder))
+        count = len(self.format.open(folder))
         victim = self.tensor_files(folder)[1]
         content = victim.read_bytes()
         damages: dict[str, Callable[[], object]] = {
@@ -230,7 +230,7 @@ class TreeConformance(ABC):
             assert run.losses, name
             assert all(loss.reason and "\n" not in loss.reason for loss in run.losses), name
             if self.one_file_each:
-                assert len(run) == whole and lost == 1, name
+                assert len(run) == count and lost == 1, name
             _remove(victim)
 
     def test_links_do_not_lead_out_of_the_dump(self, tmp_path: Path) -> None:
@@ -252,13 +252,13 @@ class TreeConformance(ABC):
     def test_a_link_to_a_file_of_the_dump_is_read(self, tmp_path: Path) -> None:
         folder = self._dump(tmp_path)
         first, second = self.tensor_files(folder)[:2]
-        whole = len(self.format.open(folder))
+        count = len(self.format.open(folder))
         _remove(second)
         second.symlink_to(os.path.relpath(first, second.parent))
         run = self.format.open(folder)
         assert not run.losses
         if self.one_file_each:
-            assert len(run) == whole
+            assert len(run) == count
         _read(run)
 
 

@@ -409,7 +409,7 @@ def topology(
     script.end(drawn)
     size = f"{counted(drawn.nodes, 'node')}, {counted(drawn.edges, 'edge')}"
     print(printable(f"driftline: {size} in {drawn.place}"), file=sys.stderr)
-    for file, content in zip(drawn.beside, ("numbers", "statuses"), strict=False):
+    for file, content in zip(drawn.data_files, ("numbers", "statuses"), strict=False):
         print(printable(f"  {content} of the comparison in {file}"), file=sys.stderr)
     for note in drawn.notes:
         print(printable(f"  note: {note}"), file=sys.stderr)

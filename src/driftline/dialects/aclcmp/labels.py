@@ -45,7 +45,7 @@ def set_task_id() -> None:
     Sets `AIT_CMP_TASK_ID` to `{pid}_{round}`, rounds counted from 1. The Ascend library in this
     process dumps into a folder of that name; processes started from now on inherit it.
     """
-    settings.set_label_task(f"{os.getpid()}_{_HERE.next_round()}")
+    settings.set_label_task(f"{os.getpid()}_{_PROCESS.next_round()}")
 
 
 def set_label(
@@ -85,16 +85,16 @@ def set_label(
         raise BadConfig("an 'acl' label needs data_val or tensor_path")
     value = None if data_val is None else _value(data_val)
     place = "" if tensor_path is None else os.fspath(tensor_path)
-    _HERE.keep(data_src, data_id, value, place)
+    _PROCESS.keep(data_src, data_id, value, place)
 
 
-def _value(given: Any) -> Value:
+def _value(data: Any) -> Value:
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(given, torch.Tensor):
-        return _of_torch(given, torch)
-    if isinstance(given, np.ndarray | np.generic):
-        return _of_numpy(np.asarray(cast("Any", given)))
-    raise BadConfig(f"data_val is a torch tensor or a numpy array, not {type(given).__name__}")
+    if torch is not None and isinstance(data, torch.Tensor):
+        return _of_torch(data, torch)
+    if isinstance(data, np.ndarray | np.generic):
+        return _of_numpy(np.asarray(cast("Any", data)))
+    raise BadConfig(f"data_val is a torch tensor or a numpy array, not {type(data).__name__}")
 
 
 def _of_torch(tensor: Any, torch: Any) -> Value:
@@ -121,7 +121,7 @@ def _of_numpy(array: np.ndarray[Any, np.dtype[Any]]) -> Value:
     return Value(dtype, array.shape, flat.reshape(-1).view(np.uint8))
 
 
-class _Here:
+class _ProcessLabels:
     """What this process has labelled. A forked child begins anew."""
 
     def __init__(self) -> None:
@@ -192,12 +192,12 @@ def _finalize_with_multiprocessing(act: Any) -> None:
         util.Finalize(None, act, exitpriority=0)
 
 
-_HERE = _Here()
+_PROCESS = _ProcessLabels()
 
 
 def _after_fork() -> None:
-    _HERE.lock = threading.Lock()  # its holder, if there was one, is not in this process
-    _HERE.forget()
+    _PROCESS.lock = threading.Lock()  # its holder, if there was one, is not in this process
+    _PROCESS.forget()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -153,16 +153,22 @@ def paired(labels: Sequence[Label]) -> list[tuple[Label | None, Label | None]]:
     for sides in groups.values():
         own: list[tuple[Label, Label]] = []
         for process in dict.fromkeys(label.process for label in sides["pta"]):
-            mine = [[one for one in side if one.process == process] for side in sides.values()]
-            own += zip(*mine, strict=False)
-        taken = {label for couple in own for label in map(_name, couple)}
-        ptas, acls = ([one for one in side if _name(one) not in taken] for side in sides.values())
+            by_side = [
+                [entry for entry in side if entry.process == process] for side in sides.values()
+            ]
+            own += zip(*by_side, strict=False)
+        paired_names = {label for couple in own for label in map(_name, couple)}
+        ptas, acls = (
+            [entry for entry in side if _name(entry) not in paired_names] for side in sides.values()
+        )
         couples += own
-        both = min(len(ptas), len(acls))
-        couples += zip(ptas[:both], acls[:both], strict=True)
-        couples += [(pta, None) for pta in ptas[both:]]
-        couples += [(None, acl) for acl in acls[both:]]
-    return sorted(couples, key=lambda couple: min(one.time for one in couple if one is not None))
+        count = min(len(ptas), len(acls))
+        couples += zip(ptas[:count], acls[:count], strict=True)
+        couples += [(pta, None) for pta in ptas[count:]]
+        couples += [(None, acl) for acl in acls[count:]]
+    return sorted(
+        couples, key=lambda couple: min(entry.time for entry in couple if entry is not None)
+    )
 
 
 def _name(label: Label) -> tuple[str, int]:
@@ -173,10 +179,10 @@ Sides = tuple[Labelled | None, Labelled | None]
 
 
 def _opened(store: Path, pta: Label | None, acl: Label | None) -> Sides:
-    ours = None if pta is None else _from_store(store, pta)
+    reference = None if pta is None else _from_store(store, pta)
     if acl is None or acl.file:
-        return ours, None if acl is None else _from_store(store, acl)
-    return ours, _from_dump(acl, ours)
+        return reference, None if acl is None else _from_store(store, acl)
+    return reference, _from_dump(acl, reference)
 
 
 def _from_store(store: Path, label: Label) -> Labelled:
@@ -195,15 +201,15 @@ def _from_dump(label: Label, partner: Labelled | None) -> Labelled:
         return Labelled(label, label.tensor_path, trouble=str(trouble))
     expected = None if partner is None else (partner.dtype, partner.shape)
     try:
-        found = read_dumped(path, expected)
+        dumped = read_dumped(path, expected)
     except (DriftlineError, OSError, ValueError) as trouble:
         return Labelled(label, str(path), trouble=str(trouble))
-    return Labelled(label, str(path), found.dtype, found.shape, found.trouble, found.fetch)
+    return Labelled(label, str(path), dumped.dtype, dumped.shape, dumped.trouble, dumped.fetch)
 
 
 def _measured(couples: Sequence[Sides], task: str, threads: int | None) -> Table:
-    ours = _LabelRun(f"pta labels of task {task}" if task else "pta labels")
-    theirs = _LabelRun(f"acl labels of task {task}" if task else "acl labels")
+    reference = _LabelRun(f"pta labels of task {task}" if task else "pta labels")
+    candidate = _LabelRun(f"acl labels of task {task}" if task else "acl labels")
     pairs: list[Pair] = []
     missing: list[Record] = []
     extra: list[Record] = []
@@ -212,20 +218,30 @@ def _measured(couples: Sequence[Sides], task: str, threads: int | None) -> Table
         if pta is not None and acl is not None:
             # The same numbers with and without an axis of one are still the same numbers.
             shape = pta.shape if _squeezed(pta.shape) == _squeezed(acl.shape) else acl.shape
-            one, other = ours.add(key, order, pta, pta.shape), theirs.add(key, order, acl, shape)
+            reference_record, candidate_record = (
+                reference.add(key, order, pta, pta.shape),
+                candidate.add(key, order, acl, shape),
+            )
             why = "; ".join(
                 f"{side.label.source}: {side.trouble}" for side in (pta, acl) if side.trouble
             )
             # Judged as what it is: a tensor that should have been compared and could not be read.
-            pairs.append(Pair(one, other, "map", trouble=f"{LOST}: {why}" if why else ""))
+            pairs.append(
+                Pair(
+                    reference_record,
+                    candidate_record,
+                    "map",
+                    trouble=f"{LOST}: {why}" if why else "",
+                )
+            )
         elif pta is not None:
-            missing.append(ours.add(key, order, pta, pta.shape))
+            missing.append(reference.add(key, order, pta, pta.shape))
             reasons["reference", key] = _NO_ACL
         elif acl is not None:
-            extra.append(theirs.add(key, order, acl, acl.shape))
+            extra.append(candidate.add(key, order, acl, acl.shape))
             reasons["candidate", key] = _NO_PTA
     plan = Plan(tuple(pairs), tuple(missing), tuple(extra), reasons=reasons)
-    return judge(measure(plan, ours, theirs, elementwise=elementwise, threads=threads))
+    return judge(measure(plan, reference, candidate, elementwise=elementwise, threads=threads))
 
 
 def _keys(couples: Sequence[Sides]) -> list[TensorKey]:
@@ -252,11 +268,11 @@ def _lines(table: Table, couples: Sequence[Sides]) -> Iterator[list[Cell]]:
             if side is None:
                 line += ["", "", ""]
             else:
-                known = bool(side.dtype)
+                readable = bool(side.dtype)
                 line += [
                     side.path,
-                    f"torch.{side.dtype}" if known else "",
-                    listed(side.shape) if known else "",
+                    f"torch.{side.dtype}" if readable else "",
+                    listed(side.shape) if readable else "",
                 ]
         line.append(str(row.compared))
         for name in _MEASURED:

@@ -242,30 +242,30 @@ def find_dumped(label: Label) -> Path:
     Raises:
         BadInput: It is in none of the folders; the sentence lists them.
     """
-    given = Path(label.tensor_path)
-    if given.is_absolute():
-        if given.is_file():
-            return given
-        raise BadInput(f"{given} does not exist")
+    wanted = Path(label.tensor_path)
+    if wanted.is_absolute():
+        if wanted.is_file():
+            return wanted
+        raise BadInput(f"{wanted} does not exist")
     looked: list[str] = []
     for folder in _folders(label):
-        path = folder / given
+        path = folder / wanted
         looked.append(str(path))
         if _inside(folder, path):
             return path
     if logs := label.roots.get(settings.ACL_LOGS):
         tokens = Path(logs, "tensors", f"thread_{label.pid}")
-        found = [each for each in _below_a_token(tokens, given) if _inside(tokens, each)]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            names = ", ".join(each.relative_to(tokens).parts[0] for each in found[:8])
+        matches = [match for match in _below_a_token(tokens, wanted) if _inside(tokens, match)]
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            names = ", ".join(match.relative_to(tokens).parts[0] for match in matches[:8])
             raise BadInput(
-                f"{len(found)} tokens have {given} (in {tokens}: {names}); "
+                f"{len(matches)} tokens have {wanted} (in {tokens}: {names}); "
                 f"begin tensor_path with one of them"
             )
-        looked.append(str(tokens / "*" / given))
-    raise BadInput(f"{given} does not exist; looked for {', '.join(looked)}")
+        looked.append(str(tokens / "*" / wanted))
+    raise BadInput(f"{wanted} does not exist; looked for {', '.join(looked)}")
 
 
 def _folders(label: Label) -> Iterator[Path]:
@@ -278,10 +278,10 @@ def _folders(label: Label) -> Iterator[Path]:
     yield Path(label.folder)
 
 
-def _below_a_token(folder: Path, given: PurePath) -> Iterator[Path]:
+def _below_a_token(folder: Path, wanted: PurePath) -> Iterator[Path]:
     if folder.is_dir():
-        for token in sorted(folder.iterdir(), key=lambda each: (len(each.name), each.name)):
-            yield token / given
+        for token in sorted(folder.iterdir(), key=lambda entry: (len(entry.name), entry.name)):
+            yield token / wanted
 
 
 def _inside(folder: Path, path: Path) -> bool:
@@ -309,11 +309,13 @@ def read_dumped(path: Path, expected: tuple[str, tuple[int, ...]] | None) -> Dum
     if len(run) != 1:
         raise BadFile(f"{path} holds {len(run)} tensors, not one")
     record = run.records[0]
-    known = record.dtype in DTYPES
+    supported = record.dtype in DTYPES
     trouble = run.lost(record)
     if not trouble and record.kept != "full":
         trouble = f"{path} holds a description of the tensor and no values"
-    return Dumped(record.dtype if known else "", record.shape, trouble, partial(run.raw, record))
+    return Dumped(
+        record.dtype if supported else "", record.shape, trouble, partial(run.raw, record)
+    )
 
 
 def _raw(path: Path, expected: tuple[str, tuple[int, ...]], refused: BadFile) -> Dumped:

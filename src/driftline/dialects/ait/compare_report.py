@@ -147,7 +147,7 @@ def _free_name(folder: Path) -> Path:
 
 def report_rows(table: Table, plan: Plan, reference: Run, candidate: Run) -> Iterator[list[Cell]]:
     """The report's lines under `COLUMNS`, in the order of the table."""
-    ours, theirs = _Side(reference, "reference"), _Side(candidate, "candidate")
+    reference_side, candidate_side = _Side(reference, "reference"), _Side(candidate, "candidate")
     # One tensor may be in several pairs (parts of a fused one); the table keeps their order.
     pairs: dict[TensorKey, deque[Pair]] = {}
     for pair in plan.pairs:
@@ -157,21 +157,31 @@ def report_rows(table: Table, plan: Plan, reference: Run, candidate: Run) -> Ite
     own: list[tuple[Run, dict[TensorKey, Pair]]] = []
     if any(row.by == CONVERSION for row in table.rows):
         own = [(run, conversions_of(run)) for run in (reference, candidate)]
-    for at, row in enumerate(table.rows):
+    for index, row in enumerate(table.rows):
         if row.by == CONVERSION:
-            run, known = next(side for side in own if row.key in side[1])
-            here = _Side(run, "reference").cells(row, (known[row.key].reference,))
-            there = _Side(run, "candidate").cells(row, (known[row.key].candidate,))
+            run, pair_of_key = next(side for side in own if row.key in side[1])
+            reference_cells = _Side(run, "reference").cells(row, (pair_of_key[row.key].reference,))
+            candidate_cells = _Side(run, "candidate").cells(row, (pair_of_key[row.key].candidate,))
         elif row.status == "missing":
-            here, there = ours.cells(row, (alone[row.key],)), [""] * 6
+            reference_cells, candidate_cells = (
+                reference_side.cells(row, (alone[row.key],)),
+                [""] * 6,
+            )
         elif row.status == "extra":
-            here, there = [""] * 6, theirs.cells(row, (extra[row.key],))
+            reference_cells, candidate_cells = (
+                [""] * 6,
+                candidate_side.cells(row, (extra[row.key],)),
+            )
         else:
             pair = pairs[row.key].popleft()
-            here = ours.cells(row, _sources(pair.reference, pair.reference_recipe))
-            there = theirs.cells(row, _sources(pair.candidate, pair.candidate_recipe))
+            reference_cells = reference_side.cells(
+                row, _sources(pair.reference, pair.reference_recipe)
+            )
+            candidate_cells = candidate_side.cells(
+                row, _sources(pair.candidate, pair.candidate_recipe)
+            )
         measured = [_cell(row.metrics.get(name)) for name in _MEASURED]
-        yield [row.step, at, *here, *there, *measured, _reason(row)]
+        yield [row.step, index, *reference_cells, *candidate_cells, *measured, _reason(row)]
 
 
 def _sources(record: Record, recipe: Recipe | None) -> tuple[Record, ...]:
@@ -195,9 +205,9 @@ class _Side:
     def cells(self, row: Row, sources: Sequence[Record]) -> list[Cell]:
         """Path, dtype, shape, max, min and mean; a tensor put together has several paths."""
         record = sources[0]
-        ours = self.name == "reference"
-        dtype = (row.reference_dtype if ours else row.candidate_dtype) or record.dtype
-        shape = row.reference_shape if ours else row.candidate_shape
+        is_reference = self.name == "reference"
+        dtype = (row.reference_dtype if is_reference else row.candidate_dtype) or record.dtype
+        shape = row.reference_shape if is_reference else row.candidate_shape
         shape = record.shape if shape is None else shape
         figures = self._figures(row, record, as_stored=len(sources) == 1 and shape == record.shape)
         return [
@@ -214,8 +224,8 @@ class _Side:
         if measured is not None and not (strange and as_stored):
             return measured
         if record.kept not in ("full", "sample") or self.run.lost(record):
-            known = record.summary
-            return None if known is None else Figures(known.max, known.min, known.mean)
+            summary = record.summary
+            return None if summary is None else Figures(summary.max, summary.min, summary.mean)
         try:
             return figures_of(self.run, record)
         except (DriftlineError, OSError, ValueError, KeyError):
@@ -223,8 +233,8 @@ class _Side:
 
 
 def _measured_figures(metrics: Mapping[str, Number], side: str) -> Figures | None:
-    found = [metrics.get(f"{side}_{what}") for what in ("max", "min", "mean")]
-    high, low, mean = found
+    figures = [metrics.get(f"{side}_{what}") for what in ("max", "min", "mean")]
+    high, low, mean = figures
     if high is None or low is None or mean is None:
         return None
     return Figures(high, low, mean)
@@ -278,20 +288,20 @@ def _reason(row: Row) -> str:
 
 def figures_leave_out(row: Row) -> str:
     """Which elements of a compared row its figures are not about; empty when they are of all."""
-    said: list[str] = []
+    remarks: list[str] = []
     if apart := int(row.metrics.get("one_sided", 0)):
-        at = row.metrics.get("one_sided_at")
-        where = "" if at is None else f", the first at index {int(at)}"
-        said.append(f"{_elements(apart)} NaN or Inf on one side only{where}")
+        index = row.metrics.get("one_sided_at")
+        where = "" if index is None else f", the first at index {int(index)}"
+        remarks.append(f"{_elements(apart)} NaN or Inf on one side only{where}")
     strange = [
         int(row.metrics.get(f"{side}_nan", 0)) + int(row.metrics.get(f"{side}_inf", 0))
         for side in ("reference", "candidate")
     ]
     if any(strange) and not apart:
-        said.append(f"{_elements(max(strange))} NaN, Inf or a mask's lowest value on both sides")
-    if said:
-        said.append("the figures are over the other elements")
-    return "; ".join(said)
+        remarks.append(f"{_elements(max(strange))} NaN, Inf or a mask's lowest value on both sides")
+    if remarks:
+        remarks.append("the figures are over the other elements")
+    return "; ".join(remarks)
 
 
 def _elements(count: int) -> str:

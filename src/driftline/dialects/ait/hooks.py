@@ -78,12 +78,12 @@ class DumpConfig:
 Item = TypeVar("Item")
 
 
-def _list_of(kind: type[Item], name: str, given: object, default: list[Item]) -> list[Item]:
-    if given is None:
+def _list_of(kind: type[Item], name: str, argument: object, default: list[Item]) -> list[Item]:
+    if argument is None:
         return default
-    if not isinstance(given, list | tuple | range):
-        raise BadConfig(f"{name} is a list, not {given!r}")
-    items = list(cast("Sequence[object]", given))
+    if not isinstance(argument, list | tuple | range):
+        raise BadConfig(f"{name} is a list, not {argument!r}")
+    items = list(cast("Sequence[object]", argument))
     for item in items:
         if not isinstance(item, kind) or isinstance(item, bool):
             raise BadConfig(f"{name} is a list of {kind.__name__}, and {item!r} is none")

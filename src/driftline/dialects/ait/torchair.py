@@ -86,11 +86,11 @@ def get_fx_dump_config() -> Any:
 
 def _unused(path: Path) -> Path:
     """The path, or one with a number where two are asked for within a second."""
-    count, found = 0, path
-    while found.exists():
+    count, free_path = 0, path
+    while free_path.exists():
         count += 1
-        found = path.with_name(f"{path.name}_{count}")
-    return found
+        free_path = path.with_name(f"{path.name}_{count}")
+    return free_path
 
 
 def _compiler_config() -> Any:

@@ -96,15 +96,15 @@ def wait_until_saved() -> None:
         store.flush()
 
 
-def _class_names(given: object) -> frozenset[str]:
-    if given is None:
+def _class_names(argument: object) -> frozenset[str]:
+    if argument is None:
         return frozenset()
-    names = (given,) if isinstance(given, str) else given
+    names = (argument,) if isinstance(argument, str) else argument
     if not isinstance(names, Iterable):
-        raise BadConfig(f"target_class_names is a str or a list of str, not {given!r}")
+        raise BadConfig(f"target_class_names is a str or a list of str, not {argument!r}")
     listed = list(cast(Iterable[object], names))
     if not all(isinstance(name, str) for name in listed):
-        raise BadConfig(f"target_class_names is a str or a list of str, not {given!r}")
+        raise BadConfig(f"target_class_names is a str or a list of str, not {argument!r}")
     return frozenset(cast(list[str], listed))
 
 
@@ -148,8 +148,8 @@ class _Saver:
             if type(leaf.layer).__name__ in self.names:
                 self.engine.after_forward(leaf.layer, self._activation(leaf))
                 self._watch_parameters(leaf)
-        found = {type(leaf.layer).__name__ for leaf in leaves}
-        for name in sorted(self.names - found):
+        class_names = {type(leaf.layer).__name__ for leaf in leaves}
+        for name in sorted(self.names - class_names):
             hint = did_you_mean(name, {type(leaf.layer).__name__ for leaf in leaves if leaf.called})
             print_to_stderr(
                 f"no leaf layer is a {name!r}: nothing to save of it" + (f"; {hint}" * bool(hint))
@@ -247,7 +247,7 @@ class _Tree:
         self.files = SavedFiles(lambda path, problem: self.stopped(path.stem, problem))
         self._told = False
         self._seen: set[Path] = set()
-        if any(isinstance(one, _Tree) and one.path == path for one in _STORES):
+        if any(isinstance(store, _Tree) and store.path == path for store in _STORES):
             print_to_stderr(
                 f"another registration saves into {path} too: both count their tensors from 0"
             )
@@ -274,8 +274,10 @@ class _Tree:
             return
         first = not self._seen
         self._seen.add(folder)
-        mine = sum(isinstance(one, _Tree) and one.path == self.path for one in _STORES) == 1
-        if first and mine and next(folder.glob("*.npy"), None) is not None:
+        only_store = (
+            sum(isinstance(store, _Tree) and store.path == self.path for store in _STORES) == 1
+        )
+        if first and only_store and next(folder.glob("*.npy"), None) is not None:
             print_to_stderr(
                 f"{self.path} holds tensors of an earlier run: those of the same name are replaced,"
                 " the others stay"

@@ -132,18 +132,18 @@ def survey(a: Path, b: Path) -> Survey:
     places: list[Places] = []
     absent: list[str] = []
     for kind in KINDS:
-        ours, theirs = _ranks(a / kind), _ranks(b / kind)
-        if not ours and not theirs:
+        ranks_a, ranks_b = _ranks(a / kind), _ranks(b / kind)
+        if not ranks_a and not ranks_b:
             absent.append(f"neither tree holds {kind}")
             continue
-        for ranks, others, missing in ((ours, theirs, b), (theirs, ours, a)):
+        for ranks, others, missing in ((ranks_a, ranks_b, b), (ranks_b, ranks_a, a)):
             lone = [str(rank) for rank in ranks if rank not in others]
             if lone:
                 noun = "rank" if len(lone) == 1 else "ranks"
                 absent.append(f"{kind}: {missing} has no {noun} {', '.join(lone)}")
-        for rank in ours:
-            if rank in theirs:
-                places.append(_matched(kind, rank, _names(ours[rank]), _names(theirs[rank])))
+        for rank in ranks_a:
+            if rank in ranks_b:
+                places.append(_matched(kind, rank, _names(ranks_a[rank]), _names(ranks_b[rank])))
     if not places:
         raise BadInput(f"{a} and {b} have no rank in common", hint="; ".join(absent))
     return Survey(tuple(places), tuple(absent))
@@ -172,11 +172,11 @@ def check_trees(a: Path, b: Path, *, watch: Watch | None = None) -> list[Checked
         BadInput: A path is no tree of the saving hook, the two have no rank in common, or a csv
             cannot be written.
     """
-    found = survey(a, b)
+    surveyed = survey(a, b)
     if watch is not None:
-        watch.found(found)
+        watch.found(surveyed)
     results: list[Checked] = []
-    for places in found.places:
+    for places in surveyed.places:
         results.append(check(a, b, places, watch.begin(places) if watch is not None else None))
         if watch is not None:
             watch.done(places, results[-1])
@@ -195,14 +195,14 @@ def check(a: Path, b: Path, places: Places, progress: Progress | None = None) ->
 
     def lines() -> Iterator[list[Cell]]:
         where = Path(places.kind, f"rank_{places.rank}")
-        here, there = Folder(a / where), Folder(b / where)
+        folder_a, folder_b = Folder(a / where), Folder(b / where)
         ahead = zip(
-            here.ahead([f"{ours}.npy" for ours, _ in places.pairs]),
-            there.ahead([f"{theirs}.npy" for _, theirs in places.pairs]),
+            folder_a.ahead([f"{name_a}.npy" for name_a, _ in places.pairs]),
+            folder_b.ahead([f"{name_b}.npy" for _, name_b in places.pairs]),
             strict=True,
         )
-        for done, (ours, theirs) in enumerate(ahead, 1):
-            yield _line((a, here, ours), (b, there, theirs), troubles)
+        for done, (name_a, name_b) in enumerate(ahead, 1):
+            yield _line((a, folder_a, name_a), (b, folder_b, name_b), troubles)
             if progress is not None:
                 progress(done, len(places.pairs))
 
@@ -219,13 +219,13 @@ def check(a: Path, b: Path, places: Places, progress: Progress | None = None) ->
 
 def _ranks(folder: Path) -> dict[int, Path]:
     """Rank → its folder, in the order of the numbers."""
-    found: dict[int, Path] = {}
+    folders: dict[int, Path] = {}
     if folder.is_dir():
         for entry in folder.iterdir():
             match = _RANK.fullmatch(entry.name)
             if match and entry.is_dir():
-                found[int(match[1])] = entry
-    return dict(sorted(found.items()))
+                folders[int(match[1])] = entry
+    return dict(sorted(folders.items()))
 
 
 def _names(folder: Path) -> list[str]:
@@ -239,34 +239,34 @@ def _by_numbers(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _matched(kind: str, rank: int, ours: list[str], theirs: list[str]) -> Places:
-    there = set(theirs)
-    pairs = [(name, name) for name in ours if name in there]
+def _matched(kind: str, rank: int, names_a: list[str], names_b: list[str]) -> Places:
+    set_b = set(names_b)
+    pairs = [(name, name) for name in names_a if name in set_b]
     agreeing = {_class(name) for name, _ in pairs}
     shifted = _paired_by_order(
-        [name for name in ours if _class(name) not in agreeing],
-        [name for name in theirs if _class(name) not in agreeing],
+        [name for name in names_a if _class(name) not in agreeing],
+        [name for name in names_b if _class(name) not in agreeing],
     )
-    position = {name: at for at, name in enumerate(ours)}
+    position = {name: index for index, name in enumerate(names_a)}
     pairs = sorted([*pairs, *shifted], key=lambda pair: position[pair[0]])
-    known, others = {a for a, _ in pairs}, {b for _, b in pairs}
-    only_a = tuple(name for name in ours if name not in known)
-    only_b = tuple(name for name in theirs if name not in others)
+    paired_a, paired_b = {a for a, _ in pairs}, {b for _, b in pairs}
+    only_a = tuple(name for name in names_a if name not in paired_a)
+    only_b = tuple(name for name in names_b if name not in paired_b)
     return Places(kind, rank, tuple(pairs), only_a, only_b, len(shifted))
 
 
-def _paired_by_order(ours: Sequence[str], theirs: Sequence[str]) -> list[tuple[str, str]]:
+def _paired_by_order(names_a: Sequence[str], names_b: Sequence[str]) -> list[tuple[str, str]]:
     """Pairs of one class and micro step in the order of their indices.
 
     Paddle numbers layers in construction order, so one layer more in front shifts every name. A
     class that one side has more often is left alone: there is no telling which one is surplus.
     """
-    here, there = _grouped(ours), _grouped(theirs)
+    groups_a, groups_b = _grouped(names_a), _grouped(names_b)
     return [
         pair
-        for group, names in here.items()
-        if len(names) == len(there.get(group, ()))
-        for pair in zip(names, there[group], strict=True)
+        for group, names in groups_a.items()
+        if len(names) == len(groups_b.get(group, ()))
+        for pair in zip(names, groups_b[group], strict=True)
     ]
 
 
@@ -276,7 +276,7 @@ def _grouped(names: Sequence[str]) -> dict[tuple[str, int], list[str]]:
         if match := _TENSOR.fullmatch(name) or _GRAD.fullmatch(name):
             group = (_class(name), int(match["step"]))
             groups.setdefault(group, []).append((int(match["idx"]), name))
-    return {group: [name for _, name in sorted(found)] for group, found in groups.items()}
+    return {group: [name for _, name in sorted(numbered)] for group, numbered in groups.items()}
 
 
 def _class(name: str) -> str:
@@ -287,10 +287,10 @@ def _class(name: str) -> str:
     return "parameter " + _NUMBER.sub("", match["name"]) if match else ""
 
 
-def _line(one: _File, other: _File, troubles: list[tuple[str, str]]) -> list[Cell]:
-    name = one[2].removesuffix(".npy")
+def _line(file_a: _File, file_b: _File, troubles: list[tuple[str, str]]) -> list[Cell]:
+    name = file_a[2].removesuffix(".npy")
     try:
-        alike, figures = _figures(_member(*one), _member(*other))
+        alike, figures = _figures(_member(*file_a), _member(*file_b))
     except (DriftlineError, OSError, ValueError) as trouble:
         troubles.append((name, str(trouble)))
         return [name, *[""] * (len(COLUMNS) - 1)]
@@ -317,30 +317,32 @@ def _member(tree: Path, folder: Folder, name: str) -> Member:
     return member
 
 
-def _figures(here: Member, there: Member) -> tuple[float | str, tuple[float, float, float, float]]:
+def _figures(
+    member_a: Member, member_b: Member
+) -> tuple[float | str, tuple[float, float, float, float]]:
     """Cosine (or why there is none), then mean and std of A and of B."""
-    for member in (here, there):
+    for member in (member_a, member_b):
         if DTYPES[member.dtype].kind == "complex":
             raise BadInput(f"it holds {member.dtype} numbers, which have no order and no std")
-    ours, theirs = here.fetch(), there.fetch()
-    count, other = math.prod(here.shape), math.prod(there.shape)
-    one, two = DTYPES[here.dtype], DTYPES[there.dtype]
-    if here.shape != there.shape:
-        why = f"the shapes differ: {list(here.shape)} against {list(there.shape)}"
-        first = kernel.pair_moments(ours, one, ours, one, count=count)
-        second = kernel.pair_moments(theirs, two, theirs, two, count=other)
-        return why, (*_spread(first, ours), *_spread(second, theirs))
-    moments = kernel.pair_moments(ours, one, theirs, two, count=count)
-    if moments.r_finite == moments.c_finite == count and not needs_definition(moments):
-        alike = cosine(moments) if count else math.nan
+    values_a, values_b = member_a.fetch(), member_b.fetch()
+    count_a, count_b = math.prod(member_a.shape), math.prod(member_b.shape)
+    dtype_a, dtype_b = DTYPES[member_a.dtype], DTYPES[member_b.dtype]
+    if member_a.shape != member_b.shape:
+        why = f"the shapes differ: {list(member_a.shape)} against {list(member_b.shape)}"
+        first = kernel.pair_moments(values_a, dtype_a, values_a, dtype_a, count=count_a)
+        second = kernel.pair_moments(values_b, dtype_b, values_b, dtype_b, count=count_b)
+        return why, (*_spread(first, values_a), *_spread(second, values_b))
+    moments = kernel.pair_moments(values_a, dtype_a, values_b, dtype_b, count=count_a)
+    if moments.r_finite == moments.c_finite == count_a and not needs_definition(moments):
+        alike = cosine(moments) if count_a else math.nan
     else:
-        alike = _long_cosine(_numbers(ours), _numbers(theirs))
-    if moments.r_finite == moments.c_finite == count > 0:
+        alike = _long_cosine(_numbers(values_a), _numbers(values_b))
+    if moments.r_finite == moments.c_finite == count_a > 0:
         return alike, (moments.r_mean, moments.r_std, moments.c_mean, moments.c_std)
     swapped = moments._replace(
         r_finite=moments.c_finite, r_mean=moments.c_mean, r_std=moments.c_std
     )
-    return alike, (*_spread(moments, ours), *_spread(swapped, theirs))
+    return alike, (*_spread(moments, values_a), *_spread(swapped, values_b))
 
 
 def _spread(moments: PairMoments, values: AnyArray) -> tuple[float, float]:
@@ -359,8 +361,8 @@ def _numbers(values: AnyArray) -> F64:
     return to_float64(values, DTYPES[values.dtype.name]).astype(np.float64, copy=False)
 
 
-def _long_cosine(ours: F64, theirs: F64) -> float:
+def _long_cosine(values_a: F64, values_b: F64) -> float:
     """For what the kernel's sums do not hold; a NaN or an Inf has no direction."""
-    if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
+    if not (np.isfinite(values_a).all() and np.isfinite(values_b).all()):
         return math.nan
-    return defined_cosine(ours, theirs)
+    return defined_cosine(values_a, values_b)

@@ -27,6 +27,8 @@ _MOST_READ = 128 << 20
 def flow_of(run: Run, rank: int = 0, process: int = 0, step: int | None = None) -> Any:
     """Edges between sites of one step; None where nothing is known."""
     try:
+        # Without recorded edges the flow is found by equal bytes, which means reading
+        # everything.
         if _unread(run) > _MOST_READ and not (run.topology(rank, process) or {}).get("edges"):
             return None
         graph = run_graph(run, rank, process, step)
@@ -42,6 +44,7 @@ def flow_of(run: Run, rank: int = 0, process: int = 0, step: int | None = None) 
             makers.setdefault(name, []).append(node.site)
         for name in node.inputs:
             readers.setdefault(name, []).append(node.site)
+    # A dict keeps the order of execution and drops repeated edges.
     edges: dict[tuple[str, str], None] = {}
     for name, makes in makers.items():
         reads = readers.get(name, [])
@@ -51,12 +54,13 @@ def flow_of(run: Run, rank: int = 0, process: int = 0, step: int | None = None) 
             for reader in reads:
                 if not _nested(maker, reader):
                     edges[maker, reader] = None
+        # More arrows than this cannot be read, and a page must stay small.
         if len(edges) > _MOST_EDGES:
             break
     if not edges:
         return None
     sites = list(dict.fromkeys(site for edge in edges for site in edge))
-    place = {site: at for at, site in enumerate(sites)}
+    place = {site: index for index, site in enumerate(sites)}
     return {
         "source": "edges" if topology is not None and topology.get("edges") else "bytes",
         "sites": sites,
@@ -82,9 +86,10 @@ def _walk(nodes: tuple[GraphNode, ...]) -> Iterator[GraphNode]:
         waiting += reversed(node.children)
 
 
-def _nested(one: str, other: str) -> bool:
+def _nested(site: str, other_site: str) -> bool:
     """Whether one lies in the other, or they are the same: a module does not feed its own parts."""
-    if one == other or "(root)" in (one, other):
+    if site == other_site or "(root)" in (site, other_site):
         return True
-    longer, shorter = (one, other) if len(one) > len(other) else (other, one)
+    # `layers.1` does not lie in `layers.10`: the next character must be a separator.
+    longer, shorter = (site, other_site) if len(site) > len(other_site) else (other_site, site)
     return longer.startswith(shorter) and longer[len(shorter)] in "./"

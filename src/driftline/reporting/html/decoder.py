@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _VALIDATION = ".validation.json"
 _TABLE = ".tokens.parquet"
 _LAYERS = ".layers"
+# A JSON file of this size is none of ours, and parsing it could exhaust memory.
 _LARGEST = 64 << 20
 _ALLOWED = 0.01
 """Share of failing tokens from which on `driftline validate` fails, where nothing else is said."""
@@ -43,11 +44,11 @@ Text = Callable[[int], str]
 
 def layers_of(table: Table) -> list[dict[str, Any]]:
     """The map of a comparison of several steps; none of another."""
-    found = of_steps(table)
-    if found is None:
+    layer_map = of_steps(table)
+    if layer_map is None:
         return []
     part = _part("", {}, "", "")
-    part |= {"layers": found, "verdict": "unjudged", "sentence": ""}
+    part |= {"layers": layer_map, "verdict": "unjudged", "sentence": ""}
     return [part]
 
 
@@ -65,6 +66,7 @@ def decoder_folder(
         BadInput: The folder holds nothing of that kind.
     """
     groups = _groups(folder)
+    # The most common mistake gets its own sentence.
     if not groups and (folder / "run.json").is_file():
         raise BadInput(
             f"{folder} is one run, and a report needs two",
@@ -83,6 +85,7 @@ def decoder_folder(
         open_table(path) for group in groups.values() for path in group["tables"] if is_table(path)
     ]
     order = ("fail", "incomparable", "unjudged", "pass")
+    # The page shows one comparison of layers: the worst.
     tables.sort(key=lambda table: order.index(table.verdict))
     if tables:
         return tables[0], parts
@@ -116,6 +119,7 @@ def _groups(folder: Path) -> dict[str, dict[str, Any]]:
         return groups.setdefault(shape_key(path), new)
 
     for path in sorted(folder.iterdir()):
+        # Other files may lie in the folder; ours are known by their names.
         if parse_name(path.name) is None:
             continue
         if path.name.endswith(_VALIDATION):
@@ -127,18 +131,20 @@ def _groups(folder: Path) -> dict[str, dict[str, Any]]:
     for file in find_metric_files(folder, below=False).files:
         if file.layer:
             key = shape_key(file.path.with_name(file.path.name.removesuffix(file.named.rest)))
+            # Layer files alone have no token scores to belong to.
             if key in groups:
                 groups[key]["files"].append(file)
     return groups
 
 
-def _limits(folder: Path, given: Thresholds | StrPath | None) -> Thresholds | None:
-    if isinstance(given, Thresholds):
-        return given
-    if given is not None:
-        return load_thresholds(given)
-    found = sorted(folder.glob("*-thresholds.json"))
-    return load_thresholds(found[0]) if len(found) == 1 else None
+def _limits(folder: Path, thresholds: Thresholds | StrPath | None) -> Thresholds | None:
+    if isinstance(thresholds, Thresholds):
+        return thresholds
+    if thresholds is not None:
+        return load_thresholds(thresholds)
+    candidates = sorted(folder.glob("*-thresholds.json"))
+    # With several files it would be a guess which one is meant.
+    return load_thresholds(candidates[0]) if len(candidates) == 1 else None
 
 
 def _texts(tokenizer: str) -> Text | None:
@@ -170,13 +176,14 @@ def _part(model: str, shape: Mapping[str, Any], reference: str, candidate: str) 
 def _of_group(
     group: Mapping[str, Any], limits: Thresholds | None, text: Text | None
 ) -> dict[str, Any]:
-    said = _read(group["validation"]) if "validation" in group else {}
+    validation = _read(group["validation"]) if "validation" in group else {}
     tokens_path = cast("Path | None", group.get("tokens"))
+    # All files of a group carry the same settings in their names.
     any_path = tokens_path or group.get("validation") or group["tables"][0]
     named = parse_name(any_path.name)
     assert named is not None
-    beside = _beside(any_path, named.rest)
-    settings = cast("dict[str, Any]", said.get("settings") or beside.get("settings") or {})
+    companion = _companion_document(any_path, named.rest)
+    settings = cast("dict[str, Any]", validation.get("settings") or companion.get("settings") or {})
     part = _part(
         str(settings.get("model") or named.model),
         {
@@ -188,38 +195,41 @@ def _of_group(
         str(settings.get("reference", "")),
         str(settings.get("candidate", "")),
     )
-    part["about"] = {name: beside[name] for name in ("command", "versions") if name in beside}
+    part["about"] = {name: companion[name] for name in ("command", "versions") if name in companion}
     tokens = None if tokens_path is None else read_tokens(tokens_path)
-    if said:
+    if validation:
         try:
-            _judged_before(part, said)
+            _copy_validation(part, validation)
+        # The file is JSON, but somebody else may have written it; every shape of damage is
+        # one message.
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as trouble:
             raise BadFile(
                 f"{group['validation']} is damaged: {type(trouble).__name__}: {trouble}"
             ) from None
+    # A validation has judged already; otherwise scores are held to limits here.
     elif tokens is not None:
         _judge(part, tokens, limits, named.model)
         bad = {check["name"]: float(check["limit"]) for check in part["checks"]}
         start = any_path.with_name(any_path.name.removesuffix(named.rest))
         part["first"] = first_failing(start, tokens, bad, text)
     if tokens is not None:
-        part["tokens"] = tokens.columns(_texts_of(said, text))
+        part["tokens"] = tokens.columns(_texts_of(validation, text))
     part["layers"] = _layers(group)
-    part["sentence"] = _sentence(part, said, tokens)
+    part["sentence"] = _sentence(part, validation, tokens)
     return part
 
 
-def _texts_of(said: Mapping[str, Any], text: Text | None) -> Text | None:
-    known = cast("Mapping[str, str]", said.get("texts") or {})
-    if text is None and not known:
+def _texts_of(validation: Mapping[str, Any], text: Text | None) -> Text | None:
+    stored_texts = cast("Mapping[str, str]", validation.get("texts") or {})
+    if text is None and not stored_texts:
         return None
-    return lambda token: known.get(str(token)) or (text(token) if text is not None else "")
+    return lambda token: stored_texts.get(str(token)) or (text(token) if text is not None else "")
 
 
-def _judged_before(part: dict[str, Any], said: Mapping[str, Any]) -> None:
+def _copy_validation(part: dict[str, Any], validation: Mapping[str, Any]) -> None:
     """What `driftline validate` found."""
-    source = str(cast("Mapping[str, Any]", said.get("limits") or {}).get("source", ""))
-    part["verdict"] = str(said.get("verdict", "unjudged"))
+    source = str(cast("Mapping[str, Any]", validation.get("limits") or {}).get("source", ""))
+    part["verdict"] = str(validation.get("verdict", "unjudged"))
     part["checks"] = [
         {
             "name": CHECKS[str(rate["name"])][1],
@@ -234,13 +244,13 @@ def _judged_before(part: dict[str, Any], said: Mapping[str, Any]) -> None:
             "allowed": rate["allowed"],
             "passed": rate["passed"],
         }
-        for rate in cast("list[dict[str, Any]]", said.get("rates") or [])
+        for rate in cast("list[dict[str, Any]]", validation.get("rates") or [])
     ]
     part["prompts"] = [
         {**prompt, "failing": {CHECKS[name][1]: n for name, n in prompt["failing"].items()}}
-        for prompt in cast("list[dict[str, Any]]", said.get("prompts") or [])
+        for prompt in cast("list[dict[str, Any]]", validation.get("prompts") or [])
     ]
-    first = cast("dict[str, Any] | None", said.get("first"))
+    first = cast("dict[str, Any] | None", validation.get("first"))
     if first is not None:
         values = {CHECKS[name][1]: value for name, value in first["values"].items()}
         part["first"] = {**first, "values": values}
@@ -254,6 +264,7 @@ def _judge(part: dict[str, Any], tokens: Tokens, limits: Thresholds | None, mode
         if limits is None or entry is None or not limits.belongs_to(model):
             continue
         limit = float(entry.value)
+        # Negated, so that NaN fails.
         fails = ~(tokens.scores[column] < limit)
         bad[column] = fails
         rate = Rate(check, int(fails.sum()), len(fails), limit, _ALLOWED)
@@ -283,15 +294,15 @@ def _layers(group: Mapping[str, Any]) -> dict[str, Any] | None:
     for path in group["tables"]:
         if is_table(path):
             try:
-                found = of_steps(open_table(path))
+                layer_map = of_steps(open_table(path))
             except DriftlineError:
                 continue
-            if found is not None:
-                return found | {"unit": "token"}  # a text model's own files: a step is a token
+            if layer_map is not None:
+                return layer_map | {"unit": "token"}  # a text model's own files: a step is a token
     return of_files(cast("list[MetricFile]", group["files"]))
 
 
-def _sentence(part: Mapping[str, Any], said: Mapping[str, Any], tokens: Tokens | None) -> str:
+def _sentence(part: Mapping[str, Any], validation: Mapping[str, Any], tokens: Tokens | None) -> str:
     checks = cast("list[dict[str, Any]]", part["checks"])
     broken = [check for check in checks if not check["passed"]]
     if broken:
@@ -300,29 +311,31 @@ def _sentence(part: Mapping[str, Any], said: Mapping[str, Any], tokens: Tokens |
             f"({100 * check['rate']:.3g} %, allowed below {100 * check['allowed']:.3g} %)"
             for check in broken
         ]
+        # How many prompts are touched tells a systematic error from a single slip.
         bad = sum(any(prompt["failing"].values()) for prompt in part["prompts"])
         count = len(part["prompts"])
         have = "has" if bad == 1 else "have"
         return f"{'; '.join(words)}; {bad} of {count} prompts {have} failing tokens"
     if checks:
+        # The check that came nearest to failing is the one worth a sentence.
         worst = max(checks, key=lambda check: check["rate"] / check["allowed"])
         return (
             f"{worst['kept']:,} tokens are near enough: {worst['called']} fails at "
             f"{worst['failing']:,} of them ({100 * worst['rate']:.3g} %, allowed below "
             f"{100 * worst['allowed']:.3g} %)"
         )
-    if said.get("tokens_equal"):
+    if validation.get("tokens_equal"):
         return "Every token that the two generate is the same"
     if tokens is not None:
         return f"{len(tokens):,} tokens were scored; no limits were given to judge them by"
     return "layers were compared, token by token"
 
 
-def _beside(path: Path, rest: str) -> dict[str, Any]:
+def _companion_document(path: Path, rest: str) -> dict[str, Any]:
     start = path.name.removesuffix(rest)
     for suffix in (".provenance.json", ".layers.json"):
-        if found := _read(path.with_name(start + suffix)):
-            return found
+        if document := _read(path.with_name(start + suffix)):
+            return document
     return {}
 
 
@@ -338,4 +351,5 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _refuse(word: str) -> float:
+    # Python's JSON reader passes such words here; they are numbers in our files.
     return math.nan if word == "NaN" else math.inf

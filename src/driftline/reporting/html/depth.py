@@ -33,12 +33,13 @@ def depth_lines(
     table: Table, *, diagnosis: Diagnosis | None = None, noise: Sequence[Table] = ()
 ) -> dict[str, Any]:
     """The lines of both directions; None for one that the table has nothing of."""
-    known = {name for row in table.rows for name in row.metrics}
-    if not known & {_EXPECTED, "abs_diff"}:  # single operators: no error that could be handed on
+    metrics = {name for row in table.rows for name in row.metrics}
+    if not metrics & {_EXPECTED, "abs_diff"}:  # single operators: no error that could be handed on
         return {"forward": None, "backward": None}
-    measured = [at for at, row in enumerate(table.rows) if row.compared and row.metrics]
-    forward = [at for at in measured if _gives(table.rows[at])]
-    backward = [at for at in measured if table.rows[at].port in _BACKWARD]
+    measured = [index for index, row in enumerate(table.rows) if row.compared and row.metrics]
+    forward = [index for index in measured if _gives(table.rows[index])]
+    backward = [index for index in measured if table.rows[index].port in _BACKWARD]
+    # A file of named tensors has no ports: then every row is part of the line.
     if not forward and not backward:
         forward = measured
     bands = _Bands(noise, diagnosis)
@@ -56,18 +57,18 @@ def _first_slots(table: Table, places: Iterable[int]) -> list[int]:
     """One row per call and port: a second output, such as a cache, is no step of the depth."""
     seen: set[TensorKey] = set()
     kept: list[int] = []
-    for at in places:
-        call = table.rows[at].key.with_slot("")
+    for index in places:
+        call = table.rows[index].key.with_slot("")
         if call not in seen:
             seen.add(call)
-            kept.append(at)
+            kept.append(index)
     return kept
 
 
 def _line(table: Table, places: list[int], bands: _Bands, direction: str) -> Any:
     if not places:
         return None
-    rows = [table.rows[at] for at in places]
+    rows = [table.rows[index] for index in places]
     noise, source = bands.of(rows, direction)
     return {"rows": np.asarray(places, np.uint32), "noise": noise, "noise_from": source}
 
@@ -80,11 +81,12 @@ class _Bands:
             {row.key: row for row in table.rows if row.compared} for table in noise
         ]
         self._expected: dict[tuple[str, str], float] = {}
-        for found in diagnosis.sites if diagnosis is not None else ():
-            self._expected[found.direction, found.site] = found.noise
+        for site in diagnosis.sites if diagnosis is not None else ():
+            self._expected[site.direction, site.site] = site.noise
 
     def of(self, rows: Sequence[Row], direction: str) -> tuple[dict[str, Any], str]:
         if self._trusted:
+            # Measured noise is better evidence than expected noise, so it goes first.
             bands: dict[str, Any] = {}
             for metric in DRAWN:
                 low, high = self._spread(rows, metric)
@@ -97,6 +99,7 @@ class _Bands:
         )
         if np.isnan(high).all():
             return {}, ""
+        # An expectation gives an upper bound only.
         low = np.full(len(rows), np.nan)
         return (
             {_EXPECTED: {"low": low.astype(np.float32), "high": singles(high)}},
@@ -105,14 +108,14 @@ class _Bands:
 
     def _spread(self, rows: Sequence[Row], metric: str) -> tuple[Array, Array]:
         low, high = np.full(len(rows), np.nan), np.full(len(rows), np.nan)
-        for at, row in enumerate(rows):
-            found = [
+        for index, row in enumerate(rows):
+            errors = [
                 float(trusted[row.key].metrics[metric])
                 for trusted in self._trusted
                 if row.key in trusted and metric in trusted[row.key].metrics
             ]
-            if found:
-                low[at], high[at] = min(found), max(found)
+            if errors:
+                low[index], high[index] = min(errors), max(errors)
         if len(self._trusted) == 1:  # a band between a run and itself could not be seen
             low[:] = np.nan
         return low, high

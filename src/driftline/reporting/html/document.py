@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Column = dict[str, Any]
 
+# Fields of a row that are repeated from row to row: stored once as a word list and a code per row.
 _TEXT: dict[str, Callable[[Row], str]] = {
     "site": lambda row: row.key.site,
     "port": lambda row: row.key.port,
@@ -55,6 +56,7 @@ _TEXT: dict[str, Callable[[Row], str]] = {
     "decided_by": lambda row: row.decided_by,
     "limit_from": lambda row: row.limit_from,
 }
+# Fields that are numbers in every row; None marks a row without one.
 _NUMBERS: dict[str, Callable[[Row], float | int | None]] = {
     "step": lambda row: row.key.step,
     "rank": lambda row: row.key.rank,
@@ -89,6 +91,7 @@ def words(values: Sequence[str]) -> Column:
     """
     codes: dict[str, int] = {}
     places = [codes.setdefault(value, len(codes)) for value in values]
+    # Most columns of a comparison hold a single value; one word is then enough.
     if len(codes) <= 1:
         return {"same": next(iter(codes), None), "n": len(values)}
     return {"words": list(codes), "codes": np.asarray(places, np.uint32).astype(_code(len(codes)))}
@@ -104,6 +107,7 @@ def numbers(values: Sequence[float | int | None]) -> Column:
     # `is`, because NaN is not equal to itself, and 1 is equal to True.
     if all(value is first or value == first for value in values):
         return {"same": first, "n": len(values)}
+    # Without absences the page needs no second array.
     if None not in values:
         return {"numbers": _narrow(cast("Sequence[float | int]", values)), "absent": None}
     absent = np.fromiter((value is None for value in values), np.bool_, len(values))
@@ -115,10 +119,11 @@ def figures(values: Mapping[str, Array]) -> dict[str, Column]:
     """Columns of arrays that are there already; NaN stands for what is absent."""
     shown: dict[str, Column] = {}
     for name, array in values.items():
-        known = array.dtype.kind != "f" or not bool(np.isnan(array).all())
-        if not known:
+        has_values = array.dtype.kind != "f" or not bool(np.isnan(array).all())
+        if not has_values:
             shown[name] = {"same": None, "n": int(array.size)}
             continue
+        # Half the bytes, where float32 loses nothing that a reader sees.
         stored = singles(array) if array.dtype.kind == "f" else array
         shown[name] = {"numbers": stored, "absent": None}
     return shown
@@ -129,6 +134,7 @@ def _narrow(values: Sequence[float | int]) -> Array:
         low, high = min(values), max(values)
         if low >= -(1 << 31) and high < 1 << 31:
             return np.asarray(values, np.int32)
+        # JavaScript has no 64-bit integers; its numbers are float64.
         return np.asarray([float(value) for value in values], np.float64)
     return singles(np.asarray(values, np.float64))
 
@@ -157,9 +163,11 @@ def path_of(site: str) -> list[str]:
     >>> path_of("layers.0.mlp/aten.mm"), path_of("bert/layer_0/MatMul"), path_of("(root)")
     (['layers', '0', 'mlp', 'aten.mm'], ['bert', 'layer_0', 'MatMul'], [])
     """
+    # The root is the tree itself, so it has no levels below.
     if site == ROOT:
         return []
     head, *operators = site.split("/")
+    # A site in brackets, such as `(root)`, is a name, not a path.
     parts = [*(head.split(".") if not head.startswith("(") else [head]), *operators]
     if len(parts) <= _DEEPEST:
         return parts
@@ -175,27 +183,30 @@ def outline(
         sites: Site and class, in order of execution; a site may come again.
         roots: The module tree of the run, as its topology has it: classes of what holds no tensor.
     """
-    known = dict(_classes(roots))
+    class_of = dict(_classes(roots))
     names: list[str] = [ROOT]
     owners: list[str | None] = [None]
     parents: list[int] = [-1]
-    classes: list[str] = [known.get(ROOT, "")]
+    classes: list[str] = [class_of.get(ROOT, "")]
     places: dict[tuple[int, str], int] = {}
+    # Every part of a name becomes a node once, under its own parent: `0.mlp` and `1.mlp`
+    # differ.
     for site, class_name in sites:
-        at = 0
+        node = 0
         so_far = ""
         for part in path_of(site):
             so_far = f"{so_far}.{part}" if so_far else part
-            found = places.get((at, part))
-            if found is None:
-                found = places[at, part] = len(names)
+            child = places.get((node, part))
+            if child is None:
+                child = places[node, part] = len(names)
                 names.append(part)
                 owners.append(None)
-                parents.append(at)
-                classes.append(known.get(so_far, ""))
-            at = found
-        owners[at] = site
-        classes[at] = class_name or classes[at]
+                parents.append(node)
+                classes.append(class_of.get(so_far, ""))
+            node = child
+        owners[node] = site
+        classes[node] = class_name or classes[node]
+    # The page draws in one pass, so a parent must come before its children.
     order = _parents_first(parents)
     place = {old: new for new, old in enumerate(order)}
     return {
@@ -212,14 +223,15 @@ def outline(
 def _parents_first(parents: list[int]) -> list[int]:
     """Depth first, children in the order in which they ran."""
     children: dict[int, list[int]] = {}
-    for at, parent in enumerate(parents):
-        children.setdefault(parent, []).append(at)
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
     order: list[int] = []
     waiting = [0]
     while waiting:
-        at = waiting.pop()
-        order.append(at)
-        waiting += reversed(children.get(at, []))
+        node = waiting.pop()
+        order.append(node)
+        # Reversed, because the stack gives the last one first.
+        waiting += reversed(children.get(node, []))
     return order
 
 
@@ -227,6 +239,7 @@ def _classes(roots: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
     below: list[Any] = list(roots)
     while below:
         node = below.pop()
+        # The topology comes from a file, which may be damaged.
         if not isinstance(node, Mapping):
             continue
         about = cast("Mapping[str, Any]", node)
@@ -238,7 +251,7 @@ def _classes(roots: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
 # What two runs say of themselves, and in what they differ: versions, number formats, devices.
 
 
-_CALLED = {
+_FACT_NAMES = {
     "target": "target",
     "dtypes": "number formats",
     "default_dtype": "default number format",
@@ -266,39 +279,42 @@ _NUMBER_KEYS = frozenset(
     }
 )
 """Facts that can change numbers; so can versions of libraries and environment variables."""
-_ALWAYS_OTHER = frozenset({"created"})
+# Two runs are never made in the same second; that difference explains nothing.
+_NEVER_EQUAL = frozenset({"created"})
 _MOST_CLASSES = 12
-_A_HABIT = 3
+_NAMING_CONVENTION = 3
 """From so many sites on another name of a class is a way of naming."""
 
 
 def sides(table: Table, reference: Run | None = None, candidate: Run | None = None) -> Any:
     """Both sides of a table: their facts, what differs between them, what does not."""
-    ours = _facts(table.reference, reference)
-    theirs = _facts(table.candidate, candidate)
+    reference_facts = _facts(table.reference, reference)
+    candidate_facts = _facts(table.candidate, candidate)
     differences = _tensors(table)
     same: list[list[str]] = []
-    for what in dict.fromkeys((*ours, *theirs)):
-        here, there = ours.get(what), theirs.get(what)
+    for what in dict.fromkeys((*reference_facts, *candidate_facts)):
+        reference_value, candidate_value = reference_facts.get(what), candidate_facts.get(what)
         kind = _kind(what)
-        shown = _CALLED.get(what, what)
-        if here == there:
-            same.append([shown, here or ""])
-        elif what not in _ALWAYS_OTHER:
+        shown = _FACT_NAMES.get(what, what)
+        if reference_value == candidate_value:
+            same.append([shown, reference_value or ""])
+        elif what not in _NEVER_EQUAL:
             differences.append(
                 {
                     "what": shown,
-                    "reference": here or "not said",
-                    "candidate": there or "not said",
+                    "reference": reference_value or "not said",
+                    "candidate": candidate_value or "not said",
                     # What one side does not say is no difference that could be acted upon.
-                    "weight": kind if here and there else "other",
+                    "weight": kind if reference_value and candidate_value else "other",
                 }
             )
-    differences.sort(key=lambda each: each["weight"] != "numbers")
+    # What can change numbers is listed first.
+    differences.sort(key=lambda difference: difference["weight"] != "numbers")
+    # Two runs of the same folder name need their whole paths to be told apart.
     short = _short(table.reference.path) != _short(table.candidate.path)
     return {
-        "reference": _side(table.reference, ours, short=short),
-        "candidate": _side(table.candidate, theirs, short=short),
+        "reference": _side(table.reference, reference_facts, short=short),
+        "candidate": _side(table.candidate, candidate_facts, short=short),
         "differences": differences,
         "same": same,
     }
@@ -312,13 +328,13 @@ def _side(side: Side, facts: Mapping[str, str], *, short: bool) -> dict[str, Any
     return {
         "name": (_short(side.path) if short else side.path) or "in memory",
         "path": side.path,
-        "facts": [[_CALLED.get(what, what), value] for what, value in facts.items()],
+        "facts": [[_FACT_NAMES.get(what, what), value] for what, value in facts.items()],
         "losses": list(side.losses),
     }
 
 
 def _kind(what: str) -> str:
-    plain = what in _NUMBER_KEYS or what not in _CALLED
+    plain = what in _NUMBER_KEYS or what not in _FACT_NAMES
     return "numbers" if plain else "other"
 
 
@@ -330,77 +346,85 @@ def _tensors(table: Table) -> list[dict[str, str]]:
         for row in compared
         if row.reference_dtype != row.candidate_dtype
     )
-    found = [
+    differences = [
         {
             "what": f"stored tensors ({count} of {len(compared)})",
-            "reference": here,
-            "candidate": there,
+            "reference": reference_kind,
+            "candidate": candidate_kind,
             "weight": "numbers",
         }
-        for (here, there), count in formats.most_common(4)
+        for (reference_kind, candidate_kind), count in formats.most_common(4)
     ]
     kinds: dict[tuple[str, str], dict[str, None]] = {}
     for row in table.rows:
         if row.candidate_class and row.candidate_class != row.class_name:
             kinds.setdefault((row.class_name, row.candidate_class), {})[row.site] = None
-    for (here, there), sites in sorted(kinds.items(), key=lambda each: len(each[1]))[
-        :_MOST_CLASSES
-    ]:
+    # Rare differences first: they are the ones that point at a fault.
+    for (reference_kind, candidate_kind), sites in sorted(
+        kinds.items(), key=lambda entry: len(entry[1])
+    )[:_MOST_CLASSES]:
         first = next(iter(sites))
-        few = len(sites) < _A_HABIT
+        few = len(sites) < _NAMING_CONVENTION
         what = f"class of {first}"
         if len(sites) > 1:
             what += f" and {len(sites) - 1} more"
         # What holds for many sites is how another framework calls them; a single one is a clue.
-        found.append(
+        differences.append(
             {
                 "what": what,
-                "reference": here,
-                "candidate": there,
+                "reference": reference_kind,
+                "candidate": candidate_kind,
                 "weight": "numbers" if few else "other",
             }
         )
-    return found
+    return differences
 
 
 def _facts(side: Side, run: Run | None) -> dict[str, str]:
     """Fact → its value in words, in the order of a reader's interest."""
-    said: dict[str, Any] = dict(side.about)
+    metadata: dict[str, Any] = dict(side.about)
     if run is not None:
         processes = run.processes()
-        said |= {**run.manifest, **(processes[0] if processes else {})}
+        # The process that computed knows more than its launcher; the first rank speaks for
+        # all.
+        metadata |= {**run.manifest, **(processes[0] if processes else {})}
     facts: dict[str, str] = {}
-    for what in _CALLED:
-        if what in said and (value := _worded(what, said[what])):
+    for what in _FACT_NAMES:
+        if what in metadata and (value := _fact_text(what, metadata[what])):
             facts[what] = value
+        # Versions are shown next to the framework, environment variables next to the
+        # machine.
         if what == "framework":
-            facts |= _several(said.get("versions"))
+            facts |= _text_items(metadata.get("versions"))
         if what == "machine":
-            facts |= _several(said.get("environment"))
+            facts |= _text_items(metadata.get("environment"))
+    # The launcher's command holds the process's arguments already.
     if "argv" in facts and "command" in facts:
         del facts["argv"]
     return facts
 
 
-def _several(found: Any) -> dict[str, str]:
-    if not isinstance(found, Mapping):
+def _text_items(entries: Any) -> dict[str, str]:
+    if not isinstance(entries, Mapping):
         return {}
-    items = cast("Mapping[object, object]", found).items()
+    items = cast("Mapping[object, object]", entries).items()
     return {str(name): str(value) for name, value in items if value not in (None, "")}
 
 
-def _worded(what: str, value: Any) -> str:
+def _fact_text(what: str, value: Any) -> str:
     if value is None or value == "":
         return ""
     if what == "git" and isinstance(value, Mapping):
-        told = cast("Mapping[str, Any]", value)
-        commit = str(told.get("commit") or "")[:12]
-        return f"{commit}{' with changes' if told.get('dirty') else ''}" if commit else ""
+        revision = cast("Mapping[str, Any]", value)
+        # Enough digits to find the commit, and short enough for a table cell.
+        commit = str(revision.get("commit") or "")[:12]
+        return f"{commit}{' with changes' if revision.get('dirty') else ''}" if commit else ""
+    # Before numbers: a bool is an int in Python.
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
         joint = " " if what in ("command", "argv") else ", "
-        return joint.join(str(each) for each in cast("Iterable[object]", value))
+        return joint.join(str(word) for word in cast("Iterable[object]", value))
     return str(value)
 
 
@@ -409,7 +433,7 @@ def _worded(what: str, value: Any) -> str:
 
 SCHEMA = "driftline.page/1"
 _NO_PICTURES: Mapping[int, Mapping[str, Any]] = {}
-_BY = {
+_METHOD_NAMES = {
     "replay": "a replay of the reference's modules",
     "noise": "trusted runs",
     "growth": "how the error grows in similar layers",
@@ -444,8 +468,9 @@ def page_data(
         notes: What else the reader must know.
         title: Of the page; made from the sides when empty.
     """
-    both = sides(table, reference, candidate)
-    names = f"{both['reference']['name']} against {both['candidate']['name']}"
+    side_data = sides(table, reference, candidate)
+    names = f"{side_data['reference']['name']} against {side_data['candidate']['name']}"
+    # For a text model its name says more than the paths of two folders.
     if decoder and decoder[0]["model"]:
         first = decoder[0]
         model = str(first["model"]).rstrip("/").rpartition("/")[2]
@@ -458,7 +483,7 @@ def page_data(
         },
         "title": title or names,
         "verdict": _verdict(table, diagnosis, notes, decoder),
-        "sides": both,
+        "sides": side_data,
         "metrics": [
             {
                 "name": column.name,
@@ -475,19 +500,23 @@ def page_data(
         ),
         "depth": depth_lines(table, diagnosis=diagnosis, noise=noise),
         "flow": flow,
-        "pictures": {str(at): {"row": at, **picture} for at, picture in sorted(pictures.items())},
+        "pictures": {
+            str(index): {"row": index, **picture} for index, picture in sorted(pictures.items())
+        },
         "decoder": [
             {name: value for name, value in part.items() if name != "about"} for part in decoder
         ],
         "diagnosis": None if diagnosis is None else diagnosis.as_json(),
     }
-    return _readable(document)
+    # Last, so that no text of a run escapes it.
+    return _without_reordering(document)
 
 
+# Unicode's marks for the direction of text; they can make one name look like another.
 _REORDERING = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
-def _readable(value: Any) -> Any:
+def _without_reordering(value: Any) -> Any:
     """The same with marks that turn text around written out: a name must not pose as another."""
     if isinstance(value, str):
         if _REORDERING.search(value) is None:
@@ -495,9 +524,9 @@ def _readable(value: Any) -> Any:
         return _REORDERING.sub(lambda mark: f"\\u{ord(mark[0]):04x}", value)
     if isinstance(value, dict):
         items = cast("dict[Any, Any]", value).items()
-        return {_readable(key): _readable(item) for key, item in items}
+        return {_without_reordering(key): _without_reordering(item) for key, item in items}
     if isinstance(value, list):
-        return [_readable(item) for item in cast("list[Any]", value)]
+        return [_without_reordering(item) for item in cast("list[Any]", value)]
     return value
 
 
@@ -509,10 +538,12 @@ def _verdict(
 ) -> dict[str, Any]:
     first = None
     if table.first is not None:
-        first = next((at for at, row in enumerate(table.rows) if row is table.first), None)
+        first = next((index for index, row in enumerate(table.rows) if row is table.first), None)
+        # A table read back from disk may hold an equal row that is another object.
         if first is None:
             first = table.rows.index(table.first)
     status, sentence = table.verdict, table.finding
+    # The verdict on tokens outranks that on tensors: it is what the user of a model sees.
     judged = [part for part in decoder if part["checks"] or part["verdict"] != "unjudged"]
     if judged or (decoder and not table.rows):
         status, sentence = _of_decoder(judged or decoder)
@@ -524,7 +555,7 @@ def _verdict(
         if row is not None:
             other = row.candidate_class
             class_name = f"{row.class_name} → {other}" if other else row.class_name
-    said = table.limits.get("said")
+    limits_text = table.limits.get("said")
     losses = [
         f"{name} run: {loss}"
         for name, side in (("reference", table.reference), ("candidate", table.candidate))
@@ -542,7 +573,7 @@ def _verdict(
         "cause": _cause(diagnosis, site),
         "coverage": table.coverage.as_json(),
         "failing": len(table.failing),
-        "limits": said if isinstance(said, str) else "",
+        "limits": limits_text if isinstance(limits_text, str) else "",
         "notes": [*table.notes, *losses, *notes],
         "tiles": _tiles(table),
     }
@@ -553,13 +584,14 @@ def _tiles(table: Table) -> list[list[str]]:
     outputs = [row for row in table.rows if row.port == "output" and row.compared and row.metrics]
     if not outputs or not table.reference.ordered:
         return []
-    whole = [row for row in outputs if row.site in ("(root)", "")]
-    last = (whole or outputs)[-1]
+    model_outputs = [row for row in outputs if row.site in ("(root)", "")]
+    last = (model_outputs or outputs)[-1]
     metric = last.decided_by or "relative_l2"
     value = last.metrics.get(metric)
+    # Other metrics have no scale that a headline could show.
     if value is None or metric not in DRAWN:
         return []
-    name = "Output of the model" if whole else f"Last output, {last.site}"
+    name = "Output of the model" if model_outputs else f"Last output, {last.site}"
     allowed = "" if last.limit is None else f"{last.limit:g} allowed"
     shown = f"{float(value):.3g}"
     if last.limit is not None and shown == f"{last.limit:.3g}":  # 0.04998 keeps 0.05
@@ -571,6 +603,7 @@ def _headline(judged: Sequence[Mapping[str, Any]]) -> str:
     """What a decoder's validation says in a few words; empty for another page."""
     if not judged:
         return ""
+    # A failing part speaks for all; passing ones only where none fails.
     worst = min(judged, key=lambda part: ("fail", "unjudged", "pass").index(str(part["verdict"])))
     checks = cast("list[dict[str, Any]]", worst["checks"])
     failing = max((int(check["failing"]) for check in checks), default=0)
@@ -592,7 +625,7 @@ def _cause(diagnosis: Diagnosis | None, site: str | None) -> dict[str, Any] | No
         "site": diagnosis.first_site,
         "agrees": site is None or diagnosis.first_site == site,
         "confidence": diagnosis.confidence,
-        "by": _BY.get(by, by),
+        "by": _METHOD_NAMES.get(by, by),
     }
 
 
@@ -608,5 +641,5 @@ def _roots(run: Run | None, table: Table) -> list[Mapping[str, Any]]:
         return []
     key = table.rows[0].key
     topology = run.topology(key.rank, key.process)
-    found = topology.get("roots") if topology is not None else None
-    return cast("list[Mapping[str, Any]]", found) if isinstance(found, list) else []
+    roots = topology.get("roots") if topology is not None else None
+    return cast("list[Mapping[str, Any]]", roots) if isinstance(roots, list) else []

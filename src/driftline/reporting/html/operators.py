@@ -42,9 +42,10 @@ def operator_table(document: Mapping[str, Any], name: str) -> Table:
         BadFile: It is damaged.
     """
     try:
-        rows = tuple(_row(entry, at) for at, entry in enumerate(document["rows"]))
+        rows = tuple(_row(entry, index) for index, entry in enumerate(document["rows"]))
         source = str(document["source"])
         remarks = tuple(str(remark) for remark in document.get("remarks", ()))
+    # The document comes from a file and may have been edited.
     except (KeyError, TypeError, ValueError, AttributeError) as trouble:
         raise BadFile(
             f"{name} is a damaged operator check: {type(trouble).__name__}: {trouble}"
@@ -83,6 +84,7 @@ def _row(entry: Mapping[str, Any], order: int) -> Row:
         for column in _COLUMNS
         if entry.get(column.name) is not None
     }
+    # Any other status means that the operator could not be checked.
     status = _STATUS.get(str(entry["status"]), "incomparable")
     required = entry.get("required")
     limit = None if required is None else float(required)
@@ -118,6 +120,7 @@ def _row(entry: Mapping[str, Any], order: int) -> Row:
 
 def _severity(share: float | None, required: float | None, status: Status) -> float:
     """Elements outside over how many may be; what fails is beyond 1, whatever rounding says."""
+    # Where every element must be right there is no quotient, only right or wrong.
     if share is None or required is None or required >= 100.0:
         return math.inf if status == "fail" else 0.0
     outside = (100.0 - share) / (100.0 - required)

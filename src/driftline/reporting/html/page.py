@@ -24,6 +24,7 @@ from driftline.errors import BadFile
 MAGIC = b"DLP1"
 _TYPES = {"f64": "<f8", "f32": "<f4", "i32": "<i4", "u32": "<u4", "u16": "<u2", "u8": "u1"}
 _NAMES = {np.dtype(code).str.lstrip("|"): name for name, code in _TYPES.items()}
+# Arrays begin at multiples of eight bytes: JavaScript's typed arrays demand that of float64.
 _FILL = 8
 _LARGEST_SINGLE = float(np.finfo(np.float32).max)
 _SMALLEST_SINGLE = float(np.finfo(np.float32).tiny)
@@ -41,16 +42,18 @@ def pack(document: Mapping[str, Any]) -> bytes:
         if isinstance(value, np.ndarray):
             array = _stored(cast(Array, value))
             content = array.tobytes()
-            at = place
+            offset = place
             content += bytes(-len(content) % _FILL)
             blobs.append(content)
             place += len(content)
-            return {"$": _NAMES[array.dtype.str.lstrip("|")], "at": at, "n": int(array.size)}
+            # `$` marks an array in JSON; no key of a document begins with it.
+            return {"$": _NAMES[array.dtype.str.lstrip("|")], "at": offset, "n": int(array.size)}
         if isinstance(value, np.generic):
             return plain(value.item())
         if isinstance(value, float):
             if math.isfinite(value):
                 return value
+            # JSON has no such numbers, and the front end reads these words.
             return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
         if isinstance(value, Mapping):
             items = cast("Mapping[object, Any]", value).items()
@@ -73,30 +76,32 @@ def unpack(content: bytes) -> dict[str, Any]:
     Raises:
         BadFile: It is no container.
     """
+    # Length first would read past the end of a short file.
     if content[:4] != MAGIC or len(content) < 8:
         raise BadFile("this is no data of a page")
     (length,) = struct.unpack_from("<I", content, 4)
     start = 8 + length
 
-    def whole(value: dict[str, Any]) -> Any:
+    def restore(value: dict[str, Any]) -> Any:
         if value.keys() != {"$", "at", "n"}:
             return value
         return np.frombuffer(content, _TYPES[value["$"]], value["n"], start + value["at"])
 
     try:
-        return json.loads(content[8:start], object_hook=whole)
+        return json.loads(content[8:start], object_hook=restore)
     except (ValueError, KeyError, TypeError) as trouble:
         raise BadFile(f"this is no data of a page: {trouble}") from None
 
 
-def armoured(content: bytes) -> str:
+def encode_container(content: bytes) -> str:
     """A container as it stands in a page: compressed, as letters that end no element."""
+    # Base64 has no `<`, so the data cannot end the script element around it.
     # mtime: the same data are the same file.
     return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode("ascii")
 
 
-def disarmoured(text: str) -> bytes:
-    """The inverse of `armoured`."""
+def decode_container(text: str) -> bytes:
+    """The inverse of `encode_container`."""
     return gzip.decompress(base64.b64decode(text))
 
 
@@ -110,11 +115,14 @@ def _stored(array: Array) -> Array:
     if flat.dtype.kind in "iu":
         low, high = (int(flat.min()), int(flat.max())) if flat.size else (0, 0)
         if low >= 0:
+            # The narrowest type that holds every value: counts of a histogram are
+            # mostly small.
             for kind in (np.uint8, np.uint16, np.uint32):
                 if high <= np.iinfo(kind).max:
                     return flat.astype(kind)
         elif low >= -(1 << 31) and high < 1 << 31:
             return flat.astype(np.int32)
+    # Wider integers become float64, which JavaScript would make of them anyway.
     return flat.astype("<f8")
 
 
@@ -126,10 +134,12 @@ def singles(values: Array) -> Array:
     """
     sizes = np.abs(values[np.isfinite(values)])
     sizes = sizes[sizes > 0]
+    # Outside float32's range a value would become 0 or infinite.
     if sizes.size and (sizes.max() > _LARGEST_SINGLE or sizes.min() < _SMALLEST_SINGLE):
         return values
-    whole = sizes.size and bool((sizes == np.floor(sizes)).all())
-    if whole and sizes.max() > 1 << 24:
+    are_integers = sizes.size and bool((sizes == np.floor(sizes)).all())
+    # Above 2**24 float32 no longer holds every whole number.
+    if are_integers and sizes.max() > 1 << 24:
         return values
     return values.astype(np.float32)
 
@@ -150,7 +160,7 @@ _WORDS = {
 
 def embedded_page(document: Mapping[str, Any]) -> str:
     """A page that holds its data: opens from disk, offline, and asks nobody for anything."""
-    return _page(document, "embedded", armoured(pack(document)))
+    return _page(document, "embedded", encode_container(pack(document)))
 
 
 def remote_page(document: Mapping[str, Any]) -> str:
@@ -162,7 +172,9 @@ def _page(document: Mapping[str, Any], source: Literal["embedded", "remote"], da
     name = "page" if source == "embedded" else "view"
     script = (_BUNDLE / f"{name}.js").read_text(encoding="utf-8")
     style = (_BUNDLE / f"{name}.css").read_text(encoding="utf-8")
+    # Only the served page may fetch, and only from its own server.
     connect = "connect-src 'self'; " if source == "remote" else ""
+    # Scripts and styles are allowed by their hash, so that markup hidden in a name cannot run.
     policy = (
         f"default-src 'none'; script-src {_hashed(script)}; style-src {_hashed(style)}; {connect}"
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
@@ -208,6 +220,7 @@ def _headline(document: Mapping[str, Any]) -> str:
     coverage = verdict["coverage"]
     total = sum(int(count) for count in coverage.values())
     tiles: list[tuple[str, str, str]] = []
+    # A page of a text model may have no tensors; tiles of zeros would mislead.
     if total:
         left = [
             f"{count} {what}" for what, count in coverage.items() if count and what != "compared"
@@ -238,11 +251,13 @@ def _headline(document: Mapping[str, Any]) -> str:
 
 def _differences(sides: Mapping[str, Any]) -> str:
     """The few differences between the runs that may matter; the page lists all of them."""
-    telling = [each for each in sides["differences"] if each["weight"] == "numbers"]
+    telling = [
+        difference for difference in sides["differences"] if difference["weight"] == "numbers"
+    ]
     lines = "".join(
-        f'<tr><th scope="row">{_breakable(each["what"])}</th>'
-        f"<td>{escape(str(each['reference']))}</td><td>{escape(str(each['candidate']))}</td></tr>"
-        for each in telling[:_SHOWN]
+        f'<tr><th scope="row">{_breakable(difference["what"])}</th>'
+        f"<td>{escape(str(difference['reference']))}</td><td>{escape(str(difference['candidate']))}</td></tr>"
+        for difference in telling[:_SHOWN]
     )
     more = len(telling) - _SHOWN
     if not lines:
@@ -282,10 +297,10 @@ def _lede(verdict: Mapping[str, Any]) -> str:
     lines: list[str] = []
     if verdict.get("headline"):
         text = str(verdict["sentence"])
-        said = escape(text[:1].upper() + text[1:])
+        sentence = escape(text[:1].upper() + text[1:])
         if verdict["site"] is not None:
-            said += f"; layers begin to differ at {_breakable(verdict['site'])}"
-        return f'<p class="lede">{said}</p>'
+            sentence += f"; layers begin to differ at {_breakable(verdict['site'])}"
+        return f'<p class="lede">{sentence}</p>'
     if verdict["status"] == "fail" and verdict["site"] is not None:
         if verdict["class"]:
             lines.append(str(verdict["class"]))
@@ -293,8 +308,8 @@ def _lede(verdict: Mapping[str, Any]) -> str:
         after = text.partition(f"'{verdict['site']}'")[2]
         # `(SiLU, in the candidate GELU), in its output: …`: the class has been said already.
         _, comma, rest = after.partition("), in " if after.startswith(" (") else ", in ")
-        said = f"in {rest}" if comma else text
-        lines.append(said.replace("<=", "≤").replace(">=", "≥"))
+        sentence = f"in {rest}" if comma else text
+        lines.append(sentence.replace("<=", "≤").replace(">=", "≥"))
         return f'<p class="lede">{" · ".join(escape(line) for line in lines)}</p>'
     if verdict["status"] == "pass" and sum(verdict["coverage"].values()):
         text = str(verdict["sentence"])
@@ -308,17 +323,18 @@ def _cause(verdict: Mapping[str, Any]) -> str:
     if cause is None:
         return ""
     sure = f"{cause['confidence']:.0%} sure, by {cause['by']}" if cause["by"] else ""
+    # The diagnosis contradicts the headline, which the reader must see at once.
     if not cause["agrees"] or verdict["status"] == "pass":
-        said = f"Diagnosis points at {cause['site']}: {cause['where']} {cause['sentence']}"
+        sentence = f"Diagnosis points at {cause['site']}: {cause['where']} {cause['sentence']}"
         name = "But"
     else:
-        said = cause["sentence"]
+        sentence = cause["sentence"]
         name = "Cause"
         if cause["kind"] == "unknown":
-            said = f"not known: {str(said).partition(': ')[2] or said}"
+            sentence = f"not known: {str(sentence).partition(': ')[2] or sentence}"
             sure = ""
     return (
-        f'<p class="cause"><b>{name}</b> {escape(str(said))}'
+        f'<p class="cause"><b>{name}</b> {escape(str(sentence))}'
         + (f" <small>({escape(sure)})</small>" if sure else "")
         + "</p>"
     )
@@ -330,6 +346,7 @@ def _breakable(site: object) -> str:
 
 
 def _quoted(text: str) -> str:
+    # Imported on use: only failing pages have a link.
     from urllib.parse import quote
 
     return quote(text.encode("utf-8", "backslashreplace"), safe="")

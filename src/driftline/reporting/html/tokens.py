@@ -24,6 +24,7 @@ from driftline.reporting.html.document import figures, words
 from driftline.reporting.html.page import Array, singles
 
 _LIKELIEST = 5
+# Folders of IBM's scripts call the candidate `aiu`.
 _LABELS = (CANDIDATE, "aiu")
 
 Text = Callable[[int], str]
@@ -50,29 +51,30 @@ class Tokens(NamedTuple):
         shown = figures({**self.places, **self.scores})
         shown["prompt_name"] = words(list(self.names))
         if text is not None:
-            known = {int(token): text(int(token)) for token in np.unique(self.places["token"])}
-            shown["text"] = words([known[int(token)] for token in self.places["token"]])
+            # Each token is decoded once: a tokenizer is slow and tokens repeat.
+            text_of = {int(token): text(int(token)) for token in np.unique(self.places["token"])}
+            shown["text"] = words([text_of[int(token)] for token in self.places["token"]])
         return {"count": len(self), "columns": shown}
 
     def prompts(self, bad: Mapping[str, Array]) -> list[dict[str, Any]]:
         """Failing tokens of every prompt, by metric."""
-        found: dict[tuple[int, int], dict[str, Any]] = {}
-        for at in range(len(self)):
-            seed, prompt = int(self.places["seed"][at]), int(self.places["prompt"][at])
-            one = found.setdefault(
+        summaries: dict[tuple[int, int], dict[str, Any]] = {}
+        for index in range(len(self)):
+            seed, prompt = int(self.places["seed"][index]), int(self.places["prompt"][index])
+            summary = summaries.setdefault(
                 (seed, prompt),
                 {
                     "seed": seed,
                     "prompt": prompt,
-                    "name": self.names[at],
+                    "name": self.names[index],
                     "kept": 0,
                     "failing": dict.fromkeys(bad, 0),
                 },
             )
-            one["kept"] += 1
+            summary["kept"] += 1
             for name, fails in bad.items():
-                one["failing"][name] += int(fails[at])
-        return list(found.values())
+                summary["failing"][name] += int(fails[index])
+        return list(summaries.values())
 
 
 def read_tokens(path: Path) -> Tokens:
@@ -81,6 +83,7 @@ def read_tokens(path: Path) -> Tokens:
     Raises:
         BadFile: It is none.
     """
+    # Optional: asked for when a table of tokens is really read.
     parquet = require("pyarrow.parquet")
     try:
         table: Any = parquet.read_table(path)
@@ -105,29 +108,31 @@ def first_failing(
     """The first token at or above a limit, and what both sides would have said there."""
     fails = np.zeros(len(tokens), np.bool_)
     for name, limit in limits.items():
+        # Negated, so that a NaN score fails.
         fails |= ~(tokens.scores[name] < limit)
     if not fails.any():
         return None
-    at = int(np.flatnonzero(fails)[0])
+    index = int(np.flatnonzero(fails)[0])
     seed, prompt, position, token = (
-        int(tokens.places[name][at]) for name in ("seed", "prompt", "position", "token")
+        int(tokens.places[name][index]) for name in ("seed", "prompt", "position", "token")
     )
     read: Text = text or _nothing
     sides: list[list[dict[str, Any]]] = []
     before = ""
+    # Both sides, the reference first, as the page shows them.
     for labels in ((REFERENCE,), _LABELS):
-        found, context = _likeliest(start, labels, seed, prompt, position, read)
-        sides.append(found)
+        likeliest, context = _likeliest(start, labels, seed, prompt, position, read)
+        sides.append(likeliest)
         before = before or context
     return {
         "seed": seed,
         "prompt": prompt,
-        "name": tokens.names[at],
+        "name": tokens.names[index],
         "position": position,
         "token": token,
         "text": read(token),
         "before": before,
-        "values": {name: float(tokens.scores[name][at]) for name in limits},
+        "values": {name: float(tokens.scores[name][index]) for name in limits},
         "reference": sides[0],
         "candidate": sides[1],
     }
@@ -147,21 +152,25 @@ def _likeliest(
             continue
         if saved.logits:
             row = np.asarray(cast("Any", saved.logits[0])[position].double().numpy())
+            # Stable, so that equal logits come in the order of their ids on both sides.
             ids = np.argsort(-row, kind="stable")[:_LIKELIEST]
             logs = row[ids] - _log_sum(row)
         elif saved.top:
             top = cast("Mapping[str, Any]", saved.top[0])
             ids = np.asarray(top[INDICES][position].numpy())[:_LIKELIEST]
             values = np.asarray(top[VALUES][position].double().numpy())[:_LIKELIEST]
+            # Only the largest logits were saved, together with the sum over all of
+            # them.
             logs = values - float(top[NORM][position])
         else:
             continue
+        # Saved tokens begin with the prompt; logits exist for generated ones only.
         length = len(saved.tokens[0]) - len((saved.logits or [saved.top[0][NORM]])[0])
         ahead = cast("Any", saved.tokens[0])[max(0, length + position - 32) : length + position]
-        context = "".join(read(int(each)) for each in ahead)
+        context = "".join(read(int(token)) for token in ahead)
         chosen = [
-            {"token": int(each), "text": read(int(each)), "probability": float(np.exp(log))}
-            for each, log in zip(ids, logs, strict=True)
+            {"token": int(token), "text": read(int(token)), "probability": float(np.exp(log))}
+            for token, log in zip(ids, logs, strict=True)
         ]
         return chosen, context
     return [], ""
@@ -173,6 +182,7 @@ def _nothing(token: int) -> str:
 
 
 def _log_sum(row: Array) -> float:
+    # Subtracted first: the exponential of a large logit overflows.
     top = float(row.max())
     return top + float(np.log(np.exp(row - top).sum()))
 
@@ -198,8 +208,8 @@ def of_steps(table: Table) -> dict[str, Any] | None:
     if len(steps) < FEWEST_STEPS:
         return None
     sites = list(dict.fromkeys(row.site for row in rows))[:_MOST_LAYERS]
-    place = {site: at for at, site in enumerate(sites)}
-    column = {step: at for at, step in enumerate(steps)}
+    place = {site: index for index, site in enumerate(sites)}
+    column = {step: index for index, step in enumerate(steps)}
     values = np.full((len(sites), len(steps)), np.nan)
     status = np.zeros((len(sites), len(steps)), np.uint8)
     limit = np.full(len(sites), np.nan)
@@ -208,6 +218,7 @@ def of_steps(table: Table) -> dict[str, Any] | None:
             continue
         y, x = place[row.site], column[row.step]
         value = float(row.metrics.get(_METRIC, np.nan))
+        # A site may be called several times in a step; the worst call counts.
         values[y, x] = value if np.isnan(values[y, x]) else max(values[y, x], value)
         status[y, x] = max(int(status[y, x]), _STATUS.get(row.status, 0))
         if row.decided_by == _METRIC and row.limit is not None:
@@ -235,10 +246,11 @@ def of_files(files: Sequence[MetricFile]) -> dict[str, Any] | None:
     if common < FEWEST_STEPS:
         return None
     values = np.stack([read[layer] for layer in layers])
+    # These files have no limits, so only NaN is known to be wrong.
     status = np.where(np.isnan(values), 2, 0).astype(np.uint8)
     limit = np.full(len(layers), np.nan)
-    found = _map(layers, np.arange(common), values, status, limit, "abs_diff")
-    return {"unit": "token", **found}
+    layer_map = _map(layers, np.arange(common), values, status, limit, "abs_diff")
+    return {"unit": "token", **layer_map}
 
 
 def _drawn(row: Row) -> bool:
@@ -280,6 +292,7 @@ def shape_key(folder: Path) -> str:
     named = parse_name(folder.name)
     if named is None:
         return folder.name
+    # Two programs write the format of one model in two ways.
     formats = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
     dtype = formats.get(named.dtype, named.dtype)
     return f"{named.model} {named.new_tokens} {named.batch_size} {named.length} {dtype}"

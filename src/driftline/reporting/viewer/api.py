@@ -17,8 +17,8 @@ from driftline.comparison.table.table import Table
 from driftline.diagnosis.evidence.files import Evidence, Replay
 from driftline.errors import BadInput
 from driftline.reporting.html.report import Page, Source, page_of
-from driftline.reporting.viewer.server import Server, check_port, listening
-from driftline.reporting.viewer.session import Desk, Memory
+from driftline.reporting.viewer.server import Server, check_port, open_server
+from driftline.reporting.viewer.session import RowCache, Session
 from driftline.runs.layout import MANIFEST
 from driftline.runs.run import Run
 from driftline.runs.stores.addresses import url_of
@@ -39,11 +39,13 @@ class Viewer:
     def __init__(self, server: Server) -> None:
         self.server = server
         self.url = server.url
+        # A daemon: a notebook that ends must not wait for its viewer.
         self._thread = threading.Thread(target=server.serve_forever, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop it."""
+        # In this order: the loop ends before its socket goes.
         self.server.shutdown()
         self._thread.join()
         self.server.server_close()
@@ -120,6 +122,7 @@ def view(
     ended = getattr(progress, "close", None)
     if ended is not None:  # its line must be gone before the address is printed
         ended()
+    # Before serving: a process manager ends programs with SIGTERM.
     on_end = _stop_when_asked()
     try:
         print(server.url, flush=True)
@@ -162,23 +165,25 @@ def _server(
             hint="driftline view REF CAND; `driftline show` looks at one run",
         )
     check_port(port)  # before the work is done
-    memory = None
+    # Only two runs can grow; a stored comparison is final.
+    row_cache = None
     if candidate is not None:
-        memory = Memory(about.get("thresholds"), about.get("threads"), progress)
+        row_cache = RowCache(about.get("thresholds"), about.get("threads"), progress)
 
     def make() -> Page:
-        return page_of(subject, candidate, pictures=0, comparing=memory, **about)
+        return page_of(subject, candidate, pictures=0, comparing=row_cache, **about)
 
-    return listening(Desk(make, _watched(subject, candidate)), port)
+    return open_server(Session(make, _watched(subject, candidate)), port)
 
 
 def _watched(subject: Source, candidate: Run | StrPath | None) -> list[Path]:
     """Files and folders that may change under the page."""
     paths: list[Path] = []
-    for each in (subject, candidate):
-        if each is not None and not isinstance(each, (Run, Table)):
-            paths.append(Path(each))
+    for source in (subject, candidate):
+        if source is not None and not isinstance(source, (Run, Table)):
+            paths.append(Path(source))
     for path in tuple(paths):
+        # A comparison's page also depends on the runs behind it.
         if path.name == TABLE_FILE or is_table(path):
             table = open_table(path)
             paths += [Path(side.path) for side in (table.reference, table.candidate) if side.path]
@@ -196,6 +201,7 @@ def _is_lone_run(subject: Source) -> bool:
 
 def _stop_when_asked() -> Any:
     """Let a polite end (SIGTERM) be one, too; gives what puts things back."""
+    # Python lets only the main thread set signal handlers.
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
 

@@ -26,18 +26,20 @@ from driftline.errors import BadInput, DriftlineError
 from driftline.reporting.html.page import pack, remote_page
 from driftline.reporting.html.tensors.pair import Region
 from driftline.reporting.html.tensors.statistics import Scale
-from driftline.reporting.viewer.session import Desk, Grown
+from driftline.reporting.viewer.session import RunsChanged, Session
 
+# Tensors of a model are confidential: no other machine may connect.
 HOST = "127.0.0.1"
 PORT = 8412
 _PORTS = 100
 """Ports that are tried one after the other before the system is asked for any."""
 _READERS = 32
 """Connections at a time; a browser takes six."""
-_AT_WORK = 4
+_MOST_WORKING = 4
 """Answers that are made at a time."""
-_PATIENCE = 30.0
+_READ_TIMEOUT = 30.0
 """Seconds a connection may keep silent."""
+# No other page may frame, read or cache what the viewer sends.
 _HEADERS = {
     "Content-Security-Policy": "frame-ancestors 'none'",
     "X-Frame-Options": "DENY",
@@ -51,63 +53,65 @@ _BINARY = "application/octet-stream"
 _JSON = "application/json; charset=utf-8"
 _HTML = "text/html; charset=utf-8"
 
-Asked = Mapping[str, str]
-Answer = Callable[[Desk, Asked], Any]
+Query = Mapping[str, str]
+Answer = Callable[[Session, Query], Any]
 
 
-def _number(asked: Asked, name: str, default: int | None = None) -> int:
-    text = asked.get(name)
+def _number(query: Query, name: str, default: int | None = None) -> int:
+    text = query.get(name)
     if text is None and default is not None:
         return default
+    # `isdigit` accepts digits of other scripts, and a long number would cost time to parse.
     if text is None or not text.isascii() or not text.isdigit() or len(text) > 15:
         raise BadInput(f"'{name}' must be a whole number")
     return int(text)
 
 
-def _region(asked: Asked) -> Region | None:
-    if "top" not in asked:
+def _region(query: Query) -> Region | None:
+    if "top" not in query:
         return None
-    return Region(*(_number(asked, name) for name in ("top", "bottom", "left", "right")))
+    return Region(*(_number(query, name) for name in ("top", "bottom", "left", "right")))
 
 
-def _row(asked: Asked) -> tuple[int, int]:
-    return _number(asked, "row"), _number(asked, "page")
+def _row(query: Query) -> tuple[int, int]:
+    return _number(query, "row"), _number(query, "page")
 
 
-def _scale(asked: Asked) -> Scale:
-    scale = asked.get("scale", "auto")
+def _scale(query: Query) -> Scale:
+    scale = query.get("scale", "auto")
     if scale == "auto" or scale == "even" or scale == "symlog":
         return scale
     raise BadInput("'scale' is auto, even or symlog")
 
 
-def _values(desk: Desk, asked: Asked) -> Any:
-    region = _region(asked)
+def _values(session: Session, query: Query) -> Any:
+    region = _region(query)
     if region is None:
         raise BadInput("'top', 'bottom', 'left' and 'right' say which values")
-    return desk.values(*_row(asked), region)
+    return session.values(*_row(query), region)
 
 
-QUESTIONS: dict[str, Answer] = {
-    "api/sheet": lambda desk, asked: desk.sheet(*_row(asked)),
-    "api/pictures": lambda desk, asked: desk.pictures(*_row(asked)),
-    "api/map": lambda desk, asked: desk.map(
-        *_row(asked),
-        _region(asked),
-        max(1, _number(asked, "height", 64)),
-        max(1, _number(asked, "width", 64)),
+# Addresses are looked up here and never become paths of files.
+ENDPOINTS: dict[str, Answer] = {
+    "api/sheet": lambda session, query: session.sheet(*_row(query)),
+    "api/pictures": lambda session, query: session.pictures(*_row(query)),
+    "api/map": lambda session, query: session.map(
+        *_row(query),
+        _region(query),
+        max(1, _number(query, "height", 64)),
+        max(1, _number(query, "width", 64)),
     ),
-    "api/region": lambda desk, asked: desk.region(
-        *_row(asked), _region(asked), max(1, _number(asked, "bins", 64)), _scale(asked)
+    "api/region": lambda session, query: session.region(
+        *_row(query), _region(query), max(1, _number(query, "bins", 64)), _scale(query)
     ),
     "api/values": _values,
-    "api/worst": lambda desk, asked: desk.worst(*_row(asked)),
+    "api/worst": lambda session, query: session.worst(*_row(query)),
 }
 """Everything that can be asked, but the page itself and its data."""
 
 
 class Server(ThreadingHTTPServer):
-    """Answers questions about a desk; made by `listening`.
+    """Answers questions about a session; made by `open_server`.
 
     Attributes:
         token: The first part of every address that is answered.
@@ -117,11 +121,12 @@ class Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = _READERS
 
-    def __init__(self, desk: Desk, port: int) -> None:
-        self.desk = desk
+    def __init__(self, session: Session, port: int) -> None:
+        self.session = session
+        # Other users of this machine can reach the port, but cannot guess this.
         self.token = secrets.token_urlsafe(24)
         self.readers = threading.BoundedSemaphore(_READERS)
-        self.at_work = threading.BoundedSemaphore(_AT_WORK)
+        self.working = threading.BoundedSemaphore(_MOST_WORKING)
         super().__init__((HOST, port), _Handler)
 
     @property
@@ -144,6 +149,7 @@ class Server(ThreadingHTTPServer):
         self.server_name, self.server_port = HOST, self.port
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        # Refused at once: waiting connections would hold threads.
         if not self.readers.acquire(blocking=False):
             self.shutdown_request(request)
             return
@@ -171,11 +177,11 @@ def check_port(port: int | None) -> int:
     return first
 
 
-def listening(desk: Desk, port: int | None = None) -> Server:
+def open_server(session: Session, port: int | None = None) -> Server:
     """A server at a port, or at the next one that is free; it answers once it is told to.
 
     Args:
-        desk: What is looked at.
+        session: What is looked at.
         port: The first one to try; `PORT` when not given, any free one for 0.
 
     Raises:
@@ -183,22 +189,24 @@ def listening(desk: Desk, port: int | None = None) -> Server:
     """
     first = check_port(port)
     tried = range(first, min(first + _PORTS, 65536)) if first else range(0)
-    for each in tried:
+    for number in tried:
         try:
-            return Server(desk, each)
+            return Server(session, number)
         except OSError as trouble:
+            # Taken or privileged ports are passed over; other errors are real.
             if trouble.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
-    return Server(desk, 0)
+    # Port 0 lets the system choose a free one.
+    return Server(session, 0)
 
 
-def _lone_sentence(sentence: str, hint: str) -> bytes:
+def _error_page(sentence: str, hint: str) -> bytes:
     """A page that says why there is none; the reader reloads it when that is mended."""
-    said = escape(sentence) + (f"<br><small>{escape(hint)}</small>" if hint else "")
+    text = escape(sentence) + (f"<br><small>{escape(hint)}</small>" if hint else "")
     page = (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>Driftline</title>'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
-        f"<h1>There is no page to show</h1><p>{said}</p><p>Reload to try again.</p></html>"
+        f"<h1>There is no page to show</h1><p>{text}</p><p>Reload to try again.</p></html>"
     )
     return page.encode("utf-8", "replace")
 
@@ -206,7 +214,7 @@ def _lone_sentence(sentence: str, hint: str) -> bytes:
 class _Handler(BaseHTTPRequestHandler):
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride] - only ours makes it
     protocol_version = "HTTP/1.1"
-    timeout = _PATIENCE
+    timeout = _READ_TIMEOUT
     server_version = "driftline"
     sys_version = ""
 
@@ -216,37 +224,38 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
 
     def do_GET(self) -> None:
-        address, _, query = self.path.partition("?")
+        address, _, query_string = self.path.partition("?")
         refusal = self._refusal(address)
         if refusal is not None:
-            self._say(*refusal)
+            self._send_problem(*refusal)
             return
         _, _, place = address[1:].partition("/")
         try:
-            self._answer(place, query)
+            self._answer(place, query_string)
         except DriftlineError as trouble:
-            status = HTTPStatus.CONFLICT if isinstance(trouble, Grown) else 422
+            status = HTTPStatus.CONFLICT if isinstance(trouble, RunsChanged) else 422
+            # The page itself is read by a person, everything else by the front end.
             if place:
-                self._say(status, str(trouble), trouble.hint)
+                self._send_problem(status, str(trouble), trouble.hint)
             else:
-                self._send(status, _HTML, _lone_sentence(str(trouble), trouble.hint))
+                self._send(status, _HTML, _error_page(str(trouble), trouble.hint))
         except (ConnectionError, TimeoutError):
             raise  # the reader went away
         except (OSError, MemoryError) as trouble:
-            self._say(500, f"it could not be read: {trouble or type(trouble).__name__}")
+            self._send_problem(500, f"it could not be read: {trouble or type(trouble).__name__}")
         except Exception as bug:
             # One question that we cannot answer must not be a silent one, nor end the others.
             if settings.debug():
                 traceback.print_exception(bug)
             what = f"{type(bug).__name__}: {bug}".splitlines()[0][:200]
-            self._say(500, f"this is a bug in driftline, not in your data: {what}")
+            self._send_problem(500, f"this is a bug in driftline, not in your data: {what}")
 
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
         """Nothing can be changed here; other pages that ask whether they may are told so, too."""
         self.close_connection = True  # whatever follows is not read
-        self._say(HTTPStatus.METHOD_NOT_ALLOWED, "there are only questions here, with GET")
+        self._send_problem(HTTPStatus.METHOD_NOT_ALLOWED, "there are only questions here, with GET")
 
     do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_POST
 
@@ -254,52 +263,57 @@ class _Handler(BaseHTTPRequestHandler):
         """Why a question is not looked at; None if it is."""
         names = self.server.names
         hosts = self.headers.get_all("Host") or []
+        # Against DNS rebinding: a foreign name that leads to 127.0.0.1 is refused.
         if len(hosts) != 1 or hosts[0].strip().lower() not in names:
             return HTTPStatus.FORBIDDEN, "this is not the host that was asked for"
         allowed = [f"http://{name}" for name in names]
         if any(origin not in allowed for origin in self.headers.get_all("Origin") or []):
             return HTTPStatus.FORBIDDEN, "another page has no business here"
+        # An unread body would be taken for the next request on this connection.
         if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
             self.close_connection = True
             return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a question has no body"
         token, slash, place = address[1:].partition("/") if address[:1] == "/" else ("", "", "")
         # Compared in constant time: how long it takes says nothing of how much of it is right.
-        given = token.encode("utf-8", "replace")
-        if not hmac.compare_digest(given, self.server.token.encode()) or not slash:
+        presented = token.encode("utf-8", "replace")
+        if not hmac.compare_digest(presented, self.server.token.encode()) or not slash:
             return HTTPStatus.FORBIDDEN, "the address lacks the token that was printed with it"
+        # Browsers state which page a request comes from; following a link to the page is
+        # allowed.
         came = self.headers.get("Sec-Fetch-Site", "none")
         navigates = self.headers.get("Sec-Fetch-Dest") == "document" and not place
         if came not in ("none", "same-origin") and not navigates:
             return HTTPStatus.FORBIDDEN, "another page has no business here"
         return None
 
-    def _answer(self, place: str, query: str) -> None:
-        desk = self.server.desk
+    def _answer(self, place: str, query_string: str) -> None:
+        session = self.server.session
         if place == "":
             self._send(
-                200, _HTML, remote_page(desk.refreshed().document).encode("utf-8", "replace")
+                200, _HTML, remote_page(session.refreshed().document).encode("utf-8", "replace")
             )
             return
         if place == "api/page":
-            self._send(200, _BINARY, desk.content())
+            self._send(200, _BINARY, session.content())
             return
-        question = QUESTIONS.get(place)
-        if question is None:
-            self._say(HTTPStatus.NOT_FOUND, "there is nothing of that name here")
+        endpoint = ENDPOINTS.get(place)
+        if endpoint is None:
+            self._send_problem(HTTPStatus.NOT_FOUND, "there is nothing of that name here")
             return
         try:
-            words = parse_qs(query, max_num_fields=16)
+            words = parse_qs(query_string, max_num_fields=16)
         except ValueError:
             raise BadInput("that is too much for one question") from None
-        asked = {name: texts[-1] for name, texts in words.items()}
-        with self.server.at_work:
-            content = pack(question(desk, asked))
+        query = {name: texts[-1] for name, texts in words.items()}
+        # Few at a time: each answer may read millions of elements.
+        with self.server.working:
+            content = pack(endpoint(session, query))
         self._send(200, _BINARY, content)
 
-    def _say(self, status: int, sentence: str, hint: str = "") -> None:
-        """A refusal; for people where they see it, for the front end where it asked."""
-        said: dict[str, str] = {"error": sentence, **({"hint": hint} if hint else {})}
-        self._send(status, _JSON, json.dumps(said).encode())
+    def _send_problem(self, status: int, sentence: str, hint: str = "") -> None:
+        """A refusal; for people where they see it, for the front end where it asks."""
+        answer: dict[str, str] = {"error": sentence, **({"hint": hint} if hint else {})}
+        self._send(status, _JSON, json.dumps(answer).encode())
 
     def _send(self, status: int, kind: str, content: bytes) -> None:
         self.send_response(status)
@@ -319,7 +333,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         if not hasattr(self, "command"):
             self.command = ""
-        self._say(code, HTTPStatus(code).phrase.lower())
+        self._send_problem(code, HTTPStatus(code).phrase.lower())
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the address holds the token, and logs are kept."""

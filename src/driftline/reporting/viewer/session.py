@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from _typeshed import StrPath
 
 
-class Memory:
+class RowCache:
     """Rows of pairs that were measured; calling it compares two runs as `driftline.compare` does.
 
     Args:
@@ -63,6 +63,7 @@ class Memory:
         threads: int | None = None,
         progress: Progress | None = None,
     ) -> None:
+        # Loaded once; the file may change while the viewer runs.
         if thresholds is not None and not isinstance(thresholds, Thresholds):
             thresholds = load_thresholds(thresholds)
         self._tolerance = Tolerance(thresholds=thresholds)
@@ -85,15 +86,18 @@ class Memory:
         )
         self._progress = None  # the next time somebody waits in a browser, not at a terminal
         self.measured += len(fresh)
-        known = {**self._rows, **dict(zip(fresh, new.rows, strict=True))}
+        row_of_pair = {**self._rows, **dict(zip(fresh, new.rows, strict=True))}
         # Only what could be measured is final: a tensor that is not whole yet will be.
-        self._rows = {pair: known[pair] for pair in plan.pairs if known[pair].status == "unjudged"}
+        self._rows = {
+            pair: row_of_pair[pair] for pair in plan.pairs if row_of_pair[pair].status == "unjudged"
+        }
         table = measure(plan._replace(pairs=()), reference, candidate)
-        rows = [known[pair] for pair in plan.pairs]
+        rows = [row_of_pair[pair] for pair in plan.pairs]
         rows += [row for row in table.rows if row.status != "extra"]
         extra = [row for row in table.rows if row.status == "extra"]
         rows.sort(key=lambda row: (row.key.rank, row.key.process, row.order))
         table = table.with_rows((*rows, *extra))
+        # Only lone tensors can turn out to be conversions of one another.
         if plan.missing or plan.extra:
             table = with_conversions(table, reference, candidate, STANDARD, elementwise)
         table = table.with_rows(with_evidence(table.rows, plan.pairs, reference, candidate))
@@ -122,11 +126,11 @@ SHARDS = "*.safetensors"
 Fingerprint = tuple[tuple[str, int, int], ...]
 
 
-class Grown(BadInput):
+class RunsChanged(BadInput):
     """A question about rows of a page that has been made anew since."""
 
 
-class Desk:
+class Session:
     """The page, and pairs of it.
 
     Args:
@@ -137,6 +141,7 @@ class Desk:
     def __init__(self, make: Callable[[], Page], watched: Sequence[Path]) -> None:
         self._make = make
         self._watched = tuple(watched)
+        # Requests come from several threads; the page and its opened pairs change together.
         self._lock = threading.RLock()
         self._pairs: OrderedDict[int, OpenedPair] = OrderedDict()
         self._seen: Fingerprint = ()
@@ -152,6 +157,8 @@ class Desk:
             DriftlineError: They cannot be compared as they are now; the page before stays.
         """
         with self._lock:
+            # A page is made anew only when somebody loads it, not while it is being
+            # read.
             if fingerprint(self._watched) != self._seen or self._cut_off():
                 self.page = self._made()
             return self.page
@@ -190,26 +197,26 @@ class Desk:
     ) -> dict[str, Any]:
         """The error of a region, cell by cell."""
         pair = self._opened(row, generation)
-        found = error_map(
+        cells = error_map(
             pair,
             region,
             height=min(height, MOST_CELLS),
             width=min(width, MOST_CELLS),
             budget=BUDGET,
         )
-        inside = found.extent.region
+        inside = cells.extent.region
         return {
             "top": inside.top,
             "bottom": inside.bottom,
             "left": inside.left,
             "right": inside.right,
-            "height": found.height,
-            "width": found.width,
-            "max": singles(found.largest),
-            "mean": singles(found.mean),
-            "reference": singles(found.reference),
-            "candidate": singles(found.candidate),
-            "note": found.extent.note,
+            "height": cells.height,
+            "width": cells.width,
+            "max": singles(cells.largest),
+            "mean": singles(cells.mean),
+            "reference": singles(cells.reference),
+            "candidate": singles(cells.candidate),
+            "note": cells.extent.note,
         }
 
     def region(
@@ -229,16 +236,16 @@ class Desk:
     def values(self, row: int, generation: int, region: Region) -> dict[str, Any]:
         """Both sides of a small region, element by element."""
         pair = self._opened(row, generation)
-        found = values(pair, region, most=MOST_VALUES)
-        rows = range(found["top"], found["top"] + found["height"])
-        return {**found, "names": [pair.row_name(each) for each in rows]}
+        window = values(pair, region, most=MOST_VALUES)
+        rows = range(window["top"], window["top"] + window["height"])
+        return {**window, "names": [pair.row_name(row_number) for row_number in rows]}
 
     def worst(self, row: int, generation: int) -> dict[str, Any]:
         """Where the error is largest, as far as that was looked at; the first element if not."""
         pair = self._opened(row, generation)
-        found = largest_errors(pair, count=1, budget=BUDGET) if pair.elements else []
-        at = found[0] if found else Element(0, 0, 0.0, 0.0)
-        return {"row": at.row, "column": at.column}
+        largest = largest_errors(pair, count=1, budget=BUDGET) if pair.elements else []
+        element = largest[0] if largest else Element(0, 0, 0.0, 0.0)
+        return {"row": element.row, "column": element.column}
 
     def _made(self) -> Page:
         seen = fingerprint(self._watched)  # before: what is written meanwhile is seen next time
@@ -262,16 +269,20 @@ class Desk:
 
     def _opened(self, row: int, generation: int) -> OpenedPair:
         with self._lock:
+            # Row numbers of an older page may now mean other tensors.
             if generation != self.generation:
-                raise Grown(
+                raise RunsChanged(
                     "the runs have changed since this page was made", hint="reload the page"
                 )
             if (short := self._cut_off()) is not None:
-                raise Grown(f"{short.name} has become shorter than it was", hint="reload the page")
-            found = self._pairs.get(row)
-            if found is not None:
+                raise RunsChanged(
+                    f"{short.name} has become shorter than it was", hint="reload the page"
+                )
+            cached = self._pairs.get(row)
+            if cached is not None:
+                # The pair used longest ago is closed first.
                 self._pairs.move_to_end(row)
-                return found
+                return cached
             page = self.page
             if not 0 <= row < len(page.table.rows):
                 raise BadInput(f"the page has no row {row}")
@@ -289,9 +300,10 @@ class Desk:
 
 def fingerprint(paths: Sequence[Path]) -> Fingerprint:
     """Names, sizes and times of the files that say what is in a run, or of all of a dump's."""
-    found: list[tuple[str, int, int]] = []
+    entries: list[tuple[str, int, int]] = []
     for path in paths:
         indexes = [*path.glob(f"rank*/{INDEX}"), *path.glob(f"rank*/{PROCESS}")]
+        # Dumps of other programs have no index, so every file counts.
         if path.is_dir() and not indexes and not (path / MANIFEST).is_file():
             indexes = _everything(path)
         for file in (path, path / MANIFEST, *indexes):
@@ -299,17 +311,17 @@ def fingerprint(paths: Sequence[Path]) -> Fingerprint:
                 about = file.stat()
             except OSError:
                 continue
-            found.append((str(file), about.st_size, about.st_mtime_ns))
-    return tuple(sorted(found))
+            entries.append((str(file), about.st_size, about.st_mtime_ns))
+    return tuple(sorted(entries))
 
 
 def sizes_of(paths: Sequence[Path]) -> dict[Path, int]:
     """Files of tensors that are mapped while somebody looks, and how long they are."""
-    found = [path for path in paths if path.is_file()]
+    files = [path for path in paths if path.is_file()]
     for path in paths:
-        found += path.glob(f"rank*/{SHARDS}")
+        files += path.glob(f"rank*/{SHARDS}")
     sizes: dict[Path, int] = {}
-    for path in found:
+    for path in files:
         try:
             sizes[path] = path.stat().st_size
         except OSError:
@@ -318,9 +330,10 @@ def sizes_of(paths: Sequence[Path]) -> dict[Path, int]:
 
 
 def _everything(path: Path) -> list[Path]:
-    found: list[Path] = []
+    listing: list[Path] = []
     for folder, _, files in os.walk(path):
-        found += [Path(folder, name) for name in files]
-        if len(found) > _LISTED:
+        listing += [Path(folder, name) for name in files]
+        # Walking a folder of millions of files would stall every reload.
+        if len(listing) > _LISTED:
             break
-    return found[:_LISTED]
+    return listing[:_LISTED]

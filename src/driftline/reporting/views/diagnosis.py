@@ -19,50 +19,54 @@ _TONES: dict[str, Tone] = {
 _VERDICTS: dict[str, Tone] = {"pass": "good", "fail": "bad", "incomparable": "doubtful"}
 
 
-def view(found: Diagnosis, *, everything: bool = False, most: int = SHOWN) -> View:
+def view(diagnosis: Diagnosis, *, everything: bool = False, most: int = SHOWN) -> View:
     """What a person wants to know of it; every site with `everything`, else `most` that matter."""
     blocks: list[Block] = [
-        Sentence(f"{found.verdict}: {_headline(found)}", _VERDICTS[found.verdict])
+        Sentence(f"{diagnosis.verdict}: {_headline(diagnosis)}", _VERDICTS[diagnosis.verdict])
     ]
-    blocks += [Sentence(sentence) for sentence in found.sentences]
-    blocks.append(Facts(tuple(_facts(found))))
-    if found.sites:
-        blocks.append(_grid(found, everything, most))
-    blocks += [Sentence(f"would help: {need}", "quiet") for need in found.needs]
+    blocks += [Sentence(sentence) for sentence in diagnosis.sentences]
+    blocks.append(Facts(tuple(_facts(diagnosis))))
+    if diagnosis.sites:
+        blocks.append(_grid(diagnosis, everything, most))
+    blocks += [Sentence(f"would help: {need}", "quiet") for need in diagnosis.needs]
     return View(tuple(blocks))
 
 
-def _headline(found: Diagnosis) -> str:
-    if found.first_site:
-        more = len(found.culprits) - 1
+def _headline(diagnosis: Diagnosis) -> str:
+    if diagnosis.first_site:
+        more = len(diagnosis.culprits) - 1
         also = f" (and {more} more)" if more else ""
-        return f"the drift starts at {_site(found.first_site)}{also}, cause: {found.cause}"
-    if found.verdict == "pass":
+        return f"the drift starts at {_site(diagnosis.first_site)}{also}, cause: {diagnosis.cause}"
+    if diagnosis.verdict == "pass":
         return "no site errs beyond noise"
-    if found.evidence.get("suspects"):
-        return f"{_site(found.evidence['suspects'][0])} is off, and does not agree with itself"
+    if diagnosis.evidence.get("suspects"):
+        return f"{_site(diagnosis.evidence['suspects'][0])} is off, and does not agree with itself"
     return "nothing could be judged"
 
 
-def _facts(found: Diagnosis) -> list[tuple[str, str]]:
+def _facts(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     counts = dict.fromkeys(STATUSES, 0)
-    for site in found.sites:
+    for site in diagnosis.sites:
         counts[site.status] += 1
     shown = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    facts = [("sites", shown or "none"), ("coverage", str(found.coverage))]
-    facts.append(("confidence", f"{found.confidence:.2f}"))
-    if found.false_alarm_rate is not None:
-        facts.append(("false alarms", f"about {found.false_alarm_rate:.2g} per clean site"))
+    facts = [("sites", shown or "none"), ("coverage", str(diagnosis.coverage))]
+    facts.append(("confidence", f"{diagnosis.confidence:.2f}"))
+    if diagnosis.false_alarm_rate is not None:
+        facts.append(("false alarms", f"about {diagnosis.false_alarm_rate:.2g} per clean site"))
     else:
-        one = "noise_runs" in found.evidence
+        # A rate needs several noise runs; with none the sentence says what is lacking.
+        has_noise_runs = "noise_runs" in diagnosis.evidence
         facts.append(
-            ("false alarms", "no rate can be stated from " + ("this" if one else "two runs alone"))
+            (
+                "false alarms",
+                "no rate can be stated from " + ("this" if has_noise_runs else "two runs alone"),
+            )
         )
-    runs = found.evidence.get("noise_runs")
+    runs = diagnosis.evidence.get("noise_runs")
     if runs:
         facts.append(("noise runs", ", ".join(runs["used"]) or "none that could be used"))
-    facts += [("note", note) for note in found.evidence.get("notes", ())]
-    jump = found.evidence.get("jump")
+    facts += [("note", note) for note in diagnosis.evidence.get("notes", ())]
+    jump = diagnosis.evidence.get("jump")
     if jump:
         facts.append(
             (
@@ -74,17 +78,19 @@ def _facts(found: Diagnosis) -> list[tuple[str, str]]:
     return facts
 
 
-def _grid(found: Diagnosis, everything: bool, most: int) -> Grid:
+def _grid(diagnosis: Diagnosis, everything: bool, most: int) -> Grid:
     if everything:
-        shown = list(found.sites)
+        shown = list(diagnosis.sites)
         title = "Every site, in order of execution"
     else:
-        guilty = [site for site in found.sites if site.status == "introduced"]
-        rest = [site for site in found.sites if site.status not in ("introduced", "clean")]
+        guilty = [site for site in diagnosis.sites if site.status == "introduced"]
+        rest = [site for site in diagnosis.sites if site.status not in ("introduced", "clean")]
         rest.sort(key=lambda site: site.status == "unknown")  # may be most, where few were replayed
-        clean = [site for site in found.sites if site.status == "clean"]
+        clean = [site for site in diagnosis.sites if site.status == "clean"]
+        # If all is well, the sites nearest to their limits are worth a look.
         clean.sort(key=lambda site: -site.ratio if math.isfinite(site.ratio) else 0.0)
         shown = (guilty + rest)[:most] if guilty or rest else clean[:5]
+        # Chosen by importance, but read in order of execution.
         shown.sort(key=lambda site: site.order)
         title = "Sites" if guilty or rest else "Sites nearest to their limits"
     headings = (
@@ -100,7 +106,7 @@ def _grid(found: Diagnosis, everything: bool, most: int) -> Grid:
         Heading("class", essential=False),
     )
     lines = tuple(Line(_cells(site), _TONES[site.status]) for site in shown)
-    return Grid(title, headings, lines, len(found.sites) - len(shown), "--all shows every site")
+    return Grid(title, headings, lines, len(diagnosis.sites) - len(shown), "--all shows every site")
 
 
 def _cells(site: SiteFinding) -> tuple[Value, ...]:
@@ -113,6 +119,7 @@ def _cells(site: SiteFinding) -> tuple[Value, ...]:
 
 
 def _number(value: float) -> Value:
+    # NaN means not measured here, which a table shows as a dash.
     return None if math.isnan(value) else value
 
 

@@ -30,14 +30,14 @@ class Drawn(NamedTuple):
 
     Attributes:
         place: The file of the graph.
-        beside: The files of the comparison's numbers and statuses, where there are any.
+        data_files: The files of the comparison's numbers and statuses, where there are any.
         nodes: How many nodes.
         edges: How many edges between them.
         notes: Sentences about what is not in it.
     """
 
     place: Path
-    beside: tuple[Path, ...]
+    data_files: tuple[Path, ...]
     nodes: int
     edges: int
     notes: tuple[str, ...] = ()
@@ -74,15 +74,17 @@ def write_graph(
         DriftlineError: The source cannot be believed, or an output exists.
     """
     require_level(level)
+    # Before anything is read or written.
     if metric and table is None:
         raise BadInput("--metric names a number of a comparison", hint="give one with --table DIR")
     place = output_for(Path(path), output, SUFFIX[to], force=force)
-    beside: tuple[Path, ...] = ()
+    data_files: tuple[Path, ...] = ()
     if table is not None and to == "model-explorer":
         stem = place.name.removesuffix(".json")
-        beside = tuple(place.with_name(f"{stem}{end}") for end in NODE_DATA)
-        for each in beside:
-            output_for(Path(path), each, "", force=force)
+        data_files = tuple(place.with_name(f"{stem}{end}") for end in NODE_DATA)
+        # All outputs are checked first, so that none is written if one is in the way.
+        for data_file in data_files:
+            output_for(Path(path), data_file, "", force=force)
     compared = open_table(table) if table is not None and not isinstance(table, Table) else table
     findings = findings_of(compared, metric, step, rank) if compared is not None else None
     graph = read_graph(path, step=step, rank=rank)
@@ -99,8 +101,10 @@ def write_graph(
         write_whole(place, model_explorer(seen, findings).encode("utf-8", "replace"))
         if findings is not None:
             numbers = node_data(seen, findings, metric or SEVERITY)
-            for each, text in zip(beside, (numbers, status_data(seen, findings)), strict=True):
-                write_whole(each, text.encode("utf-8", "replace"))
+            for data_file, text in zip(
+                data_files, (numbers, status_data(seen, findings)), strict=True
+            ):
+                write_whole(data_file, text.encode("utf-8", "replace"))
     depth = graph.depth()
     made = {name for node in seen.nodes for name in node.outputs}
     edges = sum(name in made for node in seen.nodes for name in node.inputs)
@@ -112,7 +116,7 @@ def write_graph(
         notes += _unplaced(findings, sites | {site.rpartition("/")[0] for site in sites})
     if not edges and len(seen.nodes) > 1:
         notes.append("no node takes what another one gives, as far as the source says")
-    return Drawn(place, beside, len(seen.nodes), edges, tuple(notes))
+    return Drawn(place, data_files, len(seen.nodes), edges, tuple(notes))
 
 
 def findings_of(
@@ -125,19 +129,23 @@ def findings_of(
     Raises:
         BadInput: The comparison has no such metric.
     """
-    known = [column.name for column in table.columns]
-    if metric and metric not in known:
-        raise BadInput(f"the comparison has no metric '{metric}'", hint=did_you_mean(metric, known))
+    metrics = [column.name for column in table.columns]
+    if metric and metric not in metrics:
+        raise BadInput(
+            f"the comparison has no metric '{metric}'", hint=did_you_mean(metric, metrics)
+        )
     worst: dict[str, Finding] = {}
     rows = table.rows
     first = min((row.key.step for row in rows), default=0) if step is None else step
     drawn = [row for row in rows if row.key.step == first and row.key.rank == rank]
+    # A comparison of another step is still better than an empty picture.
     for row in drawn or rows:
-        found = _finding(row, metric)
+        finding = _finding(row, metric)
+        # Graphs may draw a module once, or once for each call.
         for name in (row.site, f"{row.site}#{row.key.visit}"):
             before = worst.get(name)
-            if before is None or found.badness < before.badness:
-                worst[name] = found
+            if before is None or finding.badness < before.badness:
+                worst[name] = finding
     return worst
 
 
@@ -150,6 +158,7 @@ def _finding(row: Row, metric: str) -> Finding:
         figures["limit"] = float(row.limit)
     if row.compared:
         figures[SEVERITY] = float(row.severity)
+    # Colours follow value over limit, which can be compared between metrics.
     value = figures.get(metric, math.nan) if metric else float(row.severity)
     return Finding(row.status, value, _words(row, name, metric), figures)
 
@@ -174,6 +183,7 @@ def _about(table: Table, metric: str) -> dict[str, str]:
 
 def _unplaced(findings: Mapping[str, Finding], sites: set[str]) -> list[str]:
     lost = [site for site in findings if site not in sites]
+    # A few unplaced sites are normal at a coarse level; none at all is a mistake.
     if findings and len(lost) == len(findings):
         return [f"no site of the comparison is a node of the graph, {lost[0]} for one"]
     return []

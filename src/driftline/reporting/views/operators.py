@@ -60,9 +60,9 @@ class Report(NamedTuple):
     remarks: Sequence[str] = ()
 
 
-def report_of(found: OperatorCheck) -> Report:
+def report_of(check: OperatorCheck) -> Report:
     """What `operators.check` found, to be shown."""
-    return Report(found.name, found.kind, found.rows, found.coverage, found.metrics, found.remarks)
+    return Report(check.name, check.kind, check.rows, check.coverage, check.metrics, check.remarks)
 
 
 def verdict(report: Report) -> str:
@@ -97,6 +97,7 @@ def view(report: Report, *, everything: bool = False) -> View:
     rest = [row for row in report.rows if row.status != "fail" and row.slot]
     if everything:
         blocks.append(_grid(report, report.rows, "Outputs", everything=True))
+    # Figures that were asked for are shown even if nothing fails.
     elif report.metrics:
         blocks.append(_grid(report, failing + rest, "Outputs"))
     elif failing:
@@ -108,6 +109,7 @@ def view(report: Report, *, everything: bool = False) -> View:
         headings = (Heading("operators"), Heading("reason", stretch=True))
         left = len(lines) - len(shown)
         blocks.append(Grid(title, headings, tuple(shown), left, "--all shows every reason"))
+    # A remark on a passing output must not vanish behind the word pass.
     noted = [row for row in report.rows if row.status == "pass" and row.figures.reason]
     near = [row for row in noted if (row.figures.share or 0.0) < 100.0]
     plain = [row for row in noted if (row.figures.share or 0.0) >= 100.0]
@@ -132,6 +134,7 @@ def _bounds(rows: Sequence[OutputRow]) -> str:
     plain: dict[str, str] = {}
     grown: dict[str, set[int]] = {}
     for row in rows:
+        # A bound for long sums carries the number of terms in its name.
         name, _, terms = row.figures.bound_name.partition(", K=")
         if not name:
             continue
@@ -176,24 +179,25 @@ _SHORT: dict[Metric, tuple[str, ...]] = {
 
 
 def _cells(report: Report, row: OutputRow, several: bool, mixed: bool) -> list[Value]:
-    call, found = row.call, row.figures
+    call, numbers = row.call, row.figures
     where = f"rank{call.rank}/step{call.step}/{call.site}" if several else call.site
     cells: list[Value] = [where, call.op_type, call.ids, row.slot, row.dtype]
-    cells += [shape(row.shape) if row.slot else "", _share(found.share), _share(found.required)]
-    cells += [found.max_rel_error, found.max_abs_error, found.bound_name]
+    cells += [shape(row.shape) if row.slot else "", _share(numbers.share), _share(numbers.required)]
+    cells += [numbers.max_rel_error, numbers.max_abs_error, numbers.bound_name]
     figures: dict[Metric, Value] = {
-        "abs": _share(found.abs_share),
-        "cos_sim": found.cos_sim,
-        "kl": found.kl,
+        "abs": _share(numbers.abs_share),
+        "cos_sim": numbers.cos_sim,
+        "kl": numbers.kl,
     }
     cells += [figures[metric] for metric in report.metrics]
     cells += [row.status] if mixed else []
-    cells.append(found.reason)
+    cells.append(numbers.reason)
     return cells
 
 
 def _share(percent: float | None) -> str | None:
     """Percent with four decimals, never rounded up to all of them."""
+    # Rounded down: 99.99999 % is not all elements.
     return None if percent is None else f"{math.floor(percent * 1e4) / 1e4:g}"
 
 
@@ -207,10 +211,12 @@ def write_csv(report: Report, folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"opcheck_result_{stamp}.csv"
+        # Two checks within one second must not overwrite each other.
         for number in range(1, 100):
             if not path.exists():
                 break
             path = folder / f"opcheck_result_{stamp}_{number}.csv"
+        # `x` refuses an existing file even if another process makes it meanwhile.
         with path.open("x", newline="", encoding="utf-8") as stream:
             print_csv(report, stream)
     except OSError as trouble:
@@ -230,21 +236,21 @@ def print_csv(report: Report, stream: TextIO) -> None:
 
 
 def _line(row: OutputRow, metrics: Collection[Metric]) -> list[str]:
-    call, found = row.call, row.figures
+    call, figures = row.call, row.figures
     param = json.dumps(dict(call.param), separators=(",", ":"), ensure_ascii=False, default=str)
     standard = ""
-    if found.bound_name:
-        exact = found.bound_name == "exact"
+    if figures.bound_name:
+        exact = figures.bound_name == "exact"
         standard = allowed(row.dtype, exact=exact).standard
     cells = [call.ids, call.op_type, param, row.path or call.path, row.slot, standard]
-    cells += [_executed(row), _number(found.share), _number(found.max_rel_error)]
+    cells += [_executed(row), _number(figures.share), _number(figures.max_rel_error)]
     if "abs" in metrics:
-        cells += [_number(found.abs_share), _number(found.max_abs_error)]
+        cells += [_number(figures.abs_share), _number(figures.max_abs_error)]
     if "cos_sim" in metrics:
-        cells.append(_number(found.cos_sim))
+        cells.append(_number(figures.cos_sim))
     if "kl" in metrics:
-        cells.append(_number(found.kl))
-    cells += [row.status, found.reason, found.bound_name, row.dtype]
+        cells.append(_number(figures.kl))
+    cells += [row.status, figures.reason, figures.bound_name, row.dtype]
     cells += [shape(row.shape) if row.slot else "", str(call.step), str(call.rank), call.site]
     return cells
 
@@ -257,6 +263,7 @@ def _executed(row: OutputRow) -> str:
 
 
 def _number(value: float | None) -> str:
+    # Sixteen decimals, as the original program writes them.
     return "" if value is None else f"{value:.16f}"
 
 
@@ -280,7 +287,7 @@ def document(report: Report) -> dict[str, Any]:
 
 
 def _entry(row: OutputRow, metrics: Collection[Metric]) -> dict[str, Any]:
-    call, found = row.call, row.figures
+    call, figures = row.call, row.figures
     entry: dict[str, Any] = {
         "site": call.site,
         "op_type": call.op_type,
@@ -296,19 +303,19 @@ def _entry(row: OutputRow, metrics: Collection[Metric]) -> dict[str, Any]:
         "dtype": row.dtype or None,
         "shape": list(row.shape) if row.slot else None,
         "status": row.status,
-        "reason": found.reason,
-        "bound": found.bound,
-        "bound_name": found.bound_name or None,
-        "share": found.share,
-        "required": found.required,
-        "max_rel_error": found.max_rel_error,
-        "max_abs_error": found.max_abs_error,
-        "elements": found.elements,
+        "reason": figures.reason,
+        "bound": figures.bound,
+        "bound_name": figures.bound_name or None,
+        "share": figures.share,
+        "required": figures.required,
+        "max_rel_error": figures.max_rel_error,
+        "max_abs_error": figures.max_abs_error,
+        "elements": figures.elements,
     }
     if "abs" in metrics:
-        entry["abs_share"] = found.abs_share
+        entry["abs_share"] = figures.abs_share
     if "cos_sim" in metrics:
-        entry["cos_sim"] = found.cos_sim
+        entry["cos_sim"] = figures.cos_sim
     if "kl" in metrics:
-        entry["kl"] = found.kl
+        entry["kl"] = figures.kl
     return entry

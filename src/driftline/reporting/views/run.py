@@ -23,6 +23,7 @@ from driftline.reporting.views.run_tables import tables_of
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 
+# About two screens; `--all` shows every one.
 SHOWN_MODULES = 80
 
 
@@ -77,6 +78,7 @@ def module_grid(run: Run, records: Sequence[Record], *, everything: bool) -> Gri
         Heading("tensors"),
     )
     shown = lines if everything else lines[:SHOWN_MODULES]
+    # Ids exist only where a module tree was captured.
     if not has_ids:
         headings = headings[1:]
         shown = [Line(line.values[1:], line.tone) for line in shown]
@@ -95,12 +97,13 @@ def _node_lines(
         (ids, "  " * depth + label + remark, node.class_name, counts.get(node.site, 0)), tone
     )
     children = list(node.children)
-    at = 0
-    while at < len(children):
-        name, child = children[at]
+    start = 0
+    while start < len(children):
+        name, child = children[start]
         yield from _node_lines(child, name, depth + 1, counts, everything)
-        alike = at + 1
+        alike = start + 1
         kind = _numbered(name)
+        # Equal layers of a stack are the bulk of every model and say the same.
         if kind is not None and not everything:
             pattern = _pattern(child)
             while (
@@ -109,20 +112,20 @@ def _node_lines(
                 and _pattern(children[alike][1]) == pattern
             ):
                 alike += 1
-        if alike > at + 1:
+        if alike > start + 1:
             last_name, last = children[alike - 1]
-            first_name, first = children[at + 1]
+            first_name, first = children[start + 1]
             inside = sum(
-                counts.get(n.site, 0) for _, c in children[at + 1 : alike] for n in c.walk()
+                counts.get(n.site, 0) for _, c in children[start + 1 : alike] for n in c.walk()
             )
-            one = first_name == last_name
-            span = first_name if one else f"{first_name} … {last_name}"
-            ids_span = first.ids if one else f"{first.ids} … {last.ids}"
+            single = first_name == last_name
+            span = first_name if single else f"{first_name} … {last_name}"
+            ids_span = first.ids if single else f"{first.ids} … {last.ids}"
             yield Line(
                 (ids_span, "  " * (depth + 1) + f"{span}  (like {name})", child.class_name, inside),
                 "quiet",
             )
-        at = alike
+        start = alike
 
 
 def _numbered(name: str) -> str | None:
@@ -181,13 +184,14 @@ def select(run: Run, globs: Sequence[str]) -> list[Record]:
     """
     if not globs:
         return list(run.records)
-    known = run.sites()
+    sites = run.sites()
     wanted: set[str] = set()
     for glob in globs:
-        hits = fnmatch.filter(known, glob)
+        hits = fnmatch.filter(sites, glob)
+        # A glob that matches nothing is a typing error, not an empty result.
         if not hits:
             raise BadInput(
-                f"no site of {run.name} matches '{glob}'", hint=did_you_mean(glob, known)
+                f"no site of {run.name} matches '{glob}'", hint=did_you_mean(glob, sites)
             )
         wanted.update(hits)
     return [record for record in run.records if record.key.site in wanted]
@@ -211,6 +215,7 @@ def view(
     ]
     if tensors or globs:
         blocks.append(_tensor_grid(run, records, everything))
+    # A checkpoint or an npz file has names only.
     elif is_file(records):
         blocks.append(file_grid(records, everything))
     else:
@@ -267,6 +272,7 @@ def sheet(run: Run, *, globs: Sequence[str] = (), statistics: bool = False) -> S
     lines: list[tuple[Value, ...]] = []
     for record in select(run, globs):
         key = record.key
+        # Computing reads every tensor, so it is done only on request.
         summary = _summary(run, record) if statistics else record.summary
         lines.append(
             (
@@ -311,14 +317,14 @@ def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
         state = cast(Mapping[str, Any], git)
         yield "git", f"{state.get('commit')}" + (" with changes" if state.get("dirty") else "")
     for name in ("versions", "devices", "seed", "default_dtype", "threads"):
-        known = manifest.get(name)
-        if isinstance(known, Mapping) and known:
-            pairs = cast(Mapping[str, Any], known).items()
-            known = ", ".join(f"{key} {value}" for key, value in pairs if value is not None)
-        elif isinstance(known, list):
-            known = ", ".join(str(item) for item in cast(list[Any], known))
-        if known is not None and known != "":
-            yield name.replace("_", " "), str(cast(object, known))
+        entry = manifest.get(name)
+        if isinstance(entry, Mapping) and entry:
+            pairs = cast(Mapping[str, Any], entry).items()
+            entry = ", ".join(f"{key} {value}" for key, value in pairs if value is not None)
+        elif isinstance(entry, list):
+            entry = ", ".join(str(item) for item in cast(list[Any], entry))
+        if entry is not None and entry != "":
+            yield name.replace("_", " "), str(cast(object, entry))
     ranks = {(record.key.rank, record.key.process) for record in records}
     yield "ranks", ", ".join(f"{r}.p{p}" if p else str(r) for r, p in sorted(ranks)) or "none"
     if len(ranks) > 1:
@@ -330,10 +336,10 @@ def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
         ("kept", Counter("lost" if run.lost(record) else record.kept for record in records)),
     ):
         yield name, ", ".join(f"{count} {word}" for word, count in counts.most_common()) or "none"
-    beside = manifest.get("beside")
-    if isinstance(beside, Mapping) and beside:
-        found = cast(Mapping[str, Any], beside).items()
-        yield "beside them", ", ".join(f"{what} ×{n}" if n != 1 else what for what, n in found)
+    companions = manifest.get("beside")
+    if isinstance(companions, Mapping) and companions:
+        items = cast(Mapping[str, Any], companions).items()
+        yield "beside them", ", ".join(f"{what} ×{n}" if n != 1 else what for what, n in items)
     # Of a run's shards bytes that several tensors share lie there once; a file is what it is.
     blobs = {
         (record.key.rank, record.key.process, record.blob.shard, record.blob.offset, record.digest)
@@ -351,8 +357,8 @@ def _table_grid(table: DumpTable, everything: bool) -> Grid:
     return Grid(
         table.title,
         tuple(
-            Heading(title, essential=at < 4, stretch=at == 0)
-            for at, title in enumerate(table.headings)
+            Heading(title, essential=column < 4, stretch=column == 0)
+            for column, title in enumerate(table.headings)
         ),
         tuple(Line(tuple(line)) for line in shown),
         len(table.lines) - len(shown),
@@ -377,11 +383,13 @@ def _tensor_grid(run: Run, records: Sequence[Record], everything: bool) -> Grid:
     )
     lines: list[Line] = []
     for record in shown:
-        found = _summary(run, record)
-        low, high, mean, std, l2, _, nan, pos_inf, neg_inf = _figures(found)
+        summary = _summary(run, record)
+        low, high, mean, std, l2, _, nan, pos_inf, neg_inf = _figures(summary)
         infinite = None if pos_inf is None else cast(int, pos_inf) + cast(int, neg_inf)
         statistics: tuple[Value, ...] = (low, high, mean, std, l2, nan, infinite)
-        tone = "bad" if found is not None and (found.nan > 0 or found.pos_inf > 0) else "plain"
+        tone = (
+            "bad" if summary is not None and (summary.nan > 0 or summary.pos_inf > 0) else "plain"
+        )
         lines.append(
             Line(
                 (str(record.key), record.dtype, shape(record.shape), *statistics, record.kept), tone
@@ -396,6 +404,7 @@ def _figures(summary: Summary | None) -> tuple[Value, ...]:
     if summary is None:
         return (None,) * len(_STATISTICS)
     values = [getattr(summary, name) for name in _STATISTICS]
+    # Such a dump kept only some statistics.
     if math.isnan(summary.nan):
         return tuple(None if math.isnan(value) else value for value in values)
     return tuple(values)
@@ -411,21 +420,23 @@ def _summary(run: Run, record: Record) -> Summary | None:
 
     try:
         values = run.raw(record)
-        found = kernel.summarize(values, DTYPES[record.dtype], count=math.prod(record.shape))
+        summary = kernel.summarize(values, DTYPES[record.dtype], count=math.prod(record.shape))
     except DriftlineError:
         return None
-    return found._replace(sketch=())
+    # The sketch is of no use to a reader.
+    return summary._replace(sketch=())
 
 
 def _warnings(run: Run) -> list[str]:
     """What the program's own run noted, the same words once."""
+    # These events are bookkeeping, not warnings.
     quiet = ("step", "label", "estimate")
-    said = Counter(
+    texts = Counter(
         f"{event.get('kind')}: {event.get('message')}"
         for event in run.events()
         if event.get("kind") not in quiet
     )
-    lines = [f"{text} ({count} times)" if count > 1 else text for text, count in said.items()]
+    lines = [f"{text} ({count} times)" if count > 1 else text for text, count in texts.items()]
     if len(lines) > SHOWN_LOSSES:
         lines = [*lines[:SHOWN_LOSSES], f"... and {len(lines) - SHOWN_LOSSES} more notes"]
     return lines

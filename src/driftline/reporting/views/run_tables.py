@@ -17,32 +17,35 @@ from driftline.runs.sidecars.operator_sheets import kind_of_sheet
 
 def tables_of(run: Run) -> Sequence[DumpTable]:
     """What a run or dump holds beside its tensors."""
+    # Dumps of other programs bring tables of their own.
     if isinstance(run, TreeRun):
         return run.tables()
-    found: list[DumpTable] = []
+    tables: list[DumpTable] = []
     for about in run.processes():
         rank, process = int(about.get("rank", 0)), int(about.get("process", 0))
         for name in run.sheets(rank, process):
             if name == GRAPHS:
                 where = f" (rank {rank}, process {process})" if rank or process else ""
-                found += graph_tables(run.sheet(name, rank, process), where)
+                tables += graph_tables(run.sheet(name, rank, process), where)
                 continue
             kind = kind_of_sheet(name)
+            # Times are read from their text form; the csv form is for other programs.
             if kind is None or (kind == "operation_statistic" and name.endswith(".csv")):
                 continue
             text = run.sheet(name, rank, process)
             step = name.rpartition("_")[2].partition(".")[0]
             where = f"step {step}, rank {rank}" if rank or process else f"step {step}"
             if kind == "operation_statistic":
-                found.append(read_profile(text, f"Times of operators in µs ({where})"))
+                tables.append(read_profile(text, f"Times of operators in µs ({where})"))
             elif kind == "kernel_tensors":
-                found.append(_run_kernels(read_operations(text, int(step)), where))
+                tables.append(_run_kernels(read_operations(text, int(step)), where))
             else:
-                found.append(_operators(read_operations(text, int(step)), where))
-    return found
+                tables.append(_operators(read_operations(text, int(step)), where))
+    return tables
 
 
 def _run_kernels(lines: Sequence[OperationLine], where: str) -> DumpTable:
+    # A kernel runs thousands of times; one line per kernel and place.
     alike: dict[tuple[str, str, str, str], list[float]] = {}
     for line in lines:
         operator, site, device = (
@@ -65,8 +68,12 @@ def _operators(lines: Sequence[OperationLine], where: str) -> DumpTable:
         [
             (
                 line.name,
-                " ".join(f"{one.dtype}[{'x'.join(map(str, one.shape))}]" for one in line.inputs),
-                " ".join(f"{one.dtype}[{'x'.join(map(str, one.shape))}]" for one in line.outputs),
+                " ".join(
+                    f"{tensor.dtype}[{'x'.join(map(str, tensor.shape))}]" for tensor in line.inputs
+                ),
+                " ".join(
+                    f"{tensor.dtype}[{'x'.join(map(str, tensor.shape))}]" for tensor in line.outputs
+                ),
                 str(line.param.get("site", "")),
             )
             for line in lines

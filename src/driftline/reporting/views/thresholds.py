@@ -9,18 +9,18 @@ SHOWN = 20
 _HEADINGS = ("metric", "layer", "port", "limit", "is", "values", "interval", "pooled")
 
 
-def view(found: Thresholds, *, everything: bool = False) -> View:
+def view(thresholds: Thresholds, *, everything: bool = False) -> View:
     """What a person wants to know of it; every limit with `everything`."""
-    entries = found.entries if everything else found.entries[:SHOWN]
+    entries = thresholds.entries if everything else thresholds.entries[:SHOWN]
     facts = [
-        (name, str(found.settings[name]))
+        (name, str(thresholds.settings[name]))
         for name in ("made_by", "statistic", "margin", "tables", "seed")
-        if name in found.settings
+        if name in thresholds.settings
     ]
-    if found.sources:
-        more = len(found.sources) - 1
-        facts.append(("sources", found.sources[0] + (f" and {more} more" if more else "")))
-    if created := found.provenance.get("created"):
+    if thresholds.sources:
+        more = len(thresholds.sources) - 1
+        facts.append(("sources", thresholds.sources[0] + (f" and {more} more" if more else "")))
+    if created := thresholds.provenance.get("created"):
         facts.append(("created", str(created)))
     grid = Grid(
         "Limits",
@@ -31,14 +31,14 @@ def view(found: Thresholds, *, everything: bool = False) -> View:
             for title in _HEADINGS
         ),
         tuple(Line(_cells(entry), "plain" if entry.usable else "bad") for entry in entries),
-        len(found.entries) - len(entries),
+        len(thresholds.entries) - len(entries),
         "--all shows every limit",
     )
-    notes = [Sentence(note, "doubtful") for note in found.notes]
-    return View((Sentence(str(found), "strong"), Facts(tuple(facts)), grid, *notes))
+    notes = [Sentence(note, "doubtful") for note in thresholds.notes]
+    return View((Sentence(str(thresholds), "strong"), Facts(tuple(facts)), grid, *notes))
 
 
-def sheet(found: Thresholds) -> Sheet:
+def sheet(thresholds: Thresholds) -> Sheet:
     """Every limit, for other programs."""
     return Sheet(
         ("metric", "site", "port", "value", "direction", "statistic", "samples", "low", "high"),
@@ -48,12 +48,13 @@ def sheet(found: Thresholds) -> Sheet:
                 *(entry.statistic, entry.samples),
                 *(entry.interval or (None, None)),
             )
-            for entry in found.entries
+            for entry in thresholds.entries
         ),
     )
 
 
 def _cells(entry: Threshold) -> tuple[Value, ...]:
+    # Directions of metrics: a cosine must be high, a bias near zero, everything else low.
     sign = {"higher": ">=", "zero": "within +-"}.get(entry.direction, "<=")
     interval = "" if entry.interval is None else "{:.4g} to {:.4g}".format(*entry.interval)
     shapes = f"{len(entry.shapes)} shapes" if len(entry.shapes) != 1 else "1 shape"

@@ -68,25 +68,25 @@ class Kept(NamedTuple):
             BadFile: One of them is none.
         """
         try:
-            found = np.array([float(word) for word in self.content], np.float64)
+            values = np.array([float(word) for word in self.content], np.float64)
         except ValueError:
             bad = next(word for word in self.content if not _is_number(word))
             raise BadFile(
                 f"{self.path} is no signature: '{bad.strip()[:40]}' is no number",
                 hint="capture it anew with --driftline-update=all",
             ) from None
-        if not np.isfinite(found).all():
+        if not np.isfinite(values).all():
             raise BadFile(
-                f"{self.path} holds {int((~np.isfinite(found)).sum())} numbers that are not finite"
+                f"{self.path} holds {int((~np.isfinite(values)).sum())} numbers that are not finite"
             )
-        return found
+        return values
 
     def allowed(self) -> Allowed | None:
         """How far an output may be from it, by its fingerprint; None if that does not say."""
-        said: Any = self.fingerprint.get("allowed")
-        if not isinstance(said, dict):
+        entry: Any = self.fingerprint.get("allowed")
+        if not isinstance(entry, dict):
             return None
-        words = cast("dict[str, Any]", said)
+        words = cast("dict[str, Any]", entry)
         figures = [words.get(name) for name in ("largest", "rms", "moved")]
         if not all(isinstance(f, (int, float)) and 0 <= f < math.inf for f in figures):
             raise BadFile(f"{self.path}{FINGERPRINT} does not say how much is allowed")
@@ -147,27 +147,27 @@ def find(folder: Path, names: Sequence[str]) -> Kept | None:
         except FileNotFoundError:
             continue
         except (OSError, UnicodeDecodeError) as trouble:
-            said = trouble.strerror if isinstance(trouble, OSError) else "it is not text"
-            raise BadFile(f"the expectation {path} cannot be read: {said}") from None
+            reason = trouble.strerror if isinstance(trouble, OSError) else "it is not text"
+            raise BadFile(f"the expectation {path} cannot be read: {reason}") from None
         line = text.strip("\n")
         return Kept(path, tuple(line.split(",")) if line else (), _fingerprint(path))
     return None
 
 
 def _fingerprint(path: Path) -> Mapping[str, Any]:
-    beside = path.with_name(path.name + FINGERPRINT)
+    file = path.with_name(path.name + FINGERPRINT)
     try:
-        if beside.stat().st_size > LARGEST_FILE:
-            raise BadFile(f"{beside} is too large for a fingerprint")
-        found: Any = json.loads(beside.read_text("utf-8"))
+        if file.stat().st_size > LARGEST_FILE:
+            raise BadFile(f"{file} is too large for a fingerprint")
+        document: Any = json.loads(file.read_text("utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as trouble:
-        said = trouble.strerror if isinstance(trouble, OSError) else "it is not valid JSON"
-        raise BadFile(f"the fingerprint {beside} cannot be read: {said}") from None
-    if not isinstance(found, dict):
-        raise BadFile(f"the fingerprint {beside} is no JSON object")
-    return cast("Mapping[str, Any]", found)
+        reason = trouble.strerror if isinstance(trouble, OSError) else "it is not valid JSON"
+        raise BadFile(f"the fingerprint {file} cannot be read: {reason}") from None
+    if not isinstance(document, dict):
+        raise BadFile(f"the fingerprint {file} is no JSON object")
+    return cast("Mapping[str, Any]", document)
 
 
 def write(
@@ -179,13 +179,13 @@ def write(
         DriftlineError: The folder cannot be written to.
     """
     path = folder / name
-    beside = path.with_name(path.name + FINGERPRINT)
+    fingerprint_path = path.with_name(path.name + FINGERPRINT)
     _short_enough(path)
     line = ",".join(word if isinstance(word, str) else repr(float(word)) for word in content)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # The line last: without it there is no expectation, whatever lies beside.
-        _put(beside, _json(fingerprint))
+        _put(fingerprint_path, _json(fingerprint))
         _put(path, line)
     except OSError as trouble:
         raise DriftlineError(
@@ -397,9 +397,9 @@ class Expectations:
     def _written(
         self, name: str, content: Iterable[float | str], facts: dict[str, Any], kept: Kept | None
     ) -> Result:
-        there = kept is not None or (self.folder / name).exists()
+        existed = kept is not None or (self.folder / name).exists()
         path = write(self.folder, name, content, facts)
-        return Result("rewritten" if there else "written", path)
+        return Result("rewritten" if existed else "written", path)
 
     def _fingerprint(self, subject: Subject, dtype: str) -> dict[str, Any]:
         now = datetime.datetime.now(datetime.UTC)
@@ -415,7 +415,7 @@ class Expectations:
 
 def environment() -> dict[str, str]:
     """The versions that decide what a model computes, as far as they are loaded."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in ("torch", "transformers", "fms"):
         module = sys.modules.get(name)
         version = getattr(module, "__version__", None)
@@ -428,8 +428,8 @@ def environment() -> dict[str, str]:
             except PackageNotFoundError:
                 continue
         if version is not None:
-            found[name] = str(version)
-    return found
+            versions[name] = str(version)
+    return versions
 
 
 def device_name(device: Any) -> str:
@@ -459,14 +459,14 @@ def _signature_problems(kept: Kept, seen: Seen, subject: Subject) -> list[str]:
         return [f"{title}: {seen.not_finite} values are NaN or infinite", *other]
     judged = judged_positions(expected.size, subject.judged)
     sketch = _sketch_of(kept)
-    found = distance(expected, seen.signature, judged, sketches=(sketch, seen.sketch))
-    if found.largest == 0.0 and not found.moved > 0.0:
+    gap = distance(expected, seen.signature, judged, sketches=(sketch, seen.sketch))
+    if gap.largest == 0.0 and not gap.moved > 0.0:
         return [f"{title}: {other[0]}", *other[1:]] if other else []
     if subject.explicit is not None:
         allowed = subject.explicit.allowed(expected, seen)
     else:
         allowed = kept.allowed() or subject.calibrated(seen)
-    lines = _findings(found, allowed, expected, seen, judged)
+    lines = _findings(gap, allowed, expected, seen, judged)
     if not lines and not other:
         return []
     if not lines:
@@ -475,25 +475,25 @@ def _signature_problems(kept: Kept, seen: Seen, subject: Subject) -> list[str]:
 
 
 def _findings(
-    found: Distance, allowed: Allowed, expected: Any, seen: Seen, judged: Mask
+    gap: Distance, allowed: Allowed, expected: Any, seen: Seen, judged: Mask
 ) -> list[str]:
     lines: list[str] = []
-    outside = np.flatnonzero(~(found.off <= allowed.largest))
+    outside = np.flatnonzero(~(gap.off <= allowed.largest))
     if outside.size:
-        worst = int(np.argmax(found.off))
+        worst = int(np.argmax(gap.off))
         lines.append(
             f"{outside.size} of {int(judged.sum())} positions are off by more than "
             f"{allowed.largest:.3g}; the worst is position {worst}: "
-            + _at(worst, found, expected, seen)
-            + f", {found.largest / allowed.largest:.1f} times what is allowed"
+            + _at(worst, gap, expected, seen)
+            + f", {gap.largest / allowed.largest:.1f} times what is allowed"
         )
         first = int(outside[0])
         if first != worst:
-            lines.append(f"the first is position {first}: {_at(first, found, expected, seen)}")
-    if not found.rms <= allowed.rms:
-        lines.append(f"over all positions the rms is {found.rms:.3g}, allowed is {allowed.rms:.3g}")
-    if found.moved > allowed.moved:
-        words = f"all values together are about {found.moved:.2g} (relative L2) from the captured"
+            lines.append(f"the first is position {first}: {_at(first, gap, expected, seen)}")
+    if not gap.rms <= allowed.rms:
+        lines.append(f"over all positions the rms is {gap.rms:.3g}, allowed is {allowed.rms:.3g}")
+    if gap.moved > allowed.moved:
+        words = f"all values together are about {gap.moved:.2g} (relative L2) from the captured"
         if not lines:
             words += " ones though their ranges agree: a permutation, or a shift of all"
         else:
@@ -502,17 +502,17 @@ def _findings(
     return lines
 
 
-def _at(position: int, found: Distance, expected: Any, seen: Seen) -> str:
+def _at(position: int, gap: Distance, expected: Any, seen: Seen) -> str:
     return (
         f"captured {expected[position]:.6g}, now {seen.signature[position]:.6g} "
-        f"(off by {found.off[position]:.3g})"
+        f"(off by {gap.off[position]:.3g})"
     )
 
 
 def _sketch_of(kept: Kept) -> tuple[float, ...]:
-    said: Any = kept.fingerprint.get("sketch")
-    if isinstance(said, list) and all(isinstance(v, (int, float)) for v in said):  # pyright: ignore[reportUnknownVariableType]
-        return tuple(float(v) for v in said)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+    entry: Any = kept.fingerprint.get("sketch")
+    if isinstance(entry, list) and all(isinstance(v, (int, float)) for v in entry):  # pyright: ignore[reportUnknownVariableType]
+        return tuple(float(v) for v in entry)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
     return ()
 
 
@@ -533,13 +533,13 @@ def _key_problems(kept: Kept, shapes: Mapping[str, tuple[int, ...]], subject: Su
                 "(--driftline-library transformers or fms)"
             )
         return lines
-    known: Any = kept.fingerprint.get("shapes")
-    if not isinstance(known, dict):
+    old_shapes: Any = kept.fingerprint.get("shapes")
+    if not isinstance(old_shapes, dict):
         return []
     changed = [
-        f"{key} was {known[key]}, is {list(shape)}"  # pyright: ignore[reportUnknownArgumentType]
+        f"{key} was {old_shapes[key]}, is {list(shape)}"  # pyright: ignore[reportUnknownArgumentType]
         for key, shape in shapes.items()
-        if isinstance(known.get(key), list) and known[key] != list(shape)  # pyright: ignore[reportUnknownMemberType]
+        if isinstance(old_shapes.get(key), list) and old_shapes[key] != list(shape)  # pyright: ignore[reportUnknownMemberType]
     ]
     if not changed:
         return []

@@ -92,14 +92,14 @@ def _refuse_a_model_as_root(config: pytest.Config) -> None:
     ini file; the user's own would silently not be read."""
     from itertools import pairwise
 
-    here = config.invocation_params.dir
-    around = (here, *here.parents)
+    directory = config.invocation_params.dir
+    around = (directory, *directory.parents)
     unread = config.inipath is None and any((p / n).exists() for p in around for n in INI_FILES)
     if config.rootpath in around and not unread:
         return
     words = [str(word) for word in config.invocation_params.args]
     for option, value in pairwise(words):
-        if option.startswith("--driftline-") and "=" not in option and (here / value).exists():
+        if option.startswith("--driftline-") and "=" not in option and (directory / value).exists():
             raise pytest.UsageError(
                 f"pytest takes {value} for a folder of tests; join it to its option with a sign: "
                 f"{option}={value}"

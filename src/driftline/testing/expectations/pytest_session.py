@@ -36,9 +36,9 @@ _NAMED = ("name", "seed", "rtol", "atol")
 
 def setting(config: pytest.Config, name: str) -> str:
     """What `--driftline-{name}` says, or else the ini file's `driftline_{name}`; may be empty."""
-    given = config.getoption(f"driftline_{name}", default=None)
-    said = given if given is not None else config.getini(f"driftline_{name}")
-    return str(said or "").strip()
+    option = config.getoption(f"driftline_{name}", default=None)
+    value = option if option is not None else config.getini(f"driftline_{name}")
+    return str(value or "").strip()
 
 
 def path_setting(config: pytest.Config, name: str, default: str) -> Path:
@@ -47,16 +47,16 @@ def path_setting(config: pytest.Config, name: str, default: str) -> Path:
     Without an ini file it is where pytest was started, too: pytest's own root then depends on which
     tests are named.
     """
-    here = config.invocation_params.dir
+    base = config.invocation_params.dir
     if config.getoption(f"driftline_{name}", default=None) is None and config.inipath:
-        here = config.rootpath
-    return here / (setting(config, name) or default)
+        base = config.rootpath
+    return base / (setting(config, name) or default)
 
 
 def model_list(config: pytest.Config, name: str) -> list[str]:
     """The models of a list, `decoder_models` or `tuple_output_models`: options, else the ini."""
-    given = cast("list[str]", config.getoption(f"driftline_{name}", default=None) or [])
-    lines = given or cast("list[str]", config.getini(f"driftline_{name}") or [])
+    options = cast("list[str]", config.getoption(f"driftline_{name}", default=None) or [])
+    lines = options or cast("list[str]", config.getini(f"driftline_{name}") or [])
     words = [word.strip() for line in lines for word in line.split(",")]
     return list(dict.fromkeys(filter(None, words)))
 
@@ -132,16 +132,16 @@ class Expecter:
             asked = self._asked(words)
             stem = self._stem(str(asked["name"] or ""))
             about = _subject(stem, subject, inputs, asked)
-            here = expectations_of(self._request.config)
-            self._claim(here.folder / stem)
+            expectations = expectations_of(self._request.config)
+            self._claim(expectations.folder / stem)
         except DriftlineError as trouble:
             fail(trouble)
-        wrong = [settle(self._request, lambda: here.output(about, [f"{stem}.output"]))]
+        wrong = [settle(self._request, lambda: expectations.output(about, [f"{stem}.output"]))]
         what = "Signature"
         if about.module is not None:
             what = "Signature and Weights Key"
             names = [f"{stem}.weight_keys"]
-            wrong.append(settle(self._request, lambda: here.weight_keys(about, names)))
+            wrong.append(settle(self._request, lambda: expectations.weight_keys(about, names)))
         say("\n".join(filter(None, wrong)))
         message = saved(self._request, what)
         if message:
@@ -172,9 +172,9 @@ class Expecter:
 
     def _claim(self, path: Path) -> None:
         owners = self._request.config.stash.setdefault(_owners, {})
-        mine = f"{self._request.node.nodeid} (call {self._calls})"
-        owner = owners.setdefault(path, mine)
-        if owner != mine:
+        claim = f"{self._request.node.nodeid} (call {self._calls})"
+        owner = owners.setdefault(path, claim)
+        if owner != claim:
             raise BadInput(
                 f"{path.name} is expected by {owner} already", hint="give each a name of its own"
             )

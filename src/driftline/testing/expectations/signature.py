@@ -69,23 +69,23 @@ def see(output: Any, *, judged: Mask | None = None) -> Seen:
     """
     import torch
 
-    found = tensors_of(output)
-    if not found:
+    tensors = tensors_of(output)
+    if not tensors:
         raise BadInput(
             f"the output ({type(output).__name__}) holds no floating-point tensor",
             hint="expect the logits or hidden states of the model",
         )
-    shapes = tuple(tuple(int(size) for size in tensor.shape) for tensor in found)
+    shapes = tuple(tuple(int(size) for size in tensor.shape) for tensor in tensors)
     joinable = len({shape[:-1] for shape in shapes}) == 1 and all(shapes)
-    joined = [torch.cat(found, dim=-1)] if joinable else found
+    joined = [torch.cat(tensors, dim=-1)] if joinable else tensors
     parts = [_numbers(tensor) for tensor in joined]
-    values = [_judged_values(tensor, judged) for tensor in found]
+    values = [_judged_values(tensor, judged) for tensor in tensors]
     everything = np.concatenate(values) if len(values) > 1 else values[0]
     summary = kernel.summarize(everything, DTYPES[everything.dtype.name], count=everything.size)
     return Seen(
         np.concatenate(parts),
         shapes,
-        str(found[0].dtype).removeprefix("torch."),
+        str(tensors[0].dtype).removeprefix("torch."),
         int(summary.nan + summary.pos_inf + summary.neg_inf),
         summary.l2 / math.sqrt(max(summary.count, 1)),
         tuple(summary.sketch),
@@ -166,8 +166,10 @@ def distance(
 
     off = np.zeros(expected.size)
     if judged.any():
-        ours, theirs = seen[judged], expected[judged]
-        off[judged] = np.abs((ours - ours.min()) - (theirs - theirs.min()))
+        seen_values, expected_values = seen[judged], expected[judged]
+        off[judged] = np.abs(
+            (seen_values - seen_values.min()) - (expected_values - expected_values.min())
+        )
     kept = off[judged]
     first, second = sketches
     moved = math.nan
@@ -183,11 +185,11 @@ def weight_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
     A wrapper that `torch.compile` puts around a module leaves no trace in the keys.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for key, value in module.state_dict().items():
         shape: Any = getattr(value, "shape", ())
-        found[key.replace("_orig_mod.", "")] = tuple(int(size) for size in shape)
-    return dict(sorted(found.items()))
+        shapes[key.replace("_orig_mod.", "")] = tuple(int(size) for size in shape)
+    return dict(sorted(shapes.items()))
 
 
 @contextmanager
@@ -265,7 +267,7 @@ def measured(
 
     if not isinstance(module, torch.nn.Module):
         return by_format(base)
-    found: list[Distance] = []
+    distances: list[Distance] = []
     positions = judged_positions(base.signature.size, judged)
     for seed in range(RUNS):
         with flipped(module, seed):
@@ -273,15 +275,15 @@ def measured(
         if seen.not_finite or seen.signature.size != base.signature.size:
             return by_format(base)
         sketches = (base.sketch, seen.sketch)
-        found.append(distance(base.signature, seen.signature, positions, sketches=sketches))
-    worst = max(found, key=lambda one: one.largest)
+        distances.append(distance(base.signature, seen.signature, positions, sketches=sketches))
+    worst = max(distances, key=lambda entry: entry.largest)
     if worst.largest == 0.0:
         return by_format(base)  # integer weights, or a compiler that has copied them
     least = _ROUNDINGS * _roundoff(base) * float(base.signature.max(initial=0.0))
     return Allowed(
         max(MARGIN * worst.largest, least),
-        max(MARGIN * max(one.rms for one in found), least),
-        max(MARGIN * max(one.moved for one in found), _ROUNDINGS * _roundoff(base)),
+        max(MARGIN * max(entry.rms for entry in distances), least),
+        max(MARGIN * max(entry.moved for entry in distances), _ROUNDINGS * _roundoff(base)),
         f"{MARGIN:g} times what flipping the last bit of half of the weights does ({RUNS} runs)",
     )
 

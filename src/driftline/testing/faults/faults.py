@@ -486,8 +486,8 @@ def _experts_swapped(
 
 def _one_weight(model: nn.Module, site: str, amount: float, generator: torch.Generator) -> None:
     rows = rows_of(part(model, site))
-    at = int(picked(1, rows.numel(), generator)[0])
-    rows[at // rows.shape[1], at % rows.shape[1]] += amount
+    index = int(picked(1, rows.numel(), generator)[0])
+    rows[index // rows.shape[1], index % rows.shape[1]] += amount
 
 
 PARAMETER_FAULTS = (

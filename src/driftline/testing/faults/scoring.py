@@ -129,23 +129,23 @@ def rate(results: Sequence[Result], method: str, what: str) -> float:
     """
     asked = [r for r in results if what != "named" or not is_hidden(r)]
     judged = [r[method] for r in asked if method in r]
-    return sum(bool(said[what]) for said in judged) / len(judged) if judged else math.nan
+    return sum(bool(outcome[what]) for outcome in judged) / len(judged) if judged else math.nan
 
 
 def mean(results: Sequence[Result], method: str, what: str) -> float:
     """A count of a method, over trials; NaN where it judged none."""
     judged = [r[method] for r in results if method in r]
-    return sum(said.get(what, 0) for said in judged) / len(judged) if judged else math.nan
+    return sum(outcome.get(what, 0) for outcome in judged) / len(judged) if judged else math.nan
 
 
 def alarms(clean: Sequence[Result], method: str) -> Alarms:
     """False alarms of a method on fault-free pairs."""
-    said = [r[method] for r in clean if method in r]
+    outcomes = [r[method] for r in clean if method in r]
     return Alarms(
-        pairs=len(said),
-        runs=sum(bool(each["detected"]) for each in said),
-        rows=sum(each["rows"] for each in said),
-        flagged=sum(each["flagged"] for each in said),
+        pairs=len(outcomes),
+        runs=sum(bool(outcome["detected"]) for outcome in outcomes),
+        rows=sum(outcome["rows"] for outcome in outcomes),
+        flagged=sum(outcome["flagged"] for outcome in outcomes),
     )
 
 
@@ -164,12 +164,12 @@ def counts_by_kind(results: Iterable[Result]) -> Counter[str]:
 
 def shortfalls(results: Sequence[Result]) -> list[tuple[str, str, float]]:
     """Method, statement and rate wherever a goal is missed."""
-    found: list[tuple[str, str, float]] = []
+    missed: list[tuple[str, str, float]] = []
     for (method, what), goal in GOALS.items():
         value = rate(results, method, what)
         if value < goal:
-            found.append((method, what, value))
-    return found
+            missed.append((method, what, value))
+    return missed
 
 
 def sub_noise(results: Iterable[Result]) -> tuple[list[Result], list[Result]]:
@@ -177,4 +177,4 @@ def sub_noise(results: Iterable[Result]) -> tuple[list[Result], list[Result]]:
     in their format, and those that are not."""
     meant = [r for r in results if r.get("sub_noise")]
     enough = [r for r in meant if r.get("effect") is None or r["effect"] >= MEANT * r["unit"]]
-    return enough, [r for r in meant if not any(r is each for each in enough)]
+    return enough, [r for r in meant if not any(r is kept for kept in enough)]

@@ -200,7 +200,9 @@ class Outcome(NamedTuple):
     wrong: int = 0
 
 
-def planted(setting: Setting, ours: str = "cpu", theirs: str = "cpu") -> Planted:
+def planted(
+    setting: Setting, reference_device: str = "cpu", candidate_device: str = "cpu"
+) -> Planted:
     """Run both sides of a trial and gather all evidence; nothing touches a disk.
 
     Args:
@@ -209,12 +211,12 @@ def planted(setting: Setting, ours: str = "cpu", theirs: str = "cpu") -> Planted
         theirs: The device of the candidate.
     """
     plain = reference_of(setting)
-    source = _on(ours, plain._replace(model=copy.deepcopy(plain.model)))
+    source = _on(reference_device, plain._replace(model=copy.deepcopy(plain.model)))
     reference, truth = _captured(*source, "reference")
-    candidate, output = _captured(*_on(theirs, candidate_of(setting)), "candidate")
+    candidate, output = _captured(*_on(candidate_device, candidate_of(setting)), "candidate")
     unharmed = output
     if setting.fault is not None:
-        unharmed = output_of(*_on(theirs, candidate_of(setting, planted=False)))
+        unharmed = output_of(*_on(candidate_device, candidate_of(setting, planted=False)))
     without = implementation_of(setting) if setting.fault is None else ""
     return Planted(
         site=place_of(setting, source.model),
@@ -223,7 +225,7 @@ def planted(setting: Setting, ours: str = "cpu", theirs: str = "cpu") -> Planted
         candidate=candidate,
         replay=_replayed(source, candidate, setting.format),
         noise=[
-            _captured(*_on(ours, Specimen(model, inputs)), name)[0]
+            _captured(*_on(reference_device, Specimen(model, inputs)), name)[0]
             for name, model, inputs in trusted(plain.model, plain.inputs, setting.format, without)
         ],
         error=apart(truth.cpu(), output.cpu()),
@@ -272,9 +274,9 @@ def _applied(
     return exact.run(), native.run(), replayer.report.to_json()
 
 
-def _by_name(ours: Any, theirs: Any) -> Mapping[str, str]:
-    there = set(theirs)
-    return {site: site for site in ours if site in there}
+def _by_name(reference: Any, candidate: Any) -> Mapping[str, str]:
+    candidate_sites = set(candidate)
+    return {site: site for site in reference if site in candidate_sites}
 
 
 def _visible(pair: Planted) -> str:
@@ -286,18 +288,18 @@ def _visible(pair: Planted) -> str:
     return site
 
 
-def judged(setting: Setting, pair: Planted, found: Diagnosis) -> Outcome:
+def judged(setting: Setting, pair: Planted, diagnosis: Diagnosis) -> Outcome:
     """How well a diagnosis did."""
     causes = setting.fault.causes if setting.fault else ("noise",)
-    flagged = [s for s in found.sites if s.status == "introduced"]
+    flagged = [s for s in diagnosis.sites if s.status == "introduced"]
     return Outcome(
-        detected=found.verdict == "fail",
-        exact=found.first_site == _visible(pair),
-        named=found.cause in causes,
+        detected=diagnosis.verdict == "fail",
+        exact=diagnosis.first_site == _visible(pair),
+        named=diagnosis.cause in causes,
         flagged=len(flagged),
-        rows=len(found.sites),
-        first_site=found.first_site or "",
-        cause=found.cause or "",
+        rows=len(diagnosis.sites),
+        first_site=diagnosis.first_site or "",
+        cause=diagnosis.cause or "",
         wrong=_wrong(pair, [s.site for s in flagged]),
     )
 
@@ -313,8 +315,8 @@ def _wrong(pair: Planted, flagged: Sequence[str]) -> int:
 
 def by_replay(setting: Setting, pair: Planted) -> Outcome:
     """Two runs, a replay and noise runs."""
-    found = diagnose(pair.reference, pair.candidate, replay=pair.replay, noise=pair.noise)
-    return judged(setting, pair, found)
+    diagnosis = diagnose(pair.reference, pair.candidate, replay=pair.replay, noise=pair.noise)
+    return judged(setting, pair, diagnosis)
 
 
 def by_noise(setting: Setting, pair: Planted) -> Outcome:

@@ -182,8 +182,8 @@ class Int8Linear(nn.Module):
         return self.codes * self.scales[:, None]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        here, scale = _grid(x, -1)
-        y = functional.linear(here, self.codes.float()) * scale * self.scales
+        quantized, scale = _grid(x, -1)
+        y = functional.linear(quantized, self.codes.float()) * scale * self.scales
         return y if self.bias is None else y + self.bias
 
 

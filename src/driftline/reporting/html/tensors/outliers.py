@@ -17,7 +17,9 @@ import numpy.typing as npt
 from driftline.numerics.dtypes import coarser
 from driftline.reporting.html.tensors.pair import BUDGET, F64, Flags, OpenedPair
 
+# A page lists the worst few of an axis; the sentence gives the count of all.
 _MOST = 10
+# A slice must be clearly worse than the median one to stand out.
 _TIMES = 3.0
 _LEAST_SHARE = 0.2
 """Slices with less of the squared error than this are not worth a sentence."""
@@ -27,10 +29,11 @@ _FLOOR = 0.01
 """A slice of next to nothing is measured against so much of the mean slice."""
 _FULL = 0.9
 """A block of channels stands out as a whole when so many of it do."""
+# Usual widths of attention heads, the widest first: a narrower one would fit inside it too.
 _WIDTHS = (256, 128, 96, 80, 64, 48, 40, 32, 24, 16, 8)
 
 
-class Suspect(NamedTuple):
+class OutlierSlice(NamedTuple):
     """The worst slices of one axis.
 
     Attributes:
@@ -68,6 +71,7 @@ class _Axis:
     def __init__(self, name: str, size: int) -> None:
         self.name = name
         self.size = size
+        # Rounded up, so that there are never more bins than allowed.
         self.bin = -(-size // _BINS)
         bins = -(-size // self.bin)
         self.error, self.reference, self.apart = np.zeros(bins), np.zeros(bins), np.zeros(bins)
@@ -82,7 +86,7 @@ class _Axis:
             into += np.bincount(bins, weights=what, minlength=len(into))
 
 
-def suspects(pair: OpenedPair, *, budget: int = BUDGET) -> list[Suspect]:
+def outlier_slices(pair: OpenedPair, *, budget: int = BUDGET) -> list[OutlierSlice]:
     """What stands out on each axis of a pair, the most telling axis first.
 
     Rows that are made of several axes (batch x token) are an axis of their own. In an attention
@@ -96,67 +100,75 @@ def suspects(pair: OpenedPair, *, budget: int = BUDGET) -> list[Suspect]:
     for piece in pair.pieces(pair.whole, bands=256, cells=256, budget=budget):
         window = piece.window
         with np.errstate(over="ignore"):
+            # Squares may overflow to infinity, which still ranks as the worst.
             energy = window.error * window.error
-            size = np.where(window.both, window.reference, 0.0) ** 2
-        sums = [each.sum(axis=1) for each in (energy, size, window.apart.astype(np.float64))]
+            size = np.where(window.finite, window.reference, 0.0) ** 2
+        sums = [values.sum(axis=1) for values in (energy, size, window.apart.astype(np.float64))]
         places = np.unravel_index(piece.rows, pair.shape[:-1]) if axes else ()
-        for axis, at in zip(axes, places, strict=True):
-            axis.add(at, *sums)
+        for axis, positions in zip(axes, places, strict=True):
+            axis.add(positions, *sums)
         rows.add(piece.rows, *sums)
-        downwards = [each.sum(axis=0) for each in (energy, size, window.apart.astype(np.float64))]
+        downwards = [
+            values.sum(axis=0) for values in (energy, size, window.apart.astype(np.float64))
+        ]
         channels.add(piece.columns, *downwards)
+    # An axis of one element cannot have a slice that stands out.
     long = [axis for axis in axes if axis.size > 1]
     looked_at = [*long, *([rows] if len(long) > 1 else []), channels]
     unit = coarser(pair.reference.dtype, pair.candidate.dtype).unit_roundoff
-    found = [one for axis in looked_at if axis.size > 1 for one in _of(axis, pair, unit)]
-    return sorted(found, key=lambda one: (one.standing_out == 0, -_told(one)))
+    slices = [outlier for axis in looked_at if axis.size > 1 for outlier in _of(axis, pair, unit)]
+    return sorted(slices, key=lambda outlier: (outlier.standing_out == 0, -_concentration(outlier)))
 
 
-def _told(one: Suspect) -> float:
+def _concentration(outlier: OutlierSlice) -> float:
     """How much of the error few slices explain: the fewer of the more, the better."""
-    part = max(one.standing_out, 1) / one.extent
-    return sum(one.share) - part
+    part = max(outlier.standing_out, 1) / outlier.extent
+    return sum(outlier.share) - part
 
 
-def _of(axis: _Axis, pair: OpenedPair, unit: float) -> list[Suspect]:
+def _of(axis: _Axis, pair: OpenedPair, unit: float) -> list[OutlierSlice]:
     total = float(axis.error.sum())
     if not (total > 0.0 or axis.apart.any()):
         return []
+    # A slice near zero would have a huge relative error for a tiny absolute one.
     floor = _FLOOR * float(axis.reference.sum()) / len(axis.reference)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         relative = np.sqrt(axis.error / np.maximum(axis.reference, floor))
         own = np.sqrt(axis.error / axis.reference)
     relative = np.where(np.isnan(relative), 0.0, relative)
     own = np.where(axis.error == 0.0, 0.0, own)
+    # The median is the tensor's own noise; below rounding it means nothing.
     level = max(float(np.median(relative)), unit / 4.0)
     broken = axis.apart > 0.0
     out = broken | (relative > _TIMES * level)
     share = axis.error / total if 0.0 < total < math.inf else np.zeros_like(axis.error)
     many = int(out.sum())
+    # If most slices stand out, none does.
     tells = 0 < many <= len(out) // 2 and (
         bool(broken.any()) or float(share[out].sum()) >= _LEAST_SHARE
     )
     order = np.lexsort((-relative, ~broken)) if tells else np.argsort(-share, kind="stable")
-    worst = [int(at) for at in order[:_MOST] if out[at] or not tells]
-    one = Suspect(
+    worst = [int(index) for index in order[:_MOST] if out[index] or not tells]
+    outlier = OutlierSlice(
         axis.name,
         axis.size,
-        tuple(at * axis.bin for at in worst),
-        tuple(float(share[at]) for at in worst),
-        tuple(math.inf if broken[at] else float(own[at]) for at in worst),
+        tuple(index * axis.bin for index in worst),
+        tuple(float(share[index]) for index in worst),
+        tuple(math.inf if broken[index] else float(own[index]) for index in worst),
         many if tells else 0,
         _sentence(axis, pair, out, share, broken) if tells else _spread(axis, share, worst),
     )
+    # Heads are guessed only from channels of an attention that were looked at one by one.
     if not tells or axis.name != "channel" or axis.bin > 1 or not pair.attends:
-        return [one]
-    return [*_heads(axis, out, share, broken), one]
+        return [outlier]
+    return [*_heads(axis, out, share, broken), outlier]
 
 
 def _sentence(axis: _Axis, pair: OpenedPair, out: Flags, share: F64, broken: Flags) -> str:
     places = np.flatnonzero(out) * axis.bin
     many = len(places)
     if axis.name == "row":
-        words = "; ".join(pair.row_name(int(at)) for at in places[:3])
+        words = "; ".join(pair.row_name(int(index)) for index in places[:3])
         who = f"{many} of {axis.size} rows ({words}{'; …' if many > 3 else ''})"
     else:
         plural = axis.name if many == 1 or axis.name.startswith("axis") else f"{axis.name}s"
@@ -177,9 +189,10 @@ def _spread(axis: _Axis, share: F64, worst: Sequence[int]) -> str:
     return f"the error is spread over the {word}; the worst holds {_percent(top)}"
 
 
-def _heads(axis: _Axis, out: Flags, share: F64, broken: Flags) -> list[Suspect]:
+def _heads(axis: _Axis, out: Flags, share: F64, broken: Flags) -> list[OutlierSlice]:
     """Channels that stand out and fill whole blocks as wide as a head may be."""
     for width in _WIDTHS:
+        # Heads are of equal width, and there are at least two.
         if axis.size % width or axis.size // width < 2:
             continue
         filled = out.reshape(-1, width).mean(axis=1)
@@ -188,11 +201,13 @@ def _heads(axis: _Axis, out: Flags, share: F64, broken: Flags) -> list[Suspect]:
             continue
         places = np.flatnonzero(full)
         shares = share.reshape(-1, width).sum(axis=1)
-        energies = [each.reshape(-1, width).sum(axis=1) for each in (axis.error, axis.reference)]
+        energies = [
+            energy.reshape(-1, width).sum(axis=1) for energy in (axis.error, axis.reference)
+        ]
         with np.errstate(invalid="ignore", divide="ignore"):
             own = np.sqrt(energies[0] / energies[1])
         own[broken.reshape(-1, width).any(axis=1)] = math.inf
-        worst = sorted(places.tolist(), key=lambda at: -float(shares[at]))[:_MOST]
+        worst = sorted(places.tolist(), key=lambda index: -float(shares[index]))[:_MOST]
         many = len(places)
         who = f"{'head' if many == 1 else 'heads'} {ranges(places.tolist())}"
         what = f"{who} of {len(full)}, if heads are {width} channels wide"
@@ -201,12 +216,12 @@ def _heads(axis: _Axis, out: Flags, share: F64, broken: Flags) -> list[Suspect]:
         if broken.any():
             sentence = f"{what}, {verb} values that are not finite on one side only"
         return [
-            Suspect(
+            OutlierSlice(
                 "head",
                 len(full),
                 tuple(worst),
-                tuple(float(shares[at]) for at in worst),
-                tuple(float(own[at]) for at in worst),
+                tuple(float(shares[index]) for index in worst),
+                tuple(float(own[index]) for index in worst),
                 many,
                 sentence,
             )
@@ -221,16 +236,16 @@ def ranges(places: Sequence[int], most: int = 6) -> str:
     '1–3, 7, 9, 10'
     """
     words: list[str] = []
-    at = 0
-    while at < len(places):
-        end = at
+    start = 0
+    while start < len(places):
+        end = start
         while end + 1 < len(places) and places[end + 1] == places[end] + 1:
             end += 1
-        if end - at >= 2:
-            words.append(f"{places[at]}–{places[end]}")
+        if end - start >= 2:
+            words.append(f"{places[start]}–{places[end]}")
         else:
-            words += [str(place) for place in places[at : end + 1]]
-        at = end + 1
+            words += [str(place) for place in places[start : end + 1]]
+        start = end + 1
     shown = ", ".join(words[:most])
     return f"{shown}, …" if len(words) > most else shown
 

@@ -20,6 +20,7 @@ from driftline.numerics.dtypes import DTYPES, DType, to_float64, value_table
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 
+# The usual layouts of transformers; anything else is numbered.
 _AXES = {
     1: ("channel",),
     2: ("token", "channel"),
@@ -36,7 +37,7 @@ def axes_of(shape: tuple[int, ...], record: Record) -> tuple[str, ...]:
         usual = ("batch", "token")  # ids and positions have no channels
     else:
         usual = _AXES.get(len(shape))
-    return usual or tuple(f"axis {at}" for at in range(len(shape))) or ("value",)
+    return usual or tuple(f"axis {axis}" for axis in range(len(shape))) or ("value",)
 
 
 def attends(record: Record) -> bool:
@@ -46,6 +47,7 @@ def attends(record: Record) -> bool:
     >>> attends(Record(TensorKey.of("layers.0.self_attn.q_proj", "output"), 0, "float32", (1,)))
     True
     """
+    # Only the end of the path: a whole model may be called `attention_test`.
     last = ".".join(record.key.site.replace("/", ".").split(".")[-2:])
     words = f"{last} {record.class_name}".lower()
     return "attn" in words or "attention" in words
@@ -62,6 +64,7 @@ CHUNK = 1 << 19
 """Elements of a window that are decoded at a time."""
 BUDGET = 1 << 24
 """Elements that are looked at for one picture; of a larger region an even sample is."""
+# From here on float64 does not hold every integer.
 _EXACT = 2.0**53
 
 
@@ -93,14 +96,14 @@ class Window(NamedTuple):
         reference: As float64; the lowest value of a wide float format is -inf, as in a mask.
         candidate: The same of the other side.
         error: Candidate minus reference; 0 where a side is not finite.
-        both: Where both sides are finite.
+        finite: Where both sides are finite.
         apart: Where a side is not finite and the other is not the same: NaN equals NaN.
     """
 
     reference: F64
     candidate: F64
     error: F64
-    both: Flags
+    finite: Flags
     apart: Flags
 
 
@@ -164,6 +167,7 @@ class OpenedPair(NamedTuple):
         Raises:
             BadInput: Nothing is left of it.
         """
+        # An empty tensor has no region that could be outside.
         if region is None or not self.elements:
             return self.whole
         top, left = max(0, region.top), max(0, region.left)
@@ -179,35 +183,36 @@ class OpenedPair(NamedTuple):
         """Some rows and columns, in any order; the caller sees to it that they are few."""
         r = self._decoded(self.reference, rows, columns)
         c = self._decoded(self.candidate, rows, columns)
-        both = np.isfinite(r) & np.isfinite(c)
+        finite = np.isfinite(r) & np.isfinite(c)
         with np.errstate(invalid="ignore", over="ignore"):
-            error = np.where(both, c - r, 0.0)
-        apart = ~both & (r != c) & ~(np.isnan(r) & np.isnan(c))
+            error = np.where(finite, c - r, 0.0)
+        apart = ~finite & (r != c) & ~(np.isnan(r) & np.isnan(c))
         if self.are_wide_integers and max(np.max(np.abs(r)), np.max(np.abs(c))) >= _EXACT:
             # Beyond 2**53 float64 would call neighbours equal.
-            ours, theirs = self.integers(rows, columns)
-            error = (theirs - ours).astype(np.float64)
-        return Window(r, c, error, both, apart)
+            reference_integers, candidate_integers = self.integers(rows, columns)
+            error = (candidate_integers - reference_integers).astype(np.float64)
+        return Window(r, c, error, finite, apart)
 
     def integers(self, rows: Places, columns: Places) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """The values of two integer tensors as Python's integers, which do not round."""
-        ours, theirs = (
+        reference, candidate = (
             self._stored(side, rows, columns).astype(object)
             for side in (self.reference, self.candidate)
         )
-        return ours, theirs
+        return reference, candidate
 
     @property
     def are_wide_integers(self) -> bool:
         """Whether float64 may call two different values equal."""
         kinds = (self.reference.dtype, self.candidate.dtype)
-        return all(each.kind in ("int", "uint", "bool") for each in kinds) and any(
-            each.bits == 64 for each in kinds
+        return all(dtype.kind in ("int", "uint", "bool") for dtype in kinds) and any(
+            dtype.bits == 64 for dtype in kinds
         )
 
     def _decoded(self, side: _Side, rows: Places, columns: Places) -> F64:
         dtype = side.dtype
         if dtype.kind == "complex":
+            # Real and imaginary part are two columns of one stored number.
             kept, which = np.unique(columns // 2, return_inverse=True)
             numbers = to_float64(np.ascontiguousarray(self._stored(side, rows, kept)), dtype)
             pairs = np.ascontiguousarray(numbers).view(np.float64)
@@ -218,6 +223,7 @@ class OpenedPair(NamedTuple):
                 return value_table(dtype.name)[words.astype(np.intp)]
             signed = words.astype(np.int8)
             if dtype.kind == "int":
+                # Codes 8 to 15 are the negative ones of a 4-bit integer.
                 signed = np.where(signed > 7, signed - 16, signed)
             return signed.astype(np.float64)
         numbers = to_float64(np.ascontiguousarray(words), dtype)
@@ -229,6 +235,7 @@ class OpenedPair(NamedTuple):
             return self._unpacked(side, rows, columns)
         down = _as_slice(rows)
         across = _as_slice(columns)
+        # Slices keep this a view of the mapped file; only the window is copied.
         if side.words.ndim == 2:
             part = side.words[down]
             return part[:, across]
@@ -241,6 +248,7 @@ class OpenedPair(NamedTuple):
 
     def _unpacked(self, side: _Side, rows: Places, columns: Places) -> npt.NDArray[Any]:
         flat = rows[:, None] * self.columns + columns[None, :]
+        # Two elements share a byte, the first in its lower half.
         codes = side.words[flat // 2]
         return np.where(flat % 2, codes >> 4, codes & 0x0F).astype(np.uint8)
 
@@ -259,9 +267,10 @@ class OpenedPair(NamedTuple):
         if not bands or not cells:
             return
         columns = np.arange(region.left, region.right, dtype=np.intp)
+        # Even one row per band is too much, so columns are sampled too.
         if bands * region.width > budget:
-            each = max(1, budget // (bands * cells))
-            columns = spread(region.left, region.right, cells, each)
+            per_cell = max(1, budget // (bands * cells))
+            columns = spread(region.left, region.right, cells, per_cell)
         depth = max(1, budget // (bands * len(columns)))
         at_once = max(1, CHUNK // len(columns))
         across = max(1, CHUNK // at_once)
@@ -273,9 +282,9 @@ class OpenedPair(NamedTuple):
                 depth,
                 evenly=True,
             )
-            for at in range(0, len(rows), at_once):
+            for top in range(0, len(rows), at_once):
                 for left in range(0, len(columns), across):
-                    some, few = rows[at : at + at_once], columns[left : left + across]
+                    some, few = rows[top : top + at_once], columns[left : left + across]
                     yield Piece(some, few, self.window(some, few))
 
     def looked_at(self, region: Region, *, bands: int, cells: int, budget: int) -> int:
@@ -286,6 +295,7 @@ class OpenedPair(NamedTuple):
         width = region.width
         if bands * width > budget:
             width = len(spread(region.left, region.right, cells, max(1, budget // (bands * cells))))
+        # Must follow `pieces` exactly: the page states how many elements were read.
         depth = max(1, budget // (bands * width))
         heights = (
             (band + 1) * region.height // bands - band * region.height // bands
@@ -316,36 +326,53 @@ def open_pair(reference: Run, candidate: Run, pair: Pair) -> OpenedPair:
     Raises:
         DriftlineError: They cannot be set against each other, or their values are not there.
     """
+    # The comparison refused this pair for the same reason.
     if trouble := pair.trouble or clash(pair):
         raise BadInput(trouble)
-    ours, theirs = pair.reference, pair.candidate
-    for run, record in ((reference, ours), (candidate, theirs)):
+    reference_record, candidate_record = pair.reference, pair.candidate
+    for run, record in ((reference, reference_record), (candidate, candidate_record)):
         _check_kept(run, record)
-    if "sample" in (ours.kept, theirs.kept):
-        values = open_arrays(reference, ours, candidate, theirs)
-        strides = [each.sample_stride for each in (ours, theirs) if each.kept == "sample"]
+    # A sample has lost its axes; it is shown as a line of kept values.
+    if "sample" in (reference_record.kept, candidate_record.kept):
+        values = open_arrays(reference, reference_record, candidate, candidate_record)
+        strides = [
+            sampled.sample_stride
+            for sampled in (reference_record, candidate_record)
+            if sampled.kept == "sample"
+        ]
         shape, stride = (values.count,), math.lcm(*strides)
-        here = _Side(values.reference, values.reference_dtype, values.reference_dtype.bits == 4)
-        there = _Side(values.candidate, values.candidate_dtype, values.candidate_dtype.bits == 4)
-        return _laid_out(here, there, shape, ("kept value",), stride, False)
-    here = _side(reference, pair.reference_recipe, ours)
-    there = _side(candidate, pair.candidate_recipe, theirs)
-    shape = ours.shape if pair.reference_recipe is None else pair.reference_recipe.shape
-    return _laid_out(here, there, shape, axes_of(shape, ours), 1, attends(ours))
+        reference_side = _Side(
+            values.reference, values.reference_dtype, values.reference_dtype.bits == 4
+        )
+        candidate_side = _Side(
+            values.candidate, values.candidate_dtype, values.candidate_dtype.bits == 4
+        )
+        return _laid_out(reference_side, candidate_side, shape, ("kept value",), stride, False)
+    reference_side = _side(reference, pair.reference_recipe, reference_record)
+    candidate_side = _side(candidate, pair.candidate_recipe, candidate_record)
+    shape = reference_record.shape if pair.reference_recipe is None else pair.reference_recipe.shape
+    return _laid_out(
+        reference_side,
+        candidate_side,
+        shape,
+        axes_of(shape, reference_record),
+        1,
+        attends(reference_record),
+    )
 
 
-def spread(start: int, stop: int, parts: int, each: int, *, evenly: bool = False) -> Places:
-    """At most `each` numbers from every part of a range: neighbours, or evenly apart."""
-    edges = [start + at * (stop - start) // parts for at in range(parts + 1)]
-    taken: list[Places] = []
+def spread(start: int, stop: int, parts: int, per_part: int, *, evenly: bool = False) -> Places:
+    """At most `per_part` numbers from every part of a range: neighbours, or evenly apart."""
+    edges = [start + part * (stop - start) // parts for part in range(parts + 1)]
+    chosen: list[Places] = []
     for low, high in itertools.pairwise(edges):
-        if high - low <= each:
-            taken.append(np.arange(low, high, dtype=np.intp))
+        if high - low <= per_part:
+            chosen.append(np.arange(low, high, dtype=np.intp))
         elif evenly:
-            taken.append(low + (np.arange(each, dtype=np.intp) * (high - low)) // each)
+            chosen.append(low + (np.arange(per_part, dtype=np.intp) * (high - low)) // per_part)
         else:
-            taken.append(np.arange(low, low + each, dtype=np.intp))
-    return np.concatenate(taken)
+            chosen.append(np.arange(low, low + per_part, dtype=np.intp))
+    return np.concatenate(chosen)
 
 
 def _check_kept(run: Run, record: Record) -> None:
@@ -373,8 +400,8 @@ def _side(run: Run, recipe: Any, record: Record) -> _Side:
 
 
 def _laid_out(
-    here: _Side,
-    there: _Side,
+    reference: _Side,
+    candidate: _Side,
     shape: tuple[int, ...],
     axes: tuple[str, ...],
     stride: int,
@@ -384,9 +411,10 @@ def _laid_out(
     rows, columns = math.prod(shape[:-1]), shape[-1]
     sides = [
         side if side.packed else side._replace(words=_as_sheet(side.words, shape, rows, columns))
-        for side in (here, there)
+        for side in (reference, candidate)
     ]
-    wide = 2 * columns if here.dtype.kind == "complex" else columns
+    # A complex number takes two columns.
+    wide = 2 * columns if reference.dtype.kind == "complex" else columns
     return OpenedPair(sides[0], sides[1], shape, axes, rows, wide, stride, attends)
 
 

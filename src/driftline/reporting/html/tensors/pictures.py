@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from driftline.alignment.plan import Pair
-from driftline.reporting.html.tensors.outliers import suspects
+from driftline.reporting.html.tensors.outliers import outlier_slices
 from driftline.reporting.html.tensors.pair import BUDGET, F64, OpenedPair, Region, open_pair
 from driftline.reporting.html.tensors.statistics import (
     Extent,
@@ -70,9 +70,10 @@ def error_map(
 ) -> ErrorMap:
     """The error of a region, cell by cell; never more cells than elements."""
     inside = pair.clipped(region)
+    # A cell smaller than an element would repeat it.
     height, width = min(height, inside.height), min(width, inside.width)
     cells = height * width
-    largest, total, ours, theirs = (np.zeros(cells) for _ in range(4))
+    largest, total, reference_sizes, candidate_sizes = (np.zeros(cells) for _ in range(4))
     counted, apart = np.zeros(cells, np.int64), np.zeros(cells, np.bool_)
     for piece in pair.pieces(inside, bands=height, cells=width, budget=budget):
         window = piece.window
@@ -85,17 +86,21 @@ def error_map(
         largest[places] = np.maximum(largest[places], np.maximum.reduceat(size.max(axis=0), starts))
         with np.errstate(over="ignore"):
             total[places] += np.add.reduceat(size.sum(axis=0), starts)
-            for into, values in ((ours, window.reference), (theirs, window.candidate)):
-                finite = np.where(window.both, values, 0.0).sum(axis=0)
+            for into, values in (
+                (reference_sizes, window.reference),
+                (candidate_sizes, window.candidate),
+            ):
+                finite = np.where(window.finite, values, 0.0).sum(axis=0)
                 into[places] += np.add.reduceat(finite, starts)
-        counted[places] += np.add.reduceat(window.both.sum(axis=0), starts)
+        counted[places] += np.add.reduceat(window.finite.sum(axis=0), starts)
         apart[places] |= np.logical_or.reduceat(window.apart.any(axis=0), starts)
+    # NaN against a number is worse than any finite error.
     largest[apart] = np.inf
     with np.errstate(invalid="ignore", divide="ignore"):
-        means = [each / counted for each in (total, ours, theirs)]
+        means = [cell_values / counted for cell_values in (total, reference_sizes, candidate_sizes)]
     seen = pair.looked_at(inside, bands=height, cells=width, budget=budget)
     extent = Extent(inside, inside.elements, seen)
-    shaped = (each.reshape(height, width) for each in (largest, *means))
+    shaped = (cell_values.reshape(height, width) for cell_values in (largest, *means))
     return ErrorMap(extent, height, width, *shaped)
 
 
@@ -113,16 +118,17 @@ def values(pair: OpenedPair, region: Region, *, most: int = 1 << 14) -> dict[str
     bottom = min(inside.bottom, inside.top + max(1, most // max(1, right - inside.left)))
     rows = np.arange(inside.top, bottom, dtype=np.intp)
     columns = np.arange(inside.left, right, dtype=np.intp)
-    found = pair.window(rows, columns)
-    sides: dict[str, Any] = {"reference": found.reference, "candidate": found.candidate}
+    window = pair.window(rows, columns)
+    sides: dict[str, Any] = {"reference": window.reference, "candidate": window.candidate}
     integral = ("int", "uint", "bool")
     if pair.reference.dtype.kind in integral and pair.candidate.dtype.kind in integral:
+        # The front end's numbers are float64 and would round these.
         wide = any(np.abs(side).max(initial=0.0) >= 2.0**53 for side in sides.values())
         if wide:
-            ours, theirs = pair.integers(rows, columns)
+            reference_integers, candidate_integers = pair.integers(rows, columns)
             sides = {
-                "reference": [str(value) for value in ours.reshape(-1)],
-                "candidate": [str(value) for value in theirs.reshape(-1)],
+                "reference": [str(value) for value in reference_integers.reshape(-1)],
+                "candidate": [str(value) for value in candidate_integers.reshape(-1)],
             }
     return {
         "top": inside.top,
@@ -130,7 +136,7 @@ def values(pair: OpenedPair, region: Region, *, most: int = 1 << 14) -> dict[str
         "height": len(rows),
         "width": len(columns),
         **sides,
-        "error": np.where(found.both, found.error, np.where(found.apart, np.nan, 0.0)),
+        "error": np.where(window.finite, window.error, np.where(window.apart, np.nan, 0.0)),
     }
 
 
@@ -144,17 +150,19 @@ def largest_errors(
         window = piece.window
         size = np.where(window.apart, np.inf, np.abs(window.error)).reshape(-1)
         few = min(count, size.size)
-        for at in np.argpartition(size, size.size - few)[size.size - few :]:
-            if size[at] > 0.0:
-                row, column = divmod(int(at), window.error.shape[1])
+        # Partition instead of sort: windows are large, and few elements are wanted.
+        for index in np.argpartition(size, size.size - few)[size.size - few :]:
+            if size[index] > 0.0:
+                row, column = divmod(int(index), window.error.shape[1])
                 element = Element(
                     int(piece.rows[row]),
                     int(piece.columns[column]),
                     float(window.reference[row, column]),
                     float(window.candidate[row, column]),
                 )
-                best.append((float(size[at]), element))
-        best.sort(key=lambda one: (-one[0], one[1].row, one[1].column))
+                best.append((float(size[index]), element))
+        # Ties by position, so that a page is the same every time.
+        best.sort(key=lambda entry: (-entry[0], entry[1].row, entry[1].column))
         del best[count:]
     return [element for _, element in best]
 
@@ -191,12 +199,13 @@ def pictures(pair: OpenedPair, *, cells: int = 64, budget: int = IN_A_FILE) -> d
     if pair.stride > 1:
         notes.append(f"only every {ordinal(pair.stride)} element was kept")
     heat = None
+    # A vector has no second direction for a map.
     if len(pair.shape) > 1:
-        found = error_map(pair, height=cells, width=cells, budget=budget)
+        heat_map = error_map(pair, height=cells, width=cells, budget=budget)
         heat = {
-            "height": found.height,
-            "width": found.width,
-            "values": found.largest,
+            "height": heat_map.height,
+            "width": heat_map.width,
+            "values": heat_map.largest,
             "rows": {"called": _rows_called(pair), "extent": pair.rows},
             "columns": {"called": pair.axes[-1], "extent": pair.columns},
             "value": "max abs error of a cell",
@@ -205,10 +214,14 @@ def pictures(pair: OpenedPair, *, cells: int = 64, budget: int = IN_A_FILE) -> d
         "histogram": histogram(pair, budget=budget).as_json(),
         "error": error_histogram(pair, budget=budget).as_json(),
         "heat": heat,
-        "bad": [suspect.as_json() for suspect in suspects(pair, budget=budget)],
+        "bad": [outlier.as_json() for outlier in outlier_slices(pair, budget=budget)],
         "values": [
-            {"at": place(pair, one), "reference": one.reference, "candidate": one.candidate}
-            for one in largest_errors(pair, budget=budget)
+            {
+                "at": place(pair, element),
+                "reference": element.reference,
+                "candidate": element.candidate,
+            }
+            for element in largest_errors(pair, budget=budget)
         ],
         "note": "; ".join(filter(None, notes)),
     }
@@ -220,6 +233,7 @@ def place(pair: OpenedPair, element: Element) -> str:
     if pair.reference.dtype.kind == "complex":
         part = "imaginary" if column % 2 else "real"
         return f"{pair.row_name(element.row)}, {pair.axes[-1]} {column // 2} ({part})"
+    # A sample's columns are counted in the original tensor.
     if len(pair.shape) == 1:
         return f"{pair.axes[-1]} {column * pair.stride}"
     return f"{pair.row_name(element.row)}, {pair.axes[-1]} {column}"

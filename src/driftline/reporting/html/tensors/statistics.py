@@ -48,6 +48,7 @@ class Bins(NamedTuple):
         inside = numbers.reshape(-1) if finite.all() else numbers[finite]
         last = len(self.edges) - 2
         places = np.clip(self._guessed(inside), 0, last)
+        # Rounding may have put a number one bin too high or too low; the edges decide.
         places -= inside < self.edges[places]
         np.clip(places, 0, last, out=places)
         places += (inside >= self.edges[places + 1]) & (places < last)
@@ -75,6 +76,7 @@ class Bins(NamedTuple):
 
 def even(low: float, high: float, bins: int) -> Bins:
     """Even bins; a single value stands in the middle of a range of its own."""
+    # All values equal: a range around it, so that the bar is visible.
     if not low < high:
         reach = max(abs(low) * 1e-3, 1e-6) if low else 1.0
         low, high = low - reach, high + reach
@@ -89,15 +91,21 @@ def even(low: float, high: float, bins: int) -> Bins:
 def symlog(low: float, high: float, bins: int) -> Bins:
     """Bins even in the logarithm, on either side of one around zero."""
     top = max(abs(low), abs(high))
+    # So far down the bottom of a logarithmic scale would underflow.
     if top < 1e-290:
         return even(low, high, bins)
     bottom = top * 10.0**-_DECADES
+    # A side without values gets no bins.
     negative, positive = low < -bottom, high > bottom
-    each = max(1, (bins - 1) // (negative + positive))
-    first = -np.geomspace(max(-low, 2.0 * bottom), bottom, each + 1) if negative else [-bottom]
-    last = np.geomspace(bottom, max(high, 2.0 * bottom), each + 1) if positive else [bottom]
+    bins_per_sign = max(1, (bins - 1) // (negative + positive))
+    first = (
+        -np.geomspace(max(-low, 2.0 * bottom), bottom, bins_per_sign + 1) if negative else [-bottom]
+    )
+    last = (
+        np.geomspace(bottom, max(high, 2.0 * bottom), bins_per_sign + 1) if positive else [bottom]
+    )
     edges = np.concatenate([first, last])
-    return Bins(edges, "symlog", each if negative else 0, bottom)
+    return Bins(edges, "symlog", bins_per_sign if negative else 0, bottom)
 
 
 def _step(end: float, bottom: float, bins: int) -> float:
@@ -190,6 +198,7 @@ def statistics(
     inside = pair.clipped(region)
     extent = extent_of(pair, inside, budget)
     moments = moments_of(pair, inside, budget)
+    # Nothing was read: there is nothing to state but the extent.
     if moments is None:
         nothing = SideFigures(math.nan, math.nan, math.nan, math.nan, 0, 0, 0)
         return Statistics(extent, nothing, nothing, {}, 0, 0)
@@ -220,10 +229,11 @@ def moments_of(pair: OpenedPair, region: Region, budget: int) -> PairMoments | N
     parts: list[PairMoments] = []
     for piece in pieces(pair, region, budget):
         window = piece.window
-        ours, theirs = (
+        reference, candidate = (
             np.ascontiguousarray(side).reshape(-1) for side in (window.reference, window.candidate)
         )
-        part = kernel.pair_moments(ours, double, theirs, double, count=ours.size)
+        # The same kernel as the comparison, so that page and table agree.
+        part = kernel.pair_moments(reference, double, candidate, double, count=reference.size)
         if pair.are_wide_integers:  # which float64 may call equal
             size = np.abs(window.error)
             part = part._replace(
@@ -251,18 +261,18 @@ def odd_of(side: str, m: PairMoments | None) -> tuple[int, int, int]:
 
 
 def _error_figures(m: PairMoments) -> dict[str, float]:
-    found = {
+    figures = {
         "max_abs_error": from_moments.max_abs_error(m),
         "mean_abs_error": from_moments.mean_abs_error(m),
         "max_rel_error": from_moments.max_rel_error(m),
     }
     if not from_moments.needs_definition(m):  # squares beyond float64 say nothing
-        found |= {
+        figures |= {
             "rmse": from_moments.rmse(m),
             "relative_l2": from_moments.relative_l2(m),
             "cosine": from_moments.cosine(m),
         }
-    return found
+    return figures
 
 
 # Histograms of two tensors over the same bins, and of the error between them.
@@ -353,16 +363,20 @@ def histogram(
     else:
         chosen = "symlog" if moments is not None and _is_heavy(moments, high - low) else "even"
     sorter = even(low, high, bins) if chosen == "even" else symlog(low, high, bins)
-    ours, theirs = (np.zeros(len(sorter.edges) - 1, np.int64) for _ in range(2))
+    reference_counts, candidate_counts = (
+        np.zeros(len(sorter.edges) - 1, np.int64) for _ in range(2)
+    )
     for piece in pieces(pair, inside, budget):
-        ours += sorter.counted(piece.window.reference)
-        theirs += sorter.counted(piece.window.candidate)
+        reference_counts += sorter.counted(piece.window.reference)
+        candidate_counts += sorter.counted(piece.window.candidate)
     nonfinite: dict[str, dict[str, int]] = {
         name: dict(zip(_ODD, odd_of(side, moments), strict=True))
         for name, side in (("reference", "r"), ("candidate", "c"))
     }
     extent = extent_of(pair, inside, budget)
-    return Histogram(extent, sorter.edges, ours, theirs, sorter.scale, nonfinite)
+    return Histogram(
+        extent, sorter.edges, reference_counts, candidate_counts, sorter.scale, nonfinite
+    )
 
 
 def error_histogram(
@@ -378,9 +392,11 @@ def error_histogram(
         if sizes.size:
             low, high = min(low, float(sizes.min())), max(high, float(sizes.max()))
     extent = extent_of(pair, inside, budget)
+    # No element differs: an empty histogram still needs edges.
     if high < low:
         edges = np.linspace(-1.0, 0.0, bins + 1)
         return ErrorHistogram(extent, edges, np.zeros(bins, np.int64), zero, one_sided)
+    # Errors spread over many powers of ten.
     sorter = even(math.log10(low), math.log10(high), bins)
     counts = np.zeros(len(sorter.edges) - 1, np.int64)
     for piece in pieces(pair, inside, budget):
@@ -399,12 +415,13 @@ def _range(m: PairMoments | None) -> tuple[float, float]:
 def _is_heavy(m: PairMoments, width: float) -> bool:
     """Whether most values are packed into a small part of the range."""
     stds = [std for std in (m.r_std, m.c_std) if math.isfinite(std) and std > 0.0]
+    # 60 standard deviations: even bins would put nearly everything into one.
     return not math.isfinite(width) or (bool(stds) and width > 60.0 * min(stds))
 
 
 def _sizes(window: Window) -> tuple[F64, int]:
     """Sizes of the errors that are there, and how many elements have none."""
     size = np.minimum(np.abs(window.error), np.finfo(np.float64).max)  # 1.7e308 against -1.7e308
-    there = size > 0.0
-    equal = int(size.size - np.count_nonzero(there) - np.count_nonzero(window.apart))
-    return size[there], equal
+    nonzero = size > 0.0
+    equal = int(size.size - np.count_nonzero(nonzero) - np.count_nonzero(window.apart))
+    return size[nonzero], equal
