@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_DOORS = {
+_ADDRESSES = {
     "capture": "driftline.captures.api:capture",
     "step": "driftline.captures.api:step",
     "watch_errors": "driftline.captures.torch.errcheck.api:watch_errors",
@@ -113,18 +113,18 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    address = _DOORS.get(name)
+    address = _ADDRESSES.get(name)
     if address is None:
         raise AttributeError(f"module 'driftline' has no attribute {name!r}")
     import importlib
 
     module, _, attribute = address.partition(":")
-    door = importlib.import_module(module)
+    value = importlib.import_module(module)
     if attribute:
-        door = getattr(door, attribute)
-    globals()[name] = door  # the next use finds it without coming here
-    return door
+        value = getattr(value, attribute)
+    globals()[name] = value  # the next use does not call this function
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_DOORS})
+    return sorted({*globals(), *_ADDRESSES})

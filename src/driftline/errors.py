@@ -57,7 +57,7 @@ class NotInstalled(DriftlineError):
     """An optional part that is needed and missing."""
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """A hint that names the closest known words, or lists a few when none is close.
 
     >>> did_you_mean("cosin", ["cosine", "rmse"])
@@ -65,7 +65,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """
     import difflib  # only needed when something is wrong
 
-    names = sorted(set(known))
+    names = sorted(set(choices))
     close = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
     if close:
         return "did you mean " + " or ".join(repr(name) for name in close) + "?"

@@ -83,7 +83,7 @@ def ray_uses_token() -> None:
     os.environ[RAY_TOKENS] = "token"
 
 
-def ray_tells_nobody() -> None:
+def disable_ray_usage_reports() -> None:
     """Keep a Ray that we start from reporting its use over the network, unless that is wanted."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
@@ -105,7 +105,7 @@ def worker_environment(home: str, kernel: str) -> dict[str, str]:
     return {**env, KERNEL: kernel} if kernel else env
 
 
-def take_kernel(path: str) -> None:
+def set_kernel_choice(path: str) -> None:
     """Have this process take a path of the kernel; before it is first asked for."""
     os.environ[KERNEL] = path
 
@@ -124,8 +124,8 @@ def debug() -> bool:
 
 def columns() -> int:
     """Width of the terminal as the shell or a person says it; 0 when nobody does."""
-    said = os.environ.get("COLUMNS", "")
-    return int(said) if said.isascii() and said.isdigit() else 0
+    width = os.environ.get("COLUMNS", "")
+    return int(width) if width.isascii() and width.isdigit() else 0
 
 
 def colours_refused() -> bool:
@@ -149,7 +149,7 @@ def label_store() -> str:
     return environment().get(LABELS, "")
 
 
-def hand_on_label_store(folder: str) -> None:
+def set_label_store(folder: str) -> None:
     """Tell the processes that this one will start where labels are kept."""
     os.environ[LABELS] = folder
 
@@ -210,16 +210,20 @@ def job_id() -> str:
         *("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT"),
         "PADDLE_TRAINER_ENDPOINTS",
     )
-    said = "\0".join(env.get(name, "") for name in names)
-    return hashlib.blake2b(said.encode(), digest_size=8).hexdigest() if said.strip("\0") else ""
+    identity = "\0".join(env.get(name, "") for name in names)
+    return (
+        hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
+        if identity.strip("\0")
+        else ""
+    )
 
 
 def place_on_machine() -> JobPlace:
     """Which of the processes of a torchrun job on this machine this one is; alone: the only one."""
     env = environment()
     rank, size = env.get("LOCAL_RANK", ""), env.get("LOCAL_WORLD_SIZE", "")
-    here = int(rank) if rank.isdigit() else 0
-    return JobPlace(here, max(int(size) if size.isdigit() else 1, here + 1))
+    local_rank = int(rank) if rank.isdigit() else 0
+    return JobPlace(local_rank, max(int(size) if size.isdigit() else 1, local_rank + 1))
 
 
 METRICS_VARIABLES = {
@@ -271,8 +275,8 @@ def shapes_variable(name: str) -> str:
         name: Without what all begin with: `COMMON_MODEL_PATHS`.
     """
     env = environment()
-    ours = env.get(f"DRIFTLINE_{TEST_SHAPES}{name}", "").strip()
-    return ours or env.get(f"FMS_{TEST_SHAPES}{name}", "").strip()
+    own = env.get(f"DRIFTLINE_{TEST_SHAPES}{name}", "").strip()
+    return own or env.get(f"FMS_{TEST_SHAPES}{name}", "").strip()
 
 
 def shapes_timing() -> str:

@@ -94,13 +94,13 @@ class FileRun(Run):
         return values
 
 
-def _key(member: Member, how_many: int) -> TensorKey:
-    return TensorKey.of(LONE if how_many == 1 else member.name or LONE, "output")
+def _key(member: Member, count: int) -> TensorKey:
+    return TensorKey.of(LONE if count == 1 else member.name or LONE, "output")
 
 
 def _record(path: Path, key: TensorKey, member: Member, order: int) -> Record:
-    known = DTYPES.get(member.dtype)
-    length = known.byte_count(math.prod(member.shape)) if known else 0
+    dtype = DTYPES.get(member.dtype)
+    length = dtype.byte_count(math.prod(member.shape)) if dtype else 0
     return Record(
         key,
         order,
@@ -190,10 +190,10 @@ class TreeRun(Run):
         ranked = leaves
         if len({leaf.record.key[5:7] for leaf in leaves}) > 1:  # rank and process
             ranked = sorted(leaves, key=lambda leaf: leaf.record.key[5:7])
-        known = self._leaves
+        leaf_by_key = self._leaves
         for position, leaf in enumerate(ranked):
-            record = leaf.record.placed(position, _place(leaf))
-            earlier = known.setdefault(record.key, leaf)
+            record = leaf.record.placed(position, _blob_of(leaf))
+            earlier = leaf_by_key.setdefault(record.key, leaf)
             if earlier is not leaf:
                 raise BadFile(
                     f"{path} holds {record.key} twice: {earlier.source} and {leaf.source}"
@@ -236,7 +236,7 @@ class TreeRun(Run):
     def read_ahead(self) -> ReadAhead | None:
         if not read_ahead.available():
             return None
-        return _Ahead(self._leaves)
+        return _BackgroundReader(self._leaves)
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         return iter(self._events)
@@ -252,29 +252,29 @@ class TreeRun(Run):
         return self._topologies.get((rank, process))
 
 
-class _Ahead:
+class _BackgroundReader:
     """Values of small files, read in the background into memory that is used again."""
 
     def __init__(self, leaves: Mapping[TensorKey, Leaf]) -> None:
         self._leaves = leaves
         self._now, self._next = read_ahead.Read(), read_ahead.Read()
-        self._asked: list[int | None] = []
+        self._starts: list[int | None] = []
         self._lengths: array[int] = array("q")
 
     def begin(self, records: Sequence[Record]) -> None:
-        self._asked = []
+        self._starts = []
         folder, names = "", list[str]()
         starts, self._lengths = array("q"), array("q")
         begins = 0
         leaves = self._leaves
         for record in records:
             ahead = getattr(leaves[record.key].fetch, "ahead", None)
-            found = None if ahead is None or record.lost else ahead()
-            if found is None or (names and found[0] != folder):
-                self._asked.append(None)
+            file_range = None if ahead is None or record.lost else ahead()
+            if file_range is None or (names and file_range[0] != folder):
+                self._starts.append(None)
                 continue
-            folder, name, start, length = found
-            self._asked.append(begins)
+            folder, name, start, length = file_range
+            self._starts.append(begins)
             names.append(name)
             starts.append(start)
             self._lengths.append(length)
@@ -285,25 +285,25 @@ class _Ahead:
         self._next.wait()
         self._now, self._next = self._next, self._now
         read, lengths = self._now, self._lengths
-        taken: list[Memory | None] = []
-        at = 0
+        memories: list[Memory | None] = []
+        index = 0
         address, room, got = read.address, read.room, read.got
-        for begins in self._asked:
+        for begins in self._starts:
             if begins is None:
-                taken.append(None)
+                memories.append(None)
                 continue
-            length = lengths[at]
-            whole = got[at] == length
-            taken.append(Memory(address + begins, length, room) if whole else None)
-            at += 1
-        return taken
+            length = lengths[index]
+            complete = got[index] == length
+            memories.append(Memory(address + begins, length, room) if complete else None)
+            index += 1
+        return memories
 
     def close(self) -> None:
         self._now.wait()
         self._next.wait()
 
 
-def _place(leaf: Leaf) -> Blob | None:
+def _blob_of(leaf: Leaf) -> Blob | None:
     record = leaf.record
     if record.lost or leaf.fetch is None:
         return None

@@ -28,8 +28,8 @@ KEPT_BYTES = 128 << 20
 opening a small file costs more than reading it."""
 MAPPED_FROM = 1 << 20
 """Ranges of at least so many bytes are mapped instead of read."""
-_AHEAD = 256
-_BEGINNING = 1 << 12
+_FILES_AHEAD = 256
+_FIRST_BYTES = 1 << 12
 _HEADER = 512
 """So many files are read ahead at a time, so many bytes of each, and so many of a longer one are of
 use: the rest is its values."""
@@ -84,7 +84,7 @@ class Folder:
         self._links: set[str] = set()
         self._kept: dict[str, bytes] = {}
         self._room = KEPT_BYTES
-        self._at_hand: tuple[str, bytes, int] | None = None
+        self._prefetched: tuple[str, bytes, int] | None = None
         self.not_entered: list[str] = []
         """What was not looked into, each with the reason."""
 
@@ -155,33 +155,35 @@ class Folder:
 
     def ahead(self, names: Sequence[str]) -> Iterator[str]:
         """The names again, one by one; `start` has the first bytes of each at hand meanwhile."""
-        if len(names) < 2 * _AHEAD or not read_ahead.available():
+        if len(names) < 2 * _FILES_AHEAD or not read_ahead.available():
             yield from names
             return
-        pieces = [names[at : at + _AHEAD] for at in range(0, len(names), _AHEAD)]
-        here, there = read_ahead.Read(), read_ahead.Read()
-        starts = array("q", [0]) * _AHEAD
-        lengths = array("q", [_BEGINNING]) * _AHEAD
-        here.begin(read_ahead.Ranges(self.text, pieces[0], starts, lengths))
-        for at, piece in enumerate(pieces, 1):
-            here.wait()
-            if at < len(pieces):
-                there.begin(read_ahead.Ranges(self.text, pieces[at], starts, lengths))
-            view = memoryview(here.room)
+        pieces = [
+            names[index : index + _FILES_AHEAD] for index in range(0, len(names), _FILES_AHEAD)
+        ]
+        current, following = read_ahead.Read(), read_ahead.Read()
+        starts = array("q", [0]) * _FILES_AHEAD
+        lengths = array("q", [_FIRST_BYTES]) * _FILES_AHEAD
+        current.begin(read_ahead.Ranges(self.text, pieces[0], starts, lengths))
+        for index, piece in enumerate(pieces, 1):
+            current.wait()
+            if index < len(pieces):
+                following.begin(read_ahead.Ranges(self.text, pieces[index], starts, lengths))
+            view = memoryview(current.room)
             begin = 0
-            for name, size, got in zip(piece, here.sizes, here.got, strict=True):
+            for name, size, got in zip(piece, current.sizes, current.got, strict=True):
                 if got >= 0 and name not in self._links and ".." not in name:
                     useful = got if got == size else min(got, _HEADER)
-                    self._at_hand = (name, bytes(view[begin : begin + useful]), size)
-                begin += _BEGINNING
+                    self._prefetched = (name, bytes(view[begin : begin + useful]), size)
+                begin += _FIRST_BYTES
                 yield name
-            here, there = there, here
-        self._at_hand = None
+            current, following = following, current
+        self._prefetched = None
 
-    def at_hand(self, name: str) -> tuple[bytes, int]:
+    def prefetched(self, name: str) -> tuple[bytes, int]:
         """What was read ahead of a file, and the file's size; nothing of any but the last."""
-        at_hand = self._at_hand
-        return at_hand[1:] if at_hand is not None and at_hand[0] == name else (b"", 0)
+        last = self._prefetched
+        return last[1:] if last is not None and last[0] == name else (b"", 0)
 
     def start(self, name: str, length: int) -> tuple[bytes, int]:
         """The first bytes of a file, or all of a small one, and its size.
@@ -189,7 +191,7 @@ class Folder:
         Raises:
             OSError: It cannot be read.
         """
-        begin, size = self.at_hand(name)
+        begin, size = self.prefetched(name)
         if begin:
             if len(begin) == size and length < size <= self._room:
                 self._kept[name] = begin
@@ -200,10 +202,10 @@ class Folder:
         try:
             if size > SMALL or size > self._room or size <= length:
                 return os.read(file, length), size
-            whole = pread(file, size, 0)
-            self._kept[name] = whole
+            content = pread(file, size, 0)
+            self._kept[name] = content
             self._room -= size
-            return whole, size
+            return content, size
         finally:
             os.close(file)
 
@@ -221,7 +223,7 @@ class Folder:
         finally:
             os.close(file)
 
-    def small(self, name: str, start: int, length: int) -> tuple[bytes, int] | None:
+    def read_small(self, name: str, start: int, length: int) -> tuple[bytes, int] | None:
         """A range and where it begins in the bytes given; None where it had better be mapped.
 
         Raises:
@@ -257,7 +259,7 @@ class Folder:
         Raises:
             OSError: It cannot be read, or ends before the last of them.
         """
-        read = self.small(name, start, length)
+        read = self.read_small(name, start, length)
         if read is not None:
             return np.frombuffer(read[0], np.uint8, length, read[1])
         file, size = self.open(name)

@@ -56,7 +56,7 @@ def open(path: Path) -> TreeRun:
         BadFile: Two tensors have one name, or there is no tensor.
     """
     folder = Folder(path)
-    if targets.is_there(path):
+    if targets.has_list(path):
         return targets.open_exported(folder, NAME)
     names: list[str] = []
     for seen, name in enumerate(folder.files(named=_is_tensor_file)):

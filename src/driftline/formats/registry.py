@@ -116,7 +116,7 @@ def _open(path: StrPath) -> Run:
 
     try:
         return reader.open_run(place)
-    except BadRun as not_ours:
+    except BadRun as no_run:
         if place.is_dir():
             import shlex
 
@@ -130,7 +130,7 @@ def _open(path: StrPath) -> Run:
                     f"{place} holds parts of a comparison, not a run",
                     hint=f"their table is made with: driftline merge {shlex.quote(str(place))}",
                 ) from None
-            for format_ in chain(_trees(), _announced()):
+            for format_ in chain(_tree_formats(), _plugin_formats()):
                 if format_.sniff(place):
                     return _opened(format_, place)
             if not any(place.iterdir()):
@@ -140,7 +140,7 @@ def _open(path: StrPath) -> Run:
                     f"'{place}' is no run, and no dump of another program that is known",
                     hint=READABLE,
                 ) from None
-        raise not_ours
+        raise no_run
 
 
 def open_file(path: Path) -> Run:
@@ -151,7 +151,7 @@ def open_file(path: Path) -> Run:
     """
     if (certain := _by_first_bytes(path)) is not None:
         return _opened(BUILTIN[certain].load(), path)
-    for format_ in chain(_builtin(), _announced()):
+    for format_ in chain(_file_formats(), _plugin_formats()):
         if format_.sniff(path):
             return _opened(format_, path)
     if path.name in (MANIFEST, INDEX):
@@ -162,7 +162,7 @@ def open_file(path: Path) -> Run:
             f"{path} is a part of a comparison",
             hint="driftline merge makes the table of all its parts",
         )
-    for format_ in _trees():
+    for format_ in _tree_formats():
         if format_.NAME != "files" and format_.sniff(path.parent):
             raise BadFile(
                 f"{path} is a part of a dump ({format_.NAME})",
@@ -196,12 +196,12 @@ def _by_first_bytes(path: Path) -> str | None:
     return "npz" if names and all(name.endswith(".npy") for name in names) else None
 
 
-def _builtin() -> Iterator[Format]:
+def _file_formats() -> Iterator[Format]:
     for address in BUILTIN.values():
         yield address.load()
 
 
-def _trees() -> Iterator[TreeFormat]:
+def _tree_formats() -> Iterator[TreeFormat]:
     for address in TREES.values():
         yield address.load()
 
@@ -217,7 +217,7 @@ def _opened(format_: Format | TreeFormat, path: Path) -> Run:
     return FileRun(path, format_.NAME, members)
 
 
-def _announced() -> Iterator[Format | TreeFormat]:
+def _plugin_formats() -> Iterator[Format | TreeFormat]:
     for name, address in plugins(GROUP).items():
         if name not in BUILTIN and name not in TREES:
             yield address.load()

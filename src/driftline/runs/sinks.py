@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from driftline.runs.owned_file import print_to_stderr
 from driftline.runs.records import Record
-from driftline.units import say_size
+from driftline.units import size_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -320,10 +320,10 @@ class Limited(Forwarding):
         weights = once if isinstance(once, int) else 0
         each = max(1, taken - weights)
         if self._last_step is not None:
-            return f"the first step does not fit into the limit of {say_size(self._limit)}"
-        text = f"the first step takes {say_size(taken)} of the limit of {say_size(self._limit)}"
+            return f"the first step does not fit into the limit of {size_text(self._limit)}"
+        text = f"the first step takes {size_text(taken)} of the limit of {size_text(self._limit)}"
         if isinstance(steps, int) and steps > 1:
             total = weights + each * steps
-            text += f"; all {steps} selected steps would take about {say_size(total)}"
+            text += f"; all {steps} selected steps would take about {size_text(total)}"
         fitting = max(1, (self._limit - weights) // each)
         return text + f"; the limit holds about {fitting} step{'s' if fitting > 1 else ''}"

@@ -56,11 +56,11 @@ def open(path: Path) -> TreeRun:
     refuse_several(path, (root.name for root in holding))
     reader = _Reader(path)
     numbers: dict[int, int] = {}
-    for process in sorted(_processes(path), key=lambda each: natural(str(each.folder))):
+    for process in sorted(_processes(path), key=lambda process: natural(str(process.folder))):
         rank = module_tree.rank_of(process.folder.name)
         reader.read(process, rank, numbers.setdefault(rank, 0))
         numbers[rank] += 1
-    for folder in sorted(_by_hand(path), key=lambda each: natural(str(each))):
+    for folder in sorted(_by_hand(path), key=lambda folder: natural(str(folder))):
         rank = int(folder.name.rpartition("_")[2]) if _BY_HAND.fullmatch(folder.name) else 0
         reader.read_by_hand(folder, rank, numbers.setdefault(rank, 0))
         numbers[rank] += 1
@@ -148,14 +148,14 @@ class _Reader:
         if roots:
             places = places_of(roots)
             self.topologies[rank, number] = topology_of(roots)
-        found: list[tuple[tuple[Any, ...], Leaf]] = []
+        ordered: list[tuple[tuple[Any, ...], Leaf]] = []
         below = [str(process.token)] if process.token is not None else []
         for token in below or sorted(folders_in(process.folder), key=natural):
             if token.isdigit():
                 for name in folder.files(token, named=_is_tensor):
-                    found += self._file(folder, name, places, int(token), rank, number)
-        found.sort(key=lambda each: each[0])
-        self.leaves += [each for _, each in found]
+                    ordered += self._file(folder, name, places, int(token), rank, number)
+        ordered.sort(key=lambda entry: entry[0])
+        self.leaves += [entry for _, entry in ordered]
         for text in folder.not_entered:
             self.note(text, rank, number)
 

@@ -29,8 +29,8 @@ def rank_of(folder: str) -> int:
     >>> rank_of("npu3_4242"), rank_of("cpu_4242.1"), rank_of("4242_npu2")
     (3, 0, 2)
     """
-    found = _DEVICE.fullmatch(folder)
-    index = (found[1] or found[2]) if found else ""
+    match = _DEVICE.fullmatch(folder)
+    index = (match[1] or match[2]) if match else ""
     return int(index) if index else 0
 
 
@@ -102,7 +102,7 @@ class Place(NamedTuple):
 
 def places_of(roots: Sequence[Any]) -> dict[str, Place]:
     """Site → place, for every module of the trees."""
-    found: dict[str, Place] = {}
+    places: dict[str, Place] = {}
     clock = 0
 
     def walk(node: Any, depth: int) -> None:
@@ -115,13 +115,13 @@ def places_of(roots: Sequence[Any]) -> dict[str, Place]:
         for child in _children(module):
             walk(child, depth + 1)
         clock += 1
-        found[site_of(str(module.get("name", "")))] = Place(
+        places[site_of(str(module.get("name", "")))] = Place(
             str(module.get("type", "")), entered, clock
         )
 
     for root in roots:
         walk(root, 0)
-    return found
+    return places
 
 
 def topology_of(roots: Sequence[Any]) -> dict[str, Any]:
@@ -134,9 +134,9 @@ def topology_of(roots: Sequence[Any]) -> dict[str, Any]:
         name = site.removeprefix(prefix)
         children: list[dict[str, Any]] = []
         if depth < DEEPEST:
-            for at, child in enumerate(_children(node)):
+            for index, child in enumerate(_children(node)):
                 if isinstance(child, dict):
-                    own = None if ids is None else f"{ids}_{at}" if ids else str(at)
+                    own = None if ids is None else f"{ids}_{index}" if ids else str(index)
                     children.append(converted(cast("dict[str, Any]", child), own, site, depth + 1))
         if children:
             data["children"] = children
@@ -145,7 +145,9 @@ def topology_of(roots: Sequence[Any]) -> dict[str, Any]:
     trees = [cast("dict[str, Any]", root) for root in roots if isinstance(root, dict)]
     return {
         "schema": 1,
-        "roots": [converted(root, "" if at == 0 else None, "", 0) for at, root in enumerate(trees)],
+        "roots": [
+            converted(root, None if index else "", "", 0) for index, root in enumerate(trees)
+        ],
         "order": [],
     }
 

@@ -64,17 +64,17 @@ def operations_by_step(calls: Iterable[Call], file_of: FileOf) -> dict[str, str]
     steps: dict[int, list[Call]] = {}
     for call in calls:
         steps.setdefault(call.step, []).append(call)
-    found: dict[str, str] = {}
-    for step, those in sorted(steps.items()):
+    sheets: dict[str, str] = {}
+    for step, step_calls in sorted(steps.items()):
         files: dict[tuple[int, str, str], str] = {}
-        for call in those:
-            for one in call.inputs:  # a parameter that it read has a port of its own
-                file = file_of(call, "input", one) or file_of(call, "param", one)
-                files[call.number, "input", one.slot] = file
-            for one in call.outputs:
-                files[call.number, "output", one.slot] = file_of(call, "output", one)
-        found[OPERATIONS.format(step)] = operation_sheet(those, files)
-    return found
+        for call in step_calls:
+            for tensor in call.inputs:  # a parameter that it read has a port of its own
+                file = file_of(call, "input", tensor) or file_of(call, "param", tensor)
+                files[call.number, "input", tensor.slot] = file
+            for tensor in call.outputs:
+                files[call.number, "output", tensor.slot] = file_of(call, "output", tensor)
+        sheets[OPERATIONS.format(step)] = operation_sheet(step_calls, files)
+    return sheets
 
 
 def convert_sheets(run: Run, rank: int, process: int, folder: Path) -> int:

@@ -57,10 +57,10 @@ def nz_to_nd(values: AnyArray, dims: tuple[int, ...], crop: tuple[int, ...] = ()
     *batch, rows, columns = shape
     blocks, width = (dims[-4], dims[-1]) if _graph_engine(dims) else (dims[-3], dims[-1])
     tiles = values.reshape(math.prod(batch), blocks, rows, width)
-    whole = tiles.swapaxes(1, 2).reshape(*batch, rows, columns)
+    matrix = tiles.swapaxes(1, 2).reshape(*batch, rows, columns)
     if crop:
-        whole = whole[(..., *(slice(size) for size in crop))]
-    return np.ascontiguousarray(whole)
+        matrix = matrix[(..., *(slice(size) for size in crop))]
+    return np.ascontiguousarray(matrix)
 
 
 def _graph_engine(dims: tuple[int, ...]) -> bool:
@@ -108,8 +108,8 @@ class Rearrangement(NamedTuple):
 
     def apply(self, flat: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
         """The elements in the tensor's own order, flat."""
-        whole = flat.reshape(self.seen_as).transpose(self.axes).reshape(self.merged)
-        cut = whole[tuple(slice(0, size) for size in self.kept)]
+        padded = flat.reshape(self.seen_as).transpose(self.axes).reshape(self.merged)
+        cut = padded[tuple(slice(0, size) for size in self.kept)]
         return np.ascontiguousarray(cut).reshape(-1)
 
 
@@ -152,7 +152,7 @@ def _checked(
     fits = (
         math.prod(seen_as) == math.prod(merged)
         and len(merged) == len(kept)
-        and all(0 < part <= whole for part, whole in zip(kept, merged, strict=True))
+        and all(0 < size <= padded_size for size, padded_size in zip(kept, merged, strict=True))
         and math.prod(kept) == math.prod(shape)
     )
     return Rearrangement(seen_as, axes, merged, kept, shape) if fits else None
@@ -197,11 +197,11 @@ def _from_fractal_z(stored: Shape, wanted: Shape) -> Rearrangement | None:
     """(C1·H·W, N1, N0, C0) → NCHW."""
     if len(stored) != 4 or len(wanted) != 4:
         return None
-    whole, n1, n0, c0 = stored
+    c1_h_w, n1, n0, c0 = stored
     _, _, h, w = wanted
-    if not h * w or whole % (h * w):
+    if not h * w or c1_h_w % (h * w):
         return None
-    c1 = whole // (h * w)
+    c1 = c1_h_w // (h * w)
     return _checked(
         (c1, h, w, n1, n0, c0), (3, 4, 0, 5, 1, 2), (n1 * n0, c1 * c0, h, w), wanted, wanted
     )

@@ -20,25 +20,25 @@ class Malformed(ValueError):
     """Bytes that are no such message, with the reason."""
 
 
-def varint(data: bytes, at: int, end: int) -> tuple[int, int]:
+def varint(data: bytes, start: int, end: int) -> tuple[int, int]:
     """A number and the position behind it.
 
     Raises:
         Malformed: It does not end, or is longer than any number may be.
     """
     value = shift = 0
-    for position in range(at, min(end, at + LONGEST_VARINT)):
+    for position in range(start, min(end, start + LONGEST_VARINT)):
         byte = data[position]
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value & 0xFFFF_FFFF_FFFF_FFFF, position + 1
         shift += 7
-    if end - at >= LONGEST_VARINT:
-        raise Malformed(f"the number at byte {at} is longer than 64 bits")
-    raise Malformed(f"the number at byte {at} does not end before its message does")
+    if end - start >= LONGEST_VARINT:
+        raise Malformed(f"the number at byte {start} is longer than 64 bits")
+    raise Malformed(f"the number at byte {start} does not end before its message does")
 
 
-def fields(data: bytes, at: int, end: int) -> list[tuple[int, int, int, int]]:
+def fields(data: bytes, position: int, end: int) -> list[tuple[int, int, int, int]]:
     """Every field of the message in `data[at:end]`: number, wire type, and its value.
 
     Returns:
@@ -48,39 +48,40 @@ def fields(data: bytes, at: int, end: int) -> list[tuple[int, int, int, int]]:
     Raises:
         Malformed: The message ends in the middle of something, or says something impossible.
     """
-    found: list[tuple[int, int, int, int]] = []
-    while at < end:
-        if len(found) > MOST_FIELDS:
+    message_fields: list[tuple[int, int, int, int]] = []
+    while position < end:
+        if len(message_fields) > MOST_FIELDS:
             raise Malformed(f"more than {MOST_FIELDS} fields in one message")
-        begin = at
-        tag = data[at]
-        at += 1
+        begin = position
+        tag = data[position]
+        position += 1
         if tag >= 0x80:
-            tag, at = varint(data, begin, end)
+            tag, position = varint(data, begin, end)
         number, wire = tag >> 3, tag & 7
         if number == 0:
             raise Malformed(f"byte {begin} opens a field of number 0")
         if wire in (VARINT, BYTES):
             # Most numbers are one byte long: this loop is half of opening a large dump.
-            if at < end and data[at] < 0x80:
-                value = data[at]
-                at += 1
+            if position < end and data[position] < 0x80:
+                value = data[position]
+                position += 1
             else:
-                value, at = varint(data, at, end)
+                value, position = varint(data, position, end)
             if wire == VARINT:
-                found.append((number, VARINT, value, 0))
+                message_fields.append((number, VARINT, value, 0))
                 continue
         elif wire in (FIXED64, FIXED32):
             value = 8 if wire == FIXED64 else 4
         else:
             raise Malformed(f"field {number} at byte {begin} has wire type {wire}")
-        if value > end - at:
+        if value > end - position:
             raise Malformed(
-                f"field {number} at byte {begin} is {value} bytes long and {end - at} are left"
+                f"field {number} at byte {begin} is {value} bytes long "
+                f"and {end - position} are left"
             )
-        found.append((number, wire, at, at + value))
-        at += value
-    return found
+        message_fields.append((number, wire, position, position + value))
+        position += value
+    return message_fields
 
 
 def expect(number: int, wire: int, wanted: Literal[0, 2]) -> None:
@@ -160,7 +161,7 @@ def walk(text: str) -> Iterator[Event]:
     lists: list[str] = []  # the field that each open list belongs to
     field = pending = ""  # strings side by side are one
     awaiting: Literal["field", "colon", "value", "more"] = "field"
-    for kind, token, at in _tokens(text):
+    for kind, token, offset in _tokens(text):
         if awaiting == "more":
             if kind == "string":
                 pending += " " + token
@@ -181,14 +182,14 @@ def walk(text: str) -> Iterator[Event]:
             field, awaiting = lists[-1], "value"
         if awaiting == "field":
             if kind != "word":
-                raise _wrong(text, at, f"{token[:40]} where a field's name should be")
+                raise _malformed_text(text, offset, f"{token[:40]} where a field's name should be")
             field, awaiting = token, "colon"
         elif awaiting == "colon" and token == ":":
             awaiting = "value"
         elif token in _CLOSES and (token != "[" or (awaiting == "value" and not in_list)):
             closers.append(_CLOSES[token])
             if len(closers) > DEEPEST:
-                raise _wrong(text, at, f"nested deeper than {DEEPEST} levels")
+                raise _malformed_text(text, offset, f"nested deeper than {DEEPEST} levels")
             if token == "[":
                 lists.append(field)
             else:
@@ -200,29 +201,31 @@ def walk(text: str) -> Iterator[Event]:
             yield "value", field, token
             awaiting = "field"
         else:
-            raise _wrong(text, at, f"{token[:40]} after '{field[:40]}' where a value should be")
+            raise _malformed_text(
+                text, offset, f"{token[:40]} after '{field[:40]}' where a value should be"
+            )
     if awaiting == "more":
         yield "value", field, pending
     elif awaiting != "field":
-        raise _wrong(text, len(text), f"the text ends after '{field[:40]}'")
+        raise _malformed_text(text, len(text), f"the text ends after '{field[:40]}'")
     if closers:
-        raise _wrong(text, len(text), f"{len(closers)} messages are never closed")
+        raise _malformed_text(text, len(text), f"{len(closers)} messages are never closed")
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
-    for found in _TOKEN.finditer(text):
-        kind = found.lastgroup
+    for match in _TOKEN.finditer(text):
+        kind = match.lastgroup
         if kind is None:  # a comment
             continue
         if kind == "stray":
-            stray = found[kind]
+            stray = match[kind]
             what = "a string that does not end" if stray in "\"'" else f"a stray {stray!r}"
-            raise _wrong(text, found.start(kind), what)
-        yield kind, found[kind], found.start(kind)
+            raise _malformed_text(text, match.start(kind), what)
+        yield kind, match[kind], match.start(kind)
 
 
-def _wrong(text: str, at: int, what: str) -> NotText:
-    return NotText(f"line {text.count(chr(10), 0, at) + 1}: {what}")
+def _malformed_text(text: str, offset: int, what: str) -> NotText:
+    return NotText(f"line {text.count(chr(10), 0, offset) + 1}: {what}")
 
 
 def unquoted(token: str) -> str:
@@ -241,8 +244,8 @@ def unquoted(token: str) -> str:
     return b"".join(parts).decode("utf-8", "replace")
 
 
-def _unescaped(found: re.Match[bytes]) -> bytes:
-    hexadecimal, octal, short, long, letter = found.groups()
+def _unescaped(match: re.Match[bytes]) -> bytes:
+    hexadecimal, octal, short, long, letter = match.groups()
     if hexadecimal is not None:
         return bytes((int(hexadecimal, 16),))
     if octal is not None:

@@ -134,11 +134,11 @@ def _recoding(name: str) -> AnyArray:
         values, target = _small_floats(2, 3, 1), "float8_e4m3fn"
     else:
         values, target = _small_floats(1, 2, 1), "float8_e5m2"
-    known = {
+    code_of = {
         (float(value), math.copysign(1.0, value)): code
         for code, value in enumerate(value_table(target).tolist())
     }
-    codes = [known[value, math.copysign(1.0, value)] for value in values]
+    codes = [code_of[value, math.copysign(1.0, value)] for value in values]
     # A byte with its unused high bits set means the same as without them.
     return np.resize(np.array(codes, np.uint8), 256)
 

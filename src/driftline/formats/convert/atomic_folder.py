@@ -12,11 +12,11 @@ import shutil
 from collections.abc import Generator
 from pathlib import Path
 
-_MARK = ".unfinished-"
+_UNFINISHED = ".unfinished-"
 
 
 @contextlib.contextmanager
-def finished_at(place: Path, inner: str = "") -> Generator[Path]:
+def atomic_folder(place: Path, inner: str = "") -> Generator[Path]:
     """An empty folder to write to, which becomes `place` if all goes well and else is deleted.
 
     Args:
@@ -29,8 +29,8 @@ def finished_at(place: Path, inner: str = "") -> Generator[Path]:
     place = place.absolute()
     new = not place.parent.exists()
     place.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(place)
-    working = place.with_name(f".{place.name}{_MARK}{os.getpid()}")
+    _remove_leftovers(place)
+    working = place.with_name(f".{place.name}{_UNFINISHED}{os.getpid()}")
     shutil.rmtree(working, ignore_errors=True)
     working.mkdir()
     try:
@@ -50,16 +50,16 @@ def finished_at(place: Path, inner: str = "") -> Generator[Path]:
         raise
 
 
-def _sweep(place: Path) -> None:
+def _remove_leftovers(place: Path) -> None:
     """Take away what killed processes left of the same output."""
-    begin = f".{place.name}{_MARK}"
+    begin = f".{place.name}{_UNFINISHED}"
     for path in place.parent.iterdir():
         number = path.name.removeprefix(begin)
-        if path.name.startswith(begin) and number.isdecimal() and not _lives(int(number)):
+        if path.name.startswith(begin) and number.isdecimal() and not _is_running(int(number)):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _lives(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -20,7 +20,7 @@ from driftline.formats.ait.side_files import convert_sheets
 from driftline.formats.ascend.atb.export import NAME as ATB
 from driftline.formats.ascend.atb.export import AtbTree
 from driftline.formats.convert import targets
-from driftline.formats.convert.atomic_folder import finished_at
+from driftline.formats.convert.atomic_folder import atomic_folder
 from driftline.formats.convert.targets import FilePerTensor, TensorList, write_safetensors
 from driftline.formats.registry import open_run
 from driftline.numerics.dtypes import DTYPES
@@ -92,7 +92,7 @@ class Conversion:
                 writer.event(
                     str(event.get("kind", "dump")),
                     str(event.get("message", "")),
-                    **_words(cast("Any", details)),
+                    **_details(cast("Any", details)),
                 )
             for name in self.run.sheets(rank, process):
                 writer.sheet(name, self.run.sheet(name, rank, process))
@@ -130,13 +130,20 @@ class Conversion:
         listed = TensorList(
             self.place,
             f"{self._format()}: {self.run.name}",
-            {**about, "processes": [each.to_json() for each in self.run.facts.processes]},
+            {
+                **about,
+                "processes": [
+                    process_facts.to_json() for process_facts in self.run.facts.processes
+                ],
+            },
         )
         try:
             for rank, process, records in self._parts():
                 if to == "safetensors":
                     readable = [record for record in records if self._has_values(record)]
-                    self.size += write_safetensors(self.place, readable, self._sure, listed)
+                    self.size += write_safetensors(
+                        self.place, readable, self._required_values, listed
+                    )
                     self.written += len(readable)
                 else:
                     files = FilePerTensor(self.place, f".{to}", listed)
@@ -219,9 +226,9 @@ class Conversion:
             listed.add((rank, process))
             yield rank, process, list(some)
         for about in self.run.processes():
-            one = (int(about.get("rank", 0)), int(about.get("process", 0)))
-            if one not in listed and self.run.sheets(*one):
-                yield *one, []
+            process_key = (int(about.get("rank", 0)), int(about.get("process", 0)))
+            if process_key not in listed and self.run.sheets(*process_key):
+                yield *process_key, []
 
     def _events(self, rank: int, process: int) -> Iterator[Mapping[str, Any]]:
         for event in self.run.events():
@@ -253,7 +260,7 @@ class Conversion:
             self._mapped = 0
         return raw
 
-    def _sure(self, record: Record) -> Storage:
+    def _required_values(self, record: Record) -> Storage:
         raw = self._values(record)
         if isinstance(raw, str):
             raise BadInput(f"{record.key} cannot be read: {raw}")
@@ -274,11 +281,11 @@ class Conversion:
         return str(self.run.manifest.get("format", "run"))
 
 
-def _words(details: Any) -> dict[str, Any]:
+def _details(details: Any) -> dict[str, Any]:
     if not isinstance(details, Mapping):
         return {}
-    known = cast("Mapping[str, Any]", details)
-    return {name: value for name, value in known.items() if name not in ("kind", "message")}
+    named = cast("Mapping[str, Any]", details)
+    return {name: value for name, value in named.items() if name not in ("kind", "message")}
 
 
 def command_of(run: Run) -> list[str]:
@@ -338,13 +345,14 @@ def convert(
         DriftlineError: The source cannot be read, or the output not be written.
     """
     if ":/" in os.fspath(output) and (url := url_of(output)) is not None:
-        return _sent(source, url, output, to=to, force=force, progress=progress)
+        return _convert_to_url(source, url, output, to=to, force=force, progress=progress)
     run = source if isinstance(source, Run) else open_run(source)
     place = Path(output)
-    if not isinstance(source, Run) and _same(Path(source), place):
+    if not isinstance(source, Run) and _is_same_folder(Path(source), place):
         raise BadInput(f"{place} cannot be converted into itself", hint="give another output")
     sheets = to in ("run", "ait") and any(
-        run.sheets(int(one.get("rank", 0)), int(one.get("process", 0))) for one in run.processes()
+        run.sheets(int(about.get("rank", 0)), int(about.get("process", 0)))
+        for about in run.processes()
     )
     if not len(run) and not sheets:
         raise BadInput(f"{run.name} holds no tensors")
@@ -358,12 +366,12 @@ def convert(
     if to == "run":
         check_room(place, force=force)
     else:
-        _check_room(final, force, of_ours=to == "ait" or targets.is_there(place))
+        _check_room(final, force, replaceable=to == "ait" or targets.has_list(place))
     try:
-        with finished_at(final, "ait_dump" if to == "ait" else "") as beside:
-            work = Conversion(run, beside, to, progress)
+        with atomic_folder(final, "ait_dump" if to == "ait" else "") as working:
+            work = Conversion(run, working, to, progress)
             if to == "run":
-                create_run(beside, command=command_of(run), world_size=world_of(run))
+                create_run(working, command=command_of(run), world_size=world_of(run))
                 work.into_run()
             elif to == "ait":
                 work.into_ait()
@@ -379,7 +387,7 @@ def convert(
     return Converted(place, work.written, work.size, dict(work.skipped), tuple(work.left_out))
 
 
-def _sent(
+def _convert_to_url(
     source: Run | StrPath,
     url: str,
     output: StrPath,
@@ -407,11 +415,11 @@ def _sent(
     return done._replace(path=UrlPath(os.fspath(output)))
 
 
-def _same(source: Path, output: Path) -> bool:
+def _is_same_folder(source: Path, output: Path) -> bool:
     return output.exists() and source.exists() and output.resolve() == source.resolve()
 
 
-def _check_room(place: Path, force: bool, *, of_ours: bool) -> None:
+def _check_room(place: Path, force: bool, *, replaceable: bool) -> None:
     """See that what is there may be replaced: only if asked, and only if it is of this kind.
 
     Raises:
@@ -426,7 +434,7 @@ def _check_room(place: Path, force: bool, *, of_ours: bool) -> None:
             f"output folder '{place}' exists and is not empty",
             hint="choose another one, or --force to replace what is in it",
         )
-    if not of_ours:
+    if not replaceable:
         raise AlreadyThere(
             f"'{place}' holds other things than converted tensors, so it is not replaced",
             hint="choose another output folder",

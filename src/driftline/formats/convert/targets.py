@@ -34,7 +34,7 @@ _PHASES = ("forward", "backward", "recompute")
 _MOMENTS = ("before", "after")
 
 
-def is_there(path: Path) -> bool:
+def has_list(path: Path) -> bool:
     return (path / LIST).is_file()
 
 
@@ -84,7 +84,7 @@ def open_exported(folder: Folder, format_name: str) -> TreeRun:
         text = folder.read(LIST, LARGEST_LIST).decode()
     except (OSError, UnicodeDecodeError) as trouble:
         raise BadFile(f"{place} cannot be read: {reason_of(trouble)}") from trouble
-    there = set(folder.files())
+    present = set(folder.files())
     members: dict[str, dict[str, Member]] = {}
     leaves: list[Leaf] = []
     events: list[Mapping[str, Any]] = []
@@ -95,7 +95,7 @@ def open_exported(folder: Folder, format_name: str) -> TreeRun:
         try:
             line = json.loads(raw)
             if "file" in line:
-                leaves.append(_leaf(folder, line, there, members))
+                leaves.append(_leaf(folder, line, present, members))
             elif "topology" in line:
                 topologies[int(line["rank"]), int(line["process"])] = line["topology"]
             elif "event" in line:
@@ -103,10 +103,13 @@ def open_exported(folder: Folder, format_name: str) -> TreeRun:
             elif line.get("schema") != SCHEMA:
                 raise ValueError("it is of no kind that is known")
             else:
-                told = dict(line.get("facts", {}))  # not there in lists of 0.1.0
-                facts = {name: told[name] for name in RUN_KEYS if name in told}
+                listed_facts = dict(line.get("facts", {}))  # not there in lists of 0.1.0
+                facts = {name: listed_facts[name] for name in RUN_KEYS if name in listed_facts}
                 facts["converted_from"] = str(line.get("converted_from", ""))
-                processes = [read_process(each).to_json() for each in told.get("processes", [])]
+                processes = [
+                    read_process(process_facts).to_json()
+                    for process_facts in listed_facts.get("processes", [])
+                ]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as trouble:
             raise BadFile(
                 f"{place}, line {number}, cannot be believed: {reason_of(trouble)}",
@@ -126,15 +129,17 @@ def open_exported(folder: Folder, format_name: str) -> TreeRun:
 def _leaf(
     folder: Folder,
     line: Mapping[str, Any],
-    there: set[str],
+    present: set[str],
     members: dict[str, dict[str, Member]],
 ) -> Leaf:
     file = str(line["file"])
     if file not in members:
-        found = describe(folder, file) if file in there else [unreadable("the file is not there")]
-        members[file] = {member.name: member for member in found}
+        described = (
+            describe(folder, file) if file in present else [unreadable("the file is not there")]
+        )
+        members[file] = {member.name: member for member in described}
     inside = members[file]
-    member = inside.get(str(line["name"])) or _only(inside)
+    member = inside.get(str(line["name"])) or _only_member(inside)
     port = line["port"]
     if port not in PORTS:
         raise ValueError(f"there is no port {str(port)[:40]!r}")
@@ -145,10 +150,10 @@ def _leaf(
         str(line["site"]),
         port,
         str(line["slot"]),
-        _whole(line, "step"),
-        _whole(line, "visit"),
-        _whole(line, "rank"),
-        _whole(line, "process"),
+        _count(line, "step"),
+        _count(line, "visit"),
+        _count(line, "rank"),
+        _count(line, "process"),
         phase,
         moment,
     )
@@ -185,7 +190,7 @@ def _leaf(
     return Leaf(record, file, fetch)
 
 
-def _only(inside: Mapping[str, Member]) -> Member:
+def _only_member(inside: Mapping[str, Member]) -> Member:
     if len(inside) == 1:
         member = next(iter(inside.values()))
         if member.trouble or not member.name:
@@ -193,7 +198,7 @@ def _only(inside: Mapping[str, Member]) -> Member:
     return unreadable("the file does not hold it")
 
 
-def _whole(line: Mapping[str, Any], name: str) -> int:
+def _count(line: Mapping[str, Any], name: str) -> int:
     value = line.get(name, 0)
     if type(value) is not int or value < 0:
         raise ValueError(f"its {name} is no count")
@@ -346,10 +351,10 @@ def write_safetensors(
     by_step: dict[int, list[Record]] = {}
     for record in records:
         by_step.setdefault(record.key.step, []).append(record)
-    return sum(_one_file(folder, step, some, values, listed) for step, some in by_step.items())
+    return sum(_write_step(folder, step, some, values, listed) for step, some in by_step.items())
 
 
-def _one_file(
+def _write_step(
     folder: Path, step: int, records: Sequence[Record], values: Values, listed: TensorList
 ) -> int:
     key = records[0].key
@@ -358,7 +363,7 @@ def _one_file(
     path = folder / file
     path.parent.mkdir(parents=True, exist_ok=True)
     header: dict[str, Any] = {}
-    at = 0
+    offset = 0
     for record in records:
         name = str(record.key).partition("/")[2].partition("/")[2]
         dtype = DTYPES[record.dtype]
@@ -368,10 +373,10 @@ def _one_file(
         header[name] = {
             "dtype": dtype.safetensors,
             "shape": shape if plain else [size],
-            "data_offsets": [at, at + size],
+            "data_offsets": [offset, offset + size],
         }
         listed.tensor(record, file, name, record.dtype if plain else "bytes")
-        at += size
+        offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _HEADER_UNIT)
     with path.open("wb") as stream:
@@ -379,4 +384,4 @@ def _one_file(
         stream.write(text)
         for record in records:
             stream.write(cast("Any", np.ascontiguousarray(values(record))).view(np.uint8).data)
-    return at
+    return offset

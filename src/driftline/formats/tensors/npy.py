@@ -70,8 +70,8 @@ class Header:
         self.fortran = fortran
         self.offset = offset
         self.byte_count = math.prod(shape) * stored.itemsize
-        known = DTYPES.get(self.name)
-        self.plain = known is not None and stored.str == known.storage and not fortran
+        dtype = DTYPES.get(self.name)
+        self.plain = dtype is not None and stored.str == dtype.storage and not fortran
 
     def flat(self, raw: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[Any]]:
         """The data bytes as a flat array in C order and little endian; a view where they are so."""
@@ -102,8 +102,8 @@ def read_header(stream: BinaryIO, source: str) -> Header:
         if not first.startswith(MAGIC):
             what = "does not begin as an npy file does" if first else "is empty"
             raise BadFile(f"{source} {what}") from trouble
-        said = str(trouble).splitlines()[0][:120] if str(trouble) else type(trouble).__name__
-        raise BadFile(f"{source} has a malformed npy header: {said}") from trouble
+        reason = str(trouble).splitlines()[0][:120] if str(trouble) else type(trouble).__name__
+        raise BadFile(f"{source} has a malformed npy header: {reason}") from trouble
     if stored.hasobject:
         raise BadFile(
             f"{source} holds Python objects, which could run code when they are loaded",
@@ -134,15 +134,15 @@ def _plain_header(text: bytes) -> Header | None:
     Files of one dump have the same few headers: this remembers them, and takes a microsecond where
     numpy's own reader takes sixty.
     """
-    found = _PLAIN.fullmatch(text, 10)
-    if found is None:
+    match = _PLAIN.fullmatch(text, 10)
+    if match is None:
         return None
     try:
-        stored = np.dtype(found[1].decode())
-        shape = tuple(int(size) for size in found[3].split(b",") if size.strip())
+        stored = np.dtype(match[1].decode())
+        shape = tuple(int(size) for size in match[3].split(b",") if size.strip())
     except (TypeError, ValueError):
         return None
-    header = Header(stored, shape, found[2] == b"True", len(text))
+    header = Header(stored, shape, match[2] == b"True", len(text))
     return header if header.name in DTYPES else None
 
 

@@ -111,7 +111,7 @@ def _header(path: Path, total: int) -> tuple[dict[str, Any], int]:
             )
         text = stream.read(length)
     try:
-        header: Any = json.loads(text, object_pairs_hook=_without_twins)
+        header: Any = json.loads(text, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as trouble:
         raise BadFile(f"{path} has a malformed header: {_brief(trouble)}") from trouble
     if not isinstance(header, dict):
@@ -119,11 +119,11 @@ def _header(path: Path, total: int) -> tuple[dict[str, Any], int]:
     return cast(dict[str, Any], header), _LENGTH_FIELD + length
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         raise ValueError("a name occurs twice")
-    return found
+    return entries
 
 
 def _entry(

@@ -102,21 +102,21 @@ def _load(path: Path, torch_module: Any) -> Any:
     except Exception as trouble:  # the unpickler passes on whatever a damaged stream makes it raise
         if "weights_only" in str(trouble) or "Unsupported global" in str(trouble):
             raise BadFile(
-                f"{path} holds more than tensors ({_culprit(str(trouble))}); "
+                f"{path} holds more than tensors ({_refused_class(str(trouble))}); "
                 "loading it could run code, so it was not loaded",
                 hint="save a tensor, or a dict of tensors, with torch.save",
             ) from trouble
-        said = str(trouble).splitlines()[0][:160] if str(trouble) else ""
+        reason = str(trouble).splitlines()[0][:160] if str(trouble) else ""
         raise BadFile(
-            f"{path} cannot be loaded: {type(trouble).__name__} {said}".strip()
+            f"{path} cannot be loaded: {type(trouble).__name__} {reason}".strip()
         ) from trouble
 
 
-def _culprit(said: str) -> str:
+def _refused_class(message: str) -> str:
     """The name torch refused, as far as its message gives it away."""
     for marker in ("GLOBAL ", "Unsupported global: "):
-        if marker in said:
-            words = said.split(marker, 1)[1].split()
+        if marker in message:
+            words = message.split(marker, 1)[1].split()
             if words:
                 return words[0].rstrip(".,:")[:80]
     return "Python objects"

@@ -77,8 +77,8 @@ def _prompt(folder: Folder, name: str, prompt: int) -> Iterator[Leaf]:
         for step in range(steps):
             fetch = functools.partial(_row, member.fetch, step, width * bits // 8)
             row = Member("", member.dtype, (width,), fetch)
-            each = leaf(key._replace(step=step), name, row, class_name=site)
-            yield each._replace(offset=step)
+            row_leaf = leaf(key._replace(step=step), name, row, class_name=site)
+            yield row_leaf._replace(offset=step)
 
 
 def _row(fetch: Callable[[], Array], step: int, length: int) -> Array:

@@ -82,16 +82,16 @@ def open(path: Path) -> TreeRun:
 
 def _parts(path: Path) -> Iterator[_Part]:
     if (path / DUMP).is_file() and _PART.fullmatch(path.name):
-        found = _STEP.fullmatch(path.parent.name)
-        yield _Part(path, int(found[1]) if found else 0, path.name)
+        match = _STEP.fullmatch(path.parent.name)
+        yield _Part(path, int(match[1]) if match else 0, path.name)
     elif (path / DUMP).is_file() and (path / CONSTRUCT).is_file():
         yield _Part(path, 0, "rank0")
-    elif found := _STEP.fullmatch(path.name):
-        yield from _in_step(path, int(found[1]))
+    elif match := _STEP.fullmatch(path.name):
+        yield from _in_step(path, int(match[1]))
     else:
         for name in folders_in(path):
-            if found := _STEP.fullmatch(name):
-                yield from _in_step(path / name, int(found[1]))
+            if match := _STEP.fullmatch(name):
+                yield from _in_step(path / name, int(match[1]))
 
 
 def _in_step(path: Path, step: int) -> Iterator[_Part]:
@@ -101,15 +101,15 @@ def _in_step(path: Path, step: int) -> Iterator[_Part]:
 
 
 def _rank(name: str) -> int:
-    found = _PART.fullmatch(name)
-    return int(found[1]) if found and found[1] else 0
+    match = _PART.fullmatch(name)
+    return int(match[1]) if match and match[1] else 0
 
 
 def _call(name: str) -> _Call | None:
-    if found := _MODULE.fullmatch(name):
-        return _Call(found[1], found[2], found[3], int(found[4]))
-    if found := _FUNCTION.fullmatch(name):
-        return _Call(found[1], found[1].rpartition(".")[2], found[3], int(found[2]))
+    if match := _MODULE.fullmatch(name):
+        return _Call(match[1], match[2], match[3], int(match[4]))
+    if match := _FUNCTION.fullmatch(name):
+        return _Call(match[1], match[1].rpartition(".")[2], match[3], int(match[2]))
     return None
 
 
@@ -135,7 +135,7 @@ class _Reader:
         for fact in ("task", "level", "framework"):
             if dump.get(fact):
                 self.facts[fact] = str(dump[fact])
-        there = set(folder.files(DATA)) if (part.folder / DATA).is_dir() else set[str]()
+        present = set(folder.files(DATA)) if (part.folder / DATA).is_dir() else set[str]()
         base = TensorKey("", "output", "0", part.step, 0, rank, process)
         for name, sides in calls.items():
             call = _call(name)
@@ -152,7 +152,7 @@ class _Reader:
                     phase=usual.phase,
                     moment=usual.moment,
                 )
-                self.leaves.append(self._leaf(part, folder, there, key, call, entry))
+                self.leaves.append(self._leaf(part, folder, present, key, call, entry))
         tree = _topology(folder)
         if tree is not None:
             self.topologies.setdefault((rank, process), tree)
@@ -163,7 +163,7 @@ class _Reader:
         self,
         part: _Part,
         folder: Folder,
-        there: set[str],
+        present: set[str],
         key: TensorKey,
         call: _Call,
         entry: Mapping[str, Any],
@@ -175,7 +175,7 @@ class _Reader:
         if isinstance(data_name, str) and data_name not in ("", "-1"):
             file = f"{DATA}/{data_name}"
             members = [unreadable(f"{file} is not there")]
-            if file in there:
+            if file in present:
                 members = describe(folder, file)
             member = members[0] if len(members) == 1 else unreadable("it is no single tensor")
             source = self._source(part, file)
@@ -231,8 +231,8 @@ def _tensors(value: Any, slot: str, depth: int) -> Iterator[tuple[str, Mapping[s
     if depth > DEEPEST:
         return
     if isinstance(value, list):
-        for at, item in enumerate(cast("list[Any]", value)):
-            yield from _tensors(item, f"{slot}.{at}" if slot else str(at), depth + 1)
+        for index, item in enumerate(cast("list[Any]", value)):
+            yield from _tensors(item, f"{slot}.{index}" if slot else str(index), depth + 1)
     elif isinstance(value, dict):
         entry = cast("dict[str, Any]", value)
         if isinstance(entry.get("type"), str):
@@ -252,13 +252,13 @@ def _topology(folder: Folder) -> dict[str, Any] | None:
     nodes: dict[str, dict[str, Any]] = {}
     above: dict[str, str] = {}
     for name, parent in parents.items():
-        found = _MODULE.fullmatch(name)
-        if found is None or found[3] != "forward" or found[1] in nodes:
+        match = _MODULE.fullmatch(name)
+        if match is None or match[3] != "forward" or match[1] in nodes:
             continue
-        nodes[found[1]] = {"site": found[1], "class": found[2], "ids": None}
+        nodes[match[1]] = {"site": match[1], "class": match[2], "ids": None}
         outer = _MODULE.fullmatch(parent) if isinstance(parent, str) else None
-        if outer is not None and found[1].startswith(f"{outer[1]}."):
-            above[found[1]] = outer[1]
+        if outer is not None and match[1].startswith(f"{outer[1]}."):
+            above[match[1]] = outer[1]
     if not nodes:
         return None
     roots: list[dict[str, Any]] = []

@@ -25,7 +25,7 @@ from driftline.formats.ascend.atb.folders import (
     TensorFile,
     Walk,
     locate,
-    torch_beside,
+    torch_dumps_beside,
 )
 from driftline.formats.ascend.atb.tables import (
     OperationLine,
@@ -73,41 +73,45 @@ class Aliases:
         for _ in range(_LONGEST_CHAIN):
             assert target.header is not None
             if not target.header.points_to:
-                return self._joined(file, header, target)
+                return self._with_values_of(file, header, target)
             wanted = target.header.points_to
-            found = self._meant(wanted)
-            if found is None:
+            pointed = self._file_named(wanted)
+            if pointed is None:
                 return _lost(file, f"says its values are in {wanted[:80]!r}, which is not there")
-            if found.header is None:
-                return _lost(file, f"has its values in {found.source}: {found.trouble}")
-            target = found
+            if pointed.header is None:
+                return _lost(file, f"has its values in {pointed.source}: {pointed.trouble}")
+            target = pointed
         return _lost(file, "points to a file that points to a file, and so on")
 
-    def _meant(self, wanted: str) -> TensorFile | None:
+    def _file_named(self, wanted: str) -> TensorFile | None:
         match = _ALIAS.fullmatch(wanted)
         name = FILE_NAME.fullmatch(match[2]) if match else None
         if match is None or name is None:
             return None
         port = "input" if name[1] == "in" else "output"
-        found = self._files.get((match[1], port, str(int(name[2]))), [])
-        with_data = [file for file in found if file.header and file.header.has_data]
-        return next(iter(with_data or found), None)
+        candidates = self._files.get((match[1], port, str(int(name[2]))), [])
+        with_data = [file for file in candidates if file.header and file.header.has_data]
+        return next(iter(with_data or candidates), None)
 
-    def _joined(self, file: TensorFile, header: Header, target: TensorFile) -> TensorFile:
-        there = target.header
-        assert there is not None
-        if (there.kind, there.layout, there.dims) != (header.kind, header.layout, header.dims):
+    def _with_values_of(self, file: TensorFile, header: Header, target: TensorFile) -> TensorFile:
+        target_header = target.header
+        assert target_header is not None
+        if (target_header.kind, target_header.layout, target_header.dims) != (
+            header.kind,
+            header.layout,
+            header.dims,
+        ):
             return _lost(
                 file, f"has another type or shape than {target.source}, which it points to"
             )
-        return file._replace(path=target.path, header=there)
+        return file._replace(path=target.path, header=target_header)
 
 
 def _lost(file: TensorFile, why: str) -> TensorFile:
     return file._replace(trouble=f"the file {why}", path="")
 
 
-def beside(path: Path, key: TensorKey) -> Leaf | None:
+def resolve_lone_file(path: Path, key: TensorKey) -> Leaf | None:
     """A tensor file that points to another one of its dump, opened by itself.
 
     None when the file does not lie in the folder of an execution.
@@ -124,10 +128,10 @@ def beside(path: Path, key: TensorKey) -> Leaf | None:
     for operation in top.walk():
         for file in operation.files:
             if file.source == source:
-                found = Aliases(top).resolve(file)
-                if found.header is None or found.trouble:
+                resolved = Aliases(top).resolve(file)
+                if resolved.header is None or resolved.trouble:
                     return None
-                return leaf_of(key, found.header, found.path, found.source)
+                return leaf_of(key, resolved.header, resolved.path, resolved.source)
     return None
 
 
@@ -160,15 +164,15 @@ class AtbRun(TreeRun):
         self._known: dict[tuple[int, int], Mapping[str, JSON]] = {}
         self._built: dict[tuple[int, int], Topology] = {}
         self._unreadable: dict[str, str] = {}
-        self._beside: list[str] | None = None
+        self._side_files: list[str] | None = None
         super().__init__(path, NAME, list(self._leaves_of(place)))
-        self._note_strangers()
+        self._note_unknown_files()
         self._events = [
             {"kind": "note", "message": text + (f" ({count} tensors)" if count > 1 else "")}
             for text, count in self._notes.items()
         ]
-        for beside in torch_beside(path.resolve(), place.root):
-            text = f"{beside} is a torch dump beside this one; open it by its own path"
+        for torch_dump in torch_dumps_beside(path.resolve(), place.root):
+            text = f"{torch_dump} is a torch dump beside this one; open it by its own path"
             self._events.append({"kind": "note", "message": text})
 
     def source(self, record: Record) -> str:
@@ -241,11 +245,13 @@ class AtbRun(TreeRun):
                 continue
             operation.files.append(_listed(line, self._walk.below(path)))
 
-    def _note_strangers(self) -> None:
+    def _note_unknown_files(self) -> None:
         walk = self._walk
-        if walk.strangers:
-            names = ", ".join(walk.strangers[:3]) + (" …" if len(walk.strangers) > 3 else "")
-            self._notes[f"{len(walk.strangers)} files were not understood: {names}"] += 1
+        if walk.unknown_files:
+            names = ", ".join(walk.unknown_files[:3]) + (
+                " …" if len(walk.unknown_files) > 3 else ""
+            )
+            self._notes[f"{len(walk.unknown_files)} files were not understood: {names}"] += 1
         if (walk.root / "torch_tensors").is_dir():
             self._notes[
                 "torch_tensors/ of the same dump is not shown; open it by its own path"
@@ -253,7 +259,11 @@ class AtbRun(TreeRun):
 
     @property
     def manifest(self) -> Mapping[str, Any]:
-        return {**super().manifest, "generation": self.place.generation, "beside": self.beside()}
+        return {
+            **super().manifest,
+            "generation": self.place.generation,
+            "beside": self.side_file_counts(),
+        }
 
     @property
     def losses(self) -> Sequence[Loss]:
@@ -261,7 +271,7 @@ class AtbRun(TreeRun):
         places = [*walk.losses, *self._unreadable.items()]
         return [*super().losses, *(Loss(where, reason) for where, reason in places)]
 
-    def beside(self) -> dict[str, int]:
+    def side_file_counts(self) -> dict[str, int]:
         """How many files of each kind lie beside the tensors."""
         counts = {
             "model topology": len(self._files("model", ".json")),
@@ -325,11 +335,11 @@ class AtbRun(TreeRun):
 
     def tables(self) -> Sequence[DumpTable]:
         """cpu profiling: times of operations on the host, in µs."""
-        found: list[DumpTable] = []
+        tables: list[DumpTable] = []
         for path in profiles_in(self._files("cpu_profiling", ".txt", ".csv")):
             text = self._readable(path, LARGEST_TABLE)
-            found.append(read_profile(text, f"Host times in µs ({self._walk.below(path)})"))
-        return found
+            tables.append(read_profile(text, f"Host times in µs ({self._walk.below(path)})"))
+        return tables
 
     def param(self, site: str, rank: int = 0, process: int = 0) -> Mapping[str, Any] | None:
         """The parameters of an operation: its op_param.json, or what the topology says."""
@@ -361,8 +371,8 @@ class AtbRun(TreeRun):
         return self._known[rank, process]
 
     def _topology(self, rank: int, process: int) -> Topology:
-        if (known := self._built.get((rank, process))) is not None:
-            return known
+        if (earlier := self._built.get((rank, process))) is not None:
+            return earlier
         tops = self._tops.get((rank, process), [])
         built = self._built[rank, process] = Topology()
         for _, top in tops:
@@ -381,7 +391,7 @@ class AtbRun(TreeRun):
         return built
 
     def _lines(self, what: str) -> list[OperationLine]:
-        found: list[OperationLine] = []
+        lines: list[OperationLine] = []
         places = {
             name: place
             for place, tops in self._tops.items()
@@ -390,30 +400,30 @@ class AtbRun(TreeRun):
         }
         for path in self._files(what, ".csv"):
             folder = Path(path).parent.name
-            if not self.place.whole and folder not in places:
+            if not self.place.complete and folder not in places:
                 continue  # another process's, and only a part of the dump was asked for
             rank, process = places.get(folder, (0, 0))
             number = _NUMBER.search(path)
             text = self._readable(path, LARGEST_TABLE)
-            found += [
+            lines += [
                 line._replace(rank=rank, process=process)
                 for line in read_operations(text, int(number[1]) if number else 0)
             ]
-        return found
+        return lines
 
     def _files(self, what: str, *suffixes: str) -> list[str]:
         """Files of one kind, in every process's folder, by name; links are passed over."""
-        if self._beside is None:
-            self._beside = []
+        if self._side_files is None:
+            self._side_files = []
             root = self.place.root
             for base in (root, root / "info"):
                 for kind in ("layer", "model", *_TABLES):
                     for folder in _listed_below(base / kind, folders=True):
-                        self._beside += _listed_below(Path(folder), folders=False)
+                        self._side_files += _listed_below(Path(folder), folders=False)
         middle = f"/{what}/"
         prefix = len(str(self.place.root))
         return [
-            path for path in self._beside if middle in path[prefix:] and path.endswith(suffixes)
+            path for path in self._side_files if middle in path[prefix:] and path.endswith(suffixes)
         ]
 
     @functools.cached_property
@@ -449,7 +459,7 @@ _TABLES = ("operation_io_tensors", "kernel_io_tensors", "cpu_profiling")
 def _listed_below(folder: Path, *, folders: bool) -> list[str]:
     try:
         with os.scandir(folder) as entries:
-            found = [
+            paths = [
                 entry.path
                 for entry in entries
                 if (
@@ -460,7 +470,7 @@ def _listed_below(folder: Path, *, folders: bool) -> list[str]:
             ]
     except OSError:
         return []
-    return sorted(found, key=natural)
+    return sorted(paths, key=natural)
 
 
 def _processes(executions: Sequence[Execution]) -> dict[tuple[int, str], tuple[int, int]]:
@@ -468,10 +478,10 @@ def _processes(executions: Sequence[Execution]) -> dict[tuple[int, str], tuple[i
     numbers: dict[tuple[int, str], tuple[int, int]] = {}
     counts: Counter[int] = Counter()
     for execution in executions:
-        known = (execution.device, execution.pid)
-        if known not in numbers:
+        process = (execution.device, execution.pid)
+        if process not in numbers:
             rank = max(0, execution.device)  # the probe writes -1 when the device is not known
-            numbers[known] = (rank, counts[rank])
+            numbers[process] = (rank, counts[rank])
             counts[rank] += 1
     return numbers
 

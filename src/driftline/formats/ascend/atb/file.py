@@ -131,18 +131,18 @@ def header_of(file: int) -> Header:
         _refuse_without_end(head, total)
     header = _parsed(head[:end])
     start = end + len(END)
-    there = total - start
-    if there < header.start + header.length:
+    available = total - start
+    if available < header.start + header.length:
         raise Refused(
-            f"is cut short: {header.length} bytes of data are promised, and {there} are there"
+            f"is cut short: {header.length} bytes of data are promised, and {available} are there"
         )
-    if there > header.start + header.length:
+    if available > header.start + header.length:
         rest = os.pread(file, len(START), start + header.start + header.length)
         raise Refused(
             "was written twice: a second record follows the first, as a dump appends to a file "
             "that is already there"
             if rest == START
-            else f"has {there - header.length} bytes more than its header promises"
+            else f"has {available - header.length} bytes more than its header promises"
         )
     return header._replace(start=start + header.start)
 
@@ -160,29 +160,29 @@ def _parsed(text: bytes) -> Header:
     """Lines → header; `start` is the offset inside the data. Dumps repeat headers thousandfold."""
     if not text.startswith(START):
         raise Refused("does not begin as an ATB tensor file does, with $Version")
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for line in text.decode("latin-1").split("\n")[:-1]:
         name, sign, value = line.partition("=")
         if not sign or "=" in value or not name:
             raise Refused(f"has a header line that is no name=value: {line[:60]!r}")
-        if name in found:
+        if name in values:
             raise Refused(f"says {name[:40]} twice in its header")
         if name.startswith("$") and name not in _SYSTEM:
             raise Refused(f"has a header line that is not known: {line[:60]!r}")
-        found[name] = value
-    if found["$Version"] != "1.0":
-        raise Refused(f"is of version {found['$Version'][:20]!r}; only 1.0 is known")
-    count = _whole(found, "$Object.Count")
-    length = _whole(found, "$Object.Length")
+        values[name] = value
+    if values["$Version"] != "1.0":
+        raise Refused(f"is of version {values['$Version'][:20]!r}; only 1.0 is known")
+    count = _integer(values, "$Object.Count")
+    length = _integer(values, "$Object.Length")
     if count not in (0, 1):
         raise Refused(f"claims {count} objects; a tensor file has one or none")
-    code, layout = _whole(found, "dtype"), _whole(found, "format")
+    code, layout = _integer(values, "dtype"), _integer(values, "format")
     if code not in ACL_TYPES:
         raise Refused(f"has the unknown element type {code}")
-    dims = _dims(found)
+    dims = _dims(values)
     offset = 0
     if count:
-        place = found.get("$Object.data", "")
+        place = values.get("$Object.data", "")
         if not _PLACE.fullmatch(place):
             raise Refused(f"does not say where its data are: $Object.data is {place[:40]!r}")
         offset, size = (int(part) for part in place.split(","))
@@ -193,9 +193,9 @@ def _parsed(text: bytes) -> Header:
             raise Refused(
                 f"contradicts itself: {needed} bytes by type and sizes, {length} by its length"
             )
-    elif length or "$Object.data" in found:
+    elif length or "$Object.data" in values:
         raise Refused("contradicts itself: no object, but data of an object")
-    statistics = tuple((name, found[name][:60]) for name in STATISTICS if name in found)
+    statistics = tuple((name, values[name][:60]) for name in STATISTICS if name in values)
     return Header(
         ACL_TYPES[code],
         layout,
@@ -203,13 +203,13 @@ def _parsed(text: bytes) -> Header:
         offset,
         length,
         statistics,
-        found.get("data", ""),
+        values.get("data", ""),
         bool(count),
     )
 
 
-def _whole(found: dict[str, str], name: str) -> int:
-    value = found.get(name)
+def _integer(values: dict[str, str], name: str) -> int:
+    value = values.get(name)
     if value is None:
         raise Refused(f"does not say its {name}")
     if not _NUMBER.fullmatch(value) or (name[0] == "$" and value[0] == "-"):
@@ -217,8 +217,8 @@ def _whole(found: dict[str, str], name: str) -> int:
     return int(value)
 
 
-def _dims(found: dict[str, str]) -> tuple[int, ...]:
-    text = found.get("dims")
+def _dims(values: dict[str, str]) -> tuple[int, ...]:
+    text = values.get("dims")
     if text is None:
         raise Refused("does not say its dims")
     if not _DIMS.fullmatch(text):
@@ -256,7 +256,7 @@ def members(path: Path) -> list[Member]:
     """
     header = read_header(path)
     record = leaf_of(TensorKey.of("tensor", "output"), header, path, path.name).record
-    trouble = record.lost or ("" if record.kept == "full" else _absence(header))
+    trouble = record.lost or ("" if record.kept == "full" else _why_no_values(header))
     return [
         Member(
             "",
@@ -280,9 +280,11 @@ def open(path: Path) -> TreeRun:
     key = TensorKey.of("tensor", "output")
     leaf = None
     if header.points_to:
-        from driftline.formats.ascend.atb.dump import beside  # it reads whole dumps, with this file
+        from driftline.formats.ascend.atb.dump import (
+            resolve_lone_file,
+        )  # it reads whole dumps, with this file
 
-        leaf = beside(path, key)
+        leaf = resolve_lone_file(path, key)
     if leaf is None:
         leaf = leaf_of(key, header, path, path.name)
     remark = header.remark
@@ -306,7 +308,7 @@ def leaf_of(
     summary = None
     if not trouble and not header.has_data and 0 not in header.dims:
         if header.points_to:
-            trouble = _absence(header)
+            trouble = _why_no_values(header)
         else:
             kept = "summary" if header.statistics else "describe"
             summary = summary_of(header.statistics, math.prod(header.shape))
@@ -330,9 +332,9 @@ def summary_of(statistics: tuple[tuple[str, str], ...], count: int) -> Summary |
     """The four numbers a dump may keep of a tensor; what it does not know is NaN."""
     if not statistics:
         return None
-    known = {name: _figure(text) for name, text in statistics}
+    figures = {name: _figure(text) for name, text in statistics}
     unknown: Any = math.nan
-    high, low, mean, l2 = (known.get(name, math.nan) for name in STATISTICS)
+    high, low, mean, l2 = (figures.get(name, math.nan) for name in STATISTICS)
     return Summary(count, low, high, mean, math.nan, l2, unknown, unknown, unknown, unknown)
 
 
@@ -343,7 +345,7 @@ def _figure(text: str) -> float:
         return math.nan
 
 
-def _absence(header: Header) -> str:
+def _why_no_values(header: Header) -> str:
     if header.points_to:
         return f"its values are in {header.points_to} of the same dump; open the dump's folder"
     return f"only its {'statistics were' if header.statistics else 'description was'} dumped"

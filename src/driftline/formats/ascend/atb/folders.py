@@ -22,7 +22,14 @@ from driftline.runs.records import Moment, Port
 
 ROOTS = ("ait_dump", "msit_dump", "atb_dump_data")
 TENSORS = ("tensors", "data")
-BESIDE = ("layer", "model", "info", "operation_io_tensors", "kernel_io_tensors", "cpu_profiling")
+SIDE_FOLDERS = (
+    "layer",
+    "model",
+    "info",
+    "operation_io_tensors",
+    "kernel_io_tensors",
+    "cpu_profiling",
+)
 _DEVICE_PID = re.compile(r"(-?\d{1,4})_(\d{1,12})")
 _OLD_PID = re.compile(r"(?:thread_)?(\d{1,12})")
 _EXECUTION = re.compile(r"(?:\d{1,12}_)?(\d{1,9})")
@@ -59,13 +66,13 @@ class Place(NamedTuple):
         root: The dump's own folder; nothing outside it is read.
         generation: Which probe wrote it, as docs/formats.md counts them.
         executions: By device, process and number.
-        whole: The whole dump was asked for, not a part of it.
+        complete: The whole dump was asked for, not a part of it.
     """
 
     root: Path
     generation: str
     executions: tuple[Execution, ...]
-    whole: bool
+    complete: bool
 
 
 def locate(path: Path) -> Place | None:
@@ -78,28 +85,28 @@ def locate(path: Path) -> Place | None:
     inside = [name for name in folders_in(real) if name.startswith(ROOTS) and _is_root(real / name)]
     refuse_several(path, inside)
     if inside:
-        return _whole(real / inside[0])
+        return _whole_dump(real / inside[0])
     if _is_root(real):
-        return _whole(real)
+        return _whole_dump(real)
     if real.name in TENSORS and _holds_tensors(real):
-        return _whole(real.parent)
+        return _whole_dump(real.parent)
     return _part(real)
 
 
-def _whole(root: Path) -> Place:
-    found = [
+def _whole_dump(root: Path) -> Place:
+    executions = [
         execution
         for name in TENSORS
         for device, pid, folder in _processes(root / name)
         for execution in _executions(device, pid, folder)
     ]
-    return Place(root, _generation(root), _sorted(found), True)
+    return Place(root, _generation(root), _sorted(executions), True)
 
 
 def _part(real: Path) -> Place | None:
     """A process, an execution, or something inside one."""
     if (process := _process(real)) is not None and _any_tensors(_executions(*process, real)):
-        return _placed(real, list(_executions(*process, real)))
+        return _part_of_dump(real, list(_executions(*process, real)))
     for depth, folder in enumerate((real, *real.parents)):
         if depth > _DEEPEST:
             break
@@ -109,7 +116,7 @@ def _part(real: Path) -> Place | None:
             only = real.relative_to(folder).parts
             if only and only[-1] in ("before", "after"):
                 only = only[:-1]
-            return _placed(folder.parent, [Execution(*process, int(match[1]), folder, only)])
+            return _part_of_dump(folder.parent, [Execution(*process, int(match[1]), folder, only)])
     if any(_is_operation(real / name) for name in folders_in(real) if _OPERATION.fullmatch(name)):
         match = _EXECUTION.fullmatch(real.name)
         number = int(match[1]) if match else 0
@@ -117,14 +124,16 @@ def _part(real: Path) -> Place | None:
     return None
 
 
-def _placed(process: Path, found: list[Execution]) -> Place:
+def _part_of_dump(process: Path, executions: list[Execution]) -> Place:
     tensors = process.parent
     root = tensors.parent if tensors.name in TENSORS else process
-    return Place(root, _generation(root), _sorted(found), False)
+    return Place(root, _generation(root), _sorted(executions), False)
 
 
-def _sorted(found: list[Execution]) -> tuple[Execution, ...]:
-    return tuple(sorted(found, key=lambda e: (e.device, len(e.pid), e.pid, e.number, e.folder)))
+def _sorted(executions: list[Execution]) -> tuple[Execution, ...]:
+    return tuple(
+        sorted(executions, key=lambda e: (e.device, len(e.pid), e.pid, e.number, e.folder))
+    )
 
 
 def _generation(root: Path) -> str:
@@ -139,7 +148,7 @@ def _generation(root: Path) -> str:
     return "G1" if any(_DEVICE_PID.fullmatch(name) for name in names) else "G0"
 
 
-def torch_beside(opened: Path, root: Path) -> Iterator[str]:
+def torch_dumps_beside(opened: Path, root: Path) -> Iterator[str]:
     """Torch dumps of the same tool that lie in what was opened, relative to it."""
     for name in ("", *folders_in(opened)) if opened in (root, root.parent) else ():
         if (not name or name.startswith(ROOTS)) and (opened / name / "torch_tensors").is_dir():
@@ -155,7 +164,7 @@ def _is_root(folder: Path) -> bool:
     return (
         folder.name.startswith(ROOTS)
         and "torch_tensors" not in names
-        and any(folders_in(folder / name) for name in BESIDE if name in names)
+        and any(folders_in(folder / name) for name in SIDE_FOLDERS if name in names)
     )
 
 
@@ -170,12 +179,12 @@ def _any_tensors(executions: Iterator[Execution]) -> bool:
 def _processes(tensors: Path) -> list[tuple[int, str, Path]]:
     if tensors.name not in TENSORS:
         return []
-    found: list[tuple[int, str, Path]] = []
+    processes: list[tuple[int, str, Path]] = []
     for name in folders_in(tensors):
         process = _process(tensors / name)
         if process is not None and any(True for _ in _executions(*process, tensors / name)):
-            found.append((*process, tensors / name))
-    return found
+            processes.append((*process, tensors / name))
+    return processes
 
 
 def _process(folder: Path) -> tuple[int, str] | None:
@@ -279,10 +288,10 @@ class OperationFolder:
     def child(self, name: str) -> OperationFolder:
         """The one of this name, made if need be."""
         name = shown(name)
-        found = self.children.get(name)
-        if found is None:
-            found = self.children[name] = OperationFolder(name, self)
-        return found
+        operation = self.children.get(name)
+        if operation is None:
+            operation = self.children[name] = OperationFolder(name, self)
+        return operation
 
     def walk(self) -> Iterator[OperationFolder]:
         """This and everything inside, parents first, children by number."""
@@ -314,8 +323,8 @@ def shown(name: str) -> str:
 
 
 def _split(name: str) -> tuple[int | None, str]:
-    found = _ID.fullmatch(name)
-    return (int(found[1]), found[2]) if found else (None, name)
+    match = _ID.fullmatch(name)
+    return (int(match[1]), match[2]) if match else (None, name)
 
 
 def kind_of(name: str) -> str:
@@ -342,7 +351,7 @@ class Walk:
     Attributes:
         root: The dump's folder, links resolved; nothing outside is read.
         losses: Places below it that could not be looked into, with the reason.
-        strangers: Files that are none of a dump's.
+        unknown_files: Files that are none of a dump's.
         tilings: Files of tiling data.
         statistics: statistic.csv files met.
     """
@@ -351,7 +360,7 @@ class Walk:
         self.root = root
         self._root = str(root)
         self.losses: list[tuple[str, str]] = []
-        self.strangers: list[str] = []
+        self.unknown_files: list[str] = []
         self.tilings: list[str] = []
         self.statistics: list[tuple[OperationFolder, str]] = []
 
@@ -412,7 +421,7 @@ class Walk:
         elif name == STATISTIC:
             self.statistics.append((operation, entry.path))
         else:
-            self.strangers.append(self.below(entry.path))
+            self.unknown_files.append(self.below(entry.path))
 
     def _tensor(
         self, match: re.Match[str], entry: os.DirEntry[str], moment: Moment | None

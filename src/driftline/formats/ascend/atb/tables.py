@@ -69,7 +69,7 @@ class OperationLine(NamedTuple):
 
 def read_operations(text: str, execution: int) -> list[OperationLine]:
     """Lines of `operation_tensors_{n}.csv` or `kernel_tensors_{n}.csv`."""
-    found: list[OperationLine] = []
+    operations: list[OperationLine] = []
     for line in text.split("\n"):
         cells = line.rstrip("\r").split("|")
         surplus = len(cells) - _COLUMNS
@@ -80,7 +80,7 @@ def read_operations(text: str, execution: int) -> list[OperationLine]:
         files = tuple(filter(None, (*cells[14].split(";"), *cells[15].split(";"))))
         match = _NAME.fullmatch(name)
         kind, ids = (match[1], match[2][1:]) if match else (name, _ids_of_path(files))
-        found.append(
+        operations.append(
             OperationLine(
                 execution,
                 name,
@@ -93,7 +93,7 @@ def read_operations(text: str, execution: int) -> list[OperationLine]:
                 damaged=_is_damaged(cells[_PARAM]),
             )
         )
-    return found
+    return operations
 
 
 def _ids_of_path(files: Sequence[str]) -> str:
@@ -107,13 +107,13 @@ def _ids_of_path(files: Sequence[str]) -> str:
 def _described(cells: Sequence[str]) -> tuple[Described, ...]:
     # A single scalar has a type and no extents: its last cell is empty.
     columns = [cell.split(";") if cells[0].strip() else [] for cell in cells]
-    found: list[Described] = []
+    tensors: list[Described] = []
     for dtype, layout, sizes in zip(*columns, strict=False):
-        known = type_named(dtype)
+        kind = type_named(dtype)
         shape = tuple(int(size) for size in sizes.split(",") if _SIZE.fullmatch(size.strip()))
         name = layout.strip().lower().removeprefix("acl_format_")
-        found.append(Described(known.dtype or known.name if known else dtype.strip(), name, shape))
-    return tuple(found)
+        tensors.append(Described(kind.dtype or kind.name if kind else dtype.strip(), name, shape))
+    return tuple(tensors)
 
 
 def _object(text: str) -> Mapping[str, Any]:

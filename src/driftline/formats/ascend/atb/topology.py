@@ -70,13 +70,13 @@ class Topology:
             self._add_folders(child, self._child(node, child.name, child.site))
 
     def _child(self, above: Node, name: str, site: str) -> Node:
-        found = above.children.get(name)
-        if found is None:
+        node = above.children.get(name)
+        if node is None:
             number = name.partition("_")[0]
             own = number if number.isdecimal() else ""
             ids = f"{above.ids}_{own}" if above.ids else own
-            found = above.children[name] = self._sites[site] = Node(site, kind_of(name), ids)
-        return found
+            node = above.children[name] = self._sites[site] = Node(site, kind_of(name), ids)
+        return node
 
     def add_layer(self, content: Object) -> None:
         """A layer file: one outermost operation, numbered as its folder is."""
@@ -91,16 +91,18 @@ class Topology:
         name = _text(content.get("modelName"))
         nodes = [node for node in _objects(content.get("nodes")) if _text(node.get("opType"))]
         numbered = [(_last_number(_text(n.get("opName")), _text(n["opType"])), n) for n in nodes]
-        known = [(number, node) for number, node in numbered if number is not None]
+        counted = [(number, node) for number, node in numbered if number is not None]
 
         def fits(shift: int) -> int:
-            return sum(f"{c + shift}_{_text(n['opType'])}" in self._top.children for c, n in known)
+            return sum(
+                f"{c + shift}_{_text(n['opType'])}" in self._top.children for c, n in counted
+            )
 
-        shift = max(_SHIFTS, key=fits) if known else 0
-        names = [f"{number + shift}_{_text(node['opType'])}" for number, node in known]
-        for folder, (_, node) in zip(names, known, strict=True):
+        shift = max(_SHIFTS, key=fits) if counted else 0
+        names = [f"{number + shift}_{_text(node['opType'])}" for number, node in counted]
+        for folder, (_, node) in zip(names, counted, strict=True):
             self._add(self._top, node, folder, 0)
-        self._wire([node for _, node in known], names, {})
+        self._wire([node for _, node in counted], names, {})
         self._models[name] = names
 
     def _add(self, above: Node, content: Object, name: str, depth: int) -> None:

@@ -55,16 +55,16 @@ class GraphText(NamedTuple):
     stamp: str
 
 
-def announced(file: str) -> GraphText | None:
+def graph_text_of(file: str) -> GraphText | None:
     """What a file's name says, if it is that of a graph text."""
     name = file.rpartition("/")[2]
-    found = _FILE.fullmatch(name)
-    if found is None:
+    match = _FILE.fullmatch(name)
+    if match is None:
         return None
     number, rank, stamp = _ID.search(name), _RANK.search(name), _STAMP.search(name)
     return GraphText(
         file,
-        found[1] == "original",
+        match[1] == "original",
         int(number[1][:18]) if number else None,
         int(rank[1][:18]) if rank else None,
         stamp[1] if stamp else "",
