@@ -1,7 +1,7 @@
 """Driftline: where two executions of one model begin to disagree, and is it more than noise?
 
-Every public name is a door with an address, opened on first use: `import driftline` costs nothing
-and imports neither torch, nor numpy, nor pyarrow.
+Every public name has an address and is imported on first use: `import driftline` takes no time and
+imports neither torch, nor numpy, nor pyarrow.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# Must list the same names as the imports above, which only type checkers see.
 _ADDRESSES = {
     "capture": "driftline.captures.api:capture",
     "step": "driftline.captures.api:step",
@@ -115,7 +116,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     address = _ADDRESSES.get(name)
     if address is None:
+        # The words of Python's own message, so that tools recognise it.
         raise AttributeError(f"module 'driftline' has no attribute {name!r}")
+    # Imported on use, for the same reason as `typing` above.
     import importlib
 
     module, _, attribute = address.partition(":")

@@ -1,4 +1,9 @@
-"""One tensor of somebody's file: its name, its type, its shape, and how to get at its values."""
+"""Tensor files and dump folders of other programs as runs, whose values are read on demand.
+
+`Member` is one tensor of a file, `FileRun` a file as a run, `Leaf` one tensor of a dump and
+`TreeRun` a dump as a run. Knows nothing of any format: a format makes members or leaves, this file
+makes the run.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +52,6 @@ class Member(NamedTuple):
     summary: Summary | None = None
 
 
-# A tensor file as a run: each of its tensors is the output of a site.
-
-
 LONE = "tensor"
 """Site of the only tensor of a file, so that any two such files pair, whatever they call it."""
 
@@ -63,6 +65,7 @@ class FileRun(Run):
         self.name = str(path)
         self._format = format_name
         self._members = {_key(member, len(members)): member for member in members}
+        # A dictionary would keep only the last of two tensors of one name, silently.
         if len(self._members) != len(members):
             raise BadFile(f"{path} holds two tensors of one name")
         self._records = [
@@ -90,6 +93,8 @@ class FileRun(Run):
         if record.lost:
             raise BadInput(f"{record.key.site} of {self.name} has no values: {record.lost}")
         values = self._members[record.key].fetch()
+        # Values may be a view of the mapped file, or shared by a cache: a caller that
+        # writes into them would change what the next caller reads.
         values.flags.writeable = False
         return values
 
@@ -111,8 +116,7 @@ def _record(path: Path, key: TensorKey, member: Member, order: int) -> Record:
     )
 
 
-# A folder of somebody else's dump as a run: keys read from its names, values read when asked
-# for.
+# ---- Dumps of many files
 
 
 class Leaf(NamedTuple):
@@ -187,6 +191,8 @@ class TreeRun(Run):
         self._processes = list(processes)
         self._leaves: dict[TensorKey, Leaf] = {}
         records: list[Record] = []
+        # Sorting keeps the order inside a process. Most dumps have one process and need no
+        # sort.
         ranked = leaves
         if len({leaf.record.key[5:7] for leaf in leaves}) > 1:  # rank and process
             ranked = sorted(leaves, key=lambda leaf: leaf.record.key[5:7])
@@ -230,6 +236,7 @@ class TreeRun(Run):
         return values
 
     def memory(self, record: Record) -> Memory | None:
+        # Only plain values in a file have an address; rearranged ones exist as arrays only.
         where = getattr(self._leaves[record.key].fetch, "memory", None)
         return None if where is None or record.lost else where()
 
@@ -270,6 +277,8 @@ class _BackgroundReader:
         for record in records:
             ahead = getattr(leaves[record.key].fetch, "ahead", None)
             file_range = None if ahead is None or record.lost else ahead()
+            # One request to the C thread covers one folder; a file elsewhere is read in
+            # the ordinary way when its turn comes.
             if file_range is None or (names and file_range[0] != folder):
                 self._starts.append(None)
                 continue
@@ -283,6 +292,7 @@ class _BackgroundReader:
 
     def take(self) -> list[Memory | None]:
         self._next.wait()
+        # Two buffers take turns: the caller works on one while the thread fills the other.
         self._now, self._next = self._next, self._now
         read, lengths = self._now, self._lengths
         memories: list[Memory | None] = []
@@ -293,6 +303,8 @@ class _BackgroundReader:
                 memories.append(None)
                 continue
             length = lengths[index]
+            # A short read means that the file shrank or could not be opened; the
+            # ordinary way of reading reports the reason.
             complete = got[index] == length
             memories.append(Memory(address + begins, length, room) if complete else None)
             index += 1
@@ -315,14 +327,14 @@ def _byte_count(dtype: str, shape: tuple[int, ...]) -> int:
     return DTYPES[dtype].byte_count(math.prod(shape))
 
 
-# A folder that holds several dumps of one kind: one has to be chosen, they are never mixed.
+# ---- Helpers that several dump formats share
 
 
 _SHOWN = 8
 
 
 def refuse_several(path: Path, dumps: Iterable[str]) -> None:
-    """Says nothing where there is one dump, or none.
+    """Refuse a folder that holds several dumps: the user has to choose, they are never mixed.
 
     Args:
         path: What was opened.
@@ -340,9 +352,6 @@ def refuse_several(path: Path, dumps: Iterable[str]) -> None:
         )
 
 
-# A summary of which only a few numbers are known, as statistics-only dumps leave it.
-
-
 def partial_summary(
     count: int,
     *,
@@ -352,6 +361,10 @@ def partial_summary(
     std: float = math.nan,
     l2: float = math.nan,
 ) -> Summary:
-    """What is not known is NaN, counts of zeros and non-finite elements too; there is no sketch."""
+    """A summary of which only a few numbers are known, as statistics-only dumps leave it.
+
+    Every other field is NaN, the counts of zeros and non-finite elements too; there is no sketch.
+    """
+    # The fields are integers in a measured summary; NaN marks a count nobody took.
     unknown = cast("int", math.nan)
     return Summary(count, low, high, mean, std, l2, unknown, unknown, unknown, unknown)

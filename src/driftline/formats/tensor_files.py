@@ -1,8 +1,8 @@
-"""The tensors of one file that is a part of a dump: described now, read when asked for.
+"""Tensors of one file inside a dump: described when the dump is opened, read when asked for.
 
 A dump has tens of thousands of files: nothing is kept open or mapped between two reads, and the
 usual layouts of `.npy` and `.pt` are described from their first and last bytes, without numpy or
-torch. Knows files and how they are read; what a file's name means is each dump format's business.
+torch. Knows files and how they are read; the dump format knows what a file's name means.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ def describe(folder: Folder, name: str) -> list[Member]:
     A file that cannot be read, or is refused, is one member without a name whose `trouble` says so.
     """
     try:
+        # By far the most common file of a dump, so it is tested first.
         if name.endswith(".npy"):
             return [_npy(folder, name)]
         suffix = "." + name.rpartition(".")[2].lower()
         if suffix in TORCH:
             return _torch(folder, name)
         return _by_format(folder, name)
+    # A dump stays readable when one of its files is not: the tensor is lost with a reason.
     except DriftlineError as refused:
         return [unreadable(_without_path(str(refused), folder, name))]
     except OSError as trouble:
@@ -59,6 +61,7 @@ def unreadable(reason: str) -> Member:
 
 def leaf(key: TensorKey, source: str, member: Member, *, class_name: str = "") -> Leaf:
     """A tensor of a file as a leaf of a dump."""
+    # Statistics without values have no place to fetch from.
     if member.kept != "full":
         record = Record(key, 0, member.dtype, member.shape, class_name=class_name)
         return Leaf(record._replace(kept=member.kept, summary=member.summary), source)
@@ -81,12 +84,15 @@ def _without_path(sentence: str, folder: Folder, name: str) -> str:
 def _npy(folder: Folder, name: str) -> Member:
     start, size = folder.start(name, _START)
     header = npy.usual_header(start)
+    # Not numpy's usual text: numpy's own reader decides, with the longest header there may be.
     if header is None:
         start, size = folder.start(name, npy.HEADER_BYTES)
         header = npy.read_header(io.BytesIO(start), str(folder.path / name))
+    # Checked before anything is allocated for the claimed shape.
     if header.byte_count > size - header.offset:
         claim = f"claims {header.byte_count} bytes of data and has {size - header.offset}"
         return Member("", header.name, header.shape, _no_values, claim)
+    # Bytes that need no conversion can be used where they lie, without an array.
     if header.plain:
         plain = _PlainValues(folder, name, header.offset, header.byte_count, header.stored.str)
         return Member("", header.name, header.shape, plain)
@@ -155,6 +161,7 @@ def _torch(folder: Folder, name: str) -> list[Member]:
         )
     else:
         tensors = _torch_tensors(folder, name)
+    # Unusual files are left to torch, which is slower but knows every layout.
     if tensors is None or any(_needs_torch(stored) for stored in tensors):
         from driftline.formats.tensors import torch_file
 
@@ -173,6 +180,7 @@ def _torch(folder: Folder, name: str) -> list[Member]:
 def _torch_tensors(folder: Folder, name: str) -> list[torch_zip.Stored] | None:
     file, size = folder.open(name)
     try:
+        # One read of a small file replaces several small ones for its zip directory and pickle.
         if size <= 1 << 15:
             content = pread(file, size, 0)
             return torch_zip.read_tensors(
@@ -186,6 +194,7 @@ def _torch_tensors(folder: Folder, name: str) -> list[torch_zip.Stored] | None:
 def _needs_torch(stored: torch_zip.Stored) -> bool:
     """Whether torch has to be asked: views with gaps, unknown types, bytes that do not add up."""
     dtype = DTYPES.get(stored.dtype)
+    # Packed types need torch's own idea of their shape.
     if dtype is None or not stored.dense or dtype.bits < 8:
         return True
     item = dtype.bits // 8
@@ -212,13 +221,18 @@ def _by_format(folder: Folder, name: str) -> list[Member]:
 
 def _checked_path(folder: Folder, name: str) -> Path:
     """The path of a file that may be opened by its name."""
+    # Opened for the checks alone: it must be a regular file inside the folder.
     file, _ = folder.open(name)
     os.close(file)
     return folder.path / name
 
 
 def _closed_between_reads(members: Callable[[Path], list[Member]], path: Path) -> list[Member]:
-    """The members of a format's reader, without what they keep open."""
+    """Members as a format reads them, but opened again for every read.
+
+    A format's reader may keep a file mapped; for a dump of many files that would exhaust the
+    process's descriptors.
+    """
     return [
         member._replace(fetch=functools.partial(_fetch_again, members, path, index, member))
         for index, member in enumerate(members(path))
@@ -230,6 +244,7 @@ def _recently_read(
     members: Callable[[Path], list[Member]], path: Path, changed: int, size: int
 ) -> list[Member]:
     """The members of the files read last; a file that changed is read again."""
+    # They are part of the cache's key only.
     del changed, size
     return members(path)
 
@@ -242,6 +257,7 @@ def _fetch_again(
         current = _recently_read(members, path, about.st_mtime_ns, about.st_size)
     except OSError as trouble:
         raise BadFile(f"{path} cannot be read: {reason_of(trouble)}") from trouble
+    # Values of a replaced file would be read with the old shape.
     if len(current) <= index or (current[index].dtype, current[index].shape) != (
         described.dtype,
         described.shape,

@@ -1,7 +1,8 @@
-"""Protobuf bytes, field by field: enough to read a message whose layout is known.
+"""Protobuf without descriptors: messages in binary form field by field, in text form by token.
 
-No descriptors, no runtime, nothing allocated but what is asked for. A message that cannot be
-believed is a `Malformed` with its reason; what the fields mean is not known here.
+Enough to read a message whose layout the caller knows. Nothing is allocated but what is asked for.
+A message that cannot be believed raises `Malformed`, a text `NotText`, with the reason; this file
+does not know what any field means.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+# Ten groups of seven bits hold 64 bits.
 LONGEST_VARINT = 10
 MOST_FIELDS = 65_536
 """Of one message; nothing that is read here has a thousandth of it."""
@@ -31,6 +33,7 @@ def varint(data: bytes, start: int, end: int) -> tuple[int, int]:
         byte = data[position]
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
+            # The tenth byte may carry bits beyond 64, which protobuf ignores.
             return value & 0xFFFF_FFFF_FFFF_FFFF, position + 1
         shift += 7
     if end - start >= LONGEST_VARINT:
@@ -50,6 +53,7 @@ def fields(data: bytes, position: int, end: int) -> list[tuple[int, int, int, in
     """
     message_fields: list[tuple[int, int, int, int]] = []
     while position < end:
+        # Two bytes make a field: a hostile file would otherwise become millions of tuples.
         if len(message_fields) > MOST_FIELDS:
             raise Malformed(f"more than {MOST_FIELDS} fields in one message")
         begin = position
@@ -58,6 +62,7 @@ def fields(data: bytes, position: int, end: int) -> list[tuple[int, int, int, in
         if tag >= 0x80:
             tag, position = varint(data, begin, end)
         number, wire = tag >> 3, tag & 7
+        # Field numbers begin at 1; zero is the sign of bytes that are no message.
         if number == 0:
             raise Malformed(f"byte {begin} opens a field of number 0")
         if wire in (VARINT, BYTES):
@@ -105,6 +110,7 @@ def numbers(data: bytes, field: tuple[int, int, int, int], into: list[int], at_m
         into.append(start)
     else:
         expect(number, wire, BYTES)
+        # Stops one past the limit, so that a long list is refused without being read.
         while start < stop and len(into) <= at_most:
             value, start = varint(data, start, stop)
             into.append(value)
@@ -123,13 +129,14 @@ def text(data: bytes, start: int, stop: int, longest: int = 65_536) -> str:
     return bytes(data[start:stop]).decode("utf-8", "replace")
 
 
-# Protobuf text, token by token: `name: "x"  attr { key: "a" value { s: "b: {c}" } }`.
+# ---- Text form: `name: "x"  attr { key: "a" value { s: "b: {c}" } }`
 
 
 DEEPEST = 100
 Event = tuple[Literal["open", "close", "value"], str, str]
 """("open", field, ""), ("close", "", "") or ("value", field, the token as it is written)."""
 
+# Every alternative consumes a character, so the scan is linear in the text.
 _TOKEN = re.compile(
     r"""\s*(?:
       (?P<word>[A-Za-z0-9_.+\-/%$]+|\[[A-Za-z_][\w./]*\](?=\s*[:{<]))
@@ -162,6 +169,8 @@ def walk(text: str) -> Iterator[Event]:
     field = pending = ""  # strings side by side are one
     awaiting: Literal["field", "colon", "value", "more"] = "field"
     for kind, token, offset in _tokens(text):
+        # Strings that stand side by side are one value, so the first waits for the next
+        # token.
         if awaiting == "more":
             if kind == "string":
                 pending += " " + token
@@ -188,6 +197,7 @@ def walk(text: str) -> Iterator[Event]:
             awaiting = "value"
         elif token in _CLOSES and (token != "[" or (awaiting == "value" and not in_list)):
             closers.append(_CLOSES[token])
+            # Protobuf's own limit for nesting.
             if len(closers) > DEEPEST:
                 raise _malformed_text(text, offset, f"nested deeper than {DEEPEST} levels")
             if token == "[":
@@ -252,6 +262,7 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
         return bytes((int(octal, 8) & 0xFF,))
     if short is not None or long is not None:
         code = int(short or long, 16)
+        # Surrogates and numbers beyond Unicode cannot be encoded.
         legal = code <= 0x10FFFF and not 0xD800 <= code < 0xE000
         return (chr(code) if legal else "�").encode()
     return _LETTERS.get(letter[0], letter)

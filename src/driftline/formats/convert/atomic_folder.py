@@ -1,7 +1,8 @@
-"""A folder that has its name only when it is whole: written beside, renamed at the end.
+"""An output folder that appears under its name only when it is complete.
 
-Whoever is stopped half way leaves nothing under the name that was asked for, and what was there
-before stays. A killed process leaves `.NAME.unfinished-PID`, which the next one takes away.
+It is written under another name beside it and renamed at the end. A conversion that is stopped
+half way leaves nothing under the name that was asked for, and what was there before stays. A killed
+process leaves `.NAME.unfinished-PID`, which the next one removes.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ def atomic_folder(place: Path, inner: str = "") -> Generator[Path]:
     new = not place.parent.exists()
     place.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(place)
+    # In the same folder, hence on the same disk: renaming is then one step.
     working = place.with_name(f".{place.name}{_UNFINISHED}{os.getpid()}")
     shutil.rmtree(working, ignore_errors=True)
     working.mkdir()
     try:
         yield working
+        # The link stays and its target is replaced.
         if place.is_symlink():
             place = place.resolve()
         if place.exists():
@@ -42,6 +45,7 @@ def atomic_folder(place: Path, inner: str = "") -> Generator[Path]:
         (working / inner).rename(place)
         if inner:
             shutil.rmtree(working)
+    # Also when the user interrupts: half a result must not stay.
     except BaseException:
         shutil.rmtree(working, ignore_errors=True)
         if new:
@@ -64,6 +68,7 @@ def _is_running(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
+    # A process of another user exists although it may not be signalled.
     except (OSError, OverflowError):
         return True
     return True

@@ -1,8 +1,8 @@
-"""What a `torch.save` file says of its tensors, read without torch and without running anything.
+"""Tensors of a `torch.save` file, described without torch and without running any code.
 
 Knows the few pickle operations with which tensors in dicts, lists and tuples are saved, and builds
 names and numbers from them, never an object of a class the file names. Whatever is beyond that
-(another class, a compressed or foreign zip, the layout before zips) gives None: `torchfile` then
+(another class, a compressed or foreign zip, the layout before zips) gives None: `torch_file` then
 asks torch, with `weights_only=True`. Loading 10 000 one-tensor files with torch takes 4 s, reading
 them here a tenth of that.
 """
@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
+# Bounds for files that are not trusted; beyond any of them torch is asked.
 LARGEST_PICKLE = 1 << 20
 MOST_OPERATIONS = 200_000
 MOST_TENSORS = 50_000
@@ -106,6 +107,7 @@ def read_tensors(size: int, read: Callable[[int, int], bytes]) -> list[Stored] |
         if pickled is None:
             return None
         prefix = pickled.removesuffix("data.pkl")
+        # Files of big-endian machines are rare enough to be left to torch.
         if f"{prefix}byteorder" in entries:
             start, length = entries[f"{prefix}byteorder"]
             if length > 16 or source.read(length, _data(source, start, length)) != b"little":
@@ -118,18 +120,21 @@ def read_tensors(size: int, read: Callable[[int, int], bytes]) -> list[Stored] |
         named_tensors: list[tuple[str, _Tensor]] = []
         _collect(tree, "", 0, named_tensors, [MOST_OPERATIONS])
         return [_stored(source, name, tensor, prefix, entries) for name, tensor in named_tensors]
+    # Damage of any kind: torch's own message explains it better.
     except (_Unsupported, OSError, struct.error, ValueError, IndexError, TypeError, KeyError):
         return None
 
 
 def _entries(source: _Source) -> dict[str, tuple[int, int]]:
     """Name → (offset of the local header, length) of every stored member of the zip."""
+    # The end record and, in a small file, the whole directory fit into this.
     tail_start = max(0, source.size - 4096)
     tail = source.read(source.size - tail_start, tail_start)
     offset = tail.rfind(b"PK\x05\x06")
     if offset < 0:
         raise _Unsupported
     _, disk, _, _, count, length, start, _ = _END.unpack_from(tail, offset)
+    # These values say that the true ones stand in a zip64 record.
     if disk or count == 0xFFFF or start == 0xFFFFFFFF or length > _TAIL:
         raise _Unsupported
     end = tail_start + offset
@@ -147,6 +152,7 @@ def _entries(source: _Source) -> dict[str, tuple[int, int]]:
             _ENTRY.unpack_from(directory, offset)
         )
         if (
+            # Compressed members cannot be read in place; torch never compresses.
             magic != b"PK\x01\x02"
             or method != 0
             or packed != plain
@@ -155,6 +161,7 @@ def _entries(source: _Source) -> dict[str, tuple[int, int]]:
             raise _Unsupported
         offset += _ENTRY.size
         name = directory[offset : offset + names].decode()
+        # Which of two equal names is meant would be a guess.
         if name in members:
             raise _Unsupported
         members[name] = (header, plain)
@@ -192,6 +199,7 @@ def _unpickled(data: bytes) -> Any:
             raise _Unsupported
         code = data[position]
         position += 1
+        # The most frequent operations come first: this loop is most of the time.
         if code == 0x71:  # BINPUT
             memo[data[position]] = stack[-1]
             position += 1
@@ -304,6 +312,7 @@ def _fill(target: Any, items: list[Any]) -> None:
     if type(target) is not dict or len(items) % 2:
         raise _Unsupported
     for key, value in zip(items[0::2], items[1::2], strict=True):
+        # Other keys have no spelling that a name could use.
         if type(key) not in (str, int):
             raise _Unsupported
         target[key] = value
@@ -317,6 +326,7 @@ def _storage(claim: Any) -> _Storage:
         raise _Unsupported
     if kind.module == "torch" and kind.name in _STORAGES:
         return _Storage(_STORAGES[kind.name], key, str(device))
+    # An untyped storage leaves the type to the tensor (`_rebuild_tensor_v3`).
     if kind == ("torch.storage", "UntypedStorage"):
         return _Storage("", key, str(device))
     raise _Unsupported
@@ -350,6 +360,7 @@ def _rebuilt(function: Any, arguments: Any) -> Any:
 
 def _tensor(storage: _Storage, dtype: str, claim: tuple[Any, ...]) -> _Tensor:
     offset, shape, strides = claim
+    # A negative offset would read in front of the storage.
     if type(offset) is not int or offset < 0 or len(shape) != len(strides):
         raise _Unsupported
     for size in (*shape, *strides):
@@ -384,6 +395,8 @@ def _stored(
     start = _data(source, header, length)
     expected = 1
     dense = True
+    # C order: each stride is the product of the sizes behind it; axes of size 1 may say
+    # anything.
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
         if size != 1 and stride != expected:
             dense = False

@@ -1,11 +1,11 @@
-"""Trees of the Paddle saving hook: `tensors|grads/rank_N/*.npy`, everything said in the file names.
+"""Trees of the Paddle saving hook: `tensors|grads/rank_N/*.npy`, described by their file names.
 
     tensors/rank_0/tensor_idx_3_layer_class_Linear_layer_name_linear_0_micro_step_1.npy
     grads/rank_0/grad_idx_3_of_param_name_linear_0.w_0_micro_step_1.npy
 
 A layer is a site, its class the record's, the micro step the step, and the index gives the order.
-Paddle numbers layers per process, so the same layer may have another name elsewhere: class, order
-and step are there for alignment to fall back on. The checker's `compare_rst` is not looked into.
+Paddle numbers layers per process, so the same layer may have another name elsewhere; alignment can
+use class, order and step instead. The checker's `compare_rst` is not looked into.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def open(path: Path) -> TreeRun:
         leaves += _read(path, place, kind, rank, events)
     if not leaves:
         raise BadFile(f"{path} is laid out like a tree of the saving hook and holds no tensor")
+    # The hook exists for both frameworks; only Paddle makes such names.
     numbered = all(_NUMBERED.fullmatch(leaf.record.key.site) for leaf in leaves)
     facts = {
         "numbered_names": numbered,
@@ -106,6 +107,7 @@ def _is_saved(name: str) -> bool:
 def _holds_saved_files(path: Path) -> bool:
     try:
         with os.scandir(path) as entries:
+            # A few names are enough to recognise a folder of a hundred thousand.
             for _, entry in zip(range(_LOOKED_AT), entries, strict=False):
                 if _is_saved(entry.name):
                     return True
@@ -125,6 +127,7 @@ def _read(
             saved.append((int(index), name, site, "0", class_name, int(step)))
         elif match := _GRAD.fullmatch(name):
             index, parameter, step = match.groups()
+            # `linear_0.w_0`: the layer, and which of its parameters.
             site, _, slot = parameter.rpartition(".")
             saved.append((int(index), name, site or slot, slot if site else "0", "", int(step)))
         else:
@@ -133,6 +136,7 @@ def _read(
     # The same layer twice in one micro step is told apart by the index alone.
     calls: Counter[tuple[str, str, int]] = Counter()
     leaves: list[Leaf] = []
+    # The index comes first in each tuple, so this is the order of execution.
     saved.sort()
     above = "" if place == path else place.relative_to(path).as_posix() + "/"
     ahead = folder.ahead([name for _, name, *_ in saved])
@@ -140,6 +144,7 @@ def _read(
         visit = calls[site, slot, step]
         calls[site, slot, step] += 1
         port = "output" if kind == "tensors" else "param_grad"
+        # Steps of a run begin at 0; the hook may write -1.
         key = TensorKey.of(site, port, slot, step=max(step, 0), visit=visit, rank=rank)
         tensor = leaf(key, above + name, describe(folder, name)[0], class_name=class_name)
         if alias := _USUAL.get(slot, ""):

@@ -1,12 +1,12 @@
-"""What transformers' `model_addition_debugger` leaves: a JSON tree of calls, maybe with tensors.
+"""Output of transformers' `model_addition_debugger`: a JSON tree of calls, maybe with tensor files.
 
     LlamaForCausalLM_debug_tree_FULL_TENSORS.json       printed values, or names of files
     LlamaForCausalLM_debug_tree_SUMMARY.json            the same without values
     LlamaForCausalLM.model.norm_outputs.safetensors     with use_repr=False
 
-Printed values are cut and rounded to five digits: only the statistics beside them are taken, also
-five digits. The tree leaves out the middle layers, their files are there all the same and are read.
-A module that is called again overwrites its files: its earlier call is then lost, and says so.
+Printed values are cut and rounded to five digits: only the statistics beside them are read, which
+have five digits too. The tree omits the middle layers; their files exist and are read. A module
+that is called again overwrites its files: its earlier call is then a lost tensor with that reason.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def open(path: Path) -> TreeRun:
     leaves: list[Leaf] = []
     models = _models(path)
     for index, model in enumerate(models):
+        # The full tree names the files; the summary is the fallback.
         name = model + (FULL if model + FULL in files else SUMMARY)
         try:
             tree = json.loads(folder.read(name, LARGEST_JSON))
@@ -72,6 +73,8 @@ def open(path: Path) -> TreeRun:
                 raise ValueError("not a JSON object")
         except (OSError, ValueError, RecursionError) as trouble:
             raise BadFile(f"{path / name} cannot be read: {reason_of(trouble)}") from trouble
+        # The first model keeps plain names, so that single-model folders pair with other
+        # runs.
         prefix = f"{model}." if index else ""
         leaves += _Model(folder, files, model, prefix, name).leaves(cast("dict[str, Any]", tree))
     return TreeRun(path, NAME, leaves, facts={"framework": "transformers", "models": models})
@@ -101,6 +104,7 @@ class _Model:
 
     def leaves(self, tree: dict[str, Any]) -> list[Leaf]:
         tensors = list(self._node(tree, 0))
+        # Later entries replace earlier ones: the last call wrote the file.
         last = {tensor.file: index for index, tensor in enumerate(tensors) if tensor.file}
         leaves = [self._leaf(tensor, last[tensor.file] == index if tensor.file else True)
                   for index, tensor in enumerate(tensors)]  # fmt: skip
@@ -117,6 +121,7 @@ class _Model:
         if depth > DEEPEST:
             return
         site = self._site(str(node.get("module_path", "")))
+        # The tree is in the order of calls, so counting gives the visit.
         visit = self.calls[site]
         self.calls[site] += 1
         yield from self._side(node.get("inputs"), site, "input", visit)
@@ -129,6 +134,7 @@ class _Model:
     def _side(self, value: Any, site: str, port: Port, visit: int) -> Iterator[_ListedTensor]:
         if port == "input" and isinstance(value, dict):
             arguments = cast("dict[str, Any]", value)
+            # Positional and named arguments share the slots of the port input.
             if arguments.keys() <= {"args", "kwargs"}:
                 yield from self._values(arguments.get("args"), "", site, port, visit, 0)
                 yield from self._values(arguments.get("kwargs"), "", site, port, visit, 0)
@@ -157,6 +163,7 @@ class _Model:
         if not tensor.file:
             return Leaf(tensor.record, self.tree_name)
         record = tensor.record._replace(kept="full", summary=None)
+        # The file holds the values of a later call.
         if not newest:
             return Leaf(record._replace(lost=_OVERWRITTEN), tensor.file)
         members = [unreadable("the file is not there")]
@@ -191,6 +198,7 @@ def _listed_tensor(key: TensorKey, entry: Mapping[str, Any]) -> _ListedTensor:
     dtype = entry["dtype"].removeprefix("torch.")
     shape = tuple(int(size) for size in _NUMBER.findall(entry["shape"]))
     value = entry.get("value")
+    # A string is a file's name; printed values are a list of lines.
     file = value.removeprefix("./") if isinstance(value, str) else ""
     record = Record(key, 0, dtype, shape, kept="describe")
     if dtype not in DTYPES:
@@ -227,6 +235,7 @@ def _in_order(leaves: list[Leaf], left_out: list[Leaf]) -> list[Leaf]:
     like: dict[tuple[str, str, str, str], int] = {}
     for index, leaf in enumerate(leaves):
         key = leaf.record.key
+        # The first number in a path is the layer's index.
         if layer := _LAYER.fullmatch(key.site):
             first_of[f"{layer[1]}{layer[2]}"] = first_of.get(f"{layer[1]}{layer[2]}", index)
             like.setdefault((layer[1], layer[3], key.port, key.slot), index)
@@ -244,7 +253,10 @@ def _in_order(leaves: list[Leaf], left_out: list[Leaf]) -> list[Leaf]:
             for name, index in first_of.items()
             if name.startswith(layer[1]) and int(name[len(layer[1]) :]) > int(layer[2])
         ]
+        # Half a position in front of the first later layer, and behind everything before
+        # it.
         where = (min(later) if later else len(leaves)) - 0.5
+        # Inside a layer: the order that the same tensors have in the layer that is listed.
         among = like.get((layer[1], layer[3], key.port, key.slot), len(leaves))
         placed.append(((where, int(layer[2]), among), leaf))
     placed.sort(key=lambda item: item[0])

@@ -1,7 +1,9 @@
-"""Tensors that a dump saved once and names again: `data=1_0_outtensor0.bin` → the file meant.
+"""ATB dump trees of every generation as runs, whichever of their folders is given.
 
-The name is an operation id and a file name, looked up among the operations of the same execution;
-it is never used as a path.
+`AtbRun` reads tensors in execution order, and the topology, csv and profile files beside them when
+they are asked for. `Aliases` resolves tensors that a dump saved once and names again
+(`data=1_0_outtensor0.bin`): such a name is looked up among the operations of the same execution and
+never used as a path. How folders are found is `folders.py`, what a file holds is `file.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ from driftline.runs.sinks import JSON
 __all__ = ["NAME", "AtbRun", "open", "sniff"]
 
 
+# Lengths are bounded: the name comes from a file that is not trusted.
 _ALIAS = re.compile(r"(\d{1,9}(?:_\d{1,9}){0,62})_((?:in|out)[tT]ensor\d{1,6}(?:_\w{1,200})?\.bin)")
+# A pointer leads straight to the values as a rule; a long chain or a circle is damage.
 _LONGEST_CHAIN = 8
 _LEVELS = 12
 """Folders above a file in which its execution's is looked for."""
@@ -90,12 +94,14 @@ class Aliases:
             return None
         port = "input" if name[1] == "in" else "output"
         candidates = self._files.get((match[1], port, str(int(name[2]))), [])
+        # A tensor may be saved before and after its operation; take the one with values.
         with_data = [file for file in candidates if file.header and file.header.has_data]
         return next(iter(with_data or candidates), None)
 
     def _with_values_of(self, file: TensorFile, header: Header, target: TensorFile) -> TensorFile:
         target_header = target.header
         assert target_header is not None
+        # A pointer to something of another shape means that the dump was mixed up.
         if (target_header.kind, target_header.layout, target_header.dims) != (
             header.kind,
             header.layout,
@@ -117,6 +123,7 @@ def resolve_lone_file(path: Path, key: TensorKey) -> Leaf | None:
     None when the file does not lie in the folder of an execution.
     """
     real = path.resolve()
+    # An execution's folder is named by its number; the operations are below it.
     for folder in real.parents[1:_LEVELS]:
         if folder.name.isdecimal():
             break
@@ -135,7 +142,7 @@ def resolve_lone_file(path: Path, key: TensorKey) -> Leaf | None:
     return None
 
 
-# An ATB dump as a run: tensors in execution order, the rest of the dump when it is asked for.
+# ---- The dump as a run
 
 
 NAME = "atb"
@@ -165,6 +172,7 @@ class AtbRun(TreeRun):
         self._built: dict[tuple[int, int], Topology] = {}
         self._unreadable: dict[str, str] = {}
         self._side_files: list[str] | None = None
+        # The leaves fill `_tops` and `_notes`, so everything below needs them read.
         super().__init__(path, NAME, list(self._leaves_of(place)))
         self._note_unknown_files()
         self._events = [
@@ -178,6 +186,7 @@ class AtbRun(TreeRun):
     def source(self, record: Record) -> str:
         """Relative to what was opened, which may lie above the dump's root or inside it."""
         opened = Path(self.name).resolve()
+        # The usual case; `relpath` for every record would cost more than the comparison.
         if opened == self.place.root:
             return super().source(record)
         return os.path.relpath(self.place.root / super().source(record), opened)
@@ -191,10 +200,14 @@ class AtbRun(TreeRun):
             self._tops.setdefault((rank, process), []).append((execution, top))
             for operation, path in self._walk.statistics:
                 self._add_statistics(operation, path)
+            # Each execution has its own statistics; the walk collects those of the next
+            # one.
             self._walk.statistics.clear()
             aliases: Aliases | None = None
             for operation, file in top.in_order():
                 if file.header is not None and file.header.points_to:
+                    # Most dumps have no pointers, so the table is built for the
+                    # first one only.
                     aliases = aliases or Aliases(top)
                     file = aliases.resolve(file)
                 key = TensorKey(
@@ -208,6 +221,8 @@ class AtbRun(TreeRun):
                     "forward",
                     file.moment,
                 )
+                # Two folders may print as one name; a visit number keeps both
+                # tensors.
                 while key in seen:
                     key = key._replace(visit=key.visit + 1)
                 seen.add(key)
@@ -233,6 +248,8 @@ class AtbRun(TreeRun):
         except OSError as trouble:
             self._unreadable[self._walk.below(path)] = reason_of(trouble)
             return
+        # The depth limit of folders holds for names in a table too: they become nested
+        # objects.
         lines = [line for line in read_statistics(text) if len(line.folders) <= DEEPEST]
         if not lines and text.strip():
             self._unreadable[self._walk.below(path)] = "has no line that makes sense"
@@ -241,6 +258,7 @@ class AtbRun(TreeRun):
             for name in line.folders:
                 operation = operation.child(name)
             port = "output" if line.output else "input"
+            # A file says more than its line in the table.
             if any(file.port == port and file.slot == line.slot for file in operation.files):
                 continue
             operation.files.append(_listed(line, self._walk.below(path)))
@@ -365,6 +383,7 @@ class AtbRun(TreeRun):
                 if (record.key.rank, record.key.process) == (rank, process)
             )
             built = self._topology(rank, process)
+            # Nothing ran and nothing was described: there is no tree to show.
             if not order and next(built.nodes(), None) is None:
                 return None
             self._known[rank, process] = built.to_json(list(order))
@@ -378,6 +397,8 @@ class AtbRun(TreeRun):
         for _, top in tops:
             built.add_folders(top)
         pids = {f"{e.device}_{e.pid}" for e, _ in tops} | {e.pid for e, _ in tops}
+        # Layers first: they are numbered as the folders are, and the model's shift is
+        # fitted to them.
         for what, add in (("layer", built.add_layer), ("model", built.add_model)):
             for path in self._files(what, ".json"):
                 # Some probes put them below the process id, some below device and process id.
@@ -392,6 +413,7 @@ class AtbRun(TreeRun):
 
     def _lines(self, what: str) -> list[OperationLine]:
         lines: list[OperationLine] = []
+        # Csv folders carry the process id alone or with the device in front, by generation.
         places = {
             name: place
             for place, tops in self._tops.items()
@@ -416,6 +438,7 @@ class AtbRun(TreeRun):
         if self._side_files is None:
             self._side_files = []
             root = self.place.root
+            # Some probes put the side files into `info`.
             for base in (root, root / "info"):
                 for kind in ("layer", "model", *_TABLES):
                     for folder in _listed_below(base / kind, folders=True):
@@ -429,6 +452,7 @@ class AtbRun(TreeRun):
     @functools.cached_property
     def _tiling_files(self) -> list[str]:
         folder = self.place.root / "tiling"
+        # A link could lead out of the dump, or in a circle.
         if folder.is_symlink() or not folder.is_dir():
             return []
         return [str(path) for path in folder.rglob("*.bin")]
@@ -498,13 +522,14 @@ def _listed(line: StatisticLine, source: str) -> TensorFile:
     )
     if line.shape is None:
         return named._replace(trouble=f"the line of {line.folders[-1]} in {source} has no shape")
+    # The table promises a file; a line without one is a loss, not a summary.
     if line.saved:
         return named._replace(trouble="the file that statistic.csv names is not in the dump")
     header = Header(kind, 2, line.shape, statistics=line.statistics, has_data=False)
     return named._replace(header=header)
 
 
-# ATB dump trees of every generation as runs, whichever of their folders is given.
+# ---- Entry points of the format
 
 
 def sniff(path: Path) -> bool:

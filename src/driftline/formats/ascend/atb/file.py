@@ -1,4 +1,4 @@
-"""The header of an ATB `.bin` file: text lines, each checked before it is believed.
+"""One ATB `.bin` file: a text header, checked line by line, and the bytes of one tensor.
 
     $Version=1.0
     $Object.Count=1
@@ -11,7 +11,8 @@
     <24 bytes, little endian, C order>
 
 A file may hold no data: only the description, only statistics, or the name of the file of the same
-dump in which the same tensor was saved. What cannot be believed is `Refused` with its own reason.
+dump in which the same tensor was saved. A header that contradicts itself or its file is `Refused`
+with the reason. Used for single files and by the reader of whole dumps.
 """
 
 from __future__ import annotations
@@ -45,9 +46,11 @@ from driftline.runs.records import Record, TensorKey
 
 START = b"$Version="
 END = b"$End=1\n"
+# Nearly every header fits; a longer one is read again in full.
 USUAL_HEADER = 512
 LARGEST_HEADER = 65_536
 STATISTICS = ("max", "min", "mean", "l2norm")
+# Eighteen digits fit into 64 bits; more would only be an attack on the arithmetic.
 _NUMBER = re.compile(r"-?\d{1,18}")
 _DIMS = re.compile(r"(?:\d{1,18}(?:,\d{1,18})*)?")
 _PLACE = re.compile(r"\d{1,18},\d{1,18}")
@@ -132,11 +135,13 @@ def header_of(file: int) -> Header:
     header = _parsed(head[:end])
     start = end + len(END)
     available = total - start
+    # Both directions are checked: a file that is too long makes every offset doubtful.
     if available < header.start + header.length:
         raise Refused(
             f"is cut short: {header.length} bytes of data are promised, and {available} are there"
         )
     if available > header.start + header.length:
+        # The probe appends when a dump is repeated into the same folder; say so by name.
         rest = os.pread(file, len(START), start + header.start + header.length)
         raise Refused(
             "was written twice: a second record follows the first, as a dump appends to a file "
@@ -163,6 +168,7 @@ def _parsed(text: bytes) -> Header:
     values: dict[str, str] = {}
     for line in text.decode("latin-1").split("\n")[:-1]:
         name, sign, value = line.partition("=")
+        # Strict on purpose: a line that is not understood may change what the rest means.
         if not sign or "=" in value or not name:
             raise Refused(f"has a header line that is no name=value: {line[:60]!r}")
         if name in values:
@@ -186,9 +192,11 @@ def _parsed(text: bytes) -> Header:
         if not _PLACE.fullmatch(place):
             raise Refused(f"does not say where its data are: $Object.data is {place[:40]!r}")
         offset, size = (int(part) for part in place.split(","))
+        # One object fills the data; an offset would leave bytes unexplained.
         if offset + size != length or offset:
             raise Refused(f"contradicts itself: {length} bytes of data in all, object at {place}")
         needed = ACL_TYPES[code].byte_count(math.prod(dims))
+        # Strings have no fixed width, so their length cannot be checked.
         if ACL_TYPES[code].bits and length != needed:
             raise Refused(
                 f"contradicts itself: {needed} bytes by type and sizes, {length} by its length"
@@ -226,8 +234,7 @@ def _dims(values: dict[str, str]) -> tuple[int, ...]:
     return tuple(int(size) for size in text.split(",")) if text else ()
 
 
-# ATB `.bin`: one tensor behind a checked header (`atb_header`), as a run or as a leaf of a
-# dump.
+# ---- The file as a run, or as a leaf of a dump
 
 
 AnyArray = np.ndarray[Any, np.dtype[Any]]
@@ -241,6 +248,7 @@ _WORTH_MAPPING = 16_384
 
 def sniff(path: Path) -> bool:
     """The first line, or the name of a tensor file of a dump."""
+    # An empty or damaged file of a dump belongs here too: its reader gives the reason.
     if FILE_NAME.fullmatch(path.name):
         return True
     with path.open("rb") as stream:
@@ -306,7 +314,9 @@ def leaf_of(
     trouble = header.trouble
     kept: Any = "full"
     summary = None
+    # A tensor of no elements is complete without data.
     if not trouble and not header.has_data and 0 not in header.dims:
+        # Values saved elsewhere are found only if the file still lies in its dump.
         if header.points_to:
             trouble = _why_no_values(header)
         else:
@@ -334,6 +344,7 @@ def summary_of(statistics: tuple[tuple[str, str], ...], count: int) -> Summary |
         return None
     figures = {name: _figure(text) for name, text in statistics}
     unknown: Any = math.nan
+    # In the order of STATISTICS, which is the order of the file.
     high, low, mean, l2 = (figures.get(name, math.nan) for name in STATISTICS)
     return Summary(count, low, high, mean, math.nan, l2, unknown, unknown, unknown, unknown)
 
@@ -382,6 +393,7 @@ def fetch(path: Path | str, header: Header) -> AnyArray:
     values: AnyArray = recode(raw, kind, elements) if kind.recoded else raw.view(storage)
     if header.layout not in NZ_FORMATS or nz_shape(header.dims) is None or not elements:
         return values
+    # Tiles of four-bit values cannot be moved as bytes: unpack, move, pack again.
     if DTYPES[kind.dtype].bits == 4:
         codes = nz_to_nd(unpack_nibbles(values.view(np.uint8), elements), header.dims).reshape(-1)
         codes = np.append(codes, np.zeros(elements % 2, np.uint8))

@@ -1,9 +1,10 @@
-"""Where in an ATB dump a path points: its root, its processes and executions, whatever was typed.
+"""Folders of an ATB dump: where a path points, and which operations and files an execution left.
 
     [{output}/][ait_dump*|msit_dump*|atb_dump_data/]{tensors|data}/{device}_{pid}/{exec}/…
 
 Older probes wrote `tensors/thread_{pid}/{token}` or `tensors/{pid}/{pid}_{n}`, without a folder of
-their own around it. Looks at names, and into few folders.
+their own around it. `locate` accepts any level and looks at names only, and into few folders;
+`Walk` then reads the folders of one execution and the headers of its tensor files.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def locate(path: Path) -> Place | None:
         BadRun: It holds several dumps.
     """
     real = path.resolve()
+    # A dump inside wins over the folder itself: `-o out` is the usual thing to type.
     inside = [name for name in folders_in(real) if name.startswith(ROOTS) and _is_root(real / name)]
     refuse_several(path, inside)
     if inside:
@@ -107,16 +109,20 @@ def _part(real: Path) -> Place | None:
     """A process, an execution, or something inside one."""
     if (process := _process(real)) is not None and _any_tensors(_executions(*process, real)):
         return _part_of_dump(real, list(_executions(*process, real)))
+    # Upwards from what was typed, until a folder is named like an execution of a process.
     for depth, folder in enumerate((real, *real.parents)):
         if depth > _DEEPEST:
             break
         process = _process(folder.parent)
         match = _EXECUTION.fullmatch(folder.name)
         if process is not None and match and _has_tensors(real):
+            # The path inside the execution picks one operation; `before`/`after` are no
+            # operations.
             only = real.relative_to(folder).parts
             if only and only[-1] in ("before", "after"):
                 only = only[:-1]
             return _part_of_dump(folder.parent, [Execution(*process, int(match[1]), folder, only)])
+    # An execution that was copied out of its dump still has operations inside.
     if any(_is_operation(real / name) for name in folders_in(real) if _OPERATION.fullmatch(name)):
         match = _EXECUTION.fullmatch(real.name)
         number = int(match[1]) if match else 0
@@ -151,6 +157,7 @@ def _generation(root: Path) -> str:
 def torch_dumps_beside(opened: Path, root: Path) -> Iterator[str]:
     """Torch dumps of the same tool that lie in what was opened, relative to it."""
     for name in ("", *folders_in(opened)) if opened in (root, root.parent) else ():
+        # Only mentioned to the user: another format reads it.
         if (not name or name.startswith(ROOTS)) and (opened / name / "torch_tensors").is_dir():
             yield f"{name}/torch_tensors".lstrip("/")
 
@@ -196,6 +203,7 @@ def _process(folder: Path) -> tuple[int, str] | None:
 
 
 def _executions(device: int, pid: str, folder: Path) -> Iterator[Execution]:
+    # Only old layouts put the process id before the execution's number.
     old = _DEVICE_PID.fullmatch(folder.name) is None
     for name in folders_in(folder):
         match = _EXECUTION.fullmatch(name)
@@ -209,6 +217,7 @@ def _is_operation(folder: Path) -> bool:
 
 def _has_tensors(folder: Path) -> bool:
     """Whether there is a tensor file, or a list of tensors, in some folder below."""
+    # Looks at a bounded number of entries: a home folder must not be searched whole.
     left = _LOOKS
     waiting = [folder]
     while waiting and left > 0:
@@ -225,7 +234,7 @@ def _has_tensors(folder: Path) -> bool:
     return False
 
 
-# The folder of one execution in an ATB dump → its operations, and the files each of them left.
+# ---- Operations of one execution
 
 
 PARAM = "op_param.json"
@@ -286,7 +295,7 @@ class OperationFolder:
         self.param = ""
 
     def child(self, name: str) -> OperationFolder:
-        """The one of this name, made if need be."""
+        """The child of this name; made if there is none yet."""
         name = shown(name)
         operation = self.children.get(name)
         if operation is None:
@@ -296,6 +305,7 @@ class OperationFolder:
     def walk(self) -> Iterator[OperationFolder]:
         """This and everything inside, parents first, children by number."""
         yield self
+        # Operations are numbered in the order in which they run.
         for child in sorted(self.children.values(), key=_by_number):
             yield from child.walk()
 
@@ -317,6 +327,7 @@ class OperationFolder:
 
 def shown(name: str) -> str:
     """A name that a terminal can print: a stranger's folder may be called anything."""
+    # Control characters in a name could rewrite the terminal's screen.
     if name.isprintable():
         return name
     return "".join(letter if letter.isprintable() else "�" for letter in name)
@@ -338,6 +349,7 @@ def kind_of(name: str) -> str:
 
 def _by_number(operation: OperationFolder) -> tuple[int, str]:
     number = _split(operation.name)[0]
+    # Folders without a number go last, by name.
     return (1 << 30 if number is None else number, operation.name)
 
 
@@ -386,6 +398,7 @@ class Walk:
     def _enter(
         self, folder: str, operation: OperationFolder, moment: Moment | None, depth: int
     ) -> None:
+        # Deeper nesting than a model has is damage or an attack; it is reported as a loss.
         if depth > DEEPEST:
             self.losses.append((self.below(folder), f"deeper than {DEEPEST} folders"))
             return
@@ -403,6 +416,8 @@ class Walk:
         except OSError as trouble:
             self.losses.append((self.below(folder), f"cannot be listed: {reason_of(trouble)}"))
         for name, path in inside:
+            # `before/before` would be an operation of that name; only the first level
+            # is a moment.
             if name in _MOMENTS and moment is None:
                 self._enter(path, operation, "before" if name == "before" else "after", depth + 1)
             elif match := FILE_NAME.fullmatch(name):
@@ -430,6 +445,7 @@ class Walk:
         source = self.below(path)
         if entry.is_symlink():
             real = os.path.realpath(path)
+            # A link out of the dump could show any file of this machine as a tensor.
             if not real.startswith(self._root + "/"):
                 return _unread(match, moment, source, "is a link that leads out of the dump")
             path = real
@@ -449,6 +465,7 @@ class Walk:
 def _named(match: re.Match[str], moment: Moment | None, source: str) -> TensorFile:
     side, number, parameter = match.groups()
     port: Port = "input" if side == "in" else "output"
+    # Files that lie in no `before` or `after` folder: inputs are taken early, outputs late.
     usual: Moment = "before" if side == "in" else "after"
     return TensorFile(port, str(int(number)), parameter or "", moment or usual, source)
 

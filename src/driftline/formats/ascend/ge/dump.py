@@ -1,9 +1,10 @@
-"""What the names in a GE dump say: of an operator's file, and of the folders it lies in.
+"""A graph-engine (GE) dump as a run: operator files, and the graph texts that describe the graphs.
 
     [worldsize{W}_global_rank{R}/]{YYYYmmddHHMMSS}/{device}/{graph}/{graph id}/{step}/
         {type}.{name}.{task}[.{stream}].{stamp}[.{task type}.{context}.{thread}.{device}]
 
-Text in, values out: nothing is opened here.
+First what the names of files and folders say, then the pass over the folder. The content of an
+operator file is read by `operator_file.py`, that of a graph text by `graph_text.py`.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ def parse_name(name: str) -> OpFile | None:
     OpFile(class_name='Add', op_name='Add_2', task=44, stamp=1706596912161941)
     """
     parts = name.split(".")
+    # From the end: an operator's own name may contain dots and digits.
     for stamp in range(len(parts) - 1, 2, -1):
         if _STAMP.fullmatch(parts[stamp]):
             break
@@ -92,6 +94,7 @@ def parse_name(name: str) -> OpFile | None:
         return None
     if not is_number(parts[stamp - 1]):
         return None
+    # The stream may be missing; then the number before the stamp is the task.
     with_stream = stamp >= 4 and is_number(parts[stamp - 2])
     task = stamp - 2 if with_stream else stamp - 1
     op_name = ".".join(parts[1:task])
@@ -103,6 +106,7 @@ def is_operator(name: str) -> bool:
 
 
 def is_number(part: str) -> bool:
+    # Nineteen digits might not fit into 64 bits.
     return part.isascii() and part.isdigit() and len(part) < 19
 
 
@@ -117,6 +121,7 @@ def top_of(folders: list[str]) -> tuple[str, ...] | None:
     >>> top_of(["a", "worldsize2_global_rank0", "20240130064151", "0", "graph_1", "1", "0"])
     ('a',)
     """
+    # The innermost session counts: folders above the dump may look like one too.
     for session in range(len(folders) - 1, -1, -1):
         if _SESSION.fullmatch(folders[session]):
             ranked = session > 0 and WORLD.fullmatch(folders[session - 1])
@@ -138,6 +143,7 @@ def parse_place(folders: list[str]) -> Place:
     above = WORLD.fullmatch(folders[session - 1]) if session else None
     below = folders[session + 1 :]
     device = int(below[0]) if below and is_number(below[0]) else 0
+    # The global rank names a process of the job; the device number is only local.
     rank = int(above[2][:9]) if above else device
     inner = below[1:]
     step = int(inner[-1]) if inner and is_number(inner[-1]) and len(inner) != 1 else 0
@@ -146,12 +152,12 @@ def parse_place(folders: list[str]) -> Place:
     return Place(rank, folders[session], graph, graph_id, step)
 
 
-# A graph-engine (GE) dump: folders of operator files, and the graph texts that explain them.
+# ---- The dump as a run
 
 
 NAME = "ge-dump"
 SNIFFED = 4000
-"""So many names are looked at before a folder is said to be something else."""
+"""Number of names that are looked at before a folder counts as something else."""
 LEVELS = 6
 MAPPING = "mapping.csv"
 
@@ -225,6 +231,7 @@ class _Dump:
                 continue
             if name.lower().endswith(IGNORED_SUFFIXES):
                 continue
+            # Thousands of files share a folder: its names are parsed once.
             if head not in places:
                 inner = head.split("/") if head else []
                 if (top := top_of(inner)) is not None:
@@ -234,6 +241,8 @@ class _Dump:
             op = parse_name(renamed[head].get(name, name))
             if op is None:
                 strange.append(file)
+            # The device's overflow record has the name of an operator and no tensor
+            # inside.
             elif op.class_name.lower() == "opdebug":
                 self.note("overflow", f"{file}: the device recorded an overflow; it is no tensor")
             else:
@@ -260,6 +269,7 @@ class _Dump:
         """Names that were too long for the file system are numbers, and stand in a table."""
         table = f"{head}/{MAPPING}" if head else MAPPING
         try:
+            # The limit keeps a damaged table from filling the memory.
             text = self.folder.read(table, 64 << 20).decode("utf-8", "replace")
         except OSError:
             return {}
@@ -273,6 +283,8 @@ class _Dump:
         place = self.folder.real
         for _ in range(LEVELS):
             name = place.name
+            # Stop at the first folder that is none of a dump's own, so that strange
+            # folders are not listed.
             if not (is_number(name) or WORLD.fullmatch(name) or is_number(place.parent.name)):
                 return
             place = place.parent
@@ -294,6 +306,8 @@ class _Dump:
         steps_of_processes: dict[int, list[set[tuple[str, str, int]]]] = defaultdict(list)
         for (rank, session), steps in sorted(held.items()):
             processes = steps_of_processes[rank]
+            # Sessions that share no step are one process that was dumped in several
+            # sittings.
             number = next((n for n, other in enumerate(processes) if not other & steps), None)
             if number is None:
                 number = len(processes)
@@ -308,6 +322,7 @@ class _Dump:
             {(place.graph, place.graph_id) for place, _ in self._files},
             key=lambda graph: [natural(part) for part in graph],
         )
+        # Names stay as the program has them where there is nothing to tell apart.
         if len(graphs) == 1:
             return {graphs[0]: ""}
         names = [name for name, _ in graphs]
@@ -324,6 +339,8 @@ class _Dump:
         kept: list[_DumpedFile] = []
         for candidates in self._files.values():
             if len(candidates) > 1:
+                # The same operator dumped twice in one step: the larger file holds
+                # more tensors.
                 candidates.sort(
                     key=lambda dumped: (-self._size(dumped.file), dumped.op.stamp, dumped.file)
                 )
@@ -334,6 +351,8 @@ class _Dump:
                     f"and step; left alone: {losers}" + (", ..." if len(candidates) > 4 else ""),
                 )
             kept.append(candidates[0])
+        # Time stamps have microseconds; tasks of the same microsecond are ordered by
+        # number.
         kept.sort(key=lambda dumped: (dumped.op.stamp, dumped.op.task, dumped.file))
         return kept
 
@@ -349,6 +368,8 @@ class _Dump:
         process = self.processes[place.rank, place.session]
         try:
             header = operator_file.read_header(self.folder, file)
+            # The header has the name before flattening; a renamed file is believed
+            # instead.
             true = header.op_name if flat(header.op_name) == flat(op.op_name) else op.op_name
             self.others += bool(header.others)
             inside = operator_file.leaves_of(
@@ -407,6 +428,7 @@ class _Dump:
     ) -> list[GraphText]:
         """The original text of a graph, then the optimised one: each the newest before the dump."""
         candidates = [text for text in self._texts if _rank_of(text) in (None, rank)] or self._texts
+        # `graph_1` is the graph whose text has id 1, where the numbers agree.
         number = re.search(r"\d+", graph[0])
         wanted = int(number[0][:18]) if number else None
         chosen: list[GraphText] = []
@@ -415,11 +437,13 @@ class _Dump:
             ids = sorted({text.graph_id for text in texts}, key=lambda n: -1 if n is None else n)
             if wanted in ids:
                 fitting = [text for text in texts if text.graph_id == wanted]
+            # Numbers disagree but counts agree: take them in order.
             elif len(ids) == graphs:
                 fitting = [text for text in texts if text.graph_id == ids[index]]
             else:
                 continue
             fitting.sort(key=lambda text: text.stamp)
+            # A text from after the session began belongs to a later compilation.
             before = [text for text in fitting if not session or text.stamp[:14] <= session]
             chosen.append((before or fitting[:1])[-1])
         return chosen

@@ -1,12 +1,12 @@
-"""An FX dump: what each node of a traced graph got and gave, one `.npy` file per tensor.
+"""An FX dump as a run: inputs and outputs of each node of a traced graph, one `.npy` per tensor.
 
     gm_{stamp}_dump/{step}/…                             steps counted from 1
     data_dump/{step}/gm_{stamp}_dump/…                   steps counted from 1
     worldsize{W}_global_rank{R}/{graph}/{step}/…         steps counted from 0
         {node}-{target}.INPUT.{i}[.{j}].{stamp}.npy, ….OUTPUT.{i}.{stamp}.npy
 
-Steps count from 0 here, whatever the layout. A node is a site; where a dump holds several graphs,
-the graph's name goes in front. bfloat16 was widened to float32 by whoever wrote the dump.
+The run counts steps from 0, whatever the layout. A node is a site; where a dump holds several
+graphs, the graph's name goes in front. The writer of the dump widened bfloat16 to float32.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class _TensorFile(NamedTuple):
 
 def parse_place(folders: list[str]) -> Place:
     """What folders say, outermost first; folders above the dump do no harm."""
+    # Innermost folders decide, so that the folder's place on this machine does not matter.
     last = folders[-1] if folders else ""
     before = folders[-2] if len(folders) > 1 else ""
     if _GM.fullmatch(last):  # data_dump/{step}/gm_…
@@ -75,6 +76,8 @@ def _top_of(folders: list[str]) -> str:
     """The folders above those of a dump's own layout."""
     for depth, part in enumerate(folders):
         if part == "data_dump" or _GM.fullmatch(part) or _WORLD.fullmatch(part):
+            # A number above the graph's folder is a step of the dump, not a part of the
+            # path to it.
             steps = part != "data_dump" and depth > 0 and _is_number(folders[depth - 1])
             return "/".join(folders[: depth - 1 if steps else depth])
     return ""
@@ -96,6 +99,7 @@ def open(path: Path) -> TreeRun:
     events: list[dict[str, Any]] = []
     files = _collected(folder, events)
     graphs = sorted({file.place.graph for file in files}, key=natural)
+    # One graph needs no prefix: its sites are then those of the program.
     prefixes = {name: f"{name}." if len(graphs) > 1 and name else "" for name in graphs}
     leaves: list[Leaf] = []
     visits: dict[TensorKey, int] = defaultdict(int)
@@ -129,6 +133,8 @@ def _collected(folder: Folder, events: list[dict[str, Any]]) -> list[_TensorFile
         if match is None:
             if name.endswith(".npy"):
                 strange += 1
+                # A folder of thousands of other files would drown the warnings that
+                # matter.
                 if strange <= 20:
                     events.append(_warning(f"{file}: left alone, its name is not an FX dump's"))
             continue
@@ -169,9 +175,11 @@ def _leaf(
     step = file.place.step - (1 if file.place.counts_from_one else 0)
     port = "input" if file.port == "input" else "output"
     key = TensorKey.of(prefix + file.node, port, file.slot, step=step, rank=file.place.rank)
+    # A node inside a loop writes the same name several times within a step.
     visit = visits[key]
     visits[key] += 1
     key = key._replace(visit=visit)
+    # An `.npy` file holds one array, so there is one member.
     member = describe(folder, file.path)[0]
     if member.trouble and (word := _text_argument(folder, file.path)) is not None:
         what = f"the argument {word!r}" if word else "a Python object, which is not read"
@@ -186,6 +194,7 @@ def _text_argument(folder: Folder, file: str) -> str | None:
         start, _ = folder.start(file, _LONGEST_WORD)
     except OSError:
         return None
+    # The header's length stands in bytes 8 and 9 of version 1, behind the magic number.
     end = 10 + int.from_bytes(start[8:10], "little")
     match = _DESCR.search(start, 0, end)
     if match is None:
@@ -193,6 +202,7 @@ def _text_argument(folder: Folder, file: str) -> str | None:
     order, kind = match.groups()
     if kind == b"O":
         return ""
+    # numpy stores text as four bytes a letter, byte strings as one.
     coding = "latin-1" if kind == b"S" else "utf-32-be" if order == b">" else "utf-32-le"
     return start[end:].decode(coding, "replace").rstrip("\0")
 

@@ -1,6 +1,8 @@
-"""The header of a GE dump file: a protobuf `DumpData` message that describes an operator's tensors.
+"""One operator file of a GE dump: a protobuf `DumpData` header, and the bytes it describes.
 
-Knows the message's fields; how the bytes it describes are read is `ge_file`'s part.
+First the message: `parse` reads its fields into `GeFile` and `GeTensor`. Then the file: whether it
+is one, how each tensor is read (`ReadingPlan`), and its tensors as leaves of a run. Old files hold
+the data inside the message, newer ones behind it.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from driftline.runs.local_files import reason_of
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Storage
 
+# Bounds for a file that is not trusted; no real operator comes near them.
 MOST_TENSORS = 4096
 MOST_DIMENSIONS = 64
 _SHORT = 256
@@ -102,6 +105,7 @@ def parse(data: bytes, begin: int, end: int, *, behind: bool) -> GeFile:
     dump_time = others = spare = 0
     inputs: list[tuple[int, int]] = []
     outputs: list[tuple[int, int]] = []
+    # 1 version, 2 time, 3 outputs, 4 inputs, 5 and 8 buffers and workspaces, 6 operator name.
     for number, wire, start, stop in fields(data, begin, end):
         if number in (1, 6):
             expect(number, wire, BYTES)
@@ -114,6 +118,7 @@ def parse(data: bytes, begin: int, end: int, *, behind: bool) -> GeFile:
             expect(number, wire, BYTES)
             if len(inputs) + len(outputs) >= MOST_TENSORS:
                 raise Malformed(f"more than {MOST_TENSORS} tensors")
+            # In the message outputs come first; in the data inputs do.
             (outputs if number == 3 else inputs).append((start, stop))
         elif number in (5, 8):
             expect(number, wire, BYTES)
@@ -186,6 +191,7 @@ def _tensor(
             shape = _shape(data, start, stop)
         else:
             original = _shape(data, start, stop)
+    # Data behind the message has no offset of its own: tensors follow one another.
     if behind is not None:
         inside, offset = size, behind
     length = inside or size
@@ -209,8 +215,7 @@ def _size_of_other(data: bytes, begin: int, end: int) -> int:
     return size
 
 
-# One file of a graph-engine (GE) dump: an operator's inputs and outputs behind a protobuf
-# header.
+# ---- The file: recognising it and reading its tensors
 
 
 NAME = "ge"
@@ -259,6 +264,7 @@ def sniff(path: Path) -> bool:
         folder = Folder(path.parent)
         begin, size = folder.start(path.name, FIRST_READ)
         # Both forms have the version first in the message; nothing else begins so.
+        # A modern file has eight bytes of length in front of the message.
         offset = 8 if begin[8:10] == b"\n\x03" else 0
         if begin[offset : offset + 2] != b"\n\x03" or b"." not in begin[offset + 2 : offset + 5]:
             return False
@@ -320,6 +326,7 @@ def read_header(folder: Folder, name: str) -> GeFile:
                 if length
                 else "its header is empty"
             )
+        # Only if the modern reading failed: a whole old file has to be read to be checked.
         if begin[0] == 0x0A and size <= LONGEST_OLD_FILE:
             bare = _old_file(file, size)
             if bare is not None:
@@ -367,16 +374,19 @@ def _read_as(
         return _refused(f"its element type has the number {data_type}, which is not known")
     if not kind.dtype:
         return _refused(f"it holds elements of type {kind.name}, which are no numbers")
+    # Without a shape the elements are a flat list, as many as the bytes hold.
     stored = shape
     if stored is None:
         stored = (size * 8 // kind.bits,) if size else ()
     if any(extent >= 1 << 63 for extent in stored):  # a negative number, written unsigned
         return _refused("its shape was not known when it was dumped")
+    # More elements than any memory holds; multiplying such sizes would hide it.
     if any(extent > 1 << 48 for extent in stored):
         return _refused(f"its shape claims {max(stored)} elements along one axis")
     elements = math.prod(stored)
     needed = kind.byte_count(elements)
     if needed > size:
+        # The header describes tensors whose values were switched off; that is no damage.
         if not size:
             return _refused("no values of it were dumped", kind, stored)
         sizes = "x".join(map(str, stored)) or "scalar"
@@ -393,6 +403,7 @@ def _laid_out(
 ) -> ReadingPlan:
     note = ""
     moved = rearrangement(layout, stored, original)
+    # Two elements share a byte, so a rearrangement by bytes would mix them up.
     packed = kind.recoded == "" and kind.bits < 8
     if moved is not None and packed and not moved.keeps_order:
         moved, note = None, f"{kind.name} in {layout} is left as it is stored"
@@ -430,6 +441,7 @@ def leaves_of(
     for tensor in file.tensors:
         plan = reading_plan(tensor, file.size)
         key = TensorKey.of(site, tensor.port, str(tensor.position), step=step, rank=rank)
+        # `TensorKey.of` has no process; most dumps have one, and need no second object.
         if process:
             key = key._replace(process=process)
         record = Record(key, 0, plan.dtype, plan.shape, class_name=class_name, lost=plan.trouble)
@@ -448,6 +460,7 @@ def _fetch(folder: Folder, name: str, tensor: GeTensor, plan: ReadingPlan) -> St
     except OSError as trouble:
         raise BadFile(f"{folder.path / name}: {reason_of(trouble)}") from trouble
     values = recode(raw, plan.kind, plan.stored) if plan.kind.recoded else raw.view(storage)
+    # Same order, other shape: the bytes can be used as they lie.
     if plan.layout is None or plan.layout.keeps_order:
         return values
     return plan.layout.apply(values)
