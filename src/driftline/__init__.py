@@ -1,7 +1,7 @@
 """Driftline: where two executions of one model begin to disagree, and is it more than noise?
 
-Every public name is a door with an address, opened on first use: `import driftline` costs nothing
-and imports neither torch, nor numpy, nor pyarrow.
+Every public name has an address and is imported on first use: `import driftline` takes no time and
+imports neither torch, nor numpy, nor pyarrow.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_DOORS = {
+# Must list the same names as the imports above, which only type checkers see.
+_ADDRESSES = {
     "capture": "driftline.captures.api:capture",
     "step": "driftline.captures.api:step",
     "watch_errors": "driftline.captures.torch.errcheck.api:watch_errors",
@@ -113,18 +114,20 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    address = _DOORS.get(name)
+    address = _ADDRESSES.get(name)
     if address is None:
+        # The words of Python's own message, so that tools recognise it.
         raise AttributeError(f"module 'driftline' has no attribute {name!r}")
+    # Imported on use, for the same reason as `typing` above.
     import importlib
 
     module, _, attribute = address.partition(":")
-    door = importlib.import_module(module)
+    value = importlib.import_module(module)
     if attribute:
-        door = getattr(door, attribute)
-    globals()[name] = door  # the next use finds it without coming here
-    return door
+        value = getattr(value, attribute)
+    globals()[name] = value  # the next use does not call this function
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_DOORS})
+    return sorted({*globals(), *_ADDRESSES})

@@ -1,6 +1,6 @@
-"""What Driftline raises: one family, each with an exit code, a sentence and a way out.
+"""Exceptions of Driftline: one family, each with a message, a hint and an exit code.
 
-A numerical difference is never an exception here; it is a row in a table. These are for what could
+A numerical difference is never an exception; it is a row in a table. Exceptions are for what could
 not be done.
 """
 
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+# Differences have a code of their own, so that a CI job can tell them from a failure to run.
 EXIT_FINE = 0
 EXIT_DIFFERENT = 1
 EXIT_COULD_NOT = 2
 
 
 class DriftlineError(Exception):
-    """Something that could not be done, said in one sentence.
+    """Something that could not be done; the message is one sentence.
 
     Attributes:
         hint: The next thing to try, shown on a line of its own; empty when there is none.
@@ -57,7 +58,7 @@ class NotInstalled(DriftlineError):
     """An optional part that is needed and missing."""
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """A hint that names the closest known words, or lists a few when none is close.
 
     >>> did_you_mean("cosin", ["cosine", "rmse"])
@@ -65,11 +66,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """
     import difflib  # only needed when something is wrong
 
-    names = sorted(set(known))
+    # Sorted, so that the same mistake gets the same hint every time.
+    names = sorted(set(choices))
     close = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
     if close:
         return "did you mean " + " or ".join(repr(name) for name in close) + "?"
     if not names:
         return ""
+    # Eight names fit on a line; the count tells that there are more.
     shown = ", ".join(names[:8])
     return f"known: {shown}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")

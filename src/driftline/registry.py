@@ -1,7 +1,8 @@
-"""What can be plugged in: parts found by an address, imported only when they are used.
+"""Plug-in parts: found by their address, imported only when they are used.
 
-Knows no part by itself. A room keeps a table of `Address`es for its own parts and asks `plugins`
-for those that other packages announce as entry points; nothing is imported until `Address.load`.
+Knows no part by itself. A package keeps a table of `Address`es for its own parts and asks
+`plugins` for those that other packages announce as entry points; nothing is imported until
+`Address.load`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Address(NamedTuple):
             return module
         try:
             return getattr(module, attribute)
+        # The address of a plug-in comes from another package and may be out of date.
         except AttributeError:
             raise BadInput(f"{module_name} has no {attribute!r}") from None
 
@@ -47,6 +49,7 @@ def require(module: str, *, install: str = "") -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as absent:
+        # The distribution is usually called like its top package.
         wanted = install or module.partition(".")[0]
         raise NotInstalled(
             f"{module} cannot be imported: {absent}", hint=f"pip install '{wanted}'"

@@ -1,4 +1,4 @@
-"""The only reader of the environment. Every variable Driftline listens to is named here."""
+"""The only reader of the environment: every variable that Driftline uses is named here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KERNEL = "DRIFTLINE_KERNEL"
 DEBUG = "DRIFTLINE_DEBUG"
 """Anything but empty or 0: show the traceback of an unexpected exception instead of one line."""
 LABELS = "DRIFTLINE_LABELS"
-"""Folder where labels are kept; a process that labels says it to the processes it starts."""
+"""Folder where labels are kept; a process that labels passes it on to those it starts."""
 LABELS_AWAITED = "DRIFTLINE_LABELS_AWAITED"
 """Set by `driftline labels` for its program: the command compares, processes only label."""
 TASK_ID = "AIT_CMP_TASK_ID"
@@ -33,7 +33,7 @@ OPCHECK_LIBRARY = "AIT_OPCHECK_LIB_PATH"
 ASCEND_TOOLKIT_DEFAULT = "/usr/local/Ascend/ascend-toolkit/latest"
 """Where the toolkit installs itself."""
 PROFILER_LOG_LEVEL = "KINETO_LOG_LEVEL"
-"""How much the library behind torch's profiler says; set for programs that `dump` profiles."""
+"""How much the library behind torch's profiler logs; set for programs that `dump` profiles."""
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 """Set by GitHub Actions: the file that the summary of a step is appended to."""
 RAY_ADDRESS = "RAY_ADDRESS"
@@ -47,7 +47,7 @@ NO_COLOR = "NO_COLOR"
 
 
 def environment() -> Mapping[str, str]:
-    """The process environment; rooms ask here, so that a test can see who reads what."""
+    """The process environment; all packages ask here, so that a test can see who reads what."""
     return os.environ
 
 
@@ -79,23 +79,24 @@ def ray_has_token() -> bool:
 
 
 def ray_uses_token() -> None:
-    """Have a Ray that is imported from now on show its token."""
+    """Make a Ray that is imported from now on send its token."""
     os.environ[RAY_TOKENS] = "token"
 
 
-def ray_tells_nobody() -> None:
-    """Keep a Ray that we start from reporting its use over the network, unless that is wanted."""
+def disable_ray_usage_reports() -> None:
+    """Keep a Ray that we start from reporting its use over the network, unless it is wanted."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 def worker_environment(home: str, kernel: str) -> dict[str, str]:
-    """The environment of a worker process: ours, with this package on its path.
+    """The environment of a worker process: that of this one, with this package on its path.
 
     Args:
         home: Folder that holds the package.
-        kernel: Path of the kernel that it must take; empty: as it likes.
+        kernel: Path of the kernel that it must use; empty: the worker chooses.
     """
     env = dict(environment())
+    # A worker is not a part of the captured program and must not capture itself.
     env.pop(LAUNCH, None)
     # A small process gives memory back to the system after each array, and gets it anew, page by
     # page: kl of 800 pairs of 256 kB took 2.7 s of processor time without these, 1.0 s with them.
@@ -105,8 +106,8 @@ def worker_environment(home: str, kernel: str) -> dict[str, str]:
     return {**env, KERNEL: kernel} if kernel else env
 
 
-def take_kernel(path: str) -> None:
-    """Have this process take a path of the kernel; before it is first asked for."""
+def set_kernel_choice(path: str) -> None:
+    """Set the kernel path of this process; only before the kernel is first used."""
     os.environ[KERNEL] = path
 
 
@@ -123,9 +124,9 @@ def debug() -> bool:
 
 
 def columns() -> int:
-    """Width of the terminal as the shell or a person says it; 0 when nobody does."""
-    said = os.environ.get("COLUMNS", "")
-    return int(said) if said.isascii() and said.isdigit() else 0
+    """Width of the terminal as the shell or the user sets it; 0 when it is not set."""
+    width = os.environ.get("COLUMNS", "")
+    return int(width) if width.isascii() and width.isdigit() else 0
 
 
 def colours_refused() -> bool:
@@ -149,7 +150,7 @@ def label_store() -> str:
     return environment().get(LABELS, "")
 
 
-def hand_on_label_store(folder: str) -> None:
+def set_label_store(folder: str) -> None:
     """Tell the processes that this one will start where labels are kept."""
     os.environ[LABELS] = folder
 
@@ -165,6 +166,7 @@ def label_task() -> str:
 def set_label_task(task: str) -> None:
     """For this process, its children, and the C library in it: Python hands it to `putenv`."""
     os.environ[TASK_ID] = task
+    # Read by the Ascend library, which looks for a variable with its own process id.
     os.environ.setdefault(f"{os.getpid()}_DUMP_PATH", str(os.getpid()))
 
 
@@ -174,16 +176,16 @@ def old_dump_roots() -> Mapping[str, str]:
 
 
 class JobPlace(NamedTuple):
-    """Where this process stands in a distributed job, as its launcher says."""
+    """Rank of this process in a distributed job, and the number of ranks."""
 
     rank: int
     world_size: int
 
 
 def job_place() -> JobPlace:
-    """Rank and size as the job's launcher says; alone: rank 0 of 1.
+    """Rank and size as the job's launcher sets them; rank 0 of 1 without a launcher.
 
-    Asked are torchrun's variables, Paddle's, Open MPI's and Slurm's, in this order.
+    Reads the variables of torchrun, Paddle, Open MPI and Slurm, in this order.
     """
     env = environment()
     for rank, size in (
@@ -192,17 +194,20 @@ def job_place() -> JobPlace:
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         ("SLURM_PROCID", "SLURM_NTASKS"),
     ):
+        # Both or neither: a rank without a size comes from a shell that inherited half of a
+        # job.
         if env.get(rank, "").isdigit() and env.get(size, "").isdigit():
             return JobPlace(int(env[rank]), int(env[size]))
     return JobPlace(0, 1)
 
 
 def job_id() -> str:
-    """A name that the ranks of one job share and those of another do not; empty where alone.
+    """A name that the ranks of one job share and those of another do not; empty for one process.
 
-    Of what launchers say: the id of a torchrun or Slurm job, and where its ranks meet, which is all
-    that Paddle says.
+    Made of the id of a torchrun or Slurm job and of the address where its ranks meet, which is all
+    that Paddle sets.
     """
+    # One process needs no agreement with others.
     if job_place().world_size < 2:
         return ""
     env = environment()
@@ -210,16 +215,23 @@ def job_id() -> str:
         *("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT"),
         "PADDLE_TRAINER_ENDPOINTS",
     )
-    said = "\0".join(env.get(name, "") for name in names)
-    return hashlib.blake2b(said.encode(), digest_size=8).hexdigest() if said.strip("\0") else ""
+    # Joined by a byte that no variable can contain, and hashed below because the name only has
+    # to be equal for equal jobs.
+    identity = "\0".join(env.get(name, "") for name in names)
+    return (
+        hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
+        if identity.strip("\0")
+        else ""
+    )
 
 
 def place_on_machine() -> JobPlace:
-    """Which of the processes of a torchrun job on this machine this one is; alone: the only one."""
+    """Rank among the processes of a torchrun job on this machine; 0 of 1 without torchrun."""
     env = environment()
     rank, size = env.get("LOCAL_RANK", ""), env.get("LOCAL_WORLD_SIZE", "")
-    here = int(rank) if rank.isdigit() else 0
-    return JobPlace(here, max(int(size) if size.isdigit() else 1, here + 1))
+    local_rank = int(rank) if rank.isdigit() else 0
+    # The size may be missing; it is at least one more than the rank.
+    return JobPlace(local_rank, max(int(size) if size.isdigit() else 1, local_rank + 1))
 
 
 METRICS_VARIABLES = {
@@ -230,7 +242,7 @@ METRICS_VARIABLES = {
     "default_dtype": "DEFAULT_TYPES",
     "sharegpt_path": "DS_PATH",
 }
-"""What the options of `driftline metrics` fall back to, by option; commas between several."""
+"""Variable that gives the default of each option of `driftline metrics`; commas separate."""
 
 
 def metrics_variable(option: str) -> str:
@@ -245,7 +257,7 @@ LAYER_VARIABLES = {
     "output_path": "OUTPUT_PATH",
     "sharegpt_path": "SHARE_GPT_DATASET_PATH",
 }
-"""What the options of `driftline layer-metrics` fall back to, by option; commas between several."""
+"""Variable that gives the default of each option of `driftline layer-metrics`; commas separate."""
 SHARE_GPT = "share_gpt.json"
 """Name of the prompt file in the user's home, where no other is named."""
 
@@ -265,16 +277,16 @@ which wins."""
 
 
 def shapes_variable(name: str) -> str:
-    """What one of them says; empty if it does not.
+    """Value of a variable of the decoder tests; empty if it is not set.
 
     Args:
-        name: Without what all begin with: `COMMON_MODEL_PATHS`.
+        name: Without the common beginning: `COMMON_MODEL_PATHS`.
     """
     env = environment()
-    ours = env.get(f"DRIFTLINE_{TEST_SHAPES}{name}", "").strip()
-    return ours or env.get(f"FMS_{TEST_SHAPES}{name}", "").strip()
+    own = env.get(f"DRIFTLINE_{TEST_SHAPES}{name}", "").strip()
+    return own or env.get(f"FMS_{TEST_SHAPES}{name}", "").strip()
 
 
 def shapes_timing() -> str:
-    """`e2e` or `per-token`: what of the generations is timed in decoder tests."""
+    """`e2e` or `per-token`: what is timed in decoder tests."""
     return environment().get("DRIFTLINE_TIMING", environment().get("TIMING", "")).strip()

@@ -1,4 +1,4 @@
-"""Sizes as people write and read them."""
+"""Sizes in bytes: `2GB` into a number, and a number into text."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ def size_of(text: str) -> int:
     >>> size_of("2GB"), size_of("1.5KiB"), size_of("7")
     (2000000000, 1536, 7)
     """
-    found = _SIZE.fullmatch(text.strip())
-    if found is None or float(found[1]) == 0:
+    match = _SIZE.fullmatch(text.strip())
+    # A limit of zero would refuse everything, so it is taken for a mistake.
+    if match is None or float(match[1]) == 0:
         raise BadInput(f"a limit is a size such as 500MB or 2GiB, not '{text}'")
-    power = _UNITS.index(found[2].lower()) + 1 if found[2] else 0
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    # Decimal units as disks are sold; with an `i` the powers of 1024.
+    power = _UNITS.index(match[2].lower()) + 1 if match[2] else 0
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-def say_size(count: int) -> str:
-    """
-    >>> say_size(999), say_size(1_234_567)
+def size_text(count: int) -> str:
+    """A number of bytes in decimal units, to one digit.
+
+    >>> size_text(999), size_text(1_234_567)
     ('999 bytes', '1.2 MB')
     """
     if count < 1000:

@@ -275,7 +275,7 @@ def forget_doors() -> None:
     """The package remembers the functions behind its doors once they were used."""
     import driftline
 
-    for name in vars(driftline)["_DOORS"]:
+    for name in vars(driftline)["_ADDRESSES"]:
         vars(driftline).pop(name, None)
 
 

@@ -84,8 +84,8 @@ def test_a_tree_read_ahead_is_the_tree_read_file_by_file(tmp_path, monkeypatch, 
     with monkeypatch.context() as without:
         without.setattr(read_ahead, "available", lambda: False)
         records, measured = described(tmp_path), rows(tmp_path)
-    monkeypatch.setattr(folders, "_AHEAD", 8)
-    monkeypatch.setattr(folders, "_BEGINNING", beginning)
+    monkeypatch.setattr(folders, "_FILES_AHEAD", 8)
+    monkeypatch.setattr(folders, "_FIRST_BYTES", beginning)
     monkeypatch.setattr("driftline.comparison.measure.scheduler._AHEAD", 8)
     for kept in (1 << 20, 3000, 0):
         monkeypatch.setattr(folders, "KEPT_BYTES", kept)
@@ -94,7 +94,7 @@ def test_a_tree_read_ahead_is_the_tree_read_file_by_file(tmp_path, monkeypatch, 
 
 
 def test_bytes_at_hand_belong_to_the_name_they_were_read_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "_AHEAD", 2)
+    monkeypatch.setattr(folders, "_FILES_AHEAD", 2)
     for name in "abcdef":
         (tmp_path / name).write_bytes(name.encode() * 20)
     folder = Folder(tmp_path)
@@ -105,7 +105,7 @@ def test_bytes_at_hand_belong_to_the_name_they_were_read_for(tmp_path, monkeypat
 
 
 def test_whoever_stops_in_the_middle_leaves_no_descriptor_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "_AHEAD", 2)
+    monkeypatch.setattr(folders, "_FILES_AHEAD", 2)
     for name in "abcdef":
         (tmp_path / name).write_bytes(b"x")
     names = Folder(tmp_path).ahead(list("abcdef"))

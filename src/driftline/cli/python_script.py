@@ -347,7 +347,7 @@ def _public_name(function: Callable[..., Any]) -> str:
     import driftline
 
     address = f"{function.__module__}:{function.__qualname__}"
-    addresses = cast("Mapping[str, str]", vars(driftline)["_DOORS"])
+    addresses = cast("Mapping[str, str]", vars(driftline)["_ADDRESSES"])
     return next((f"driftline.{name}" for name, place in addresses.items() if place == address), "")
 
 

@@ -214,7 +214,7 @@ def connect(address: str, jobs: int | None) -> Session:
     # The program's own connection is used, and left open.
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         return Session(sys.modules["ray"], owned=False)
-    settings.ray_tells_nobody()
+    settings.disable_ray_usage_reports()
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     wanted = address or settings.ray_address()
     elsewhere = wanted if wanted not in ("auto", "local") else ""

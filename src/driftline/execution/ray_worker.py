@@ -81,4 +81,4 @@ def _take(path: str) -> None:
             f"cannot take the kernel's path {path}, as the machine that asks does; set "
             f"{settings.KERNEL}={kernel.available()[0]} there, and all digits agree"
         )
-    settings.take_kernel(path)
+    settings.set_kernel_choice(path)

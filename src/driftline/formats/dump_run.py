@@ -1,4 +1,9 @@
-"""One tensor of somebody's file: its name, its type, its shape, and how to get at its values."""
+"""Tensor files and dump folders of other programs as runs, whose values are read on demand.
+
+`Member` is one tensor of a file, `FileRun` a file as a run, `Leaf` one tensor of a dump and
+`TreeRun` a dump as a run. Knows nothing of any format: a format makes members or leaves, this file
+makes the run.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +52,6 @@ class Member(NamedTuple):
     summary: Summary | None = None
 
 
-# A tensor file as a run: each of its tensors is the output of a site.
-
-
 LONE = "tensor"
 """Site of the only tensor of a file, so that any two such files pair, whatever they call it."""
 
@@ -63,6 +65,7 @@ class FileRun(Run):
         self.name = str(path)
         self._format = format_name
         self._members = {_key(member, len(members)): member for member in members}
+        # A dictionary would keep only the last of two tensors of one name, silently.
         if len(self._members) != len(members):
             raise BadFile(f"{path} holds two tensors of one name")
         self._records = [
@@ -90,17 +93,19 @@ class FileRun(Run):
         if record.lost:
             raise BadInput(f"{record.key.site} of {self.name} has no values: {record.lost}")
         values = self._members[record.key].fetch()
+        # Values may be a view of the mapped file, or shared by a cache: a caller that
+        # writes into them would change what the next caller reads.
         values.flags.writeable = False
         return values
 
 
-def _key(member: Member, how_many: int) -> TensorKey:
-    return TensorKey.of(LONE if how_many == 1 else member.name or LONE, "output")
+def _key(member: Member, count: int) -> TensorKey:
+    return TensorKey.of(LONE if count == 1 else member.name or LONE, "output")
 
 
 def _record(path: Path, key: TensorKey, member: Member, order: int) -> Record:
-    known = DTYPES.get(member.dtype)
-    length = known.byte_count(math.prod(member.shape)) if known else 0
+    dtype = DTYPES.get(member.dtype)
+    length = dtype.byte_count(math.prod(member.shape)) if dtype else 0
     return Record(
         key,
         order,
@@ -111,8 +116,7 @@ def _record(path: Path, key: TensorKey, member: Member, order: int) -> Record:
     )
 
 
-# A folder of somebody else's dump as a run: keys read from its names, values read when asked
-# for.
+# ---- Dumps of many files
 
 
 class Leaf(NamedTuple):
@@ -187,13 +191,15 @@ class TreeRun(Run):
         self._processes = list(processes)
         self._leaves: dict[TensorKey, Leaf] = {}
         records: list[Record] = []
+        # Sorting keeps the order inside a process. Most dumps have one process and need no
+        # sort.
         ranked = leaves
         if len({leaf.record.key[5:7] for leaf in leaves}) > 1:  # rank and process
             ranked = sorted(leaves, key=lambda leaf: leaf.record.key[5:7])
-        known = self._leaves
+        leaf_by_key = self._leaves
         for position, leaf in enumerate(ranked):
-            record = leaf.record.placed(position, _place(leaf))
-            earlier = known.setdefault(record.key, leaf)
+            record = leaf.record.placed(position, _blob_of(leaf))
+            earlier = leaf_by_key.setdefault(record.key, leaf)
             if earlier is not leaf:
                 raise BadFile(
                     f"{path} holds {record.key} twice: {earlier.source} and {leaf.source}"
@@ -230,13 +236,14 @@ class TreeRun(Run):
         return values
 
     def memory(self, record: Record) -> Memory | None:
+        # Only plain values in a file have an address; rearranged ones exist as arrays only.
         where = getattr(self._leaves[record.key].fetch, "memory", None)
         return None if where is None or record.lost else where()
 
     def read_ahead(self) -> ReadAhead | None:
         if not read_ahead.available():
             return None
-        return _Ahead(self._leaves)
+        return _BackgroundReader(self._leaves)
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         return iter(self._events)
@@ -252,29 +259,31 @@ class TreeRun(Run):
         return self._topologies.get((rank, process))
 
 
-class _Ahead:
+class _BackgroundReader:
     """Values of small files, read in the background into memory that is used again."""
 
     def __init__(self, leaves: Mapping[TensorKey, Leaf]) -> None:
         self._leaves = leaves
         self._now, self._next = read_ahead.Read(), read_ahead.Read()
-        self._asked: list[int | None] = []
+        self._starts: list[int | None] = []
         self._lengths: array[int] = array("q")
 
     def begin(self, records: Sequence[Record]) -> None:
-        self._asked = []
+        self._starts = []
         folder, names = "", list[str]()
         starts, self._lengths = array("q"), array("q")
         begins = 0
         leaves = self._leaves
         for record in records:
             ahead = getattr(leaves[record.key].fetch, "ahead", None)
-            found = None if ahead is None or record.lost else ahead()
-            if found is None or (names and found[0] != folder):
-                self._asked.append(None)
+            file_range = None if ahead is None or record.lost else ahead()
+            # One request to the C thread covers one folder; a file elsewhere is read in
+            # the ordinary way when its turn comes.
+            if file_range is None or (names and file_range[0] != folder):
+                self._starts.append(None)
                 continue
-            folder, name, start, length = found
-            self._asked.append(begins)
+            folder, name, start, length = file_range
+            self._starts.append(begins)
             names.append(name)
             starts.append(start)
             self._lengths.append(length)
@@ -283,27 +292,30 @@ class _Ahead:
 
     def take(self) -> list[Memory | None]:
         self._next.wait()
+        # Two buffers take turns: the caller works on one while the thread fills the other.
         self._now, self._next = self._next, self._now
         read, lengths = self._now, self._lengths
-        taken: list[Memory | None] = []
-        at = 0
+        memories: list[Memory | None] = []
+        index = 0
         address, room, got = read.address, read.room, read.got
-        for begins in self._asked:
+        for begins in self._starts:
             if begins is None:
-                taken.append(None)
+                memories.append(None)
                 continue
-            length = lengths[at]
-            whole = got[at] == length
-            taken.append(Memory(address + begins, length, room) if whole else None)
-            at += 1
-        return taken
+            length = lengths[index]
+            # A short read means that the file shrank or could not be opened; the
+            # ordinary way of reading reports the reason.
+            complete = got[index] == length
+            memories.append(Memory(address + begins, length, room) if complete else None)
+            index += 1
+        return memories
 
     def close(self) -> None:
         self._now.wait()
         self._next.wait()
 
 
-def _place(leaf: Leaf) -> Blob | None:
+def _blob_of(leaf: Leaf) -> Blob | None:
     record = leaf.record
     if record.lost or leaf.fetch is None:
         return None
@@ -315,14 +327,14 @@ def _byte_count(dtype: str, shape: tuple[int, ...]) -> int:
     return DTYPES[dtype].byte_count(math.prod(shape))
 
 
-# A folder that holds several dumps of one kind: one has to be chosen, they are never mixed.
+# ---- Helpers that several dump formats share
 
 
 _SHOWN = 8
 
 
 def refuse_several(path: Path, dumps: Iterable[str]) -> None:
-    """Says nothing where there is one dump, or none.
+    """Refuse a folder that holds several dumps: the user has to choose, they are never mixed.
 
     Args:
         path: What was opened.
@@ -340,9 +352,6 @@ def refuse_several(path: Path, dumps: Iterable[str]) -> None:
         )
 
 
-# A summary of which only a few numbers are known, as statistics-only dumps leave it.
-
-
 def partial_summary(
     count: int,
     *,
@@ -352,6 +361,10 @@ def partial_summary(
     std: float = math.nan,
     l2: float = math.nan,
 ) -> Summary:
-    """What is not known is NaN, counts of zeros and non-finite elements too; there is no sketch."""
+    """A summary of which only a few numbers are known, as statistics-only dumps leave it.
+
+    Every other field is NaN, the counts of zeros and non-finite elements too; there is no sketch.
+    """
+    # The fields are integers in a measured summary; NaN marks a count nobody took.
     unknown = cast("int", math.nan)
     return Summary(count, low, high, mean, std, l2, unknown, unknown, unknown, unknown)

@@ -1,4 +1,4 @@
-"""A stranger's folder: its files by name, opened safely and read where they lie.
+"""A folder that another program wrote: list its files by name, open them safely, read ranges.
 
 Links are followed only to files inside the folder, folders behind links are not entered, pipes and
 devices are not opened. Knows no format. Small ranges are read and large ones mapped: mapping 256 kB
@@ -21,6 +21,7 @@ import numpy as np
 from driftline.formats import read_ahead
 from driftline.runs.local_files import open_inside
 
+# Deeper than any tool nests its folders, and shallow enough for recursion.
 DEEPEST = 64
 SMALL = 1 << 16
 KEPT_BYTES = 128 << 20
@@ -28,8 +29,8 @@ KEPT_BYTES = 128 << 20
 opening a small file costs more than reading it."""
 MAPPED_FROM = 1 << 20
 """Ranges of at least so many bytes are mapped instead of read."""
-_AHEAD = 256
-_BEGINNING = 1 << 12
+_FILES_AHEAD = 256
+_FIRST_BYTES = 1 << 12
 _HEADER = 512
 """So many files are read ahead at a time, so many bytes of each, and so many of a longer one are of
 use: the rest is its values."""
@@ -84,7 +85,7 @@ class Folder:
         self._links: set[str] = set()
         self._kept: dict[str, bytes] = {}
         self._room = KEPT_BYTES
-        self._at_hand: tuple[str, bytes, int] | None = None
+        self._prefetched: tuple[str, bytes, int] | None = None
         self.not_entered: list[str] = []
         """What was not looked into, each with the reason."""
 
@@ -104,6 +105,7 @@ class Folder:
     def _walk(
         self, path: str, prefix: str, depth: int, named: Callable[[str], object]
     ) -> Iterator[str]:
+        # A folder this deep is a mistake or an attack; it is reported, not entered.
         if depth > DEEPEST:
             self.not_entered.append(f"{prefix}: deeper than {DEEPEST} folders")
             return
@@ -126,9 +128,11 @@ class Folder:
                     else:
                         name = f"{prefix}/{entry.name}" if prefix else entry.name
                         self.not_entered.append(f"{name}: not a regular file")
+        # One unreadable sub-folder must not hide the rest of the dump.
         except OSError as trouble:
             self.not_entered.append(f"{prefix or '.'}: {trouble.strerror or trouble}")
             return
+        # The order of a directory listing depends on the file system; results must not.
         files.sort(key=natural)
         for name in files:
             yield f"{prefix}/{name}" if prefix else name
@@ -143,10 +147,13 @@ class Folder:
         Raises:
             OSError: It is not a file inside the folder, or cannot be opened.
         """
+        # A plain name inside the folder needs one call; only names that could lead out are
+        # resolved and checked.
         if name in self._links or ".." in name:
             file = open_inside(self.real, self.path / name)
         else:
             file = os.open(f"{self.text}/{name}", read_ahead.FLAGS)
+        # Checked on the open descriptor: a check before opening could be raced.
         about = os.fstat(file)
         if not stat.S_ISREG(about.st_mode):
             os.close(file)
@@ -154,34 +161,43 @@ class Folder:
         return file, about.st_size
 
     def ahead(self, names: Sequence[str]) -> Iterator[str]:
-        """The names again, one by one; `start` has the first bytes of each at hand meanwhile."""
-        if len(names) < 2 * _AHEAD or not read_ahead.available():
+        """Yield the names one by one, with the first bytes of each file already read.
+
+        `start` and `prefetched` use these bytes for the file whose name was yielded last.
+        """
+        # With few files the set-up of a background read costs more than it saves.
+        if len(names) < 2 * _FILES_AHEAD or not read_ahead.available():
             yield from names
             return
-        pieces = [names[at : at + _AHEAD] for at in range(0, len(names), _AHEAD)]
-        here, there = read_ahead.Read(), read_ahead.Read()
-        starts = array("q", [0]) * _AHEAD
-        lengths = array("q", [_BEGINNING]) * _AHEAD
-        here.begin(read_ahead.Ranges(self.text, pieces[0], starts, lengths))
-        for at, piece in enumerate(pieces, 1):
-            here.wait()
-            if at < len(pieces):
-                there.begin(read_ahead.Ranges(self.text, pieces[at], starts, lengths))
-            view = memoryview(here.room)
+        pieces = [
+            names[index : index + _FILES_AHEAD] for index in range(0, len(names), _FILES_AHEAD)
+        ]
+        current, following = read_ahead.Read(), read_ahead.Read()
+        starts = array("q", [0]) * _FILES_AHEAD
+        lengths = array("q", [_FIRST_BYTES]) * _FILES_AHEAD
+        current.begin(read_ahead.Ranges(self.text, pieces[0], starts, lengths))
+        for index, piece in enumerate(pieces, 1):
+            current.wait()
+            if index < len(pieces):
+                following.begin(read_ahead.Ranges(self.text, pieces[index], starts, lengths))
+            view = memoryview(current.room)
             begin = 0
-            for name, size, got in zip(piece, here.sizes, here.got, strict=True):
+            for name, size, got in zip(piece, current.sizes, current.got, strict=True):
                 if got >= 0 and name not in self._links and ".." not in name:
+                    # Bytes behind the header of a long file are values, which
+                    # are read in another way; keeping them would only cost
+                    # memory.
                     useful = got if got == size else min(got, _HEADER)
-                    self._at_hand = (name, bytes(view[begin : begin + useful]), size)
-                begin += _BEGINNING
+                    self._prefetched = (name, bytes(view[begin : begin + useful]), size)
+                begin += _FIRST_BYTES
                 yield name
-            here, there = there, here
-        self._at_hand = None
+            current, following = following, current
+        self._prefetched = None
 
-    def at_hand(self, name: str) -> tuple[bytes, int]:
-        """What was read ahead of a file, and the file's size; nothing of any but the last."""
-        at_hand = self._at_hand
-        return at_hand[1:] if at_hand is not None and at_hand[0] == name else (b"", 0)
+    def prefetched(self, name: str) -> tuple[bytes, int]:
+        """First bytes and size of the file whose name `ahead` yielded last; empty for any other."""
+        last = self._prefetched
+        return last[1:] if last is not None and last[0] == name else (b"", 0)
 
     def start(self, name: str, length: int) -> tuple[bytes, int]:
         """The first bytes of a file, or all of a small one, and its size.
@@ -189,8 +205,10 @@ class Folder:
         Raises:
             OSError: It cannot be read.
         """
-        begin, size = self.at_hand(name)
+        begin, size = self.prefetched(name)
         if begin:
+            # The whole small file was read; keep it, since its values are asked for
+            # next.
             if len(begin) == size and length < size <= self._room:
                 self._kept[name] = begin
                 self._room -= size
@@ -200,10 +218,10 @@ class Folder:
         try:
             if size > SMALL or size > self._room or size <= length:
                 return os.read(file, length), size
-            whole = pread(file, size, 0)
-            self._kept[name] = whole
+            content = pread(file, size, 0)
+            self._kept[name] = content
             self._room -= size
-            return whole, size
+            return content, size
         finally:
             os.close(file)
 
@@ -215,18 +233,20 @@ class Folder:
         """
         file, size = self.open(name)
         try:
+            # The limit stops a damaged or hostile file from filling the memory.
             if size > limit:
                 raise OSError(0, f"has {size} bytes, more than anybody would write there")
             return pread(file, size, 0)
         finally:
             os.close(file)
 
-    def small(self, name: str, start: int, length: int) -> tuple[bytes, int] | None:
-        """A range and where it begins in the bytes given; None where it had better be mapped.
+    def read_small(self, name: str, start: int, length: int) -> tuple[bytes, int] | None:
+        """A buffer with a range, and where the range begins in it; None if it should be mapped.
 
         Raises:
             OSError: It cannot be read, or ends before the last of them.
         """
+        # Values are asked for once as a rule, so the bytes are given up here.
         kept = self._kept.pop(name, None)
         if kept is not None:
             self._room += len(kept)
@@ -257,13 +277,14 @@ class Folder:
         Raises:
             OSError: It cannot be read, or ends before the last of them.
         """
-        read = self.small(name, start, length)
+        read = self.read_small(name, start, length)
         if read is not None:
             return np.frombuffer(read[0], np.uint8, length, read[1])
         file, size = self.open(name)
         try:
             if start + length > size:
                 raise OSError(0, f"has {size} bytes where {start + length} were promised")
+            # The system maps whole pages only: begin at the page that holds the range.
             page = start - start % mmap.ALLOCATIONGRANULARITY
             mapped = mmap.mmap(file, start + length - page, access=mmap.ACCESS_READ, offset=page)
             return np.frombuffer(mapped, np.uint8, length, start - page)
@@ -279,8 +300,9 @@ def _leads_to_a_folder(link: os.DirEntry[str]) -> bool:
 
 
 def pread(file: int, length: int, start: int) -> bytes:
-    """So many bytes from there, or an OSError."""
+    """Exactly `length` bytes from `start`; an OSError where the file ends earlier."""
     got = os.pread(file, length, start)
+    # The system may return fewer bytes than asked for, over a network say.
     while len(got) < length:
         more = os.pread(file, length - len(got), start + len(got))
         if not more:

@@ -23,8 +23,10 @@ from driftline.runs.records import TensorKey
 NAME = "files"
 SUFFIXES = (".npy", ".npz", ".pt", ".pth", ".safetensors", ".bin")
 MOST_FILES = 1_000_000
+# Enough entries to meet a tensor in any real dump; a home folder must not be searched whole.
 _LOOKED_AT = 10_000
 _CHILDREN = 16
+# Files that mark a run or a comparison table of our own, which other code opens.
 _OF_A_RUN = (MANIFEST, INDEX, "table.json")
 
 
@@ -33,6 +35,7 @@ def sniff(path: Path) -> bool:
     waiting = [str(path)]
     looked = 0
     while waiting and looked < _LOOKED_AT:
+        # Breadth first: tensors lie near the top more often than deep down.
         folder = waiting.pop(0)
         try:
             with os.scandir(folder) as entries:
@@ -56,10 +59,12 @@ def open(path: Path) -> TreeRun:
         BadFile: Two tensors have one name, or there is no tensor.
     """
     folder = Folder(path)
-    if targets.is_there(path):
+    # The list of a conversion knows the keys; file names are a poorer source.
+    if targets.has_list(path):
         return targets.open_exported(folder, NAME)
     names: list[str] = []
     for seen, name in enumerate(folder.files(named=_is_tensor_file)):
+        # Somebody opened a disk by mistake: say so instead of listing for hours.
         if seen >= MOST_FILES:
             raise BadFile(
                 f"{path} holds more than {MOST_FILES} files", hint="give the dump's own folder"
@@ -89,6 +94,7 @@ def _dumps_inside(path: Path) -> Iterator[str]:
 
     with os.scandir(path) as entries:
         folders = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    # Each test opens a few folders; sixteen are enough for a useful hint.
     for name in folders[:_CHILDREN]:
         for key, address in TREES.items():
             if key != "files" and address.load().sniff(path / name):
@@ -105,5 +111,6 @@ def _sites(names: list[str]) -> list[str]:
     stems = [name.rpartition(".")[0] for name in names]
     if len(set(stems)) == len(stems):
         return stems
+    # `a.npy` and `a.pt` would be one site; their suffixes tell them apart.
     alike = Counter(stems)
     return [stem if alike[stem] == 1 else name for stem, name in zip(stems, names, strict=True)]

@@ -1,9 +1,9 @@
-"""Small files read ahead: the next ones come in while Python is busy with those that are there.
+"""Reads the next small files in a background thread while Python works on the current ones.
 
-Half of what a small file costs is system calls. A thread that Python does not know makes them: one
-that had to take the interpreter's lock would only run while nobody else does. The library is a
-plain shared object beside this file; where it was not built, files are read one by one. Says
-nothing of errors: what could not be read so is read in the ordinary way, which has words for it.
+Half of what a small file costs is system calls. A C thread makes them: a Python thread would need
+the interpreter's lock and so run only while nobody else does. The library is a plain shared object
+beside this file; where it was not built, files are read one by one. Errors are not reported: a file
+that could not be read here is read again in the ordinary way, which reports the reason.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from driftline.numerics.kernel import opened
 
+# The library refuses to load when its number differs: arguments would be misread.
 _ABI = 1
 FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
 """A link is not followed, and a pipe does not block."""
@@ -86,6 +87,7 @@ class Read:
         self.wait()
         count = len(ranges.names)
         length = sum(ranges.lengths)
+        # Grow only: allocating anew for every batch costs page faults.
         if length > len(self.room):
             self.room = bytearray(length)
             self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.room))
@@ -97,7 +99,10 @@ class Read:
         if library is None or not count:
             return
         try:
+            # Files are opened relative to this descriptor, so a folder that is renamed
+            # meanwhile is still the same one.
             self._folder = os.open(ranges.folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+        # A folder that went away leaves every range unread, marked -1.
         except OSError:
             return
         self._task = library.driftline_begin_files(
@@ -113,7 +118,7 @@ class Read:
         )
 
     def wait(self) -> None:
-        """Until what was begun is there."""
+        """Wait until the reads that were begun are finished."""
         if self._task is not None:
             library = _library()
             assert library is not None

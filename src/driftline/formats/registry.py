@@ -1,4 +1,9 @@
-"""What a format must offer to be opened; `driftline.testing` holds it to more."""
+"""Finds the reader for a path: a run of our own first, then the first format that recognises it.
+
+`Format` and `TreeFormat` are what a format module must offer; `driftline.testing` checks more.
+Formats are listed by address and imported when they are first asked. Other packages add theirs
+under the entry-point group `driftline.formats`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,7 @@ class Format(Protocol):
     NAME: str
 
     def sniff(self, path: Path, /) -> bool:
-        """Whether this looks like one of ours; reads a few bytes, never raises for content."""
+        """Whether this file looks like the format; reads a few bytes, never raises for content."""
         ...
 
     def members(self, path: Path, /) -> list[Member]:
@@ -39,15 +44,12 @@ class TreeFormat(Protocol):
     NAME: str
 
     def sniff(self, path: Path, /) -> bool:
-        """Whether this looks like one of ours; looks at few names and bytes, never raises."""
+        """Whether this folder looks like the format; looks at few names and bytes, never raises."""
         ...
 
     def open(self, path: Path, /) -> Run:
         """The dump as a run, no value read; a file that cannot be believed is a lost tensor."""
         ...
-
-
-# Any path → a run: our own layout first, then whichever format recognises the file.
 
 
 GROUP = "driftline.formats"
@@ -83,7 +85,7 @@ READABLE = (
     "transformers' debugger; decoder *.out folders; and .npy, .npz, .pt, .pth, .safetensors, ATB "
     ".bin and GE operator files, alone or in folders"
 )
-"""The hint of whoever gives something else."""
+"""The hint shown when a path is none of these."""
 
 
 def open_run(path: StrPath) -> Run:
@@ -102,6 +104,7 @@ def open_run(path: StrPath) -> Run:
 
 
 def _open(path: StrPath) -> Run:
+    # Most paths are local: the store modules are imported only for an address.
     if ":/" in os.fspath(path):
         from driftline.runs.stores.addresses import url_of
 
@@ -116,7 +119,8 @@ def _open(path: StrPath) -> Run:
 
     try:
         return reader.open_run(place)
-    except BadRun as not_ours:
+    # Our own layout is tried first: it has a manifest, so it is recognised without doubt.
+    except BadRun as no_run:
         if place.is_dir():
             import shlex
 
@@ -125,12 +129,15 @@ def _open(path: StrPath) -> Run:
                     f"{place} is a comparison table, not a run",
                     hint=f"look at it with: driftline show {shlex.quote(str(place))}",
                 ) from None
+            # Named before formats are asked: a folder of parts also looks like plain
+            # files.
             if next(place.glob(PARTS), None) is not None:
                 raise BadRun(
                     f"{place} holds parts of a comparison, not a run",
                     hint=f"their table is made with: driftline merge {shlex.quote(str(place))}",
                 ) from None
-            for format_ in chain(_trees(), _announced()):
+            # Plug-ins come last, so that none can take over a format of ours.
+            for format_ in chain(_tree_formats(), _plugin_formats()):
                 if format_.sniff(place):
                     return _opened(format_, place)
             if not any(place.iterdir()):
@@ -140,7 +147,7 @@ def _open(path: StrPath) -> Run:
                     f"'{place}' is no run, and no dump of another program that is known",
                     hint=READABLE,
                 ) from None
-        raise not_ours
+        raise no_run
 
 
 def open_file(path: Path) -> Run:
@@ -149,11 +156,13 @@ def open_file(path: Path) -> Run:
     Raises:
         BadFile: No format recognises it, or the one that does refuses it.
     """
+    # Magic numbers before suffixes: people rename files.
     if (certain := _by_first_bytes(path)) is not None:
         return _opened(BUILTIN[certain].load(), path)
-    for format_ in chain(_builtin(), _announced()):
+    for format_ in chain(_file_formats(), _plugin_formats()):
         if format_.sniff(path):
             return _opened(format_, path)
+    # A user who gave a part of something larger is told what to give instead.
     if path.name in (MANIFEST, INDEX):
         folder = path.parent if path.name == MANIFEST else path.parent.parent
         raise BadFile(f"{path} is a part of a run", hint=f"give the run's folder: {folder}")
@@ -162,7 +171,7 @@ def open_file(path: Path) -> Run:
             f"{path} is a part of a comparison",
             hint="driftline merge makes the table of all its parts",
         )
-    for format_ in _trees():
+    for format_ in _tree_formats():
         if format_.NAME != "files" and format_.sniff(path.parent):
             raise BadFile(
                 f"{path} is a part of a dump ({format_.NAME})",
@@ -191,17 +200,18 @@ def _by_first_bytes(path: Path) -> str | None:
             names = archive.namelist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
         return None
+    # Both torch and numpy write zips; the names inside tell which.
     if any(name.endswith("/data.pkl") for name in names):
         return "torch"
     return "npz" if names and all(name.endswith(".npy") for name in names) else None
 
 
-def _builtin() -> Iterator[Format]:
+def _file_formats() -> Iterator[Format]:
     for address in BUILTIN.values():
         yield address.load()
 
 
-def _trees() -> Iterator[TreeFormat]:
+def _tree_formats() -> Iterator[TreeFormat]:
     for address in TREES.values():
         yield address.load()
 
@@ -217,7 +227,7 @@ def _opened(format_: Format | TreeFormat, path: Path) -> Run:
     return FileRun(path, format_.NAME, members)
 
 
-def _announced() -> Iterator[Format | TreeFormat]:
+def _plugin_formats() -> Iterator[Format | TreeFormat]:
     for name, address in plugins(GROUP).items():
         if name not in BUILTIN and name not in TREES:
             yield address.load()

@@ -1,8 +1,8 @@
-"""The tensors of one file that is a part of a dump: described now, read when asked for.
+"""Tensors of one file inside a dump: described when the dump is opened, read when asked for.
 
 A dump has tens of thousands of files: nothing is kept open or mapped between two reads, and the
 usual layouts of `.npy` and `.pt` are described from their first and last bytes, without numpy or
-torch. Knows files and how they are read; what a file's name means is each dump format's business.
+torch. Knows files and how they are read; the dump format knows what a file's name means.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ def describe(folder: Folder, name: str) -> list[Member]:
     A file that cannot be read, or is refused, is one member without a name whose `trouble` says so.
     """
     try:
+        # By far the most common file of a dump, so it is tested first.
         if name.endswith(".npy"):
             return [_npy(folder, name)]
         suffix = "." + name.rpartition(".")[2].lower()
         if suffix in TORCH:
             return _torch(folder, name)
-        return _by_its_format(folder, name)
+        return _by_format(folder, name)
+    # A dump stays readable when one of its files is not: the tensor is lost with a reason.
     except DriftlineError as refused:
         return [unreadable(_without_path(str(refused), folder, name))]
     except OSError as trouble:
@@ -54,11 +56,12 @@ def describe(folder: Folder, name: str) -> list[Member]:
 
 def unreadable(reason: str) -> Member:
     """A tensor of which nothing is known but why it cannot be read."""
-    return Member("", "", (), _nothing, reason)
+    return Member("", "", (), _no_values, reason)
 
 
 def leaf(key: TensorKey, source: str, member: Member, *, class_name: str = "") -> Leaf:
     """A tensor of a file as a leaf of a dump."""
+    # Statistics without values have no place to fetch from.
     if member.kept != "full":
         record = Record(key, 0, member.dtype, member.shape, class_name=class_name)
         return Leaf(record._replace(kept=member.kept, summary=member.summary), source)
@@ -68,27 +71,30 @@ def leaf(key: TensorKey, source: str, member: Member, *, class_name: str = "") -
     return Leaf(record, source, member.fetch)
 
 
-def _nothing() -> Array:
+def _no_values() -> Array:
     return np.empty(0, np.uint8)
 
 
 def _without_path(sentence: str, folder: Folder, name: str) -> str:
     """The reason without the file's name, which stands beside it wherever it is shown."""
-    whole = str(folder.path / name)
-    return sentence.removeprefix(whole).lstrip(": ") if sentence.startswith(whole) else sentence
+    path = str(folder.path / name)
+    return sentence.removeprefix(path).lstrip(": ") if sentence.startswith(path) else sentence
 
 
 def _npy(folder: Folder, name: str) -> Member:
     start, size = folder.start(name, _START)
     header = npy.usual_header(start)
+    # Not numpy's usual text: numpy's own reader decides, with the longest header there may be.
     if header is None:
         start, size = folder.start(name, npy.HEADER_BYTES)
         header = npy.read_header(io.BytesIO(start), str(folder.path / name))
+    # Checked before anything is allocated for the claimed shape.
     if header.byte_count > size - header.offset:
         claim = f"claims {header.byte_count} bytes of data and has {size - header.offset}"
-        return Member("", header.name, header.shape, _nothing, claim)
+        return Member("", header.name, header.shape, _no_values, claim)
+    # Bytes that need no conversion can be used where they lie, without an array.
     if header.plain:
-        plain = _Plain(folder, name, header.offset, header.byte_count, header.stored.str)
+        plain = _PlainValues(folder, name, header.offset, header.byte_count, header.stored.str)
         return Member("", header.name, header.shape, plain)
     return Member(
         "", header.name, header.shape, functools.partial(_npy_values, folder, name, header)
@@ -101,7 +107,7 @@ def _npy_values(folder: Folder, name: str, header: npy.Header) -> Array:
     return header.flat(_values(folder, name, header.offset, header.byte_count))
 
 
-class _Plain:
+class _PlainValues:
     """Values that lie in a file as they are wanted: an array of them, or where they are."""
 
     __slots__ = ("folder", "length", "name", "start", "storage")
@@ -128,7 +134,9 @@ class _Plain:
     def memory(self) -> Memory | None:
         """The same without an array: making one takes as long as reading 16 kB."""
         try:
-            read = self.folder.small(self.name, self.start, self.length) if self.length else None
+            read = (
+                self.folder.read_small(self.name, self.start, self.length) if self.length else None
+            )
         except OSError as trouble:
             path = self.folder.path / self.name
             raise BadFile(f"{path} cannot be read: {reason_of(trouble)}") from trouble
@@ -146,15 +154,18 @@ def _values(folder: Folder, name: str, start: int, length: int) -> Array:
 
 
 def _torch(folder: Folder, name: str) -> list[Member]:
-    whole, size = folder.at_hand(name)
-    if whole and len(whole) == size:
-        found = torch_zip.read_tensors(size, lambda length, at: whole[at : at + length])
+    content, size = folder.prefetched(name)
+    if content and len(content) == size:
+        tensors = torch_zip.read_tensors(
+            size, lambda length, offset: content[offset : offset + length]
+        )
     else:
-        found = _torch_tensors(folder, name)
-    if found is None or any(_odd(stored) for stored in found):
+        tensors = _torch_tensors(folder, name)
+    # Unusual files are left to torch, which is slower but knows every layout.
+    if tensors is None or any(_needs_torch(stored) for stored in tensors):
         from driftline.formats.tensors import torch_file
 
-        return _through(torch_file.members, _checked(folder, name))
+        return _closed_between_reads(torch_file.members, _checked_path(folder, name))
     return [
         Member(
             stored.name,
@@ -162,80 +173,94 @@ def _torch(folder: Folder, name: str) -> list[Member]:
             stored.shape,
             _torch_values(folder, name, stored),
         )
-        for stored in found
+        for stored in tensors
     ]
 
 
 def _torch_tensors(folder: Folder, name: str) -> list[torch_zip.Stored] | None:
     file, size = folder.open(name)
     try:
+        # One read of a small file replaces several small ones for its zip directory and pickle.
         if size <= 1 << 15:
-            whole = pread(file, size, 0)
-            return torch_zip.read_tensors(size, lambda length, at: whole[at : at + length])
+            content = pread(file, size, 0)
+            return torch_zip.read_tensors(
+                size, lambda length, offset: content[offset : offset + length]
+            )
         return torch_zip.read_tensors(size, functools.partial(pread, file))
     finally:
         os.close(file)
 
 
-def _odd(stored: torch_zip.Stored) -> bool:
+def _needs_torch(stored: torch_zip.Stored) -> bool:
     """Whether torch has to be asked: views with gaps, unknown types, bytes that do not add up."""
-    known = DTYPES.get(stored.dtype)
-    if known is None or not stored.dense or known.bits < 8:
+    dtype = DTYPES.get(stored.dtype)
+    # Packed types need torch's own idea of their shape.
+    if dtype is None or not stored.dense or dtype.bits < 8:
         return True
-    item = known.bits // 8
+    item = dtype.bits // 8
     return (stored.offset + math.prod(stored.shape)) * item > stored.length
 
 
-def _torch_values(folder: Folder, name: str, stored: torch_zip.Stored) -> _Plain:
-    known = DTYPES[stored.dtype]
-    length = known.byte_count(math.prod(stored.shape))
-    start = stored.start + stored.offset * known.bits // 8
-    return _Plain(folder, name, start, length, known.storage)
+def _torch_values(folder: Folder, name: str, stored: torch_zip.Stored) -> _PlainValues:
+    dtype = DTYPES[stored.dtype]
+    length = dtype.byte_count(math.prod(stored.shape))
+    start = stored.start + stored.offset * dtype.bits // 8
+    return _PlainValues(folder, name, start, length, dtype.storage)
 
 
-def _by_its_format(folder: Folder, name: str) -> list[Member]:
+def _by_format(folder: Folder, name: str) -> list[Member]:
     from driftline.formats.registry import BUILTIN
 
-    path = _checked(folder, name)
+    path = _checked_path(folder, name)
     for address in BUILTIN.values():
         format_ = address.load()
         if hasattr(format_, "members") and format_.sniff(path):
-            return _through(format_.members, path)
+            return _closed_between_reads(format_.members, path)
     raise BadFile(f"{path} is no tensor file that driftline can read")
 
 
-def _checked(folder: Folder, name: str) -> Path:
+def _checked_path(folder: Folder, name: str) -> Path:
     """The path of a file that may be opened by its name."""
+    # Opened for the checks alone: it must be a regular file inside the folder.
     file, _ = folder.open(name)
     os.close(file)
     return folder.path / name
 
 
-def _through(members: Callable[[Path], list[Member]], path: Path) -> list[Member]:
-    """The members of a format's reader, without what they keep open."""
+def _closed_between_reads(members: Callable[[Path], list[Member]], path: Path) -> list[Member]:
+    """Members as a format reads them, but opened again for every read.
+
+    A format's reader may keep a file mapped; for a dump of many files that would exhaust the
+    process's descriptors.
+    """
     return [
-        member._replace(fetch=functools.partial(_once_more, members, path, at, member))
-        for at, member in enumerate(members(path))
+        member._replace(fetch=functools.partial(_fetch_again, members, path, index, member))
+        for index, member in enumerate(members(path))
     ]
 
 
 @functools.lru_cache(8)
-def _lately(
+def _recently_read(
     members: Callable[[Path], list[Member]], path: Path, changed: int, size: int
 ) -> list[Member]:
     """The members of the files read last; a file that changed is read again."""
+    # They are part of the cache's key only.
     del changed, size
     return members(path)
 
 
-def _once_more(
-    members: Callable[[Path], list[Member]], path: Path, at: int, known: Member
+def _fetch_again(
+    members: Callable[[Path], list[Member]], path: Path, index: int, described: Member
 ) -> Array:
     try:
         about = path.stat()
-        found = _lately(members, path, about.st_mtime_ns, about.st_size)
+        current = _recently_read(members, path, about.st_mtime_ns, about.st_size)
     except OSError as trouble:
         raise BadFile(f"{path} cannot be read: {reason_of(trouble)}") from trouble
-    if len(found) <= at or (found[at].dtype, found[at].shape) != (known.dtype, known.shape):
+    # Values of a replaced file would be read with the old shape.
+    if len(current) <= index or (current[index].dtype, current[index].shape) != (
+        described.dtype,
+        described.shape,
+    ):
         raise BadFile(f"{path} changed while it was read")
-    return found[at].fetch()
+    return current[index].fetch()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from driftline.runs.owned_file import print_to_stderr
 from driftline.runs.records import Record
-from driftline.units import say_size
+from driftline.units import size_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -328,12 +328,12 @@ class Limited(Forwarding):
         # Weights are stored once, and take no room in later steps.
         later_step = max(1, first_step - weights)
         if self._last_step is not None:
-            return f"the first step does not fit into the limit of {say_size(self._limit)}"
+            return f"the first step does not fit into the limit of {size_text(self._limit)}"
         text = (
-            f"the first step takes {say_size(first_step)} of the limit of {say_size(self._limit)}"
+            f"the first step takes {size_text(first_step)} of the limit of {size_text(self._limit)}"
         )
         if isinstance(steps, int) and steps > 1:
             total = weights + later_step * steps
-            text += f"; all {steps} selected steps would take about {say_size(total)}"
+            text += f"; all {steps} selected steps would take about {size_text(total)}"
         fitting = max(1, (self._limit - weights) // later_step)
         return text + f"; the limit holds about {fitting} step{'s' if fitting > 1 else ''}"

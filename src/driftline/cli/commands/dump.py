@@ -44,7 +44,7 @@ from driftline.cli.options import (
 from driftline.cli.output import refuse_memory, run_place, short_path, unsent_lines
 from driftline.errors import EXIT_FINE, BadInput
 from driftline.runs.layout import SENT_SHARD_BYTES
-from driftline.units import say_size, size_of
+from driftline.units import size_of, size_text
 
 # More would push the sentence that matters off the screen; all are in the run.
 MOST_NOTES = 8
@@ -371,7 +371,7 @@ def _captured_text(outcome: Outcome) -> str:
     parts: list[str] = []
     if plan.wants_tensors and harvest.tensors:
         parts.append(
-            f"{harvest.tensors} tensors, {say_size(harvest.bytes)}, {process_text}, "
+            f"{harvest.tensors} tensors, {size_text(harvest.bytes)}, {process_text}, "
             f"{say_steps(harvest.steps)}"
         )
     elif "model" in plan.types or "layer" in plan.types:
@@ -393,7 +393,7 @@ def _captured_lines_of_both(outcome: Outcome, atb: AtbHarvest) -> list[str]:
     if atb.tensors:
         devices = ", ".join(map(str, atb.devices))
         parts.append(
-            f"{atb.tensors} tensors, {say_size(atb.bytes)}, "
+            f"{atb.tensors} tensors, {size_text(atb.bytes)}, "
             f"device{'s' if len(atb.devices) > 1 else ''} {devices}, {say_steps(atb.steps)}"
         )
     parts += atb.also_written

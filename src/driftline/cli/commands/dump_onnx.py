@@ -24,7 +24,7 @@ from driftline.cli.options import ONNX, OUTPUT, SEVERAL
 from driftline.cli.output import run_place, unsent_lines
 from driftline.cli.progress import progress_bar
 from driftline.errors import EXIT_COULD_NOT, EXIT_FINE, BadInput
-from driftline.units import say_size, size_of
+from driftline.units import size_of, size_text
 
 if TYPE_CHECKING:
     from driftline.captures.onnxruntime.api import OnnxCapture
@@ -290,7 +290,7 @@ def _summary(captured: OnnxCapture, model: OnnxOptions, place: str) -> list[str]
         nodes += f" (the file has {captured.exported_nodes})"
     lines = [
         f"driftline: {captured.tensors} tensor{'s' if captured.tensors != 1 else ''}, "
-        f"{say_size(captured.bytes)}, {nodes}, "
+        f"{size_text(captured.bytes)}, {nodes}, "
         f"{steps} step{'s' if steps != 1 else ''} in {place}"
     ]
     if captured.executions > 1:

@@ -39,13 +39,13 @@ def push(
     """
     from driftline.runs.stores.addresses import memory_warning
     from driftline.runs.stores.api import push as push_folder
-    from driftline.units import say_size
+    from driftline.units import size_text
 
     sent = script.step("sent", push_folder, folder, url, force=force, patience=patience)
     script.end(sent)
     files = "1 file" if sent.files == 1 else f"{sent.files} files"
     if not sent.reason:
-        print(f"driftline: {files}, {say_size(sent.size)}, sent to {sent.url}", file=sys.stderr)
+        print(f"driftline: {files}, {size_text(sent.size)}, sent to {sent.url}", file=sys.stderr)
         if warning := memory_warning(sent.url):
             print(f"  {warning}", file=sys.stderr)
         return EXIT_FINE

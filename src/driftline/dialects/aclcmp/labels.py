@@ -159,7 +159,7 @@ class _ProcessLabels:
         folder = Path(settings.label_store() or Path.cwd() / STORE)
         writer = LabelWriter(folder)
         if not settings.labels_awaited():
-            settings.hand_on_label_store(str(folder))
+            settings.set_label_store(str(folder))
             atexit.register(self.report)
             _finalize_with_multiprocessing(self.report)
         return writer

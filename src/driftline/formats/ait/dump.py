@@ -3,7 +3,8 @@
 The first folder may be `ait_dump*` or `msit_dump*`. A dump is opened at any level, from the folder
 that holds it down to one token. Files are `.pth` tensors or a `statistics.csv` per module;
 `model_tree.json` gives classes and the module tree. Dumps made by hand
-(`golden_tensor/{token}/{id}_tensor.pth`) are read too. ATB's own `tensors/` is another format's.
+(`golden_tensor/{token}/{id}_tensor.pth`) are read too. ATB's own `tensors/` folder is read by
+`ascend/atb`.
 """
 
 from __future__ import annotations
@@ -52,15 +53,17 @@ def open(path: Path) -> TreeRun:
         BadFile: There is not a single tensor in it.
         BadRun: There are several dumps in it.
     """
+    # Two dumps side by side belong to two runs; mixing them would double every key.
     holding = [r for r in _roots(path) if r != path and sniff(r)]
     refuse_several(path, (root.name for root in holding))
     reader = _Reader(path)
+    # Several processes of one device are numbered in the order of their names.
     numbers: dict[int, int] = {}
-    for process in sorted(_processes(path), key=lambda each: natural(str(each.folder))):
+    for process in sorted(_processes(path), key=lambda process: natural(str(process.folder))):
         rank = module_tree.rank_of(process.folder.name)
         reader.read(process, rank, numbers.setdefault(rank, 0))
         numbers[rank] += 1
-    for folder in sorted(_by_hand(path), key=lambda each: natural(str(each))):
+    for folder in sorted(_by_hand(path), key=lambda folder: natural(str(folder))):
         rank = int(folder.name.rpartition("_")[2]) if _BY_HAND.fullmatch(folder.name) else 0
         reader.read_by_hand(folder, rank, numbers.setdefault(rank, 0))
         numbers[rank] += 1
@@ -79,6 +82,7 @@ def open(path: Path) -> TreeRun:
 
 
 def _processes(path: Path) -> Iterator[_Process]:
+    # The innermost level first: a token's folder is also inside everything else.
     if path.name.isdigit() and _has_modules(path):
         yield _Process(path.parent, int(path.name))
     elif _has_tokens(path):
@@ -87,6 +91,7 @@ def _processes(path: Path) -> Iterator[_Process]:
         for root in _roots(path):
             tensors = root if root.name == TORCH else root / TORCH
             for name in folders_in(tensors):
+                # A process without tensors still has its module tree.
                 if _has_tokens(tensors / name) or (tensors / name / TREE).is_file():
                     yield _Process(tensors / name)
 
@@ -148,14 +153,15 @@ class _Reader:
         if roots:
             places = places_of(roots)
             self.topologies[rank, number] = topology_of(roots)
-        found: list[tuple[tuple[Any, ...], Leaf]] = []
+        ordered: list[tuple[tuple[Any, ...], Leaf]] = []
+        # Where one token was opened, the others are left alone.
         below = [str(process.token)] if process.token is not None else []
         for token in below or sorted(folders_in(process.folder), key=natural):
             if token.isdigit():
                 for name in folder.files(token, named=_is_tensor):
-                    found += self._file(folder, name, places, int(token), rank, number)
-        found.sort(key=lambda each: each[0])
-        self.leaves += [each for _, each in found]
+                    ordered += self._file(folder, name, places, int(token), rank, number)
+        ordered.sort(key=lambda entry: entry[0])
+        self.leaves += [entry for _, entry in ordered]
         for text in folder.not_entered:
             self.note(text, rank, number)
 
@@ -167,6 +173,7 @@ class _Reader:
             if not isinstance(tree, dict):
                 raise ValueError("not a JSON object")
             node = cast("dict[str, Any]", tree)
+            # `more` is our own addition: the trees of further models of the process.
             return [node, *node.get("more", [])]
         except (OSError, ValueError, RecursionError) as trouble:
             self.note(f"{TREE} cannot be read: {reason_of(trouble)}", rank, number)
@@ -196,10 +203,13 @@ class _Reader:
                 yield _order(key, place), Leaf(record, source)
         elif _is_tensor(parts[-1]):
             key = module_tree.key_of(parts[-1].rpartition(".")[0], site, step, rank, number)
+            # Noted rather than dropped: the user may wonder where a file went.
             if key is None:
                 self.note(f"{source} has a name that says nothing", rank, number)
                 return
             for member in describe(folder, name):
+                # A file may hold a dict or a tuple; its parts become slots of their
+                # own.
                 slot = f"{key.slot}.{member.name}" if member.name else key.slot
                 own = key.with_slot(slot)
                 yield _order(own, place), leaf(own, source, member, class_name=class_name)
@@ -213,6 +223,8 @@ class _Reader:
             self.note(f"{GOLDEN}/{METADATA} cannot be read: {reason_of(trouble)}", rank, number)
         for name in folder.files(GOLDEN, named=_is_tensor):
             parts = name.split("/")
+            # Exactly golden_tensor/token/file; anything else there was put by somebody
+            # else.
             if len(parts) != 3 or not parts[1].isdigit() or not name.endswith(".pth"):
                 continue
             site = parts[2].removesuffix(".pth").removesuffix("_tensor")
@@ -225,6 +237,7 @@ class _Reader:
 
     def _source(self, folder: Folder, name: str) -> str:
         """The file relative to what was opened."""
+        # Asked for every file; paths are slow to compute.
         if folder.path not in self._prefixes:
             inside = folder.path.is_relative_to(self.path)
             prefix = str(folder.path.relative_to(self.path)) if inside else None
@@ -236,7 +249,7 @@ class _Reader:
 
 
 def _order(key: TensorKey, place: Place | None) -> tuple[Any, ...]:
-    """As it was computed, as far as a tree tells: inputs going in, the rest coming out."""
+    """Sort key: inputs where the walk enters a module, everything else where it leaves it."""
     if place is None:
         return (key.step, 1, 0, natural(key.site), key.visit, key.port != "input", _slot(key))
     when = place.entered if key.port in ("input", "param") else place.left

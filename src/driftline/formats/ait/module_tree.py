@@ -1,4 +1,4 @@
-"""Names in the tree of an `ait llm` torch dump → keys: folders are modules, files are tensors.
+"""Names and `model_tree.json` of an `ait llm` torch dump: keys, classes and the module tree.
 
     root.layers.0.mlp/output_1_0.pth      layers.0.mlp, output, slot 1.0
     cuda1_4242                            rank 1
@@ -20,6 +20,7 @@ RUN_ROOT = "(root)"
 """What a run calls the model itself."""
 _DEVICE = re.compile(r"[A-Za-z]+(\d*)_-?\d+(?:\.\d+)?|\d+_[A-Za-z]+(\d*)")
 _POSITIONS = re.compile(r"\d+(?:_\d+)*")
+# `param_grad_w` must not be read as the port `param` with the slot `grad_w`.
 _LONGEST_FIRST = tuple(sorted(PORTS, key=len, reverse=True))
 
 
@@ -29,8 +30,8 @@ def rank_of(folder: str) -> int:
     >>> rank_of("npu3_4242"), rank_of("cpu_4242.1"), rank_of("4242_npu2")
     (3, 0, 2)
     """
-    found = _DEVICE.fullmatch(folder)
-    index = (found[1] or found[2]) if found else ""
+    match = _DEVICE.fullmatch(folder)
+    index = (match[1] or match[2]) if match else ""
     return int(index) if index else 0
 
 
@@ -55,6 +56,7 @@ def key_of(stem: str, site: str, step: int, rank: int, process: int) -> TensorKe
     """
     words = stem.split(".")
     visit, phase, moment = 0, "", ""
+    # Endings are read from the back, because the name in front may contain dots.
     while len(words) > 1:
         word = words[-1]
         if word.startswith("visit") and word[5:].isdigit():
@@ -70,6 +72,7 @@ def key_of(stem: str, site: str, step: int, rank: int, process: int) -> TensorKe
     for port in _LONGEST_FIRST:
         if name == port or name.startswith(f"{port}_"):
             slot = name[len(port) + 1 :]
+            # Positions inside containers; an argument's name keeps its underscores.
             if _POSITIONS.fullmatch(slot):
                 slot = slot.replace("_", ".")
             return TensorKey(
@@ -86,7 +89,7 @@ def key_of(stem: str, site: str, step: int, rank: int, process: int) -> TensorKe
     return None
 
 
-# The `model_tree.json` of an `ait llm` dump → classes, order, and a run's topology.
+# ---- `model_tree.json`
 
 
 DEEPEST = 200
@@ -102,11 +105,13 @@ class Place(NamedTuple):
 
 def places_of(roots: Sequence[Any]) -> dict[str, Place]:
     """Site → place, for every module of the trees."""
-    found: dict[str, Place] = {}
+    places: dict[str, Place] = {}
+    # Counts the steps of the walk; modules are listed in the order of registration.
     clock = 0
 
     def walk(node: Any, depth: int) -> None:
         nonlocal clock
+        # The file is not trusted: other types are skipped, and recursion is bounded.
         if not isinstance(node, dict) or depth > DEEPEST:
             return
         module = cast("dict[str, Any]", node)
@@ -115,13 +120,13 @@ def places_of(roots: Sequence[Any]) -> dict[str, Place]:
         for child in _children(module):
             walk(child, depth + 1)
         clock += 1
-        found[site_of(str(module.get("name", "")))] = Place(
+        places[site_of(str(module.get("name", "")))] = Place(
             str(module.get("type", "")), entered, clock
         )
 
     for root in roots:
         walk(root, 0)
-    return found
+    return places
 
 
 def topology_of(roots: Sequence[Any]) -> dict[str, Any]:
@@ -134,9 +139,11 @@ def topology_of(roots: Sequence[Any]) -> dict[str, Any]:
         name = site.removeprefix(prefix)
         children: list[dict[str, Any]] = []
         if depth < DEEPEST:
-            for at, child in enumerate(_children(node)):
+            for index, child in enumerate(_children(node)):
                 if isinstance(child, dict):
-                    own = None if ids is None else f"{ids}_{at}" if ids else str(at)
+                    # Only the first tree has ids: the others have no number in
+                    # ait's own scheme.
+                    own = None if ids is None else f"{ids}_{index}" if ids else str(index)
                     children.append(converted(cast("dict[str, Any]", child), own, site, depth + 1))
         if children:
             data["children"] = children
@@ -145,7 +152,9 @@ def topology_of(roots: Sequence[Any]) -> dict[str, Any]:
     trees = [cast("dict[str, Any]", root) for root in roots if isinstance(root, dict)]
     return {
         "schema": 1,
-        "roots": [converted(root, "" if at == 0 else None, "", 0) for at, root in enumerate(trees)],
+        "roots": [
+            converted(root, None if index else "", "", 0) for index, root in enumerate(trees)
+        ],
         "order": [],
     }
 

@@ -1,12 +1,12 @@
-"""What lies beside the tensors in the seed's tree, written from a run's list of calls and sheets.
+"""Writes the files beside the tensors in an `ait` tree: operation csv, kernel csv, times, topology.
 
     ait_dump/operation_io_tensors/{pid}/operation_tensors_{n}.csv
     ait_dump/kernel_io_tensors/{pid}/kernel_tensors_{n}.csv
     ait_dump/cpu_profiling/{pid}/operation_statistic_{n}.txt and .csv
     ait_dump/model/{pid}/{model}.json, ait_dump/layer/{pid}/{layer}.json, and .onnx beside them
 
-Both `dump --layout ait` and `convert --to ait` write through it. Where a tensor's file is, the
-caller says.
+They are made from a run's list of calls and its sheets. Both `dump --layout ait` and
+`convert --to ait` use it. The caller says where a tensor's file is.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from driftline.runs.sidecars.operator_sheets import (
     operation_sheet,
 )
 
+# Model names become file names, on any file system.
 _UNSAFE = re.compile(r"[^0-9A-Za-z_.+@=#-]")
 _LONGEST = 200
+# By address, because formats must not import dialects.
 FIND_FILE = Address("driftline.dialects.ait.dump_tree:find_file")
 FileOf = Callable[[Call, str, CallTensor], str]
 
@@ -51,8 +53,9 @@ class Wanted(NamedTuple):
 
 
 def drop_empty(folder: Path) -> None:
-    """Take away the folder of a process without tensors, and what is empty around it: beside
-    tensors of torch, sheets are not taken for those of an ATB dump, which they can be read as.
+    """Remove the folder of a process without tensors, and its parent if that is empty too.
+
+    With an empty `torch_tensors` beside them, sheets would not be read as those of an ATB dump.
     """
     for place in (folder, folder.parent):
         if place.is_dir() and not any(place.iterdir()):
@@ -64,17 +67,17 @@ def operations_by_step(calls: Iterable[Call], file_of: FileOf) -> dict[str, str]
     steps: dict[int, list[Call]] = {}
     for call in calls:
         steps.setdefault(call.step, []).append(call)
-    found: dict[str, str] = {}
-    for step, those in sorted(steps.items()):
+    sheets: dict[str, str] = {}
+    for step, step_calls in sorted(steps.items()):
         files: dict[tuple[int, str, str], str] = {}
-        for call in those:
-            for one in call.inputs:  # a parameter that it read has a port of its own
-                file = file_of(call, "input", one) or file_of(call, "param", one)
-                files[call.number, "input", one.slot] = file
-            for one in call.outputs:
-                files[call.number, "output", one.slot] = file_of(call, "output", one)
-        found[OPERATIONS.format(step)] = operation_sheet(those, files)
-    return found
+        for call in step_calls:
+            for tensor in call.inputs:  # a parameter that it read has a port of its own
+                file = file_of(call, "input", tensor) or file_of(call, "param", tensor)
+                files[call.number, "input", tensor.slot] = file
+            for tensor in call.outputs:
+                files[call.number, "output", tensor.slot] = file_of(call, "output", tensor)
+        sheets[OPERATIONS.format(step)] = operation_sheet(step_calls, files)
+    return sheets
 
 
 def convert_sheets(run: Run, rank: int, process: int, folder: Path) -> int:
@@ -98,10 +101,12 @@ def convert_sheets(run: Run, rank: int, process: int, folder: Path) -> int:
         for name in names
         if name not in (CALLS, GRAPHS) and kind_of_sheet(name) != "operation_tensors"
     }
+    # Written anew from the calls: the paths in the old sheet are those of the run.
     operations = any(kind_of_sheet(name) == "operation_tensors" for name in names)
     find: Any = FIND_FILE.load()
     write_sheets(
         folder.parent.parent,
+        # The tree's folder is `{device}_{pid}`; side files are kept by process id.
         folder.name.partition("_")[2],
         calls,
         sheets,
@@ -159,6 +164,7 @@ def statistic_table(text: str) -> str:
 
 
 def _write_topology(root: Path, pid: str, calls: Sequence[Call], wanted: Wanted) -> list[str]:
+    # Imported here: most conversions write no topology.
     from driftline.graphs.model import at_level
     from driftline.graphs.sources.calls import calls_graph
     from driftline.graphs.writers.atb import layer_graph, layer_json, layers_of, model_json
@@ -177,6 +183,7 @@ def _write_topology(root: Path, pid: str, calls: Sequence[Call], wanted: Wanted)
         if wanted.onnx:
             try:
                 _write(place.with_suffix(".onnx"), onnx_bytes(at_level(part)))
+            # A graph that cannot be drawn must not cost the rest of the dump.
             except DriftlineError as problem:
                 trouble.append(f"{part.name} is not drawn: {problem}")
     return trouble

@@ -1,4 +1,4 @@
-"""`statistics.csv` of an `ait llm` dump: a few numbers per tensor, no values.
+"""`statistics.csv` of an `ait llm` dump: a few numbers per tensor instead of its values.
 
 NodeName,NodeType,InputOutput,Index,DataType,Shape,Max,Min,Mean,L2Norm
 """
@@ -49,16 +49,19 @@ def read(folder: Folder, name: str) -> tuple[list[Line], list[str]]:
     """The lines that make sense, and a sentence for each that does not."""
     notes: list[str] = []
     try:
+        # `utf-8-sig`: spreadsheet programs put a byte order mark in front.
         text = folder.read(name, LARGEST).decode("utf-8-sig")
         rows = list(csv.DictReader(io.StringIO(text)))
     except (OSError, ValueError, csv.Error) as trouble:
         return [], [f"cannot be read: {reason_of(trouble)}"]
     lines: list[Line] = []
+    # Line 1 is the heading, so numbers agree with an editor's.
     for number, row in enumerate(rows, 2):
         try:
             lines.append(_line(row))
         except (KeyError, ValueError, TypeError, AttributeError) as trouble:
             notes.append(f"line {number} makes no sense: {reason_of(trouble)}")
+    # A file of another kind has thousands of bad lines; twenty say enough.
     return lines, notes[:20]
 
 

@@ -1,9 +1,9 @@
-"""FRACTAL_NZ: matrices that a device keeps in small tiles, put back into ordinary order.
+"""Storage layouts of Ascend devices, put back into ordinary order: NZ → ND, NC1HWC0 → NCHW, …
 
-A matrix of M rows and N columns is padded with zeros, cut into columns of C0 (16 as a rule, 32 for
-bytes) and stored column block by column block. Two spellings of the same bytes are in use:
-`(batch, N1, M, C0)`, ATB's, and `(…, N1, M1, 16, C0)`, the graph engine's, with M = 16 · M1.
-Knows shapes and arrays, no files.
+FRACTAL_NZ keeps a matrix of M rows and N columns in small tiles: padded with zeros, cut into
+columns of C0 (16 as a rule, 32 for bytes) and stored column block by column block. Two spellings of
+the same bytes are in use: `(batch, N1, M, C0)`, ATB's, and `(…, N1, M1, 16, C0)`, the graph
+engine's, with M = 16 · M1. Knows shapes and arrays, no files.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def nz_shape(dims: tuple[int, ...]) -> tuple[int, ...] | None:
     """
     if len(dims) < 3:
         return None
+    # Only the graph engine writes the rows of a tile as an axis of their own.
     if len(dims) >= 5 and dims[-2] == ROWS:
         *batch, blocks, tiles, rows, width = dims
         return (*batch, tiles * rows, blocks * width)
@@ -57,17 +58,17 @@ def nz_to_nd(values: AnyArray, dims: tuple[int, ...], crop: tuple[int, ...] = ()
     *batch, rows, columns = shape
     blocks, width = (dims[-4], dims[-1]) if _graph_engine(dims) else (dims[-3], dims[-1])
     tiles = values.reshape(math.prod(batch), blocks, rows, width)
-    whole = tiles.swapaxes(1, 2).reshape(*batch, rows, columns)
+    matrix = tiles.swapaxes(1, 2).reshape(*batch, rows, columns)
     if crop:
-        whole = whole[(..., *(slice(size) for size in crop))]
-    return np.ascontiguousarray(whole)
+        matrix = matrix[(..., *(slice(size) for size in crop))]
+    return np.ascontiguousarray(matrix)
 
 
 def _graph_engine(dims: tuple[int, ...]) -> bool:
     return len(dims) >= 5 and dims[-2] == ROWS
 
 
-# Storage layouts of tensor cores back to the tensor a person means: NZ → ND, NC1HWC0 → NCHW, …
+# ---- Layouts of the graph engine, with the original shape beside the stored one
 
 
 Shape = tuple[int, ...]
@@ -108,8 +109,8 @@ class Rearrangement(NamedTuple):
 
     def apply(self, flat: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
         """The elements in the tensor's own order, flat."""
-        whole = flat.reshape(self.seen_as).transpose(self.axes).reshape(self.merged)
-        cut = whole[tuple(slice(0, size) for size in self.kept)]
+        padded = flat.reshape(self.seen_as).transpose(self.axes).reshape(self.merged)
+        cut = padded[tuple(slice(0, size) for size in self.kept)]
         return np.ascontiguousarray(cut).reshape(-1)
 
 
@@ -128,6 +129,7 @@ def rearrangement(
         the order in which they are stored.
     """
     wanted = None if original is None else tuple(original)
+    # Nothing to move, or nothing there.
     if wanted == stored or 0 in stored:
         return None
     if format_name.startswith("FRACTAL_NZ"):
@@ -149,10 +151,11 @@ def _checked(
     seen_as: Shape, axes: Shape, merged: Shape, kept: Shape, shape: Shape
 ) -> Rearrangement | None:
     """The rearrangement, if nothing but padding would be cut off and nothing is missing."""
+    # A header that is not trusted must not cut off values as if they were padding.
     fits = (
         math.prod(seen_as) == math.prod(merged)
         and len(merged) == len(kept)
-        and all(0 < part <= whole for part, whole in zip(kept, merged, strict=True))
+        and all(0 < size <= padded_size for size, padded_size in zip(kept, merged, strict=True))
         and math.prod(kept) == math.prod(shape)
     )
     return Rearrangement(seen_as, axes, merged, kept, shape) if fits else None
@@ -171,6 +174,7 @@ def _from_nz(stored: Shape, wanted: Shape | None) -> Rearrangement | None:
         return _checked(stored, axes, merged, merged, merged)
     if not wanted:
         return None
+    # A vector is stored as a matrix of one row.
     matrix = wanted[-2:] if len(wanted) > 1 else (1, *wanted)
     return _checked(stored, axes, merged, (*lead, *matrix), wanted)
 
@@ -179,6 +183,7 @@ def _from_nc1hwc0(stored: Shape, wanted: Shape) -> Rearrangement | None:
     if len(stored) != 5 or len(wanted) != 4:
         return None
     n, c1, h, w, c0 = stored
+    # The original may have been NCHW or NHWC; the sizes of the other axes tell which.
     if (wanted[0], *wanted[2:]) == (n, h, w):
         return _checked(stored, (0, 1, 4, 2, 3), (n, c1 * c0, h, w), wanted, wanted)
     return _checked(stored, (0, 2, 3, 1, 4), (n, h, w, c1 * c0), wanted, wanted)
@@ -197,11 +202,12 @@ def _from_fractal_z(stored: Shape, wanted: Shape) -> Rearrangement | None:
     """(C1·H·W, N1, N0, C0) → NCHW."""
     if len(stored) != 4 or len(wanted) != 4:
         return None
-    whole, n1, n0, c0 = stored
+    c1_h_w, n1, n0, c0 = stored
     _, _, h, w = wanted
-    if not h * w or whole % (h * w):
+    # The first axis is C1·H·W; a remainder means that the shapes do not belong together.
+    if not h * w or c1_h_w % (h * w):
         return None
-    c1 = whole // (h * w)
+    c1 = c1_h_w // (h * w)
     return _checked(
         (c1, h, w, n1, n0, c0), (3, 4, 0, 5, 1, 2), (n1 * n0, c1 * c0, h, w), wanted, wanted
     )
@@ -209,6 +215,7 @@ def _from_fractal_z(stored: Shape, wanted: Shape) -> Rearrangement | None:
 
 def _from_plain(format_name: str, stored: Shape, wanted: Shape) -> Rearrangement | None:
     """Swap axes where that gives the wanted shape, else see the same elements in it."""
+    # A known swap that gives exactly the wanted sizes is more likely than a mere reshape.
     for (source, _), axes in _SWAPS.items():
         if source == format_name and len(stored) == len(axes):
             swapped = tuple(stored[axis] for axis in axes)

@@ -1,7 +1,8 @@
-"""Protobuf bytes, field by field: enough to read a message whose layout is known.
+"""Protobuf without descriptors: messages in binary form field by field, in text form by token.
 
-No descriptors, no runtime, nothing allocated but what is asked for. A message that cannot be
-believed is a `Malformed` with its reason; what the fields mean is not known here.
+Enough to read a message whose layout the caller knows. Nothing is allocated but what is asked for.
+A message that cannot be believed raises `Malformed`, a text `NotText`, with the reason; this file
+does not know what any field means.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+# Ten groups of seven bits hold 64 bits.
 LONGEST_VARINT = 10
 MOST_FIELDS = 65_536
 """Of one message; nothing that is read here has a thousandth of it."""
@@ -20,25 +22,26 @@ class Malformed(ValueError):
     """Bytes that are no such message, with the reason."""
 
 
-def varint(data: bytes, at: int, end: int) -> tuple[int, int]:
+def varint(data: bytes, start: int, end: int) -> tuple[int, int]:
     """A number and the position behind it.
 
     Raises:
         Malformed: It does not end, or is longer than any number may be.
     """
     value = shift = 0
-    for position in range(at, min(end, at + LONGEST_VARINT)):
+    for position in range(start, min(end, start + LONGEST_VARINT)):
         byte = data[position]
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
+            # The tenth byte may carry bits beyond 64, which protobuf ignores.
             return value & 0xFFFF_FFFF_FFFF_FFFF, position + 1
         shift += 7
-    if end - at >= LONGEST_VARINT:
-        raise Malformed(f"the number at byte {at} is longer than 64 bits")
-    raise Malformed(f"the number at byte {at} does not end before its message does")
+    if end - start >= LONGEST_VARINT:
+        raise Malformed(f"the number at byte {start} is longer than 64 bits")
+    raise Malformed(f"the number at byte {start} does not end before its message does")
 
 
-def fields(data: bytes, at: int, end: int) -> list[tuple[int, int, int, int]]:
+def fields(data: bytes, position: int, end: int) -> list[tuple[int, int, int, int]]:
     """Every field of the message in `data[at:end]`: number, wire type, and its value.
 
     Returns:
@@ -48,39 +51,42 @@ def fields(data: bytes, at: int, end: int) -> list[tuple[int, int, int, int]]:
     Raises:
         Malformed: The message ends in the middle of something, or says something impossible.
     """
-    found: list[tuple[int, int, int, int]] = []
-    while at < end:
-        if len(found) > MOST_FIELDS:
+    message_fields: list[tuple[int, int, int, int]] = []
+    while position < end:
+        # Two bytes make a field: a hostile file would otherwise become millions of tuples.
+        if len(message_fields) > MOST_FIELDS:
             raise Malformed(f"more than {MOST_FIELDS} fields in one message")
-        begin = at
-        tag = data[at]
-        at += 1
+        begin = position
+        tag = data[position]
+        position += 1
         if tag >= 0x80:
-            tag, at = varint(data, begin, end)
+            tag, position = varint(data, begin, end)
         number, wire = tag >> 3, tag & 7
+        # Field numbers begin at 1; zero is the sign of bytes that are no message.
         if number == 0:
             raise Malformed(f"byte {begin} opens a field of number 0")
         if wire in (VARINT, BYTES):
             # Most numbers are one byte long: this loop is half of opening a large dump.
-            if at < end and data[at] < 0x80:
-                value = data[at]
-                at += 1
+            if position < end and data[position] < 0x80:
+                value = data[position]
+                position += 1
             else:
-                value, at = varint(data, at, end)
+                value, position = varint(data, position, end)
             if wire == VARINT:
-                found.append((number, VARINT, value, 0))
+                message_fields.append((number, VARINT, value, 0))
                 continue
         elif wire in (FIXED64, FIXED32):
             value = 8 if wire == FIXED64 else 4
         else:
             raise Malformed(f"field {number} at byte {begin} has wire type {wire}")
-        if value > end - at:
+        if value > end - position:
             raise Malformed(
-                f"field {number} at byte {begin} is {value} bytes long and {end - at} are left"
+                f"field {number} at byte {begin} is {value} bytes long "
+                f"and {end - position} are left"
             )
-        found.append((number, wire, at, at + value))
-        at += value
-    return found
+        message_fields.append((number, wire, position, position + value))
+        position += value
+    return message_fields
 
 
 def expect(number: int, wire: int, wanted: Literal[0, 2]) -> None:
@@ -104,6 +110,7 @@ def numbers(data: bytes, field: tuple[int, int, int, int], into: list[int], at_m
         into.append(start)
     else:
         expect(number, wire, BYTES)
+        # Stops one past the limit, so that a long list is refused without being read.
         while start < stop and len(into) <= at_most:
             value, start = varint(data, start, stop)
             into.append(value)
@@ -122,13 +129,14 @@ def text(data: bytes, start: int, stop: int, longest: int = 65_536) -> str:
     return bytes(data[start:stop]).decode("utf-8", "replace")
 
 
-# Protobuf text, token by token: `name: "x"  attr { key: "a" value { s: "b: {c}" } }`.
+# ---- Text form: `name: "x"  attr { key: "a" value { s: "b: {c}" } }`
 
 
 DEEPEST = 100
 Event = tuple[Literal["open", "close", "value"], str, str]
 """("open", field, ""), ("close", "", "") or ("value", field, the token as it is written)."""
 
+# Every alternative consumes a character, so the scan is linear in the text.
 _TOKEN = re.compile(
     r"""\s*(?:
       (?P<word>[A-Za-z0-9_.+\-/%$]+|\[[A-Za-z_][\w./]*\](?=\s*[:{<]))
@@ -160,7 +168,9 @@ def walk(text: str) -> Iterator[Event]:
     lists: list[str] = []  # the field that each open list belongs to
     field = pending = ""  # strings side by side are one
     awaiting: Literal["field", "colon", "value", "more"] = "field"
-    for kind, token, at in _tokens(text):
+    for kind, token, offset in _tokens(text):
+        # Strings that stand side by side are one value, so the first waits for the next
+        # token.
         if awaiting == "more":
             if kind == "string":
                 pending += " " + token
@@ -181,14 +191,15 @@ def walk(text: str) -> Iterator[Event]:
             field, awaiting = lists[-1], "value"
         if awaiting == "field":
             if kind != "word":
-                raise _wrong(text, at, f"{token[:40]} where a field's name should be")
+                raise _malformed_text(text, offset, f"{token[:40]} where a field's name should be")
             field, awaiting = token, "colon"
         elif awaiting == "colon" and token == ":":
             awaiting = "value"
         elif token in _CLOSES and (token != "[" or (awaiting == "value" and not in_list)):
             closers.append(_CLOSES[token])
+            # Protobuf's own limit for nesting.
             if len(closers) > DEEPEST:
-                raise _wrong(text, at, f"nested deeper than {DEEPEST} levels")
+                raise _malformed_text(text, offset, f"nested deeper than {DEEPEST} levels")
             if token == "[":
                 lists.append(field)
             else:
@@ -200,29 +211,31 @@ def walk(text: str) -> Iterator[Event]:
             yield "value", field, token
             awaiting = "field"
         else:
-            raise _wrong(text, at, f"{token[:40]} after '{field[:40]}' where a value should be")
+            raise _malformed_text(
+                text, offset, f"{token[:40]} after '{field[:40]}' where a value should be"
+            )
     if awaiting == "more":
         yield "value", field, pending
     elif awaiting != "field":
-        raise _wrong(text, len(text), f"the text ends after '{field[:40]}'")
+        raise _malformed_text(text, len(text), f"the text ends after '{field[:40]}'")
     if closers:
-        raise _wrong(text, len(text), f"{len(closers)} messages are never closed")
+        raise _malformed_text(text, len(text), f"{len(closers)} messages are never closed")
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
-    for found in _TOKEN.finditer(text):
-        kind = found.lastgroup
+    for match in _TOKEN.finditer(text):
+        kind = match.lastgroup
         if kind is None:  # a comment
             continue
         if kind == "stray":
-            stray = found[kind]
+            stray = match[kind]
             what = "a string that does not end" if stray in "\"'" else f"a stray {stray!r}"
-            raise _wrong(text, found.start(kind), what)
-        yield kind, found[kind], found.start(kind)
+            raise _malformed_text(text, match.start(kind), what)
+        yield kind, match[kind], match.start(kind)
 
 
-def _wrong(text: str, at: int, what: str) -> NotText:
-    return NotText(f"line {text.count(chr(10), 0, at) + 1}: {what}")
+def _malformed_text(text: str, offset: int, what: str) -> NotText:
+    return NotText(f"line {text.count(chr(10), 0, offset) + 1}: {what}")
 
 
 def unquoted(token: str) -> str:
@@ -241,14 +254,15 @@ def unquoted(token: str) -> str:
     return b"".join(parts).decode("utf-8", "replace")
 
 
-def _unescaped(found: re.Match[bytes]) -> bytes:
-    hexadecimal, octal, short, long, letter = found.groups()
+def _unescaped(match: re.Match[bytes]) -> bytes:
+    hexadecimal, octal, short, long, letter = match.groups()
     if hexadecimal is not None:
         return bytes((int(hexadecimal, 16),))
     if octal is not None:
         return bytes((int(octal, 8) & 0xFF,))
     if short is not None or long is not None:
         code = int(short or long, 16)
+        # Surrogates and numbers beyond Unicode cannot be encoded.
         legal = code <= 0x10FFFF and not 0xD800 <= code < 0xE000
         return (chr(code) if legal else "�").encode()
     return _LETTERS.get(letter[0], letter)

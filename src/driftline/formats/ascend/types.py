@@ -1,7 +1,7 @@
-"""Element types and storage formats of Ascend files: numbers in a header → what the bytes mean.
+"""Element types and storage formats of Ascend files: what the numbers in a header mean.
 
-The codes are those of `aclDataType` and `aclFormat`. Types that numpy and torch lack
-(HiFloat8, six-bit floats, single bits) are given as one of ours that holds every value of theirs
+The codes are those of `aclDataType` and `aclFormat`. Types that numpy and torch lack (HiFloat8,
+six-bit floats, single bits) are read as a type of `numerics.dtypes` that holds each of their values
 exactly. Knows no file.
 """
 
@@ -93,6 +93,7 @@ NZ_FORMATS = frozenset((29, 50, 51))
 PLAIN_FORMATS = frozenset((-1, 0, 1, 2, 16, 27, 30, 35, 47))
 """Formats whose storage is the tensor in C order; the others re-order or pad."""
 
+# Csv files use these three beside the names of the table above.
 _BY_NAME: dict[str, ElementType] = {
     **{kind.name: kind for kind in ACL_TYPES.values()},
     "float32": ACL_TYPES[0],
@@ -119,6 +120,7 @@ def recode(raw: np.ndarray[Any, np.dtype[np.uint8]], kind: ElementType, elements
     storage = DTYPES[kind.dtype].storage
     if kind.recoded == "bits":
         return np.unpackbits(raw, count=elements, bitorder="little").view(storage)
+    # Four-bit codes lie two to a byte.
     codes = unpack_nibbles(raw, elements) if kind.bits == 4 else raw[:elements]
     return _recoding(kind.name)[codes]
 
@@ -134,11 +136,12 @@ def _recoding(name: str) -> AnyArray:
         values, target = _small_floats(2, 3, 1), "float8_e4m3fn"
     else:
         values, target = _small_floats(1, 2, 1), "float8_e5m2"
-    known = {
+    # The sign is part of the key because 0.0 == -0.0.
+    code_of = {
         (float(value), math.copysign(1.0, value)): code
         for code, value in enumerate(value_table(target).tolist())
     }
-    codes = [known[value, math.copysign(1.0, value)] for value in values]
+    codes = [code_of[value, math.copysign(1.0, value)] for value in values]
     # A byte with its unused high bits set means the same as without them.
     return np.resize(np.array(codes, np.uint8), 256)
 
@@ -150,6 +153,7 @@ def _small_floats(exponent_bits: int, mantissa_bits: int, bias: int) -> list[flo
         exponent = (code >> mantissa_bits) & (2**exponent_bits - 1)
         fraction = (code & (2**mantissa_bits - 1)) / 2**mantissa_bits
         size = fraction * 2.0 ** (1 - bias)
+        # An exponent of zero marks subnormal values, without the hidden one.
         if exponent:
             size = (1 + fraction) * 2.0 ** (exponent - bias)
         values.append(-size if code >> (exponent_bits + mantissa_bits) else size)
@@ -171,6 +175,7 @@ def hifloat8_values() -> AnyArray:
     for code in range(256):
         body = code & 0x7F
         sign = -1.0 if code & 0x80 else 1.0
+        # Prefix 0000: the three bits that follow count powers of two.
         if body < 8:
             size = 0.0 if body == 0 else 2.0 ** (body - 23)
         else:
@@ -188,5 +193,6 @@ def hifloat8_values() -> AnyArray:
                 exponent = -magnitude if field >> (width - 1) else magnitude
             size = np.inf if body == 0x6F else (1 + fraction) * 2.0**exponent
         values[code] = sign * size
+    # The code of negative zero means NaN in this type.
     values[0x80] = np.nan
     return values

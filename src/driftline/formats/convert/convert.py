@@ -1,7 +1,8 @@
-"""One conversion under way: every tensor of a run into a run, into files, or into a seed's tree.
+"""Writes anything that opens as a run as a run of our own, or as files that other programs read.
 
-One tensor at a time, so that a dump larger than memory goes through. Knows nothing of addresses,
-of what may be replaced, or of what is left behind when it fails: that is its door's business.
+`convert` is the entry point: it checks the output, opens the source and replaces the output only
+when everything was written. `Conversion` does the work, one tensor at a time, so that a dump larger
+than memory goes through; it knows nothing of addresses or of what may be replaced.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from driftline.formats.ait.side_files import convert_sheets
 from driftline.formats.ascend.atb.export import NAME as ATB
 from driftline.formats.ascend.atb.export import AtbTree
 from driftline.formats.convert import targets
-from driftline.formats.convert.atomic_folder import finished_at
+from driftline.formats.convert.atomic_folder import atomic_folder
 from driftline.formats.convert.targets import FilePerTensor, TensorList, write_safetensors
 from driftline.formats.registry import open_run
 from driftline.numerics.dtypes import DTYPES
@@ -39,9 +40,12 @@ if TYPE_CHECKING:
 Target = Literal["run", "npy", "pt", "safetensors", "ait"]
 Progress = Callable[[int, int], None]
 
+# By address, because formats must not import dialects.
 AIT_TREE = Address("driftline.dialects.ait.dump_tree:AitTree")
+# Mapped pages count as this process's memory until the run lets them go.
 _RELEASE_AFTER = 256 << 20
-# Beside the facts of the run as a whole; `only_ranks` says that the other ranks are not missed.
+# Facts of a process, copied beside those of the run; with `only_ranks`, a reader does not report
+# the other ranks as missing.
 _PROCESS_KEYS = (
     *("framework", "devices", "seed", "seeds", "default_dtype", "threads", "deterministic"),
     "only_ranks",
@@ -75,6 +79,8 @@ class Conversion:
                 rank=rank,
                 world_size=world_of(self.run),
                 command=command_of(self.run),
+                # The folder is temporary until the end; a seal at exit could find
+                # it renamed.
                 seal_at_exit=False,
             )
             about = facts.get((rank, process), {})
@@ -92,7 +98,7 @@ class Conversion:
                 writer.event(
                     str(event.get("kind", "dump")),
                     str(event.get("message", "")),
-                    **_words(cast("Any", details)),
+                    **_details(cast("Any", details)),
                 )
             for name in self.run.sheets(rank, process):
                 writer.sheet(name, self.run.sheet(name, rank, process))
@@ -106,15 +112,18 @@ class Conversion:
                 raise OSError(0, writer.failure)
 
     def _put(self, writer: RunWriter, record: Record) -> None:
+        # Our index cannot name the type, so the tensor goes into the list of events.
         if record.dtype not in DTYPES:
             reason = record.lost or f"the element type {record.dtype} is not known"
             writer.event("lost", f"{record.key}: {reason}")
             self._skip(record, reason)
             return
+        # The blob is the place in the source; the writer gives a new one.
         plain = record._replace(blob=None)
         if record.kept in ("full", "sample"):
             raw = self._values(record)
             if isinstance(raw, str):
+                # A tensor that cannot be read stays in the run with the reason.
                 writer.put(plain._replace(lost=raw), None)
                 self._skip(record, raw)
                 return
@@ -130,13 +139,20 @@ class Conversion:
         listed = TensorList(
             self.place,
             f"{self._format()}: {self.run.name}",
-            {**about, "processes": [each.to_json() for each in self.run.facts.processes]},
+            {
+                **about,
+                "processes": [
+                    process_facts.to_json() for process_facts in self.run.facts.processes
+                ],
+            },
         )
         try:
             for rank, process, records in self._parts():
                 if to == "safetensors":
                     readable = [record for record in records if self._has_values(record)]
-                    self.size += write_safetensors(self.place, readable, self._sure, listed)
+                    self.size += write_safetensors(
+                        self.place, readable, self._required_values, listed
+                    )
                     self.written += len(readable)
                 else:
                     files = FilePerTensor(self.place, f".{to}", listed)
@@ -176,12 +192,15 @@ class Conversion:
                 self._step()
 
     def into_ait(self) -> None:
+        # A tree of torch modules cannot hold ATB's operations; they get their own layout.
         if self.run.facts.first_format == ATB:
             self.into_atb()
             return
         require("torch", install="driftline[torch]")
         tree_of = AIT_TREE.load()
         for rank, process, records in self._parts():
+            # The tree names a process after its device; a dump of another tool may not
+            # know it.
             kind = next((r.device for r in self.run.records if r.device), "cpu").partition(":")[0]
             device = kind if kind == "cpu" and not rank else f"{kind}{rank}"
             tree = tree_of(self.place, device=device)
@@ -194,6 +213,7 @@ class Conversion:
                 if isinstance(raw, str):
                     self._skip(record, raw)
                     continue
+                # The tree reports a refused tensor only by not counting it.
                 before = tree.tensors_written
                 tree.put(record, cast("Any", np.ascontiguousarray(raw)).view(np.uint8))
                 if tree.tensors_written == before:
@@ -209,7 +229,7 @@ class Conversion:
                 self.sheets += convert_sheets(self.run, rank, process, tree.folder)
             tree.close()
 
-    # ---- what all of them need
+    # ---- shared by all targets
 
     def _parts(self) -> Iterator[tuple[int, int, Sequence[Record]]]:
         listed: set[tuple[int, int]] = set()
@@ -218,10 +238,11 @@ class Conversion:
         ):
             listed.add((rank, process))
             yield rank, process, list(some)
+        # A process that left only sheets has no record, but its sheets are converted too.
         for about in self.run.processes():
-            one = (int(about.get("rank", 0)), int(about.get("process", 0)))
-            if one not in listed and self.run.sheets(*one):
-                yield *one, []
+            process_key = (int(about.get("rank", 0)), int(about.get("process", 0)))
+            if process_key not in listed and self.run.sheets(*process_key):
+                yield *process_key, []
 
     def _events(self, rank: int, process: int) -> Iterator[Mapping[str, Any]]:
         for event in self.run.events():
@@ -248,12 +269,13 @@ class Conversion:
         except (DriftlineError, OSError) as trouble:
             return reason_of(trouble)
         self._mapped += raw.nbytes
+        # Otherwise converting a 100 GB dump would fill the memory with its pages.
         if self._mapped > _RELEASE_AFTER:
             self.run.release()
             self._mapped = 0
         return raw
 
-    def _sure(self, record: Record) -> Storage:
+    def _required_values(self, record: Record) -> Storage:
         raw = self._values(record)
         if isinstance(raw, str):
             raise BadInput(f"{record.key} cannot be read: {raw}")
@@ -274,11 +296,12 @@ class Conversion:
         return str(self.run.manifest.get("format", "run"))
 
 
-def _words(details: Any) -> dict[str, Any]:
+def _details(details: Any) -> dict[str, Any]:
     if not isinstance(details, Mapping):
         return {}
-    known = cast("Mapping[str, Any]", details)
-    return {name: value for name, value in known.items() if name not in ("kind", "message")}
+    named = cast("Mapping[str, Any]", details)
+    # These two are arguments of `event` itself.
+    return {name: value for name, value in named.items() if name not in ("kind", "message")}
 
 
 def command_of(run: Run) -> list[str]:
@@ -294,7 +317,7 @@ def world_of(run: Run) -> int:
     return max(run.facts.world, len({record.key.rank for record in run.records}), 1)
 
 
-# Anything that opens as a run → a run of ours, or files that other programs read.
+# ---- Entry point
 
 
 class Converted(NamedTuple):
@@ -338,37 +361,42 @@ def convert(
         DriftlineError: The source cannot be read, or the output not be written.
     """
     if ":/" in os.fspath(output) and (url := url_of(output)) is not None:
-        return _sent(source, url, output, to=to, force=force, progress=progress)
+        return _convert_to_url(source, url, output, to=to, force=force, progress=progress)
     run = source if isinstance(source, Run) else open_run(source)
     place = Path(output)
-    if not isinstance(source, Run) and _same(Path(source), place):
+    # The output is replaced at the end: the source would be gone.
+    if not isinstance(source, Run) and _is_same_folder(Path(source), place):
         raise BadInput(f"{place} cannot be converted into itself", hint="give another output")
     sheets = to in ("run", "ait") and any(
-        run.sheets(int(one.get("rank", 0)), int(one.get("process", 0))) for one in run.processes()
+        run.sheets(int(about.get("rank", 0)), int(about.get("process", 0)))
+        for about in run.processes()
     )
     if not len(run) and not sheets:
         raise BadInput(f"{run.name} holds no tensors")
     values = sheets or any(record.kept in ("full", "sample") for record in run.records)
+    # Refused before anything is written: every tensor would be skipped.
     if to != "run" and not values:
         raise BadInput(
             f"nothing of {run.name} can be written as {to}: only {run.records[0].kept} was kept",
             hint="--to run keeps what there is",
         )
+    # The `ait` writers make this folder themselves; only it may be replaced.
     final = place / "ait_dump" if to == "ait" else place
     if to == "run":
         check_room(place, force=force)
     else:
-        _check_room(final, force, of_ours=to == "ait" or targets.is_there(place))
+        _check_room(final, force, replaceable=to == "ait" or targets.has_list(place))
     try:
-        with finished_at(final, "ait_dump" if to == "ait" else "") as beside:
-            work = Conversion(run, beside, to, progress)
+        with atomic_folder(final, "ait_dump" if to == "ait" else "") as working:
+            work = Conversion(run, working, to, progress)
             if to == "run":
-                create_run(beside, command=command_of(run), world_size=world_of(run))
+                create_run(working, command=command_of(run), world_size=world_of(run))
                 work.into_run()
             elif to == "ait":
                 work.into_ait()
             else:
                 work.into_files(to)
+            # An empty result would look like a success.
             if not work.written and not work.sheets:
                 why = next(iter(work.skipped), "it has no values")
                 raise BadInput(f"nothing of {run.name} can be written as {to}: {why}")
@@ -379,7 +407,7 @@ def convert(
     return Converted(place, work.written, work.size, dict(work.skipped), tuple(work.left_out))
 
 
-def _sent(
+def _convert_to_url(
     source: Run | StrPath,
     url: str,
     output: StrPath,
@@ -398,6 +426,7 @@ def _sent(
             f"--to {to} writes files of this machine, and the output is an address",
             hint="give a folder; a run may go to an address",
         )
+    # Asked first: converting may take an hour.
     refuse_overwriting(url, force=force)
     with tempfile.TemporaryDirectory(prefix="driftline-") as folder:
         done = convert(source, Path(folder) / "run", to=to, progress=progress)
@@ -407,11 +436,11 @@ def _sent(
     return done._replace(path=UrlPath(os.fspath(output)))
 
 
-def _same(source: Path, output: Path) -> bool:
+def _is_same_folder(source: Path, output: Path) -> bool:
     return output.exists() and source.exists() and output.resolve() == source.resolve()
 
 
-def _check_room(place: Path, force: bool, *, of_ours: bool) -> None:
+def _check_room(place: Path, force: bool, *, replaceable: bool) -> None:
     """See that what is there may be replaced: only if asked, and only if it is of this kind.
 
     Raises:
@@ -426,7 +455,8 @@ def _check_room(place: Path, force: bool, *, of_ours: bool) -> None:
             f"output folder '{place}' exists and is not empty",
             hint="choose another one, or --force to replace what is in it",
         )
-    if not of_ours:
+    # `--force` must not delete a folder that somebody named by mistake.
+    if not replaceable:
         raise AlreadyThere(
             f"'{place}' holds other things than converted tensors, so it is not replaced",
             hint="choose another output folder",

@@ -1,8 +1,9 @@
-"""The list of keys that `driftline convert --to npy|pt|safetensors` leaves beside the files.
+"""Files that other programs read, written from a run, and the list of keys beside them.
 
-`driftline_tensors.jsonl`: a line per tensor says which file it lies in and which key it had, so
-that the folder reads back as the run it came from. A line per module tree and per event follows.
-The files themselves need no list: any program reads them.
+`driftline_tensors.jsonl` has a line per tensor with its file and its key, so that the folder reads
+back as the run it came from; a line per module tree and per event follows. The first part reads
+that list, the second writes it with `.npy`, `.pt` or `.safetensors` files. The files need no list:
+any program reads them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _PHASES = ("forward", "backward", "recompute")
 _MOMENTS = ("before", "after")
 
 
-def is_there(path: Path) -> bool:
+def has_list(path: Path) -> bool:
     return (path / LIST).is_file()
 
 
@@ -84,7 +85,8 @@ def open_exported(folder: Folder, format_name: str) -> TreeRun:
         text = folder.read(LIST, LARGEST_LIST).decode()
     except (OSError, UnicodeDecodeError) as trouble:
         raise BadFile(f"{place} cannot be read: {reason_of(trouble)}") from trouble
-    there = set(folder.files())
+    # The list is not trusted: only files that a walk of the folder met are opened.
+    present = set(folder.files())
     members: dict[str, dict[str, Member]] = {}
     leaves: list[Leaf] = []
     events: list[Mapping[str, Any]] = []
@@ -95,7 +97,7 @@ def open_exported(folder: Folder, format_name: str) -> TreeRun:
         try:
             line = json.loads(raw)
             if "file" in line:
-                leaves.append(_leaf(folder, line, there, members))
+                leaves.append(_leaf(folder, line, present, members))
             elif "topology" in line:
                 topologies[int(line["rank"]), int(line["process"])] = line["topology"]
             elif "event" in line:
@@ -103,10 +105,14 @@ def open_exported(folder: Folder, format_name: str) -> TreeRun:
             elif line.get("schema") != SCHEMA:
                 raise ValueError("it is of no kind that is known")
             else:
-                told = dict(line.get("facts", {}))  # not there in lists of 0.1.0
-                facts = {name: told[name] for name in RUN_KEYS if name in told}
+                listed_facts = dict(line.get("facts", {}))  # not there in lists of 0.1.0
+                facts = {name: listed_facts[name] for name in RUN_KEYS if name in listed_facts}
                 facts["converted_from"] = str(line.get("converted_from", ""))
-                processes = [read_process(each).to_json() for each in told.get("processes", [])]
+                processes = [
+                    read_process(process_facts).to_json()
+                    for process_facts in listed_facts.get("processes", [])
+                ]
+        # A line may hold any JSON; whatever it breaks is one refusal with its number.
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as trouble:
             raise BadFile(
                 f"{place}, line {number}, cannot be believed: {reason_of(trouble)}",
@@ -126,16 +132,20 @@ def open_exported(folder: Folder, format_name: str) -> TreeRun:
 def _leaf(
     folder: Folder,
     line: Mapping[str, Any],
-    there: set[str],
+    present: set[str],
     members: dict[str, dict[str, Member]],
 ) -> Leaf:
     file = str(line["file"])
     if file not in members:
-        found = describe(folder, file) if file in there else [unreadable("the file is not there")]
-        members[file] = {member.name: member for member in found}
+        described = (
+            describe(folder, file) if file in present else [unreadable("the file is not there")]
+        )
+        members[file] = {member.name: member for member in described}
     inside = members[file]
-    member = inside.get(str(line["name"])) or _only(inside)
+    # A file of one tensor may call it anything.
+    member = inside.get(str(line["name"])) or _only_member(inside)
     port = line["port"]
+    # Checked before a key is made: an unknown port would fail far from here.
     if port not in PORTS:
         raise ValueError(f"there is no port {str(port)[:40]!r}")
     phase, moment = line.get("phase", usual_phase(port)), line.get("moment", usual_moment(port))
@@ -145,10 +155,10 @@ def _leaf(
         str(line["site"]),
         port,
         str(line["slot"]),
-        _whole(line, "step"),
-        _whole(line, "visit"),
-        _whole(line, "rank"),
-        _whole(line, "process"),
+        _count(line, "step"),
+        _count(line, "visit"),
+        _count(line, "rank"),
+        _count(line, "process"),
         phase,
         moment,
     )
@@ -159,11 +169,13 @@ def _leaf(
         raise ValueError(f"a tensor in a file was not kept as {str(kept)[:40]!r}")
     shape = tuple(int(size) for size in line["shape"])
     dtype, fetch = member.dtype, member.fetch
+    # The file's format lacks the type, so its plain bytes were written.
     if line["stored"] == "bytes":
         dtype = str(line["dtype"])
         if DTYPES[dtype].byte_count(_elements(shape, kept, stride)) != _elements(member.shape):
             raise ValueError("its bytes are not those of its shape")
 
+        # Defaults bind the values now; a plain closure would see those of the last line.
         def raw_bytes(fetch: Any = fetch, storage: str = DTYPES[dtype].storage) -> Any:
             return fetch().view(storage)
 
@@ -185,7 +197,7 @@ def _leaf(
     return Leaf(record, file, fetch)
 
 
-def _only(inside: Mapping[str, Member]) -> Member:
+def _only_member(inside: Mapping[str, Member]) -> Member:
     if len(inside) == 1:
         member = next(iter(inside.values()))
         if member.trouble or not member.name:
@@ -193,8 +205,9 @@ def _only(inside: Mapping[str, Member]) -> Member:
     return unreadable("the file does not hold it")
 
 
-def _whole(line: Mapping[str, Any], name: str) -> int:
+def _count(line: Mapping[str, Any], name: str) -> int:
     value = line.get(name, 0)
+    # `True` is an int in Python, and no count.
     if type(value) is not int or value < 0:
         raise ValueError(f"its {name} is no count")
     return value
@@ -207,10 +220,11 @@ def _elements(shape: tuple[int, ...], kept: str = "full", stride: int = 1) -> in
     return -(-count // stride) if kept == "sample" else count
 
 
-# Tensors out of a run into files that other programs read: `.npy`, `.pt` or `.safetensors`.
+# ---- Writing
 
 
 _UNSAFE = re.compile(r"[^0-9A-Za-z_.+@=()-]")
+# File systems allow 255 bytes; suffixes and numbers are added.
 _LONGEST_NAME = 120
 _HEADER_UNIT = 8
 
@@ -247,6 +261,7 @@ def widened(raw: Storage, record: Record) -> Array:
     dtype = DTYPES[record.dtype]
     count = kept_elements(record)
     values: Array
+    # numpy has no four-bit types; each value gets a byte or a float32 of its own.
     if dtype.bits == 4:
         codes = unpack_nibbles(raw.view(np.uint8), count)
         if dtype.kind == "float":
@@ -257,6 +272,7 @@ def widened(raw: Storage, record: Record) -> Array:
         else:
             values = codes
     elif dtype.name == "bfloat16":
+        # bfloat16 is the upper half of a float32.
         values = (raw.astype(np.uint32) << 16).view(np.float32)
     elif dtype.name == "complex32":
         values = raw.view("<f2").astype(np.float32).view(np.complex64)
@@ -271,6 +287,7 @@ def widened(raw: Storage, record: Record) -> Array:
 def safe_name(text: str) -> str:
     """One path component: no separators, no surprises, not too long."""
     plain = _UNSAFE.sub("_", text)[:_LONGEST_NAME]
+    # `.` and `..` are made only of dots.
     return f"_{plain}" if plain.strip(".") == "" else plain
 
 
@@ -316,6 +333,7 @@ class FilePerTensor:
             shape = (*shape[:-1], shape[-1] // 2)
         if raw.nbytes == 0:
             return self._torch.empty(tuple(record.shape), dtype=dtype)
+        # A copy: torch warns about read-only memory, and may not alias a mapped file.
         owned = self._torch.frombuffer(bytearray(raw.tobytes()), dtype=self._torch.uint8)
         return owned.view(dtype).reshape(shape)
 
@@ -328,6 +346,7 @@ class FilePerTensor:
         stem += f".{key.moment}" if key.moment != usual_moment(key.port) else ""
         plain = f"{rank}/step{key.step}/{safe_name(key.site)}/{safe_name(stem)}"
         name, count = plain + self.suffix, 1
+        # Cleaning names may make two of them equal; neither file may be overwritten.
         while name in self._taken:
             count += 1
             name = f"{plain}~{count}{self.suffix}"
@@ -346,10 +365,10 @@ def write_safetensors(
     by_step: dict[int, list[Record]] = {}
     for record in records:
         by_step.setdefault(record.key.step, []).append(record)
-    return sum(_one_file(folder, step, some, values, listed) for step, some in by_step.items())
+    return sum(_write_step(folder, step, some, values, listed) for step, some in by_step.items())
 
 
-def _one_file(
+def _write_step(
     folder: Path, step: int, records: Sequence[Record], values: Values, listed: TensorList
 ) -> int:
     key = records[0].key
@@ -358,25 +377,28 @@ def _one_file(
     path = folder / file
     path.parent.mkdir(parents=True, exist_ok=True)
     header: dict[str, Any] = {}
-    at = 0
+    offset = 0
     for record in records:
+        # Without rank and step, which the file's name has.
         name = str(record.key).partition("/")[2].partition("/")[2]
         dtype = DTYPES[record.dtype]
         size = dtype.byte_count(kept_elements(record))
+        # U8 stands for every type that safetensors lacks.
         plain = dtype.safetensors != "U8" or dtype.name == "uint8"
         shape = list(record.shape) if record.kept == "full" else [kept_elements(record)]
         header[name] = {
             "dtype": dtype.safetensors,
             "shape": shape if plain else [size],
-            "data_offsets": [at, at + size],
+            "data_offsets": [offset, offset + size],
         }
         listed.tensor(record, file, name, record.dtype if plain else "bytes")
-        at += size
+        offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
+    # safetensors asks for a header of a multiple of eight bytes.
     text += b" " * (-len(text) % _HEADER_UNIT)
     with path.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little"))
         stream.write(text)
         for record in records:
             stream.write(cast("Any", np.ascontiguousarray(values(record))).view(np.uint8).data)
-    return at
+    return offset

@@ -1,4 +1,8 @@
-"""`.npy`: one array. Objects are refused unread; a header is believed as far as the file goes."""
+"""`.npy` files: one array each. Python objects are refused unread; no header is trusted blindly.
+
+`usual_header` knows headers as numpy writes them and is fast; `read_header` leaves any other to
+numpy's own reader.
+"""
 
 from __future__ import annotations
 
@@ -65,19 +69,21 @@ class Header:
         self, stored: np.dtype[Any], shape: tuple[int, ...], fortran: bool, offset: int
     ) -> None:
         self.stored = stored
+        # The name must not depend on the byte order of the file.
         self.name = stored.newbyteorder("=").name
         self.shape = shape
         self.fortran = fortran
         self.offset = offset
         self.byte_count = math.prod(shape) * stored.itemsize
-        known = DTYPES.get(self.name)
-        self.plain = known is not None and stored.str == known.storage and not fortran
+        dtype = DTYPES.get(self.name)
+        self.plain = dtype is not None and stored.str == dtype.storage and not fortran
 
     def flat(self, raw: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[Any]]:
         """The data bytes as a flat array in C order and little endian; a view where they are so."""
         array = raw[: self.byte_count].view(self.stored)
         if self.plain:
             return array
+        # With one axis both orders are the same.
         if self.fortran and len(self.shape) > 1:
             array = array.reshape(self.shape, order="F").ravel(order="C")
         return array.astype(DTYPES[self.name].storage, copy=False).reshape(-1)
@@ -102,8 +108,9 @@ def read_header(stream: BinaryIO, source: str) -> Header:
         if not first.startswith(MAGIC):
             what = "does not begin as an npy file does" if first else "is empty"
             raise BadFile(f"{source} {what}") from trouble
-        said = str(trouble).splitlines()[0][:120] if str(trouble) else type(trouble).__name__
-        raise BadFile(f"{source} has a malformed npy header: {said}") from trouble
+        reason = str(trouble).splitlines()[0][:120] if str(trouble) else type(trouble).__name__
+        raise BadFile(f"{source} has a malformed npy header: {reason}") from trouble
+    # Before the type is looked at further: an object array holds a pickle.
     if stored.hasobject:
         raise BadFile(
             f"{source} holds Python objects, which could run code when they are loaded",
@@ -115,6 +122,7 @@ def read_header(stream: BinaryIO, source: str) -> Header:
             f"{source} holds elements of type {stored}, which cannot be compared",
             hint="numpy forgets bfloat16 and float8 when it saves: use .safetensors for those",
         )
+    # A negative size would make the product of the shape look small.
     if any(size < 0 for size in header.shape):
         raise BadFile(f"{source} claims a negative size: {header.shape}")
     return header
@@ -134,20 +142,21 @@ def _plain_header(text: bytes) -> Header | None:
     Files of one dump have the same few headers: this remembers them, and takes a microsecond where
     numpy's own reader takes sixty.
     """
-    found = _PLAIN.fullmatch(text, 10)
-    if found is None:
+    match = _PLAIN.fullmatch(text, 10)
+    if match is None:
         return None
     try:
-        stored = np.dtype(found[1].decode())
-        shape = tuple(int(size) for size in found[3].split(b",") if size.strip())
+        stored = np.dtype(match[1].decode())
+        shape = tuple(int(size) for size in match[3].split(b",") if size.strip())
     except (TypeError, ValueError):
         return None
-    header = Header(stored, shape, found[2] == b"True", len(text))
+    header = Header(stored, shape, match[2] == b"True", len(text))
     return header if header.name in DTYPES else None
 
 
 def usual_header(start: bytes) -> Header | None:
     """The header at the start of a file if it is as numpy writes it; None to let numpy look."""
+    # Versions 2 and 3 are for very long headers and for names beyond ASCII.
     if start[:8] != _VERSION_1:
         return None
     end = 10 + int.from_bytes(start[8:10], "little")

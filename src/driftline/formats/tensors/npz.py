@@ -1,4 +1,4 @@
-"""`.npz`: a zip of `.npy` files. Names inside are names, never paths; bombs are not unpacked."""
+"""`.npz` files: a zip of `.npy` files. Names inside are never used as paths, bombs are refused."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ _ENCRYPTED = 0x1
 
 def sniff(path: Path) -> bool:
     """A zip whose members are arrays (a zip of `data.pkl` is torch's)."""
+    # Also a damaged one: `members` gives the reason.
     if path.suffix.lower() in SUFFIXES:
         return True
     if not zipfile.is_zipfile(path):
@@ -50,6 +51,7 @@ def members(path: Path) -> list[Member]:
     try:
         with zipfile.ZipFile(path) as archive:
             infos = archive.infolist()
+            # From the directory alone, before a single byte is unpacked.
             _refuse_bombs(path, infos)
             return [_member(path, archive, info) for info in infos if not info.is_dir()]
     except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError) as trouble:
@@ -65,6 +67,7 @@ def _refuse_bombs(path: Path, infos: list[zipfile.ZipInfo]) -> None:
     if len(infos) > MOST_MEMBERS:
         raise BadFile(f"{path} has {len(infos)} members; more than {MOST_MEMBERS} are refused")
     size = path.stat().st_size
+    # Over all members: overlapping ones each claim the same packed bytes.
     claimed = sum(info.file_size for info in infos)
     if claimed > MOST_INFLATION * max(size, 1):
         raise BadFile(
@@ -86,6 +89,7 @@ def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Memb
     source = f"{path}: member '{info.filename}'"
     with archive.open(info) as stream:
         header = npy.read_header(cast(BinaryIO, stream), source)
+    # The array's claim against the archive's, before memory is allocated.
     if header.byte_count > info.file_size - header.offset:
         raise BadFile(
             f"{source} claims {header.byte_count} bytes of data and has "
@@ -98,6 +102,7 @@ def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Memb
 def _fetch(path: Path, info: zipfile.ZipInfo, header: npy.Header) -> np.ndarray[Any, np.dtype[Any]]:
     if header.byte_count == 0:
         return header.flat(np.empty(0, np.uint8))
+    # Uncompressed bytes can be used where they lie in the archive.
     if info.compress_type == zipfile.ZIP_STORED:
         return header.flat(_mapped(path, info, header))
     try:

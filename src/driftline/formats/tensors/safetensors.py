@@ -1,4 +1,4 @@
-"""`.safetensors`: a bounded JSON header and mapped bytes. Nothing is believed unchecked.
+"""`.safetensors` files: a JSON header of limited length, and mapped bytes.
 
 The numpy loader of the safetensors package knows neither bfloat16 nor float8; the header is simple
 enough to read here, and every claim it makes is checked against the file's length before use.
@@ -22,6 +22,7 @@ from driftline.numerics.dtypes import DTYPES
 
 NAME = "safetensors"
 SUFFIXES = (".safetensors",)
+# The limit of the safetensors package itself.
 LARGEST_HEADER = 100_000_000
 _LENGTH_FIELD = 8
 _PADDING = re.compile(r"__pad\d+")
@@ -56,6 +57,7 @@ def sniff(path: Path) -> bool:
     with path.open("rb") as stream:
         start = stream.read(_LENGTH_FIELD + 1)
     return path.suffix.lower() in SUFFIXES or (
+        # A header below 4 GB has four zero bytes here, which text files have not.
         len(start) == _LENGTH_FIELD + 1 and start[-1:] == b"{" and start[4:8] == b"\0\0\0\0"
     )
 
@@ -73,9 +75,11 @@ def members(path: Path) -> list[Member]:
         if name == "__metadata__" or _PADDING.fullmatch(name):
             continue
         entries.append(_entry(path, name, claim, total - start))
+    # By position, so that overlaps can be found by looking at neighbours.
     entries.sort()
     end = 0
     for begin, stop, name, _, _ in entries:
+        # Empty tensors may lie anywhere.
         if begin < end and stop > begin:
             raise BadFile(f"{path}: tensor '{name}' lies over the one before it")
         end = max(end, stop)
@@ -111,7 +115,7 @@ def _header(path: Path, total: int) -> tuple[dict[str, Any], int]:
             )
         text = stream.read(length)
     try:
-        header: Any = json.loads(text, object_pairs_hook=_without_twins)
+        header: Any = json.loads(text, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as trouble:
         raise BadFile(f"{path} has a malformed header: {_brief(trouble)}") from trouble
     if not isinstance(header, dict):
@@ -119,11 +123,12 @@ def _header(path: Path, total: int) -> tuple[dict[str, Any], int]:
     return cast(dict[str, Any], header), _LENGTH_FIELD + length
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    # Readers differ in which of two equal names they take; neither is right.
+    if len(entries) != len(pairs):
         raise ValueError("a name occurs twice")
-    return found
+    return entries
 
 
 def _entry(
@@ -144,6 +149,7 @@ def _entry(
             f"{path}: tensor '{name}' claims bytes {str(begin)[:24]} to {str(stop)[:24]} of {room}",
             hint="the file is cut short or damaged",
         )
+    # Type and shape against the range, so that a view of it cannot fail later.
     wanted = DTYPES[dtype].byte_count(math.prod(shape))
     if stop - begin != wanted:
         raise BadFile(
@@ -153,6 +159,7 @@ def _entry(
 
 
 def _is_count(value: Any) -> bool:
+    # Excludes `true`, which JSON makes a bool and Python an int.
     return type(value) is int and value >= 0
 
 

@@ -1,4 +1,4 @@
-"""`.pt`/`.pth`: tensors that torch saved, loaded with `weights_only=True`; code is refused.
+"""`.pt`/`.pth` files, loaded by torch with `weights_only=True`; a file that needs code is refused.
 
 torch is imported when such a file is opened, not before. Nested dicts, lists and tuples are
 flattened to names joined by dots; what is no tensor is passed over.
@@ -74,6 +74,7 @@ def _parts(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """A quantised tensor as what it holds: its codes, and beside them scale and zero point."""
     scheme = str(tensor.qscheme()) if tensor.is_quantized else ""
+    # Other schemes have no codes with one scale and zero point.
     if not scheme.endswith("affine") or str(tensor.dtype) not in _CODES:
         yield name, tensor
         return
@@ -102,21 +103,22 @@ def _load(path: Path, torch_module: Any) -> Any:
     except Exception as trouble:  # the unpickler passes on whatever a damaged stream makes it raise
         if "weights_only" in str(trouble) or "Unsupported global" in str(trouble):
             raise BadFile(
-                f"{path} holds more than tensors ({_culprit(str(trouble))}); "
+                f"{path} holds more than tensors ({_refused_class(str(trouble))}); "
                 "loading it could run code, so it was not loaded",
                 hint="save a tensor, or a dict of tensors, with torch.save",
             ) from trouble
-        said = str(trouble).splitlines()[0][:160] if str(trouble) else ""
+        reason = str(trouble).splitlines()[0][:160] if str(trouble) else ""
         raise BadFile(
-            f"{path} cannot be loaded: {type(trouble).__name__} {said}".strip()
+            f"{path} cannot be loaded: {type(trouble).__name__} {reason}".strip()
         ) from trouble
 
 
-def _culprit(said: str) -> str:
+def _refused_class(message: str) -> str:
     """The name torch refused, as far as its message gives it away."""
+    # The wording differs between versions of torch.
     for marker in ("GLOBAL ", "Unsupported global: "):
-        if marker in said:
-            words = said.split(marker, 1)[1].split()
+        if marker in message:
+            words = message.split(marker, 1)[1].split()
             if words:
                 return words[0].rstrip(".,:")[:80]
     return "Python objects"
@@ -159,6 +161,7 @@ def _member(name: str, tensor: torch.Tensor) -> Member:
         trouble = f"it is stored as {layout}, not dense"
     elif tensor.is_meta:
         trouble = "it is on the meta device and has no values"
+    # Making such a view contiguous would allocate what it claims.
     elif tensor.nbytes > max(LARGEST_EXPANSION, tensor.untyped_storage().nbytes()):
         trouble = f"it is a view that expands {tensor.untyped_storage().nbytes()} bytes to "
         trouble += f"{tensor.nbytes}"

@@ -1,8 +1,8 @@
-"""What a `torch.save` file says of its tensors, read without torch and without running anything.
+"""Tensors of a `torch.save` file, described without torch and without running any code.
 
 Knows the few pickle operations with which tensors in dicts, lists and tuples are saved, and builds
 names and numbers from them, never an object of a class the file names. Whatever is beyond that
-(another class, a compressed or foreign zip, the layout before zips) gives None: `torchfile` then
+(another class, a compressed or foreign zip, the layout before zips) gives None: `torch_file` then
 asks torch, with `weights_only=True`. Loading 10 000 one-tensor files with torch takes 4 s, reading
 them here a tenth of that.
 """
@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
+# Bounds for files that are not trusted; beyond any of them torch is asked.
 LARGEST_PICKLE = 1 << 20
 MOST_OPERATIONS = 200_000
 MOST_TENSORS = 50_000
@@ -83,7 +84,7 @@ class _Tensor(NamedTuple):
     strides: tuple[int, ...]
 
 
-class _Beyond(Exception):
+class _Unsupported(Exception):
     """The file does something that is not known here."""
 
 
@@ -106,6 +107,7 @@ def read_tensors(size: int, read: Callable[[int, int], bytes]) -> list[Stored] |
         if pickled is None:
             return None
         prefix = pickled.removesuffix("data.pkl")
+        # Files of big-endian machines are rare enough to be left to torch.
         if f"{prefix}byteorder" in entries:
             start, length = entries[f"{prefix}byteorder"]
             if length > 16 or source.read(length, _data(source, start, length)) != b"little":
@@ -114,68 +116,73 @@ def read_tensors(size: int, read: Callable[[int, int], bytes]) -> list[Stored] |
         if length > LARGEST_PICKLE:
             return None
         pickle = source.read(length, _data(source, start, length))
-        tree = _remembered(pickle) if length <= _SMALL_PICKLE else _unpickled(pickle)
-        found: list[tuple[str, _Tensor]] = []
-        _collect(tree, "", 0, found, [MOST_OPERATIONS])
-        return [_stored(source, name, tensor, prefix, entries) for name, tensor in found]
-    except (_Beyond, OSError, struct.error, ValueError, IndexError, TypeError, KeyError):
+        tree = _unpickled_once(pickle) if length <= _SMALL_PICKLE else _unpickled(pickle)
+        named_tensors: list[tuple[str, _Tensor]] = []
+        _collect(tree, "", 0, named_tensors, [MOST_OPERATIONS])
+        return [_stored(source, name, tensor, prefix, entries) for name, tensor in named_tensors]
+    # Damage of any kind: torch's own message explains it better.
+    except (_Unsupported, OSError, struct.error, ValueError, IndexError, TypeError, KeyError):
         return None
 
 
 def _entries(source: _Source) -> dict[str, tuple[int, int]]:
     """Name → (offset of the local header, length) of every stored member of the zip."""
+    # The end record and, in a small file, the whole directory fit into this.
     tail_start = max(0, source.size - 4096)
     tail = source.read(source.size - tail_start, tail_start)
-    at = tail.rfind(b"PK\x05\x06")
-    if at < 0:
-        raise _Beyond
-    _, disk, _, _, count, length, start, _ = _END.unpack_from(tail, at)
+    offset = tail.rfind(b"PK\x05\x06")
+    if offset < 0:
+        raise _Unsupported
+    _, disk, _, _, count, length, start, _ = _END.unpack_from(tail, offset)
+    # These values say that the true ones stand in a zip64 record.
     if disk or count == 0xFFFF or start == 0xFFFFFFFF or length > _TAIL:
-        raise _Beyond
-    end = tail_start + at
+        raise _Unsupported
+    end = tail_start + offset
     # torch writes a zip64 record between the directory and the end, which says the same again.
     if start + length > end:
-        raise _Beyond
+        raise _Unsupported
     if start >= tail_start:
         directory = tail[start - tail_start : start - tail_start + length]
     else:
         directory = source.read(length, start)
-    found: dict[str, tuple[int, int]] = {}
-    at = 0
+    members: dict[str, tuple[int, int]] = {}
+    offset = 0
     for _ in range(count):
         (magic, _, _, _, method, _, _, _, packed, plain, names, extra, comment, *_, header) = (
-            _ENTRY.unpack_from(directory, at)
+            _ENTRY.unpack_from(directory, offset)
         )
         if (
+            # Compressed members cannot be read in place; torch never compresses.
             magic != b"PK\x01\x02"
             or method != 0
             or packed != plain
             or 0xFFFFFFFF in (plain, header)
         ):
-            raise _Beyond
-        at += _ENTRY.size
-        name = directory[at : at + names].decode()
-        if name in found:
-            raise _Beyond
-        found[name] = (header, plain)
-        at += names + extra + comment
-    return found
+            raise _Unsupported
+        offset += _ENTRY.size
+        name = directory[offset : offset + names].decode()
+        # Which of two equal names is meant would be a guess.
+        if name in members:
+            raise _Unsupported
+        members[name] = (header, plain)
+        offset += names + extra + comment
+    return members
 
 
 def _data(source: _Source, header: int, length: int) -> int:
     """Where a member's bytes begin: behind its local header, which has a length of its own."""
     local = source.read(30, header)
     if local[:4] != b"PK\x03\x04":
-        raise _Beyond
+        raise _Unsupported
     names, extra = _LOCAL_NAMES.unpack_from(local, 26)
     start = header + 30 + names + extra
     if start + length > source.size:
-        raise _Beyond
+        raise _Unsupported
     return start
 
 
 @functools.lru_cache(256)
-def _remembered(data: bytes) -> Any:
+def _unpickled_once(data: bytes) -> Any:
     """Files of one dump hold the same few pickles: their tensors differ in values only."""
     return _unpickled(data)
 
@@ -185,23 +192,24 @@ def _unpickled(data: bytes) -> Any:
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
-    at = 0
+    position = 0
     end = len(data)
     for _ in range(MOST_OPERATIONS):
-        if at >= end:
-            raise _Beyond
-        code = data[at]
-        at += 1
+        if position >= end:
+            raise _Unsupported
+        code = data[position]
+        position += 1
+        # The most frequent operations come first: this loop is most of the time.
         if code == 0x71:  # BINPUT
-            memo[data[at]] = stack[-1]
-            at += 1
+            memo[data[position]] = stack[-1]
+            position += 1
         elif code == 0x4B:  # BININT1
-            stack.append(data[at])
-            at += 1
+            stack.append(data[position])
+            position += 1
         elif code == 0x58:  # BINUNICODE
-            size = int.from_bytes(data[at : at + 4], "little")
-            stack.append(_cut(data, at + 4, size).decode())
-            at += 4 + size
+            size = int.from_bytes(data[position : position + 4], "little")
+            stack.append(_slice(data, position + 4, size).decode())
+            position += 4 + size
         elif code == 0x28:  # MARK
             marks.append(len(stack))
         elif code == 0x74:  # TUPLE
@@ -210,40 +218,40 @@ def _unpickled(data: bytes) -> Any:
         elif code in (0x85, 0x86, 0x87):  # TUPLE1 to TUPLE3
             base = len(stack) - (code - 0x84)
             if base < 0:
-                raise _Beyond
+                raise _Unsupported
             stack[base:] = [tuple(stack[base:])]
         elif code == 0x63:  # GLOBAL
-            first = data.index(b"\n", at)
+            first = data.index(b"\n", position)
             second = data.index(b"\n", first + 1)
-            stack.append(_Global(data[at:first].decode(), data[first + 1 : second].decode()))
-            at = second + 1
+            stack.append(_Global(data[position:first].decode(), data[first + 1 : second].decode()))
+            position = second + 1
         elif code == 0x52:  # REDUCE
             arguments = stack.pop()
-            stack[-1] = _reduced(stack[-1], arguments)
+            stack[-1] = _rebuilt(stack[-1], arguments)
         elif code == 0x51:  # BINPERSID
             stack[-1] = _storage(stack[-1])
         elif code == 0x68:  # BINGET
-            stack.append(memo[data[at]])
-            at += 1
+            stack.append(memo[data[position]])
+            position += 1
         elif code == 0x6A:  # LONG_BINGET
-            stack.append(memo[int.from_bytes(_cut(data, at, 4), "little")])
-            at += 4
+            stack.append(memo[int.from_bytes(_slice(data, position, 4), "little")])
+            position += 4
         elif code == 0x72:  # LONG_BINPUT
-            memo[int.from_bytes(_cut(data, at, 4), "little")] = stack[-1]
-            at += 4
+            memo[int.from_bytes(_slice(data, position, 4), "little")] = stack[-1]
+            position += 4
         elif code == 0x4A:  # BININT
-            stack.append(int.from_bytes(_cut(data, at, 4), "little", signed=True))
-            at += 4
+            stack.append(int.from_bytes(_slice(data, position, 4), "little", signed=True))
+            position += 4
         elif code == 0x4D:  # BININT2
-            stack.append(int.from_bytes(_cut(data, at, 2), "little"))
-            at += 2
+            stack.append(int.from_bytes(_slice(data, position, 2), "little"))
+            position += 2
         elif code == 0x8A:  # LONG1
-            size = data[at]
-            stack.append(int.from_bytes(_cut(data, at + 1, size), "little", signed=True))
-            at += 1 + size
+            size = data[position]
+            stack.append(int.from_bytes(_slice(data, position + 1, size), "little", signed=True))
+            position += 1 + size
         elif code == 0x47:  # BINFLOAT
-            stack.append(struct.unpack(">d", _cut(data, at, 8))[0])
-            at += 8
+            stack.append(struct.unpack(">d", _slice(data, position, 8))[0])
+            position += 8
         elif code == 0x29:  # EMPTY_TUPLE
             stack.append(())
         elif code == 0x7D:  # EMPTY_DICT
@@ -274,20 +282,20 @@ def _unpickled(data: bytes) -> Any:
         elif code == 0x62:  # BUILD: the remarks of a state_dict about its modules
             remarks = stack.pop()
             if not (_is_dict(stack[-1]) and _is_dict(remarks)):
-                raise _Beyond
+                raise _Unsupported
         elif code == 0x80:  # PROTO
-            at += 1
+            position += 1
         elif code == 0x2E:  # STOP
             return cast("Any", stack[-1])
         else:
-            raise _Beyond
-    raise _Beyond
+            raise _Unsupported
+    raise _Unsupported
 
 
-def _cut(data: bytes, at: int, size: int) -> bytes:
-    if at + size > len(data):
-        raise _Beyond
-    return data[at : at + size]
+def _slice(data: bytes, start: int, size: int) -> bytes:
+    if start + size > len(data):
+        raise _Unsupported
+    return data[start : start + size]
 
 
 def _is_dict(value: Any) -> bool:
@@ -296,83 +304,88 @@ def _is_dict(value: Any) -> bool:
 
 def _list(value: Any) -> Any:
     if type(value) is not list:
-        raise _Beyond
+        raise _Unsupported
     return cast("Any", value)
 
 
 def _fill(target: Any, items: list[Any]) -> None:
     if type(target) is not dict or len(items) % 2:
-        raise _Beyond
+        raise _Unsupported
     for key, value in zip(items[0::2], items[1::2], strict=True):
+        # Other keys have no spelling that a name could use.
         if type(key) not in (str, int):
-            raise _Beyond
+            raise _Unsupported
         target[key] = value
 
 
 def _storage(claim: Any) -> _Storage:
     if type(claim) is not tuple or len(cast("tuple[Any, ...]", claim)) != 5:
-        raise _Beyond
+        raise _Unsupported
     tag, kind, key, device, _ = cast("tuple[Any, ...]", claim)
     if tag != "storage" or type(kind) is not _Global or type(key) is not str:
-        raise _Beyond
+        raise _Unsupported
     if kind.module == "torch" and kind.name in _STORAGES:
         return _Storage(_STORAGES[kind.name], key, str(device))
+    # An untyped storage leaves the type to the tensor (`_rebuild_tensor_v3`).
     if kind == ("torch.storage", "UntypedStorage"):
         return _Storage("", key, str(device))
-    raise _Beyond
+    raise _Unsupported
 
 
-def _reduced(function: Any, arguments: Any) -> Any:
+def _rebuilt(function: Any, arguments: Any) -> Any:
     if type(function) is not _Global or type(arguments) is not tuple:
-        raise _Beyond
-    given = cast("tuple[Any, ...]", arguments)
+        raise _Unsupported
+    args = cast("tuple[Any, ...]", arguments)
     if function == ("collections", "OrderedDict"):
-        if given:
-            raise _Beyond
+        if args:
+            raise _Unsupported
         return {}
     if function == ("torch._utils", "_rebuild_parameter"):
-        if type(given[0]) is not _Tensor:
-            raise _Beyond
-        return given[0]
+        if type(args[0]) is not _Tensor:
+            raise _Unsupported
+        return args[0]
     if function == ("torch._utils", "_rebuild_tensor_v2"):
         # A seventh argument says that the tensor is a conjugate or a negative.
-        if len(given) != 6 or type(given[0]) is not _Storage or not given[0].kind:
-            raise _Beyond
-        return _tensor(given[0], given[0].kind, given[1:4])
+        if len(args) != 6 or type(args[0]) is not _Storage or not args[0].kind:
+            raise _Unsupported
+        return _tensor(args[0], args[0].kind, args[1:4])
     if function == ("torch._utils", "_rebuild_tensor_v3"):
-        if len(given) != 7 or type(given[0]) is not _Storage or type(given[6]) is not _Global:
-            raise _Beyond
-        if given[6].module != "torch":
-            raise _Beyond
-        return _tensor(given[0], given[6].name, given[1:4])
-    raise _Beyond
+        if len(args) != 7 or type(args[0]) is not _Storage or type(args[6]) is not _Global:
+            raise _Unsupported
+        if args[6].module != "torch":
+            raise _Unsupported
+        return _tensor(args[0], args[6].name, args[1:4])
+    raise _Unsupported
 
 
 def _tensor(storage: _Storage, dtype: str, claim: tuple[Any, ...]) -> _Tensor:
     offset, shape, strides = claim
+    # A negative offset would read in front of the storage.
     if type(offset) is not int or offset < 0 or len(shape) != len(strides):
-        raise _Beyond
+        raise _Unsupported
     for size in (*shape, *strides):
         if type(size) is not int or size < 0:
-            raise _Beyond
+            raise _Unsupported
     return _Tensor(storage, dtype, offset, shape, strides)
 
 
 def _collect(
-    value: Any, name: str, depth: int, found: list[tuple[str, _Tensor]], left: list[int]
+    value: Any, name: str, depth: int, named_tensors: list[tuple[str, _Tensor]], left: list[int]
 ) -> None:
     left[0] -= 1
     # A list may contain itself, or the next one twice: a few bytes, and walks without an end.
-    if depth > DEEPEST or len(found) > MOST_TENSORS or left[0] < 0:
-        raise _Beyond
+    if depth > DEEPEST or len(named_tensors) > MOST_TENSORS or left[0] < 0:
+        raise _Unsupported
     if type(value) is _Tensor:
-        found.append((name, value))
+        named_tensors.append((name, value))
     elif type(value) is dict:
         for key, child in cast("dict[Any, Any]", value).items():
-            _collect(child, f"{name}.{key}" if name else str(key), depth + 1, found, left)
+            _collect(child, f"{name}.{key}" if name else str(key), depth + 1, named_tensors, left)
     elif type(value) in (list, tuple):
-        for at, child in enumerate(cast("list[Any]", value)):
-            _collect(child, f"{name}.{at}" if name else str(at), depth + 1, found, left)
+        for index, child in enumerate(cast("list[Any]", value)):
+            _collect(
+                child, f"{name}.{index}" if name else str(index), depth + 1, named_tensors, left
+            )
 
 
 def _stored(
@@ -382,6 +395,8 @@ def _stored(
     start = _data(source, header, length)
     expected = 1
     dense = True
+    # C order: each stride is the product of the sizes behind it; axes of size 1 may say
+    # anything.
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
         if size != 1 and stride != expected:
             dense = False

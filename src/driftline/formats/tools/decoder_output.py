@@ -1,8 +1,8 @@
 """Decoder dumps: `….cpu_validation_info.N.out`, a folder of `0.pt`, `1.pt`, … one per prompt.
 
-Each holds `{"tokens": ids of the whole text, "logits": a row per generated token}`, or the bare ids
-when logits were not kept. A prompt is a visit; a generated token is a step of the site `logits`, so
-that the first token whose logits differ is what a comparison names.
+Each file holds `{"tokens": ids of the whole text, "logits": a row per generated token}`, or the
+bare ids when logits were not kept. A prompt is a visit; a generated token is a step of the site
+`logits`, so that a comparison names the first token whose logits differ.
 """
 
 from __future__ import annotations
@@ -66,10 +66,12 @@ def _prompt(folder: Folder, name: str, prompt: int) -> Iterator[Leaf]:
     for member in describe(folder, name):
         site = member.name or "tokens"
         key = TensorKey.of(site, "output", visit=prompt)
+        # Only a matrix of logits can be split into tokens.
         if site != "logits" or member.trouble or len(member.shape) != 2:
             yield leaf(key, name, member, class_name=site)
             continue
         steps, width = member.shape
+        # The shape is the file's claim; a record per row must stay bounded.
         if steps > MOST_STEPS:
             yield leaf(key, name, member._replace(trouble=f"it claims {steps} tokens"))
             continue
@@ -77,8 +79,9 @@ def _prompt(folder: Folder, name: str, prompt: int) -> Iterator[Leaf]:
         for step in range(steps):
             fetch = functools.partial(_row, member.fetch, step, width * bits // 8)
             row = Member("", member.dtype, (width,), fetch)
-            each = leaf(key._replace(step=step), name, row, class_name=site)
-            yield each._replace(offset=step)
+            row_leaf = leaf(key._replace(step=step), name, row, class_name=site)
+            # Rows of one file need different places, or they would count as one blob.
+            yield row_leaf._replace(offset=step)
 
 
 def _row(fetch: Callable[[], Array], step: int, length: int) -> Array:

@@ -31,6 +31,7 @@ LARGEST_JSON = 1 << 30
 DEEPEST = 32
 _STEP = re.compile(r"step(\d+)")
 _PART = re.compile(r"rank(\d*)|proc(\d+)")
+# `Module.{path}.{class}.{forward|backward}.{call}`; MindSpore says Cell.
 _MODULE = re.compile(
     r"(?:Module|Cell)\.(.+)\.([^.]+)\.(forward|backward|parameters_grad)\.(\d+)", re.DOTALL
 )
@@ -66,6 +67,7 @@ def open(path: Path) -> TreeRun:
     ranks = {name: _rank(name) for name in names}
     for part in parts:
         rank = ranks[part.name]
+        # Processes without a rank share rank 0 and are told apart by their position.
         alike = [name for name in names if ranks[name] == rank]
         reader.read(part, rank, alike.index(part.name))
     if not reader.leaves and reader.troubles:
@@ -82,16 +84,17 @@ def open(path: Path) -> TreeRun:
 
 def _parts(path: Path) -> Iterator[_Part]:
     if (path / DUMP).is_file() and _PART.fullmatch(path.name):
-        found = _STEP.fullmatch(path.parent.name)
-        yield _Part(path, int(found[1]) if found else 0, path.name)
+        match = _STEP.fullmatch(path.parent.name)
+        yield _Part(path, int(match[1]) if match else 0, path.name)
+    # A copied folder may have any name; both files together are msprobe's.
     elif (path / DUMP).is_file() and (path / CONSTRUCT).is_file():
         yield _Part(path, 0, "rank0")
-    elif found := _STEP.fullmatch(path.name):
-        yield from _in_step(path, int(found[1]))
+    elif match := _STEP.fullmatch(path.name):
+        yield from _in_step(path, int(match[1]))
     else:
         for name in folders_in(path):
-            if found := _STEP.fullmatch(name):
-                yield from _in_step(path / name, int(found[1]))
+            if match := _STEP.fullmatch(name):
+                yield from _in_step(path / name, int(match[1]))
 
 
 def _in_step(path: Path, step: int) -> Iterator[_Part]:
@@ -101,15 +104,15 @@ def _in_step(path: Path, step: int) -> Iterator[_Part]:
 
 
 def _rank(name: str) -> int:
-    found = _PART.fullmatch(name)
-    return int(found[1]) if found and found[1] else 0
+    match = _PART.fullmatch(name)
+    return int(match[1]) if match and match[1] else 0
 
 
 def _call(name: str) -> _Call | None:
-    if found := _MODULE.fullmatch(name):
-        return _Call(found[1], found[2], found[3], int(found[4]))
-    if found := _FUNCTION.fullmatch(name):
-        return _Call(found[1], found[1].rpartition(".")[2], found[3], int(found[2]))
+    if match := _MODULE.fullmatch(name):
+        return _Call(match[1], match[2], match[3], int(match[4]))
+    if match := _FUNCTION.fullmatch(name):
+        return _Call(match[1], match[1].rpartition(".")[2], match[3], int(match[2]))
     return None
 
 
@@ -129,13 +132,15 @@ class _Reader:
             calls = _object(dump.get("data"))
         except (OSError, ValueError, RecursionError) as trouble:
             message = f"{self._source(part, DUMP)}: {reason_of(trouble)}"
+            # One rank that cannot be read must not hide the others.
             self.troubles.append(message)
             self.events.append({"kind": "dump", "message": message})
             return
         for fact in ("task", "level", "framework"):
             if dump.get(fact):
                 self.facts[fact] = str(dump[fact])
-        there = set(folder.files(DATA)) if (part.folder / DATA).is_dir() else set[str]()
+        # One listing instead of a look at the disk for every tensor.
+        present = set(folder.files(DATA)) if (part.folder / DATA).is_dir() else set[str]()
         base = TensorKey("", "output", "0", part.step, 0, rank, process)
         for name, sides in calls.items():
             call = _call(name)
@@ -152,7 +157,7 @@ class _Reader:
                     phase=usual.phase,
                     moment=usual.moment,
                 )
-                self.leaves.append(self._leaf(part, folder, there, key, call, entry))
+                self.leaves.append(self._leaf(part, folder, present, key, call, entry))
         tree = _topology(folder)
         if tree is not None:
             self.topologies.setdefault((rank, process), tree)
@@ -163,7 +168,7 @@ class _Reader:
         self,
         part: _Part,
         folder: Folder,
-        there: set[str],
+        present: set[str],
         key: TensorKey,
         call: _Call,
         entry: Mapping[str, Any],
@@ -172,15 +177,18 @@ class _Reader:
         shape = _shape(entry.get("shape"))
         record = Record(key, 0, dtype, shape, class_name=call.class_name)
         data_name = entry.get("data_name")
+        # `-1` stands for a tensor that was not saved.
         if isinstance(data_name, str) and data_name not in ("", "-1"):
             file = f"{DATA}/{data_name}"
             members = [unreadable(f"{file} is not there")]
-            if file in there:
+            if file in present:
                 members = describe(folder, file)
             member = members[0] if len(members) == 1 else unreadable("it is no single tensor")
             source = self._source(part, file)
             if member.trouble:
                 return Leaf(record._replace(lost=member.trouble), source)
+            # The file is believed over the description: bfloat16 may have been widened
+            # when saved.
             record = record._replace(dtype=member.dtype, shape=member.shape)
             return Leaf(record, source, member.fetch)
         source = self._source(part, DUMP)
@@ -220,6 +228,7 @@ def _entries(
         "parameters": "param",
         "output": "output",
     }
+    # msprobe names the sides as the backward function sees them.
     if call.phase == "backward":
         ports = {"input": "grad_output", "output": "grad_input"}
     for side, port in ports.items():
@@ -231,10 +240,11 @@ def _tensors(value: Any, slot: str, depth: int) -> Iterator[tuple[str, Mapping[s
     if depth > DEEPEST:
         return
     if isinstance(value, list):
-        for at, item in enumerate(cast("list[Any]", value)):
-            yield from _tensors(item, f"{slot}.{at}" if slot else str(at), depth + 1)
+        for index, item in enumerate(cast("list[Any]", value)):
+            yield from _tensors(item, f"{slot}.{index}" if slot else str(index), depth + 1)
     elif isinstance(value, dict):
         entry = cast("dict[str, Any]", value)
+        # A description has a type; a dict without one is a container of descriptions.
         if isinstance(entry.get("type"), str):
             if "shape" in entry and "dtype" in entry:
                 yield slot, entry
@@ -252,13 +262,15 @@ def _topology(folder: Folder) -> dict[str, Any] | None:
     nodes: dict[str, dict[str, Any]] = {}
     above: dict[str, str] = {}
     for name, parent in parents.items():
-        found = _MODULE.fullmatch(name)
-        if found is None or found[3] != "forward" or found[1] in nodes:
+        match = _MODULE.fullmatch(name)
+        # Modules are called several times; the first call places them in the tree.
+        if match is None or match[3] != "forward" or match[1] in nodes:
             continue
-        nodes[found[1]] = {"site": found[1], "class": found[2], "ids": None}
+        nodes[match[1]] = {"site": match[1], "class": match[2], "ids": None}
         outer = _MODULE.fullmatch(parent) if isinstance(parent, str) else None
-        if outer is not None and found[1].startswith(f"{outer[1]}."):
-            above[found[1]] = outer[1]
+        # A caller that is no ancestor by name would tie the tree into a knot.
+        if outer is not None and match[1].startswith(f"{outer[1]}."):
+            above[match[1]] = outer[1]
     if not nodes:
         return None
     roots: list[dict[str, Any]] = []

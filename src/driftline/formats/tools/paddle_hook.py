@@ -1,11 +1,11 @@
-"""Trees of the Paddle saving hook: `tensors|grads/rank_N/*.npy`, everything said in the file names.
+"""Trees of the Paddle saving hook: `tensors|grads/rank_N/*.npy`, described by their file names.
 
     tensors/rank_0/tensor_idx_3_layer_class_Linear_layer_name_linear_0_micro_step_1.npy
     grads/rank_0/grad_idx_3_of_param_name_linear_0.w_0_micro_step_1.npy
 
 A layer is a site, its class the record's, the micro step the step, and the index gives the order.
-Paddle numbers layers per process, so the same layer may have another name elsewhere: class, order
-and step are there for alignment to fall back on. The checker's `compare_rst` is not looked into.
+Paddle numbers layers per process, so the same layer may have another name elsewhere; alignment can
+use class, order and step instead. The checker's `compare_rst` is not looked into.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ Kind = Literal["tensors", "grads"]
 
 def sniff(path: Path) -> bool:
     """File names of its kind in a rank's folder."""
-    return any(_is_ranks(folder) for _, folder in _ranks(path))
+    return any(_holds_saved_files(folder) for _, folder in _rank_folders(path))
 
 
 def open(path: Path) -> TreeRun:
     """The tree as a run: activations first, then gradients, each by its index."""
     leaves: list[Leaf] = []
     events: list[dict[str, str]] = []
-    for kind, place in _ranks(path):
-        found = _RANK.fullmatch(place.name)
-        rank = int(found[1]) if found else 0
+    for kind, place in _rank_folders(path):
+        match = _RANK.fullmatch(place.name)
+        rank = int(match[1]) if match else 0
         leaves += _read(path, place, kind, rank, events)
     if not leaves:
         raise BadFile(f"{path} is laid out like a tree of the saving hook and holds no tensor")
+    # The hook exists for both frameworks; only Paddle makes such names.
     numbered = all(_NUMBERED.fullmatch(leaf.record.key.site) for leaf in leaves)
     facts = {
         "numbered_names": numbered,
@@ -74,16 +75,16 @@ def _with_classes(leaves: list[Leaf]) -> list[Leaf]:
     ]
 
 
-def _ranks(path: Path) -> list[tuple[Kind, Path]]:
+def _rank_folders(path: Path) -> list[tuple[Kind, Path]]:
     """The folders of ranks below a path, whichever level it is."""
     if _RANK.fullmatch(path.name):
         return [("grads" if path.parent.name == "grads" else "tensors", path)]
     kinds: tuple[Kind, ...] = ("tensors", "grads")
-    found: list[tuple[Kind, Path]] = []
+    folders: list[tuple[Kind, Path]] = []
     for kind in kinds:
         for name in _ranks_in(path if path.name == kind else path / kind):
-            found.append((kind, (path if path.name == kind else path / kind) / name))
-    return found
+            folders.append((kind, (path if path.name == kind else path / kind) / name))
+    return folders
 
 
 def _ranks_in(path: Path) -> list[str]:
@@ -103,9 +104,10 @@ def _is_saved(name: str) -> bool:
     return _TENSOR.fullmatch(name) is not None or _GRAD.fullmatch(name) is not None
 
 
-def _is_ranks(path: Path) -> bool:
+def _holds_saved_files(path: Path) -> bool:
     try:
         with os.scandir(path) as entries:
+            # A few names are enough to recognise a folder of a hundred thousand.
             for _, entry in zip(range(_LOOKED_AT), entries, strict=False):
                 if _is_saved(entry.name):
                     return True
@@ -118,31 +120,34 @@ def _read(
     path: Path, place: Path, kind: Kind, rank: int, events: list[dict[str, str]]
 ) -> list[Leaf]:
     folder = Folder(place)
-    known: list[tuple[int, str, str, str, str, int]] = []
+    saved: list[tuple[int, str, str, str, str, int]] = []
     for name in folder.files(named=_is_saved):
-        if found := _TENSOR.fullmatch(name):
-            index, class_name, site, step = found.groups()
-            known.append((int(index), name, site, "0", class_name, int(step)))
-        elif found := _GRAD.fullmatch(name):
-            index, parameter, step = found.groups()
+        if match := _TENSOR.fullmatch(name):
+            index, class_name, site, step = match.groups()
+            saved.append((int(index), name, site, "0", class_name, int(step)))
+        elif match := _GRAD.fullmatch(name):
+            index, parameter, step = match.groups()
+            # `linear_0.w_0`: the layer, and which of its parameters.
             site, _, slot = parameter.rpartition(".")
-            known.append((int(index), name, site or slot, slot if site else "0", "", int(step)))
+            saved.append((int(index), name, site or slot, slot if site else "0", "", int(step)))
         else:
             message = f"{place.name}/{name} has another name than the saving hook gives"
             events.append({"kind": "dump", "message": message})
     # The same layer twice in one micro step is told apart by the index alone.
     calls: Counter[tuple[str, str, int]] = Counter()
     leaves: list[Leaf] = []
-    known.sort()
+    # The index comes first in each tuple, so this is the order of execution.
+    saved.sort()
     above = "" if place == path else place.relative_to(path).as_posix() + "/"
-    ahead = folder.ahead([name for _, name, *_ in known])
-    for (_, _, site, slot, class_name, step), name in zip(known, ahead, strict=True):
+    ahead = folder.ahead([name for _, name, *_ in saved])
+    for (_, _, site, slot, class_name, step), name in zip(saved, ahead, strict=True):
         visit = calls[site, slot, step]
         calls[site, slot, step] += 1
         port = "output" if kind == "tensors" else "param_grad"
+        # Steps of a run begin at 0; the hook may write -1.
         key = TensorKey.of(site, port, slot, step=max(step, 0), visit=visit, rank=rank)
-        found = leaf(key, above + name, describe(folder, name)[0], class_name=class_name)
+        tensor = leaf(key, above + name, describe(folder, name)[0], class_name=class_name)
         if alias := _USUAL.get(slot, ""):
-            found = found._replace(record=found.record._replace(alias=alias))
-        leaves.append(found)
+            tensor = tensor._replace(record=tensor.record._replace(alias=alias))
+        leaves.append(tensor)
     return leaves

@@ -1,12 +1,12 @@
-"""What transformers' `model_addition_debugger` leaves: a JSON tree of calls, maybe with tensors.
+"""Output of transformers' `model_addition_debugger`: a JSON tree of calls, maybe with tensor files.
 
     LlamaForCausalLM_debug_tree_FULL_TENSORS.json       printed values, or names of files
     LlamaForCausalLM_debug_tree_SUMMARY.json            the same without values
     LlamaForCausalLM.model.norm_outputs.safetensors     with use_repr=False
 
-Printed values are cut and rounded to five digits: only the statistics beside them are taken, also
-five digits. The tree leaves out the middle layers, their files are there all the same and are read.
-A module that is called again overwrites its files: its earlier call is then lost, and says so.
+Printed values are cut and rounded to five digits: only the statistics beside them are read, which
+have five digits too. The tree omits the middle layers; their files exist and are read. A module
+that is called again overwrites its files: its earlier call is then a lost tensor with that reason.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _POSITION = re.compile(r"_(\d+)(?=_|$)")
 _OVERWRITTEN = "a later call of this module wrote over it"
 
 
-class _Found(NamedTuple):
+class _ListedTensor(NamedTuple):
     key: TensorKey
     dtype: str
     shape: tuple[int, ...]
@@ -64,7 +64,8 @@ def open(path: Path) -> TreeRun:
     files = set(folder.files())
     leaves: list[Leaf] = []
     models = _models(path)
-    for at, model in enumerate(models):
+    for index, model in enumerate(models):
+        # The full tree names the files; the summary is the fallback.
         name = model + (FULL if model + FULL in files else SUMMARY)
         try:
             tree = json.loads(folder.read(name, LARGEST_JSON))
@@ -72,7 +73,9 @@ def open(path: Path) -> TreeRun:
                 raise ValueError("not a JSON object")
         except (OSError, ValueError, RecursionError) as trouble:
             raise BadFile(f"{path / name} cannot be read: {reason_of(trouble)}") from trouble
-        prefix = f"{model}." if at else ""
+        # The first model keeps plain names, so that single-model folders pair with other
+        # runs.
+        prefix = f"{model}." if index else ""
         leaves += _Model(folder, files, model, prefix, name).leaves(cast("dict[str, Any]", tree))
     return TreeRun(path, NAME, leaves, facts={"framework": "transformers", "models": models})
 
@@ -100,10 +103,11 @@ class _Model:
         self.calls: Counter[str] = Counter()
 
     def leaves(self, tree: dict[str, Any]) -> list[Leaf]:
-        found = list(self._node(tree, 0))
-        last = {each.file: at for at, each in enumerate(found) if each.file}
-        leaves = [self._leaf(each, last[each.file] == at if each.file else True)
-                  for at, each in enumerate(found)]  # fmt: skip
+        tensors = list(self._node(tree, 0))
+        # Later entries replace earlier ones: the last call wrote the file.
+        last = {tensor.file: index for index, tensor in enumerate(tensors) if tensor.file}
+        leaves = [self._leaf(tensor, last[tensor.file] == index if tensor.file else True)
+                  for index, tensor in enumerate(tensors)]  # fmt: skip
         left_out = [name for name in self._own_files() if name not in last]
         return _in_order(leaves, [leaf for name in left_out for leaf in self._unlisted(name)])
 
@@ -113,10 +117,11 @@ class _Model:
             return f"{self.prefix}(root)" if not self.prefix else self.model
         return self.prefix + own.removeprefix(f"{self.model}.")
 
-    def _node(self, node: Mapping[str, Any], depth: int) -> Iterator[_Found]:
+    def _node(self, node: Mapping[str, Any], depth: int) -> Iterator[_ListedTensor]:
         if depth > DEEPEST:
             return
         site = self._site(str(node.get("module_path", "")))
+        # The tree is in the order of calls, so counting gives the visit.
         visit = self.calls[site]
         self.calls[site] += 1
         yield from self._side(node.get("inputs"), site, "input", visit)
@@ -126,47 +131,49 @@ class _Model:
                 yield from self._node(cast("dict[str, Any]", child), depth + 1)
         yield from self._side(node.get("outputs"), site, "output", visit)
 
-    def _side(self, value: Any, site: str, port: Port, visit: int) -> Iterator[_Found]:
+    def _side(self, value: Any, site: str, port: Port, visit: int) -> Iterator[_ListedTensor]:
         if port == "input" and isinstance(value, dict):
-            given = cast("dict[str, Any]", value)
-            if given.keys() <= {"args", "kwargs"}:
-                yield from self._values(given.get("args"), "", site, port, visit, 0)
-                yield from self._values(given.get("kwargs"), "", site, port, visit, 0)
+            arguments = cast("dict[str, Any]", value)
+            # Positional and named arguments share the slots of the port input.
+            if arguments.keys() <= {"args", "kwargs"}:
+                yield from self._values(arguments.get("args"), "", site, port, visit, 0)
+                yield from self._values(arguments.get("kwargs"), "", site, port, visit, 0)
                 return
         yield from self._values(value, "", site, port, visit, 0)
 
     def _values(
         self, value: Any, slot: str, site: str, port: Port, visit: int, depth: int
-    ) -> Iterator[_Found]:
+    ) -> Iterator[_ListedTensor]:
         if depth > DEEPEST:
             return
         if isinstance(value, list):
-            for at, item in enumerate(cast("list[Any]", value)):
-                inner = f"{slot}.{at}" if slot else str(at)
+            for index, item in enumerate(cast("list[Any]", value)):
+                inner = f"{slot}.{index}" if slot else str(index)
                 yield from self._values(item, inner, site, port, visit, depth + 1)
         elif isinstance(value, dict):
             entry = cast("dict[str, Any]", value)
             if isinstance(entry.get("shape"), str) and isinstance(entry.get("dtype"), str):
-                yield _found(TensorKey.of(site, port, slot or "0", visit=visit), entry)
+                yield _listed_tensor(TensorKey.of(site, port, slot or "0", visit=visit), entry)
                 return
             for name, item in entry.items():
                 inner = f"{slot}.{name}" if slot else str(name)
                 yield from self._values(item, inner, site, port, visit, depth + 1)
 
-    def _leaf(self, found: _Found, newest: bool) -> Leaf:
-        if not found.file:
-            return Leaf(found.record, self.tree_name)
-        record = found.record._replace(kept="full", summary=None)
+    def _leaf(self, tensor: _ListedTensor, newest: bool) -> Leaf:
+        if not tensor.file:
+            return Leaf(tensor.record, self.tree_name)
+        record = tensor.record._replace(kept="full", summary=None)
+        # The file holds the values of a later call.
         if not newest:
-            return Leaf(record._replace(lost=_OVERWRITTEN), found.file)
+            return Leaf(record._replace(lost=_OVERWRITTEN), tensor.file)
         members = [unreadable("the file is not there")]
-        if found.file in self.files:
-            members = describe(self.folder, found.file)
+        if tensor.file in self.files:
+            members = describe(self.folder, tensor.file)
         member = members[0]
         if member.trouble:
-            return Leaf(record._replace(lost=member.trouble), found.file)
+            return Leaf(record._replace(lost=member.trouble), tensor.file)
         return Leaf(
-            record._replace(dtype=member.dtype, shape=member.shape), found.file, member.fetch
+            record._replace(dtype=member.dtype, shape=member.shape), tensor.file, member.fetch
         )
 
     def _own_files(self) -> list[str]:
@@ -187,10 +194,11 @@ class _Model:
         yield Leaf(record, name, None if member.trouble else member.fetch)
 
 
-def _found(key: TensorKey, entry: Mapping[str, Any]) -> _Found:
+def _listed_tensor(key: TensorKey, entry: Mapping[str, Any]) -> _ListedTensor:
     dtype = entry["dtype"].removeprefix("torch.")
     shape = tuple(int(size) for size in _NUMBER.findall(entry["shape"]))
     value = entry.get("value")
+    # A string is a file's name; printed values are a list of lines.
     file = value.removeprefix("./") if isinstance(value, str) else ""
     record = Record(key, 0, dtype, shape, kept="describe")
     if dtype not in DTYPES:
@@ -207,14 +215,14 @@ def _found(key: TensorKey, entry: Mapping[str, Any]) -> _Found:
             std=_printed(entry.get("std")) * spread,
         )
         record = record._replace(kept="summary", summary=summary)
-    return _Found(key, dtype, shape, file, record)
+    return _ListedTensor(key, dtype, shape, file, record)
 
 
 def _printed(value: Any) -> float:
     """The number in `tensor(1.2345e-01)`; NaN if there is none."""
-    found = _PRINTED.match(value) if isinstance(value, str) else None
+    match = _PRINTED.match(value) if isinstance(value, str) else None
     try:
-        return float(found[1]) if found else math.nan
+        return float(match[1]) if match else math.nan
     except ValueError:
         return math.nan
 
@@ -225,27 +233,31 @@ def _in_order(leaves: list[Leaf], left_out: list[Leaf]) -> list[Leaf]:
         return leaves
     first_of: dict[str, int] = {}
     like: dict[tuple[str, str, str, str], int] = {}
-    for at, each in enumerate(leaves):
-        key = each.record.key
+    for index, leaf in enumerate(leaves):
+        key = leaf.record.key
+        # The first number in a path is the layer's index.
         if layer := _LAYER.fullmatch(key.site):
-            first_of[f"{layer[1]}{layer[2]}"] = first_of.get(f"{layer[1]}{layer[2]}", at)
-            like.setdefault((layer[1], layer[3], key.port, key.slot), at)
+            first_of[f"{layer[1]}{layer[2]}"] = first_of.get(f"{layer[1]}{layer[2]}", index)
+            like.setdefault((layer[1], layer[3], key.port, key.slot), index)
     placed: list[tuple[tuple[float, int, int], Leaf]] = [
-        ((float(at), 0, 0), each) for at, each in enumerate(leaves)
+        ((float(index), 0, 0), leaf) for index, leaf in enumerate(leaves)
     ]
-    for each in left_out:
-        key = each.record.key
+    for leaf in left_out:
+        key = leaf.record.key
         layer = _LAYER.fullmatch(key.site)
         if layer is None:
-            placed.append(((float(len(leaves)), 0, 0), each))
+            placed.append(((float(len(leaves)), 0, 0), leaf))
             continue
         later = [
-            at
-            for name, at in first_of.items()
+            index
+            for name, index in first_of.items()
             if name.startswith(layer[1]) and int(name[len(layer[1]) :]) > int(layer[2])
         ]
+        # Half a position in front of the first later layer, and behind everything before
+        # it.
         where = (min(later) if later else len(leaves)) - 0.5
+        # Inside a layer: the order that the same tensors have in the layer that is listed.
         among = like.get((layer[1], layer[3], key.port, key.slot), len(leaves))
-        placed.append(((where, int(layer[2]), among), each))
+        placed.append(((where, int(layer[2]), among), leaf))
     placed.sort(key=lambda item: item[0])
-    return [each for _, each in placed]
+    return [leaf for _, leaf in placed]

@@ -1,7 +1,9 @@
-"""Tensors that a dump saved once and names again: `data=1_0_outtensor0.bin` → the file meant.
+"""ATB dump trees of every generation as runs, whichever of their folders is given.
 
-The name is an operation id and a file name, looked up among the operations of the same execution;
-it is never used as a path.
+`AtbRun` reads tensors in execution order, and the topology, csv and profile files beside them when
+they are asked for. `Aliases` resolves tensors that a dump saved once and names again
+(`data=1_0_outtensor0.bin`): such a name is looked up among the operations of the same execution and
+never used as a path. How folders are found is `folders.py`, what a file holds is `file.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from driftline.formats.ascend.atb.folders import (
     TensorFile,
     Walk,
     locate,
-    torch_beside,
+    torch_dumps_beside,
 )
 from driftline.formats.ascend.atb.tables import (
     OperationLine,
@@ -47,7 +49,9 @@ from driftline.runs.sinks import JSON
 __all__ = ["NAME", "AtbRun", "open", "sniff"]
 
 
+# Lengths are bounded: the name comes from a file that is not trusted.
 _ALIAS = re.compile(r"(\d{1,9}(?:_\d{1,9}){0,62})_((?:in|out)[tT]ensor\d{1,6}(?:_\w{1,200})?\.bin)")
+# A pointer leads straight to the values as a rule; a long chain or a circle is damage.
 _LONGEST_CHAIN = 8
 _LEVELS = 12
 """Folders above a file in which its execution's is looked for."""
@@ -73,46 +77,53 @@ class Aliases:
         for _ in range(_LONGEST_CHAIN):
             assert target.header is not None
             if not target.header.points_to:
-                return self._joined(file, header, target)
+                return self._with_values_of(file, header, target)
             wanted = target.header.points_to
-            found = self._meant(wanted)
-            if found is None:
+            pointed = self._file_named(wanted)
+            if pointed is None:
                 return _lost(file, f"says its values are in {wanted[:80]!r}, which is not there")
-            if found.header is None:
-                return _lost(file, f"has its values in {found.source}: {found.trouble}")
-            target = found
+            if pointed.header is None:
+                return _lost(file, f"has its values in {pointed.source}: {pointed.trouble}")
+            target = pointed
         return _lost(file, "points to a file that points to a file, and so on")
 
-    def _meant(self, wanted: str) -> TensorFile | None:
+    def _file_named(self, wanted: str) -> TensorFile | None:
         match = _ALIAS.fullmatch(wanted)
         name = FILE_NAME.fullmatch(match[2]) if match else None
         if match is None or name is None:
             return None
         port = "input" if name[1] == "in" else "output"
-        found = self._files.get((match[1], port, str(int(name[2]))), [])
-        with_data = [file for file in found if file.header and file.header.has_data]
-        return next(iter(with_data or found), None)
+        candidates = self._files.get((match[1], port, str(int(name[2]))), [])
+        # A tensor may be saved before and after its operation; take the one with values.
+        with_data = [file for file in candidates if file.header and file.header.has_data]
+        return next(iter(with_data or candidates), None)
 
-    def _joined(self, file: TensorFile, header: Header, target: TensorFile) -> TensorFile:
-        there = target.header
-        assert there is not None
-        if (there.kind, there.layout, there.dims) != (header.kind, header.layout, header.dims):
+    def _with_values_of(self, file: TensorFile, header: Header, target: TensorFile) -> TensorFile:
+        target_header = target.header
+        assert target_header is not None
+        # A pointer to something of another shape means that the dump was mixed up.
+        if (target_header.kind, target_header.layout, target_header.dims) != (
+            header.kind,
+            header.layout,
+            header.dims,
+        ):
             return _lost(
                 file, f"has another type or shape than {target.source}, which it points to"
             )
-        return file._replace(path=target.path, header=there)
+        return file._replace(path=target.path, header=target_header)
 
 
 def _lost(file: TensorFile, why: str) -> TensorFile:
     return file._replace(trouble=f"the file {why}", path="")
 
 
-def beside(path: Path, key: TensorKey) -> Leaf | None:
+def resolve_lone_file(path: Path, key: TensorKey) -> Leaf | None:
     """A tensor file that points to another one of its dump, opened by itself.
 
     None when the file does not lie in the folder of an execution.
     """
     real = path.resolve()
+    # An execution's folder is named by its number; the operations are below it.
     for folder in real.parents[1:_LEVELS]:
         if folder.name.isdecimal():
             break
@@ -124,14 +135,14 @@ def beside(path: Path, key: TensorKey) -> Leaf | None:
     for operation in top.walk():
         for file in operation.files:
             if file.source == source:
-                found = Aliases(top).resolve(file)
-                if found.header is None or found.trouble:
+                resolved = Aliases(top).resolve(file)
+                if resolved.header is None or resolved.trouble:
                     return None
-                return leaf_of(key, found.header, found.path, found.source)
+                return leaf_of(key, resolved.header, resolved.path, resolved.source)
     return None
 
 
-# An ATB dump as a run: tensors in execution order, the rest of the dump when it is asked for.
+# ---- The dump as a run
 
 
 NAME = "atb"
@@ -160,20 +171,22 @@ class AtbRun(TreeRun):
         self._known: dict[tuple[int, int], Mapping[str, JSON]] = {}
         self._built: dict[tuple[int, int], Topology] = {}
         self._unreadable: dict[str, str] = {}
-        self._beside: list[str] | None = None
+        self._side_files: list[str] | None = None
+        # The leaves fill `_tops` and `_notes`, so everything below needs them read.
         super().__init__(path, NAME, list(self._leaves_of(place)))
-        self._note_strangers()
+        self._note_unknown_files()
         self._events = [
             {"kind": "note", "message": text + (f" ({count} tensors)" if count > 1 else "")}
             for text, count in self._notes.items()
         ]
-        for beside in torch_beside(path.resolve(), place.root):
-            text = f"{beside} is a torch dump beside this one; open it by its own path"
+        for torch_dump in torch_dumps_beside(path.resolve(), place.root):
+            text = f"{torch_dump} is a torch dump beside this one; open it by its own path"
             self._events.append({"kind": "note", "message": text})
 
     def source(self, record: Record) -> str:
         """Relative to what was opened, which may lie above the dump's root or inside it."""
         opened = Path(self.name).resolve()
+        # The usual case; `relpath` for every record would cost more than the comparison.
         if opened == self.place.root:
             return super().source(record)
         return os.path.relpath(self.place.root / super().source(record), opened)
@@ -187,10 +200,14 @@ class AtbRun(TreeRun):
             self._tops.setdefault((rank, process), []).append((execution, top))
             for operation, path in self._walk.statistics:
                 self._add_statistics(operation, path)
+            # Each execution has its own statistics; the walk collects those of the next
+            # one.
             self._walk.statistics.clear()
             aliases: Aliases | None = None
             for operation, file in top.in_order():
                 if file.header is not None and file.header.points_to:
+                    # Most dumps have no pointers, so the table is built for the
+                    # first one only.
                     aliases = aliases or Aliases(top)
                     file = aliases.resolve(file)
                 key = TensorKey(
@@ -204,6 +221,8 @@ class AtbRun(TreeRun):
                     "forward",
                     file.moment,
                 )
+                # Two folders may print as one name; a visit number keeps both
+                # tensors.
                 while key in seen:
                     key = key._replace(visit=key.visit + 1)
                 seen.add(key)
@@ -229,6 +248,8 @@ class AtbRun(TreeRun):
         except OSError as trouble:
             self._unreadable[self._walk.below(path)] = reason_of(trouble)
             return
+        # The depth limit of folders holds for names in a table too: they become nested
+        # objects.
         lines = [line for line in read_statistics(text) if len(line.folders) <= DEEPEST]
         if not lines and text.strip():
             self._unreadable[self._walk.below(path)] = "has no line that makes sense"
@@ -237,15 +258,18 @@ class AtbRun(TreeRun):
             for name in line.folders:
                 operation = operation.child(name)
             port = "output" if line.output else "input"
+            # A file says more than its line in the table.
             if any(file.port == port and file.slot == line.slot for file in operation.files):
                 continue
             operation.files.append(_listed(line, self._walk.below(path)))
 
-    def _note_strangers(self) -> None:
+    def _note_unknown_files(self) -> None:
         walk = self._walk
-        if walk.strangers:
-            names = ", ".join(walk.strangers[:3]) + (" …" if len(walk.strangers) > 3 else "")
-            self._notes[f"{len(walk.strangers)} files were not understood: {names}"] += 1
+        if walk.unknown_files:
+            names = ", ".join(walk.unknown_files[:3]) + (
+                " …" if len(walk.unknown_files) > 3 else ""
+            )
+            self._notes[f"{len(walk.unknown_files)} files were not understood: {names}"] += 1
         if (walk.root / "torch_tensors").is_dir():
             self._notes[
                 "torch_tensors/ of the same dump is not shown; open it by its own path"
@@ -253,7 +277,11 @@ class AtbRun(TreeRun):
 
     @property
     def manifest(self) -> Mapping[str, Any]:
-        return {**super().manifest, "generation": self.place.generation, "beside": self.beside()}
+        return {
+            **super().manifest,
+            "generation": self.place.generation,
+            "beside": self.side_file_counts(),
+        }
 
     @property
     def losses(self) -> Sequence[Loss]:
@@ -261,7 +289,7 @@ class AtbRun(TreeRun):
         places = [*walk.losses, *self._unreadable.items()]
         return [*super().losses, *(Loss(where, reason) for where, reason in places)]
 
-    def beside(self) -> dict[str, int]:
+    def side_file_counts(self) -> dict[str, int]:
         """How many files of each kind lie beside the tensors."""
         counts = {
             "model topology": len(self._files("model", ".json")),
@@ -325,11 +353,11 @@ class AtbRun(TreeRun):
 
     def tables(self) -> Sequence[DumpTable]:
         """cpu profiling: times of operations on the host, in µs."""
-        found: list[DumpTable] = []
+        tables: list[DumpTable] = []
         for path in profiles_in(self._files("cpu_profiling", ".txt", ".csv")):
             text = self._readable(path, LARGEST_TABLE)
-            found.append(read_profile(text, f"Host times in µs ({self._walk.below(path)})"))
-        return found
+            tables.append(read_profile(text, f"Host times in µs ({self._walk.below(path)})"))
+        return tables
 
     def param(self, site: str, rank: int = 0, process: int = 0) -> Mapping[str, Any] | None:
         """The parameters of an operation: its op_param.json, or what the topology says."""
@@ -355,19 +383,22 @@ class AtbRun(TreeRun):
                 if (record.key.rank, record.key.process) == (rank, process)
             )
             built = self._topology(rank, process)
+            # Nothing ran and nothing was described: there is no tree to show.
             if not order and next(built.nodes(), None) is None:
                 return None
             self._known[rank, process] = built.to_json(list(order))
         return self._known[rank, process]
 
     def _topology(self, rank: int, process: int) -> Topology:
-        if (known := self._built.get((rank, process))) is not None:
-            return known
+        if (earlier := self._built.get((rank, process))) is not None:
+            return earlier
         tops = self._tops.get((rank, process), [])
         built = self._built[rank, process] = Topology()
         for _, top in tops:
             built.add_folders(top)
         pids = {f"{e.device}_{e.pid}" for e, _ in tops} | {e.pid for e, _ in tops}
+        # Layers first: they are numbered as the folders are, and the model's shift is
+        # fitted to them.
         for what, add in (("layer", built.add_layer), ("model", built.add_model)):
             for path in self._files(what, ".json"):
                 # Some probes put them below the process id, some below device and process id.
@@ -381,7 +412,8 @@ class AtbRun(TreeRun):
         return built
 
     def _lines(self, what: str) -> list[OperationLine]:
-        found: list[OperationLine] = []
+        lines: list[OperationLine] = []
+        # Csv folders carry the process id alone or with the device in front, by generation.
         places = {
             name: place
             for place, tops in self._tops.items()
@@ -390,35 +422,37 @@ class AtbRun(TreeRun):
         }
         for path in self._files(what, ".csv"):
             folder = Path(path).parent.name
-            if not self.place.whole and folder not in places:
+            if not self.place.complete and folder not in places:
                 continue  # another process's, and only a part of the dump was asked for
             rank, process = places.get(folder, (0, 0))
             number = _NUMBER.search(path)
             text = self._readable(path, LARGEST_TABLE)
-            found += [
+            lines += [
                 line._replace(rank=rank, process=process)
                 for line in read_operations(text, int(number[1]) if number else 0)
             ]
-        return found
+        return lines
 
     def _files(self, what: str, *suffixes: str) -> list[str]:
         """Files of one kind, in every process's folder, by name; links are passed over."""
-        if self._beside is None:
-            self._beside = []
+        if self._side_files is None:
+            self._side_files = []
             root = self.place.root
+            # Some probes put the side files into `info`.
             for base in (root, root / "info"):
                 for kind in ("layer", "model", *_TABLES):
                     for folder in _listed_below(base / kind, folders=True):
-                        self._beside += _listed_below(Path(folder), folders=False)
+                        self._side_files += _listed_below(Path(folder), folders=False)
         middle = f"/{what}/"
         prefix = len(str(self.place.root))
         return [
-            path for path in self._beside if middle in path[prefix:] and path.endswith(suffixes)
+            path for path in self._side_files if middle in path[prefix:] and path.endswith(suffixes)
         ]
 
     @functools.cached_property
     def _tiling_files(self) -> list[str]:
         folder = self.place.root / "tiling"
+        # A link could lead out of the dump, or in a circle.
         if folder.is_symlink() or not folder.is_dir():
             return []
         return [str(path) for path in folder.rglob("*.bin")]
@@ -449,7 +483,7 @@ _TABLES = ("operation_io_tensors", "kernel_io_tensors", "cpu_profiling")
 def _listed_below(folder: Path, *, folders: bool) -> list[str]:
     try:
         with os.scandir(folder) as entries:
-            found = [
+            paths = [
                 entry.path
                 for entry in entries
                 if (
@@ -460,7 +494,7 @@ def _listed_below(folder: Path, *, folders: bool) -> list[str]:
             ]
     except OSError:
         return []
-    return sorted(found, key=natural)
+    return sorted(paths, key=natural)
 
 
 def _processes(executions: Sequence[Execution]) -> dict[tuple[int, str], tuple[int, int]]:
@@ -468,10 +502,10 @@ def _processes(executions: Sequence[Execution]) -> dict[tuple[int, str], tuple[i
     numbers: dict[tuple[int, str], tuple[int, int]] = {}
     counts: Counter[int] = Counter()
     for execution in executions:
-        known = (execution.device, execution.pid)
-        if known not in numbers:
+        process = (execution.device, execution.pid)
+        if process not in numbers:
             rank = max(0, execution.device)  # the probe writes -1 when the device is not known
-            numbers[known] = (rank, counts[rank])
+            numbers[process] = (rank, counts[rank])
             counts[rank] += 1
     return numbers
 
@@ -488,13 +522,14 @@ def _listed(line: StatisticLine, source: str) -> TensorFile:
     )
     if line.shape is None:
         return named._replace(trouble=f"the line of {line.folders[-1]} in {source} has no shape")
+    # The table promises a file; a line without one is a loss, not a summary.
     if line.saved:
         return named._replace(trouble="the file that statistic.csv names is not in the dump")
     header = Header(kind, 2, line.shape, statistics=line.statistics, has_data=False)
     return named._replace(header=header)
 
 
-# ATB dump trees of every generation as runs, whichever of their folders is given.
+# ---- Entry points of the format
 
 
 def sniff(path: Path) -> bool:

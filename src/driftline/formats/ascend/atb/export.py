@@ -21,6 +21,7 @@ from driftline.runs.run import Storage
 
 NAME = "atb"
 _ND = 2
+# Recoded types are left out: their values would change when written back.
 _CODES = {kind.dtype: code for code, kind in ACL_TYPES.items() if kind.dtype and not kind.recoded}
 _OPERATION = re.compile(r"\d+_\w+", re.ASCII)
 
@@ -45,12 +46,15 @@ class AtbTree:
         if key.port not in ("input", "output") or record.kept != "full":
             return "ATB keeps whole inputs and outputs only"
         names = key.site.split(".")
+        # The site becomes a path, so only names like an operation's are let through.
         if not all(_OPERATION.fullmatch(name) for name in names) or not key.slot.isdigit():
             return "its name is no operation of an ATB dump"
         side = "intensor" if key.port == "input" else "outtensor"
+        # The alias comes from the run and must not contain a separator.
         alias = f"_{safe_name(record.alias)}" if record.alias else ""
         place = self.folder.joinpath(str(key.step), *names, key.moment)
         path = place / f"{side}{key.slot}{alias}.bin"
+        # Safe names may coincide; overwriting would lose a tensor silently.
         if path in self._taken:
             return "another tensor has its name"
         self._taken.add(path)

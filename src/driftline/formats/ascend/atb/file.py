@@ -1,4 +1,4 @@
-"""The header of an ATB `.bin` file: text lines, each checked before it is believed.
+"""One ATB `.bin` file: a text header, checked line by line, and the bytes of one tensor.
 
     $Version=1.0
     $Object.Count=1
@@ -11,7 +11,8 @@
     <24 bytes, little endian, C order>
 
 A file may hold no data: only the description, only statistics, or the name of the file of the same
-dump in which the same tensor was saved. What cannot be believed is `Refused` with its own reason.
+dump in which the same tensor was saved. A header that contradicts itself or its file is `Refused`
+with the reason. Used for single files and by the reader of whole dumps.
 """
 
 from __future__ import annotations
@@ -45,9 +46,11 @@ from driftline.runs.records import Record, TensorKey
 
 START = b"$Version="
 END = b"$End=1\n"
+# Nearly every header fits; a longer one is read again in full.
 USUAL_HEADER = 512
 LARGEST_HEADER = 65_536
 STATISTICS = ("max", "min", "mean", "l2norm")
+# Eighteen digits fit into 64 bits; more would only be an attack on the arithmetic.
 _NUMBER = re.compile(r"-?\d{1,18}")
 _DIMS = re.compile(r"(?:\d{1,18}(?:,\d{1,18})*)?")
 _PLACE = re.compile(r"\d{1,18},\d{1,18}")
@@ -131,18 +134,20 @@ def header_of(file: int) -> Header:
         _refuse_without_end(head, total)
     header = _parsed(head[:end])
     start = end + len(END)
-    there = total - start
-    if there < header.start + header.length:
+    available = total - start
+    # Both directions are checked: a file that is too long makes every offset doubtful.
+    if available < header.start + header.length:
         raise Refused(
-            f"is cut short: {header.length} bytes of data are promised, and {there} are there"
+            f"is cut short: {header.length} bytes of data are promised, and {available} are there"
         )
-    if there > header.start + header.length:
+    if available > header.start + header.length:
+        # The probe appends when a dump is repeated into the same folder; say so by name.
         rest = os.pread(file, len(START), start + header.start + header.length)
         raise Refused(
             "was written twice: a second record follows the first, as a dump appends to a file "
             "that is already there"
             if rest == START
-            else f"has {there - header.length} bytes more than its header promises"
+            else f"has {available - header.length} bytes more than its header promises"
         )
     return header._replace(start=start + header.start)
 
@@ -160,42 +165,45 @@ def _parsed(text: bytes) -> Header:
     """Lines → header; `start` is the offset inside the data. Dumps repeat headers thousandfold."""
     if not text.startswith(START):
         raise Refused("does not begin as an ATB tensor file does, with $Version")
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for line in text.decode("latin-1").split("\n")[:-1]:
         name, sign, value = line.partition("=")
+        # Strict on purpose: a line that is not understood may change what the rest means.
         if not sign or "=" in value or not name:
             raise Refused(f"has a header line that is no name=value: {line[:60]!r}")
-        if name in found:
+        if name in values:
             raise Refused(f"says {name[:40]} twice in its header")
         if name.startswith("$") and name not in _SYSTEM:
             raise Refused(f"has a header line that is not known: {line[:60]!r}")
-        found[name] = value
-    if found["$Version"] != "1.0":
-        raise Refused(f"is of version {found['$Version'][:20]!r}; only 1.0 is known")
-    count = _whole(found, "$Object.Count")
-    length = _whole(found, "$Object.Length")
+        values[name] = value
+    if values["$Version"] != "1.0":
+        raise Refused(f"is of version {values['$Version'][:20]!r}; only 1.0 is known")
+    count = _integer(values, "$Object.Count")
+    length = _integer(values, "$Object.Length")
     if count not in (0, 1):
         raise Refused(f"claims {count} objects; a tensor file has one or none")
-    code, layout = _whole(found, "dtype"), _whole(found, "format")
+    code, layout = _integer(values, "dtype"), _integer(values, "format")
     if code not in ACL_TYPES:
         raise Refused(f"has the unknown element type {code}")
-    dims = _dims(found)
+    dims = _dims(values)
     offset = 0
     if count:
-        place = found.get("$Object.data", "")
+        place = values.get("$Object.data", "")
         if not _PLACE.fullmatch(place):
             raise Refused(f"does not say where its data are: $Object.data is {place[:40]!r}")
         offset, size = (int(part) for part in place.split(","))
+        # One object fills the data; an offset would leave bytes unexplained.
         if offset + size != length or offset:
             raise Refused(f"contradicts itself: {length} bytes of data in all, object at {place}")
         needed = ACL_TYPES[code].byte_count(math.prod(dims))
+        # Strings have no fixed width, so their length cannot be checked.
         if ACL_TYPES[code].bits and length != needed:
             raise Refused(
                 f"contradicts itself: {needed} bytes by type and sizes, {length} by its length"
             )
-    elif length or "$Object.data" in found:
+    elif length or "$Object.data" in values:
         raise Refused("contradicts itself: no object, but data of an object")
-    statistics = tuple((name, found[name][:60]) for name in STATISTICS if name in found)
+    statistics = tuple((name, values[name][:60]) for name in STATISTICS if name in values)
     return Header(
         ACL_TYPES[code],
         layout,
@@ -203,13 +211,13 @@ def _parsed(text: bytes) -> Header:
         offset,
         length,
         statistics,
-        found.get("data", ""),
+        values.get("data", ""),
         bool(count),
     )
 
 
-def _whole(found: dict[str, str], name: str) -> int:
-    value = found.get(name)
+def _integer(values: dict[str, str], name: str) -> int:
+    value = values.get(name)
     if value is None:
         raise Refused(f"does not say its {name}")
     if not _NUMBER.fullmatch(value) or (name[0] == "$" and value[0] == "-"):
@@ -217,8 +225,8 @@ def _whole(found: dict[str, str], name: str) -> int:
     return int(value)
 
 
-def _dims(found: dict[str, str]) -> tuple[int, ...]:
-    text = found.get("dims")
+def _dims(values: dict[str, str]) -> tuple[int, ...]:
+    text = values.get("dims")
     if text is None:
         raise Refused("does not say its dims")
     if not _DIMS.fullmatch(text):
@@ -226,8 +234,7 @@ def _dims(found: dict[str, str]) -> tuple[int, ...]:
     return tuple(int(size) for size in text.split(",")) if text else ()
 
 
-# ATB `.bin`: one tensor behind a checked header (`atb_header`), as a run or as a leaf of a
-# dump.
+# ---- The file as a run, or as a leaf of a dump
 
 
 AnyArray = np.ndarray[Any, np.dtype[Any]]
@@ -241,6 +248,7 @@ _WORTH_MAPPING = 16_384
 
 def sniff(path: Path) -> bool:
     """The first line, or the name of a tensor file of a dump."""
+    # An empty or damaged file of a dump belongs here too: its reader gives the reason.
     if FILE_NAME.fullmatch(path.name):
         return True
     with path.open("rb") as stream:
@@ -256,7 +264,7 @@ def members(path: Path) -> list[Member]:
     """
     header = read_header(path)
     record = leaf_of(TensorKey.of("tensor", "output"), header, path, path.name).record
-    trouble = record.lost or ("" if record.kept == "full" else _absence(header))
+    trouble = record.lost or ("" if record.kept == "full" else _why_no_values(header))
     return [
         Member(
             "",
@@ -280,9 +288,11 @@ def open(path: Path) -> TreeRun:
     key = TensorKey.of("tensor", "output")
     leaf = None
     if header.points_to:
-        from driftline.formats.ascend.atb.dump import beside  # it reads whole dumps, with this file
+        from driftline.formats.ascend.atb.dump import (
+            resolve_lone_file,
+        )  # it reads whole dumps, with this file
 
-        leaf = beside(path, key)
+        leaf = resolve_lone_file(path, key)
     if leaf is None:
         leaf = leaf_of(key, header, path, path.name)
     remark = header.remark
@@ -304,9 +314,11 @@ def leaf_of(
     trouble = header.trouble
     kept: Any = "full"
     summary = None
+    # A tensor of no elements is complete without data.
     if not trouble and not header.has_data and 0 not in header.dims:
+        # Values saved elsewhere are found only if the file still lies in its dump.
         if header.points_to:
-            trouble = _absence(header)
+            trouble = _why_no_values(header)
         else:
             kept = "summary" if header.statistics else "describe"
             summary = summary_of(header.statistics, math.prod(header.shape))
@@ -330,9 +342,10 @@ def summary_of(statistics: tuple[tuple[str, str], ...], count: int) -> Summary |
     """The four numbers a dump may keep of a tensor; what it does not know is NaN."""
     if not statistics:
         return None
-    known = {name: _figure(text) for name, text in statistics}
+    figures = {name: _figure(text) for name, text in statistics}
     unknown: Any = math.nan
-    high, low, mean, l2 = (known.get(name, math.nan) for name in STATISTICS)
+    # In the order of STATISTICS, which is the order of the file.
+    high, low, mean, l2 = (figures.get(name, math.nan) for name in STATISTICS)
     return Summary(count, low, high, mean, math.nan, l2, unknown, unknown, unknown, unknown)
 
 
@@ -343,7 +356,7 @@ def _figure(text: str) -> float:
         return math.nan
 
 
-def _absence(header: Header) -> str:
+def _why_no_values(header: Header) -> str:
     if header.points_to:
         return f"its values are in {header.points_to} of the same dump; open the dump's folder"
     return f"only its {'statistics were' if header.statistics else 'description was'} dumped"
@@ -380,6 +393,7 @@ def fetch(path: Path | str, header: Header) -> AnyArray:
     values: AnyArray = recode(raw, kind, elements) if kind.recoded else raw.view(storage)
     if header.layout not in NZ_FORMATS or nz_shape(header.dims) is None or not elements:
         return values
+    # Tiles of four-bit values cannot be moved as bytes: unpack, move, pack again.
     if DTYPES[kind.dtype].bits == 4:
         codes = nz_to_nd(unpack_nibbles(values.view(np.uint8), elements), header.dims).reshape(-1)
         codes = np.append(codes, np.zeros(elements % 2, np.uint8))

@@ -1,9 +1,10 @@
-"""Where in an ATB dump a path points: its root, its processes and executions, whatever was typed.
+"""Folders of an ATB dump: where a path points, and which operations and files an execution left.
 
     [{output}/][ait_dump*|msit_dump*|atb_dump_data/]{tensors|data}/{device}_{pid}/{exec}/…
 
 Older probes wrote `tensors/thread_{pid}/{token}` or `tensors/{pid}/{pid}_{n}`, without a folder of
-their own around it. Looks at names, and into few folders.
+their own around it. `locate` accepts any level and looks at names only, and into few folders;
+`Walk` then reads the folders of one execution and the headers of its tensor files.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from driftline.runs.records import Moment, Port
 
 ROOTS = ("ait_dump", "msit_dump", "atb_dump_data")
 TENSORS = ("tensors", "data")
-BESIDE = ("layer", "model", "info", "operation_io_tensors", "kernel_io_tensors", "cpu_profiling")
+SIDE_FOLDERS = (
+    "layer",
+    "model",
+    "info",
+    "operation_io_tensors",
+    "kernel_io_tensors",
+    "cpu_profiling",
+)
 _DEVICE_PID = re.compile(r"(-?\d{1,4})_(\d{1,12})")
 _OLD_PID = re.compile(r"(?:thread_)?(\d{1,12})")
 _EXECUTION = re.compile(r"(?:\d{1,12}_)?(\d{1,9})")
@@ -59,13 +67,13 @@ class Place(NamedTuple):
         root: The dump's own folder; nothing outside it is read.
         generation: Which probe wrote it, as docs/formats.md counts them.
         executions: By device, process and number.
-        whole: The whole dump was asked for, not a part of it.
+        complete: The whole dump was asked for, not a part of it.
     """
 
     root: Path
     generation: str
     executions: tuple[Execution, ...]
-    whole: bool
+    complete: bool
 
 
 def locate(path: Path) -> Place | None:
@@ -75,41 +83,46 @@ def locate(path: Path) -> Place | None:
         BadRun: It holds several dumps.
     """
     real = path.resolve()
+    # A dump inside wins over the folder itself: `-o out` is the usual thing to type.
     inside = [name for name in folders_in(real) if name.startswith(ROOTS) and _is_root(real / name)]
     refuse_several(path, inside)
     if inside:
-        return _whole(real / inside[0])
+        return _whole_dump(real / inside[0])
     if _is_root(real):
-        return _whole(real)
+        return _whole_dump(real)
     if real.name in TENSORS and _holds_tensors(real):
-        return _whole(real.parent)
+        return _whole_dump(real.parent)
     return _part(real)
 
 
-def _whole(root: Path) -> Place:
-    found = [
+def _whole_dump(root: Path) -> Place:
+    executions = [
         execution
         for name in TENSORS
         for device, pid, folder in _processes(root / name)
         for execution in _executions(device, pid, folder)
     ]
-    return Place(root, _generation(root), _sorted(found), True)
+    return Place(root, _generation(root), _sorted(executions), True)
 
 
 def _part(real: Path) -> Place | None:
     """A process, an execution, or something inside one."""
     if (process := _process(real)) is not None and _any_tensors(_executions(*process, real)):
-        return _placed(real, list(_executions(*process, real)))
+        return _part_of_dump(real, list(_executions(*process, real)))
+    # Upwards from what was typed, until a folder is named like an execution of a process.
     for depth, folder in enumerate((real, *real.parents)):
         if depth > _DEEPEST:
             break
         process = _process(folder.parent)
         match = _EXECUTION.fullmatch(folder.name)
         if process is not None and match and _has_tensors(real):
+            # The path inside the execution picks one operation; `before`/`after` are no
+            # operations.
             only = real.relative_to(folder).parts
             if only and only[-1] in ("before", "after"):
                 only = only[:-1]
-            return _placed(folder.parent, [Execution(*process, int(match[1]), folder, only)])
+            return _part_of_dump(folder.parent, [Execution(*process, int(match[1]), folder, only)])
+    # An execution that was copied out of its dump still has operations inside.
     if any(_is_operation(real / name) for name in folders_in(real) if _OPERATION.fullmatch(name)):
         match = _EXECUTION.fullmatch(real.name)
         number = int(match[1]) if match else 0
@@ -117,14 +130,16 @@ def _part(real: Path) -> Place | None:
     return None
 
 
-def _placed(process: Path, found: list[Execution]) -> Place:
+def _part_of_dump(process: Path, executions: list[Execution]) -> Place:
     tensors = process.parent
     root = tensors.parent if tensors.name in TENSORS else process
-    return Place(root, _generation(root), _sorted(found), False)
+    return Place(root, _generation(root), _sorted(executions), False)
 
 
-def _sorted(found: list[Execution]) -> tuple[Execution, ...]:
-    return tuple(sorted(found, key=lambda e: (e.device, len(e.pid), e.pid, e.number, e.folder)))
+def _sorted(executions: list[Execution]) -> tuple[Execution, ...]:
+    return tuple(
+        sorted(executions, key=lambda e: (e.device, len(e.pid), e.pid, e.number, e.folder))
+    )
 
 
 def _generation(root: Path) -> str:
@@ -139,9 +154,10 @@ def _generation(root: Path) -> str:
     return "G1" if any(_DEVICE_PID.fullmatch(name) for name in names) else "G0"
 
 
-def torch_beside(opened: Path, root: Path) -> Iterator[str]:
+def torch_dumps_beside(opened: Path, root: Path) -> Iterator[str]:
     """Torch dumps of the same tool that lie in what was opened, relative to it."""
     for name in ("", *folders_in(opened)) if opened in (root, root.parent) else ():
+        # Only mentioned to the user: another format reads it.
         if (not name or name.startswith(ROOTS)) and (opened / name / "torch_tensors").is_dir():
             yield f"{name}/torch_tensors".lstrip("/")
 
@@ -155,7 +171,7 @@ def _is_root(folder: Path) -> bool:
     return (
         folder.name.startswith(ROOTS)
         and "torch_tensors" not in names
-        and any(folders_in(folder / name) for name in BESIDE if name in names)
+        and any(folders_in(folder / name) for name in SIDE_FOLDERS if name in names)
     )
 
 
@@ -170,12 +186,12 @@ def _any_tensors(executions: Iterator[Execution]) -> bool:
 def _processes(tensors: Path) -> list[tuple[int, str, Path]]:
     if tensors.name not in TENSORS:
         return []
-    found: list[tuple[int, str, Path]] = []
+    processes: list[tuple[int, str, Path]] = []
     for name in folders_in(tensors):
         process = _process(tensors / name)
         if process is not None and any(True for _ in _executions(*process, tensors / name)):
-            found.append((*process, tensors / name))
-    return found
+            processes.append((*process, tensors / name))
+    return processes
 
 
 def _process(folder: Path) -> tuple[int, str] | None:
@@ -187,6 +203,7 @@ def _process(folder: Path) -> tuple[int, str] | None:
 
 
 def _executions(device: int, pid: str, folder: Path) -> Iterator[Execution]:
+    # Only old layouts put the process id before the execution's number.
     old = _DEVICE_PID.fullmatch(folder.name) is None
     for name in folders_in(folder):
         match = _EXECUTION.fullmatch(name)
@@ -200,6 +217,7 @@ def _is_operation(folder: Path) -> bool:
 
 def _has_tensors(folder: Path) -> bool:
     """Whether there is a tensor file, or a list of tensors, in some folder below."""
+    # Looks at a bounded number of entries: a home folder must not be searched whole.
     left = _LOOKS
     waiting = [folder]
     while waiting and left > 0:
@@ -216,7 +234,7 @@ def _has_tensors(folder: Path) -> bool:
     return False
 
 
-# The folder of one execution in an ATB dump → its operations, and the files each of them left.
+# ---- Operations of one execution
 
 
 PARAM = "op_param.json"
@@ -277,16 +295,17 @@ class OperationFolder:
         self.param = ""
 
     def child(self, name: str) -> OperationFolder:
-        """The one of this name, made if need be."""
+        """The child of this name; made if there is none yet."""
         name = shown(name)
-        found = self.children.get(name)
-        if found is None:
-            found = self.children[name] = OperationFolder(name, self)
-        return found
+        operation = self.children.get(name)
+        if operation is None:
+            operation = self.children[name] = OperationFolder(name, self)
+        return operation
 
     def walk(self) -> Iterator[OperationFolder]:
         """This and everything inside, parents first, children by number."""
         yield self
+        # Operations are numbered in the order in which they run.
         for child in sorted(self.children.values(), key=_by_number):
             yield from child.walk()
 
@@ -308,14 +327,15 @@ class OperationFolder:
 
 def shown(name: str) -> str:
     """A name that a terminal can print: a stranger's folder may be called anything."""
+    # Control characters in a name could rewrite the terminal's screen.
     if name.isprintable():
         return name
     return "".join(letter if letter.isprintable() else "�" for letter in name)
 
 
 def _split(name: str) -> tuple[int | None, str]:
-    found = _ID.fullmatch(name)
-    return (int(found[1]), found[2]) if found else (None, name)
+    match = _ID.fullmatch(name)
+    return (int(match[1]), match[2]) if match else (None, name)
 
 
 def kind_of(name: str) -> str:
@@ -329,6 +349,7 @@ def kind_of(name: str) -> str:
 
 def _by_number(operation: OperationFolder) -> tuple[int, str]:
     number = _split(operation.name)[0]
+    # Folders without a number go last, by name.
     return (1 << 30 if number is None else number, operation.name)
 
 
@@ -342,7 +363,7 @@ class Walk:
     Attributes:
         root: The dump's folder, links resolved; nothing outside is read.
         losses: Places below it that could not be looked into, with the reason.
-        strangers: Files that are none of a dump's.
+        unknown_files: Files that are none of a dump's.
         tilings: Files of tiling data.
         statistics: statistic.csv files met.
     """
@@ -351,7 +372,7 @@ class Walk:
         self.root = root
         self._root = str(root)
         self.losses: list[tuple[str, str]] = []
-        self.strangers: list[str] = []
+        self.unknown_files: list[str] = []
         self.tilings: list[str] = []
         self.statistics: list[tuple[OperationFolder, str]] = []
 
@@ -377,6 +398,7 @@ class Walk:
     def _enter(
         self, folder: str, operation: OperationFolder, moment: Moment | None, depth: int
     ) -> None:
+        # Deeper nesting than a model has is damage or an attack; it is reported as a loss.
         if depth > DEEPEST:
             self.losses.append((self.below(folder), f"deeper than {DEEPEST} folders"))
             return
@@ -394,6 +416,8 @@ class Walk:
         except OSError as trouble:
             self.losses.append((self.below(folder), f"cannot be listed: {reason_of(trouble)}"))
         for name, path in inside:
+            # `before/before` would be an operation of that name; only the first level
+            # is a moment.
             if name in _MOMENTS and moment is None:
                 self._enter(path, operation, "before" if name == "before" else "after", depth + 1)
             elif match := FILE_NAME.fullmatch(name):
@@ -412,7 +436,7 @@ class Walk:
         elif name == STATISTIC:
             self.statistics.append((operation, entry.path))
         else:
-            self.strangers.append(self.below(entry.path))
+            self.unknown_files.append(self.below(entry.path))
 
     def _tensor(
         self, match: re.Match[str], entry: os.DirEntry[str], moment: Moment | None
@@ -421,6 +445,7 @@ class Walk:
         source = self.below(path)
         if entry.is_symlink():
             real = os.path.realpath(path)
+            # A link out of the dump could show any file of this machine as a tensor.
             if not real.startswith(self._root + "/"):
                 return _unread(match, moment, source, "is a link that leads out of the dump")
             path = real
@@ -440,6 +465,7 @@ class Walk:
 def _named(match: re.Match[str], moment: Moment | None, source: str) -> TensorFile:
     side, number, parameter = match.groups()
     port: Port = "input" if side == "in" else "output"
+    # Files that lie in no `before` or `after` folder: inputs are taken early, outputs late.
     usual: Moment = "before" if side == "in" else "after"
     return TensorFile(port, str(int(number)), parameter or "", moment or usual, source)
 

@@ -17,6 +17,7 @@ from driftline.formats.ascend.atb.folders import shown
 from driftline.formats.ascend.types import type_named
 from driftline.formats.dump_run import DumpTable
 
+# Columns of the operation and kernel csv, and the one that holds the parameters as JSON.
 _COLUMNS = 21
 _PARAM = 3
 _NAME = re.compile(r"(.+?)((?:_\d{1,9})+)")
@@ -69,9 +70,11 @@ class OperationLine(NamedTuple):
 
 def read_operations(text: str, execution: int) -> list[OperationLine]:
     """Lines of `operation_tensors_{n}.csv` or `kernel_tensors_{n}.csv`."""
-    found: list[OperationLine] = []
+    operations: list[OperationLine] = []
     for line in text.split("\n"):
         cells = line.rstrip("\r").split("|")
+        # The writer does not quote: a `|` inside the parameters makes extra cells, which
+        # are joined again.
         surplus = len(cells) - _COLUMNS
         if surplus < 0 or cells[0] == "CaseNum":
             continue
@@ -79,8 +82,9 @@ def read_operations(text: str, execution: int) -> list[OperationLine]:
         name = cells[2]
         files = tuple(filter(None, (*cells[14].split(";"), *cells[15].split(";"))))
         match = _NAME.fullmatch(name)
+        # Kernels have no id in their name; the folders of their files have it.
         kind, ids = (match[1], match[2][1:]) if match else (name, _ids_of_path(files))
-        found.append(
+        operations.append(
             OperationLine(
                 execution,
                 name,
@@ -93,7 +97,7 @@ def read_operations(text: str, execution: int) -> list[OperationLine]:
                 damaged=_is_damaged(cells[_PARAM]),
             )
         )
-    return found
+    return operations
 
 
 def _ids_of_path(files: Sequence[str]) -> str:
@@ -107,13 +111,13 @@ def _ids_of_path(files: Sequence[str]) -> str:
 def _described(cells: Sequence[str]) -> tuple[Described, ...]:
     # A single scalar has a type and no extents: its last cell is empty.
     columns = [cell.split(";") if cells[0].strip() else [] for cell in cells]
-    found: list[Described] = []
+    tensors: list[Described] = []
     for dtype, layout, sizes in zip(*columns, strict=False):
-        known = type_named(dtype)
+        kind = type_named(dtype)
         shape = tuple(int(size) for size in sizes.split(",") if _SIZE.fullmatch(size.strip()))
         name = layout.strip().lower().removeprefix("acl_format_")
-        found.append(Described(known.dtype or known.name if known else dtype.strip(), name, shape))
-    return tuple(found)
+        tensors.append(Described(kind.dtype or kind.name if kind else dtype.strip(), name, shape))
+    return tuple(tensors)
 
 
 def _object(text: str) -> Mapping[str, Any]:
@@ -158,9 +162,13 @@ def read_statistics(text: str) -> Iterator[StatisticLine]:
             folders = tuple((row.get("Op Name") or "").split("/"))
             slot = (row.get("Index") or "").strip()
             side = (row.get("Input/Output") or "").strip().lower()
+            # Names become folders of the run; an empty one or a strange index is a
+            # damaged line.
             if not all(folders) or not _SIZE.fullmatch(slot) or side[:2] not in ("in", "ou"):
                 continue
             sizes = (row.get("Shape") or "").strip()
+            # `2x3`, or nothing for a scalar; a shape that cannot be read is not
+            # guessed.
             readable = re.fullmatch(r"(\d{1,18}(x\d{1,18})*)?", sizes) is not None
             figures = [
                 (name, (row.get(column) or "N/A").strip())
@@ -180,12 +188,14 @@ def read_statistics(text: str) -> Iterator[StatisticLine]:
                 tuple(figures) if any(text != "N/A" for _, text in figures) else (),
                 (row.get("Tensor Path") or "N/A").strip() != "N/A",
             )
+    # The lines before the damage were given already.
     except csv.Error:
         return
 
 
 def profiles_in(files: Sequence[str]) -> list[str]:
     """Files of times; of a text and a table that say the same, the text."""
+    # Later probes write both; showing a table twice would double every time.
     texts = {path.removesuffix(".txt") for path in files if path.endswith(".txt")}
     return [p for p in files if p.endswith(".txt") or p.removesuffix(".csv") not in texts]
 
@@ -205,6 +215,8 @@ def read_profile(text: str, title: str) -> DumpTable:
         for line in text.split("\n"):
             if match := _LINE.fullmatch(line.rstrip()):
                 figures = _figures(match[2])
+                # The raw text does not name the part; only execution has kernel
+                # times.
                 part = "execute" if "kernelExecuteTime" in figures else "setup"
                 _set(rows, match[1], part, figures)
             elif match := _PART.fullmatch(line.strip()):
@@ -240,6 +252,7 @@ def _number(text: str) -> float | int | str | None:
     if not text:
         return None
     try:
+        # Whole numbers stay whole, so that a count does not print as 3.0.
         return int(text) if re.fullmatch(r"-?\d{1,18}", text) else float(text)
     except ValueError:
         return text

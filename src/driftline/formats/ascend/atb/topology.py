@@ -16,6 +16,7 @@ from driftline.runs.sinks import JSON
 
 ROOT = "(root)"
 _DEEPEST = 64
+# Small shifts first, so that equal fits prefer the smaller one.
 _SHIFTS = (0, 1, -1, 2, -2, 3, -3, 4, -4)
 
 Object = Mapping[str, Any]
@@ -58,6 +59,7 @@ class Topology:
     def __init__(self) -> None:
         self._top = Node(ROOT, "", "")
         self._models: dict[str, list[str]] = {}
+        # A dictionary keeps the order of insertion and drops repeats.
         self._edges: dict[Edge, None] = {}
         self._sites: dict[str, Node] = {}
 
@@ -70,13 +72,13 @@ class Topology:
             self._add_folders(child, self._child(node, child.name, child.site))
 
     def _child(self, above: Node, name: str, site: str) -> Node:
-        found = above.children.get(name)
-        if found is None:
+        node = above.children.get(name)
+        if node is None:
             number = name.partition("_")[0]
             own = number if number.isdecimal() else ""
             ids = f"{above.ids}_{own}" if above.ids else own
-            found = above.children[name] = self._sites[site] = Node(site, kind_of(name), ids)
-        return found
+            node = above.children[name] = self._sites[site] = Node(site, kind_of(name), ids)
+        return node
 
     def add_layer(self, content: Object) -> None:
         """A layer file: one outermost operation, numbered as its folder is."""
@@ -90,27 +92,33 @@ class Topology:
         """A model file: the outermost operations in the model's own order."""
         name = _text(content.get("modelName"))
         nodes = [node for node in _objects(content.get("nodes")) if _text(node.get("opType"))]
+        # An operation without a number cannot be matched to a folder and is left out.
         numbered = [(_last_number(_text(n.get("opName")), _text(n["opType"])), n) for n in nodes]
-        known = [(number, node) for number, node in numbered if number is not None]
+        counted = [(number, node) for number, node in numbered if number is not None]
 
         def fits(shift: int) -> int:
-            return sum(f"{c + shift}_{_text(n['opType'])}" in self._top.children for c, n in known)
+            return sum(
+                f"{c + shift}_{_text(n['opType'])}" in self._top.children for c, n in counted
+            )
 
-        shift = max(_SHIFTS, key=fits) if known else 0
-        names = [f"{number + shift}_{_text(node['opType'])}" for number, node in known]
-        for folder, (_, node) in zip(names, known, strict=True):
+        # The shift under which most operations meet a folder of the same type and number.
+        shift = max(_SHIFTS, key=fits) if counted else 0
+        names = [f"{number + shift}_{_text(node['opType'])}" for number, node in counted]
+        for folder, (_, node) in zip(names, counted, strict=True):
             self._add(self._top, node, folder, 0)
-        self._wire([node for _, node in known], names, {})
+        self._wire([node for _, node in counted], names, {})
         self._models[name] = names
 
     def _add(self, above: Node, content: Object, name: str, depth: int) -> None:
         site = name if above is self._top else f"{above.site}.{name}"
         node = self._child(above, name, site)
         param = content.get("param")
+        # The first file wins, and layer files are read before model files.
         if isinstance(param, dict) and node.param is None:
             node.param = cast("Object", param)
         node.inputs = tuple(_texts(content.get("inTensors")))
         node.outputs = tuple(_texts(content.get("outTensors")))
+        # The file is not trusted: recursion needs a bound.
         if depth < _DEEPEST:
             for index, inner in enumerate(_objects(content.get("nodes"))):
                 self._add(node, inner, _name_of(inner, index), depth + 1)
@@ -131,6 +139,7 @@ class Topology:
         rest = dict(self._top.children)
         roots: list[dict[str, JSON]] = []
         for model, names in sorted(self._models.items(), key=_by_first):
+            # One model is the root itself; of several, each keeps its own name.
             alone = len(self._models) == 1
             root = Node(ROOT if alone else model, model, "")
             members = list(rest) if alone else names
@@ -153,6 +162,8 @@ def _edges(
         site = f"{above}.{name}" if above else name
         inner = _objects(node.get("nodes"))
         for slot, tensor in enumerate(_texts(node.get("inTensors"))):
+            # A container takes from its neighbours; a leaf may take from a leaf in
+            # another container.
             makers = (siblings, leaves) if not inner else (siblings,)
             for maker in makers:
                 if tensor in maker:
@@ -161,6 +172,8 @@ def _edges(
             inside = [_name_of(child, index) for index, child in enumerate(inner)]
             yield from _edges(inner, inside, site, leaves, depth + 1)
         for slot, tensor in enumerate(_texts(node.get("outTensors"))):
+            # Written after the inputs were read: an operation that overwrites its input
+            # does not feed itself.
             siblings[tensor] = (site, str(slot), "", "")
             if not inner:
                 leaves[tensor] = siblings[tensor]

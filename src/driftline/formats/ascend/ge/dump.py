@@ -1,9 +1,10 @@
-"""What the names in a GE dump say: of an operator's file, and of the folders it lies in.
+"""A graph-engine (GE) dump as a run: operator files, and the graph texts that describe the graphs.
 
     [worldsize{W}_global_rank{R}/]{YYYYmmddHHMMSS}/{device}/{graph}/{graph id}/{step}/
         {type}.{name}.{task}[.{stream}].{stamp}[.{task type}.{context}.{thread}.{device}]
 
-Text in, values out: nothing is opened here.
+First what the names of files and folders say, then the pass over the folder. The content of an
+operator file is read by `operator_file.py`, that of a graph text by `graph_text.py`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from driftline.formats.ascend.ge.graph_text import (
     LONGEST,
     GraphNode,
     GraphText,
-    announced,
     as_json,
+    graph_text_of,
     parse_graph,
     topology,
 )
@@ -31,7 +32,18 @@ from driftline.formats.folder import Folder, natural, some_names
 from driftline.runs.local_files import reason_of
 from driftline.runs.records import Record, TensorKey
 
-LEFT_ALONE = (".txt", ".npy", ".bin", ".csv", ".json", ".log", ".onnx", ".pbtxt", ".pb", ".md")
+IGNORED_SUFFIXES = (
+    ".txt",
+    ".npy",
+    ".bin",
+    ".csv",
+    ".json",
+    ".log",
+    ".onnx",
+    ".pbtxt",
+    ".pb",
+    ".md",
+)
 
 WORLD = re.compile(r"worldsize(\d+)_global_rank(\d+)", re.ASCII)
 _SESSION = re.compile(r"\d{14}", re.ASCII)
@@ -72,26 +84,29 @@ def parse_name(name: str) -> OpFile | None:
     OpFile(class_name='Add', op_name='Add_2', task=44, stamp=1706596912161941)
     """
     parts = name.split(".")
-    for at in range(len(parts) - 1, 2, -1):
-        if _STAMP.fullmatch(parts[at]):
+    # From the end: an operator's own name may contain dots and digits.
+    for stamp in range(len(parts) - 1, 2, -1):
+        if _STAMP.fullmatch(parts[stamp]):
             break
     else:
         return None
-    if len(parts) - 1 - at > 4 or not all(is_number(part) for part in parts[at + 1 :]):
+    if len(parts) - 1 - stamp > 4 or not all(is_number(part) for part in parts[stamp + 1 :]):
         return None
-    if not is_number(parts[at - 1]):
+    if not is_number(parts[stamp - 1]):
         return None
-    with_stream = at >= 4 and is_number(parts[at - 2])
-    task = at - 2 if with_stream else at - 1
+    # The stream may be missing; then the number before the stamp is the task.
+    with_stream = stamp >= 4 and is_number(parts[stamp - 2])
+    task = stamp - 2 if with_stream else stamp - 1
     op_name = ".".join(parts[1:task])
-    return OpFile(parts[0], op_name, int(parts[task]), int(parts[at])) if parts[0] else None
+    return OpFile(parts[0], op_name, int(parts[task]), int(parts[stamp])) if parts[0] else None
 
 
 def is_operator(name: str) -> bool:
-    return not name.lower().endswith(LEFT_ALONE) and parse_name(name) is not None
+    return not name.lower().endswith(IGNORED_SUFFIXES) and parse_name(name) is not None
 
 
 def is_number(part: str) -> bool:
+    # Nineteen digits might not fit into 64 bits.
     return part.isascii() and part.isdigit() and len(part) < 19
 
 
@@ -106,17 +121,19 @@ def top_of(folders: list[str]) -> tuple[str, ...] | None:
     >>> top_of(["a", "worldsize2_global_rank0", "20240130064151", "0", "graph_1", "1", "0"])
     ('a',)
     """
-    for at in range(len(folders) - 1, -1, -1):
-        if _SESSION.fullmatch(folders[at]):
-            ranked = at > 0 and WORLD.fullmatch(folders[at - 1])
-            return tuple(folders[: at - 1 if ranked else at])
+    # The innermost session counts: folders above the dump may look like one too.
+    for session in range(len(folders) - 1, -1, -1):
+        if _SESSION.fullmatch(folders[session]):
+            ranked = session > 0 and WORLD.fullmatch(folders[session - 1])
+            return tuple(folders[: session - 1 if ranked else session])
     return None
 
 
 def parse_place(folders: list[str]) -> Place:
     """What folders say, outermost first; folders above the dump do no harm."""
     session = next(
-        (at for at in range(len(folders) - 1, -1, -1) if _SESSION.fullmatch(folders[at])), None
+        (index for index in range(len(folders) - 1, -1, -1) if _SESSION.fullmatch(folders[index])),
+        None,
     )
     if session is None:
         # Entered below the session, and moved away from it: read what is there from the end.
@@ -126,6 +143,7 @@ def parse_place(folders: list[str]) -> Place:
     above = WORLD.fullmatch(folders[session - 1]) if session else None
     below = folders[session + 1 :]
     device = int(below[0]) if below and is_number(below[0]) else 0
+    # The global rank names a process of the job; the device number is only local.
     rank = int(above[2][:9]) if above else device
     inner = below[1:]
     step = int(inner[-1]) if inner and is_number(inner[-1]) and len(inner) != 1 else 0
@@ -134,17 +152,17 @@ def parse_place(folders: list[str]) -> Place:
     return Place(rank, folders[session], graph, graph_id, step)
 
 
-# A graph-engine (GE) dump: folders of operator files, and the graph texts that explain them.
+# ---- The dump as a run
 
 
 NAME = "ge-dump"
 SNIFFED = 4000
-"""So many names are looked at before a folder is said to be something else."""
+"""Number of names that are looked at before a folder counts as something else."""
 LEVELS = 6
 MAPPING = "mapping.csv"
 
 
-class _Found(NamedTuple):
+class _DumpedFile(NamedTuple):
     place: Place
     file: str
     op: OpFile
@@ -154,7 +172,7 @@ def sniff(path: Path) -> bool:
     """Whether a folder holds operator files or graph texts, at any level of a dump."""
     text = fx = False
     for name in some_names(str(path), LEVELS + 3, SNIFFED):
-        text = text or announced(name) is not None
+        text = text or graph_text_of(name) is not None
         fx = fx or (name.endswith(".npy") and (".INPUT." in name or ".OUTPUT." in name))
         if is_operator(name):
             return True
@@ -164,9 +182,9 @@ def sniff(path: Path) -> bool:
 def open(path: Path) -> TreeRun:
     """The dump as a run; no value is read. Files that cannot be believed are lost tensors."""
     dump = _Dump(path)
-    chosen = dump.chosen()
-    ahead = dump.folder.ahead([found.file for found in chosen])
-    leaves = [leaf for found, _ in zip(chosen, ahead, strict=True) for leaf in dump.leaves(found)]
+    chosen = dump.chosen_files()
+    ahead = dump.folder.ahead([dumped.file for dumped in chosen])
+    leaves = [leaf for dumped, _ in zip(chosen, ahead, strict=True) for leaf in dump.leaves(dumped)]
     if dump.others:
         message = f"{dump.others} files also hold buffers or workspaces, which are no tensors"
         dump.note("info", message)
@@ -191,7 +209,7 @@ class _Dump:
         self.texts_read: list[str] = []
         self._typed = list(self.folder.real.parts[-LEVELS:])
         self._texts: list[GraphText] = []
-        self._files: dict[tuple[Place, str], list[_Found]] = defaultdict(list)
+        self._files: dict[tuple[Place, str], list[_DumpedFile]] = defaultdict(list)
         self._collect()
         self._texts += self._texts_above()
         self.processes = self._sessions()
@@ -207,12 +225,13 @@ class _Dump:
         tops: set[tuple[str, ...]] = set()
         for file in self.folder.files(named=is_operator):
             head, _, name = file.rpartition("/")
-            text = announced(file)
+            text = graph_text_of(file)
             if text is not None:
                 self._texts.append(text)
                 continue
-            if name.lower().endswith(LEFT_ALONE):
+            if name.lower().endswith(IGNORED_SUFFIXES):
                 continue
+            # Thousands of files share a folder: its names are parsed once.
             if head not in places:
                 inner = head.split("/") if head else []
                 if (top := top_of(inner)) is not None:
@@ -222,17 +241,21 @@ class _Dump:
             op = parse_name(renamed[head].get(name, name))
             if op is None:
                 strange.append(file)
+            # The device's overflow record has the name of an operator and no tensor
+            # inside.
             elif op.class_name.lower() == "opdebug":
                 self.note("overflow", f"{file}: the device recorded an overflow; it is no tensor")
             else:
-                self._files[places[head], flat(op.op_name)].append(_Found(places[head], file, op))
+                self._files[places[head], flat(op.op_name)].append(
+                    _DumpedFile(places[head], file, op)
+                )
         refuse_several(self.folder.path, ("/".join(top) for top in tops))
         for file in strange:
-            self._strange(file, places[file.rpartition("/")[0]])
+            self._add_by_header(file, places[file.rpartition("/")[0]])
         for why in self.folder.not_entered:
             self.note("warning", why)
 
-    def _strange(self, file: str, place: Place) -> None:
+    def _add_by_header(self, file: str, place: Place) -> None:
         """A name that says nothing: the header may still know the operator."""
         try:
             header = operator_file.read_header(self.folder, file)
@@ -240,12 +263,13 @@ class _Dump:
             self.note("warning", f"{file}: left alone, its name and its content say nothing")
             return
         op = OpFile("", flat(header.op_name) or file, 0, header.dump_time)
-        self._files[place, flat(op.op_name)].append(_Found(place, file, op))
+        self._files[place, flat(op.op_name)].append(_DumpedFile(place, file, op))
 
     def _renamed(self, head: str) -> Mapping[str, str]:
         """Names that were too long for the file system are numbers, and stand in a table."""
         table = f"{head}/{MAPPING}" if head else MAPPING
         try:
+            # The limit keeps a damaged table from filling the memory.
             text = self.folder.read(table, 64 << 20).decode("utf-8", "replace")
         except OSError:
             return {}
@@ -259,6 +283,8 @@ class _Dump:
         place = self.folder.real
         for _ in range(LEVELS):
             name = place.name
+            # Stop at the first folder that is none of a dump's own, so that strange
+            # folders are not listed.
             if not (is_number(name) or WORLD.fullmatch(name) or is_number(place.parent.name)):
                 return
             place = place.parent
@@ -266,9 +292,9 @@ class _Dump:
                 names = sorted(entry.name for entry in os.scandir(place) if entry.is_file())
             except OSError:
                 return
-            found = [text for name in names if (text := announced(name)) is not None]
-            if found:
-                yield from (text._replace(file=str(place / text.file)) for text in found)
+            texts = [text for name in names if (text := graph_text_of(name)) is not None]
+            if texts:
+                yield from (text._replace(file=str(place / text.file)) for text in texts)
                 return
 
     def _sessions(self) -> dict[tuple[int, str], int]:
@@ -277,9 +303,11 @@ class _Dump:
         for place, _ in self._files:
             held[place.rank, place.session].add((place.graph, place.graph_id, place.step))
         numbers: dict[tuple[int, str], int] = {}
-        taken: dict[int, list[set[tuple[str, str, int]]]] = defaultdict(list)
+        steps_of_processes: dict[int, list[set[tuple[str, str, int]]]] = defaultdict(list)
         for (rank, session), steps in sorted(held.items()):
-            processes = taken[rank]
+            processes = steps_of_processes[rank]
+            # Sessions that share no step are one process that was dumped in several
+            # sittings.
             number = next((n for n, other in enumerate(processes) if not other & steps), None)
             if number is None:
                 number = len(processes)
@@ -294,6 +322,7 @@ class _Dump:
             {(place.graph, place.graph_id) for place, _ in self._files},
             key=lambda graph: [natural(part) for part in graph],
         )
+        # Names stay as the program has them where there is nothing to tell apart.
         if len(graphs) == 1:
             return {graphs[0]: ""}
         names = [name for name, _ in graphs]
@@ -305,20 +334,26 @@ class _Dump:
             prefixes = {(name, number): f"{name}.{number}." for name, number in graphs}
         return prefixes
 
-    def chosen(self) -> list[_Found]:
+    def chosen_files(self) -> list[_DumpedFile]:
         """One file per operator and step, in the order in which they were dumped."""
-        kept: list[_Found] = []
-        for found in self._files.values():
-            if len(found) > 1:
-                found.sort(key=lambda one: (-self._size(one.file), one.op.stamp, one.file))
-                losers = ", ".join(one.file.rpartition("/")[2] for one in found[1:4])
+        kept: list[_DumpedFile] = []
+        for candidates in self._files.values():
+            if len(candidates) > 1:
+                # The same operator dumped twice in one step: the larger file holds
+                # more tensors.
+                candidates.sort(
+                    key=lambda dumped: (-self._size(dumped.file), dumped.op.stamp, dumped.file)
+                )
+                losers = ", ".join(dumped.file.rpartition("/")[2] for dumped in candidates[1:4])
                 self.note(
                     "warning",
-                    f"{found[0].file}: the larger of {len(found)} files of one operator and step; "
-                    f"left alone: {losers}" + (", ..." if len(found) > 4 else ""),
+                    f"{candidates[0].file}: the larger of {len(candidates)} files of one operator "
+                    f"and step; left alone: {losers}" + (", ..." if len(candidates) > 4 else ""),
                 )
-            kept.append(found[0])
-        kept.sort(key=lambda one: (one.op.stamp, one.op.task, one.file))
+            kept.append(candidates[0])
+        # Time stamps have microseconds; tasks of the same microsecond are ordered by
+        # number.
+        kept.sort(key=lambda dumped: (dumped.op.stamp, dumped.op.task, dumped.file))
         return kept
 
     def _size(self, file: str) -> int:
@@ -327,12 +362,14 @@ class _Dump:
         except OSError:
             return -1
 
-    def leaves(self, found: _Found) -> Iterator[Leaf]:
-        place, file, op = found
+    def leaves(self, dumped: _DumpedFile) -> Iterator[Leaf]:
+        place, file, op = dumped
         prefix = self.prefixes[place.graph, place.graph_id]
         process = self.processes[place.rank, place.session]
         try:
             header = operator_file.read_header(self.folder, file)
+            # The header has the name before flattening; a renamed file is believed
+            # instead.
             true = header.op_name if flat(header.op_name) == flat(op.op_name) else op.op_name
             self.others += bool(header.others)
             inside = operator_file.leaves_of(
@@ -374,36 +411,39 @@ class _Dump:
             process = self.processes[place.rank, place.session]
             graphs[place.rank, process][place.graph, place.graph_id] = place.session
         parsed: dict[str, list[GraphNode]] = {}
-        found: dict[tuple[int, int], dict[str, Any]] = {}
+        topologies: dict[tuple[int, int], dict[str, Any]] = {}
         for owner, named in sorted(graphs.items()):
             described: list[dict[str, Any]] = []
             ordered = sorted(named, key=lambda graph: [natural(part) for part in graph])
-            for at, graph in enumerate(ordered):
-                texts = self._texts_of(graph, at, len(ordered), owner[0], named[graph])
+            for index, graph in enumerate(ordered):
+                texts = self._texts_of(graph, index, len(ordered), owner[0], named[graph])
                 nodes = self._nodes(texts, parsed)
                 source = ", ".join(text.file for text in texts)
                 described.append(as_json(graph[0], self.prefixes[graph], source, "ge", nodes))
-            found[owner] = topology(described, classes[owner])
-        return found
+            topologies[owner] = topology(described, classes[owner])
+        return topologies
 
     def _texts_of(
-        self, graph: tuple[str, str], at: int, graphs: int, rank: int, session: str
+        self, graph: tuple[str, str], index: int, graphs: int, rank: int, session: str
     ) -> list[GraphText]:
         """The original text of a graph, then the optimised one: each the newest before the dump."""
-        mine = [text for text in self._texts if _rank_of(text) in (None, rank)] or self._texts
+        candidates = [text for text in self._texts if _rank_of(text) in (None, rank)] or self._texts
+        # `graph_1` is the graph whose text has id 1, where the numbers agree.
         number = re.search(r"\d+", graph[0])
         wanted = int(number[0][:18]) if number else None
         chosen: list[GraphText] = []
         for original in (True, False):
-            texts = [text for text in mine if text.original is original]
+            texts = [text for text in candidates if text.original is original]
             ids = sorted({text.graph_id for text in texts}, key=lambda n: -1 if n is None else n)
             if wanted in ids:
                 fitting = [text for text in texts if text.graph_id == wanted]
+            # Numbers disagree but counts agree: take them in order.
             elif len(ids) == graphs:
-                fitting = [text for text in texts if text.graph_id == ids[at]]
+                fitting = [text for text in texts if text.graph_id == ids[index]]
             else:
                 continue
             fitting.sort(key=lambda text: text.stamp)
+            # A text from after the session began belongs to a later compilation.
             before = [text for text in fitting if not session or text.stamp[:14] <= session]
             chosen.append((before or fitting[:1])[-1])
         return chosen
@@ -435,6 +475,6 @@ def _rank_of(text: GraphText) -> int | None:
     if text.rank is not None:
         return text.rank
     for part in reversed(text.file.split("/")[:-1]):
-        if found := WORLD.fullmatch(part):
-            return int(found[2][:9])
+        if match := WORLD.fullmatch(part):
+            return int(match[2][:9])
     return None

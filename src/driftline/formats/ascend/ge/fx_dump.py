@@ -1,12 +1,12 @@
-"""An FX dump: what each node of a traced graph got and gave, one `.npy` file per tensor.
+"""An FX dump as a run: inputs and outputs of each node of a traced graph, one `.npy` per tensor.
 
     gm_{stamp}_dump/{step}/…                             steps counted from 1
     data_dump/{step}/gm_{stamp}_dump/…                   steps counted from 1
     worldsize{W}_global_rank{R}/{graph}/{step}/…         steps counted from 0
         {node}-{target}.INPUT.{i}[.{j}].{stamp}.npy, ….OUTPUT.{i}.{stamp}.npy
 
-Steps count from 0 here, whatever the layout. A node is a site; where a dump holds several graphs,
-the graph's name goes in front. bfloat16 was widened to float32 by whoever wrote the dump.
+The run counts steps from 0, whatever the layout. A node is a site; where a dump holds several
+graphs, the graph's name goes in front. The writer of the dump widened bfloat16 to float32.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _LONGEST_WORD = 4096
 
 
 class Place(NamedTuple):
-    """What the folders say; `step` as they have it, `from_one` when they count from 1."""
+    """What the folders say; `step` as they have it, `counts_from_one` when they count from 1."""
 
     rank: int = 0
     graph: str = ""
     step: int = 0
-    from_one: bool = False
+    counts_from_one: bool = False
 
 
-class _Found(NamedTuple):
+class _TensorFile(NamedTuple):
     place: Place
-    file: str
+    path: str
     node: str
     target: str
     port: str
@@ -58,6 +58,7 @@ class _Found(NamedTuple):
 
 def parse_place(folders: list[str]) -> Place:
     """What folders say, outermost first; folders above the dump do no harm."""
+    # Innermost folders decide, so that the folder's place on this machine does not matter.
     last = folders[-1] if folders else ""
     before = folders[-2] if len(folders) > 1 else ""
     if _GM.fullmatch(last):  # data_dump/{step}/gm_…
@@ -73,10 +74,12 @@ def parse_place(folders: list[str]) -> Place:
 
 def _top_of(folders: list[str]) -> str:
     """The folders above those of a dump's own layout."""
-    for at, part in enumerate(folders):
+    for depth, part in enumerate(folders):
         if part == "data_dump" or _GM.fullmatch(part) or _WORLD.fullmatch(part):
-            steps = part != "data_dump" and at > 0 and _is_number(folders[at - 1])
-            return "/".join(folders[: at - 1 if steps else at])
+            # A number above the graph's folder is a step of the dump, not a part of the
+            # path to it.
+            steps = part != "data_dump" and depth > 0 and _is_number(folders[depth - 1])
+            return "/".join(folders[: depth - 1 if steps else depth])
     return ""
 
 
@@ -94,13 +97,14 @@ def open(path: Path) -> TreeRun:
     """The dump as a run; headers are read, values are not."""
     folder = Folder(path)
     events: list[dict[str, Any]] = []
-    found = _collected(folder, events)
-    graphs = sorted({one.place.graph for one in found}, key=natural)
+    files = _collected(folder, events)
+    graphs = sorted({file.place.graph for file in files}, key=natural)
+    # One graph needs no prefix: its sites are then those of the program.
     prefixes = {name: f"{name}." if len(graphs) > 1 and name else "" for name in graphs}
     leaves: list[Leaf] = []
     visits: dict[TensorKey, int] = defaultdict(int)
-    for one in sorted(found, key=_execution):
-        tensor = _leaf(folder, one, prefixes[one.place.graph], visits, events)
+    for file in sorted(files, key=_execution_order):
+        tensor = _leaf(folder, file, prefixes[file.place.graph], visits, events)
         if tensor is not None:
             leaves.append(tensor)
     classes: dict[int, dict[str, str]] = defaultdict(dict)
@@ -117,10 +121,10 @@ def open(path: Path) -> TreeRun:
     return TreeRun(path, NAME, leaves, topologies=topologies, events=events, facts=facts)
 
 
-def _collected(folder: Folder, events: list[dict[str, Any]]) -> list[_Found]:
+def _collected(folder: Folder, events: list[dict[str, Any]]) -> list[_TensorFile]:
     typed = list(folder.real.parts[-LEVELS:])
     places: dict[str, Place] = {}
-    found: list[_Found] = []
+    files: list[_TensorFile] = []
     strange = 0
     tops: set[str] = set()
     for file in folder.files(named=_FILE.fullmatch):
@@ -129,6 +133,8 @@ def _collected(folder: Folder, events: list[dict[str, Any]]) -> list[_Found]:
         if match is None:
             if name.endswith(".npy"):
                 strange += 1
+                # A folder of thousands of other files would drown the warnings that
+                # matter.
                 if strange <= 20:
                     events.append(_warning(f"{file}: left alone, its name is not an FX dump's"))
             continue
@@ -137,59 +143,66 @@ def _collected(folder: Folder, events: list[dict[str, Any]]) -> list[_Found]:
             places[head] = parse_place([*typed, *inner])
             tops.add(_top_of(inner))
         node, target, port, slot, stamp = match.groups()
-        found.append(_Found(places[head], file, node, target, port.lower(), slot, stamp))
+        files.append(_TensorFile(places[head], file, node, target, port.lower(), slot, stamp))
     refuse_several(folder.path, tops)
     events += [_warning(why) for why in folder.not_entered]
-    if any(place.from_one and place.step == 0 for place in places.values()):
+    if any(place.counts_from_one and place.step == 0 for place in places.values()):
         # Counted from 0 after all: taking one away would make two steps one.
         events.append(_warning("the steps of this layout usually count from 1, here from 0"))
-        return [one._replace(place=one.place._replace(from_one=False)) for one in found]
-    return found
+        return [
+            tensor_file._replace(place=tensor_file.place._replace(counts_from_one=False))
+            for tensor_file in files
+        ]
+    return files
 
 
-def _execution(one: _Found) -> tuple[Any, ...]:
+def _execution_order(file: _TensorFile) -> tuple[Any, ...]:
     """Nodes of one stamp have no order of their own; their numbers are a fair guess."""
-    number = re.search(r"_(\d+)$", one.node)
+    number = re.search(r"_(\d+)$", file.node)
     return (
-        *(one.place.rank, one.stamp, int(number[1][:18]) if number else 0, one.node, one.place),
-        *(one.port, natural(one.slot)),
+        *(file.place.rank, file.stamp, int(number[1][:18]) if number else 0, file.node, file.place),
+        *(file.port, natural(file.slot)),
     )
 
 
 def _leaf(
     folder: Folder,
-    one: _Found,
+    file: _TensorFile,
     prefix: str,
     visits: dict[TensorKey, int],
     events: list[dict[str, Any]],
 ) -> Leaf | None:
-    step = one.place.step - (1 if one.place.from_one else 0)
-    port = "input" if one.port == "input" else "output"
-    key = TensorKey.of(prefix + one.node, port, one.slot, step=step, rank=one.place.rank)
+    step = file.place.step - (1 if file.place.counts_from_one else 0)
+    port = "input" if file.port == "input" else "output"
+    key = TensorKey.of(prefix + file.node, port, file.slot, step=step, rank=file.place.rank)
+    # A node inside a loop writes the same name several times within a step.
     visit = visits[key]
     visits[key] += 1
     key = key._replace(visit=visit)
-    member = describe(folder, one.file)[0]
-    if member.trouble and (word := _word(folder, one.file)) is not None:
+    # An `.npy` file holds one array, so there is one member.
+    member = describe(folder, file.path)[0]
+    if member.trouble and (word := _text_argument(folder, file.path)) is not None:
         what = f"the argument {word!r}" if word else "a Python object, which is not read"
-        events.append({"kind": "argument", "message": f"{one.file}: {key} is {what}"})
+        events.append({"kind": "argument", "message": f"{file.path}: {key} is {what}"})
         return None
-    return leaf(key, one.file, member, class_name=one.target)
+    return leaf(key, file.path, member, class_name=file.target)
 
 
-def _word(folder: Folder, file: str) -> str | None:
+def _text_argument(folder: Folder, file: str) -> str | None:
     """The text in a file of text, "" for one of objects, None for one of anything else."""
     try:
         start, _ = folder.start(file, _LONGEST_WORD)
     except OSError:
         return None
+    # The header's length stands in bytes 8 and 9 of version 1, behind the magic number.
     end = 10 + int.from_bytes(start[8:10], "little")
-    found = _DESCR.search(start, 0, end)
-    if found is None:
+    match = _DESCR.search(start, 0, end)
+    if match is None:
         return None
-    order, kind = found.groups()
+    order, kind = match.groups()
     if kind == b"O":
         return ""
+    # numpy stores text as four bytes a letter, byte strings as one.
     coding = "latin-1" if kind == b"S" else "utf-32-be" if order == b">" else "utf-32-le"
     return start[end:].decode(coding, "replace").rstrip("\0")
 

@@ -1,7 +1,7 @@
 """The graph text beside a GE dump (`dynamo_original_graph_*.txt`): operators, edges, FX names.
 
-It is protobuf text of a `GraphDef`; of all that stands in it only what alignment needs is kept. A
-text that cannot be read is said in a sentence; the dump can be read without it.
+It is a `GraphDef` in protobuf text form, of which only what alignment needs is kept. A text that
+cannot be read raises `NotText`; the dump can be read without it.
 """
 
 from __future__ import annotations
@@ -55,16 +55,17 @@ class GraphText(NamedTuple):
     stamp: str
 
 
-def announced(file: str) -> GraphText | None:
+def graph_text_of(file: str) -> GraphText | None:
     """What a file's name says, if it is that of a graph text."""
     name = file.rpartition("/")[2]
-    found = _FILE.fullmatch(name)
-    if found is None:
+    match = _FILE.fullmatch(name)
+    if match is None:
         return None
+    # Each of the three may be missing, depending on who wrote the name.
     number, rank, stamp = _ID.search(name), _RANK.search(name), _STAMP.search(name)
     return GraphText(
         file,
-        found[1] == "original",
+        match[1] == "original",
         int(number[1][:18]) if number else None,
         int(rank[1][:18]) if rank else None,
         stamp[1] if stamp else "",
@@ -83,11 +84,15 @@ def parse_graph(text: str) -> list[GraphNode]:
     inputs: list[tuple[str, int]] = []
     fx: list[str] = []
     for kind, field, token in walk(text):
+        # Events of a walk instead of a tree: a large graph's text is read in one pass,
+        # without objects for the parts nobody needs.
         if kind == "open":
             path.append(field)
             if path == ["op"]:
                 name = class_name = ""
                 inputs, fx = [], []
+            # One entry per output, so that the position in the list is the output's
+            # number.
             elif path == ["op", "output_desc"]:
                 fx.append("")
             elif path == ["op", "output_desc", "attr"]:
@@ -110,6 +115,7 @@ def parse_graph(text: str) -> list[GraphNode]:
                 key = unquoted(token)
             elif path[3:] == ["value"] and field == "s":
                 value = unquoted(token)
+    # A text of the right form without operators is another kind of message.
     if not nodes:
         raise NotText("it holds no operator")
     return nodes
@@ -119,6 +125,8 @@ def _edge(written: str) -> tuple[str, int] | None:
     """`Add_2:0` as producer and output number; None for a control edge (`Add_2:-1`)."""
     source, colon, number = written.rpartition(":")
     if not colon:
+        # Without a number the first output is meant; `^` marks control edges in this
+        # spelling.
         return (written, 0) if written and not written.startswith("^") else None
     if not number.isascii() or not number.isdigit():
         return None
@@ -162,6 +170,7 @@ def topology(graphs: Sequence[Mapping[str, Any]], classes: Mapping[str, str]) ->
                 {"from": prefix + source, "output": output, "to": site, "input": position}
                 for position, (source, output) in enumerate(node["inputs"])
             ]
+        # Dumped operators that the text does not have still belong to the graph.
         for site, class_name in classes.items():
             if site.startswith(prefix) and site not in listed:
                 listed.add(site)

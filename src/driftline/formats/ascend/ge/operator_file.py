@@ -1,6 +1,8 @@
-"""The header of a GE dump file: a protobuf `DumpData` message that describes an operator's tensors.
+"""One operator file of a GE dump: a protobuf `DumpData` header, and the bytes it describes.
 
-Knows the message's fields; how the bytes it describes are read is `ge_file`'s part.
+First the message: `parse` reads its fields into `GeFile` and `GeTensor`. Then the file: whether it
+is one, how each tensor is read (`ReadingPlan`), and its tensors as leaves of a run. Old files hold
+the data inside the message, newer ones behind it.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from driftline.runs.local_files import reason_of
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Storage
 
+# Bounds for a file that is not trusted; no real operator comes near them.
 MOST_TENSORS = 4096
 MOST_DIMENSIONS = 64
 _SHORT = 256
@@ -86,7 +89,7 @@ class GeFile(NamedTuple):
     size: int = 0
 
 
-def parse(data: bytes, at: int, end: int, *, behind: bool) -> GeFile:
+def parse(data: bytes, begin: int, end: int, *, behind: bool) -> GeFile:
     """Read a `DumpData` message.
 
     Args:
@@ -102,11 +105,12 @@ def parse(data: bytes, at: int, end: int, *, behind: bool) -> GeFile:
     dump_time = others = spare = 0
     inputs: list[tuple[int, int]] = []
     outputs: list[tuple[int, int]] = []
-    for number, wire, start, stop in fields(data, at, end):
+    # 1 version, 2 time, 3 outputs, 4 inputs, 5 and 8 buffers and workspaces, 6 operator name.
+    for number, wire, start, stop in fields(data, begin, end):
         if number in (1, 6):
             expect(number, wire, BYTES)
-            said = text(data, start, stop)
-            version, op_name = (said, op_name) if number == 1 else (version, said)
+            name = text(data, start, stop)
+            version, op_name = (name, op_name) if number == 1 else (version, name)
         elif number == 2:
             expect(number, wire, VARINT)
             dump_time = start
@@ -114,6 +118,7 @@ def parse(data: bytes, at: int, end: int, *, behind: bool) -> GeFile:
             expect(number, wire, BYTES)
             if len(inputs) + len(outputs) >= MOST_TENSORS:
                 raise Malformed(f"more than {MOST_TENSORS} tensors")
+            # In the message outputs come first; in the data inputs do.
             (outputs if number == 3 else inputs).append((start, stop))
         elif number in (5, 8):
             expect(number, wire, BYTES)
@@ -125,11 +130,15 @@ def parse(data: bytes, at: int, end: int, *, behind: bool) -> GeFile:
         port, position = (
             ("input", number) if number < len(inputs) else ("output", number - len(inputs))
         )
-        known = _known(data[start:stop], port) if behind and stop - start <= _SHORT else None
-        if known is None:
+        shared = (
+            _shared_description(data[start:stop], port)
+            if behind and stop - start <= _SHORT
+            else None
+        )
+        if shared is None:
             tensor = _tensor(data, start, stop, port, position, offset if behind else None)
         else:
-            tensor = GeTensor(port, position, *known[2:7], offset)
+            tensor = GeTensor(port, position, *shared[2:7], offset)
         offset += tensor.size
         tensors.append(tensor)
     total = offset + spare if behind else end
@@ -141,7 +150,7 @@ _INPUT_FIELDS = {1: "data_type", 2: "format", 3: "shape", 4: "data", 5: "size", 
 
 
 @functools.lru_cache(4096)
-def _known(message: bytes, port: Literal["input", "output"]) -> GeTensor | None:
+def _shared_description(message: bytes, port: Literal["input", "output"]) -> GeTensor | None:
     """What a short description says; None to let its own place say what is wrong with it.
 
     The operators of a dump have a few descriptions between them.
@@ -154,7 +163,7 @@ def _known(message: bytes, port: Literal["input", "output"]) -> GeTensor | None:
 
 def _tensor(
     data: bytes,
-    at: int,
+    begin: int,
     end: int,
     port: Literal["input", "output"],
     position: int,
@@ -165,7 +174,7 @@ def _tensor(
     data_type = layout = size = offset = inside = 0
     shape: tuple[int, ...] | None = None
     original: tuple[int, ...] | None = None
-    for number, wire, start, stop in fields(data, at, end):
+    for number, wire, start, stop in fields(data, begin, end):
         name = names.get(number)
         if name is None:
             continue
@@ -182,36 +191,36 @@ def _tensor(
             shape = _shape(data, start, stop)
         else:
             original = _shape(data, start, stop)
+    # Data behind the message has no offset of its own: tensors follow one another.
     if behind is not None:
         inside, offset = size, behind
     length = inside or size
     return GeTensor(port, position, data_type, layout, shape, original, length, offset)
 
 
-def _shape(data: bytes, at: int, end: int) -> tuple[int, ...]:
+def _shape(data: bytes, begin: int, end: int) -> tuple[int, ...]:
     sizes: list[int] = []
-    for field in fields(data, at, end):
+    for field in fields(data, begin, end):
         if field[0] == 1:
             numbers(data, field, sizes, MOST_DIMENSIONS)
     return tuple(sizes)
 
 
-def _size_of_other(data: bytes, at: int, end: int) -> int:
+def _size_of_other(data: bytes, begin: int, end: int) -> int:
     size = 0
-    for number, wire, start, _ in fields(data, at, end):
+    for number, wire, start, _ in fields(data, begin, end):
         if number == 3:
             expect(number, wire, VARINT)
             size = start
     return size
 
 
-# One file of a graph-engine (GE) dump: an operator's inputs and outputs behind a protobuf
-# header.
+# ---- The file: recognising it and reading its tensors
 
 
 NAME = "ge"
 LONGEST_HEADER = 16 << 20
-LONGEST_BARE = 1 << 30
+LONGEST_OLD_FILE = 1 << 30
 """Old files keep the data inside the message, which has to be read to find them."""
 FIRST_READ = 4096
 MODERN = "2.0"
@@ -227,7 +236,7 @@ GE_TYPES: dict[int, ElementType] = {
 """The graph engine's own numbering of types; undefined is read as int8, a resource as int64."""
 
 
-class Reading(NamedTuple):
+class ReadingPlan(NamedTuple):
     """How one tensor is to be read.
 
     Attributes:
@@ -255,12 +264,13 @@ def sniff(path: Path) -> bool:
         folder = Folder(path.parent)
         begin, size = folder.start(path.name, FIRST_READ)
         # Both forms have the version first in the message; nothing else begins so.
-        at = 8 if begin[8:10] == b"\n\x03" else 0
-        if begin[at : at + 2] != b"\n\x03" or b"." not in begin[at + 2 : at + 5]:
+        # A modern file has eight bytes of length in front of the message.
+        offset = 8 if begin[8:10] == b"\n\x03" else 0
+        if begin[offset : offset + 2] != b"\n\x03" or b"." not in begin[offset + 2 : offset + 5]:
             return False
-        if at and int.from_bytes(begin[:8], "little") > max(size, LONGEST_HEADER):
+        if offset and int.from_bytes(begin[:8], "little") > max(size, LONGEST_HEADER):
             return False
-        return bool(at) or bool(read_header(folder, path.name).tensors)
+        return bool(offset) or bool(read_header(folder, path.name).tensors)
     except (Malformed, OSError):
         return False
 
@@ -289,7 +299,7 @@ def read_header(folder: Folder, name: str) -> GeFile:
         Malformed: It is no GE dump, or contradicts itself.
         OSError: It cannot be read.
     """
-    begin, size = folder.at_hand(name)
+    begin, size = folder.prefetched(name)
     length = int.from_bytes(begin[:8], "little")
     if len(begin) > 8 and 0 < length <= len(begin) - 8:
         # Where this does not go well, the long way says why.
@@ -316,8 +326,9 @@ def read_header(folder: Folder, name: str) -> GeFile:
                 if length
                 else "its header is empty"
             )
-        if begin[0] == 0x0A and size <= LONGEST_BARE:
-            bare = _bare(file, size)
+        # Only if the modern reading failed: a whole old file has to be read to be checked.
+        if begin[0] == 0x0A and size <= LONGEST_OLD_FILE:
+            bare = _old_file(file, size)
             if bare is not None:
                 return bare
         raise modern
@@ -325,28 +336,28 @@ def read_header(folder: Folder, name: str) -> GeFile:
         os.close(file)
 
 
-def _bare(file: int, size: int) -> GeFile | None:
+def _old_file(file: int, size: int) -> GeFile | None:
     """An old file: the whole of it is the message."""
     try:
-        found = parse(pread(file, size, 0), 0, size, behind=False)
+        header = parse(pread(file, size, 0), 0, size, behind=False)
     except Malformed:
         return None
-    return found._replace(size=size) if found.version != MODERN and found.tensors else None
+    return header._replace(size=size) if header.version != MODERN and header.tensors else None
 
 
-def _checked(found: GeFile, size: int) -> GeFile:
+def _checked(header: GeFile, size: int) -> GeFile:
     """Bytes beyond what the header accounts for would make every offset doubtful."""
-    if found.total < size:
-        raise Malformed(f"{size - found.total} bytes follow the data that its header speaks of")
-    return found._replace(size=size)
+    if header.total < size:
+        raise Malformed(f"{size - header.total} bytes follow the data that its header speaks of")
+    return header._replace(size=size)
 
 
-def reading(tensor: GeTensor, file_size: int) -> Reading:
+def reading_plan(tensor: GeTensor, file_size: int) -> ReadingPlan:
     """How to read a tensor, or why it cannot be read."""
-    how = _read_as(*tensor[2:7])
-    if not how.trouble and tensor.offset + how.kind.byte_count(how.stored) > file_size:
-        return _refused("the file is cut short before its end", how.kind, how.shape)
-    return how
+    plan = _read_as(*tensor[2:7])
+    if not plan.trouble and tensor.offset + plan.kind.byte_count(plan.stored) > file_size:
+        return _refused("the file is cut short before its end", plan.kind, plan.shape)
+    return plan
 
 
 @functools.lru_cache(4096)
@@ -356,23 +367,26 @@ def _read_as(
     shape: tuple[int, ...] | None,
     original: tuple[int, ...] | None,
     size: int,
-) -> Reading:
+) -> ReadingPlan:
     """What a description means; the operators of a dump share a few."""
     kind = GE_TYPES.get(data_type)
     if kind is None:
         return _refused(f"its element type has the number {data_type}, which is not known")
     if not kind.dtype:
         return _refused(f"it holds elements of type {kind.name}, which are no numbers")
+    # Without a shape the elements are a flat list, as many as the bytes hold.
     stored = shape
     if stored is None:
         stored = (size * 8 // kind.bits,) if size else ()
     if any(extent >= 1 << 63 for extent in stored):  # a negative number, written unsigned
         return _refused("its shape was not known when it was dumped")
+    # More elements than any memory holds; multiplying such sizes would hide it.
     if any(extent > 1 << 48 for extent in stored):
         return _refused(f"its shape claims {max(stored)} elements along one axis")
     elements = math.prod(stored)
     needed = kind.byte_count(elements)
     if needed > size:
+        # The header describes tensors whose values were switched off; that is no damage.
         if not size:
             return _refused("no values of it were dumped", kind, stored)
         sizes = "x".join(map(str, stored)) or "scalar"
@@ -386,9 +400,10 @@ def _laid_out(
     kind: ElementType,
     stored: tuple[int, ...],
     elements: int,
-) -> Reading:
+) -> ReadingPlan:
     note = ""
     moved = rearrangement(layout, stored, original)
+    # Two elements share a byte, so a rearrangement by bytes would mix them up.
     packed = kind.recoded == "" and kind.bits < 8
     if moved is not None and packed and not moved.keeps_order:
         moved, note = None, f"{kind.name} in {layout} is left as it is stored"
@@ -396,16 +411,18 @@ def _laid_out(
         note = (
             f"{layout} of {stored} is left as it is stored: nobody says how it becomes {original}"
         )
-    return Reading(kind.dtype, moved.shape if moved else stored, kind, elements, moved, note=note)
+    return ReadingPlan(
+        kind.dtype, moved.shape if moved else stored, kind, elements, moved, note=note
+    )
 
 
 def _refused(
     why: str, kind: ElementType | None = None, shape: tuple[int, ...] | None = None
-) -> Reading:
+) -> ReadingPlan:
     """A tensor whose type or shape is not believed has neither."""
     if kind is None or shape is None:
-        return Reading("", (), GE_TYPES[0], trouble=why)
-    return Reading(kind.dtype, shape, kind, trouble=why)
+        return ReadingPlan("", (), GE_TYPES[0], trouble=why)
+    return ReadingPlan(kind.dtype, shape, kind, trouble=why)
 
 
 def leaves_of(
@@ -422,26 +439,28 @@ def leaves_of(
 ) -> Iterator[Leaf]:
     """The tensors of a file as leaves of a run."""
     for tensor in file.tensors:
-        how = reading(tensor, file.size)
+        plan = reading_plan(tensor, file.size)
         key = TensorKey.of(site, tensor.port, str(tensor.position), step=step, rank=rank)
+        # `TensorKey.of` has no process; most dumps have one, and need no second object.
         if process:
             key = key._replace(process=process)
-        record = Record(key, 0, how.dtype, how.shape, class_name=class_name, lost=how.trouble)
-        if how.note and events is not None:
-            events.append({"kind": "warning", "message": f"{name}: {key}: {how.note}"})
-        fetch = None if how.trouble else functools.partial(_fetch, folder, name, tensor, how)
+        record = Record(key, 0, plan.dtype, plan.shape, class_name=class_name, lost=plan.trouble)
+        if plan.note and events is not None:
+            events.append({"kind": "warning", "message": f"{name}: {key}: {plan.note}"})
+        fetch = None if plan.trouble else functools.partial(_fetch, folder, name, tensor, plan)
         yield Leaf(record, f"{name},{tensor.port}s,{tensor.position}", fetch)
 
 
-def _fetch(folder: Folder, name: str, tensor: GeTensor, how: Reading) -> Storage:
-    storage = np.dtype(DTYPES[how.dtype].storage)
-    if not how.stored:
+def _fetch(folder: Folder, name: str, tensor: GeTensor, plan: ReadingPlan) -> Storage:
+    storage = np.dtype(DTYPES[plan.dtype].storage)
+    if not plan.stored:
         return np.empty(0, storage)
     try:
-        raw = folder.values(name, tensor.offset, how.kind.byte_count(how.stored))
+        raw = folder.values(name, tensor.offset, plan.kind.byte_count(plan.stored))
     except OSError as trouble:
         raise BadFile(f"{folder.path / name}: {reason_of(trouble)}") from trouble
-    values = recode(raw, how.kind, how.stored) if how.kind.recoded else raw.view(storage)
-    if how.layout is None or how.layout.keeps_order:
+    values = recode(raw, plan.kind, plan.stored) if plan.kind.recoded else raw.view(storage)
+    # Same order, other shape: the bytes can be used as they lie.
+    if plan.layout is None or plan.layout.keeps_order:
         return values
-    return how.layout.apply(values)
+    return plan.layout.apply(values)
