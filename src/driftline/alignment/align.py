@@ -9,7 +9,8 @@ feeds which.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -148,65 +149,108 @@ def _by_graph(reference: Run, candidate: Run, options: AlignOptions) -> Plan | N
     return narrowed(plan, options.sites, options.ports)
 
 
+class _Context:
+    """The two runs and the options, as matching rules ask for them.
+
+    Attributes:
+        structural: Structure may pair: it follows the order of execution, which some dumps lack.
+        notes: Sentences about the runs that are added to the plan.
+    """
+
+    def __init__(self, reference: Run, candidate: Run, options: AlignOptions) -> None:
+        self.reference = reference
+        self.candidate = candidate
+        self.options = options
+        self.structural = options.structural and reference.ordered and candidate.ordered
+        self.notes: list[str] = []
+
+    @cached_property
+    def names_count(self) -> bool:
+        """Whether equal names are evidence; asked late, because it may read the dataflow."""
+        return not (self.structural and _only_numbered(self.reference, self.candidate, self.notes))
+
+
+class MatchingRule(NamedTuple):
+    """One rule of the matching.
+
+    Attributes:
+        name: For readers of this list.
+        applies: Whether the rule is asked, given the plan so far.
+        propose: The plan with more pairs; None if the rule has nothing to say.
+        final: If the rule proposes a plan, no weaker rule is asked.
+    """
+
+    name: str
+    applies: Callable[[Plan, _Context], bool]
+    propose: Callable[[Plan, _Context], Plan | None]
+    final: bool = False
+
+
 def _match(reference: Run, candidate: Run, options: AlignOptions) -> Plan:
     """Apply the rules, strongest first; each sees what the ones before left unpaired."""
+    context = _Context(reference, candidate, options)
     plan = Plan((), tuple(reference.records), tuple(candidate.records))
-    if options.maps or options.mapping_file is not None:
-        plan = _by_map(plan, options)
-    if is_compiled(reference) or is_compiled(candidate):
-        # Compiled graphs end the matching: a tensor that they leave over has no partner.
-        plan = _by_compiled_graphs(plan, reference, candidate)
-        return plan if plan.pairs else _refuse_unrelated(plan)
-    # Structure follows the order of execution, which some dumps have lost.
-    structural = options.structural and reference.ordered and candidate.ordered
-    notes: list[str] = []
-    if not (structural and _only_numbered(reference, candidate, notes)):
-        plan, is_final = _by_names(plan, reference, candidate)
-        if is_final:
-            return plan
-    if structural and _both_have_more(plan):
-        exported = _by_export(plan, reference, candidate, structural=True)
-        if exported is not None:
-            return exported
-    if structural and (plan.missing or plan.extra):
-        plan = _by_structure(plan, reference, candidate, options)
-        plan = _passed_on(plan, reference, candidate)
-    if options.structural and plan.pairs and _both_have_more(plan):
-        from driftline.alignment.rules.fused_projections import pair_in_projections
-
-        if projections := pair_in_projections(plan):
-            plan = _without_reasons(_with_pairs(plan, projections))
-    plan = plan._replace(notes=(*plan.notes, *notes))
+    for rule in RULES:
+        proposed = rule.propose(plan, context) if rule.applies(plan, context) else None
+        if proposed is not None:
+            plan = proposed
+            if rule.final:
+                return plan
+    plan = plan._replace(notes=(*plan.notes, *context.notes))
     return plan if plan.pairs else _refuse_unrelated(plan)
 
 
-def _by_names(plan: Plan, reference: Run, candidate: Run) -> tuple[Plan, bool]:
-    """Pairs by equal, then by normalised names; and whether an exported graph has settled the rest.
+def _has_map(plan: Plan, context: _Context) -> bool:
+    del plan
+    return bool(context.options.maps) or context.options.mapping_file is not None
 
-    The exported graph is asked after either kind of name, because it needs some named pairs to
-    start from, and its own node names say more than normalised ones.
-    """
+
+def _has_compiled_graphs(plan: Plan, context: _Context) -> bool:
+    del plan
+    return is_compiled(context.reference) or is_compiled(context.candidate)
+
+
+def _names_apply(plan: Plan, context: _Context) -> bool:
+    del plan
+    return context.names_count
+
+
+def _more_names_apply(plan: Plan, context: _Context) -> bool:
+    return context.names_count and _both_have_more(plan)
+
+
+def _order_applies(plan: Plan, context: _Context) -> bool:
+    return context.structural and _both_have_more(plan)
+
+
+def _structure_applies(plan: Plan, context: _Context) -> bool:
+    return context.structural and bool(plan.missing or plan.extra)
+
+
+def _projections_apply(plan: Plan, context: _Context) -> bool:
+    return context.options.structural and bool(plan.pairs) and _both_have_more(plan)
+
+
+def _by_user_map(plan: Plan, context: _Context) -> Plan:
+    return _by_map(plan, context.options)
+
+
+def _by_name(plan: Plan, context: _Context) -> Plan:
+    del context
     by_name = pair_by_name(plan.missing, plan.extra)
-    plan = _with_pairs(plan, by_name.pairs, by_name) if plan.pairs else by_name
-    for by_plain_name in (False, True):
-        if by_plain_name and _both_have_more(plan):
-            plan = _by_plain_name(plan)
-        if _both_have_more(plan):
-            exported = _by_export(plan, reference, candidate)
-            if exported is not None:
-                return exported, True
-    return plan, False
+    return _with_pairs(plan, by_name.pairs, by_name) if plan.pairs else by_name
 
 
-def _by_compiled_graphs(plan: Plan, reference: Run, candidate: Run) -> Plan:
+def _by_compiled_graphs(plan: Plan, context: _Context) -> Plan:
     """Pairs by the calls that a compiler lists, with the program lines they come from."""
     from driftline.alignment.annotate.compiled_graphs import with_lines
+    from driftline.alignment.rules.exported import with_calls
     from driftline.alignment.rules.operator_calls import align_compiled
     from driftline.alignment.sites.compiled_graphs import graphs_of
 
-    graphs = graphs_of(reference), graphs_of(candidate)
-    plan = _by_calls(align_compiled(*graphs, plan), reference, candidate)
-    return with_lines(plan, *graphs) if plan.pairs else plan
+    graphs = graphs_of(context.reference), graphs_of(context.candidate)
+    plan = with_calls(align_compiled(*graphs, plan), context.reference, context.candidate)
+    return with_lines(plan, *graphs) if plan.pairs else _refuse_unrelated(plan)
 
 
 def _both_have_more(plan: Plan) -> bool:
@@ -223,21 +267,30 @@ def _refuse_unrelated(plan: Plan) -> NoReturn:
     raise trouble
 
 
-def _by_calls(plan: Plan, reference: Run, candidate: Run) -> Plan:
-    from driftline.alignment.rules.exported import with_calls
-
-    return with_calls(plan, reference, candidate)
-
-
-def _by_export(
-    plan: Plan, reference: Run, candidate: Run, *, structural: bool = False
-) -> Plan | None:
+def _by_export(plan: Plan, context: _Context) -> Plan | None:
+    """Pairs of an exported graph whose names fit."""
     from driftline.alignment.rules.exported import align_exported
 
-    return align_exported(plan, reference, candidate, structural=structural)
+    return align_exported(plan, context.reference, context.candidate)
 
 
-def _by_structure(plan: Plan, reference: Run, candidate: Run, options: AlignOptions) -> Plan:
+def _by_export_order(plan: Plan, context: _Context) -> Plan | None:
+    """Pairs of an exported graph whose names do not fit: layers with weights, in order."""
+    from driftline.alignment.rules.exported import align_exported
+
+    return align_exported(plan, context.reference, context.candidate, structural=True)
+
+
+def _by_projections(plan: Plan, context: _Context) -> Plan | None:
+    """Pairs of fused parameters (`in_proj_weight`) with separate ones."""
+    del context
+    from driftline.alignment.rules.fused_projections import pair_in_projections
+
+    projections = pair_in_projections(plan)
+    return _without_reasons(_with_pairs(plan, projections)) if projections else None
+
+
+def _by_structure(plan: Plan, context: _Context) -> Plan:
     from driftline.alignment.rules.accidental_names import in_doubt, still_alone
 
     # Names that agree may still be accidents: such pairs are released, and structure decides
@@ -254,12 +307,12 @@ def _by_structure(plan: Plan, reference: Run, candidate: Run, options: AlignOpti
     from driftline.alignment.rules.structure import align_by_structure
 
     structural = align_by_structure(
-        reference,
-        candidate,
+        context.reference,
+        context.candidate,
         plan.pairs,
         plan.missing,
         plan.extra,
-        _same_class(options.mapping_file),
+        _same_class(context.options.mapping_file),
     )
     again = still_alone(doubted, structural.pairs)
     notes = structural.notes
@@ -294,13 +347,13 @@ def _by_structure(plan: Plan, reference: Run, candidate: Run, options: AlignOpti
     return plan._replace(reasons=reasons, notes=(*plan.notes, *notes))
 
 
-def _passed_on(plan: Plan, reference: Run, candidate: Run) -> Plan:
+def _passed_on(plan: Plan, context: _Context) -> Plan:
     """The plan with pairs for unpaired sites that return their input, such as dropouts."""
     if not plan.pairs or not (plan.missing or plan.extra):
         return plan
     from driftline.alignment.rules.same_value import pair_passed
 
-    passed = pair_passed(plan, reference, candidate)
+    passed = pair_passed(plan, context.reference, context.candidate)
     if not passed:
         return plan
     return _without_reasons(_with_pairs(plan, passed))
@@ -394,7 +447,8 @@ def _by_map(plan: Plan, options: AlignOptions) -> Plan:
     return plan
 
 
-def _by_plain_name(plan: Plan) -> Plan:
+def _by_plain_name(plan: Plan, context: _Context) -> Plan:
+    del context
     from driftline.alignment.rules.names import link_names
 
     # A site that has a pair by its full name keeps it; only whole sites are renamed.
@@ -433,3 +487,21 @@ def _with_pairs(plan: Plan, pairs: Sequence[Pair], rest: Plan | None = None) -> 
     """A plan with more pairs, and the tensors that are then still unpaired."""
     more = plan.with_pairs(pairs)
     return more if rest is None else more._replace(missing=rest.missing, extra=rest.extra)
+
+
+RULES: tuple[MatchingRule, ...] = (
+    MatchingRule("map", _has_map, _by_user_map),
+    # Compiled graphs end the matching: a tensor that they leave unpaired has no partner.
+    MatchingRule("compiled calls", _has_compiled_graphs, _by_compiled_graphs, final=True),
+    MatchingRule("name", _names_apply, _by_name),
+    # An exported graph is asked after either kind of name: it needs some named pairs to start
+    # from, and its own node names are stronger than normalised ones.
+    MatchingRule("exported names", _more_names_apply, _by_export, final=True),
+    MatchingRule("normalised name", _more_names_apply, _by_plain_name),
+    MatchingRule("exported names", _more_names_apply, _by_export, final=True),
+    MatchingRule("exported order", _order_applies, _by_export_order, final=True),
+    MatchingRule("structure", _structure_applies, _by_structure),
+    MatchingRule("same value", _structure_applies, _passed_on),
+    MatchingRule("fused parameters", _projections_apply, _by_projections),
+)
+"""The matching rules, strongest first. A new rule is a function in `rules` and a line here."""
