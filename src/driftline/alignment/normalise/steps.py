@@ -287,13 +287,12 @@ def _shift(
         by_number = [step.step for step in goal].index(common[0].step) - line.index(common[0])
         if len(fits) == 1 or _same_ids(model, goal, run, line, by_number):
             return None, ""
-        equal = [shift for shift in fits[:_MOST_FITS] if _same_ids(model, goal, run, line, shift)]
-        return (equal[0] if len(equal) == 1 else None), ""
+        return _only_shift_by_ids(model, goal, run, line, fits[:_MOST_FITS]), ""
     # Several shifts fit the lengths: token ids choose, or the user is told that nothing can.
     if len(fits) > 1 and varied:
-        by_ids = [shift for shift in fits if _same_ids(model, goal, run, line, shift)]
-        if len(by_ids) == 1:
-            fits = by_ids
+        by_ids = _only_shift_by_ids(model, goal, run, line, fits)
+        if by_ids is not None:
+            fits = [by_ids]
         else:
             return (None if common else fits[0]), (
                 f"the sequence lengths fit in {len(fits)} ways, so which step is which is not "
@@ -309,6 +308,14 @@ def _shift(
         if 0 <= index + shift < len(goal)
     )
     return (None if same else shift), ""
+
+
+def _only_shift_by_ids(
+    model: Run, goal: Timeline, run: Run, line: Timeline, shifts: Sequence[int]
+) -> int | None:
+    """The only shift under which both sides had the same token ids; None if several or none."""
+    equal = [shift for shift in shifts if _same_ids(model, goal, run, line, shift)]
+    return equal[0] if len(equal) == 1 else None
 
 
 def _fitting(goal: Timeline, line: Timeline) -> list[int]:
