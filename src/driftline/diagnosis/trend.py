@@ -115,6 +115,8 @@ def trend(
         # Filtering comes first, so that steps which only other sites have are no points.
         runs = [only(run, lambda r: any(fnmatchcase(r.key.site, g) for g in sites)) for run in runs]
     over = "steps" if len(runs) == 1 else "runs"
+    # Steps are points only within one run; several runs are compared as wholes, because their steps
+    # need not correspond.
     points: list[Any] = (
         sorted({record.key.step for record in runs[0].records})
         if over == "steps"
@@ -141,6 +143,7 @@ def trend(
         # Tensors that were read are dropped run by run; many runs together may not fit into memory.
         run.release()
     if not gathered:
+        # If every tensor was skipped, the first reason explains the failure best.
         why = next(iter(notes), f"no floating-point tensor of {', '.join(ports)}")
         raise BadInput(f"there is nothing to follow: {why}", hint="dump with --keep summary")
     return Trend(
@@ -194,6 +197,7 @@ def _series(key: tuple[str, str, str], gathered: Sequence[Sequence[float]], figu
     )
     usual, since = _departure(values, grows_from_nothing=figure in ("nonfinite", "zeros"))
     last = next((v for v in reversed(values) if v is not None), math.nan)
+    # A first value of zero makes every growth infinite; two zeros are no growth.
     ratio = abs(last) / usual if usual else (1.0 if not last else math.inf)
     return Series(*key, values, ratio, since)
 

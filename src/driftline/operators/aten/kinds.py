@@ -74,6 +74,7 @@ def plain_name(func: Any) -> str:
     """`add` for `aten.add_.Tensor`, `aten.add.out` and `aten._foreach_add_.List`."""
     name = str(func._schema.name).partition("::")[2]
     name = name.removeprefix("_foreach_")
+    # In-place variants end with an underscore, double underscores belong to special methods.
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
@@ -155,8 +156,10 @@ def terms_of(func: Any, args: Sequence[Any], output: torch.Tensor) -> int:
             ]
     floats = [t for t in tensors if t.is_floating_point() or t.is_complex()]
     product = _product_terms(name, named)
+    # Products know their length from shapes; everything else is judged by name.
     if product:
         return max(4, product)
+    # Reductions without floating-point inputs have no rounding to speak of.
     if not floats:
         return 4
     largest = max(floats, key=lambda t: t.numel())
