@@ -1,5 +1,4 @@
-# pyright: reportUnknownMemberType=false
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false, reportPrivateUsage=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 """Calls that a captured run holds, and calls of the running program, as a replay needs them.
 

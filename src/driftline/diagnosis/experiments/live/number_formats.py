@@ -1,6 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
 """Number formats of a replay: the inputs that a module is given, and the weights it computes with.
 
 Inputs and weights are cast to the captured run's format, and for exact arithmetic widened again.

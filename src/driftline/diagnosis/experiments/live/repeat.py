@@ -1,6 +1,5 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 """Call a module again without leaving a trace.
 
 A repeated call must not be seen by a capture, draw from the program's random numbers, change its

@@ -1,6 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
 """Results of a replay: what is kept of them, how large the noise is, and when two results are near.
 
 Values are kept where they are informative. Where a captured result equals the trusted one, or is as
