@@ -127,21 +127,8 @@ def trend(
             f"a trend needs more than one point, and '{runs[0].name}' has one step",
             hint="dump all steps with --step '*' --keep summary, or give several runs",
         )
-    index = {point: position for position, point in enumerate(points)}
-    gathered: dict[tuple[str, str, str], list[list[float]]] = {}
     notes: dict[str, int] = {}
-    for number, run in enumerate(runs):
-        for record in run.records:
-            if record.key.port not in ports or not DTYPES[record.dtype].is_floating:
-                continue
-            value = _figure(run, record, figure, notes)
-            if value is None:
-                continue
-            key = (record.key.site, record.key.port, record.key.slot)
-            position = index[record.key.step] if over == "steps" else number
-            gathered.setdefault(key, [[] for _ in points])[position].append(value)
-        # Tensors that were read are dropped run by run; many runs together may not fit into memory.
-        run.release()
+    gathered = _gathered(runs, points if over == "steps" else None, figure, ports, notes)
     if not gathered:
         # If every tensor was skipped, the first reason explains the failure best.
         why = next(iter(notes), f"no floating-point tensor of {', '.join(ports)}")
@@ -153,6 +140,32 @@ def trend(
         tuple(_series(key, values, figure) for key, values in gathered.items()),
         tuple(f"{count} tensors: {why}" for why, count in notes.items()),
     )
+
+
+def _gathered(
+    runs: Sequence[Run],
+    steps: Sequence[int] | None,
+    figure: str,
+    ports: Sequence[str],
+    notes: dict[str, int],
+) -> dict[tuple[str, str, str], list[list[float]]]:
+    """Site, port and slot -> the values at every point, which are steps or, without them, runs."""
+    index = {step: position for position, step in enumerate(steps or ())}
+    count = len(runs) if steps is None else len(steps)
+    gathered: dict[tuple[str, str, str], list[list[float]]] = {}
+    for number, run in enumerate(runs):
+        for record in run.records:
+            if record.key.port not in ports or not DTYPES[record.dtype].is_floating:
+                continue
+            value = _figure(run, record, figure, notes)
+            if value is None:
+                continue
+            key = (record.key.site, record.key.port, record.key.slot)
+            position = number if steps is None else index[record.key.step]
+            gathered.setdefault(key, [[] for _ in range(count)])[position].append(value)
+        # Tensors that were read are dropped run by run; many runs together may not fit into memory.
+        run.release()
+    return gathered
 
 
 def _figure(run: Run, record: Record, figure: str, notes: dict[str, int]) -> float | None:

@@ -136,6 +136,11 @@ def decoded(name: str, kind: str, value: Any, precision: str, device: str) -> An
         if not isinstance(value, (bool, int, float)) or any(word in kind for word in _NAMED):
             raise Unfit(f"its argument {name} makes no sense: {str(value)[:40]}")
         return value
+    return _decoded_text(name, kind, value, precision)
+
+
+def _decoded_text(name: str, kind: str, value: str, precision: str) -> Any:
+    """An argument that JSON holds as text: a type, a layout, a text, or a number."""
     if value.startswith("<"):
         raise Unfit(f"its argument {name} is a {value.strip('<>')[:40]}, which a run does not hold")
     if "ScalarType" in kind:
