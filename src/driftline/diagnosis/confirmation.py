@@ -23,6 +23,7 @@ from driftline.diagnosis.error_stats import (
     F64,
     NOTHING,
     Effect,
+    Places,
     chosen_rows,
     effect_of,
     halves,
@@ -74,22 +75,10 @@ def confirmed(
     disappears with them; if it does not, they excuse nothing.
     """
     row = standing.call.worst
-    pair = next((pair for pair in runs.plan.pairs if pair.reference.key == row.key), None)
-    # Transformed pairs are skipped: their stored rows do not correspond one to one.
-    if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
+    sample = _sampled_rows(runs, row)
+    if sample is None:
         return None
-    reference, candidate = pair.reference, pair.candidate
-    if not is_readable(runs.reference, reference) or not is_readable(runs.candidate, candidate):
-        return None
-    if reference.shape != candidate.shape:
-        return None
-    places = chosen_rows(reference.shape)
-    r, c = (
-        read_rows(runs.reference, reference, places),
-        read_rows(runs.candidate, candidate, places),
-    )
-    if r is None or c is None:
-        return None
+    reference, places, r, c = sample
     reached = rows_reached(flips, row.key.site, reference, reference.shape) if flips else None
     if reached is not None:
         kept = ~reached[places]
@@ -116,6 +105,23 @@ def confirmed(
     ratio = standing.ratio if reached is None else effect.error / limit
     # A gross excess stands even if one half is clean: one token that is far off is a fault.
     return Confirmation(min(over) > 1.0 or ratio > GROSS, over, effect, remark)
+
+
+def _sampled_rows(runs: Runs, row: Row) -> tuple[Record, Places, F64, F64] | None:
+    """The reference's record of a row, which rows were sampled, and both sides; None if missing."""
+    pair = next((pair for pair in runs.plan.pairs if pair.reference.key == row.key), None)
+    # Transformed pairs are skipped: their stored rows do not correspond one to one.
+    if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
+        return None
+    reference, candidate = pair.reference, pair.candidate
+    if not is_readable(runs.reference, reference) or not is_readable(runs.candidate, candidate):
+        return None
+    if reference.shape != candidate.shape:
+        return None
+    places = chosen_rows(reference.shape)
+    r = read_rows(runs.reference, reference, places)
+    c = read_rows(runs.candidate, candidate, places)
+    return None if r is None or c is None else (reference, places, r, c)
 
 
 def _lean(half: Effect, key: TensorKey, floor: NoiseFloor | None) -> float:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from driftline.diagnosis.error_stats import read_whole
+from driftline.diagnosis.error_stats import F64, read_whole
 from driftline.diagnosis.evidence.files import Replay, open_replay
 from driftline.diagnosis.result import Diagnosis
 from driftline.errors import AlreadyThere, BadInput
@@ -53,23 +54,14 @@ def write_repro(
     # taken.
     first = next((r for r in candidate.records if str(r.key) == diagnosis.first_key), None)
     step, visit = (first.key.step, first.key.visit) if first is not None else (0, 0)
-    played = None if replay is None else open_replay(replay)
-    tensors: list[tuple[str, Run, Record]] = []
-    for run, side in ((candidate, "candidate"), (reference, "reference")):
-        for record in run.records:
-            key = record.key
-            if key.site != site:
-                continue
-            # Weights of the reference are the right ones; the candidate's may be what is wrong.
-            if key.port == "param" and side == "reference":
-                tensors.append((f"param.{key.slot}", run, record))
-            elif (key.step, key.visit) == (step, visit) and key.port in ("input", "output"):
-                tensors.append((f"{side}.{key.port}.{key.slot}", run, record))
-    if played is not None:
-        for record in played.exact.records:
-            key = record.key
-            if key.site == site and (key.step, key.visit) == (step, visit):
-                tensors.append((f"exact.{key.port}.{key.slot}", played.exact, record))
+    call = (site, step, visit)
+    tensors = [
+        *_tensors_of(candidate, call, "candidate", ("input", "output")),
+        # Weights of the reference are the right ones; the candidate's may be what is wrong.
+        *_tensors_of(reference, call, "reference", ("input", "output", "param")),
+    ]
+    if replay is not None:
+        tensors += _tensors_of(open_replay(replay).exact, call, "exact", ())
     arrays = {name: (read_whole(run, r, _MOST), r) for name, run, r in tensors}
     kept = {name: (a, r) for name, (a, r) in arrays.items() if a is not None}
     # The script's purpose is the error of the candidate's output: without that there is nothing to
@@ -81,15 +73,7 @@ def write_repro(
     if target.exists():
         shutil.rmtree(target)
     target.mkdir(parents=True)
-    listed: dict[str, dict[str, object]] = {}
-    for number, (name, (array, record)) in enumerate(kept.items()):
-        file = f"tensor-{number:03d}.npy"
-        # float32 holds every 16-bit and 8-bit float exactly.
-        assert array is not None
-        np.save(
-            target / file, array.astype(np.float64 if record.dtype == "float64" else np.float32)
-        )
-        listed[name] = {"file": file, "dtype": record.dtype, "shape": list(record.shape)}
+    listed = _saved(kept, target)
     has_params = any(name.startswith("param.") for name in kept)
     about = {
         "site": site,
@@ -105,6 +89,36 @@ def write_repro(
     (target / "repro.py").write_text(_SCRIPT, "utf-8")
     what = "with its weights" if has_params else "without weights, which were not captured"
     return f"{target}/repro.py shows '{site}' by itself, {what}"
+
+
+def _tensors_of(
+    run: Run, call: tuple[str, int, int], side: str, ports: Sequence[str]
+) -> list[tuple[str, Run, Record]]:
+    """Tensors of one call (site, step, visit) under the names the script uses; no ports: all."""
+    site, step, visit = call
+    tensors: list[tuple[str, Run, Record]] = []
+    for record in run.records:
+        key = record.key
+        if key.site != site or (ports and key.port not in ports):
+            continue
+        # Weights belong to all calls of a site.
+        if key.port == "param" and ports:
+            tensors.append((f"param.{key.slot}", run, record))
+        elif (key.step, key.visit) == (step, visit):
+            tensors.append((f"{side}.{key.port}.{key.slot}", run, record))
+    return tensors
+
+
+def _saved(arrays: Mapping[str, tuple[F64, Record]], target: Path) -> dict[str, dict[str, object]]:
+    """Save every array as a file of its own; name -> file, dtype and shape."""
+    listed: dict[str, dict[str, object]] = {}
+    for number, (name, (array, record)) in enumerate(arrays.items()):
+        file = f"tensor-{number:03d}.npy"
+        # float32 holds every 16-bit and 8-bit float exactly.
+        wide = np.float64 if record.dtype == "float64" else np.float32
+        np.save(target / file, array.astype(wide))
+        listed[name] = {"file": file, "dtype": record.dtype, "shape": list(record.shape)}
+    return listed
 
 
 _SCRIPT = '''"""One guilty module by itself: what it was given, what it made, what it should make.

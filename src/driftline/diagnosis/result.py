@@ -17,6 +17,7 @@ SCHEMA = "driftline.diagnosis/1"
 
 Status: TypeAlias = Literal["introduced", "amplified", "inherited", "masked", "clean", "unknown"]
 STATUSES: tuple[Status, ...] = (
+    # Unknown stands before clean: what could not be judged deserves attention.
     *("introduced", "amplified", "inherited", "masked", "unknown", "clean"),
 )
 """Worst first, as reports list them."""
@@ -126,6 +127,7 @@ class Diagnosis:
     @property
     def exit_code(self) -> int:
         """0 pass, 1 fail, 2 nothing could be judged."""
+        # Scripts rely on these codes.
         return {"pass": 0, "fail": 1, "incomparable": 2}[self.verdict]
 
     def site(self, name: str, direction: Direction = "forward") -> SiteFinding:
@@ -134,6 +136,7 @@ class Diagnosis:
         Raises:
             KeyError: There is none.
         """
+        # A linear search: reports ask for few sites, and most findings are never looked up.
         for finding in self.sites:
             if finding.site == name and finding.direction == direction:
                 return finding

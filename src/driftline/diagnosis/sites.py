@@ -68,6 +68,8 @@ def _of_run(run: Run, captured: Collection[str]) -> Flow:
 
 def _of_process(run: Run, rank: int, process: int, captured: Collection[str]) -> Makers:
     try:
+        # Lists of calls are the most precise source, then compiled graphs, then edges of the
+        # topology.
         if CALLS in run.sheets(rank, process):
             return by_calls(read_calls(run.sheet(CALLS, rank, process)), captured)
         if GRAPHS in run.sheets(rank, process):
@@ -149,6 +151,7 @@ def by_calls(calls: Iterable[RecordedCall], captured: Collection[str]) -> Makers
             of = tensor.source
             if isinstance(of, tuple):
                 makers |= {gave[of]} if of in gave else past.get(of, _NOBODY)
+        # A bound on producers, in a fixed order, so that results do not depend on hash order.
         return frozenset(sorted(makers)[:_MOST])
 
     for call in first_step:
@@ -229,6 +232,7 @@ class Call:
     @property
     def unit(self) -> float:
         """Unit roundoff of the coarsest format that took part, on either side."""
+        # Computed once: judging asks for it many times for every call.
         if self.known_unit < 0.0:
             self.known_unit = max((unit_of(row) for row in (*self.outs, *self.ins)), default=0.0)
         return self.known_unit
@@ -342,6 +346,7 @@ def sites_of(
             if site is None:
                 site = sites[place] = Site(place, row.class_name, row.candidate_class)
             site.calls.append(call)
+        # The first tensor of a call, inputs included, marks where it begins.
         call.begin = min(call.begin, row.order)
         # Different integer inputs (token ids, routes) explain any difference of the outputs.
         if not is_floating(row):
@@ -353,6 +358,7 @@ def sites_of(
         else:
             call.outs.append(row)
             call.order = max(call.order, row.order)
+    # Sites without a measured output cannot be judged and are dropped here.
     measured = [site for site in sites.values() if _kept(site)]
     measured.sort(key=lambda site: site.order)
     _give_gradients(measured)
@@ -500,6 +506,7 @@ def contains(outer: str, inner: str) -> bool:
     >>> contains("model.layers.1", "model.layers.1.mlp"), contains("a.1", "a.10")
     (True, False)
     """
+    # A site does not contain itself; callers treat that case on their own.
     if outer == inner:
         return False
     if outer in ROOTS:

@@ -77,24 +77,7 @@ def site_statuses(
     judged: Mapping[str, ReplayResult],
 ) -> dict[Place, SiteStatus]:
     """Status of every site: own evidence first, then other evidence, then inheritance."""
-    within = _within(sites, floor, judged)
-    parts = parts_of(place.site for place in sites)
-    by_noise = floor is not None and bool(floor.used)
-    statuses: dict[Place, SiteStatus] = {}
-    for place, site in sites.items():
-        judgement = judged.get(place.site) if place.direction == "forward" else None
-        if judgement is not None:
-            statuses[place] = _by_replay(site, judgement)
-            # Replay of a container's own code looks at its output only; what it passes to parts is
-            # judged apart.
-            if statuses[place].status == "clean" and place in within:
-                statuses[place] = within[place]
-        elif place.direction == "param":
-            statuses[place] = _weights(site)
-        elif by_noise and floor is not None and _known(floor, site):
-            statuses[place] = _by_noise(site, floor)
-        else:
-            statuses[place] = _by_growth(growth[place])
+    statuses = _own_evidence(sites, growth, floor, judged)
     # Replay is the better evidence: as soon as it convicts a site, weaker evidence may not add
     # others.
     if not any(
@@ -111,10 +94,45 @@ def site_statuses(
             else standing
             for place, standing in statuses.items()
         }
+    return _named_parts(_relative_to(guilty, sites, statuses))
+
+
+def _own_evidence(
+    sites: Mapping[Place, Site],
+    growth: Mapping[Place, Growth],
+    floor: NoiseFloor | None,
+    judged: Mapping[str, ReplayResult],
+) -> dict[Place, SiteStatus]:
+    """The status of every site by the best evidence there is for it."""
+    within = _within(sites, floor, judged)
+    statuses: dict[Place, SiteStatus] = {}
+    for place, site in sites.items():
+        judgement = judged.get(place.site) if place.direction == "forward" else None
+        if judgement is not None:
+            statuses[place] = _by_replay(site, judgement)
+            # Replay of a container's own code looks at its output only; what it passes to parts is
+            # judged apart.
+            if statuses[place].status == "clean" and place in within:
+                statuses[place] = within[place]
+        elif place.direction == "param":
+            statuses[place] = _weights(site)
+        elif floor is not None and floor.used and _known(floor, site):
+            statuses[place] = _by_noise(site, floor)
+        else:
+            statuses[place] = _by_growth(growth[place])
+    return statuses
+
+
+def _relative_to(
+    guilty: Place, sites: Mapping[Place, Site], statuses: Mapping[Place, SiteStatus]
+) -> dict[Place, SiteStatus]:
+    """Judge every other site relative to the first culprit: what is off later inherits from it.
+
+    Statuses that rest on noise runs or on a conviction by replay are kept.
+    """
+    parts = parts_of(place.site for place in sites)
     level = _level(sites, guilty)
-    # Every other site is now judged relative to the first culprit: what is off afterwards inherits
-    # from it. Statuses that rest on noise runs or on a conviction by replay are kept.
-    statuses = {
+    return {
         place: standing
         if place == guilty
         or standing.status == "unknown"
@@ -126,7 +144,6 @@ def site_statuses(
         )
         for place, standing in statuses.items()
     }
-    return _named_parts(statuses)
 
 
 def _other_evidence(

@@ -47,6 +47,7 @@ def where(site: SiteFinding, by: str, statistic: str, limit: str, fused: str = "
     of = f" ({site.class_name})" if site.class_name else ""
     of += f", inside the fusion of {fused}," if fused else ""
     off = f"{site.ratio:.3g}" if math.isfinite(site.ratio) else "infinitely many"
+    # Weights differ or they do not: no ratio is needed.
     if site.direction == "param":
         return f"{name}{of} is the first that is off: its weights differ from the reference's."
     what = _WHERE[site.direction]
@@ -63,6 +64,7 @@ def where(site: SiteFinding, by: str, statistic: str, limit: str, fused: str = "
 
 def kind(cause: str, sentence: str) -> str:
     """The second sentence: what kind of error it is."""
+    # An unknown cause is said plainly: a guess would send the reader to the wrong code.
     if cause == "unknown":
         return f"What kind of error it is stays unknown: {sentence or 'nothing known fits'}."
     return f"It looks like {_ARTICLE.get(cause, cause)}: {sentence}."
@@ -107,6 +109,7 @@ def share(explains: float | None, final: float, noise: float) -> str:
 def proven(proof: Substitution, site: str, culprits: Sequence[Place]) -> tuple[float | None, str]:
     """Share and third sentence where substitution has measured it."""
     runs = f"`driftline bisect`, {proof.executions} executions"
+    # Two outcomes name no block and are reported as they are.
     if proof.verdict == "same":
         return 0.0, f"The final output has no error ({runs})."
     if proof.verdict == "spread":
@@ -139,6 +142,8 @@ def undecided(site: str, trouble: str) -> tuple[str, ...]:
 def clean(judged: int, unknown: int, worst: SiteFinding | None, by: str, final: float) -> list[str]:
     """Three sentences when no site is guilty."""
     first = f"No site of {judged} introduces error beyond noise"
+    # How many sites could not be judged belongs into the first sentence, or a pass would claim too
+    # much.
     first += f" ({unknown} more could not be judged)." if unknown else "."
     second = ""
     if worst is not None and math.isfinite(worst.ratio) and worst.ratio > 0.0:
@@ -259,6 +264,7 @@ def needs(
     sentences: list[str] = []
     rows = [row for row in table.rows if row.compared]
     has_inputs = any(row.key.port == "input" for row in rows)
+    # Replay is the strongest evidence, so it is suggested before noise runs.
     if not judged:
         # Without inputs a replay is impossible, so the advice how to dump them comes first.
         if runs is not None and not has_inputs:
@@ -270,6 +276,7 @@ def needs(
     if floor is None and not judged:
         sentences.append(f"noise runs tell what the number format alone does: {_NOISE}")
     if floor is not None:
+        # An excluded noise run weakens the interval; the reader should know why and replace it.
         for name, why in floor.excluded:
             sentences.append(f"another noise run for '{name}', which was left out: {why}")
         if len(floor.used) == 1:
@@ -283,6 +290,7 @@ def needs(
             f"{unknown[0].trouble}"
         )
     summaries = sum(row.basis in ("summary", "digest", "describe") for row in rows)
+    # Summaries suffice for sizes, but no detector can work without values.
     if summaries:
         sentences.append(
             f"{summaries} of {len(rows)} tensors were compared without their values: sizes and "

@@ -115,6 +115,8 @@ def trend(
         # Filtering comes first, so that steps which only other sites have are no points.
         runs = [only(run, lambda r: any(fnmatchcase(r.key.site, g) for g in sites)) for run in runs]
     over = "steps" if len(runs) == 1 else "runs"
+    # Steps are points only within one run; several runs are compared as wholes, because their steps
+    # need not correspond.
     points: list[Any] = (
         sorted({record.key.step for record in runs[0].records})
         if over == "steps"
@@ -125,22 +127,10 @@ def trend(
             f"a trend needs more than one point, and '{runs[0].name}' has one step",
             hint="dump all steps with --step '*' --keep summary, or give several runs",
         )
-    index = {point: position for position, point in enumerate(points)}
-    gathered: dict[tuple[str, str, str], list[list[float]]] = {}
     notes: dict[str, int] = {}
-    for number, run in enumerate(runs):
-        for record in run.records:
-            if record.key.port not in ports or not DTYPES[record.dtype].is_floating:
-                continue
-            value = _figure(run, record, figure, notes)
-            if value is None:
-                continue
-            key = (record.key.site, record.key.port, record.key.slot)
-            position = index[record.key.step] if over == "steps" else number
-            gathered.setdefault(key, [[] for _ in points])[position].append(value)
-        # Tensors that were read are dropped run by run; many runs together may not fit into memory.
-        run.release()
+    gathered = _gathered(runs, points if over == "steps" else None, figure, ports, notes)
     if not gathered:
+        # If every tensor was skipped, the first reason explains the failure best.
         why = next(iter(notes), f"no floating-point tensor of {', '.join(ports)}")
         raise BadInput(f"there is nothing to follow: {why}", hint="dump with --keep summary")
     return Trend(
@@ -150,6 +140,32 @@ def trend(
         tuple(_series(key, values, figure) for key, values in gathered.items()),
         tuple(f"{count} tensors: {why}" for why, count in notes.items()),
     )
+
+
+def _gathered(
+    runs: Sequence[Run],
+    steps: Sequence[int] | None,
+    figure: str,
+    ports: Sequence[str],
+    notes: dict[str, int],
+) -> dict[tuple[str, str, str], list[list[float]]]:
+    """Site, port and slot -> the values at every point, which are steps or, without them, runs."""
+    index = {step: position for position, step in enumerate(steps or ())}
+    count = len(runs) if steps is None else len(steps)
+    gathered: dict[tuple[str, str, str], list[list[float]]] = {}
+    for number, run in enumerate(runs):
+        for record in run.records:
+            if record.key.port not in ports or not DTYPES[record.dtype].is_floating:
+                continue
+            value = _figure(run, record, figure, notes)
+            if value is None:
+                continue
+            key = (record.key.site, record.key.port, record.key.slot)
+            position = number if steps is None else index[record.key.step]
+            gathered.setdefault(key, [[] for _ in range(count)])[position].append(value)
+        # Tensors that were read are dropped run by run; many runs together may not fit into memory.
+        run.release()
+    return gathered
 
 
 def _figure(run: Run, record: Record, figure: str, notes: dict[str, int]) -> float | None:
@@ -194,6 +210,7 @@ def _series(key: tuple[str, str, str], gathered: Sequence[Sequence[float]], figu
     )
     usual, since = _departure(values, grows_from_nothing=figure in ("nonfinite", "zeros"))
     last = next((v for v in reversed(values) if v is not None), math.nan)
+    # A first value of zero makes every growth infinite; two zeros are no growth.
     ratio = abs(last) / usual if usual else (1.0 if not last else math.inf)
     return Series(*key, values, ratio, since)
 

@@ -162,6 +162,7 @@ def reproduction_of(
         if output.slot in failing and int(output.slot) < len(golden):
             result = fitted(golden[int(output.slot)], output.shape, tiled=output.tiled)
             bound = allowed(output.tensor.dtype, exact=result.exact)
+            # Only sums of several terms have rounding that grows with their length.
             roundoff = DTYPES[bound.dtype].unit_roundoff if bound.growth(2) else 0.0
             numbers = (bound.error, bound.relative, bound.floor, bound.share, roundoff)
             bounds[f"output{output.slot}"] = numbers
@@ -193,6 +194,7 @@ def reproduction_of(
 def stored(dumped: Dumped) -> AnyArray:
     """A tensor as the script reads it: bfloat16 as bits, rarer formats as values."""
     dtype = dumped.tensor.dtype
+    # npz files cannot store bfloat16: its bits are stored instead, and decoded by the script.
     if dtype == "bfloat16":
         return dumped.raw.view(np.uint16).reshape(dumped.shape)
     if dtype in _PLAIN or DTYPES[dtype].kind in ("int", "uint"):
@@ -260,6 +262,7 @@ def write(reproduction: Reproduction, folder: Path) -> Path:
     try:
         place.mkdir(parents=True)
         held: dict[str, Any] = {**reproduction.inputs, **reproduction.outputs}
+        # Plain arrays only: nothing in the file can run code when it is loaded.
         np.savez(place / TENSORS, **held)
         (place / SCRIPT).write_text(reproduction.script, "utf-8")
     except OSError as trouble:

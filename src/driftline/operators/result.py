@@ -142,6 +142,7 @@ def coverage(calls: Iterable[Iterable[OutputRow]], filtered: int = 0) -> Coverag
             counts["not checked"] += 1
         else:
             counts["pass"] += 1
+        # Reasons are counted once per call, or a call with many outputs would dominate the list.
         reasons.update({r.figures.reason for r in call_rows if r.status == "not checked"})
     return Coverage(
         sum(counts.values()),

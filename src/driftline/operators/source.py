@@ -117,6 +117,7 @@ def open_source(path: Path, options: CheckOptions) -> Source:
     Raises:
         DriftlineError: There is nothing that can be checked.
     """
+    # Imported here, because opening one kind of source should not load the other.
     from driftline.errors import BadInput
     from driftline.formats.ascend.atb.folders import locate
 

@@ -70,6 +70,7 @@ def _encoded_row(checked: Checked, row: OutputRow) -> list[Any]:
 
 def fingerprint(source: Source) -> str:
     """A digest that tells the calls of one source from those of another."""
+    # Only what identifies a call goes into the digest; parameters may be large.
     digest = hashlib.sha256()
     for number in range(len(source)):
         call = source.call(number)
@@ -113,6 +114,7 @@ def check_all(
         "calls": calls,
         "threads": torch.get_num_threads() if torch is not None else 0,
     }
+    # Labels of tasks are shown when a worker fails.
     tasks = [
         Task(list(span), needs=(PLACE,), called=str(source.call(span[0]).site)) for span in spans
     ]

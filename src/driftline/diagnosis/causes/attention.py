@@ -68,6 +68,7 @@ class Attention:
     def output(self) -> F64:
         """Heads joined, [sequences, tokens, heads x width]."""
         groups = self.q.shape[2] // self.k.shape[2]
+        # Rotation comes before sharing of heads: keys are rotated once each.
         q = self._turned(self.q, 0)
         k, v = self._turned(self.k, self.late), self.v
         if groups > 1:
@@ -105,6 +106,7 @@ class _Mistake(NamedTuple):
 
 def attention(case: Case) -> Clue | None:
     """The mistake that turns the right attention into the candidate's."""
+    # Small ratios are noise, for which any mistake fits as well as another.
     if case.r.ndim != 3 or not case.parts or case.ratio < 1.5:
         return None
     sequences, tokens = min(case.r.shape[0], _SEQUENCES), min(case.r.shape[1], _TOKENS)
@@ -133,6 +135,7 @@ def _matching_attention(case: Case, sequences: int, tokens: int) -> Attention | 
     projections = _queries_keys_values(case.parts, sequences, tokens)
     if projections is None:
         return None
+    # Models with rotary embeddings pass their tables as inputs; without them there is no rotation.
     cos, sin = (_table(case.parts, number, tokens) for number in (0, 1))
     widths = (cos.shape[-1],) if cos is not None else _WIDTHS
     pads = case.pads[:sequences, :tokens] if case.pads is not None else None
@@ -158,6 +161,7 @@ def _matching_attention(case: Case, sequences: int, tokens: int) -> Attention | 
 def _queries_keys_values(
     parts: Mapping[str, F64], sequences: int, tokens: int
 ) -> tuple[F64, F64, F64] | None:
+    # Only the last part of a site's name tells which projection it is.
     by_name = {name.rpartition(".")[2]: values for name, values in parts.items()}
 
     def of(kind: str) -> F64 | None:

@@ -85,6 +85,7 @@ class Case:
     parts: Mapping[str, F64] = field(default_factory=dict[str, F64])
     codes: Mapping[str, Codes] = field(default_factory=dict[str, Codes])
 
+    # Sums are cached: every detector asks for them, and a case is never changed.
     @cached_property
     def finite(self) -> Flags:
         """Elements that are finite on both sides."""
@@ -161,6 +162,8 @@ class Case:
         """Which axis the tokens lie on; None for a tensor that has none."""
         if self.r.ndim < 2:
             return None
+        # Three axes are (sequences, tokens, channels); with more, heads stand between and tokens
+        # come last but one.
         return 1 if self.r.ndim == 3 else self.r.ndim - 2
 
     @cached_property
@@ -172,6 +175,7 @@ class Case:
     def is_norm(self) -> bool:
         """Whether it is a normalisation, by its names."""
         last = self.site.rpartition(".")[2].lower()
+        # Names of GPT-2 style models have no "norm" in them, hence the short forms.
         return "norm" in self.words or last.startswith("ln_") or last in ("ln", "ln1", "ln2")
 
     @property

@@ -129,6 +129,7 @@ class _CaseBuilder:
     ) -> list[tuple[Case, str]]:
         site = self.sites[place]
         cases: list[tuple[Case, str]] = []
+        # The tensor passed to a part is tried first: it is the sharper picture.
         handed = self._handed(place, standing)
         # If replay saw that the error appears after the parts, what was passed to them cannot show
         # it.
@@ -136,6 +137,7 @@ class _CaseBuilder:
         if handed is not None and not made_after:
             cases.append(handed)
         rows = sorted(standing.call.outs, key=lambda row: -_error(row.metrics))
+        # The slot in which replay saw the error comes before larger errors elsewhere.
         if judged is not None and judged.slot:
             rows.sort(key=lambda row: row.slot != judged.slot)
         for row in rows[:2]:
@@ -174,6 +176,7 @@ class _CaseBuilder:
     def _plain(self, key: TensorKey, site: Site, noise: float) -> Case | None:
         """A case from reference and candidate alone, for a tensor that a site's own code made."""
         pair = self.pairs.get(key)
+        # Recipes rearrange elements; detectors of permutations would see what alignment did.
         if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
             return None
         r = read_whole(self.runs.reference, pair.reference)
@@ -265,6 +268,7 @@ class _CaseBuilder:
         """Floating-point inputs of the candidate's site in this call."""
         tensors: dict[str, F64] = {}
         key = record.key
+        # For gradients the input of a backward pass is the gradient of the output.
         wanted = "input" if key.port == "output" else "grad_output"
         for other in self.runs.candidate.records:
             of = other.key
@@ -283,6 +287,7 @@ class _CaseBuilder:
             dtype = DTYPES.get(other.dtype)
             if of.port != "input" or of[0] != key[0] or of[3:7] != key[3:7] or dtype is None:
                 continue
+            # Booleans and narrow codes are masks and packed weights, not routes.
             if dtype.kind in ("int", "uint") and dtype.bits >= 8 and other.kept == "full":
                 values = self.runs.candidate.raw(other)
                 codes[of.slot] = np.asarray(values, dtype=np.int64).reshape(other.shape)
@@ -306,6 +311,7 @@ class _CaseBuilder:
 
     def _params(self, record: Record) -> dict[str, F64]:
         params: dict[str, F64] = {}
+        # The reference's weights come first: the candidate's may be what is wrong.
         for run in (self.runs.reference, self.runs.candidate):
             for other in run.records:
                 if other.key.port == "param" and other.key.site == record.key.site:
@@ -348,6 +354,7 @@ class _CaseBuilder:
             and other.order < record.order
             and other.shape == record.shape
         ]
+        # The latest calls first, since stale values usually come from the call just before.
         read = [read_whole(self.runs.candidate, other) for other in earlier[: -_EARLIER - 1 : -1]]
         return tuple(values for values in read if values is not None)
 

@@ -59,6 +59,7 @@ class ReplayedSite(NamedTuple):
         Raises:
             ValueError: A number is none.
         """
+        # Noise is only meaningful for calls whose results were right in the candidate's format.
         near = _near(fields.get("near"))
         return cls(
             str(fields.get("status", "replayed")),
@@ -73,6 +74,7 @@ class ReplayedSite(NamedTuple):
     @property
     def trouble(self) -> str:
         """Why nothing can be concluded from it; empty if something can."""
+        # The order matters: a status other than replayed explains everything that follows from it.
         if self.status != "replayed":
             return self.reason or f"the replay says '{self.status}'"
         if self.reproduced is False:
@@ -128,6 +130,7 @@ def open_replay(source: Replay | StrPath) -> Replay:
         )
     document = _read_results(folder / REPLAY_FILE)
     sites: dict[str, ReplayedSite] = {}
+    # Every part of the document is checked before use: it may have been edited or cut off.
     entries = document.get("sites", {})
     if not isinstance(entries, dict):
         raise BadFile(f"{folder / REPLAY_FILE}: 'sites' is no object")
@@ -295,6 +298,7 @@ _HOW = "driftline bisect --exec CANDIDATE --reference-run REF --format json > FI
 def _substitution_of(document: Mapping[str, Any], name: str) -> Substitution:
     if document.get("verdict") not in _VERDICTS or not isinstance(document.get("site"), str):
         raise BadFile(f"{name} is no result of a bisection", hint=_HOW)
+    # A missing schema is accepted and read as the first one.
     if document.get("schema") not in (1, None):
         raise BadFile(f"{name} is of schema {document['schema']!r}, this program reads 1")
     share = _number(document.get("explains"))
@@ -306,6 +310,7 @@ def _substitution_of(document: Mapping[str, Any], name: str) -> Substitution:
         _number(document.get("baseline")),
         _number(document.get("before")),
         _number(document.get("after")),
+        # A share outside of 0 to 1 cannot come from a bisection and is ignored.
         share if 0.0 <= share <= 1.0 else math.nan,
         executions if isinstance(executions, int) else 0,
     )

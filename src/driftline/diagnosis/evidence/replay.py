@@ -287,33 +287,11 @@ class Limits(NamedTuple):
     def excesses(self, effect: Effect, half: bool = False) -> dict[str, float]:
         """Each statistic in units of its limit; a half only has to support the whole."""
         times = 3.5 if half and self.norm else 5.0
-        lean = self.lean_floor
-        if self.norm:
-            noise = math.sqrt(max(effect.error**2 - effect.projection**2, 0.0))
-            # Equal noise means the same sequence of roundings, and then the same bias is expected.
-            same = any(
-                abs(noise - trusted_effect.error) < 0.08 * trusted_effect.error
-                for trusted_effect in self.trusted
-            )
-            lean = (_NORM_LEAN if same else _OTHER_NORM_LEAN) * self.unit
+        lean = self._lean_limit(effect)
         # Statistics of few elements scatter; the limit widens with their standard error.
         few = 1.0 + 3.0 / math.sqrt(max(effect.elements, 1))
-        error = max(
-            (
-                trusted_effect.error
-                for trusted_effect in self.trusted
-                if not math.isnan(trusted_effect.error)
-            ),
-            default=0,
-        )
-        row = max(
-            (
-                trusted_effect.worst_row
-                for trusted_effect in self.trusted
-                if not math.isnan(trusted_effect.worst_row)
-            ),
-            default=0,
-        )
+        error = _largest([trusted.error for trusted in self.trusted])
+        row = _largest([trusted.worst_row for trusted in self.trusted])
         most = _ERROR * few * error + self.error_floor
         if self.norm:
             # The first of the trusted ones is the exact result rounded once.
@@ -336,6 +314,15 @@ class Limits(NamedTuple):
         # A statistic that could not be computed is no evidence.
         return {name: 0.0 if math.isnan(value) else value for name, value in over.items()}
 
+    def _lean_limit(self, effect: Effect) -> float:
+        """The projection that is allowed besides what trusted executions have."""
+        if not self.norm:
+            return self.lean_floor
+        noise = math.sqrt(max(effect.error**2 - effect.projection**2, 0.0))
+        # Equal noise means the same sequence of roundings, and then the same bias is expected.
+        same = any(abs(noise - trusted.error) < 0.08 * trusted.error for trusted in self.trusted)
+        return (_NORM_LEAN if same else _OTHER_NORM_LEAN) * self.unit
+
     def span(self, statistic: str) -> tuple[float, float]:
         """Least and largest value of a statistic among trusted executions."""
         values = [float(getattr(effect, statistic)) for effect in self.trusted]
@@ -351,6 +338,11 @@ class Limits(NamedTuple):
         # A standard error from few rows is itself uncertain.
         width = times * error * (1.0 + _FEW_ROWS / (effect.rows - 1)) + floor
         return beyond / width if math.isfinite(width) and width > 0 else 0.0
+
+
+def _largest(values: Sequence[float]) -> float:
+    """The largest number; NaN, which means not measured, does not count."""
+    return max((value for value in values if not math.isnan(value)), default=0.0)
 
 
 # Judging sites: their output against the reference's module on the same input.
@@ -451,15 +443,19 @@ def judge(
             coarsest[name] = max(coarsest.get(name, 0.0), dtype.unit_roundoff)
         if record.key.port == "output":
             by_site.setdefault(name, []).append(record)
-    parts = parts_of(by_site)
-    norms = {
-        record.key.site
-        for record in candidate.records
-        if record.key.port == "output" and _NORM.search(record.class_name)
-    }
-    attending = _attending(candidate)
-    choices_in = sites_with_choices(candidate)
-    handed = _handed_to_parts(candidate, exact, by_site)
+    context = _Context(
+        candidate,
+        replay,
+        exact,
+        native,
+        coarsest,
+        parts_of(by_site),
+        _norms(candidate),
+        _attending(candidate),
+        sites_with_choices(candidate),
+        _handed_to_parts(candidate, exact, by_site),
+        allowed or {},
+    )
     judged: dict[str, ReplayResult] = {}
     for name, records in by_site.items():
         about = replay.sites.get(name)
@@ -467,46 +463,93 @@ def judge(
             failed = about.reproduced is False
             judged[name] = ReplayResult(False, trouble=about.trouble, failed=failed)
         elif any(record.key in exact for record in records):
-            unit, passed_on = coarsest[name], handed.get(name, ())
-            streams = _streams(candidate, replay, [*records, *passed_on], exact, native, unit)
-            noise = None if streams or about is None else about.noise
-            near = frozenset[str]() if about is None else about.near
-            # The replay kept no values because they were as good as the candidate's: only its
-            # measured noise is left.
-            if noise and all(
-                output.digest in near or _is_its_own(output, exact, native)
-                for output in (*records, *passed_on)
-            ):
-                judged[name] = _as_trusted(noise, unit, bool(passed_on))
-                continue
-            # Own code was repeated with answered parts, so nothing inside was computed: it counts
-            # as a leaf.
-            alone = about is not None and about.applied == "own code"
-            inside = 0 if alone else parts.get(name, 0)
-            most = (allowed or {}).get(name, 0.0)
-            choices = 0 if alone else choices_in.get(name, 0)
-            if choices > 1:
-                # One token that goes another way early is seen by all later ones.
-                judged[name] = ReplayResult(False, trouble=_CHOICES)
-                continue
-            about_it = _SiteSettings(
-                unit, inside, most, choices > 0, name in norms, attending.get(name, 0)
-            )
-            judgement = _site(streams, about_it)
-            # The output is within noise, but a similar function may hide there; only leaves in
-            # coarse formats can.
-            if not judgement.introduced and unit > FINEST and not parts.get(name, 0):
-                readable = [r for r in records if is_readable(replay.exact, exact.get(r.key))]
-                other = another_function(candidate, replay, readable, exact, native)
-                if other is not None:
-                    _, excess, function_halves = other
-                    judgement = judgement._replace(
-                        introduced=True, statistic="function", excess=excess, halves=function_halves
-                    )
-            applied_whole = about is not None and about.applied == "whole"
-            blind = parts.get(name, 0) > 0 and not passed_on and not applied_whole
-            judged[name] = judgement._replace(own_code_only=blind, after_parts=bool(passed_on))
+            judged[name] = _judged_site(context, name, records, about)
     return judged
+
+
+class _Context(NamedTuple):
+    """What judging one site needs to know about all of them.
+
+    Attributes:
+        candidate: The run whose inputs were replayed.
+        replay: What the reference made of them.
+        exact: Records of the exact replay, by key.
+        native: Records of the replay in the candidate's format, by key.
+        coarsest: Unit roundoff of the coarsest format at each site.
+        parts: How many sites each site contains.
+        norms: Sites that are norms.
+        attending: Longest sum of every attention.
+        choices: How many discrete choices each site contains.
+        passed_on: Tensors that a container's own code passed to its parts.
+        allowed: Relative error that a site may have whatever its dtype says.
+    """
+
+    candidate: Run
+    replay: Replay
+    exact: Mapping[TensorKey, Record]
+    native: Mapping[TensorKey, Record]
+    coarsest: Mapping[str, float]
+    parts: Mapping[str, int]
+    norms: frozenset[str]
+    attending: Mapping[str, int]
+    choices: Mapping[str, int]
+    passed_on: Mapping[str, Sequence[Record]]
+    allowed: Mapping[str, float]
+
+
+def _norms(candidate: Run) -> frozenset[str]:
+    return frozenset(
+        record.key.site
+        for record in candidate.records
+        if record.key.port == "output" and _NORM.search(record.class_name)
+    )
+
+
+def _judged_site(
+    context: _Context, name: str, records: Sequence[Record], about: ReplayedSite | None
+) -> ReplayResult:
+    """Judge one site that was replayed."""
+    exact, native = context.exact, context.native
+    unit, passed_on = context.coarsest[name], context.passed_on.get(name, ())
+    tensors = [*records, *passed_on]
+    streams = _streams(context.candidate, context.replay, tensors, exact, native, unit)
+    noise = None if streams or about is None else about.noise
+    near = frozenset[str]() if about is None else about.near
+    # The replay kept no values because they were as good as the candidate's: only its measured
+    # noise is left.
+    if noise and all(
+        output.digest in near or _is_its_own(output, exact, native) for output in tensors
+    ):
+        return _as_trusted(noise, unit, bool(passed_on))
+    # Own code was repeated with answered parts, so nothing inside was computed: it counts as a
+    # leaf.
+    applied = "" if about is None else about.applied
+    alone = applied == "own code"
+    choices = 0 if alone else context.choices.get(name, 0)
+    if choices > 1:
+        # One token that goes another way early is seen by all later ones.
+        return ReplayResult(False, trouble=_CHOICES)
+    parts = context.parts.get(name, 0)
+    settings = _SiteSettings(
+        unit,
+        0 if alone else parts,
+        context.allowed.get(name, 0.0),
+        choices > 0,
+        name in context.norms,
+        context.attending.get(name, 0),
+    )
+    judgement = _site(streams, settings)
+    # The output is within noise, but a similar function may hide there; only leaves in coarse
+    # formats can.
+    if not judgement.introduced and unit > FINEST and not parts:
+        readable = [r for r in records if is_readable(context.replay.exact, exact.get(r.key))]
+        other = another_function(context.candidate, context.replay, readable, exact, native)
+        if other is not None:
+            judgement = judgement._replace(
+                introduced=True, statistic="function", excess=other.excess, halves=other.halves
+            )
+    blind = parts > 0 and not passed_on and applied != "whole"
+    return judgement._replace(own_code_only=blind, after_parts=bool(passed_on))
 
 
 def _is_its_own(

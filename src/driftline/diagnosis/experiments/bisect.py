@@ -122,6 +122,7 @@ class Bisection(NamedTuple):
     @property
     def explains(self) -> float:
         """The share of the end's error that goes with the block."""
+        # A bisection of equal programs has nothing to explain.
         if not self.baseline:
             return 0.0
         return max(0.0, min(1.0, (self.before - self.after) / self.baseline))
@@ -258,6 +259,8 @@ class _Search:
 
     def error(self, sites: Sequence[str], upto: str, inputs: tuple[str, ...] = ()) -> float:
         """Error of the end with these modules' outputs, and the inputs of others, replaced."""
+        # The set of replaced modules decides the result, not the order in which they were asked
+        # for.
         replaced = tuple(sorted(set(sites)))
         key = (replaced, inputs)
         if key not in self._known:
@@ -307,6 +310,7 @@ class _Search:
                     "inputs": list(inputs),
                 },
             )
+            # Programs are run many times here: their own output goes to standard error.
             self._require(run_with(self._argv, plan, to_stderr=True), sites)
             if not (place / "run.json").is_file():
                 raise BadInput(

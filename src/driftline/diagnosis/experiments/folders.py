@@ -81,6 +81,7 @@ def read_json(place: Path, name: str) -> Mapping[str, Any]:
         if path.stat().st_size > _LARGEST:
             raise BadRun(f"'{path}' is too large to be what its name says")
         parsed: object = json.loads(path.read_text(encoding="utf-8"))
+    # Two refusals with different remedies: no such folder, or a damaged file.
     except OSError:
         raise BadRun(f"'{place}' is no folder of this experiment: it has no {name}") from None
     except ValueError as problem:

@@ -89,6 +89,7 @@ def noise(
             raise BadInput("--like takes the number format of a run", hint="leave --dtype out")
         dtype = format_of(open_run(like))
     dtype = dtype or "bfloat16"
+    # Names are checked before anything is run: a typing error should not cost an hour.
     if dtype not in FORMATS:
         raise BadInput(f"there is no format '{dtype}'", hint=did_you_mean(dtype, FORMATS))
     for way in ways:
@@ -104,6 +105,7 @@ def noise(
         if variant.status == "made":
             variant = _unless_seen(variant, output, seen)
         made.append(variant)
+    # The JSON file is written even if every variant failed: it holds the reasons.
     write_json(
         output,
         NOISE,
@@ -183,6 +185,7 @@ def _unless_seen(variant: Variant, output: Path, seen: dict[str, str]) -> Varian
         if record.key.port == "output":
             digest.update(f"{record.key}\0{record.digest}\n".encode())
     twin = seen.setdefault(digest.hexdigest(), variant.name)
+    # A digest that is new returns its own name: then this variant is the first of its kind.
     if twin == variant.name:
         return variant
     return variant._replace(status="same", reason=f"bit for bit the outputs of {twin}")

@@ -112,6 +112,7 @@ def repeat(
         runs: list[Run] = []
         for number in range(times):
             say(f"execution {number + 1} of {times}")
+            # Digests suffice to compare executions, so nothing but them is stored.
             runs.append(program.run("digest"))
         sides = [_repeats(runs)]
         for word in dict.fromkeys(vary):
@@ -174,6 +175,7 @@ class _ProgramRuns:
     def batch(self, word: str) -> Side:
         second = self._folder / f"second-{word}"
         experiment = {"kind": "batch", "how": _NAMES[word], "output": str(second)}
+        # Batches are compared by values, because their shapes differ and digests cannot match.
         base = self.run("full", experiment)
         size = self._batch
         if size < 2 or not (second / "run.json").is_file():
@@ -198,6 +200,7 @@ def _compared(question: str, runs: Sequence[Run]) -> Side:
             differing += 1
             first = first or record.key
     extra = [key for other in others for key in other if key not in set(keys)]
+    # An extra tensor alone is a difference too: another path through the program.
     if first is None and extra:
         return Side(
             question,
@@ -246,6 +249,7 @@ def _slices(question: str, base: Run, other: Run, size: int) -> Side:
 
 def _aligned(question: str, base: TensorHandle, other: TensorHandle, size: int) -> Any:
     """The same sequence's part of both; None if the batch is not the first dimension."""
+    # A first axis that is no multiple of the batch holds something else, such as positions.
     if not base.shape or not base.shape[0] or base.shape[0] % size:
         return None
     rows = base.shape[0] // size
@@ -263,6 +267,7 @@ def _relative(record: Record, base: Any, other: Any) -> float:
     from driftline.numerics.dtypes import DTYPES, to_float64
 
     dtype = DTYPES[record.dtype]
+    # Formats narrower than a byte are packed; their difference is counted but not measured.
     if dtype.bits < 8:
         return 0.0
     decoded: list[Any] = [

@@ -31,6 +31,7 @@ class Ended(NamedTuple):
     @property
     def why_not(self) -> str:
         """Why no process reported anything; empty if one did."""
+        # From the earliest to the latest reason why a process may have said nothing.
         if self.reports:
             return ""
         if self.messages.failed:
@@ -61,6 +62,7 @@ def run_with(
     Raises:
         BadInput: The command cannot be started.
     """
+    # Variables of the experiment come last, so that they override those of the shell.
     base = {**settings.environment(), **(variables or {})}
     require_command(argv, base)
     with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:

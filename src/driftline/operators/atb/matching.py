@@ -62,8 +62,10 @@ def _figures(
     golden: Sequence[Result], inputs: InputTensors, output: Dumped, metrics: Collection[Metric]
 ) -> Figures:
     number = int(output.slot)
+    # A dump may hold more outputs than the operator defines, such as workspace memory.
     if number >= len(golden):
         return Figures("not checked", f"the definition has no output {number}")
+    # Padding of tiles may come in through an input as well.
     tiled = output.tiled or any(dumped.tiled for dumped in inputs.tensors)
     result = fitted(golden[number], output.shape, tiled=tiled)
     figures = judge(
@@ -112,6 +114,7 @@ def fitted(result: Result, shape: tuple[int, ...], *, tiled: bool) -> Result:
         lazily = None if result.scale is None else cast("Callable[[], AnyArray]", scale)
         return result._replace(values=change(values), scale=lazily)
 
+    # Tiles have four axes; the plain tensor has fewer.
     if tiled and values.ndim == 4 and len(shape) != 4:
         return fitted(also(from_tiles), shape, tiled=True)
     if _sizes(values.shape) == _sizes(shape):

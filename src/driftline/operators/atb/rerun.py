@@ -133,6 +133,7 @@ class AtbRerun:
     def _not_again(self, call: OperatorCall, inputs: InputTensors) -> str:
         name = plain_name(call.op_type)
         if name in _RANKS:
+            # Such operators read state of the library that a dump does not contain.
             return "it joins ranks"
         if name in _ATTENTION:
             return "attention takes more of the library than its inputs"
@@ -156,6 +157,7 @@ class AtbRerun:
                 operation = self._kind(call.op_type)
                 operation.set_param(json.dumps(dict(call.param)))
                 made = operation.execute(arguments)
+                # Operators in place return nothing; their result is in the inputs they wrote.
                 places = IN_PLACE.get(plain_name(call.op_type), ())
                 if places and not made:  # what it has written into
                     made = [

@@ -87,6 +87,7 @@ class AtbSource:
 
     def _remark(self, operators: Sequence[_Operator]) -> list[str]:
         remarks: list[str] = []
+        # Remarks say what is not listed as an operator, so that counts can be understood.
         if self._graphs:
             kinds = ", ".join(sorted(self._graphs))
             count = sum(self._graphs.values())
@@ -195,6 +196,7 @@ class AtbSource:
 
     def _rows(self, operator: _Operator) -> list[OutputRow]:
         call, folder = operator.call, operator.folder
+        # A reason found while listing is kept: reading tensors cannot remove it.
         if operator.trouble or folder is None:
             return [unchecked(call, operator.trouble)]
         if definition_of(call.op_type) is None:
@@ -219,6 +221,7 @@ class AtbSource:
         if plain_name(call.op_type) in _RANKS:
             return self._tensors.inputs_of_ranks(call)
         inputs = self._tensors.inputs(call, folder, operator.line)
+        # Adding twice would give another result than the dumped one.
         if plain_name(call.op_type) in _NOT_AGAIN and inputs.moment == "after":
             raise Missing(
                 "its input was changed in place and dumped after the execution only; "

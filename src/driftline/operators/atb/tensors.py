@@ -173,6 +173,7 @@ class Tensors:
     def is_graph(self, folder: OperationFolder) -> bool:
         """Whether a folder holds operators, and not only the kernels of one."""
         holds_operators = self._graphs.get(id(folder))
+        # The answer is kept: the question comes up for every folder and its ancestors.
         if holds_operators is None:
             holds_operators = any(
                 child.kind.endswith("Operation")
@@ -195,6 +196,8 @@ class Tensors:
         return {
             record.key.slot: record
             for record in records
+            # Later visits of an operator in one execution are not told apart by the dump: only the
+            # first is used.
             if record.key.port == port and record.key.moment == moment and not record.key.visit
         }
 
@@ -209,6 +212,8 @@ class Tensors:
         """
         moment = "before"
         records = self._of(call, "input", moment)
+        # Inputs dumped after the execution are the second choice: an operator in place has changed
+        # them.
         if not records:
             moment = "after"
             records = self._of(call, "input", moment)
@@ -243,6 +248,7 @@ class Tensors:
             if place[2] == call.step and place[3] == call.site and folder.files
         )
         wanted = call.param.get("rankSize", 0)
+        # All ranks must be present, or the golden value of a collective cannot be known.
         if isinstance(wanted, int) and wanted and len(ranks) != wanted:
             raise Missing(f"it joins {wanted} ranks, and {len(ranks)} of them are in the dump")
         tensors: list[Dumped] = []
@@ -272,6 +278,8 @@ class Tensors:
                 if slot in changed
             }
         if not records:
+            # Memory from before the execution is not the result, though it lies under the output's
+            # name.
             early = self._of(call, "output", "before")
             why = ", only what their memory held before the execution" if early else ""
             raise Missing(f"its outputs are not in the dump{why}")
@@ -310,6 +318,7 @@ class Tensors:
         for port, described in (("input", line.inputs), ("output", line.outputs)):
             for record in records:
                 number = int(record.key.slot)
+                # Lost tensors cannot contradict anything.
                 if record.key.port != port or number >= len(described) or record.lost:
                     continue
                 description = described[number]

@@ -47,6 +47,7 @@ def operator_of(name: str) -> Any:
         raise Unfit(f"{name[:80]!r} is not the name of an operator")
     space, short, overload = parts
     if space in COLLECTIVES:
+        # Collectives wait for other processes; executing one here would hang.
         raise Unfit("it takes the tensors of other ranks")
     if short in NOT_AGAIN:
         raise Unfit(NOT_AGAIN[short])
@@ -90,6 +91,7 @@ def tensor_of(raw: np.ndarray[Any, Any], dtype: str, shape: Sequence[int]) -> to
     count = math.prod(shape)
     if flat.size != count * kind.itemsize or dtype in ("float4_e2m1fn_x2",):
         raise Unfit(f"values of {dtype} cannot be given to torch")
+    # Packed formats, and files of another length, cannot be given to torch.
     if not count:
         try:
             return torch.empty(tuple(shape), dtype=kind)
@@ -134,6 +136,11 @@ def decoded(name: str, kind: str, value: Any, precision: str, device: str) -> An
         if not isinstance(value, (bool, int, float)) or any(word in kind for word in _NAMED):
             raise Unfit(f"its argument {name} makes no sense: {str(value)[:40]}")
         return value
+    return _decoded_text(name, kind, value, precision)
+
+
+def _decoded_text(name: str, kind: str, value: str, precision: str) -> Any:
+    """An argument that JSON holds as text: a type, a layout, a text, or a number."""
     if value.startswith("<"):
         raise Unfit(f"its argument {name} is a {value.strip('<>')[:40]}, which a run does not hold")
     if "ScalarType" in kind:
@@ -175,6 +182,7 @@ def arguments_of(
         lenient: An argument that is missing is None.
     """
     lists: dict[str, dict[int, torch.Tensor]] = {}
+    # Lists of tensors are stored member by member, with gaps for None.
     for slot, tensor in tensors.items():
         name, _, index = slot.rpartition(".")
         if name and index.isdigit():
@@ -196,6 +204,7 @@ def arguments_of(
             arguments.append(
                 [moved(members[i]) if i in members else None for i in range(max(members) + 1)]
             )
+        # The program's device may not exist here.
         elif name == "device" and "Device" in kind:
             arguments.append(torch.device(device))  # also where the program left it to torch
         elif name in param and _is_default(argument, param[name]):

@@ -26,12 +26,14 @@ def _scored(
     if heads > 1:  # several query heads share one
         key, value = key.repeat_interleave(heads, 1), value.repeat_interleave(heads, 1)
     scale = arguments.get("scale")
+    # The default scale of attention, as torch defines it.
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = (query @ key.transpose(-1, -2)) * scale
     bias = arguments.get("attn_bias")
     if bias is not None:
         scores = scores + bias
     if arguments.get("is_causal"):
+        # Lower triangle: a query sees the keys up to its own position.
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~seen, -math.inf)
     return scores, key, value, scale
@@ -49,6 +51,7 @@ def attention_backward(arguments: Mapping[str, Any]) -> Results:
     gradient = arguments.get("grad_out")
     gradient = arguments["grad_out_"] if gradient is None else gradient
     share = scores.softmax(-1)
+    # The softmax's own gradient needs the sum over the row of gradient times output.
     inner = (gradient * arguments["out"]).sum(-1, keepdim=True)
     moved = share * (gradient @ value.transpose(-1, -2) - inner)
     # Several query heads share one key head: its gradient is the sum over them.
@@ -80,6 +83,7 @@ def batch_norm(arguments: Mapping[str, Any]) -> Results:
         arguments["epsilon"],
     )
     made = {str(index): tensor for index, tensor in enumerate(results)}
+    # Running statistics are updated in place and are outputs as well.
     written = {name: arguments[name] for name in ("running_mean", "running_var")}
     return made | {name: tensor for name, tensor in written.items() if tensor is not None}
 
@@ -129,6 +133,7 @@ FORMULAS: dict[str, Callable[[Mapping[str, Any]], Results]] = {
 def computed(func: Any, args: list[Any]) -> Results:
     """What the formula of an operator gives."""
     names = [argument.name for argument in func._schema.arguments]
+    # Overloads share a formula, so only the plain name counts.
     short = str(func._schema.name).partition("::")[2]
     with torch.no_grad():
         return FORMULAS[short](dict(zip(names, args, strict=True)))

@@ -74,6 +74,7 @@ def plain_name(func: Any) -> str:
     """`add` for `aten.add_.Tensor`, `aten.add.out` and `aten._foreach_add_.List`."""
     name = str(func._schema.name).partition("::")[2]
     name = name.removeprefix("_foreach_")
+    # In-place variants end with an underscore, double underscores belong to special methods.
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
@@ -145,44 +146,55 @@ def terms_of(func: Any, args: Sequence[Any], output: torch.Tensor) -> int:
     """Number of terms in the sum behind an element of the result; 4 for a short formula."""
     name = plain_name(func)
     named = {a.name: value for a, value in zip(func._schema.arguments, args, strict=True)}
-    tensors = [value for value in args if isinstance(value, torch.Tensor)]
-    for value in args:
-        if isinstance(value, (list, tuple)):
-            tensors += [
-                member
-                for member in cast("Sequence[Any]", value)
-                if isinstance(member, torch.Tensor)
-            ]
-    floats = [t for t in tensors if t.is_floating_point() or t.is_complex()]
+    floats = _float_tensors(args)
     product = _product_terms(name, named)
+    # Products know their length from shapes; everything else is judged by name.
     if product:
         return max(4, product)
+    # Reductions without floating-point inputs have no rounding to speak of.
     if not floats:
         return 4
     largest = max(floats, key=lambda t: t.numel())
     if not any(word in name for word in _LONG):
         return 4
+    return max(4, _summed_terms(name, named, largest, output))
+
+
+def _float_tensors(args: Sequence[Any]) -> list[torch.Tensor]:
+    """Floating-point tensors among arguments, also those inside lists."""
+    tensors = [value for value in args if isinstance(value, torch.Tensor)]
+    for value in args:
+        if isinstance(value, (list, tuple)):
+            members = cast("Sequence[Any]", value)
+            tensors += [member for member in members if isinstance(member, torch.Tensor)]
+    return [t for t in tensors if t.is_floating_point() or t.is_complex()]
+
+
+def _summed_terms(
+    name: str, named: Mapping[str, Any], largest: torch.Tensor, output: torch.Tensor
+) -> int:
+    """Length of the sum of an operator that adds up many terms."""
     if name.endswith(("batch_norm", "batch_norm_backward")) or "group_norm" in name:
-        return max(4, largest.numel() // max(1, largest.shape[1] if largest.dim() > 1 else 1))
+        return largest.numel() // max(1, largest.shape[1] if largest.dim() > 1 else 1)
     if "upsample" in name or "interpolate" in name or "grid_sample" in name:
         # Places between elements are rounded numbers as large as the picture.
-        return max(4, (2 * max((int(size) for size in output.shape), default=1)) ** 2)
+        return (2 * max((int(size) for size in output.shape), default=1)) ** 2
     if "attention" in name:
         sizes = [named[n].shape for n in ("query", "key") if isinstance(named.get(n), torch.Tensor)]
-        return max(4, *(max(shape[-2:]) for shape in sizes)) if sizes else 4
+        return max((max(shape[-2:]) for shape in sizes), default=4)
     if "backward" in name or "index_put" in name or "scatter" in name or "index_add" in name:
         # A backward pass adds up over everything that its output was spread to.
         row = int(largest.shape[-1]) if largest.dim() else 1
-        return max(4, largest.numel() // max(1, min(output.numel(), row)))
+        return largest.numel() // max(1, min(output.numel(), row))
     dims = next((named[n] for n in _OVER_DIM if named.get(n) is not None), None)
     if dims is not None and largest.dim():
         if "normalized_shape" in named:
-            return max(4, math.prod(cast("Sequence[int]", dims)))
+            return math.prod(cast("Sequence[int]", dims))
         along = dims if isinstance(dims, (list, tuple)) else [dims]
         if along:
             shape = largest.shape
-            return max(4, math.prod(shape[int(d)] for d in along if -len(shape) <= d < len(shape)))
-    return max(4, largest.numel() // max(1, output.numel()))
+            return math.prod(shape[int(d)] for d in along if -len(shape) <= d < len(shape))
+    return largest.numel() // max(1, output.numel())
 
 
 def _product_terms(name: str, named: Mapping[str, Any]) -> int:

@@ -154,6 +154,8 @@ def reproduction_of(run: Run, listed: ListedCall, failing: Sequence[str]) -> Rep
         return None  # a custom operator is not there without what defines it
     bounds: dict[str, tuple[float, bool, float, float, float]] = {}
     arrays: dict[str, Any] = {}
+    # Bounds and scales of the failing outputs are computed here, because the script has no
+    # tolerance table.
     for slot in failing:
         actual, right = loaded.actual[slot], golden.outputs[slot]
         exact = kinds.is_exact(loaded.prepared.func, call.param, actual.dtype)
@@ -172,8 +174,11 @@ def reproduction_of(run: Run, listed: ListedCall, failing: Sequence[str]) -> Rep
         bounds[slot] = (bound.error, bound.relative, bound.floor, bound.share, growth)
     inputs = _named("input", loaded.prepared.tensors)
     outputs = _named("output", loaded.actual)
+    # A formula replaces the kernel only if float64 was possible; otherwise the script runs the
+    # kernel.
     formula = golden.precision == "float64" and formulas.has_formula(loaded.prepared.func)
     parts = (calls, formulas) if formula else (calls,)
+    # A site's name comes from a stranger's file and goes into a program text.
     place = _UNSAFE.sub("_", call.site)[:200]
     title = f"{call.op_type} at {place}, step {call.step}: its output is not right."
     tail = _TAIL.format(
@@ -216,5 +221,6 @@ def _body(module: ModuleType) -> str:
     """The text of a file without its head and imports."""
     text = inspect.getsource(module)
     nodes = ast.parse(text).body
+    # The first statement that is no import begins the part that a script needs.
     first = next(node for node in nodes[1:] if not isinstance(node, (ast.Import, ast.ImportFrom)))
     return "\n".join(text.split("\n")[first.lineno - 1 :])

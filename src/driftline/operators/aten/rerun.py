@@ -30,6 +30,7 @@ def device_of(text: str) -> str:
     Raises:
         BadInput: There is no such device.
     """
+    # A bare number is a CUDA device, as in other tools.
     name = f"cuda:{text}" if text.isdigit() else text or "cpu"
     try:
         device = torch.device(name)
@@ -39,6 +40,7 @@ def device_of(text: str) -> str:
             f"there is no device {name} here: {sentence(trouble)}",
             hint="-device cpu is always there",
         ) from None
+    # Meta tensors have no values, so nothing could be compared.
     if device.type == "meta":
         raise BadInput("nothing can be executed on the device meta", hint="-device cpu")
     return str(device)
@@ -80,6 +82,7 @@ def compared_with_reruns(
     if again.trouble:
         return Figures("not checked", f"it cannot be executed again on {device}: {again.trouble}")
     results = [outputs[slot] for outputs in again.results if slot in outputs]
+    # A rerun with another set of outputs is another overload of the operator.
     if len(results) != EXECUTIONS:
         return Figures("not checked", "executed again, it gives no such output")
     rerun_figures = judged(results[0])
@@ -112,6 +115,7 @@ def compared_with_reruns(
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    # By bits: NaN and the sign of zero must agree as well.
     return bool(np.array_equal(raw_of(a), raw_of(b)))
 
 

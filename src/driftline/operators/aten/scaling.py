@@ -41,6 +41,8 @@ _ROUGHLY = 4.0
 def scale_of(call: Prepared, slot: str, golden: torch.Tensor, dtype: torch.dtype) -> AnyArray:
     """The size of the terms behind each element of an output of this type."""
     name = kinds.plain_name(call.func)
+    # Operators on lists of tensors have no single slot per input, so their terms are measured by
+    # moving inputs.
     if not kinds.is_foreach(call.func):
         if name in kinds.LINEAR:
             return np.maximum(_squared(call, slot), _on_the_way(call, name, golden))
@@ -52,6 +54,7 @@ def scale_of(call: Prepared, slot: str, golden: torch.Tensor, dtype: torch.dtype
     roundoff = DTYPES[str(dtype).removeprefix("torch.")].unit_roundoff
     scale = _moved(call, slot, golden, roundoff)
     source = call.tensors.get("self")
+    # Rounding near 1 does not show in small random moves of the argument, so it is added.
     if name in _AROUND_ONE and source is not None and source.shape == golden.shape:
         around = _ROUGHLY * source.double().abs()
         scale = np.maximum(scale, around.nan_to_num(0.0, 0.0, 0.0).numpy())
@@ -119,6 +122,7 @@ def _of_attention(
 
     The logarithm of the sum of exponentials is off by the relative error of that sum.
     """
+    # The coarsest input decides how roughly the exponential is computed.
     read = [t.dtype for t in call.tensors.values() if t.is_floating_point()]
     units = [DTYPES[str(dtype).removeprefix("torch.")].unit_roundoff for dtype in read]
     if slot == "1" and not backward:
@@ -151,6 +155,7 @@ def _moved(call: Prepared, slot: str, golden: torch.Tensor, roundoff: float) -> 
     # Finer steps than this would be lost in float64 after a few operations.
     step = max(roundoff, 1e-9)
     base = golden.to(torch.complex128 if golden.is_complex() else torch.float64)
+    # Integer inputs are not moved; without any float everything would stay in place.
     rounded = any(t.is_floating_point() or t.is_complex() for t in call.tensors.values())
     for _ in range(_DRAWS):
         tensors = {

@@ -57,6 +57,7 @@ def calls_of(run: Run) -> list[ListedCall]:
     calls: list[ListedCall] = []
     places = sorted({(r.key.rank, r.key.process) for r in run.records})
     for rank, process in places:
+        # Calls are listed per process; a process without a list captured modules only.
         if CALLS not in run.sheets(rank, process):
             continue
         for call in read_calls(run.sheet(CALLS, rank, process)):
@@ -76,6 +77,8 @@ def _unlisted(held: Mapping[_Key, Record], listed_calls: Sequence[ListedCall]) -
     listed = {(c.rank, c.process, c.site, c.step, c.visit, c.phase) for c in calls}
     lost: dict[tuple[Any, ...], Record] = {}
     for key, record in held.items():
+        # Every operator whose tensors exist is shown, even if its line was lost with the end of the
+        # file.
         if key[:6] not in listed:
             lost.setdefault(key[:6], record)
     return [
@@ -123,6 +126,7 @@ def _joined(call: Call, rank: int, process: int, held: Mapping[_Key, Record]) ->
     place = (rank, process, call.site, call.step, call.visit, call.phase)
     read: dict[str, Record] = {}
     for tensor in call.inputs:
+        # Parameters are captured once under a port of their own, not with every call.
         record = held.get((*place, "input", tensor.slot)) or held.get(
             (*place, "param", tensor.slot)
         )
@@ -172,6 +176,8 @@ class AtenSource:
         self.run = run
         self.options = options
         listed = calls_of(run)
+        # Reading the list needs no torch, so a run without operators is refused before torch is
+        # imported.
         require("torch", install="torch")
         for module in options.imports:
             _imported(module)

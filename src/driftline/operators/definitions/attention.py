@@ -41,6 +41,7 @@ def _rotated(
 ) -> Result:
     width = cos.shape[-1] if cos.ndim else 0
     fits(cos.shape == sin.shape, f"cos {list(cos.shape)} and sin {list(sin.shape)} differ")
+    # Heads of odd width have no halves to turn.
     fits(
         width > 0 and x.values.size % cos.size == 0 and width % 2 == 0,
         f"{list(x.values.shape)} cannot be split into heads of {width}",
@@ -120,6 +121,7 @@ def cache_with(
         f"the cache {list(cache.shape)} has no layer {layer}",
     )
     filled = cache.copy()
+    # New tokens may come with any leading axes; only the hidden size matters.
     rows = new.reshape(-1, cache.shape[3]) if new.size % cache.shape[3] == 0 else new
     start = 0
     ends = offsets.values.reshape(-1).tolist()
@@ -138,6 +140,7 @@ def cache_with(
 def reshape_and_cache(call: Call) -> list[Result]:
     """Each token's keys and values at its slot of a cache in blocks; slot -1 is skipped."""
     fits(call.whole("compressType", 0) == 0, "a compressed cache is not defined here")
+    # The two caches come as pairs of inputs whose positions depend on `kvCacheCfg`.
     form = call.whole("kvCacheCfg", 0)
     if form == _KEY_ONLY:
         pairs = [(call.at(0, "key"), call.at(1, "key cache"))]
@@ -174,6 +177,7 @@ def _slotted(cache: AnyArray, new: AnyArray, places: AnyArray, *, tiled: bool) -
         not rows.size or rows[0].size == flat[0].size,
         f"a token has {rows[0].size if rows.size else 0} elements, a slot {flat[0].size}",
     )
+    # Only used slots are written; a slot of -1 belongs to padding.
     flat[places[used]] = rows.reshape(-1, *flat.shape[1:])
     return np.moveaxis(filled, 1, 2) if tiled else filled
 
@@ -218,6 +222,7 @@ def _setting(call: Call) -> Setting:
     heads = call.whole("headNum", 0)
     fits(heads > 0, f"headNum {heads} must be positive")
     kv_heads = call.whole("kvHeadNum", 0) or heads
+    # Grouped attention: several query heads share a head of keys and values.
     fits(heads % kv_heads == 0, f"{heads} heads cannot share {kv_heads} heads of keys")
     # Variants without a definition are refused with a reason: a wrong golden value would be worse.
     fits(call.whole("scaleType", 0) == 0, "scaling with log n is not defined here")
@@ -349,6 +354,7 @@ def self_attention(call: Call) -> list[Result]:
 
 def _packed(call: Call) -> list[Result]:
     setting = _setting(call)
+    # With `mlaVHeadSize` keys and values share one tensor: values are its first channels.
     merged = call.whole("mlaVHeadSize", 0)
     query, key = call.at(0, "query"), call.at(1, "key")
     masking, place = _masking(call, 2 if merged else 3)
@@ -381,6 +387,7 @@ def _cached(call: Call) -> list[Result]:
     bypass = call.whole("kvcacheCfg", 0) == _BYPASS
     place = 1 if bypass else 3
     k_cache, v_cache = call.at(place, "key cache"), call.at(place + 1, "value cache")
+    # Positions of later inputs depend on whether a mask is given.
     masking, place = _masking(call, place + 2)
     fits(masking.kind not in _SLOPED, "a packed mask belongs to packed sequences (calcType 3)")
     offsets, lengths = call.at(place, "token offsets"), call.at(place + 1, "sequence lengths")
@@ -426,6 +433,7 @@ def paged_attention(call: Call) -> list[Result]:
     v = k[..., :merged] if merged else real(call.at(2, "value cache"))
     if quant:
         k, v = _descaled(call, k, v, place)
+    # A single token per sequence: decoding, not prefill.
     q = _by_heads(query, setting.heads)
     sizes = lengths.values.reshape(-1).astype(np.int64).tolist()
     table = tables.values.astype(np.int64).reshape(len(sizes), -1)

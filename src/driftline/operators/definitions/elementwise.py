@@ -22,7 +22,7 @@ from driftline.operators.definitions.call import (
     spread,
 )
 
-# Numbers of `activationType`, in the order of the ATB headers.
+# Numbers of `activationType`, as parameters of ATB have them.
 _RELU, _GELU, _FAST_GELU, _SWISH, _LOG, _SWIGLU, _SWIGLU_BACKWARD, _SIGMOID, _FASTER = range(1, 10)
 _EXACT_GELU = 1
 

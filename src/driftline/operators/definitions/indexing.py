@@ -30,6 +30,7 @@ def as_strided(call: Call) -> list[Result]:
     size, stride = call.wholes("size"), call.wholes("stride")
     offset = (call.wholes("offset", [0]) or [0])[0]
     fits(len(size) == len(stride), f"size {size} and stride {stride} differ in length")
+    # Older versions of numpy have at most 32 axes.
     fits(all(n > 0 for n in size) and len(size) <= 32, f"size {size} is no shape")
     bounded(math.prod(size), "the result")
     # The first and last element touched must exist: strides come from a file, and numpy does not
@@ -45,6 +46,7 @@ def as_strided(call: Call) -> list[Result]:
 
 def concat(call: Call) -> list[Result]:
     first = call.at(0, "x")
+    # The second input is required, otherwise nothing is joined.
     call.at(1, "y")
     axis = one_of(call.whole("concatDim", 0), first.values.ndim, "concatDim")
     return [_moved(call, np.concatenate([tensor.values for tensor in call.inputs], axis), first)]
@@ -71,6 +73,7 @@ def gather(call: Call) -> list[Result]:
     fits(0 <= batch <= min(axis, indices.values.ndim), f"batchDims {batch} does not fit")
     places, length = indices.values.astype(np.int64), x.values.shape[axis]
     fits(
+        # Negative indices mean padding in some operators; here they are errors.
         not places.size or (places.min() >= 0 and places.max() < length),
         f"an index lies outside of 0 to {length - 1}",
     )
@@ -91,6 +94,7 @@ def gather(call: Call) -> list[Result]:
 def pad(call: Call) -> list[Result]:
     """The last token of each sequence."""
     x, lengths = call.at(0, "tokens"), call.at(2, "sequence lengths")
+    # Lengths add up to the ends of the sequences in the packed tokens.
     last = np.cumsum(lengths.values.reshape(-1).astype(np.int64)) - 1
     fits(not last.size or last[-1] < x.values.shape[0], "the sequences are longer than the tokens")
     return [_moved(call, x.values[last], x)]
@@ -170,6 +174,7 @@ def split(call: Call) -> list[Result]:
     axis = one_of(call.whole("splitDim", 0), x.values.ndim, "splitDim")
     parts, lengths = call.whole("splitNum", 2), call.wholes("splitSizes", [])
     full = x.values.shape[axis]
+    # Sizes, if given, take precedence over a number of equal parts.
     if lengths:
         fits(sum(lengths) == full, f"splitSizes {lengths} do not add up to {full}")
         pieces = np.split(x.values, np.cumsum(lengths)[:-1].tolist(), axis)
@@ -228,6 +233,7 @@ def to_tiles(values: AnyArray, width: int) -> AnyArray:
     rows, columns = values.shape[-2:]
     batch = values.reshape(-1, rows, columns)
     more = ((0, 0), (0, -rows % _ROWS), (0, -columns % width))
+    # Tiles are filled with zeros, so that products with the padding do not matter.
     padded = np.pad(batch, more)
     return padded.reshape(*padded.shape[:2], -1, width).transpose(0, 2, 1, 3)
 

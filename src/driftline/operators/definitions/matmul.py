@@ -43,6 +43,7 @@ def product(x: AnyArray, y: AnyArray) -> tuple[AnyArray, Sized, int]:
         f"{list(x.shape)} times {list(y.shape)}: {x.shape[-1]} columns, but {inner} rows",
     )
     rows = x.shape[-2] if x.ndim > 1 else 1
+    # The size of the product is checked before it is computed.
     batches = math.prod(np.broadcast_shapes(x.shape[:-2], y.shape[:-2]))
     bounded(batches * rows * (y.shape[-1] if y.ndim > 1 else 1), "the product")
     return np.matmul(x, y), lambda: np.sqrt(np.matmul(x * x, y * y)), int(inner)
@@ -113,6 +114,7 @@ def _dequantised(call: Call, x: AnyArray, y: AnyArray) -> Result:
     values = np.matmul(x, y)  # below 2**53 for any K that fits into memory
     place = 2
     per_token = call.whole("quantMode", 0) == _PER_TOKEN
+    # Optional inputs are recognised by their number if no flag says so.
     if call.flag("hasBias", len(call.inputs) > 3 + per_token):
         values = values + _row(call.at(2, "bias"), values)
         place = 3
@@ -126,6 +128,7 @@ def _dequantised(call: Call, x: AnyArray, y: AnyArray) -> Result:
 def unpacked_scale(scale: Tensor) -> AnyArray:
     """A scale of 64-bit integers holds the bits of a float32 in its lower half."""
     if scale.dtype in ("int64", "uint64"):
+        # The upper half holds other fields of the hardware's format.
         low = scale.values.astype(np.int64) & 0xFFFFFFFF
         return low.astype(np.uint32).view(np.float32).astype(np.float64)
     return real(scale)

@@ -39,7 +39,7 @@ def rms_norm(call: Call) -> list[Result]:
 
 def _rms_alone(call: Call) -> list[Result]:
     x = call.at(0, "x")
-    # Old dumps leave gamma out; the result can be shown but not judged.
+    # Without gamma the result can be shown but not judged.
     if len(call.inputs) == 1 and not call.whole("quantType", 0):
         values, _ = _rms(real(x), np.ones(x.values.shape[-1:]), call.number("epsilon", 1e-5))
         return [Result(values, call.out_dtype(x.dtype), note="gamma is not there; 1 was taken")]

@@ -113,6 +113,7 @@ def definition_of(op_type: str) -> Definition | None:
 def tensor_of(raw: AnyArray, dtype: str, shape: tuple[int, ...]) -> Tensor:
     """Stored values as a definition wants them: floats in float64, integers as they are."""
     kind = DTYPES[dtype]
+    # Four-bit numbers are packed in pairs and have to be decoded like floats.
     if kind.is_floating or kind.bits == 4:
         elements = int(np.prod(shape, dtype=np.int64))
         return Tensor(np.asarray(to_float64(raw, kind, elements)).reshape(shape), dtype)
@@ -140,6 +141,7 @@ def results(
         with np.errstate(all="ignore"):
             computed = definition(Call(param, inputs, outputs))
             return [_rounded(result) for result in computed]
+    # A definition's own refusal is clearer than any error of numpy.
     except Unfit:
         raise
     except (ValueError, LookupError, TypeError, ArithmeticError, MemoryError) as trouble:

@@ -1,6 +1,5 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
 """Apply a module of the program to captured inputs, in both number formats, and keep the results.
 
 The calls that the module makes of its parts are answered with what the captured run's parts gave,

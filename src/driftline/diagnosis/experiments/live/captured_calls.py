@@ -1,5 +1,4 @@
-# pyright: reportUnknownMemberType=false
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false, reportPrivateUsage=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 """Calls that a captured run holds, and calls of the running program, as a replay needs them.
 
@@ -86,6 +85,7 @@ class Candidate:
         """Whether the run computed in 32 bits or more throughout: its format costs nothing then."""
         if self.autocast is not None:
             return False
+        # Weights count as well: a run may compute in 16 bits and convert its outputs.
         held = {
             torch_dtype(d)
             for module_parameters in self.parameters.values()
@@ -111,6 +111,7 @@ class Candidate:
         """
         parameter = self.parameters.get(site, {}).get(name)
         dtype = None if parameter is None else torch_dtype(parameter[0])
+        # Rounding to 8 bits involves scales that the dtype alone does not tell.
         if dtype is not None and dtype.itemsize < 2 and dtype is not torch.bool:
             dtype = None
         return dtype or self.dtypes.get(site)
@@ -159,6 +160,7 @@ def tensor_of(
     if dtype is None:
         raise ValueError(f"{record.key} has {record.dtype} elements, which torch has not")
     memory = run.memory(record) if record.kept == "full" else None
+    # Sampled or compressed tensors have no plain memory; they are decoded into a copy.
     if memory is None:
         raw = run.raw(record)
         memory, own = Memory(raw.ctypes.data, raw.nbytes, raw), True
@@ -279,6 +281,7 @@ def is_pure(module: nn.Module) -> bool:
         and not module._modules
         and "forward" not in module.__dict__
         and not getattr(module, "inplace", False)
+        # In training, layers with buffers change them and some draw random numbers.
         and not (module.training and (kind.__name__.startswith(_RANDOM) or module._buffers))
         and not module._forward_hooks
         and not module._forward_pre_hooks
@@ -295,6 +298,7 @@ def is_the_programs_own(opened: OpenCall, candidate: Candidate) -> bool:
     call, module, inputs = opened.candidate, opened.frame.module, opened.inputs
     if call is None or any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
         return False
+    # Other inputs mean another call, even if all common ones agree.
     if {slot for slot, _, _ in inputs} != set(call.inputs):
         return False
     tensors = (*module._parameters.values(), *module._buffers.values())

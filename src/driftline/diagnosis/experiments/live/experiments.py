@@ -1,5 +1,4 @@
-# pyright: reportUnknownMemberType=false
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false, reportPrivateUsage=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 """The experiments inside a program: batch, replay, substitution and variants.
 

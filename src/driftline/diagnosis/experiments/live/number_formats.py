@@ -1,6 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
 """Number formats of a replay: the inputs that a module is given, and the weights it computes with.
 
 Inputs and weights are cast to the captured run's format, and for exact arithmetic widened again.
@@ -180,6 +179,8 @@ class Recast:
         by_alias = {record.alias: record for record in call.inputs.values() if record.alias}
         sources: dict[int, tuple[torch.Tensor, Record | None]] = {}
         for slot, alias, tensor in live:
+            # Positional arguments have numbers as slots in one run and names in the other: aliases
+            # join them.
             record = call.inputs.get(slot) or by_alias.get(slot)
             if record is None and alias:
                 record = call.inputs.get(alias) or by_alias.get(alias)
@@ -213,6 +214,7 @@ class Recast:
     def _is_the_same_mask(self, record: Record, tensor: torch.Tensor, site: str) -> bool:
         """Whether a captured mask is of another kind than the program's and says the same."""
         dtype = torch_dtype(record.dtype)
+        # Only masks may differ in kind; anything else is a real difference of inputs.
         if dtype is None or not other_kind(dtype, tensor.dtype):
             return False
         same = same_seen(self._candidate.tensor(record, tensor.device, own=False), tensor)
@@ -303,6 +305,7 @@ class Recast:
         cast_tensors: dict[str, torch.Tensor] = {}
         for path, owner, name, tensor, is_buffer in _tensors(real):
             if not tensor.is_floating_point():
+                # Buffers may be changed by the call, so each repetition gets its own copy.
                 if is_buffer:
                     cast_tensors[path] = tensor.detach().clone()
                 continue

@@ -1,6 +1,5 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 """Call a module again without leaving a trace.
 
 A repeated call must not be seen by a capture, draw from the program's random numbers, change its
@@ -65,6 +64,7 @@ def _copied(value: Any, give: Give, memo: dict[int, Any]) -> Any:
     if kind in _PLAIN:
         return value
     if isinstance(value, torch.Tensor):
+        # Each tensor is decided once: aliases in the arguments must stay aliases in the copy.
         if id(value) not in memo:
             memo[id(value)] = give(value)
             memo.setdefault(id(memo), []).append(value)  # as `deepcopy` does: ids stay taken
@@ -81,6 +81,7 @@ def _copied(value: Any, give: Give, memo: dict[int, Any]) -> Any:
         memo[id(value)] = copied_dict = dict[Any, Any]()
         copied_dict |= {key: _copied(item, give, memo) for key, item in value.items()}
         return copied_dict
+    # Modules are no data; copying one would copy all its weights.
     if isinstance(value, nn.Module):
         return value
     if _is_plain(kind):
@@ -125,6 +126,7 @@ def laid_out(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Values in memory of their own, with the strides of another tensor of that shape."""
     if like.is_contiguous() or like.layout is not torch.strided or values.shape != like.shape:
         return values.clone(memory_format=torch.contiguous_format)
+    # Expanded axes have stride 0: they are copied once and expanded again.
     stride = like.stride()
     repeated = [
         axis for axis, (n, s) in enumerate(zip(like.shape, stride, strict=True)) if s == 0 < n
@@ -181,6 +183,7 @@ class Script:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        # The outermost call is the repetition itself; only calls inside are answered.
         if not self._entered and module is self._top:
             self._entered = True
             return call(module, *args, **kwargs)
@@ -262,6 +265,7 @@ def unmarked(touched: Iterable[nn.Module]) -> Generator[None]:
     ]
     hidden = [(name, dict(getattr(_module_home, name))) for name in _GLOBAL_HOOKS]
     try:
+        # Global hooks would see the repeated call as one of the program's own.
         for name, hooks in hidden:
             if hooks:
                 getattr(_module_home, name).clear()
@@ -357,6 +361,7 @@ def rounded_once(
     wide_args, wide_kwargs = copied((args, kwargs), widen)
     if not seen:
         return call(module, *args, **kwargs)
+    # Weights are widened as well: a fused kernel rounds nothing but its result.
     weights = {
         name: tensor.float()
         for name, tensor in (*module._parameters.items(), *module._buffers.items())

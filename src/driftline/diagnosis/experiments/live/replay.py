@@ -27,6 +27,7 @@ from driftline.captures.torch.layers import cache_part, unwrapped
 from driftline.diagnosis.experiments.live.apply import CallApplier, Parts, RepeatedCall
 from driftline.diagnosis.experiments.live.captured_calls import (
     Candidate,
+    CandidateCall,
     NotReplayed,
     NotReproduced,
     OpenCall,
@@ -157,25 +158,10 @@ class Replayer:
     def _before(
         self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> OpenCall | None:
-        if self.report.clash or frame.recompute:
+        captured = self._captured_call(frame)
+        if captured is None:
             return None
-        names = self._session.names
-        if names.count != self._names:
-            self._names = names.count
-            self._sites = self._match([p.site for p in names.places()], self._candidate.places)
-            self.report.look_for_clashes(names, self._sites)
-            if self.report.clash:
-                return None
-        site = self._sites.get(frame.site, "")
-        candidate = self._candidate.calls.get((site, frame.step, frame.visit))
-        if candidate is None or not candidate.outputs:
-            return None
-        selected = self._selection.takes_step(frame.step) and self._selection.takes_place(
-            frame.site, frame.class_name, frame.place.ids
-        )
-        if not selected:
-            self.report.not_selected(site)
-            return None
+        site, candidate = captured
         opened = OpenCall(frame, args, kwargs)
         opened.site, opened.candidate = site, candidate
         module = frame.module
@@ -197,25 +183,53 @@ class Replayer:
             if not is_pure(module):
                 opened.held = copied((args, kwargs), itself)
             return opened
-        concerned = {id(tensor) for _, _, tensor in opened.inputs}
+        self._keep_arguments(opened)
+        return opened
+
+    def _captured_call(self, frame: Frame) -> tuple[str, CandidateCall] | None:
+        """The captured site and call of a call of the program; None if it is not to be replayed."""
+        if self.report.clash or frame.recompute:
+            return None
+        names = self._session.names
+        # Models may be built late: names are matched again whenever there are new modules.
+        if names.count != self._names:
+            self._names = names.count
+            self._sites = self._match([p.site for p in names.places()], self._candidate.places)
+            self.report.look_for_clashes(names, self._sites)
+            if self.report.clash:
+                return None
+        site = self._sites.get(frame.site, "")
+        candidate = self._candidate.calls.get((site, frame.step, frame.visit))
+        if candidate is None or not candidate.outputs:
+            return None
+        selected = self._selection.takes_step(frame.step) and self._selection.takes_place(
+            frame.site, frame.class_name, frame.place.ids
+        )
+        if not selected:
+            self.report.not_selected(site)
+            return None
+        return site, candidate
+
+    def _keep_arguments(self, opened: OpenCall) -> None:
+        """Copy the arguments of a call before it runs, since it may change them in place."""
+        own = {id(tensor) for _, _, tensor in opened.inputs}
         try:
             self._require_room(bytes_of(opened.inputs))
         except NotReplayed as reason:
             opened.reason = str(reason)
-            return opened
+            return
         # A cache belongs to all layers: only the part of this one is copied, the rest is shared.
         keep: dict[int, torch.Tensor] = {}
 
         def give(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in concerned:
+            if id(tensor) not in own:
                 return tensor
             return keep.setdefault(id(tensor), clone(tensor))
 
-        opened.held = copied((args, kwargs), give)
+        opened.held = copied((opened.args, opened.kwargs), give)
         opened.inputs = [
             (slot, alias, keep.get(id(tensor), tensor)) for slot, alias, tensor in opened.inputs
         ]
-        return opened
 
     def _require_room(self, size: int) -> None:
         if self._held + size > self._most_held:

@@ -74,6 +74,7 @@ class Report:
         entry = self._sites.setdefault(site, _Site())
         entry.replayed += 1
         entry.own += its_own
+        # Digests of several calls are collected: the diagnosis accepts results by digest.
         entry.near.update(near or {})
         entry.masks = masks
         entry.way = way
@@ -89,6 +90,7 @@ class Report:
         """
         entry = self._sites.setdefault(site, _Site())
         entry.unknown += 1
+        # The first failed reproduction explains more than any later reason.
         if not_reproduced and not entry.not_reproduced:
             entry.reason = reason
         entry.not_reproduced += not_reproduced
@@ -146,6 +148,8 @@ class Report:
                         f"'{place.site}.{name}' has shape {tuple(tensor.shape)} in the program's "
                         f"model and {tuple(shape)} in the candidate run's"
                     )
+        # Modules that the candidate called but the program lacks are a clash; uncalled ones may be
+        # leftovers.
         called = set(self._candidate.sites)
         for site, held in parameters.items():
             if held and site in called and site not in met and met:
@@ -177,6 +181,8 @@ class Report:
                 "applied": entry.way,
                 "calls": entry.replayed,
             }
+            # Optional entries are written only if they say something, which keeps large documents
+            # small.
             if entry.own:
                 data["same_bits"] = entry.own
             if entry.near:

@@ -1,6 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
 """Results of a replay: what is kept of them, how large the noise is, and when two results are near.
 
 Values are kept where they are informative. Where a captured result equals the trusted one, or is as
@@ -57,6 +56,7 @@ class _Sums:
     def add(self, exact: torch.Tensor, made: torch.Tensor) -> None:
         r, e = exact, made.to(exact.dtype) - exact
         sums = _by_row(r, e)
+        # Rows with NaN or Inf are measured without them; the comparison itself counts those.
         if not all(map(math.isfinite, sums[2])):  # no sum of squares is, where an element is not
             finite = torch.isfinite(e)
             sums = _by_row(torch.where(finite, r, 0.0), torch.where(finite, e, 0.0))
@@ -161,6 +161,7 @@ def nearness(captured: torch.Tensor, native: torch.Tensor, some: Sample) -> floa
         return None
     if captured.element_size() != 2 or not captured.is_floating_point():
         return None
+    # The sample must be as good as the trusted result before the expensive comparison of all bits.
     trusted = some_rows(native)[:, :: some.every].to(some.exact.dtype) - some.exact
     noise = float(trusted.norm())
     if not float((some.captured.to(some.exact.dtype) - some.exact).norm()) <= _SIZE * noise:
@@ -280,6 +281,7 @@ class Results:
 
     def mention_exact(self, like: Record, class_name: str, alias: str, *, own: bool) -> None:
         """What came of wide arithmetic is not kept: it is the `own`, or differs by noise alone."""
+        # 16-bit results are stored wide: their exact values do not fit the captured format.
         dtype = torch_dtype(like.dtype)
         wide = own or dtype is None or not dtype.is_floating_point or dtype.itemsize >= 4
         name = like.dtype if wide else "float32"
@@ -312,6 +314,7 @@ class Results:
         """
         record = about[0]
         apart = None
+        # Native is None if it equals the captured result: then only the noise is worth recording.
         if native is not None:
             if may_be_near and exact.dim() > 1 and exact.shape == record.shape:
                 captured = self._candidate.tensor(record, exact.device, own=False)
@@ -408,6 +411,7 @@ class PassedToParts:
         if self._narrow and (low := torch_dtype(record.dtype)) is not None:
             tensor = tensor.to(low)  # code may ask a part's weights for their format
         own = self._results.is_its_own(record, tensor)
+        # A tensor equal to the captured one need not be held.
         if not own:
             self._held += tensor.numel() * tensor.element_size()
             self._require_room(self._held)
