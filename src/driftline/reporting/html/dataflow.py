@@ -1,7 +1,7 @@
-"""Who feeds whom, for the detail of a site: its producers and its consumers.
+"""Edges between sites, so that a page can show the producers and consumers of a site.
 
-Asked of the reference's own graph: edges that a dump holds, else equal bytes within the run. Sites
-only; tensors between them have no names here.
+Taken from the graph of the reference run: edges that a dump holds, otherwise equal bytes within the
+run. Only sites are connected; tensors between them have no names here.
 """
 
 from __future__ import annotations

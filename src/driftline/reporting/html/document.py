@@ -1,6 +1,8 @@
-"""Rows of a table as columns of a page: text by code, figures as arrays (docs/report-format.md).
+"""The document of a page: everything that the front end shows, as JSON values and arrays.
 
-Knows the three forms of a column and which fields of a row a reader of a page needs.
+In this order: rows as columns, sites as a tree, differences between the two runs, and `page_data`,
+which puts them together with the verdict. The format is described in docs/report-format.md. Nothing
+here knows HTML.
 """
 
 from __future__ import annotations
@@ -149,7 +151,7 @@ def _dims(shape: tuple[int, ...] | None) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-# The sites of a table as a tree: what a reader unfolds to come to a layer.
+# Sites as a tree, which the reader unfolds to reach a layer.
 
 
 ROOT = "(root)"
@@ -248,7 +250,7 @@ def _classes(roots: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
         below += cast("list[Any]", children) if isinstance(children, list) else []
 
 
-# What two runs say of themselves, and in what they differ: versions, number formats, devices.
+# Facts about both runs and their differences: versions, number formats, devices.
 
 
 _FACT_NAMES = {
@@ -428,7 +430,7 @@ def _fact_text(what: str, value: Any) -> str:
     return str(value)
 
 
-# A judged table, and whatever else is known, as the document of a page (docs/report-format.md).
+# The whole document of a page.
 
 
 SCHEMA = "driftline.page/1"

@@ -1,7 +1,7 @@
-"""The door to pages: two runs, or a comparison that was made before, become one HTML file.
+"""Makes the HTML report: from two runs, or from a comparison made before, to one file.
 
-Decides what is asked of whom: alignment, comparison, diagnosis, pictures. How any of it is done, or
-drawn, is not known here.
+Decides which steps are needed (alignment, comparison, diagnosis, pictures) and collects their
+results. How each step works, and how the page looks, is decided elsewhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The door to the viewer: `driftline.view(reference, candidate)` serves a page until stopped."""
+"""Public functions of the viewer: `view` serves a page until it is stopped, `serve` in a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Where in a model a comparison went wrong: the first divergence as a tree, error by depth."""
+"""The view of a comparison: verdict, first divergence, error along the depth, worst rows.
+
+Shows a judged table; limits and verdicts were decided before. `where` and `along_depth` locate the
+divergence in the model and are shared with the summary for CI.
+"""
 
 from __future__ import annotations
 
@@ -174,7 +178,7 @@ def _figure(row: Row) -> str:
     return "" if value is None else number(value)
 
 
-# A comparison table → a view: what was found and where, the worst rows, what was not compared.
+# The whole view: verdict, divergence, worst rows, and what was not compared.
 
 
 # As many as fit a terminal beside the tree; `--all` shows the rest.

@@ -1,4 +1,8 @@
-"""The graph of a model as a file for a viewer, with what a comparison says of its nodes."""
+"""Writes the graph of a model as a file for a graph viewer, with the results of a comparison on it.
+
+Decides which file is written and which row of a table belongs to which node; the formats themselves
+are in `driftline.graphs.writers`.
+"""
 
 from __future__ import annotations
 

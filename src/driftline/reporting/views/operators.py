@@ -1,4 +1,4 @@
-"""Checked operators become a view for people, the seed's csv, or a document for programs."""
+"""Results of an operator check: a view for people, the csv of `ait opcheck`, JSON for programs."""
 
 from __future__ import annotations
 

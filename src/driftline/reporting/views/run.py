@@ -1,6 +1,7 @@
-"""The modules of a run: one line each, of equal layers only the first opened.
+"""The view of a run, a dump or a file of tensors: origin, modules, tensors and statistics.
 
-Knows trees and how many tensors each module has; nothing of the tensors themselves.
+`view` is for people, `document` and `sheet` are the same for programs. Of equal layers only the
+first is listed in full. Statistics are computed only where the run did not keep them.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def _pattern(node: ModuleNode) -> tuple[Any, ...]:
     return (node.class_name, tuple((name, _pattern(child)) for name, child in node.children))
 
 
-# A file of named tensors → the grid that lists them: such a file has no modules to show.
+# A file of named tensors has no modules; its tensors are listed instead.
 
 
 _SHOWN = 80
@@ -167,7 +168,7 @@ def file_grid(records: Sequence[Record], everything: bool) -> Grid:
     return Grid("Tensors (--tensors: statistics)", headings, lines, left, "--all shows every one")
 
 
-# A run, or somebody's tensor file, → a view: where it comes from, its modules, its tensors.
+# The whole view of a run, a dump or a file.
 
 
 SCHEMA = "driftline.show/1"
