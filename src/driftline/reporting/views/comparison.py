@@ -71,6 +71,13 @@ def where(table: Table) -> Branch:
     branches = tuple(
         _leaf(site, worst.get(site), heats.get(site), site == home, parent) for site in near
     )
+    return _wrapped(branches, parts, worst, heats)
+
+
+def _wrapped(
+    branches: tuple[Branch, ...], parts: list[str], worst: dict[str, Row], heats: dict[str, float]
+) -> Branch:
+    """The branches inside the modules that contain them, the outermost last."""
     for depth in range(len(parts) - 1, 0, -1):
         # A container of numbered children (`layers`) is no place of its own: `layers.3` is.
         if depth > 1 and not parts[depth - 1].isdigit() and parts[depth].isdigit():

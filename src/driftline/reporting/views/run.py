@@ -307,6 +307,26 @@ def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
     # What the launched process said of itself goes before what its launcher said.
     processes = run.processes()
     manifest = {**run.manifest, **(processes[0] if processes else {})}
+    yield from _origin_facts(run, manifest)
+    yield from _content_facts(run, records)
+    companions = manifest.get("beside")
+    if isinstance(companions, Mapping) and companions:
+        items = cast(Mapping[str, Any], companions).items()
+        yield "beside them", ", ".join(f"{what} ×{n}" if n != 1 else what for what, n in items)
+    # Tensors that share bytes in a shard are counted once; a file of tensors is counted as it is.
+    blobs = {
+        (record.key.rank, record.key.process, record.blob.shard, record.blob.offset, record.digest)
+        if record.digest
+        else record.key: record.blob.length
+        for record in records
+        if record.blob is not None
+    }
+    if blobs:
+        yield "bytes", size(sum(blobs.values()))
+
+
+def _origin_facts(run: Run, manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Who made the run: command, program, commit, versions and devices."""
     command = run.manifest.get("command")
     if isinstance(command, (list, tuple)):
         yield "command", shlex.join(str(word) for word in cast(list[Any], command))
@@ -326,6 +346,10 @@ def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
             entry = ", ".join(str(item) for item in cast(list[Any], entry))
         if entry is not None and entry != "":
             yield name.replace("_", " "), str(cast(object, entry))
+
+
+def _content_facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
+    """What the run holds: ranks, steps, ports, number formats, and how much was kept."""
     ranks = {(record.key.rank, record.key.process) for record in records}
     yield "ranks", ", ".join(f"{r}.p{p}" if p else str(r) for r, p in sorted(ranks)) or "none"
     if len(ranks) > 1:
@@ -337,20 +361,6 @@ def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
         ("kept", Counter("lost" if run.lost(record) else record.kept for record in records)),
     ):
         yield name, ", ".join(f"{count} {word}" for word, count in counts.most_common()) or "none"
-    companions = manifest.get("beside")
-    if isinstance(companions, Mapping) and companions:
-        items = cast(Mapping[str, Any], companions).items()
-        yield "beside them", ", ".join(f"{what} ×{n}" if n != 1 else what for what, n in items)
-    # Of a run's shards bytes that several tensors share lie there once; a file is what it is.
-    blobs = {
-        (record.key.rank, record.key.process, record.blob.shard, record.blob.offset, record.digest)
-        if record.digest
-        else record.key: record.blob.length
-        for record in records
-        if record.blob is not None
-    }
-    if blobs:
-        yield "bytes", size(sum(blobs.values()))
 
 
 def _table_grid(table: DumpTable, everything: bool) -> Grid:
