@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
@@ -434,7 +435,6 @@ def _fact_text(what: str, value: Any) -> str:
 
 
 SCHEMA = "driftline.page/1"
-_NO_PICTURES: Mapping[int, Mapping[str, Any]] = {}
 _METHOD_NAMES = {
     "replay": "a replay of the reference's modules",
     "noise": "trusted runs",
@@ -443,34 +443,38 @@ _METHOD_NAMES = {
 }
 
 
-def page_data(
-    table: Table,
-    *,
-    reference: Run | None = None,
-    candidate: Run | None = None,
-    diagnosis: Diagnosis | None = None,
-    noise: Sequence[Table] = (),
-    flow: Mapping[str, Any] | None = None,
-    pictures: Mapping[int, Mapping[str, Any]] = _NO_PICTURES,
-    decoder: Sequence[Mapping[str, Any]] = (),
-    notes: Sequence[str] = (),
-    title: str = "",
-) -> dict[str, Any]:
-    """The document of a page.
+@dataclass(frozen=True, slots=True)
+class PageContents:
+    """What a page shows besides its table.
 
-    Args:
-        table: A judged comparison.
-        reference: The run behind it, if it is there: says more of itself than the table does.
+    Attributes:
+        reference: The run behind the table, if it is there: it states more facts than the table.
         candidate: The same of the other side.
-        diagnosis: Where and why, if it was asked.
-        noise: Comparisons of trusted runs with the same reference: what is normal.
-        flow: Who feeds whom, as `flow_of` gives it.
+        diagnosis: Site and cause of the drift, if they were looked for.
+        noise: Comparisons of trusted runs with the same reference: the normal error.
+        flow: Edges between sites, as `flow_of` gives them.
         pictures: Row number → pictures of that pair.
-        decoder: What validation of a text model gave.
-        notes: What else the reader must know.
+        decoder: Parts about a text model.
+        notes: Other sentences for the reader.
         title: Of the page; made from the sides when empty.
     """
-    side_data = sides(table, reference, candidate)
+
+    reference: Run | None = None
+    candidate: Run | None = None
+    diagnosis: Diagnosis | None = None
+    noise: Sequence[Table] = ()
+    flow: Mapping[str, Any] | None = None
+    pictures: Mapping[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
+    decoder: Sequence[Mapping[str, Any]] = ()
+    notes: Sequence[str] = ()
+    title: str = ""
+
+
+def page_data(table: Table, contents: PageContents | None = None) -> dict[str, Any]:
+    """The document of a page: a judged table, and whatever else there is to show."""
+    contents = contents or PageContents()
+    reference, diagnosis, decoder = contents.reference, contents.diagnosis, contents.decoder
+    side_data = sides(table, reference, contents.candidate)
     names = f"{side_data['reference']['name']} against {side_data['candidate']['name']}"
     # For a text model its name says more than the paths of two folders.
     if decoder and decoder[0]["model"]:
@@ -483,8 +487,8 @@ def page_data(
             "by": f"driftline {__version__}",
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
         },
-        "title": title or names,
-        "verdict": _verdict(table, diagnosis, notes, decoder),
+        "title": contents.title or names,
+        "verdict": _verdict(table, diagnosis, contents.notes, decoder),
         "sides": side_data,
         "metrics": [
             {
@@ -500,10 +504,11 @@ def page_data(
             ((row.site, row.class_name) for row in table.rows),
             _roots(reference, table),
         ),
-        "depth": depth_lines(table, diagnosis=diagnosis, noise=noise),
-        "flow": flow,
+        "depth": depth_lines(table, diagnosis=diagnosis, noise=contents.noise),
+        "flow": contents.flow,
         "pictures": {
-            str(index): {"row": index, **picture} for index, picture in sorted(pictures.items())
+            str(index): {"row": index, **picture}
+            for index, picture in sorted(contents.pictures.items())
         },
         "decoder": [
             {name: value for name, value in part.items() if name != "about"} for part in decoder
