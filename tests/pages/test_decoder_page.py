@@ -19,7 +19,7 @@ from driftline.decoding.options import Limits, ValidateOptions
 from driftline.decoding.validate import Verdict
 from driftline.errors import BadFile, BadInput
 from driftline.reporting.html.decoder import decoder_folder
-from driftline.reporting.html.report import page_of
+from driftline.reporting.html.report import PageOptions, page_of
 from driftline.reporting.html.tokens import of_steps
 from driftline.testing.runs import run_of
 
@@ -94,7 +94,10 @@ def test_without_limits_nothing_is_judged(metrics: Path) -> None:
     assert "no limits were given" in part["sentence"]
     other = metrics / "other.json"
     other.write_text(json.dumps({"model_id": "acme--huge", "ce": 0.0, "diff_mean": 0.0}))
-    assert page_of(metrics, thresholds=other).document["decoder"][0]["checks"] == []
+    assert (
+        page_of(metrics, wanted=PageOptions(thresholds=other)).document["decoder"][0]["checks"]
+        == []
+    )
 
 
 def validation(folder: Path) -> Path:

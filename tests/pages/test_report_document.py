@@ -17,7 +17,7 @@ from driftline.errors import AlreadyThere, BadFile, BadInput, DriftlineError
 from driftline.reporting.html.dataflow import flow_of
 from driftline.reporting.html.document import outline, page_data
 from driftline.reporting.html.page import decode_container, unpack
-from driftline.reporting.html.report import page_of, report
+from driftline.reporting.html.report import PageOptions, page_of, report
 from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
 from driftline.testing.runs import run_of
@@ -98,7 +98,7 @@ def test_every_figure_of_the_table_is_in_the_page(runs: tuple[Run, Run, Run]) ->
 def test_the_line_along_the_depth_has_every_output_once_and_its_noise(
     runs: tuple[Run, Run, Run],
 ) -> None:
-    page = page_of(*runs[:2], noise=[runs[2]])
+    page = page_of(*runs[:2], PageOptions(noise=[runs[2]]))
     line = page.document["depth"]["forward"]
     sites = [page.table.rows[at].site for at in line["rows"]]
     assert sites == [*(f"model.layers.{at}.mlp" for at in range(LAYERS)), "(root)"]
@@ -107,7 +107,7 @@ def test_the_line_along_the_depth_has_every_output_once_and_its_noise(
     own = page.table.rows[line["rows"][at]].metrics["relative_l2"]
     assert 0 < band["high"][at] < own and np.isnan(band["low"][at])  # shaded from the floor
     assert line["noise_from"] == "1 trusted run"
-    two = page_of(*runs[:2], noise=[runs[2], runs[2]]).document["depth"]["forward"]
+    two = page_of(*runs[:2], PageOptions(noise=[runs[2], runs[2]])).document["depth"]["forward"]
     band = two["noise"]["relative_l2"]
     assert 0 < band["low"][at] <= band["high"][at] and two["noise_from"] == "2 trusted runs"
     assert page.document["depth"]["backward"] is None
@@ -125,19 +125,19 @@ def test_gradients_make_a_line_of_their_own() -> None:
 def test_the_worst_tensors_have_pictures_and_the_first_is_among_them(
     runs: tuple[Run, Run, Run],
 ) -> None:
-    page = page_of(*runs[:2], pictures=3)
+    page = page_of(*runs[:2], PageOptions(pictures=3))
     drawn = page.document["pictures"]
     assert len(drawn) == 3 and str(page.document["verdict"]["row"]) in drawn
     first = drawn[str(page.document["verdict"]["row"])]
     assert first["heat"] is not None and first["histogram"] is not None
     assert any(each["axis"] == "token" and 5 in each["index"] for each in first["bad"])
-    assert page_of(*runs[:2], pictures=0).document["pictures"] == {}
+    assert page_of(*runs[:2], PageOptions(pictures=0)).document["pictures"] == {}
 
 
 def test_the_cause_is_said_at_the_top_when_it_is_known(runs: tuple[Run, Run, Run]) -> None:
-    cause = page_of(*runs[:2], noise=[runs[2]]).document["verdict"]["cause"]
+    cause = page_of(*runs[:2], PageOptions(noise=[runs[2]])).document["verdict"]["cause"]
     assert cause["site"] == f"model.layers.{FAULTY}.mlp" and cause["agrees"]
-    assert page_of(*runs[:2], diagnosis=False).document["verdict"]["cause"] is None
+    assert page_of(*runs[:2], PageOptions(diagnosis=False)).document["verdict"]["cause"] is None
     assert page_of(runs[0], runs[2]).document["verdict"]["cause"] is None
 
 

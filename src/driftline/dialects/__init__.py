@@ -1,4 +1,4 @@
-"""Dialects: the interfaces of other accuracy tools, answered by Driftline.
+"""Dialects: the interfaces of other accuracy tools, provided by Driftline.
 
-Nothing else imports this folder at its top; it is loaded when its names are used.
+No other package imports this folder at its top; it is loaded when one of its names is used.
 """

@@ -1,4 +1,4 @@
-"""What the seeds' surfaces raise: our sentences, under the types the seeds' callers expect."""
+"""Errors of the dialects: our messages, as exception types that callers of the originals expect."""
 
 from __future__ import annotations
 

@@ -1,3 +1,4 @@
-"""Reporting: results become views, and views become text, pages and files. Nothing here measures
-or judges.
+"""Reporting: results become views, and views become text, pages and files.
+
+Nothing in this package measures or judges.
 """

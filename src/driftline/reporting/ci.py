@@ -1,7 +1,7 @@
-"""What was found, as a list of checks that passed or did not: what machines of CI understand.
+"""Results for continuous integration: a list of checks, written for GitHub Actions or as JUnit XML.
 
-Between an artefact (a table, a diagnosis, checked operators, a validation) and the painters of
-`github.py` and `junit.py`, which know none of them.
+`of_table`, `of_diagnosis`, `of_operators` and `of_verdicts` turn a result into `Checks`; the two
+writers know nothing but `Checks`. Whether a run passes has been decided before.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def _headed(command: str, view: View) -> View:
     return View((Sentence(f"driftline {command}", "strong"), *view.blocks))
 
 
-# Checks for a run of GitHub Actions: two annotations, and a summary of the step.
+# GitHub Actions: at most two annotations, and a summary of the step.
 
 
 _LONGEST = 200
@@ -383,7 +383,7 @@ def _bounded(view: View) -> View:
     return View(tuple(blocks))
 
 
-# Checks as the XML that test runners write and CI servers read.
+# JUnit XML, which CI servers read.
 
 
 def write_junit(checks: Checks, stream: TextIO) -> None:

@@ -1,4 +1,7 @@
-"""How numbers, sizes and shapes are written for people; files for programs never use these."""
+"""How numbers, sizes, shapes and lines of bars are written for people.
+
+Files for programs never use these functions: they round and shorten.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +112,7 @@ def shorten(text: str, width: int) -> str:
     return text[: width - 1 - tail] + "…" + text[len(text) - tail :]
 
 
-# Numbers as a line of bars, and one number as the heat of a place.
+# Bars: a row of numbers as a line, one number as a single bar.
 
 
 BARS = "▁▂▃▄▅▆▇█"

@@ -1,4 +1,7 @@
-"""Views as Markdown, for a pull request or an issue."""
+"""Renders views as Markdown, for a pull request or an issue.
+
+Text from a run is escaped: no name can become markup, a link or a mention.
+"""
 
 from __future__ import annotations
 

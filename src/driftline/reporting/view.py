@@ -1,7 +1,7 @@
-"""What a report says, before anybody decides what it looks like: sentences, facts, grids and trees.
+"""What a report contains, before it is rendered: sentences, facts, grids, trees and curves.
 
-Frozen values between an artefact (a table, a run) and a painter (terminal, Markdown). A view knows
-no width, no colour and no markup; a painter knows no run and no table.
+A view stands between a result (a table, a run) and a renderer (terminal, Markdown, notebook). It
+knows no width, no colour and no markup; a renderer knows no run and no table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Documents as JSON; non-finite numbers are the words "nan", "inf" and "-inf"."""
+"""Results written to a stream in the format that the user chose.
+
+`table` and `diagnosis` know every format of a result and load only the one they need; `write_json`
+and `write_csv` serve all commands. JSON has no non-finite numbers, so they are the words "nan",
+"inf" and "-inf". In CSV every row and digit is written, and an absent value is an empty cell.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +42,7 @@ def safe(value: Any) -> Any:
     return value
 
 
-# Sheets as CSV: every row, every digit; nan and inf are words, absence is an empty cell.
+# CSV for spreadsheets.
 
 
 def write_csv(sheet: Sheet, stream: TextIO) -> None:
@@ -49,7 +54,7 @@ def write_csv(sheet: Sheet, stream: TextIO) -> None:
         writer.writerow(["" if value is None else value for value in line])
 
 
-# A comparison table in one of the formats a user can ask for; the place that knows them all.
+# Results in any of the formats; each format's code is imported on use.
 
 
 Format: TypeAlias = Literal["table", "json", "csv", "markdown", "github", "junit"]

@@ -1,4 +1,4 @@
-"""What every file format must do, as a suite to subclass.
+"""Conformance suites for file formats: what every format must do, as classes to subclass.
 
     class TestMine(FormatConformance):
         format = my_format_module
@@ -6,7 +6,8 @@
         def write(self, path, arrays):
             ...
 
-pytest collects the subclass; nothing here imports pytest, so a format needs it for tests only.
+`FormatConformance` is for single files, `TreeConformance` for dumps of many files. pytest collects
+the subclass; nothing here imports pytest, so a format needs it for its tests only.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class FormatConformance(ABC):
 
     def samples(self) -> Arrays:
         """The arrays to write and read back; fewer for a format that cannot hold them all."""
+        # A fixed seed: a failing conformance test must fail again.
         generator = np.random.default_rng(7)
         return {
             "model.layers.0": generator.standard_normal((3, 5)).astype(np.float32),
@@ -79,6 +81,7 @@ class FormatConformance(ABC):
     def test_it_recognises_its_own_files_and_leaves_others(self, tmp_path: Path) -> None:
         for path, _ in self._files(tmp_path):
             assert self.format.sniff(path)
+        # A format that claims foreign files would shadow others in `open_run`.
         for name, content in (("empty", b""), ("text", b"hello\n" * 40), ("zeros", bytes(4096))):
             stranger = tmp_path / name
             stranger.write_bytes(content)
@@ -99,6 +102,7 @@ class FormatConformance(ABC):
             for handle in self.open(path).tensors():
                 raw = handle.raw()
                 assert raw.ndim == 1
+                # Values may be views of a mapped file; writing would change it.
                 assert not raw.flags.writeable
                 assert raw.dtype == np.dtype(DTYPES[handle.dtype].storage)
 
@@ -112,6 +116,8 @@ class FormatConformance(ABC):
     def test_a_file_cut_anywhere_is_refused_in_a_sentence(self, tmp_path: Path) -> None:
         for path, _ in self._files(tmp_path):
             content = path.read_bytes()
+            # Around the first eight bytes, where most formats have their magic and
+            # length.
             cuts = {0, 1, 7, 8, 9, len(content) // 2, len(content) - 1}
             for cut in sorted(c for c in cuts if c < len(content)):
                 self._survives(tmp_path / f"cut{self.suffix}", content[:cut])
@@ -141,7 +147,7 @@ class FormatConformance(ABC):
             assert str(refused) and "\n" not in str(refused)
 
 
-# What every format of many files must do, as a suite to subclass.
+# Dumps of many files.
 
 
 class TreeConformance(ABC):
@@ -169,6 +175,7 @@ class TreeConformance(ABC):
         folder = tmp_path / "dump"
         folder.mkdir()
         self.write(folder)
+        # Fewer files would let the damage tests pass without testing anything.
         assert len(self.tensor_files(folder)) >= 3
         return folder
 
@@ -220,6 +227,7 @@ class TreeConformance(ABC):
             "cut": lambda: victim.write_bytes(content[: len(content) // 2]),
             "noise": lambda: victim.write_bytes(bytes(range(1, 256)) * 3),
             "folder": victim.mkdir,
+            # Opening a pipe would wait for ever.
             "pipe": lambda: os.mkfifo(victim),
         }
         for name, damage in damages.items():
@@ -238,6 +246,7 @@ class TreeConformance(ABC):
         victim = self.tensor_files(folder)[1]
         outside = tmp_path / "secret"
         shutil.move(victim, outside)
+        # Absolute, relative and circular links.
         for target in (outside, Path(os.path.relpath(outside, victim.parent)), victim):
             _remove(victim)
             victim.symlink_to(target)  # the last one leads to itself
@@ -245,6 +254,7 @@ class TreeConformance(ABC):
             _read(run)
             assert run.losses, target
         _remove(victim)
+        # A reader that follows folder links would never end.
         (folder / "around").symlink_to(folder, target_is_directory=True)
         (victim.parent / "up").symlink_to(tmp_path, target_is_directory=True)
         assert len(self.format.open(folder)) > 0

@@ -49,6 +49,7 @@ def record_into(
     flat = array.reshape(-1)
     dtype = DTYPES[array.dtype.name]
     if keep == "sample":
+        # As a capture samples: every nth element of the flat tensor.
         flat = np.ascontiguousarray(flat[::stride])
     raw = flat.view(np.uint8)
     summary = None
@@ -66,6 +67,7 @@ def record_into(
         sample_stride=stride if keep == "sample" else 1,
         summary=summary,
     )
+    # A description has no values at all.
     sink.put(record, None if keep == "describe" else raw)
 
 

@@ -1,11 +1,11 @@
-"""The labels of seed 002: `set_label`, `gen_id` and `set_task_id`, called inside a model's code.
+"""Labels of the aclcmp dialect: `set_label`, `gen_id` and `set_task_id`, called in a model's code.
 
     data_id = gen_id()
     set_label("pta", data_id, data_val=hidden_states)
     set_label("acl", data_id, tensor_path="0_Model/3_SelfAttentionRunner/after/outTensor0.bin")
 
-A label is one line and one tensor file (`labels_store`), whichever process sets it; comparing is
-`labels_report`'s part, done at the end: by `driftline labels`, or by each process as it exits.
+A label is one line and one tensor file (`store`), whichever process sets it. Labels are compared
+later (`report`): by `driftline labels`, or by each process as it exits.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -28,6 +28,7 @@ from driftline.dialects.errors import BadConfig
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.owned_file import print_to_stderr
 
+# PyTorch with the Ascend adapter, and the acceleration library: the original's own names.
 SOURCES = ("pta", "acl")
 
 
@@ -36,6 +37,7 @@ def gen_id() -> str:
 
     No other call gives the same one, in this process or in another.
     """
+    # Time, process and random digits: labels of several processes meet in one store.
     return f"data_{time.time_ns()}_{os.getpid()}_{secrets.token_hex(4)}"
 
 
@@ -70,6 +72,7 @@ def set_label(
     """
     if data_src not in SOURCES:
         raise BadConfig(f"data_src is 'pta' or 'acl', not {data_src!r}")
+    # Types are checked at run time because callers are scripts without annotations.
     if not isinstance(cast(object, data_id), str) or not data_id:
         raise BadConfig(
             f"data_id is a text that is not empty, not {data_id!r}", hint="use gen_id()"
@@ -89,6 +92,8 @@ def set_label(
 
 
 def _value(data: Any) -> Value:
+    # A tensor can only come from a torch that is loaded already; importing it here would take
+    # seconds.
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(data, torch.Tensor):
         return _of_torch(data, torch)
@@ -100,6 +105,7 @@ def _value(data: Any) -> Value:
 def _of_torch(tensor: Any, torch: Any) -> Value:
     with torch.no_grad():
         plain = tensor.detach()
+        # A sharded tensor is labelled by the shard of this process.
         plain = plain.to_local() if hasattr(plain, "to_local") else plain
         dtype = str(plain.dtype).removeprefix("torch.")
         if dtype not in DTYPES or plain.is_quantized or plain.layout is not torch.strided:
@@ -109,6 +115,7 @@ def _of_torch(tensor: Any, torch: Any) -> Value:
         shape = tuple(int(size) for size in plain.shape)
         if DTYPES[dtype].bits == 4 and shape:
             shape = (*shape[:-1], shape[-1] * 2)  # torch counts the bytes of packed pairs
+        # torch keeps conjugation and negation as flags, which raw bytes would lose.
         flat = plain.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         return Value(dtype, shape, flat.view(torch.uint8).numpy())
 
@@ -117,6 +124,7 @@ def _of_numpy(array: np.ndarray[Any, np.dtype[Any]]) -> Value:
     dtype = array.dtype.newbyteorder("=").name
     if dtype not in DTYPES or DTYPES[dtype].bits != array.dtype.itemsize * 8:
         raise BadConfig(f"an array of {array.dtype} cannot be compared")
+    # A foreign byte order becomes this machine's own, in which the bytes are stored.
     flat = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False))
     return Value(dtype, array.shape, flat.reshape(-1).view(np.uint8))
 
@@ -158,7 +166,9 @@ class _ProcessLabels:
     def _begin(self) -> LabelWriter:
         folder = Path(settings.label_store() or Path.cwd() / STORE)
         writer = LabelWriter(folder)
+        # `driftline labels` compares at its end; without it this process has to.
         if not settings.labels_awaited():
+            # Child processes must write into the same store to find their partners.
             settings.set_label_store(str(folder))
             atexit.register(self.report)
             _finalize_with_multiprocessing(self.report)
@@ -167,12 +177,15 @@ class _ProcessLabels:
     def report(self) -> None:
         """At exit, when nobody else compares: the csv of every round this process had a part in."""
         with self.lock:
+            # Taken out under the lock: a thread may still set labels while the program
+            # ends.
             writer, tasks = self.writer, list(self.tasks)
             self.forget()
         if writer is None or not tasks:
             return
         writer.close()
         try:
+            # On use: labelling must not load the comparison.
             from driftline.dialects.aclcmp.report import report_tasks
 
             for outcome in report_tasks(writer.folder, writer.folder.parent, tasks, threads=1):
@@ -200,4 +213,5 @@ def _after_fork() -> None:
     _PROCESS.forget()
 
 
+# A child that wrote through its parent's file would mix lines.
 os.register_at_fork(after_in_child=_after_fork)

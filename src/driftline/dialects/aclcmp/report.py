@@ -1,7 +1,8 @@
-"""Labels become pairs, pairs become `{task_id}_cmp_result.csv`, the 13 columns of seed 002.
+"""Compares labels and writes `{task_id}_cmp_result.csv`, the 13 columns of the aclcmp tool.
 
-Labels of a round (task) with one id are set against each other, whichever process set them, in
-whichever order. A label that finds no partner, or a file that is not there, is a row with a reason.
+Labels of one round (task) with the same id are paired, whichever process set them and in whichever
+order. A label without a partner, or whose file is missing, is a row with a reason. `run_labelled`
+starts a program whose labels are compared afterwards.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ COLUMNS = (
     "cmp_fail_reason",
 )
 _MEASURED = ("cosine", "max_rel_error", "mean_rel_error", "relative_l2")
+# A file beside the labels, because files of labels are never rewritten.
 _LOCK = "lock"
 _NO_ACL = "no acl label belongs to it"
 _NO_PTA = "no pta label belongs to it"
@@ -114,6 +116,7 @@ def report_tasks(
         rounds: dict[str, list[Label]] = {}
         for label in read_labels(store):
             rounds.setdefault(label.task, []).append(label)
+        # A process reports the rounds that it took part in; others report theirs.
         for task in rounds if tasks is None else tasks:
             couples = paired(rounds.get(task, ()))
             sides = [_opened(store, pta, acl) for pta, acl in couples]
@@ -152,6 +155,7 @@ def paired(labels: Sequence[Label]) -> list[tuple[Label | None, Label | None]]:
     couples: list[tuple[Label | None, Label | None]] = []
     for sides in groups.values():
         own: list[tuple[Label, Label]] = []
+        # Ranks use the same ids, so a partner in the same process is the right one.
         for process in dict.fromkeys(label.process for label in sides["pta"]):
             by_side = [
                 [entry for entry in side if entry.process == process] for side in sides.values()
@@ -180,6 +184,7 @@ Sides = tuple[Labelled | None, Labelled | None]
 
 def _opened(store: Path, pta: Label | None, acl: Label | None) -> Sides:
     reference = None if pta is None else _from_store(store, pta)
+    # A label with a value lies in the store; one with a path only is looked for now.
     if acl is None or acl.file:
         return reference, None if acl is None else _from_store(store, acl)
     return reference, _from_dump(acl, reference)
@@ -188,6 +193,8 @@ def _opened(store: Path, pta: Label | None, acl: Label | None) -> Sides:
 def _from_store(store: Path, label: Label) -> Labelled:
     path = str(store / label.file)
     try:
+        # Read once now, so that a damaged file is a row with a reason and not a crash
+        # later.
         read_value(store, label)
     except (DriftlineError, OSError, ValueError) as trouble:
         return Labelled(label, path, label.dtype, label.shape, str(trouble))
@@ -199,6 +206,7 @@ def _from_dump(label: Label, partner: Labelled | None) -> Labelled:
         path = find_dumped(label)
     except (DriftlineError, OSError) as trouble:
         return Labelled(label, label.tensor_path, trouble=str(trouble))
+    # Bare bytes carry no type: the partner's is assumed.
     expected = None if partner is None else (partner.dtype, partner.shape)
     try:
         dumped = read_dumped(path, expected)
@@ -234,6 +242,7 @@ def _measured(couples: Sequence[Sides], task: str, threads: int | None) -> Table
                     trouble=f"{LOST}: {why}" if why else "",
                 )
             )
+        # A lone label is part of the report, as missing or extra.
         elif pta is not None:
             missing.append(reference.add(key, order, pta, pta.shape))
             reasons["reference", key] = _NO_ACL
@@ -260,6 +269,7 @@ def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _lines(table: Table, couples: Sequence[Sides]) -> Iterator[list[Cell]]:
+    # Rows come sorted by the engine; the csv keeps the order of labels.
     rows: Mapping[TensorKey, Row] = {row.key: row for row in table.rows}
     for key, (pta, acl) in zip(_keys(couples), couples, strict=True):
         row = rows[key]
@@ -304,6 +314,7 @@ class _LabelRun(Run):
 
     def add(self, key: TensorKey, order: int, side: Labelled, shape: tuple[int, ...]) -> Record:
         trouble = side.trouble
+        # A record needs a type even if the tensor could not be read; it is marked as lost.
         record = Record(key, order, side.dtype or "uint8", shape, lost=trouble)
         self._records.append(record)
         if side.fetch is not None and not trouble:
@@ -315,7 +326,7 @@ class _LabelRun(Run):
         return no_values(record) if fetch is None else fetch()
 
 
-# A program that labels tensors is run, its labels kept for the comparison afterwards.
+# Running a program that sets labels.
 
 
 def run_labelled(argv: Sequence[str], store: Path) -> int:
@@ -331,6 +342,7 @@ def run_labelled(argv: Sequence[str], store: Path) -> int:
     environment = {
         **settings.environment(),
         settings.LABELS: str(store),
+        # Tells the program's processes not to compare by themselves.
         settings.LABELS_AWAITED: "1",
     }
     require_command(argv, environment)

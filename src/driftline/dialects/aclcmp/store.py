@@ -1,10 +1,11 @@
-"""Labels on disk: one JSON line and one tensor file each, appended, never rewritten.
+"""Labels on disk, and the files of the Ascend library that labels point to.
 
-    {store}/labels-{pid}-{random}.jsonl                    one per process: nobody shares a file
+    {store}/labels-{pid}-{random}.jsonl                    one per process: no file is shared
     {store}/{pta|acl}_tensor/{id}_{pid}-{random}_{n}.safetensors
 
-A line is written after its tensor, in one piece, so a process killed at any moment leaves whole
-labels. Refuses to know what is compared with what.
+Each label is one JSON line and at most one tensor file, appended and never rewritten. The line is
+written after its tensor, in one piece, so a killed process leaves only complete labels. Which
+labels are compared is decided in `report`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from driftline.runs.owned_file import OwnedFile
 STORE = "cmp_dump_data"
 _LINES = "labels-*.jsonl"
 _STRANGE = re.compile(r"[^\w.-]+")
+# A damaged file without line ends must not fill the memory.
 _LONGEST_LINE = 1 << 20
 
 
@@ -121,9 +123,12 @@ class LabelWriter:
             line |= {"dtype": value.dtype, "shape": list(value.shape), "file": file}
         else:
             line["tensor_path"] = tensor_path
+            # The Ascend library's folders are known now, and may be gone from the
+            # environment later.
             line["roots"] = dict(settings.old_dump_roots())
             line["folder"] = str(Path.cwd())
         text = json.dumps(line).encode("ascii") + b"\n"
+        # A short write means a full disk; the system reports it only on the next one.
         if self._lines.append(text) != len(text):
             raise OSError(28, "No space left on device")
 
@@ -137,6 +142,7 @@ def file_stem(text: str) -> str:
     >>> file_stem("../x"), file_stem("layer 3/attn:0"), file_stem("...")
     ('x', 'layer_3_attn_0', 'label')
     """
+    # Forty characters: process and number are added to make the name unique.
     return _STRANGE.sub("_", text).strip("._-")[:40] or "label"
 
 
@@ -150,6 +156,7 @@ def _write_value(path: Path, value: Value) -> None:
         "data_offsets": [0, value.data.nbytes],
     }
     header = json.dumps({"tensor": entry}).encode("ascii")
+    # safetensors wants the data aligned to eight bytes.
     header += b" " * (-len(header) % 8)
     path.parent.mkdir(exist_ok=True)
     with OwnedFile(path, "new") as out:
@@ -163,22 +170,26 @@ def read_labels(folder: Path) -> list[Label]:
     What is no label is passed over: the last line of a killed process may be cut.
     """
     labels = [label for path in sorted(folder.glob(_LINES)) for label in _lines_of(folder, path)]
+    # Clocks of several processes may agree; process and number make the order definite.
     return sorted(labels, key=lambda label: (label.time, label.process, label.number))
 
 
 def _lines_of(folder: Path, path: Path) -> Iterator[Label]:
     try:
+        # The store may come from somebody else: links must not lead out of it.
         stream = os.fdopen(open_inside(folder.resolve(), path), "rb")
     except OSError:
         return
     with stream:
         while text := stream.readline(_LONGEST_LINE):
+            # A line without an end was cut by a killed process.
             if text.endswith(b"\n"):
                 with suppress(ValueError, KeyError, TypeError, RecursionError):
                     yield _label(json.loads(text))
 
 
 def _label(line: Any) -> Label:
+    # Raised errors are suppressed by the caller, which passes over such lines.
     if line["source"] not in ("pta", "acl"):
         raise ValueError("neither pta nor acl")
     if any(int(size) < 0 for size in line.get("shape", ())):
@@ -208,6 +219,7 @@ def read_value(folder: Path, label: Label) -> npt.NDArray[Any]:
     """
     path = folder / label.file
     try:
+        # Opened once only to prove that the path stays inside the store.
         os.close(open_inside(folder.resolve(), path))
     except OSError as trouble:
         raise BadFile(f"{path} cannot be read: {reason_of(trouble)}") from trouble
@@ -219,12 +231,13 @@ def read_value(folder: Path, label: Label) -> npt.NDArray[Any]:
     count = 1
     for size in label.shape:
         count *= size
+    # Types that safetensors lacks are stored as bytes; their number must fit the label.
     if raw.nbytes != dtype.byte_count(count):
         raise BadFile(f"{path} has {raw.nbytes} bytes, not those of {label.dtype} {label.shape}")
     return cast("npt.NDArray[Any]", raw.view(dtype.storage))
 
 
-# The file behind a `tensor_path`: where the two oldest Ascend libraries put it, how it is read.
+# Files behind a `tensor_path`: where two generations of the Ascend library put them.
 
 
 class Dumped(NamedTuple):
@@ -243,6 +256,7 @@ def find_dumped(label: Label) -> Path:
         BadInput: It is in none of the folders; the sentence lists them.
     """
     wanted = Path(label.tensor_path)
+    # The user named one file; no other folder is searched.
     if wanted.is_absolute():
         if wanted.is_file():
             return wanted
@@ -280,12 +294,14 @@ def _folders(label: Label) -> Iterator[Path]:
 
 def _below_a_token(folder: Path, wanted: PurePath) -> Iterator[Path]:
     if folder.is_dir():
+        # Shorter names first, so that token 2 comes before token 10.
         for token in sorted(folder.iterdir(), key=lambda entry: (len(entry.name), entry.name)):
             yield token / wanted
 
 
 def _inside(folder: Path, path: Path) -> bool:
     try:
+        # A tensor path such as `../../secret` must not be read.
         return path.is_file() and path.resolve(strict=True).is_relative_to(folder.resolve())
     except (OSError, RuntimeError):
         return False
@@ -306,6 +322,7 @@ def read_dumped(path: Path, expected: tuple[str, tuple[int, ...]] | None) -> Dum
         if expected is None or start == b"$Version=":
             raise
         return _raw(path, expected, refused)
+    # A label stands for one tensor; which of several would be a guess.
     if len(run) != 1:
         raise BadFile(f"{path} holds {len(run)} tensors, not one")
     record = run.records[0]
@@ -331,6 +348,7 @@ def _raw(path: Path, expected: tuple[str, tuple[int, ...]], refused: BadFile) ->
 
 
 def _bytes(path: Path, storage: str) -> npt.NDArray[Any]:
+    # An empty file cannot be mapped.
     if not path.stat().st_size:
         return np.empty(0, storage)
     return np.memmap(path, np.uint8, "r").view(np.ndarray).view(storage)

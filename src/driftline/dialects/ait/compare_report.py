@@ -1,8 +1,8 @@
 """The report of `ait llm compare`: a judged table as `ait_cmp_report_{timestamp}.csv`.
 
-22 columns in the original's order; figures are the table's own. What the original leaves out is a
-row with a reason here: tensors without a partner, other shapes, files that cannot be read. Where
-the figures differ from the original's, and why, is in docs/seed-differences.md.
+22 columns in the order of the original, with the table's own figures. Rows that the original leaves
+out (tensors without a partner, other shapes, unreadable files) are written with a reason. Where the
+figures differ from the original's, and why, is in docs/seed-differences.md.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ _MEASURED = (
     "kl",
     "relative_l2",
 )
+# Elements decoded at a time; as float64 a whole tensor would take eight bytes each.
 _CHUNK = 4 << 20
 Cell = str | int | float
 
@@ -97,6 +98,7 @@ def write_report(table: Table, plan: Plan, reference: Run, candidate: Run, folde
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Reserved first, so that two reports of one second do not collide.
         goal = _free_name(folder)
         try:
             write_whole(goal, COLUMNS, report_rows(table, plan, reference, candidate))
@@ -114,6 +116,7 @@ def write_report(table: Table, plan: Plan, reference: Run, candidate: Run, folde
 
 def write_whole(goal: Path, header: Sequence[str], rows: Iterable[Sequence[Cell]]) -> None:
     """A csv that is there complete or not at all; a name ending a cell never ends the file."""
+    # In the same folder: a rename across file systems is not atomic.
     handle, scratch = tempfile.mkstemp(prefix=f".{goal.name}.", dir=goal.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace", newline="") as out:
@@ -129,6 +132,7 @@ def write_whole(goal: Path, header: Sequence[str], rows: Iterable[Sequence[Cell]
 
 
 def _umask() -> int:
+    # The mask can only be read by setting it.
     mask = os.umask(0o022)
     os.umask(mask)
     return mask
@@ -154,6 +158,7 @@ def report_rows(table: Table, plan: Plan, reference: Run, candidate: Run) -> Ite
         pairs.setdefault(pair.reference.key, deque()).append(pair)
     alone = {record.key: record for record in plan.missing}
     extra = {record.key: record for record in plan.extra}
+    # Conversions are pairs within one run, which the plan does not have.
     own: list[tuple[Run, dict[TensorKey, Pair]]] = []
     if any(row.by == CONVERSION for row in table.rows):
         own = [(run, conversions_of(run)) for run in (reference, candidate)]
@@ -191,6 +196,7 @@ def _sources(record: Record, recipe: Recipe | None) -> tuple[Record, ...]:
     stored: list[Record] = []
     for source in recipe.sources:
         stored += (source,) if isinstance(source, Record) else _sources(record, source)
+    # A recipe may use one stored tensor twice; its path is written once.
     return tuple(dict.fromkeys(stored)) or (record,)
 
 
@@ -220,9 +226,12 @@ class _Side:
     def _figures(self, row: Row, record: Record, *, as_stored: bool) -> Figures | None:
         metrics = row.metrics
         measured = _measured_figures(metrics, self.name)
+        # The engine's figures leave NaN and Inf out, the original's do not; then they are
+        # computed anew.
         strange = metrics.get(f"{self.name}_nan", 0) or metrics.get(f"{self.name}_inf", 0)
         if measured is not None and not (strange and as_stored):
             return measured
+        # Without values only a summary from the dump can answer.
         if record.kept not in ("full", "sample") or self.run.lost(record):
             summary = record.summary
             return None if summary is None else Figures(summary.max, summary.min, summary.mean)
@@ -243,6 +252,7 @@ def _measured_figures(metrics: Mapping[str, Number], side: str) -> Figures | Non
 def figures_of(run: Run, record: Record) -> Figures | None:
     """Extremes and mean of a tensor as it is, block by block; none of an empty or complex one."""
     dtype, count = DTYPES[record.dtype], kept_elements(record)
+    # Complex numbers have no order, so no extremes.
     if not count or dtype.kind in ("complex", "bits"):
         return None
     raw = run.raw(record)
@@ -250,6 +260,7 @@ def figures_of(run: Run, record: Record) -> Figures | None:
     with np.errstate(all="ignore"):
         for start in range(0, count, _CHUNK):
             stop = min(start + _CHUNK, count)
+            # Two 4-bit elements share a byte.
             part = raw[start // 2 : (stop + 1) // 2] if dtype.bits == 4 else raw[start:stop]
             block = to_float64(part, dtype, stop - start).astype(np.float64, copy=False)
             high, low = float(np.maximum(high, block.max())), float(np.minimum(low, block.min()))
@@ -297,6 +308,7 @@ def figures_leave_out(row: Row) -> str:
         int(row.metrics.get(f"{side}_nan", 0)) + int(row.metrics.get(f"{side}_inf", 0))
         for side in ("reference", "candidate")
     ]
+    # One-sided values are the graver remark and include these.
     if any(strange) and not apart:
         remarks.append(f"{_elements(max(strange))} NaN, Inf or a mask's lowest value on both sides")
     if remarks:

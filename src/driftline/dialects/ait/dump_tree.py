@@ -1,12 +1,11 @@
-"""The seed's tree of tensors, as a sink: `dump --layout ait` and `DumpConfig` both write through
-it.
+"""The folder tree of `ait llm dump`, as a sink for `dump --layout ait` and `DumpConfig`.
 
     {dump_path}/ait_dump/torch_tensors/{device}_{pid}/model_tree.json
     {dump_path}/ait_dump/torch_tensors/{device}_{pid}/{token}/{module path}/{file}.pth
 
-One `torch.save` of one plain CPU tensor per file, loadable with `weights_only=True`. Names of
-files, and where they go beyond the seed, are decided in `file_stem`; docs/seed-differences.md lists
-them. Values only: what was reduced to a summary or a digest has no file here.
+Each file is one `torch.save` of one plain CPU tensor, loadable with `weights_only=True`. Names are
+made by `file_stem`; docs/seed-differences.md lists where they go beyond the original. Only values
+are written: a tensor that was reduced to a summary or a digest has no file.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -30,6 +29,7 @@ from driftline.runs.sinks import JSON, Bytes
 
 TENSORS = Path("ait_dump") / "torch_tensors"
 EVENTS = "driftline_events.jsonl"
+# Pieces below this size are collected and written together.
 _SMALL = 1 << 16
 SHEET = "driftline_"
 """Before the names of our own files in the seed's tree."""
@@ -69,9 +69,11 @@ def file_stem(key: TensorKey, alias: str = "", *, alone: bool = False) -> str:
     'input_cache.1'
     """
     slot = alias or key.slot
+    # The original counts positions and joins them with underscores.
     if slot[:1].isdigit():
         slot = slot.replace(".", "_")
     stem = key.port if alone and key.port == "output" else f"{key.port}_{slot}"
+    # The original would overwrite the first call's file; further calls get a suffix.
     if key.visit:
         stem += f".visit{key.visit}"
     if key.phase != usual_phase(key.port):
@@ -83,6 +85,7 @@ def file_stem(key: TensorKey, alias: str = "", *, alone: bool = False) -> str:
 
 def _safe(name: str) -> str:
     """One path component: no separators, no surprises, not too long."""
+    # Names come from a model and may hold separators.
     plain = _UNSAFE.sub("_", name)
     if len(plain) > _LONGEST_NAME:
         plain = plain[:_LONGEST_NAME]
@@ -104,6 +107,7 @@ def find_file(folder: Path, call: Call, port: str, tensor: CallTensor) -> str:
     )
     place = folder / str(call.step) / module_folder(call.site)
     stems = [file_stem(key, tensor.alias)]
+    # A bare output has no number in its file name.
     if port == "output" and tensor.slot == "0":
         stems.insert(0, file_stem(key, alone=True))
     for stem in stems:
@@ -150,12 +154,14 @@ class AitTree:
         return self._folder
 
     def put(self, record: Record, data: Bytes | None) -> None:
+        # The tree holds values only; summaries have no file there.
         if data is None or record.kept not in ("full", "sample"):
             return
         with self._lock:
             if self._broken or self._capped:
                 return
             self._ensure_folder(record.device)
+            # Checked before the write, so that the limit is never exceeded.
             if self._max_bytes and self._bytes + data.nbytes > self._max_bytes:
                 self._capped = True
                 self.event(
@@ -174,6 +180,7 @@ class AitTree:
         line = json.dumps({"kind": kind, "message": message, **details}, ensure_ascii=False)
         with self._lock:
             if self._folder is None:
+                # The folder's name needs the device, which the first tensor brings.
                 self._early_events.append(line)
                 return
             self._append_events([line])
@@ -223,6 +230,7 @@ class AitTree:
         assert self._folder is not None
         key = record.key
         folder = self._folder / str(key.step) / module_folder(key.site)
+        # Any other tensor in between means that the call is over.
         bare, self._bare = self._bare, None
         if key.port == "output":
             if key.slot == "0" and not record.alias:
@@ -231,6 +239,8 @@ class AitTree:
                 return path
             if bare is not None and key._replace(slot="0") == bare[0]:
                 with contextlib.suppress(OSError):
+                    # A second output shows that the first belongs to a tuple,
+                    # which is numbered.
                     bare[1].replace(folder / f"{file_stem(bare[0])}.pth")
         return folder / f"{file_stem(key, record.alias)}.pth"
 
@@ -271,6 +281,7 @@ class AitTree:
                 raise stream.problem
             return True
         except (OSError, RuntimeError) as problem:  # torch reports a full disk as RuntimeError
+            # torch reports every failed write in the same words.
             reason = _disk_problem(path) or problem
             with contextlib.suppress(OSError):
                 path.unlink()  # which also makes room to say so
@@ -380,6 +391,7 @@ def _main_device(device: str) -> str:
     if device not in ("", "cpu"):
         return device
     torch = sys.modules.get("torch")
+    # Asking an uninitialised CUDA would create a context in a program that may not want one.
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         return f"cuda{torch.cuda.current_device()}"
     return "cpu"
@@ -394,6 +406,7 @@ def _tensor(record: Record, data: Bytes) -> Any | None:
     shape = record.shape if record.kept == "full" else (-1,)
     if data.nbytes == 0:
         return torch.empty(record.shape, dtype=dtype)
+    # A copy: `torch.save` of a view would write its whole storage.
     owned = torch.frombuffer(bytearray(data.tobytes()), dtype=torch.uint8)
     try:
         return owned.view(dtype).reshape(shape)

@@ -1,8 +1,7 @@
-"""The Python surface of `ait llm`: `DumpConfig` and `register_hook`, and the saving hook of seed
-004.
+"""The Python interface of `ait llm`, `DumpConfig` and `register_hook`, and of Paddle's saving hook.
 
-Signatures and defaults are the seed's; the work is done by the torch adapter, the tree is written
-by `ait_tree`. Differences are listed in docs/seed-differences.md.
+Signatures and defaults are those of the originals; the torch capture does the work and `dump_tree`
+writes the files. Differences are listed in docs/seed-differences.md.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -23,8 +22,10 @@ if TYPE_CHECKING:
     from driftline.runs.sinks import Sink
 
 Model = TypeVar("Model")
+# The only kind of hook; the argument exists because the original has it.
 HOOK_TYPES = ("dump_data",)
 
+# Weak keys: registering a hook must not keep a model alive.
 _sessions: weakref.WeakKeyDictionary[Any, list[tuple[DumpConfig, CaptureSession]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -59,6 +60,7 @@ class DumpConfig:
         self.module_list = _list_of(type, "module_list", module_list, [])
         if any(token < 0 for token in self.token_range):
             raise BadConfig(f"token_range counts from 0 upwards, not {self.token_range}")
+        # True equals 1 in Python, and would silently mean outputs.
         if isinstance(cast(object, tensor_part), bool) or tensor_part not in (0, 1, 2):
             raise BadConfig(f"tensor_part is 0, 1 or 2, not {tensor_part!r}")
         self.tensor_part = tensor_part
@@ -120,6 +122,7 @@ def register_hook(model: Any, *arguments: Any, **options: Any) -> Any:
         ValueError: An argument has a wrong type or value.
     """
     first = arguments[0] if arguments else options.get("config")
+    # Both originals call their function `register_hook`; the first argument tells them apart.
     if isinstance(first, str | Path) or (not arguments and "config" not in options and options):
         try:
             return register_saving_hook(model, *arguments, **options)
@@ -145,6 +148,7 @@ def _register_dump(
     if torch is None or not isinstance(model, torch.nn.Module):
         raise BadConfig(f"register_hook needs a torch.nn.Module, not {type(model).__name__}")
     others = _sessions.setdefault(model, [])
+    # Two sessions would write the same files twice.
     if any(Path(c.dump_path).resolve() == Path(config.dump_path).resolve() for c, _ in others):
         warnings.warn(
             f"this model is being dumped to {config.dump_path!r} already; the call is ignored",
@@ -161,6 +165,7 @@ def _start(model: Any, config: DumpConfig) -> CaptureSession:
     from driftline.captures.torch.layers import module_tree
     from driftline.captures.torch.session import CaptureSession
 
+    # The sink is made later, in a hook; a strong reference would keep the model alive.
     follow = weakref.ref(model)
     dump_path = Path(config.dump_path).absolute()  # the program may change its folder later
 
@@ -170,6 +175,7 @@ def _start(model: Any, config: DumpConfig) -> CaptureSession:
 
         device = _device_of(follow())
         index = device.partition(":")[2]
+        # Decided when tensors come: a model may be moved after the hook is registered.
         if config.device_id is not None and index and int(index) != config.device_id:
             return Nowhere()
         tree = AitTree(dump_path, device=device)

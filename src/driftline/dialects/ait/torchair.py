@@ -1,11 +1,10 @@
-"""Configurations with which torchair leaves dumps of its own: GE operators with their graph, or FX.
+"""Configurations that make torchair write dumps: GE operators with their graph, or FX nodes.
 
     config = get_ge_dump_config(dump_path="dump")
     torch.compile(model, backend=torchair.get_npu_backend(compiler_config=config))
 
-What they leave opens as a run: `driftline show dump`, `driftline compare FX GE`. Only names of
-settings are known here; torchair, which runs on its own hardware, is asked for the object. FX nodes
-can be recorded without it, too.
+The dumps open as runs: `driftline show dump`, `driftline compare FX GE`. This file knows only the
+names of settings; torchair makes the configuration object. FX nodes can be recorded without it.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ def get_ge_dump_config(
         ValueError: A mode that does not exist.
         DriftlineError: torchair is not there, or the file or the folder is not.
     """
+    # Refused before torchair is loaded, with the words that are allowed.
     if dump_mode not in MODES:
         raise BadConfig(f"dump_mode is one of {', '.join(MODES)}, not {dump_mode!r}")
     switch = None if fusion_switch_file is None else Path(fusion_switch_file)
@@ -72,6 +72,7 @@ def get_fx_dump_config() -> Any:
     Raises:
         DriftlineError: Neither torchair nor torch is there.
     """
+    # Looked for without importing it: only its presence matters here.
     if importlib.util.find_spec("torchair") is not None:
         config = _compiler_config()
         config.debug.data_dump.type = "npy"

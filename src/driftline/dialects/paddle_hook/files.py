@@ -1,10 +1,9 @@
-"""Files of single tensors, written behind the program's back by a thread.
+"""Writes `.npy` files of single tensors from a background thread.
 
-A tensor is copied when it is handed over, and the program goes on at once; only when more than
-`MOST_WAITING` bytes wait for a slow disk does it wait too, because memory has an end. A file
-appears whole, under its name, or not at all. Everything handed over is on disk when the interpreter
-exits, also after an exception or `sys.exit`, and when a child of multiprocessing ends; a kill or
-`os._exit` loses what is waiting then.
+A tensor is copied when it is handed over, and the program continues at once; it waits only while
+more than `MOST_WAITING` bytes are queued for a slow disk. A file appears complete under its name or
+not at all. Everything handed over is on disk when the interpreter exits, also after an exception or
+`sys.exit`, and when a child of multiprocessing ends; a kill or `os._exit` loses what is queued.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from driftline.runs.owned_file import OwnedFile
 
 MOST_WAITING = 1 << 30
 """Bytes; with more on their way the program waits for the disk."""
+# Seconds between two looks at the queue while the program has to wait.
 _PATIENCE = 0.1
 
 Bytes = npt.NDArray[np.uint8]
@@ -44,6 +44,7 @@ class SavedFiles:
     def __init__(self, complain: Callable[[Path, Exception], None]) -> None:
         self._complain = complain
         self._begin()
+        # After a fork each child has to begin its own queue.
         _LIVE.add(self)
 
     def _begin(self) -> None:
@@ -57,6 +58,7 @@ class SavedFiles:
         """Copy a tensor's bytes, and write them as soon as the disk lets us."""
         if self.broken:
             return
+        # The thread starts with the first tensor: a hook that saves nothing costs nothing.
         if not self._started:
             self._started = True
             _finish_at_exit(self.finish)
@@ -64,6 +66,7 @@ class SavedFiles:
         size = data.nbytes
         while self._waiting and self._waiting + size > MOST_WAITING:
             self._staging.drain(_PATIENCE)  # helps where no thread can be had any more
+        # The program may overwrite the tensor at once.
         copied = data.copy()
         with self._lock:
             self._waiting += size
@@ -101,6 +104,7 @@ class SavedFiles:
 
 def write_npy(path: Path, dtype: str, shape: tuple[int, ...], data: Bytes) -> None:
     """One file, by way of a name that nobody reads."""
+    # A leading dot and another ending: no reader takes a draft for a tensor.
     draft = path.with_name(f".{path.name[:80]}.{os.getpid()}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -123,6 +127,7 @@ def as_numpy(dtype: str, shape: tuple[int, ...], data: Bytes) -> npt.NDArray[Any
     kind = DTYPES[dtype]
     if dtype == np.dtype(kind.storage).name:
         return data.view(kind.storage).reshape(shape)
+    # bfloat16 is the upper half of a float32, so shifting is exact.
     if dtype == "bfloat16":
         return (data.view("<u2").astype("<u4") << 16).view("<f4").reshape(shape)
     count = int(np.prod(shape, dtype=np.int64))

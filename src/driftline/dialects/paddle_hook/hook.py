@@ -1,11 +1,11 @@
-"""The saving hook of seed 004: activations and gradients of chosen leaf layers, one `.npy` each.
+"""The saving hook for Paddle and torch: activations and gradients of chosen leaf layers.
 
     {path}/tensors/rank_{r}/tensor_idx_{i}_layer_class_{C}_layer_name_{n}_micro_step_{m}.npy
     {path}/grads/rank_{r}/grad_idx_{i}_of_param_name_{p}_micro_step_{m}.npy
 
-For Paddle and torch models. `layer_name` is Paddle's own name of a layer (`linear_0`), or the path
-of a torch module. A tensor is copied in the hook and written by a thread (`saved_files`). Where it
-differs from the original, and why, is in docs/seed-differences.md.
+`layer_name` is Paddle's own name of a layer (`linear_0`), or the path of a torch module. Tensors
+are copied in the hook and written by a thread (`files`). Differences from the original, and their
+reasons, are in docs/seed-differences.md.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def register_saving_hook(
         AlreadyThere: For a run: the folder holds something already.
     """
     names = _class_names(target_class_names)
+    # Checked by hand, because True would pass for 1.
     for label, limit in (
         ("max_saved_tensors", max_saved_tensors),
         ("max_saved_grads", max_saved_grads),
@@ -81,6 +82,7 @@ def register_saving_hook(
             f"register_saving_hook needs a torch module or a Paddle layer, "
             f"not {type(model).__name__}"
         )
+    # Nothing can be saved then; it is said, because it is most likely a mistake.
     if not names:
         print_to_stderr("register_saving_hook was given no target_class_names: nothing to save")
         return model
@@ -141,6 +143,7 @@ class _Saver:
 
     def attach(self, model: Any) -> None:
         leaves = self.engine.leaves(model)
+        # A micro step is one call of the first leaf that takes part in the forward pass.
         counter = next((leaf for leaf in leaves if leaf.called), None)
         for leaf in leaves:
             if leaf is counter:
@@ -156,6 +159,7 @@ class _Saver:
             )
 
     def _count_micro_step(self, _output: object) -> None:
+        # Recomputation for checkpointing runs layers again without a new step.
         if not self.engine.is_replay():
             self.micro_step += 1
 
@@ -201,6 +205,7 @@ class _Saver:
                 print_to_stderr(f"saving hook leaves out a tensor of {where.name}: {reason}")
         except Exception as problem:
             self.store.stopped(where.name, problem)
+        # Nothing more will be saved, so the thread may end.
         if self.tensors.reached and self.grads.reached:
             self.store.finish_behind()
 
@@ -277,6 +282,8 @@ class _Tree:
         only_store = (
             sum(isinstance(store, _Tree) and store.path == self.path for store in _STORES) == 1
         )
+        # A second registration in the same process finds files of the first, which is no
+        # surprise.
         if first and only_store and next(folder.glob("*.npy"), None) is not None:
             print_to_stderr(
                 f"{self.path} holds tensors of an earlier run: those of the same name are replaced,"
@@ -335,6 +342,7 @@ class _Run:
         from driftline.runs.writer import RunWriter
 
         rank, world_size = _place(self.engine)
+        # Late write errors must still be reported.
         atexit.register(self._ended)  # before the writer's own, so that it is called after that
         self._writer = RunWriter(self.path, rank=rank, world_size=world_size)
         self._writer.describe(**self.engine.facts())
@@ -360,6 +368,8 @@ class _Run:
 
 
 def _place(engine: Engine) -> tuple[int, int]:
+    # The framework knows its rank once it is initialised; until then the launcher's variables
+    # do.
     return engine.rank() or settings.job_place()
 
 

@@ -1,10 +1,10 @@
-"""The checker of seed 004: two trees of the saving hook, set against each other name by name.
+"""The checker of the saving hook: compares two of its trees, file name by file name.
 
     {A}/tensors/compare_rst/rank_{r}_rst.csv
     {A}/grads/compare_rst/rank_{r}_rst.csv
 
-Reads `{tree}/{tensors|grads}/rank_{r}/*.npy`, whoever wrote them, and gives figures, no judgement:
-what is too much is for `driftline compare`. Knows nothing of terminals.
+Reads `{tree}/{tensors|grads}/rank_{r}/*.npy`, whoever wrote them. It gives figures and no verdict;
+limits belong to `driftline compare`. Knows nothing of terminals.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ COLUMNS = (
 KINDS = ("tensors", "grads")
 RESULTS = "compare_rst"
 
+# Nine digits at most: longer numbers are no ranks.
 _RANK = re.compile(r"rank_(\d{1,9})")
 _TENSOR = re.compile(
     r"tensor_idx_(?P<idx>\d+)_layer_class_(?P<what>.+)_layer_name_(?P<name>.*)"
@@ -121,6 +122,7 @@ def survey(a: Path, b: Path) -> Survey:
     """
     if (hook := sys.modules.get("driftline.dialects.paddle_hook.hook")) is not None:
         hook.wait_until_saved()  # this very process may be writing one of them
+    # Both are checked before anything is compared.
     for tree in (a, b):
         if not tree.is_dir():
             raise BadInput(f"there is no folder {tree}")
@@ -136,6 +138,7 @@ def survey(a: Path, b: Path) -> Survey:
         if not ranks_a and not ranks_b:
             absent.append(f"neither tree holds {kind}")
             continue
+        # A rank that one tree lacks is stated, not ignored.
         for ranks, others, missing in ((ranks_a, ranks_b, b), (ranks_b, ranks_a, a)):
             lone = [str(rank) for rank in ranks if rank not in others]
             if lone:
@@ -197,6 +200,7 @@ def check(a: Path, b: Path, places: Places, progress: Progress | None = None) ->
         where = Path(places.kind, f"rank_{places.rank}")
         folder_a, folder_b = Folder(a / where), Folder(b / where)
         ahead = zip(
+            # Read ahead: while one pair is measured, the next is loaded.
             folder_a.ahead([f"{name_a}.npy" for name_a, _ in places.pairs]),
             folder_b.ahead([f"{name_b}.npy" for _, name_b in places.pairs]),
             strict=True,
@@ -207,6 +211,7 @@ def check(a: Path, b: Path, places: Places, progress: Progress | None = None) ->
                 progress(done, len(places.pairs))
 
     try:
+        # Results go into tree A, as in the original.
         folder.mkdir(exist_ok=True)
         write_whole(goal, COLUMNS, lines())
     except OSError as trouble:
@@ -242,6 +247,8 @@ def _by_numbers(name: str) -> list[tuple[int, str]]:
 def _matched(kind: str, rank: int, names_a: list[str], names_b: list[str]) -> Places:
     set_b = set(names_b)
     pairs = [(name, name) for name in names_a if name in set_b]
+    # Where some names of a class agree, the numbering is the same and order must not override
+    # it.
     agreeing = {_class(name) for name, _ in pairs}
     shifted = _paired_by_order(
         [name for name in names_a if _class(name) not in agreeing],
@@ -333,12 +340,14 @@ def _figures(
         second = kernel.pair_moments(values_b, dtype_b, values_b, dtype_b, count=count_b)
         return why, (*_spread(first, values_a), *_spread(second, values_b))
     moments = kernel.pair_moments(values_a, dtype_a, values_b, dtype_b, count=count_a)
+    # The kernel's sums are enough for finite values of usual size.
     if moments.r_finite == moments.c_finite == count_a and not needs_definition(moments):
         alike = cosine(moments) if count_a else math.nan
     else:
         alike = _long_cosine(_numbers(values_a), _numbers(values_b))
     if moments.r_finite == moments.c_finite == count_a > 0:
         return alike, (moments.r_mean, moments.r_std, moments.c_mean, moments.c_std)
+    # The same function reads the first side, so B's figures are put there.
     swapped = moments._replace(
         r_finite=moments.c_finite, r_mean=moments.c_mean, r_std=moments.c_std
     )

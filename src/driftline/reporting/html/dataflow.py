@@ -1,7 +1,7 @@
-"""Who feeds whom, for the detail of a site: its producers and its consumers.
+"""Edges between sites, so that a page can show the producers and consumers of a site.
 
-Asked of the reference's own graph: edges that a dump holds, else equal bytes within the run. Sites
-only; tensors between them have no names here.
+Taken from the graph of the reference run: edges that a dump holds, otherwise equal bytes within the
+run. Only sites are connected; tensors between them have no names here.
 """
 
 from __future__ import annotations
@@ -37,9 +37,24 @@ def flow_of(run: Run, rank: int = 0, process: int = 0, step: int | None = None) 
         return None  # a page without arrows is better than none
     if graph is None:
         return None
+    edges = _edges(graph.nodes)
+    if not edges:
+        return None
+    sites = list(dict.fromkeys(site for edge in edges for site in edge))
+    place = {site: index for index, site in enumerate(sites)}
+    return {
+        "source": "edges" if topology is not None and topology.get("edges") else "bytes",
+        "sites": sites,
+        "from": np.asarray([place[maker] for maker, _ in edges], np.uint32),
+        "to": np.asarray([place[reader] for _, reader in edges], np.uint32),
+    }
+
+
+def _edges(nodes: tuple[GraphNode, ...]) -> list[tuple[str, str]]:
+    """Pairs of sites (producer, consumer) that share a tensor, in order of execution."""
     makers: dict[str, list[str]] = {}
     readers: dict[str, list[str]] = {}
-    for node in _walk(graph.nodes):
+    for node in _walk(nodes):
         for name in node.outputs:
             makers.setdefault(name, []).append(node.site)
         for name in node.inputs:
@@ -57,16 +72,7 @@ def flow_of(run: Run, rank: int = 0, process: int = 0, step: int | None = None) 
         # More arrows than this cannot be read, and a page must stay small.
         if len(edges) > _MOST_EDGES:
             break
-    if not edges:
-        return None
-    sites = list(dict.fromkeys(site for edge in edges for site in edge))
-    place = {site: index for index, site in enumerate(sites)}
-    return {
-        "source": "edges" if topology is not None and topology.get("edges") else "bytes",
-        "sites": sites,
-        "from": np.asarray([place[maker] for maker, _ in edges], np.uint32),
-        "to": np.asarray([place[reader] for _, reader in edges], np.uint32),
-    }
+    return list(edges)
 
 
 def _unread(run: Run) -> int:

@@ -1,7 +1,7 @@
-"""What validation of a text model left in a folder, as the decoder parts of a page.
+"""The part of a page about a text model: what validation left in a folder.
 
-Reads the artefacts of `driftline validate`, `metrics` and `layer-metrics`; where several are of one
-model and shape they are put together. Judges tokens only by limits that somebody has given.
+Reads the files of `driftline validate`, `metrics` and `layer-metrics`, and joins those of one model
+and shape. Tokens are judged only by limits that the user gave.
 """
 
 from __future__ import annotations

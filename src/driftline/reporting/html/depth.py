@@ -1,7 +1,7 @@
-"""The error along the depth of the model: which rows make the line, and what is normal there.
+"""The error along the depth of the model: which rows make the line, and the noise band around it.
 
-Forward: what every call gave, in the order in which it ran. Backward: gradients, in theirs. Limits
-are the rows' own and not repeated here.
+Forward lines hold the output of every call in order of execution, backward lines the gradients in
+theirs. Limits are not repeated here: they belong to the rows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Rows of a table as columns of a page: text by code, figures as arrays (docs/report-format.md).
+"""The document of a page: everything that the front end shows, as JSON values and arrays.
 
-Knows the three forms of a column and which fields of a row a reader of a page needs.
+In this order: rows as columns, sites as a tree, differences between the two runs, and `page_data`,
+which puts them together with the verdict. The format is described in docs/report-format.md. Nothing
+here knows HTML.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
@@ -149,7 +152,7 @@ def _dims(shape: tuple[int, ...] | None) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-# The sites of a table as a tree: what a reader unfolds to come to a layer.
+# Sites as a tree, which the reader unfolds to reach a layer.
 
 
 ROOT = "(root)"
@@ -248,7 +251,7 @@ def _classes(roots: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
         below += cast("list[Any]", children) if isinstance(children, list) else []
 
 
-# What two runs say of themselves, and in what they differ: versions, number formats, devices.
+# Facts about both runs and their differences: versions, number formats, devices.
 
 
 _FACT_NAMES = {
@@ -428,11 +431,10 @@ def _fact_text(what: str, value: Any) -> str:
     return str(value)
 
 
-# A judged table, and whatever else is known, as the document of a page (docs/report-format.md).
+# The whole document of a page.
 
 
 SCHEMA = "driftline.page/1"
-_NO_PICTURES: Mapping[int, Mapping[str, Any]] = {}
 _METHOD_NAMES = {
     "replay": "a replay of the reference's modules",
     "noise": "trusted runs",
@@ -441,34 +443,38 @@ _METHOD_NAMES = {
 }
 
 
-def page_data(
-    table: Table,
-    *,
-    reference: Run | None = None,
-    candidate: Run | None = None,
-    diagnosis: Diagnosis | None = None,
-    noise: Sequence[Table] = (),
-    flow: Mapping[str, Any] | None = None,
-    pictures: Mapping[int, Mapping[str, Any]] = _NO_PICTURES,
-    decoder: Sequence[Mapping[str, Any]] = (),
-    notes: Sequence[str] = (),
-    title: str = "",
-) -> dict[str, Any]:
-    """The document of a page.
+@dataclass(frozen=True, slots=True)
+class PageContents:
+    """What a page shows besides its table.
 
-    Args:
-        table: A judged comparison.
-        reference: The run behind it, if it is there: says more of itself than the table does.
+    Attributes:
+        reference: The run behind the table, if it is there: it states more facts than the table.
         candidate: The same of the other side.
-        diagnosis: Where and why, if it was asked.
-        noise: Comparisons of trusted runs with the same reference: what is normal.
-        flow: Who feeds whom, as `flow_of` gives it.
+        diagnosis: Site and cause of the drift, if they were looked for.
+        noise: Comparisons of trusted runs with the same reference: the normal error.
+        flow: Edges between sites, as `flow_of` gives them.
         pictures: Row number → pictures of that pair.
-        decoder: What validation of a text model gave.
-        notes: What else the reader must know.
+        decoder: Parts about a text model.
+        notes: Other sentences for the reader.
         title: Of the page; made from the sides when empty.
     """
-    side_data = sides(table, reference, candidate)
+
+    reference: Run | None = None
+    candidate: Run | None = None
+    diagnosis: Diagnosis | None = None
+    noise: Sequence[Table] = ()
+    flow: Mapping[str, Any] | None = None
+    pictures: Mapping[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
+    decoder: Sequence[Mapping[str, Any]] = ()
+    notes: Sequence[str] = ()
+    title: str = ""
+
+
+def page_data(table: Table, contents: PageContents | None = None) -> dict[str, Any]:
+    """The document of a page: a judged table, and whatever else there is to show."""
+    contents = contents or PageContents()
+    reference, diagnosis, decoder = contents.reference, contents.diagnosis, contents.decoder
+    side_data = sides(table, reference, contents.candidate)
     names = f"{side_data['reference']['name']} against {side_data['candidate']['name']}"
     # For a text model its name says more than the paths of two folders.
     if decoder and decoder[0]["model"]:
@@ -481,8 +487,8 @@ def page_data(
             "by": f"driftline {__version__}",
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
         },
-        "title": title or names,
-        "verdict": _verdict(table, diagnosis, notes, decoder),
+        "title": contents.title or names,
+        "verdict": _verdict(table, diagnosis, contents.notes, decoder),
         "sides": side_data,
         "metrics": [
             {
@@ -498,10 +504,11 @@ def page_data(
             ((row.site, row.class_name) for row in table.rows),
             _roots(reference, table),
         ),
-        "depth": depth_lines(table, diagnosis=diagnosis, noise=noise),
-        "flow": flow,
+        "depth": depth_lines(table, diagnosis=diagnosis, noise=contents.noise),
+        "flow": contents.flow,
         "pictures": {
-            str(index): {"row": index, **picture} for index, picture in sorted(pictures.items())
+            str(index): {"row": index, **picture}
+            for index, picture in sorted(contents.pictures.items())
         },
         "decoder": [
             {name: value for name, value in part.items() if name != "about"} for part in decoder

@@ -1,7 +1,7 @@
-"""What `driftline opcheck --format json` printed, as a comparison: operators against definitions.
+"""Reads the JSON of `driftline opcheck` as a comparison of operators with their definitions.
 
-A row per output. The measure is the share of elements within their bound, as there; nothing is
-computed again.
+One row per output. The metric is the share of elements within their bound; nothing is computed
+again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A document with arrays in it as bytes: JSON, and the arrays beside it (docs/report-format.md).
+"""The page as a file: the container of its data, and the HTML around it (docs/report-format.md).
 
-Knows the container, not what is in it. A front end maps the arrays where they lie, so that 50 000
-rows open without 50 000 objects.
+A container is JSON followed by the raw arrays, which the front end maps where they lie, so that
+50 000 rows open without 50 000 objects. The HTML allows no network access and shows the headline
+without JavaScript.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def singles(values: Array) -> Array:
     return values.astype(np.float32)
 
 
-# The HTML around a page's data: one file, its own policy against any network, and the headline.
+# HTML: one file, a policy against any network access, and the headline.
 
 
 _BUNDLE = Path(__file__).parent / "bundle"

@@ -1,7 +1,7 @@
-"""The door to pages: two runs, or a comparison that was made before, become one HTML file.
+"""Makes the HTML report: from two runs, or from a comparison made before, to one file.
 
-Decides what is asked of whom: alignment, comparison, diagnosis, pictures. How any of it is done, or
-drawn, is not known here.
+Decides which steps are needed (alignment, comparison, diagnosis, pictures) and collects their
+results. How each step works, and how the page looks, is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from driftline.alignment.align import AlignOptions, align_runs
 from driftline.alignment.plan import Pair, Plan
@@ -36,7 +36,7 @@ from driftline.formats.registry import open_run
 from driftline.graphs.open import write_whole
 from driftline.reporting.html.dataflow import flow_of
 from driftline.reporting.html.decoder import decoder_folder, layers_of
-from driftline.reporting.html.document import page_data
+from driftline.reporting.html.document import PageContents, page_data
 from driftline.reporting.html.operators import is_operators, operator_table
 from driftline.reporting.html.page import embedded_page
 from driftline.runs.run import Run
@@ -53,6 +53,7 @@ _MOST_DRAWN = 64 << 20
 """Elements of a pair that is drawn into a file; a larger one is for `driftline view`."""
 
 Source: TypeAlias = "Table | Run | StrPath"
+Comparing: TypeAlias = Callable[[Run, Run, Plan], Table]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,24 @@ class Page:
     reference: Run | None = None
     candidate: Run | None = None
     pairs: Mapping[int, Pair] = field(default_factory=dict[int, Pair])
+
+
+@dataclass(frozen=True, slots=True)
+class PageOptions:
+    """What goes into a page, and the evidence for its diagnosis; fields as `report` takes them."""
+
+    thresholds: Thresholds | StrPath | None = None
+    replay: Replay | StrPath | None = None
+    noise: Sequence[Evidence] = ()
+    repeats: Sequence[Evidence] = ()
+    bisect: Mapping[str, Any] | StrPath | None = None
+    options: AlignOptions | None = None
+    diagnosis: bool = True
+    pictures: int = PICTURES
+    tokenizer: str = ""
+    title: str = ""
+    threads: int | None = None
+    progress: Progress | None = None
 
 
 def report(
@@ -127,9 +146,7 @@ def report(
             raise AlreadyThere(f"{place} is a folder", hint="give the name of a file with -o")
         if place.exists() and not force:
             raise AlreadyThere(f"{place} exists", hint="give another -o, or --force")
-    page = page_of(
-        subject,
-        candidate,
+    wanted = PageOptions(
         thresholds=thresholds,
         replay=replay,
         noise=noise,
@@ -143,6 +160,7 @@ def report(
         threads=threads,
         progress=progress,
     )
+    page = page_of(subject, candidate, wanted)
     text = embedded_page(page.document)
     if place is None:
         return text
@@ -154,39 +172,79 @@ def report(
 def page_of(
     subject: Source,
     candidate: Run | StrPath | None = None,
+    wanted: PageOptions | None = None,
     *,
-    thresholds: Thresholds | StrPath | None = None,
-    replay: Replay | StrPath | None = None,
-    noise: Sequence[Evidence] = (),
-    repeats: Sequence[Evidence] = (),
-    bisect: Mapping[str, Any] | StrPath | None = None,
-    options: AlignOptions | None = None,
-    diagnosis: bool = True,
-    pictures: int = PICTURES,
-    tokenizer: str = "",
-    title: str = "",
-    threads: int | None = None,
-    progress: Progress | None = None,
-    comparing: Callable[[Run, Run, Plan], Table] | None = None,
+    comparing: Comparing | None = None,
 ) -> Page:
-    """The page of a comparison; arguments as `report` takes them.
+    """The page of a comparison.
 
     Args:
-        comparing: Compares two runs by their plan, for whoever remembers what was measured before.
+        subject: A comparison, a folder, or the reference, as `report` takes it.
+        candidate: What is in question.
+        wanted: What goes into the page, and by which evidence it is judged.
+        comparing: Compares two runs by their plan; the viewer passes one that keeps measured rows.
 
     Raises:
         DriftlineError: It could not be made.
     """
+    wanted = wanted or PageOptions()
     notes: list[str] = []
-    plan: Plan | None = None
-    reference_run: Run | None = None
-    candidate_run: Run | None = None
-    decoder: list[dict[str, Any]] = []
+    compared = _compared(subject, candidate, wanted, comparing, notes)
+    table, reference_run, candidate_run = compared.table, compared.reference, compared.candidate
+    trusted = _noise_variants(reference_run, wanted)
+    runs = _diagnosis_runs(compared, wanted)
+    proof = None if wanted.bisect is None else open_bisection(wanted.bisect)
+    diagnosed = None
+    # Diagnosis judges by the relative error; tables of other metrics cannot be diagnosed.
+    if wanted.diagnosis and table.rows and table.column("relative_l2") is not None:
+        diagnosed = _diagnose(table, trusted, runs, proof, notes)
+    pairs = _pairs(table, compared.plan) if compared.plan is not None else {}
+    drawn: dict[int, Mapping[str, Any]] = {}
+    if wanted.pictures and reference_run is not None and candidate_run is not None:
+        drawn = _draw_pairs(table, pairs, reference_run, candidate_run, diagnosed, wanted.pictures)
+    flow = None
+    if reference_run is not None and table.rows:
+        # The flow of the step and rank in which the drift starts.
+        key = (table.first or table.rows[0]).key
+        flow = flow_of(reference_run, key.rank, key.process, key.step)
+    contents = PageContents(
+        reference=reference_run,
+        candidate=candidate_run,
+        diagnosis=diagnosed,
+        noise=[variant.table for variant in trusted],
+        flow=flow,
+        pictures=drawn,
+        decoder=compared.decoder,
+        notes=notes,
+        title=wanted.title,
+    )
+    return Page(page_data(table, contents), table, reference_run, candidate_run, pairs)
+
+
+class _Compared(NamedTuple):
+    """A comparison, and the runs behind it where they could be opened."""
+
+    table: Table
+    decoder: list[dict[str, Any]]
+    reference: Run | None
+    candidate: Run | None
+    plan: Plan | None
+
+
+def _compared(
+    subject: Source,
+    candidate: Run | StrPath | None,
+    wanted: PageOptions,
+    comparing: Comparing | None,
+    notes: list[str],
+) -> _Compared:
+    """Compare two runs, or open a comparison that was made before."""
+    alignment = wanted.options or AlignOptions()
     if candidate is not None:
         if isinstance(subject, Table):
             raise BadInput("a comparison has both sides already", hint="give it alone")
         reference_run, candidate_run = _opened(subject), _opened(candidate)
-        plan = align_runs(reference_run, candidate_run, options or AlignOptions())
+        plan = align_runs(reference_run, candidate_run, alignment)
         if comparing is not None:
             table = comparing(reference_run, candidate_run, plan)
         else:
@@ -194,70 +252,39 @@ def page_of(
                 reference_run,
                 candidate_run,
                 plan=plan,
-                thresholds=thresholds,
-                threads=threads,
-                progress=progress,
+                thresholds=wanted.thresholds,
+                threads=wanted.threads,
+                progress=wanted.progress,
             )
-        decoder = layers_of(table)
-    else:
-        # A comparison made before keeps its rows; only pictures and causes need the runs
-        # again.
-        table, decoder = _open_comparison(subject, thresholds, tokenizer)
-        reference_run, candidate_run = _runs_of(table, subject)
-        if reference_run is not None and candidate_run is not None:
-            plan = align_runs(reference_run, candidate_run, options or AlignOptions())
-        # Operator checks and text models never had two runs, so nothing is missing there.
-        elif table.rows and not decoder and table.limits.get("kind") is None:
-            notes.append(
-                "the two runs were not found where the comparison says, or have changed since: "
-                "there are no pictures of tensors here, and no cause is named"
-            )
-    trusted: list[Variant] = []
-    if noise:
-        if reference_run is None:
-            raise BadInput(
-                "noise runs are compared with the reference, which is not there",
-                hint="give the two runs: driftline report REF CAND --noise DIR",
-            )
-        trusted = _noise_variants(reference_run, noise, options or AlignOptions(), threads)
-    runs = None
-    if plan is not None and reference_run is not None and candidate_run is not None:
-        played = None if replay is None else open_replay(replay)
-        runs = Runs(
-            reference_run, candidate_run, played, [_opened(repeat) for repeat in repeats], plan
+        return _Compared(table, layers_of(table), reference_run, candidate_run, plan)
+    # A comparison made before keeps its rows; only pictures and causes need the runs again.
+    table, decoder = _open_comparison(subject, wanted.thresholds, wanted.tokenizer)
+    first, second = _runs_of(table, subject)
+    if first is not None and second is not None:
+        return _Compared(table, decoder, first, second, align_runs(first, second, alignment))
+    # Operator checks and text models never had two runs, so nothing is missing there.
+    if table.rows and not decoder and table.limits.get("kind") is None:
+        notes.append(
+            "the two runs were not found where the comparison says, or have changed since: "
+            "there are no pictures of tensors here, and no cause is named"
+        )
+    return _Compared(table, decoder, first, second, None)
+
+
+def _diagnosis_runs(compared: _Compared, wanted: PageOptions) -> Runs | None:
+    """Both runs with the evidence about them, for the diagnosis."""
+    reference, candidate, plan = compared.reference, compared.candidate, compared.plan
+    if plan is not None and reference is not None and candidate is not None:
+        played = None if wanted.replay is None else open_replay(wanted.replay)
+        return Runs(
+            reference, candidate, played, [_opened(repeat) for repeat in wanted.repeats], plan
         )
     # Evidence without runs would be ignored, and the user would not notice.
-    elif replay is not None or repeats or bisect is not None:
+    if wanted.replay is not None or wanted.repeats or wanted.bisect is not None:
         raise BadInput(
             "evidence belongs to two runs, which are not there", hint="give the two runs: REF CAND"
         )
-    proof = None if bisect is None else open_bisection(bisect)
-    diagnosed = None
-    # Diagnosis judges by the relative error; tables of other metrics cannot be diagnosed.
-    if diagnosis and table.rows and table.column("relative_l2") is not None:
-        diagnosed = _diagnose(table, trusted, runs, proof, notes)
-    pairs = _pairs(table, plan) if plan is not None else {}
-    drawn: dict[int, Mapping[str, Any]] = {}
-    if pictures and reference_run is not None and candidate_run is not None:
-        drawn = _draw_pairs(table, pairs, reference_run, candidate_run, diagnosed, pictures)
-    flow = None
-    if reference_run is not None and table.rows:
-        # The flow of the step and rank in which the drift starts.
-        key = (table.first or table.rows[0]).key
-        flow = flow_of(reference_run, key.rank, key.process, key.step)
-    document = page_data(
-        table,
-        reference=reference_run,
-        candidate=candidate_run,
-        diagnosis=diagnosed,
-        noise=[variant.table for variant in trusted],
-        flow=flow,
-        pictures=drawn,
-        decoder=decoder,
-        notes=notes,
-        title=title,
-    )
-    return Page(document, table, reference_run, candidate_run, pairs)
+    return None
 
 
 def _opened(source: Source) -> Run:
@@ -342,17 +369,24 @@ def _modified_time(home: Path) -> float:
     return table.stat().st_mtime
 
 
-def _noise_variants(
-    reference: Run, noise: Sequence[Evidence], options: AlignOptions, threads: int | None
-) -> list[Variant]:
+def _noise_variants(reference: Run | None, wanted: PageOptions) -> list[Variant]:
+    """Trusted runs compared with the reference."""
+    if not wanted.noise:
+        return []
+    if reference is None:
+        raise BadInput(
+            "noise runs are compared with the reference, which is not there",
+            hint="give the two runs: driftline report REF CAND --noise DIR",
+        )
     variants: list[Variant] = []
-    for trusted in open_noise(noise):
+    options = wanted.options or AlignOptions()
+    for trusted in open_noise(wanted.noise):
         plan = align_runs(reference, trusted.run, options)
         name = trusted.name
         # Two folders may have one name; evidence is kept by name.
         while any(name == variant.name for variant in variants):
             name += "'"
-        measured = measure(plan, reference, trusted.run, threads=threads)
+        measured = measure(plan, reference, trusted.run, threads=wanted.threads)
         variants.append(Variant(name, measured, trusted.run, plan))
     return variants
 

@@ -1,6 +1,7 @@
-"""Scores of generated tokens, and the first one that fails with both sides' likeliest.
+"""Scores of generated tokens, the first failing token, and maps of layers against tokens.
 
-Reads `.tokens.parquet`, and of the saved logits no more than one prompt.
+Reads `.tokens.parquet`, layer files, and of the saved logits no more than one prompt. Does not
+decide limits.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ def _log_sum(row: Array) -> float:
     return top + float(np.log(np.exp(row - top).sum()))
 
 
-# Tokens against layers: how far each layer's output is off at each token.
+# Maps of layers against tokens: the error of each layer's output at each token.
 
 
 FEWEST_STEPS = 3

@@ -1,4 +1,4 @@
-"""The door to the viewer: `driftline.view(reference, candidate)` serves a page until stopped."""
+"""Public functions of the viewer: `view` serves a page until it is stopped, `serve` in a thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from driftline.comparison.table.files import TABLE_FILE, is_table, open_table
 from driftline.comparison.table.table import Table
 from driftline.diagnosis.evidence.files import Evidence, Replay
 from driftline.errors import BadInput
-from driftline.reporting.html.report import Page, Source, page_of
+from driftline.reporting.html.report import Page, PageOptions, Source, page_of
 from driftline.reporting.viewer.server import Server, check_port, open_server
 from driftline.reporting.viewer.session import RowCache, Session
 from driftline.runs.layout import MANIFEST
@@ -171,7 +171,7 @@ def _server(
         row_cache = RowCache(about.get("thresholds"), about.get("threads"), progress)
 
     def make() -> Page:
-        return page_of(subject, candidate, pictures=0, comparing=row_cache, **about)
+        return page_of(subject, candidate, PageOptions(pictures=0, **about), comparing=row_cache)
 
     return open_server(Session(make, _watched(subject, candidate)), port)
 

@@ -1,8 +1,8 @@
-"""A server for one reader on this machine: who may ask, what for, and how it is answered.
+"""The viewer's HTTP server: which requests are accepted, and how each is answered.
 
-Listens on 127.0.0.1 only. Every address begins with a token that nobody can guess; other names of
-the host, other origins and other methods are refused before anything is done. No part of an
-address ever becomes a path: there is a table of questions, and nothing else is answered.
+Listens on 127.0.0.1 only. Every address begins with a random token; other host names, other origins
+and other methods are refused before anything is done. No part of an address ever becomes a path:
+`ENDPOINTS` lists everything that is answered.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Comparing two runs again when they have grown: what was measured before is not measured again.
+"""The state behind one viewer: its page, the pairs of tensors that are open, rows measured before.
 
-A line of a run's index is final once it is written, so a pair of two known lines is a known row.
-Judging is done anew each time: which row is the first to fail depends on all of them.
+`Session` answers questions about the page and makes it anew when the runs have changed. `RowCache`
+compares growing runs: a line of a run's index is final once written, so a pair of two known lines
+need not be measured again. Judging is repeated each time, because which row fails first depends on
+all of them. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ class RowCache:
         return judge_by(table, self._tolerance)
 
 
-# What lies open: one page over two runs, and the tensors somebody is looking at.
+# The session: one page, and the pairs of tensors that are open.
 
 
 BUDGET = 1 << 22

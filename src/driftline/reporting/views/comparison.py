@@ -1,4 +1,8 @@
-"""Where in a model a comparison went wrong: the first divergence as a tree, error by depth."""
+"""The view of a comparison: verdict, first divergence, error along the depth, worst rows.
+
+Shows a judged table; limits and verdicts were decided before. `where` and `along_depth` locate the
+divergence in the model and are shared with the summary for CI.
+"""
 
 from __future__ import annotations
 
@@ -67,6 +71,13 @@ def where(table: Table) -> Branch:
     branches = tuple(
         _leaf(site, worst.get(site), heats.get(site), site == home, parent) for site in near
     )
+    return _wrapped(branches, parts, worst, heats)
+
+
+def _wrapped(
+    branches: tuple[Branch, ...], parts: list[str], worst: dict[str, Row], heats: dict[str, float]
+) -> Branch:
+    """The branches inside the modules that contain them, the outermost last."""
     for depth in range(len(parts) - 1, 0, -1):
         # A container of numbered children (`layers`) is no place of its own: `layers.3` is.
         if depth > 1 and not parts[depth - 1].isdigit() and parts[depth].isdigit():
@@ -174,7 +185,7 @@ def _figure(row: Row) -> str:
     return "" if value is None else number(value)
 
 
-# A comparison table → a view: what was found and where, the worst rows, what was not compared.
+# The whole view: verdict, divergence, worst rows, and what was not compared.
 
 
 # As many as fit a terminal beside the tree; `--all` shows the rest.

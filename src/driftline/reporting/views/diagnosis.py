@@ -1,4 +1,4 @@
-"""A diagnosis becomes a view: three sentences, then the sites that matter."""
+"""The view of a diagnosis: a headline, its sentences and facts, then the sites that matter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The graph of a model as a file for a viewer, with what a comparison says of its nodes."""
+"""Writes the graph of a model as a file for a graph viewer, with the results of a comparison on it.
+
+Decides which file is written and which row of a table belongs to which node; the formats themselves
+are in `driftline.graphs.writers`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from driftline.comparison.table.files import open_table
 from driftline.comparison.table.row import Row
 from driftline.comparison.table.table import Table
 from driftline.errors import BadInput, did_you_mean
-from driftline.graphs.model import at_level, require_level
+from driftline.graphs.model import Graph, LevelGraph, at_level, require_level
 from driftline.graphs.open import output_for, read_graph, write_whole
 from driftline.graphs.overlay import Finding
 from driftline.reporting.formatting import number
@@ -105,18 +109,26 @@ def write_graph(
                 data_files, (numbers, status_data(seen, findings)), strict=True
             ):
                 write_whole(data_file, text.encode("utf-8", "replace"))
-    depth = graph.depth()
     made = {name for node in seen.nodes for name in node.outputs}
     edges = sum(name in made for node in seen.nodes for name in node.inputs)
+    notes = _notes(graph, seen, level, findings)
+    if not edges and len(seen.nodes) > 1:
+        notes.append("no node takes what another one gives, as far as the source says")
+    return Drawn(place, data_files, len(seen.nodes), edges, tuple(notes))
+
+
+def _notes(
+    graph: Graph, seen: LevelGraph, level: int | None, findings: Mapping[str, Finding] | None
+) -> list[str]:
+    """Sentences about what the picture does not show."""
+    depth = graph.depth()
     notes = list(graph.notes)
     if level is not None and level > depth:
         notes.append(f"the graph is {depth} level{'s' if depth != 1 else ''} deep; all are shown")
     if findings is not None:
         sites = {node.site for node in seen.nodes}
         notes += _unplaced(findings, sites | {site.rpartition("/")[0] for site in sites})
-    if not edges and len(seen.nodes) > 1:
-        notes.append("no node takes what another one gives, as far as the source says")
-    return Drawn(place, data_files, len(seen.nodes), edges, tuple(notes))
+    return notes
 
 
 def findings_of(

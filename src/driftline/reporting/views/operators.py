@@ -1,11 +1,11 @@
-"""Checked operators become a view for people, the seed's csv, or a document for programs."""
+"""Results of an operator check: a view for people, the csv of `ait opcheck`, JSON for programs."""
 
 from __future__ import annotations
 
 import csv
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -103,23 +103,9 @@ def view(report: Report, *, everything: bool = False) -> View:
     elif failing:
         blocks.append(_grid(report, failing, "Not right"))
     if cover.unchecked:
-        lines = [Line((count, reason), "doubtful") for reason, count in cover.reasons]
-        shown = lines if everything else lines[:SHOWN]
-        title = f"Not checked: {counted(cover.unchecked, 'operator')} of {cover.operators}"
-        headings = (Heading("operators"), Heading("reason", stretch=True))
-        left = len(lines) - len(shown)
-        blocks.append(Grid(title, headings, tuple(shown), left, "--all shows every reason"))
-    # A remark on a passing output must not vanish behind the word pass.
-    noted = [row for row in report.rows if row.status == "pass" and row.figures.reason]
-    near = [row for row in noted if (row.figures.share or 0.0) < 100.0]
-    plain = [row for row in noted if (row.figures.share or 0.0) >= 100.0]
-    for rows, words in (
-        (near, "with elements outside the bound, as its share allows (--all)"),
-        (plain, "with a remark (--all)"),
-    ):
-        if rows and not everything:
-            outputs = "1 output passes" if len(rows) == 1 else f"{len(rows)} outputs pass"
-            blocks.append(Sentence(f"{outputs} {words}", "quiet"))
+        blocks.append(_unchecked_grid(cover, everything))
+    if not everything:
+        blocks += _remarked(report.rows)
     if used := _bounds(report.rows):
         blocks.append(Sentence(f"bounds: {used}", "quiet"))
     if cover.filtered:
@@ -127,6 +113,31 @@ def view(report: Report, *, everything: bool = False) -> View:
         blocks.append(Sentence(f"{left_out} left out by -ids and -opname", "quiet"))
     blocks += [Sentence(text, "quiet") for text in report.remarks]
     return View(tuple(blocks))
+
+
+def _unchecked_grid(cover: Coverage, everything: bool) -> Grid:
+    """Reasons why operators were not checked, and how many operators each concerns."""
+    lines = [Line((count, reason), "doubtful") for reason, count in cover.reasons]
+    shown = lines if everything else lines[:SHOWN]
+    title = f"Not checked: {counted(cover.unchecked, 'operator')} of {cover.operators}"
+    headings = (Heading("operators"), Heading("reason", stretch=True))
+    left = len(lines) - len(shown)
+    return Grid(title, headings, tuple(shown), left, "--all shows every reason")
+
+
+def _remarked(all_rows: Sequence[OutputRow]) -> Iterator[Sentence]:
+    """How many outputs pass with a remark, which only `--all` shows one by one."""
+    # A remark on a passing output must not vanish behind the word pass.
+    noted = [row for row in all_rows if row.status == "pass" and row.figures.reason]
+    near = [row for row in noted if (row.figures.share or 0.0) < 100.0]
+    plain = [row for row in noted if (row.figures.share or 0.0) >= 100.0]
+    for rows, words in (
+        (near, "with elements outside the bound, as its share allows (--all)"),
+        (plain, "with a remark (--all)"),
+    ):
+        if rows:
+            outputs = "1 output passes" if len(rows) == 1 else f"{len(rows)} outputs pass"
+            yield Sentence(f"{outputs} {words}", "quiet")
 
 
 def _bounds(rows: Sequence[OutputRow]) -> str:

@@ -1,6 +1,7 @@
-"""The modules of a run: one line each, of equal layers only the first opened.
+"""The view of a run, a dump or a file of tensors: origin, modules, tensors and statistics.
 
-Knows trees and how many tensors each module has; nothing of the tensors themselves.
+`view` is for people, `document` and `sheet` are the same for programs. Of equal layers only the
+first is listed in full. Statistics are computed only where the run did not keep them.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def _pattern(node: ModuleNode) -> tuple[Any, ...]:
     return (node.class_name, tuple((name, _pattern(child)) for name, child in node.children))
 
 
-# A file of named tensors → the grid that lists them: such a file has no modules to show.
+# A file of named tensors has no modules; its tensors are listed instead.
 
 
 _SHOWN = 80
@@ -167,7 +168,7 @@ def file_grid(records: Sequence[Record], everything: bool) -> Grid:
     return Grid("Tensors (--tensors: statistics)", headings, lines, left, "--all shows every one")
 
 
-# A run, or somebody's tensor file, → a view: where it comes from, its modules, its tensors.
+# The whole view of a run, a dump or a file.
 
 
 SCHEMA = "driftline.show/1"
@@ -306,6 +307,26 @@ def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
     # What the launched process said of itself goes before what its launcher said.
     processes = run.processes()
     manifest = {**run.manifest, **(processes[0] if processes else {})}
+    yield from _origin_facts(run, manifest)
+    yield from _content_facts(run, records)
+    companions = manifest.get("beside")
+    if isinstance(companions, Mapping) and companions:
+        items = cast(Mapping[str, Any], companions).items()
+        yield "beside them", ", ".join(f"{what} ×{n}" if n != 1 else what for what, n in items)
+    # Tensors that share bytes in a shard are counted once; a file of tensors is counted as it is.
+    blobs = {
+        (record.key.rank, record.key.process, record.blob.shard, record.blob.offset, record.digest)
+        if record.digest
+        else record.key: record.blob.length
+        for record in records
+        if record.blob is not None
+    }
+    if blobs:
+        yield "bytes", size(sum(blobs.values()))
+
+
+def _origin_facts(run: Run, manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Who made the run: command, program, commit, versions and devices."""
     command = run.manifest.get("command")
     if isinstance(command, (list, tuple)):
         yield "command", shlex.join(str(word) for word in cast(list[Any], command))
@@ -325,6 +346,10 @@ def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
             entry = ", ".join(str(item) for item in cast(list[Any], entry))
         if entry is not None and entry != "":
             yield name.replace("_", " "), str(cast(object, entry))
+
+
+def _content_facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
+    """What the run holds: ranks, steps, ports, number formats, and how much was kept."""
     ranks = {(record.key.rank, record.key.process) for record in records}
     yield "ranks", ", ".join(f"{r}.p{p}" if p else str(r) for r, p in sorted(ranks)) or "none"
     if len(ranks) > 1:
@@ -336,20 +361,6 @@ def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
         ("kept", Counter("lost" if run.lost(record) else record.kept for record in records)),
     ):
         yield name, ", ".join(f"{count} {word}" for word, count in counts.most_common()) or "none"
-    companions = manifest.get("beside")
-    if isinstance(companions, Mapping) and companions:
-        items = cast(Mapping[str, Any], companions).items()
-        yield "beside them", ", ".join(f"{what} ×{n}" if n != 1 else what for what, n in items)
-    # Of a run's shards bytes that several tensors share lie there once; a file is what it is.
-    blobs = {
-        (record.key.rank, record.key.process, record.blob.shard, record.blob.offset, record.digest)
-        if record.digest
-        else record.key: record.blob.length
-        for record in records
-        if record.blob is not None
-    }
-    if blobs:
-        yield "bytes", size(sum(blobs.values()))
 
 
 def _table_grid(table: DumpTable, everything: bool) -> Grid:

@@ -1,6 +1,7 @@
-"""The sheets of a run as tables that can be shown: operators, kernels, times.
+"""Tables that a run holds besides tensors: operators, kernels, times and compiled graphs.
 
-Read by the readers of ATB's own files, whose grammar they are in. Text → rows; prints nothing.
+Text in, rows out; nothing is printed. The sheets have the grammar of ATB's own files and are read
+by the same readers.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _operators(lines: Sequence[OperationLine], where: str) -> DumpTable:
     )
 
 
-# The compiled graphs of a run as tables that can be shown: graphs, their nodes, their kernels.
+# Compiled graphs: the graphs, their nodes, and the kernels that ran them.
 
 
 _GRAPHS = ("graph", "compiled", "kind", "what ran", "nodes", "kernels", "results")

@@ -1,4 +1,4 @@
-"""A thresholds file becomes a view, or a sheet: every limit, and what it rests on."""
+"""The view of a thresholds file: every limit, and the measurements it rests on."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Expectations on disk: one line of numbers or weight keys, and a fingerprint beside it.
+"""Expected outputs of models: their files, and the check of an output against them.
 
-Content and names are the documented ones, so that files of other tools are read: comma-separated
-floats, or comma-separated sorted keys, on one line without an end. The fingerprint
-(`{name}.json`) says where it was made and how far a later output may be from it; a file without one
-is read too. Does not know how outputs are compared.
+A file holds comma-separated floats, or sorted weight keys, on one line without an end: the
+documented content and names, so that files of other tools are read. The fingerprint beside it
+(`{name}.json`) states where it was made and how far a later output may be from it; a file without
+one is read too. How two signatures are compared is in `signature`; pytest is not known here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ from driftline.testing.expectations.signature import (
 
 FINGERPRINT = ".json"
 LONGEST_NAME = 255
+# Read whole, so bounded: an expectation is a line of numbers.
 LARGEST_FILE = 256 << 20
+# Folders of the Hugging Face cache carry the model's id in their name.
 _HUB_FOLDER = re.compile(r"models--(.+)")
 _UNFIT = re.compile(r"[^\w.\-\[\]=,+@]+")
 
@@ -88,6 +90,7 @@ class Kept(NamedTuple):
             return None
         words = cast("dict[str, Any]", entry)
         figures = [words.get(name) for name in ("largest", "rms", "moved")]
+        # A limit of NaN or infinity would accept everything.
         if not all(isinstance(f, (int, float)) and 0 <= f < math.inf for f in figures):
             raise BadFile(f"{self.path}{FINGERPRINT} does not say how much is allowed")
         largest, rms, moved = (float(cast(float, figure)) for figure in figures)
@@ -114,6 +117,7 @@ def model_label(model: str) -> str:
     'ibm-granite--granite-3.3-8b-instruct'
     """
     parts = [part for part in model.strip().split("/") if part not in ("", ".", "..", "~")]
+    # The hub's own folder names the model; what follows it is a snapshot's hash.
     for part in parts:
         hub = _HUB_FOLDER.fullmatch(part)
         if hub:
@@ -149,6 +153,7 @@ def find(folder: Path, names: Sequence[str]) -> Kept | None:
         except (OSError, UnicodeDecodeError) as trouble:
             reason = trouble.strerror if isinstance(trouble, OSError) else "it is not text"
             raise BadFile(f"the expectation {path} cannot be read: {reason}") from None
+        # Editors add a line end that the documented format does not have.
         line = text.strip("\n")
         return Kept(path, tuple(line.split(",")) if line else (), _fingerprint(path))
     return None
@@ -207,6 +212,7 @@ def _put(path: Path, text: str) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
             file.write(text)
+        # The mask can only be read by setting it.
         umask = os.umask(0)
         os.umask(umask)
         Path(scratch).chmod(0o666 & ~umask)  # as any file of the user's, not private as scratch
@@ -218,6 +224,7 @@ def _put(path: Path, text: str) -> None:
 
 
 def _short_enough(path: Path) -> None:
+    # The fingerprint's name is the longer one, and limits count bytes.
     size = len((path.name + FINGERPRINT).encode())
     if size > LONGEST_NAME:
         raise BadInput(
@@ -227,7 +234,7 @@ def _short_enough(path: Path) -> None:
         )
 
 
-# Expectations: what a model gave once, and whether it still does.
+# Checking an output against its expectation, or writing the expectation.
 
 
 Update = Literal["none", "new", "failed", "all"]
@@ -266,6 +273,7 @@ class Explicit(NamedTuple):
 
     def allowed(self, expected: F64, seen: Seen) -> Allowed:
         del seen
+        # Relative to the largest number: signatures have zeros by construction.
         limit = self.atol + self.rtol * (float(expected.max()) if expected.size else 0.0)
         why = f"atol {self.atol:g} + rtol {self.rtol:g} of the largest number, as the test says"
         return Allowed(limit, limit, math.inf, why)
@@ -352,6 +360,7 @@ class Expectations:
             )
         facts = self._fingerprint(subject, seen.dtype)
         facts["shapes"] = [list(shape) for shape in seen.shapes]
+        # Limits that the test states need no measurement.
         if subject.explicit is None:
             facts["allowed"] = subject.calibrated(seen)._asdict()
         facts |= {"rms": seen.rms, "sketch": list(seen.sketch)}
@@ -366,6 +375,7 @@ class Expectations:
         problems = [] if kept is None else _key_problems(kept, shapes, subject)
         if kept is not None and (not problems or self.update != "failed"):
             return self._checked(kept, problems, subject, "")
+        # Keys are separated by commas in the documented file.
         comma = next((key for key in shapes if "," in key), None)
         if comma is not None:
             raise BadInput(f"the weight key '{comma}' has a comma in it and cannot be kept")
@@ -419,6 +429,7 @@ def environment() -> dict[str, str]:
     for name in ("torch", "transformers", "fms"):
         module = sys.modules.get(name)
         version = getattr(module, "__version__", None)
+        # This package has no version attribute; its distribution has another name.
         if version is None and module is not None and name == "fms":
             from importlib.metadata import PackageNotFoundError
             from importlib.metadata import version as version_of
@@ -460,6 +471,7 @@ def _signature_problems(kept: Kept, seen: Seen, subject: Subject) -> list[str]:
     judged = judged_positions(expected.size, subject.judged)
     sketch = _sketch_of(kept)
     gap = distance(expected, seen.signature, judged, sketches=(sketch, seen.sketch))
+    # Equal bits need no limits, unless it was another experiment.
     if gap.largest == 0.0 and not gap.moved > 0.0:
         return [f"{title}: {other[0]}", *other[1:]] if other else []
     if subject.explicit is not None:
@@ -478,6 +490,7 @@ def _findings(
     gap: Distance, allowed: Allowed, expected: Any, seen: Seen, judged: Mask
 ) -> list[str]:
     lines: list[str] = []
+    # Negated, so that NaN counts as outside.
     outside = np.flatnonzero(~(gap.off <= allowed.largest))
     if outside.size:
         worst = int(np.argmax(gap.off))
@@ -492,6 +505,7 @@ def _findings(
             lines.append(f"the first is position {first}: {_at(first, gap, expected, seen)}")
     if not gap.rms <= allowed.rms:
         lines.append(f"over all positions the rms is {gap.rms:.3g}, allowed is {allowed.rms:.3g}")
+    # Ranges do not see a permuted vocabulary; the sketch does. NaN means that there was none.
     if gap.moved > allowed.moved:
         words = f"all values together are about {gap.moved:.2g} (relative L2) from the captured"
         if not lines:
@@ -527,6 +541,7 @@ def _key_problems(kept: Kept, shapes: Mapping[str, tuple[int, ...]], subject: Su
             f"{title}: {len(appeared)} appeared, {len(vanished)} vanished, {same} are the same"
         ]
         lines += _listed("appeared", appeared) + _listed("vanished", vanished)
+        # Other libraries name every weight differently.
         if not same:
             lines.append(
                 "no key is shared: was it captured with another library? "
@@ -566,6 +581,7 @@ def _another_experiment(kept: Kept, now: Mapping[str, Any]) -> list[str]:
 
 
 def _changed_facts(kept: Kept, facts: Mapping[str, Any], dtype: str) -> list[str]:
+    # Files of other tools have none.
     if not kept.fingerprint:
         return ["nothing is known of where it was captured: it has no fingerprint"]
     now: dict[str, Any] = {**environment(), **facts, **({"dtype": dtype} if dtype else {})}

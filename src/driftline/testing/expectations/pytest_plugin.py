@@ -1,7 +1,7 @@
-"""The pytest plugin `driftline`: options, the `expect` fixture, and a summary of what was written.
+"""The pytest plugin `driftline`: options, the `expect` fixture, and a summary of written files.
 
-Every pytest run on a machine that has Driftline installed imports this file, so it imports nothing
-but pytest itself; whatever computes is loaded when a test asks for it (`expecting`).
+Every pytest run on a machine with Driftline installed imports this file, so it imports nothing but
+pytest; everything else is loaded when a test needs it (`pytest_session`).
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--driftline-library", metavar="NAME", help=_TEXT["library"])
     group.addoption("--driftline-thresholds", metavar="FILE", help=_TEXT["thresholds"])
     group.addoption("--driftline-micro-layers", metavar="N", help=_TEXT["micro_layers"])
+    # Every option can also stand in the ini file.
     for name, text in _TEXT.items():
         listed = name.endswith("_models")
         parser.addini(f"driftline_{name}", text, type="linelist" if listed else "string")
@@ -90,9 +91,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def _refuse_a_model_as_root(config: pytest.Config) -> None:
     """pytest takes any path that follows a blank for a folder of tests, and looks there for its
     ini file; the user's own would silently not be read."""
+    # On use: every pytest run imports this file.
     from itertools import pairwise
 
     directory = config.invocation_params.dir
+    # pytest's root is normally one of these; otherwise an option's value was taken for a path.
     around = (directory, *directory.parents)
     unread = config.inipath is None and any((p / n).exists() for p in around for n in INI_FILES)
     if config.rootpath in around and not unread:
@@ -139,6 +142,7 @@ def expect(request: pytest.FixtureRequest) -> Expecter:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     written: dict[str, str] = {}
+    # Reports of other processes (xdist) arrive here too.
     for reports in terminalreporter.stats.values():
         for report in reports:
             for name, value in getattr(report, "user_properties", ()):

@@ -1,7 +1,7 @@
-"""Expectations inside pytest: what its command line and ini file ask for, and the `expect` call.
+"""Expectations inside pytest: settings from its command line and ini file, and the `expect` call.
 
-Turns the outcome of a check into what pytest shows: a pass, a failure with its message and without
-a traceback through our own files, or a file that was written. Does not know how models are loaded.
+Turns the result of a check into what pytest shows: a pass, a failure with its message and without a
+traceback through our own files, or a written file. Does not know how models are loaded.
 """
 
 # pytest leaves nodes and options without types.
@@ -36,6 +36,7 @@ _NAMED = ("name", "seed", "rtol", "atol")
 
 def setting(config: pytest.Config, name: str) -> str:
     """What `--driftline-{name}` says, or else the ini file's `driftline_{name}`; may be empty."""
+    # The command line wins over the ini file.
     option = config.getoption(f"driftline_{name}", default=None)
     value = option if option is not None else config.getini(f"driftline_{name}")
     return str(value or "").strip()
@@ -70,6 +71,7 @@ def expectations_of(config: pytest.Config) -> Expectations:
     """The folder and the policy that the command line and the ini file ask for."""
     folder = path_setting(config, "expectations_dir", FOLDER)
     update = "all" if captures(config) else cast("Update", config.getoption("driftline_update"))
+    # The same command with one more option, ready to be copied.
     words = [str(word) for word in config.invocation_params.args]
     return Expectations(folder, update, shlex.join(["pytest", *words, CAPTURE]))
 
@@ -149,6 +151,7 @@ class Expecter:
 
     def _asked(self, words: dict[str, Any]) -> dict[str, Any]:
         asked: dict[str, Any] = {}
+        # The nearest marker wins: a test's over its class's over its module's.
         for marker in reversed(list(self._request.node.iter_markers("driftline"))):
             if marker.args:
                 raise BadInput("the marker driftline takes named values only", hint=_words())
@@ -166,6 +169,8 @@ class Expecter:
         parts = [module, *inside]
         if name:
             parts.append(name)
+        # The first call keeps the plain name, so that adding a second does not rename its
+        # file.
         elif self._calls > 1:
             parts.append(str(self._calls))
         return ".".join(plain_name(part) for part in parts if part)
@@ -173,6 +178,7 @@ class Expecter:
     def _claim(self, path: Path) -> None:
         owners = self._request.config.stash.setdefault(_owners, {})
         claim = f"{self._request.node.nodeid} (call {self._calls})"
+        # Two tests that share a file would overwrite each other's expectation.
         owner = owners.setdefault(path, claim)
         if owner != claim:
             raise BadInput(

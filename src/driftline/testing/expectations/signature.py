@@ -1,11 +1,12 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""A model's output in few numbers: one per position, comparable from machine to machine.
+"""The signature of a model's output, one number per position, and how far it may move.
 
 The signature of logits is the range (largest minus smallest) over the last axis at every position,
 minus the smallest of these ranges; of outputs with fewer than three axes it is the values
 themselves, minus the smallest. Ranges do not see a permuted vocabulary or a constant added to all
-logits, so a sketch of all values is kept beside them. Knows torch tensors, and nothing of files.
+logits, so a sketch of all values is kept too. `measured` finds limits by flipping the last bits of
+weights. Knows torch tensors, and nothing of files.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def see(output: Any, *, judged: Mask | None = None) -> Seen:
             hint="expect the logits or hidden states of the model",
         )
     shapes = tuple(tuple(int(size) for size in tensor.shape) for tensor in tensors)
+    # Tensors of the same positions form one row per position.
     joinable = len({shape[:-1] for shape in shapes}) == 1 and all(shapes)
     joined = [torch.cat(tensors, dim=-1)] if joinable else tensors
     parts = [_numbers(tensor) for tensor in joined]
@@ -127,6 +129,7 @@ def _judged_values(tensor: torch.Tensor, judged: Mask | None) -> npt.NDArray[Any
 
     if judged is not None and tensor.ndim >= 2 and tensor.shape[1] == judged.size:
         tensor = tensor[:, torch.from_numpy(judged).to(tensor.device)]
+    # float32 holds every narrower format exactly.
     wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     return np.ascontiguousarray(tensor.cpu().to(wide).reshape(-1).numpy())
 
@@ -149,6 +152,7 @@ class Distance(NamedTuple):
 
 def judged_positions(size: int, judged: Mask | None) -> Mask:
     """Which numbers of a signature count: all, or as the padding says for every tensor in turn."""
+    # A mask that does not fit says nothing; everything is judged.
     if judged is None or not judged.any() or size % judged.size:
         return np.ones(size, np.bool_)
     return np.resize(judged, size)
@@ -199,6 +203,7 @@ def quiet(module: Any, seed: int) -> Generator[None]:
 
     parts = list(module.modules()) if isinstance(module, torch.nn.Module) else []
     modes = [part.training for part in parts]
+    # The test's own random numbers must not change because of a check.
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         if parts:
@@ -226,7 +231,7 @@ def call(model: Any, inputs: Any) -> Any:
     return model(inputs)
 
 
-# How much of a difference is arithmetic: what a model does when its weights' last bits change.
+# Limits: how far the output moves when the last bits of the weights change.
 
 
 RUNS = 4
@@ -272,6 +277,7 @@ def measured(
     for seed in range(RUNS):
         with flipped(module, seed):
             seen = again()
+        # Flipped bits broke the model, so they measure nothing.
         if seen.not_finite or seen.signature.size != base.signature.size:
             return by_format(base)
         sketches = (base.sketch, seen.sketch)
@@ -279,6 +285,7 @@ def measured(
     worst = max(distances, key=lambda entry: entry.largest)
     if worst.largest == 0.0:
         return by_format(base)  # integer weights, or a compiler that has copied them
+    # Four runs may by chance move less than rounding does.
     least = _ROUNDINGS * _roundoff(base) * float(base.signature.max(initial=0.0))
     return Allowed(
         max(MARGIN * worst.largest, least),
@@ -322,6 +329,7 @@ def flipped(module: torch.nn.Module, seed: int) -> Generator[None]:
 def _flip(module: torch.nn.Module, seed: int) -> None:
     import torch
 
+    # Same width as the weights, to reach their bits.
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     dice = torch.Generator().manual_seed(seed)
     with torch.no_grad():

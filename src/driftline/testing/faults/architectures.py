@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+# Small enough that hundreds of trials run on a CPU.
 VOCABULARY = 160
 _WIDTH, _HEADS, _INNER = 64, 4, 96
 _STREAM = 0.3
@@ -170,6 +171,7 @@ def _liven(model: nn.Module, generator: torch.Generator, stream: float) -> None:
 
 
 def _gain(name: str) -> float:
+    # Larger queries and keys make attention choose; uniform attention hides its faults.
     if any(part in name for part in ("q_proj", "k_proj", "query", "key", "c_attn")):
         return 1.6
     if "patch" in name or not _joins_the_stream(name):
@@ -202,6 +204,7 @@ def specimen(
         batch: Sequences or images.
         length: Tokens of each; images have 36 patches.
     """
+    # Spread out, so that neighbouring seeds share no draws.
     generator = torch.Generator().manual_seed(7919 * seed + 13)
     model = _BUILDERS[name](layers, length).eval()
     _liven(model, generator, 1.0 if name == "bert" else _STREAM)
@@ -209,6 +212,7 @@ def specimen(
         return Specimen(
             model, {"pixel_values": torch.randn((batch, 3, 48, 48), generator=generator)}
         )
+    # Ids 0 to 2 are special tokens in some of these models.
     ids = torch.randint(3, VOCABULARY, (batch, length), generator=generator)
     inputs: dict[str, Any] = {"input_ids": ids}
     if name in ("bert", "t5"):

@@ -1,6 +1,10 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-"""What a fault is, where it can be planted, and how it is put into a live model."""
+"""Faults that can be planted into a live model, and where each of them fits.
+
+First what a fault is and the helpers that plant it, then faults of computation (kernels, ports,
+forgotten switches), then faults of parameters (weights and biases). Knows nothing of diagnosis.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +52,7 @@ class Fault:
 
 def sites_of(model: nn.Module, role: str) -> list[str]:
     """Module paths of a role, inside the layer stack only."""
+    # Embeddings and heads are left out: a path inside the stack has a number in it.
     inside = re.compile(r"\.\d+(\.|$)")
     return [
         name
@@ -130,7 +135,7 @@ def picked(count: int, most: int, generator: torch.Generator) -> torch.Tensor:
     return torch.randperm(most, generator=generator)[:count]
 
 
-# Faults of how a model computes: what a kernel, a port or a forgotten switch gets wrong.
+# Faults of computation: kernels, ports to other hardware, forgotten switches.
 
 
 FP8 = torch.float8_e4m3fn
@@ -203,6 +208,7 @@ def _low_accumulation(
             piece = (values.float() @ columns.t().float()).to(torch.bfloat16)
             total = piece if total is None else (total + piece)
         assert total is not None
+        # The bias is added afterwards, as kernels do it.
         y = total.to(x.dtype)
         bias: torch.Tensor | None = module.bias
         return y if bias is None else y + bias
@@ -220,6 +226,7 @@ _OTHERS = {
 
 def _activation(model: nn.Module, site: str, amount: float, generator: torch.Generator) -> None:
     module = part(model, site)
+    # Never the activation that the model has.
     kind = _OTHERS.get(type(module).__name__, ("relu", "silu"))[int(amount)]
     functions = {
         "gelu": functional.gelu,
@@ -380,7 +387,7 @@ COMPUTING_FAULTS = (
 )
 
 
-# Faults of what a model was loaded with: weights and biases that are not what they should be.
+# Faults of parameters: wrong weights and biases.
 
 
 _HEADS = 4
@@ -427,7 +434,9 @@ def _channels_permuted(
     model: nn.Module, site: str, amount: float, generator: torch.Generator
 ) -> None:
     rows = rows_of(part(model, site))
+    # At least two: one channel cannot be permuted.
     some = picked(max(2, int(amount * rows.shape[0])), rows.shape[0], generator)
+    # Cloned, because both sides share memory.
     rows[some] = rows[some.roll(1)].clone()
 
 

@@ -1,8 +1,8 @@
-"""From the results of many trials to rates: what counts, what is left out, what falls short.
+"""Rates from the results of many trials: which trials count, and which goals are missed.
 
-A result is an object as JSON keeps it: `job` (architecture, format, seed, kind, amount, length,
-implementation, batch, set), `changed`, `error`, `clean_error`, `effect`, and one outcome for each
-method. Prints nothing.
+A result is a JSON object: `job` (architecture, format, seed, kind, amount, length, implementation,
+batch, set), `changed`, `error`, `clean_error`, `effect`, and one outcome for each method. Prints
+nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 Result: TypeAlias = Mapping[str, Any]
+# The project's promises; benchmarks and docs state the measured rates.
 GOALS: Mapping[tuple[str, str], float] = {
     ("replay", "detected"): 0.99,
     ("replay", "exact"): 0.95,
@@ -100,6 +101,7 @@ def sort_out(results: Sequence[Result]) -> Sorted:
     for result in sound:
         if not job_of(result).kind and job_of(result).group:
             groups[job_of(result).group].append(result)
+    # A fault smaller than what healthy runs differ by cannot be asked for.
     floors = {
         name: percentile((r["clean_error"] for r in clean if job_of(r).format == name), 0.999)
         for name in {job_of(r).format for r in sound}

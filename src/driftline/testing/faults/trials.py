@@ -1,9 +1,9 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-"""Both models of a trial: the reference, and the candidate with or without a fault.
+"""One trial: a reference, a candidate with or without a fault, evidence, and what each method says.
 
-Everything follows from the setting to the bit, so that another tool, in another process, can be
-tried on the same pair. Needs torch and transformers, nothing else of Driftline.
+Both models follow from the setting to the bit, so that another tool, in another process, can be
+tried on the same pair. Nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def candidate_of(setting: Setting, *, planted: bool = True) -> Specimen:
     source = reference_of(setting)
     fault = setting.fault if planted else None
     if fault is not None:
+        # Not the generator of the weights: the fault must be independent of them.
         generator = torch.Generator().manual_seed(104729 * setting.seed + 1)
         fault.plant(source.model, place_of(setting, source.model), setting.amount, generator)
     model = IMPLEMENTATIONS[implementation_of(setting)](source.model)
@@ -90,6 +91,7 @@ def implementation_of(setting: Setting) -> str:
     """Which implementation the candidate is."""
     if setting.implementation:
         return setting.implementation
+    # A fault in attention would vanish if attention were replaced as well.
     at_attention = setting.fault is not None and setting.fault.role == "attention"
     return "other attention" if setting.format == "fp32" and not at_attention else "as it is"
 
@@ -144,7 +146,7 @@ def apart(truth: torch.Tensor, other: torch.Tensor) -> float:
     return value if value < float("inf") else float("inf")
 
 
-# One trial: a reference, a candidate with or without a fault, evidence, and what is said of it.
+# Executing a trial, and judging it by each method.
 
 
 class Planted(NamedTuple):
@@ -207,8 +209,8 @@ def planted(
 
     Args:
         setting: What is tried.
-        ours: The device of the reference, of its replay and of noise runs.
-        theirs: The device of the candidate.
+        reference_device: Device of the reference, of its replay and of noise runs.
+        candidate_device: Device of the candidate.
     """
     plain = reference_of(setting)
     source = _on(reference_device, plain._replace(model=copy.deepcopy(plain.model)))
@@ -217,6 +219,7 @@ def planted(
     unharmed = output
     if setting.fault is not None:
         unharmed = output_of(*_on(candidate_device, candidate_of(setting, planted=False)))
+    # A clean candidate must not be among its own noise runs.
     without = implementation_of(setting) if setting.fault is None else ""
     return Planted(
         site=place_of(setting, source.model),

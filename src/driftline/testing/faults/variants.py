@@ -1,9 +1,10 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # pyright: reportPrivateUsage=false
-"""The same model computed otherwise, in ways that are all right: fused or not, other attention.
+"""The same model computed differently but correctly: other implementations and number formats.
 
-Whoever calls such a difference a fault raises a false alarm.
+A method that calls such a difference a fault raises a false alarm. `trusted` gives the runs that
+measure the noise of a format.
 """
 
 from __future__ import annotations
@@ -158,6 +159,7 @@ def cast(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _grid(values: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    # The clamp keeps a row of zeros from dividing by zero.
     scale = values.abs().amax(dim, keepdim=True).clamp(min=1e-12) / 127
     return torch.round(values / scale), scale
 
@@ -216,6 +218,7 @@ def _quantised_by_torch(model: nn.Module) -> None:
         warnings.simplefilter("ignore")  # deprecated, and still what people run
         quantize: Any = getattr(quantization, "quantize_dynamic")  # noqa: B009
         quantize(model, dict.fromkeys(sites, default_dynamic_qconfig), inplace=True)
+    # Quantising replaced the modules, and the planted changes with them.
     for site, module in faulty.items():
         plant_again(module, model.get_submodule(site))
 
@@ -227,6 +230,7 @@ def dithered(model: nn.Module, seed: int) -> nn.Module:
         weight = getattr(module, "weight", None)
         if isinstance(module, nn.Embedding | nn.Conv2d) and isinstance(weight, torch.Tensor):
             unit = torch.finfo(weight.dtype).eps
+            # One unit up, down or not at all.
             signs = torch.randint(-1, 2, weight.shape, generator=generator).to(weight.dtype)
             weight.data = weight.data * (1 + unit * signs)
     return model

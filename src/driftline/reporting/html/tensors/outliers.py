@@ -1,8 +1,8 @@
-"""Which tokens, heads, channels or rows carry the error: the slices that stand out of an axis.
+"""Slices of a tensor that carry most of the error: single tokens, heads, channels or rows.
 
 An index of an axis stands out when the relative error of its slice is several times that of the
-slice in the middle, or when it holds values that are not finite on one side only: the rule by which
-diagnosis says which tokens a mask tells apart, with the tensor itself as the measure of noise.
+median slice, or when it holds values that are not finite on one side only. Diagnosis uses the same
+rule to find tokens that a mask treats differently; here the tensor itself measures the noise.
 """
 
 from __future__ import annotations

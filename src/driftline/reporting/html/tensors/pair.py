@@ -1,4 +1,8 @@
-"""What a tensor's axes are likely to mean, in words a reader knows: guesses from shape and name."""
+"""One pair of tensors as two sheets of rows and columns, read a window at a time.
+
+Also guesses what the axes mean (token, head, channel) from shape and name. Values are decoded as
+the comparison decodes them; no statistics are computed here.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +57,7 @@ def attends(record: Record) -> bool:
     return "attn" in words or "attention" in words
 
 
-# One pair of tensors as two sheets of rows and columns, read a window at a time.
+# The pair itself, as rows and columns.
 
 
 F64 = npt.NDArray[np.float64]

@@ -1,9 +1,8 @@
-"""What a person wants to see of two tensors: figures, histograms, a map of the error, values.
+"""What a page shows of two tensors: a map of the error, the largest errors, and values.
 
-One definition each, for the report (`pictures`, docs/report-format.md) and for the viewer. Every
-one of them takes a region of the sheet and a budget: of a region with more elements an even sample
-is looked at, and the result says how many that were. Elements are finite on both sides or counted
-apart; nothing is patched.
+The report (`pictures`, docs/report-format.md) and the viewer share these functions. Each takes a
+region and a budget: of a larger region an even sample is read, and the result states its size.
+Elements that are not finite on both sides are counted separately and never replaced.
 """
 
 from __future__ import annotations
