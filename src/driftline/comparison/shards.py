@@ -9,41 +9,36 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from driftline import __version__
 from driftline.alignment.plan import Pair, Plan
-from driftline.comparison.evidence.conversions import with_conversions
-from driftline.comparison.evidence.replicas import GAP_COLUMN, has_ranks, with_ranks
-from driftline.comparison.evidence.rules import with_evidence
-from driftline.comparison.measure.assemble import (
-    in_order,
-    in_turn,
-    is_in_order,
-    lone_rows,
-    sides_of,
-)
-from driftline.comparison.measure.distribute import share_out, weight_of
+from driftline.comparison.measure.assemble import in_order, in_turn, is_in_order, sides_of
+from driftline.comparison.measure.distribute import weight_of
 from driftline.comparison.measure.pair_rows import repeats_of
-from driftline.comparison.measure.scheduler import Progress, is_long, measure_pairs
-from driftline.comparison.metrics.catalogue import STANDARD, Metric, requested
-from driftline.comparison.pipeline import Limits, Source, align, allowed, open_source, outside
+from driftline.comparison.measure.scheduler import Progress, is_long
+from driftline.comparison.options import (
+    CompareOptions,
+    Limits,
+    tolerance_from_json,
+    tolerance_to_json,
+)
+from driftline.comparison.pipeline import (
+    Comparison,
+    PairPlaces,
+    Source,
+    judge_with_pads,
+    prepare,
+    without_collector,
+)
 from driftline.comparison.table.part import Part, open_parts, plan_digest
-from driftline.comparison.table.row import JSON, MANY, Row, number_from_json, number_to_json
+from driftline.comparison.table.row import MANY, Row
 from driftline.comparison.table.table import Table
-from driftline.comparison.tolerance.thresholds import thresholds_from_json as thresholds_from_json
-from driftline.comparison.tolerance.tolerance import Limit, Tolerance
-from driftline.comparison.verdict.judge import judge
 from driftline.errors import BadFile, BadInput
-from driftline.execution.jobs import chosen
 from driftline.execution.slicing import Shard, parse_shard, slice_of
 from driftline.numerics import kernel
-from driftline.runs.index import uncollected
-from driftline.runs.run import Run
 
 if TYPE_CHECKING:
     from _typeshed import StrPath
@@ -96,74 +91,57 @@ def compare_shard(
         DriftlineError: As `compare`.
     """
     which = parse_shard(shard) if isinstance(shard, str) else shard
-    wanted = requested([metrics] if isinstance(metrics, str) else metrics)
-    tolerance = allowed(wanted, limits, rtol, atol, min_coverage, thresholds)
-    with uncollected() if wanted == STANDARD else nullcontext():
-        ours, theirs = open_source(reference), open_source(candidate)
-        if not isinstance(plan, Plan):
-            plan = align(
-                ours,
-                theirs,
-                sites=sites,
-                ports=ports,
-                maps=maps,
-                mapping=mapping,
-                placements=placements,
-                masks=masks,
-                step_map=step_map,
-                plan=plan,
-                structural=structural,
-            )
-        if planned is not None:
-            planned(plan)
-        each = outside(tolerance)
-        long = is_long(plan.pairs)
-        places = shard_places(plan, which)
-        pairs = stretch_of(plan.pairs, places)
-        who = chosen(jobs, executor)
-        if who is None:
-            rows = measure_pairs(
-                pairs,
-                ours,
-                theirs,
-                metrics=wanted,
-                elementwise=each,
-                threads=threads,
-                progress=progress,
-            )
-        else:
-            rows = share_out(
-                pairs,
-                ours,
-                theirs,
-                who,
-                metrics=wanted,
-                elementwise=each,
-                threads=threads,
-                progress=progress,
-            )
-        columns = [metric.column for metric in wanted]
-        if isinstance(plan.pairs, tuple) and has_ranks(plan.pairs):
-            rows = with_ranks(plan.pairs, rows, ours, theirs, places)
-            columns.append(GAP_COLUMN)
-        rows = with_evidence(rows, plan.pairs, ours, theirs)
-        alone: tuple[Sequence[Row], Sequence[Row]] = ((), ())
-        if which.number == 1:
-            alone = _alone(plan, ours, theirs, wanted, tolerance)
-        return Part(
-            which,
-            {"driftline": __version__, "kernel": kernel.active(), "numpy": str(np.__version__)},
-            plan_digest(plan),
-            len(plan.pairs),
-            _tolerance_to_json(tolerance),
-            tuple(columns),
-            *sides_of(plan, ours, theirs),
-            plan.notes,
-            places,
-            rows if long else tuple(rows),
-            tuple(alone[0]),
-            tuple(alone[1]),
+    options = CompareOptions.of(
+        metrics=metrics,
+        limits=limits,
+        rtol=rtol,
+        atol=atol,
+        min_coverage=min_coverage,
+        thresholds=thresholds,
+        sites=sites,
+        ports=ports,
+        maps=maps,
+        mapping=mapping,
+        placements=placements,
+        masks=masks,
+        step_map=step_map,
+        plan=None if isinstance(plan, Plan) else plan,
+        structural=structural,
+        threads=threads,
+        jobs=jobs,
+        executor=executor,
+    )
+    with without_collector(options):
+        comparison = prepare(
+            reference, candidate, options, plan if isinstance(plan, Plan) else None
         )
+        if planned is not None:
+            planned(comparison.plan)
+        return _part(comparison, which, progress)
+
+
+def _part(comparison: Comparison, shard: Shard, progress: Progress | None) -> Part:
+    """What one shard measures, as it is written."""
+    plan = comparison.plan
+    places = shard_places(plan, shard)
+    # Tensors without a partner belong to no pair; the first shard tells of them.
+    mine = PairPlaces(places, stretch_of(plan.pairs, places), with_lone=shard.number == 1)
+    measured = comparison.measure(mine, progress=progress)
+    return Part(
+        shard,
+        {"driftline": __version__, "kernel": kernel.active(), "numpy": str(np.__version__)},
+        plan_digest(plan),
+        len(plan.pairs),
+        tolerance_to_json(comparison.options.tolerance),
+        measured.columns,
+        *sides_of(plan, comparison.reference, comparison.candidate),
+        plan.notes,
+        places,
+        measured.rows if is_long(plan.pairs) else tuple(measured.rows),
+        tuple(measured.missing),
+        tuple(measured.extra),
+        tuple(comparison.masked_for_shard(measured)),
+    )
 
 
 def shard_places(plan: Plan, shard: Shard) -> Sequence[int]:
@@ -188,17 +166,6 @@ def stretch_of(pairs: Sequence[Pair], places: Sequence[int]) -> Sequence[Pair]:
 
     assert isinstance(pairs, KeptPairs)
     return pairs.between(places.start, places.stop)
-
-
-def _alone(
-    plan: Plan, ours: Run, theirs: Run, metrics: Sequence[Metric], tolerance: Tolerance
-) -> tuple[Sequence[Row], Sequence[Row]]:
-    """Rows of what has no partner; conversions of a compiler are set against themselves."""
-    missing, extra = (
-        with_conversions(Table(tuple(rows)), ours, theirs, metrics, outside(tolerance)).rows
-        for rows in lone_rows(plan)
-    )
-    return missing, extra
 
 
 def merge(parts: StrPath | Part | Sequence[StrPath | Part]) -> Table:
@@ -230,12 +197,8 @@ def merge(parts: StrPath | Part | Sequence[StrPath | Part]) -> Table:
         candidate=first.candidate,
         notes=first.notes,
     )
-    tolerance = _tolerance_from_json(first.tolerance, first.source)
-    if tolerance.thresholds is None:
-        return judge(table, tolerance)
-    from driftline.comparison.pipeline import judge_by
-
-    return judge_by(table, tolerance)
+    masked = itertools.chain.from_iterable(part.masked for part in found)
+    return judge_with_pads(table, tolerance_from_json(first.tolerance, first.source), masked)
 
 
 def _in_their_places(parts: Sequence[Part]) -> tuple[Row, ...]:
@@ -365,38 +328,3 @@ def _names(ours: str, theirs: str) -> str:
 
 def _called(part: Part) -> str:
     return part.source or f"shard {part.shard}"
-
-
-def _tolerance_to_json(tolerance: Tolerance) -> dict[str, JSON]:
-    known = tolerance.thresholds
-    return {
-        "limits": [[limit.metric, number_to_json(limit.value)] for limit in tolerance.limits],
-        "rtol": None if tolerance.rtol is None else number_to_json(tolerance.rtol),
-        "atol": None if tolerance.atol is None else number_to_json(tolerance.atol),
-        "min_coverage": tolerance.min_coverage,
-        "thresholds": None
-        if known is None
-        else {"path": known.path, "notes": list(known.notes), "shown": known.as_json()},
-    }
-
-
-def _tolerance_from_json(shown: Mapping[str, JSON], source: str) -> Tolerance:
-    try:
-        known = shown["thresholds"]
-        thresholds = None
-        if known is not None:
-            thresholds = replace(
-                thresholds_from_json(known["shown"], source=source),
-                path=str(known["path"]),
-                notes=tuple(map(str, known["notes"])),
-            )
-        rtol, atol = (
-            None if shown[name] is None else float(number_from_json(shown[name]))
-            for name in ("rtol", "atol")
-        )
-        limits = tuple(
-            Limit(str(name), float(number_from_json(value))) for name, value in shown["limits"]
-        )
-        return Tolerance(limits, rtol, atol, float(shown["min_coverage"]), thresholds)
-    except (KeyError, TypeError, ValueError) as trouble:
-        raise BadFile(f"{source} says its limits in a way that means nothing: {trouble}") from None

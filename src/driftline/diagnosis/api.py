@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from driftline.alignment.align import AlignOptions, align_runs
-from driftline.comparison.measure.scheduler import Progress, measure
-from driftline.comparison.pipeline import on_their_scales
+from driftline.alignment.align import AlignOptions
+from driftline.comparison.measure.scheduler import Progress
+from driftline.comparison.options import CompareOptions, Execution
+from driftline.comparison.pipeline import open_source, prepare
 from driftline.comparison.table.table import Table
 from driftline.diagnosis.causes.case_builder import Runs
 from driftline.diagnosis.evidence.files import (
@@ -24,7 +25,6 @@ from driftline.diagnosis.evidence.files import (
 from driftline.diagnosis.evidence.noise import Variant
 from driftline.diagnosis.pipeline import Assembly
 from driftline.diagnosis.result import Diagnosis
-from driftline.formats.registry import open_run
 from driftline.runs.run import Run
 
 if TYPE_CHECKING:
@@ -63,25 +63,39 @@ def diagnose(
         DriftlineError: A path that is no run, evidence that does not belong to these runs. Error
             that is found is no exception.
     """
-    ours, theirs = _opened(reference), _opened(candidate)
-    options = options or AlignOptions()
-    plan = align_runs(ours, theirs, options)
-    table = measure(plan, ours, theirs, threads=threads, progress=progress)
-    table = on_their_scales(table, plan.pairs, ours, theirs)
+    asked = CompareOptions(options or AlignOptions(), execution=Execution(threads))
+    comparison = prepare(reference, candidate, asked)
+    table = comparison.judged(progress=progress)
     played = None if replay is None else open_replay(replay)
+    variants = compare_noise(comparison.reference, noise, asked)
+    again = [open_source(repeat) for repeat in repeats]
+    runs = Runs(comparison.reference, comparison.candidate, played, again, comparison.plan)
+    proof = None if bisect is None else open_bisection(bisect)
+    return Assembly(table, variants, runs, proof).diagnosis()
+
+
+def compare_noise(
+    reference: Run, noise: Sequence[Evidence], options: CompareOptions
+) -> list[Variant]:
+    """Trusted runs compared with the reference as the candidate is: what they show is normal.
+
+    Args:
+        reference: What is right.
+        noise: What `driftline noise` wrote, or plain runs.
+        options: As for the candidate.
+
+    Raises:
+        DriftlineError: A path that is no run, or one that has nothing in common with the reference.
+    """
     variants: list[Variant] = []
     for trusted in open_noise(noise):
         name = trusted.name
+        # Two runs of one name are two variants.
         while any(name == variant.name for variant in variants):
             name += "'"
-        against = align_runs(ours, trusted.run, options)
-        measured = measure(against, ours, trusted.run, threads=threads)
-        measured = on_their_scales(measured, against.pairs, ours, trusted.run)
-        variants.append(Variant(name, measured, trusted.run, against))
-    again = [_opened(each) for each in repeats]
-    runs = Runs(ours, theirs, played, again, plan)
-    proof = None if bisect is None else open_bisection(bisect)
-    return Assembly(table, variants, runs, proof).diagnosis()
+        comparison = prepare(reference, trusted.run, options)
+        variants.append(Variant(name, comparison.judged(), trusted.run, comparison.plan))
+    return variants
 
 
 def diagnose_table(table: Table, *, noise: Sequence[Table] = ()) -> Diagnosis:
@@ -95,7 +109,3 @@ def diagnose_table(table: Table, *, noise: Sequence[Table] = ()) -> Diagnosis:
         Variant(each.candidate.path or f"noise {at}", each) for at, each in enumerate(noise)
     ]
     return Assembly(table, variants, None).diagnosis()
-
-
-def _opened(source: Run | StrPath) -> Run:
-    return source if isinstance(source, Run) else open_run(source)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from driftline.alignment.plan import Pair, Plan
 from driftline.comparison.measure.pair_rows import inside_of, lone
 from driftline.comparison.metrics.catalogue import Metric
-from driftline.comparison.table.row import Row
+from driftline.comparison.table.row import Column, Row
 from driftline.comparison.table.table import Side, Table, kept_like
 from driftline.runs.records import Record
 from driftline.runs.run import Run
@@ -33,28 +33,55 @@ def assembled(
         candidate: The other.
         metrics: What was measured.
     """
+    rows, columns = with_replicas(plan, rows, reference, candidate)
     missing, extra = lone_rows(plan)
-    columns = [metric.column for metric in metrics]
-    by_name = not isinstance(plan.pairs, tuple)  # a long plan, which gathers no ranks
-    if not by_name and _may_have_ranks(plan.pairs):
-        from driftline.comparison.evidence.replicas import GAP_COLUMN, has_ranks, with_ranks
-
-        if has_ranks(plan.pairs):
-            rows = with_ranks(plan.pairs, rows, reference, candidate)
-            columns.append(GAP_COLUMN)
-    placed: Iterable[Row] = rows
-    if missing:
-        placed = in_turn(rows, missing) if by_name else in_order([*rows, *missing])
-    if missing or extra or isinstance(rows, list):
-        rows = kept_like(rows, itertools.chain(placed, extra))
-    ours, theirs = sides_of(plan, reference, candidate)
+    reference_side, candidate_side = sides_of(plan, reference, candidate)
     return Table(
-        rows=rows,
-        columns=tuple(columns),
-        reference=ours,
-        candidate=theirs,
+        rows=with_lone_rows(plan, rows, missing, extra),
+        columns=(*(metric.column for metric in metrics), *columns),
+        reference=reference_side,
+        candidate=candidate_side,
         notes=plan.notes,
     )
+
+
+def with_replicas(
+    plan: Plan,
+    rows: Sequence[Row],
+    reference: Run,
+    candidate: Run,
+    places: Sequence[int] | None = None,
+) -> tuple[Sequence[Row], tuple[Column, ...]]:
+    """Rows with what is known of their ranks, and the column that tells it, where there are ranks.
+
+    Args:
+        plan: What was set against what.
+        rows: A row for each of its pairs, or for those at `places`.
+        reference: The one run.
+        candidate: The other.
+        places: Which pairs the rows are about; all, when not given.
+    """
+    # A long plan pairs by name alone, and gathers no ranks.
+    if not isinstance(plan.pairs, tuple) or not _may_have_ranks(plan.pairs):
+        return rows, ()
+    from driftline.comparison.evidence.replicas import GAP_COLUMN, has_ranks, with_ranks
+
+    if not has_ranks(plan.pairs):
+        return rows, ()
+    return with_ranks(plan.pairs, rows, reference, candidate, places), (GAP_COLUMN,)
+
+
+def with_lone_rows(
+    plan: Plan, rows: Sequence[Row], missing: Sequence[Row], extra: Sequence[Row]
+) -> Sequence[Row]:
+    """Rows of pairs and of tensors without a partner, in the order of a table."""
+    placed: Iterable[Row] = rows
+    if missing:
+        by_name = not isinstance(plan.pairs, tuple)  # such pairs are in order already
+        placed = in_turn(rows, missing) if by_name else in_order([*rows, *missing])
+    if missing or extra or isinstance(rows, list):
+        return kept_like(rows, itertools.chain(placed, extra))
+    return rows
 
 
 def _may_have_ranks(pairs: Iterable[Pair]) -> bool:

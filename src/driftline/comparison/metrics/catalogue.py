@@ -16,7 +16,7 @@ from driftline.errors import BadInput, did_you_mean
 from driftline.numerics.moments import PairMoments
 from driftline.registry import METRICS, Address, plugins
 
-BUILTIN = "driftline.comparison.metrics"
+_DEFINED = "driftline.comparison.metrics.definitions"
 
 Definition = Callable[..., float]
 """(reference, candidate) as finite float64 arrays of one shape; returns the measurement."""
@@ -65,21 +65,21 @@ def _metric(
     home: str = "",
     unit: str = "",
 ) -> Metric:
-    address = Address(f"{BUILTIN}.{home}:{name}") if home else None
+    address = Address(f"{home}:{name}") if home else None
     return Metric(Column(name, direction, meaning, unit), derive, address)
 
 
 _VALUE = "the tensor's own unit"
 
 STANDARD: tuple[Metric, ...] = (
-    _metric("relative_l2", "lower", "||c - r|| / ||r||", by.relative_l2, "difference"),
-    _metric("cosine", "higher", "cosine of the angle between r and c", by.cosine, "direction"),
-    _metric("max_abs_error", "lower", "largest |c - r|", by.max_abs_error, "difference", _VALUE),
-    _metric("mean_abs_error", "lower", "mean |c - r|", by.mean_abs_error, "difference", _VALUE),
-    _metric("rmse", "lower", "root of the mean (c - r)^2", by.rmse, "difference", _VALUE),
-    _metric("max_rel_error", "lower", "largest |c - r| / |r|", by.max_rel_error, "difference"),
-    _metric("mean_rel_error", "lower", "mean |c - r| / |r|", by.mean_rel_error, "difference"),
-    _metric("projection", "zero", "<c - r, r> / <r, r>", by.projection, "direction"),
+    _metric("relative_l2", "lower", "||c - r|| / ||r||", by.relative_l2, _DEFINED),
+    _metric("cosine", "higher", "cosine of the angle between r and c", by.cosine, _DEFINED),
+    _metric("max_abs_error", "lower", "largest |c - r|", by.max_abs_error, _DEFINED, _VALUE),
+    _metric("mean_abs_error", "lower", "mean |c - r|", by.mean_abs_error, _DEFINED, _VALUE),
+    _metric("rmse", "lower", "root of the mean (c - r)^2", by.rmse, _DEFINED, _VALUE),
+    _metric("max_rel_error", "lower", "largest |c - r| / |r|", by.max_rel_error, _DEFINED),
+    _metric("mean_rel_error", "lower", "mean |c - r| / |r|", by.mean_rel_error, _DEFINED),
+    _metric("projection", "zero", "<c - r, r> / <r, r>", by.projection, _DEFINED),
     _metric("max_ulp", "lower", "largest distance in steps of c's dtype", by.max_ulp, unit="ulp"),
     _metric(
         "outside_share", "lower", "share with not |c - r| <= atol + rtol |r|", by.outside_share
@@ -98,8 +98,8 @@ STANDARD: tuple[Metric, ...] = (
 """Measured for every pair, in the order of the columns."""
 
 ON_REQUEST: tuple[Metric, ...] = (
-    _metric("sqnr", "higher", "20 log10(||r|| / ||c - r||)", by.sqnr, "difference", "dB"),
-    _metric("kl", "lower", "KL divergence of the softmax", None, "distribution", "nats"),
+    _metric("sqnr", "higher", "20 log10(||r|| / ||c - r||)", by.sqnr, _DEFINED, "dB"),
+    _metric("kl", "lower", "KL divergence of the softmax", None, _DEFINED, "nats"),
 )
 
 KNOWN: dict[str, Metric] = {metric.name: metric for metric in (*STANDARD, *ON_REQUEST)}

@@ -47,6 +47,7 @@ class Part:
         rows: A row for each of them.
         missing: Rows of tensors that only the reference has; those are the first shard's.
         extra: The same of the candidate.
+        masked: Rows of these pairs that were measured again without pads, for those that may fail.
         source: The file it was read from.
     """
 
@@ -63,6 +64,7 @@ class Part:
     rows: Sequence[Row]
     missing: tuple[Row, ...] = ()
     extra: tuple[Row, ...] = ()
+    masked: tuple[Row, ...] = ()
     source: str = field(default="", compare=False)
 
     @property
@@ -95,15 +97,24 @@ class Part:
         encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
         stream.write(encode(self.head_as_json())[:-1] + ROWS)
         write_rows(self.rows, stream)
-        alone = {"missing": self.missing, "extra": self.extra}
-        rest = encode({name: [row.as_json() for row in rows] for name, rows in alone.items()})
+        lone = {"missing": self.missing, "extra": self.extra, **self._masked()}
+        rest = encode({name: [row.as_json() for row in rows] for name, rows in lone.items()})
         stream.write(f"], {rest[1:]}\n")
 
     def as_json(self) -> dict[str, JSON]:
         """The file's content; non-finite numbers are "nan", "inf" and "-inf"."""
-        lists = {"rows": self.rows, "missing": self.missing, "extra": self.extra}
+        lists = {
+            "rows": self.rows,
+            "missing": self.missing,
+            "extra": self.extra,
+            **self._masked(),
+        }
         shown = {name: [row.as_json() for row in rows] for name, rows in lists.items()}
         return {**self.head_as_json(), **shown}
+
+    def _masked(self) -> dict[str, Sequence[Row]]:
+        """Most parts have none; their files are as those of version 0.1.0."""
+        return {"masked": self.masked} if self.masked else {}
 
     def head_as_json(self) -> dict[str, JSON]:
         """The same without its rows, which come last."""
@@ -170,6 +181,7 @@ class Part:
                 rows,
                 _rows(top["missing"]),
                 _rows(top["extra"]),
+                _rows(top.get("masked", [])),
                 source,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as trouble:

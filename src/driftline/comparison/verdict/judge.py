@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from driftline.comparison.evidence.replicas import GAP, SAME
 from driftline.comparison.evidence.rules import (
@@ -45,8 +46,11 @@ from driftline.comparison.verdict.inheritance import (
     reference_norm,
 )
 from driftline.comparison.verdict.verdict import Tally
-from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE
+from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE, BadInput
 from driftline.numerics.dtypes import DType
+
+if TYPE_CHECKING:
+    from driftline.comparison.tolerance.thresholds import Thresholds
 
 _WRITTEN_INTO = (
     "one side took it before the call, the other after it: the operator may have written into it"
@@ -54,12 +58,41 @@ _WRITTEN_INTO = (
 
 NO_THRESHOLD = "the thresholds do not speak of it"
 """Reason of a row that was measured, but that nothing says a limit for."""
+_THRESHOLDS_NOTE = "thresholds: "
+"""Begins the notes of a table that are about thresholds."""
 _WHOSE = {"user": "asked for", "exact": "exact", "thresholds": "by its threshold"}
 
 
 def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
-    """The same table with every row's status decided, the verdict, and where the drift starts."""
+    """The same table with every row's status decided, the verdict, and where the drift starts.
+
+    Raises:
+        BadInput: The tolerance has thresholds that fit no layer of this table.
+    """
     allowed = tolerance or Tolerance()
+    judged = _judge_table(table, allowed)
+    if allowed.thresholds is None:
+        return judged
+    return _with_threshold_notes(judged, allowed.thresholds)
+
+
+def over_own_limit(table: Table, tolerance: Tolerance) -> Iterator[Row]:
+    """The rows that fail when each is judged by itself, by its own format.
+
+    In a whole table fewer fail: what lies upstream of a row can only widen its limit. A shard has
+    not got those other rows, and looks up for all of these what a fair judgement may need.
+    """
+    columns = {column.name: column for column in table.columns}
+    alone = Unrelated()
+    for row in table.rows:
+        if not row.compared or (row.basis == "digest" and not row.metrics):
+            continue
+        own = coarsest((row.reference_dtype, row.candidate_dtype))
+        if _judge(row, tolerance, columns, own, own, alone).status == "fail":
+            yield row
+
+
+def _judge_table(table: Table, allowed: Tolerance) -> Table:
     columns = {column.name: column for column in table.columns}
     ordered = table.reference.ordered
     in_turn = is_kept(table.rows) and table.rows.in_turn
@@ -115,6 +148,54 @@ def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
         finding=finding,
         limits={**allowed.as_json(), "said": str(allowed)},
     )
+
+
+def _with_threshold_notes(judged: Table, thresholds: Thresholds) -> Table:
+    """A judged table with notes about thresholds that are absent, unusable, or for other layers.
+
+    Raises:
+        BadInput: They fit nothing of it.
+    """
+    # Loaded only where there are thresholds: most comparisons use the limits of dtypes.
+    from driftline.comparison.tolerance.thresholds import LayerNames
+
+    name = thresholds.path or "the thresholds"
+    if not thresholds.sites:
+        raise BadInput(
+            f"{name} has thresholds for the model as a whole ({', '.join(thresholds.metrics)}), "
+            "none for layers",
+            hint="`driftline validate` applies those; make others with --layer_io or calibrate",
+        )
+    layers = LayerNames({row.key.site for row in judged.rows})
+    absent = [site for site in thresholds.sites if layers.find(site) is None]
+    if len(absent) == len(thresholds.sites):
+        model = f" ('{thresholds.model_id}')" if thresholds.model_id else ""
+        raise BadInput(
+            f"{name} speaks of no layer of this comparison: it seems to be for another "
+            f"model{model}",
+            hint=f"it has '{thresholds.sites[0]}', the comparison "
+            f"'{next(iter(row.key.site for row in judged.rows), '')}'",
+        )
+    # A table may be judged again: what was noted of other thresholds goes.
+    notes = [note for note in judged.notes if not note.startswith(_THRESHOLDS_NOTE)]
+    notes += [f"{_THRESHOLDS_NOTE}{note}" for note in thresholds.notes]
+    broken = [entry for entry in thresholds.entries if not entry.usable]
+    if broken:
+        notes.append(
+            f"{_THRESHOLDS_NOTE}{len(broken)} thresholds are no number, {broken[0].metric} of "
+            f"'{broken[0].site}' for one; they judge nothing"
+        )
+    if absent:
+        notes.append(
+            f"{_THRESHOLDS_NOTE}{len(absent)} of {len(thresholds.sites)} layers with a threshold "
+            f"are not in the comparison, '{absent[0]}' for one"
+        )
+    silent = sum(row.reason.startswith(NO_THRESHOLD) for row in judged.rows)
+    if silent:
+        notes.append(
+            f"{_THRESHOLDS_NOTE}{silent} tensors that were compared have none, and are not judged"
+        )
+    return judged.changed(notes=tuple(notes))
 
 
 def exit_code(table: Table) -> int:

@@ -7,25 +7,26 @@ drawn, is not known here.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from driftline.alignment.align import AlignOptions, align_runs
 from driftline.alignment.plan import Pair, Plan
-from driftline.comparison.measure.scheduler import Progress, measure
-from driftline.comparison.pipeline import compare
+from driftline.comparison.measure.scheduler import Progress
+from driftline.comparison.options import CompareOptions, Execution
+from driftline.comparison.pipeline import Measurer, prepare
 from driftline.comparison.table.files import TABLE_FILE, is_table, open_table
 from driftline.comparison.table.row import Row
 from driftline.comparison.table.table import Side, Table
+from driftline.diagnosis.api import compare_noise
 from driftline.diagnosis.causes.case_builder import Runs
 from driftline.diagnosis.evidence.files import (
     Evidence,
     Replay,
     Substitution,
     open_bisection,
-    open_noise,
     open_replay,
 )
 from driftline.diagnosis.evidence.noise import Variant
@@ -165,17 +166,18 @@ def page_of(
     title: str = "",
     threads: int | None = None,
     progress: Progress | None = None,
-    comparing: Callable[[Run, Run, Plan], Table] | None = None,
+    measurer: Measurer | None = None,
 ) -> Page:
     """The page of a comparison; arguments as `report` takes them.
 
     Args:
-        comparing: Compares two runs by their plan, for whoever remembers what was measured before.
+        measurer: Who measures; a `RowCache`, for whoever makes the page of two runs again.
 
     Raises:
         DriftlineError: It could not be made.
     """
     notes: list[str] = []
+    asked = CompareOptions(options or AlignOptions(), execution=Execution(threads))
     plan: Plan | None = None
     ours: Run | None = None
     theirs: Run | None = None
@@ -183,20 +185,16 @@ def page_of(
     if candidate is not None:
         if isinstance(subject, Table):
             raise BadInput("a comparison has both sides already", hint="give it alone")
-        ours, theirs = _opened(subject), _opened(candidate)
-        plan = align_runs(ours, theirs, options or AlignOptions())
-        if comparing is not None:
-            table = comparing(ours, theirs, plan)
-        else:
-            table = compare(
-                ours, theirs, plan=plan, thresholds=thresholds, threads=threads, progress=progress
-            )
+        judged_by = replace(asked, tolerance=CompareOptions.of(thresholds=thresholds).tolerance)
+        comparison = prepare(_opened(subject), _opened(candidate), judged_by)
+        ours, theirs, plan = comparison.reference, comparison.candidate, comparison.plan
+        table = comparison.judged(measurer, progress)
         decoder = layers_of(table)
     else:
         table, decoder = _made_before(subject, thresholds, tokenizer)
         ours, theirs = _behind(table, subject)
         if ours is not None and theirs is not None:
-            plan = align_runs(ours, theirs, options or AlignOptions())
+            plan = align_runs(ours, theirs, asked.paired_by)
         elif table.rows and not decoder and table.limits.get("kind") is None:
             notes.append(
                 "the two runs were not found where the comparison says, or have changed since: "
@@ -209,7 +207,7 @@ def page_of(
                 "noise runs are compared with the reference, which is not there",
                 hint="give the two runs: driftline report REF CAND --noise DIR",
             )
-        trusted = _trusted(ours, noise, options or AlignOptions(), threads)
+        trusted = compare_noise(ours, noise, asked)
     runs = None
     if plan is not None and ours is not None and theirs is not None:
         played = None if replay is None else open_replay(replay)
@@ -322,20 +320,6 @@ def _same_run(side: Side, home: Path | None) -> Run | None:
 def _written(home: Path) -> float:
     table = home / TABLE_FILE if home.is_dir() else home
     return table.stat().st_mtime
-
-
-def _trusted(
-    reference: Run, noise: Sequence[Evidence], options: AlignOptions, threads: int | None
-) -> list[Variant]:
-    variants: list[Variant] = []
-    for trusted in open_noise(noise):
-        plan = align_runs(reference, trusted.run, options)
-        name = trusted.name
-        while any(name == variant.name for variant in variants):
-            name += "'"
-        measured = measure(plan, reference, trusted.run, threads=threads)
-        variants.append(Variant(name, measured, trusted.run, plan))
-    return variants
 
 
 def _diagnosed(

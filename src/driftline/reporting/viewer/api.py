@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from driftline.alignment.align import AlignOptions
 from driftline.comparison.measure.scheduler import Progress
+from driftline.comparison.pipeline import RowCache
 from driftline.comparison.table.files import TABLE_FILE, is_table, open_table
 from driftline.comparison.table.table import Table
 from driftline.diagnosis.evidence.files import Evidence, Replay
 from driftline.errors import BadInput
 from driftline.reporting.html.report import Page, Source, page_of
 from driftline.reporting.viewer.server import Server, check_port, listening
-from driftline.reporting.viewer.session import Desk, Memory
+from driftline.reporting.viewer.session import Desk
 from driftline.runs.layout import MANIFEST
 from driftline.runs.run import Run
 from driftline.runs.stores.addresses import url_of
@@ -162,12 +163,13 @@ def _server(
             hint="driftline view REF CAND; `driftline show` looks at one run",
         )
     check_port(port)  # before the work is done
-    memory = None
-    if candidate is not None:
-        memory = Memory(about.get("thresholds"), about.get("threads"), progress)
+    cache = None if candidate is None else RowCache()
 
     def make() -> Page:
-        return page_of(subject, candidate, pictures=0, comparing=memory, **about)
+        nonlocal progress
+        # The next time somebody waits in a browser, not at a terminal.
+        shown, progress = progress, None
+        return page_of(subject, candidate, pictures=0, measurer=cache, progress=shown, **about)
 
     return listening(Desk(make, _watched(subject, candidate)), port)
 

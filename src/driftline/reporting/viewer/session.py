@@ -1,7 +1,7 @@
-"""Comparing two runs again when they have grown: what was measured before is not measured again.
+"""What lies open in the viewer: one page over two runs, and the tensors somebody is looking at.
 
-A line of a run's index is final once it is written, so a pair of two known lines is a known row.
-Judging is done anew each time: which row is the first to fail depends on all of them.
+The page is made again when the runs have changed. How runs are compared, and how a page is served,
+it does not know.
 """
 
 from __future__ import annotations
@@ -11,19 +11,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from driftline.alignment.plan import Pair, Plan
-from driftline.comparison.evidence.conversions import with_conversions
-from driftline.comparison.evidence.rules import with_evidence
-from driftline.comparison.measure.scheduler import Progress, measure
-from driftline.comparison.metrics.catalogue import STANDARD
-from driftline.comparison.table.row import Row
-from driftline.comparison.table.table import Table
-from driftline.comparison.tolerance.defaults import elementwise
-from driftline.comparison.tolerance.thresholds import Thresholds, load_thresholds
-from driftline.comparison.tolerance.tolerance import Tolerance
-from driftline.comparison.verdict.judge import judge
 from driftline.errors import BadInput
 from driftline.reporting.html.page import pack, singles
 from driftline.reporting.html.report import Page
@@ -42,70 +31,6 @@ from driftline.reporting.html.tensors.statistics import (
     statistics,
 )
 from driftline.runs.layout import INDEX, MANIFEST, PROCESS
-from driftline.runs.run import Run
-
-if TYPE_CHECKING:
-    from _typeshed import StrPath
-
-
-class Memory:
-    """Rows of pairs that were measured; calling it compares two runs as `driftline.compare` does.
-
-    Args:
-        thresholds: Limits of each layer, or the path of a file of them.
-        threads: Worker threads; one per usable core when not given.
-        progress: Called with (pairs done, pairs in all), the first time.
-    """
-
-    def __init__(
-        self,
-        thresholds: Thresholds | StrPath | None = None,
-        threads: int | None = None,
-        progress: Progress | None = None,
-    ) -> None:
-        if thresholds is not None and not isinstance(thresholds, Thresholds):
-            thresholds = load_thresholds(thresholds)
-        self._tolerance = Tolerance(thresholds=thresholds)
-        self._threads = threads
-        self._progress = progress
-        self._rows: dict[Pair, Row] = {}
-        self.measured = 0
-
-    def __call__(self, reference: Run, candidate: Run, plan: Plan) -> Table:
-        """The judged table of a plan."""
-        fresh = tuple(pair for pair in plan.pairs if pair not in self._rows)
-        # Pairs and lone tensors apart: rows of pairs alone come in the order of the pairs.
-        new = measure(
-            Plan(fresh),
-            reference,
-            candidate,
-            elementwise=elementwise,
-            threads=self._threads,
-            progress=self._progress,
-        )
-        self._progress = None  # the next time somebody waits in a browser, not at a terminal
-        self.measured += len(fresh)
-        known = {**self._rows, **dict(zip(fresh, new.rows, strict=True))}
-        # Only what could be measured is final: a tensor that is not whole yet will be.
-        self._rows = {pair: known[pair] for pair in plan.pairs if known[pair].status == "unjudged"}
-        table = measure(plan._replace(pairs=()), reference, candidate)
-        rows = [known[pair] for pair in plan.pairs]
-        rows += [row for row in table.rows if row.status != "extra"]
-        extra = [row for row in table.rows if row.status == "extra"]
-        rows.sort(key=lambda row: (row.key.rank, row.key.process, row.order))
-        table = table.with_rows((*rows, *extra))
-        if plan.missing or plan.extra:
-            table = with_conversions(table, reference, candidate, STANDARD, elementwise)
-        table = table.with_rows(with_evidence(table.rows, plan.pairs, reference, candidate))
-        if self._tolerance.thresholds is None:
-            return judge(table, self._tolerance)
-        from driftline.comparison.pipeline import judge_by
-
-        return judge_by(table, self._tolerance)
-
-
-# What lies open: one page over two runs, and the tensors somebody is looking at.
-
 
 BUDGET = 1 << 22
 """Elements that are looked at for one answer; more would keep a reader waiting."""
