@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from driftline.alignment.plan import Pair
 from driftline.comparison.measure.operands import measure_moments
-from driftline.comparison.measure.pair_rows import clash, paired
+from driftline.comparison.measure.pair_rows import incompatibility, paired
 from driftline.comparison.measure.scheduler import FAR_OFF
 from driftline.comparison.metrics.catalogue import Metric
 from driftline.comparison.metrics.from_moments import needs_definition
@@ -156,7 +156,7 @@ def _is_simple(pair: Pair) -> bool:
         and pair.reference_recipe is None
         and pair.candidate_recipe is None
         and not pair.trouble
-        and not clash(pair)
+        and not incompatibility(pair)
     )
 
 
@@ -279,11 +279,13 @@ def _replayed(reference: nn.Module, inputs: Any, captured: Any) -> Any:
     from driftline.diagnosis.experiments.live.replay import Replayer
     from driftline.runs.memory import MemorySink
 
-    def match(ours: Iterable[str], theirs: Iterable[str]) -> Mapping[str, str]:
-        here, there = list(ours), set(theirs)
-        found = {site: site for site in here if site in there}
-        rest = [site for site in here if site not in found]
-        return found | link_names(rest, [site for site in there if site not in found])
+    def match(reference_sites: Iterable[str], candidate_sites: Iterable[str]) -> Mapping[str, str]:
+        sites, candidates = list(reference_sites), set(candidate_sites)
+        same_names = {site: site for site in sites if site in candidates}
+        rest = [site for site in sites if site not in same_names]
+        return same_names | link_names(
+            rest, [site for site in candidates if site not in same_names]
+        )
 
     args, kwargs = _call(inputs)
     move = _mover(reference)

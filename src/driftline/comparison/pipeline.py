@@ -100,9 +100,9 @@ class DistributedMeasurer:
 
     def rows(self, pairs: Sequence[Pair], request: MeasureRequest) -> Sequence[Row]:
         # Most comparisons run in one process and need none of it.
-        from driftline.comparison.measure.distribute import share_out
+        from driftline.comparison.measure.distribute import distribute_pairs
 
-        return share_out(
+        return distribute_pairs(
             pairs,
             request.reference,
             request.candidate,

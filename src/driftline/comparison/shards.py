@@ -123,10 +123,10 @@ def compare_shard(
 def _part(comparison: Comparison, shard: Shard, progress: Progress | None) -> Part:
     """What one shard measures, as it is written."""
     plan = comparison.plan
-    places = shard_places(plan, shard)
+    places = pairs_of_shard(plan, shard)
     # Tensors without a partner belong to no pair; the first shard tells of them.
-    mine = PairPlaces(places, stretch_of(plan.pairs, places), with_lone=shard.number == 1)
-    measured = comparison.measure(mine, progress=progress)
+    own = PairPlaces(places, pairs_at(plan.pairs, places), with_lone=shard.number == 1)
+    measured = comparison.measure(own, progress=progress)
     return Part(
         shard,
         {"driftline": __version__, "kernel": kernel.active(), "numpy": str(np.__version__)},
@@ -144,7 +144,7 @@ def _part(comparison: Comparison, shard: Shard, progress: Progress | None) -> Pa
     )
 
 
-def shard_places(plan: Plan, shard: Shard) -> Sequence[int]:
+def pairs_of_shard(plan: Plan, shard: Shard) -> Sequence[int]:
     """Which pairs of a plan a shard measures: neighbours, and what has the same bytes as they.
 
     Of a long plan neighbours only: what has the same bytes is looked for among them.
@@ -153,15 +153,15 @@ def shard_places(plan: Plan, shard: Shard) -> Sequence[int]:
         return slice_of(array("Q", map(weight_of, plan.pairs)), shard)
     repeats = repeats_of(plan.pairs)
     again = {later for group in repeats.values() for later in group}
-    firsts = [at for at in range(len(plan.pairs)) if at not in again]
-    mine = slice_of([weight_of(plan.pairs[at]) for at in firsts], shard)
-    return sorted(place for n in mine for place in (firsts[n], *repeats.get(firsts[n], ())))
+    firsts = [index for index in range(len(plan.pairs)) if index not in again]
+    own = slice_of([weight_of(plan.pairs[index]) for index in firsts], shard)
+    return sorted(place for n in own for place in (firsts[n], *repeats.get(firsts[n], ())))
 
 
-def stretch_of(pairs: Sequence[Pair], places: Sequence[int]) -> Sequence[Pair]:
+def pairs_at(pairs: Sequence[Pair], places: Sequence[int]) -> Sequence[Pair]:
     """The pairs at some places."""
     if isinstance(pairs, tuple) or not isinstance(places, range):
-        return [pairs[at] for at in places]
+        return [pairs[place] for place in places]
     from driftline.alignment.streaming import KeptPairs
 
     assert isinstance(pairs, KeptPairs)
@@ -179,25 +179,27 @@ def merge(parts: StrPath | Part | Sequence[StrPath | Part]) -> Table:
         BadInput: A shard is missing or there twice, or they are of different comparisons.
         BadFile: One of them is no part.
     """
-    given = [parts] if isinstance(parts, (str, Part)) or not isinstance(parts, Sequence) else parts
-    found = [each for each in given if isinstance(each, Part)]
-    if paths := [each for each in given if not isinstance(each, Part)]:
-        found += open_parts(paths)
-    if not found:
+    sources = (
+        [parts] if isinstance(parts, (str, Part)) or not isinstance(parts, Sequence) else parts
+    )
+    shards = [source for source in sources if isinstance(source, Part)]
+    if paths := [source for source in sources if not isinstance(source, Part)]:
+        shards += open_parts(paths)
+    if not shards:
         raise BadInput("there is nothing to merge", hint="name the parts, or their folder")
-    found.sort(key=lambda part: part.shard)
-    first = found[0]
-    for part in found[1:]:
+    shards.sort(key=lambda part: part.shard)
+    first = shards[0]
+    for part in shards[1:]:
         _require_alike(first, part)
-    _require_all(found)
+    _require_all(shards)
     table = Table(
-        _in_their_places(found) if first.pairs <= MANY else _one_after_another(found),
+        _in_their_places(shards) if first.pairs <= MANY else _one_after_another(shards),
         first.columns,
         reference=first.reference,
         candidate=first.candidate,
         notes=first.notes,
     )
-    masked = itertools.chain.from_iterable(part.masked for part in found)
+    masked = itertools.chain.from_iterable(part.masked for part in shards)
     return judge_with_pads(table, tolerance_from_json(first.tolerance, first.source), masked)
 
 
@@ -250,18 +252,18 @@ def _in_none(count: int) -> BadFile:
 
 def remarks(parts: Sequence[Part]) -> list[str]:
     """What keeps the table of these parts from being that of one process to the last digit."""
-    found: list[str] = []
+    sentences: list[str] = []
     for what, called, hint in (
         ("kernel", "path of the kernel", "; DRIFTLINE_KERNEL=avx2, say, makes all take the same"),
         ("numpy", "version of numpy", ""),
     ):
         kinds = sorted({part.made.get(what, "") for part in parts})
         if len(kinds) > 1:
-            found.append(
+            sentences.append(
                 f"the shards were measured with more than one {called} ({', '.join(kinds)}): last "
                 f"digits may differ from those of one process{hint}"
             )
-    return found
+    return sentences
 
 
 def _require_all(parts: Sequence[Part]) -> None:
@@ -281,49 +283,49 @@ def _require_all(parts: Sequence[Part]) -> None:
         if len(missing) > len(named):
             named = [*named, f"{len(missing) - len(named)} more"]
         words = " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))
-        one = len(missing) == 1
+        single = len(missing) == 1
         raise BadInput(
-            f"shard{'' if one else 's'} {words} {'is' if one else 'are'} missing",
+            f"shard{'' if single else 's'} {words} {'is' if single else 'are'} missing",
             hint=f"driftline compare … --shard {missing[0]} makes "
-            + ("it" if one else "the first of them"),
+            + ("it" if single else "the first of them"),
         )
 
 
-def _require_alike(one: Part, other: Part) -> None:
+def _require_alike(first: Part, other: Part) -> None:
     """Refuse parts of different comparisons; says what is different about them."""
     what = ""
-    if one.shard.of != other.shard.of:
-        what = f"one is of {one.shard.of} shards, the other of {other.shard.of}"
-    elif (ours := one.made.get("driftline")) != (theirs := other.made.get("driftline")):
-        what = f"one was made by Driftline {ours}, the other by {theirs}"
-    elif one.reference.about != other.reference.about:
-        what = (
-            f"their references are different runs{_names(one.reference.path, other.reference.path)}"
-        )
-    elif one.candidate.about != other.candidate.about:
-        what = (
-            f"their candidates are different runs{_names(one.candidate.path, other.candidate.path)}"
-        )
-    elif one.tolerance != other.tolerance:
+    if first.shard.of != other.shard.of:
+        what = f"one is of {first.shard.of} shards, the other of {other.shard.of}"
+    elif (first_version := first.made.get("driftline")) != (
+        other_version := other.made.get("driftline")
+    ):
+        what = f"one was made by Driftline {first_version}, the other by {other_version}"
+    elif first.reference.about != other.reference.about:
+        paths = _names(first.reference.path, other.reference.path)
+        what = f"their references are different runs{paths}"
+    elif first.candidate.about != other.candidate.about:
+        paths = _names(first.candidate.path, other.candidate.path)
+        what = f"their candidates are different runs{paths}"
+    elif first.tolerance != other.tolerance:
         what = "they were given different limits"
-    elif one.columns != other.columns:
+    elif first.columns != other.columns:
         what = "they were given different metrics"
-    elif one.plan != other.plan or one.pairs != other.pairs:
+    elif first.plan != other.plan or first.pairs != other.pairs:
         what = "they compare different tensors: other runs, or other options of what to compare"
-    elif (one.reference.losses, one.candidate.losses, one.notes) != (
+    elif (first.reference.losses, first.candidate.losses, first.notes) != (
         *(other.reference.losses, other.candidate.losses),
         other.notes,
     ):
         what = "something was missing from a run for one of them that was there for the other"
     if what:
         raise BadInput(
-            f"{_called(one)} and {_called(other)} are not of one comparison: {what}",
+            f"{_called(first)} and {_called(other)} are not of one comparison: {what}",
             hint="give all shards the same runs and options",
         )
 
 
-def _names(ours: str, theirs: str) -> str:
-    return f", {ours} and {theirs}" if ours != theirs else ""
+def _names(first: str, other: str) -> str:
+    return f", {first} and {other}" if first != other else ""
 
 
 def _called(part: Part) -> str:

@@ -16,8 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from driftline.alignment.plan import Pair
-from driftline.comparison.evidence.loose_bias import off_by, opened
-from driftline.comparison.evidence.rules import CANCELLED, SUMMED, is_far_cancelled, is_far_sum
+from driftline.comparison.evidence.loose_bias import opened, relative_error
+from driftline.comparison.evidence.rules import (
+    CANCELLED,
+    SUMMED,
+    is_cancelled_over_limit,
+    is_sum_over_limit,
+)
 from driftline.comparison.measure.operands import F64
 from driftline.comparison.measure.pair_rows import paired
 from driftline.comparison.table.row import Row
@@ -62,25 +67,29 @@ def with_sums(
         reference: The one run.
         candidate: The other.
     """
-    far = {(row.key, row.candidate_name): at for at, row in enumerate(rows) if is_far_sum(row)}
+    far = {
+        (row.key, row.candidate_name): index
+        for index, row in enumerate(rows)
+        if is_sum_over_limit(row)
+    }
     if not far:
         return rows
-    found = list(rows)
+    updated = list(rows)
     sides = Sums(reference), Sums(candidate)
     sites = {key for key, _ in far}
     for pair in pairs:
-        at = None
+        index = None
         if pair.reference.key in sites:
-            at = far.get((pair.reference.key, paired(pair).candidate_name))
-        if at is None:
+            index = far.get((pair.reference.key, paired(pair).candidate_name))
+        if index is None:
             continue
         for side, record in zip(sides, (pair.reference, pair.candidate), strict=True):
             size = side.summed(record)
             if size:
-                metrics = {**found[at].metrics, SUMMED: size}
-                found[at] = found[at]._replace(metrics=metrics)
+                metrics = {**updated[index].metrics, SUMMED: size}
+                updated[index] = updated[index]._replace(metrics=metrics)
                 break
-    return found
+    return updated
 
 
 class Sums:
@@ -112,35 +121,40 @@ class Sums:
             node = value.node if value is not None else None
             if graphs is None or value is None or node is None:
                 return None
-            whole = graphs.node(value.graph, node.of[0]) if node.of else node
-            wanted = CANCELLING.get(_operator(whole.target)) if whole is not None else None
-            if wanted is None or whole is None or (node.of and node.of[1]):
+            operator = graphs.node(value.graph, node.of[0]) if node.of else node
+            wanted = CANCELLING.get(_operator(operator.target)) if operator is not None else None
+            if wanted is None or operator is None or (node.of and node.of[1]):
                 return None
-            names = [whole.inputs[at] for at, _ in wanted if at < len(whole.inputs)]
-            key = record.key
-            found = [
-                graphs.by_node.get((id(value.graph), one, key.step, key.visit)) for one in names
+            names = [
+                operator.inputs[position]
+                for position, _ in wanted
+                if position < len(operator.inputs)
             ]
-            factors = [one.record if one is not None else None for one in found]
+            key = record.key
+            values = [
+                graphs.by_node.get((id(value.graph), name, key.step, key.visit)) for name in names
+            ]
+            factors = [None if source is None else source.record for source in values]
         else:
             wanted = CANCELLING.get(_operator(record.class_name))
             if wanted is None or record.key.slot != "0":
                 return None
-            given = {one.key.slot: one for one in self._given().get(_call_key(record.key), ())}
-            factors = [given.get(name) for _, name in wanted]
+            inputs = self._given().get(_call_key(record.key), ())
+            arguments = {argument.key.slot: argument for argument in inputs}
+            factors = [arguments.get(name) for _, name in wanted]
         return self._product(factors[:1], factors[1:])
 
     def _product(self, first: list[Record | None], others: list[Record | None]) -> float | None:
         values: Any = 1.0
-        for one in (*first, *others):
-            if one is None:
+        for factor in (*first, *others):
+            if factor is None:
                 if first[0] is None:
                     return None
                 continue  # a norm without weight
-            if math.prod(one.shape) > _LARGEST_SUM or one.dtype not in DTYPES:
+            if math.prod(factor.shape) > _LARGEST_SUM or factor.dtype not in DTYPES:
                 return None
             try:
-                read = to_float64(self._run.raw(one), DTYPES[one.dtype]).reshape(one.shape)
+                read = to_float64(self._run.raw(factor), DTYPES[factor.dtype]).reshape(factor.shape)
                 values = values * read
             except (DriftlineError, OSError, ValueError):
                 return None
@@ -168,13 +182,19 @@ class Sums:
             return
         key = record.key
         for node in graphs.same_elements(value):
-            whole = graphs.node(value.graph, node.of[0]) if node.of else node
+            operator = graphs.node(value.graph, node.of[0]) if node.of else node
             slot = str(node.of[1]) if node.of else "0"
-            if whole is None or not whole.inputs or _SUMS.get(_operator(whole.target)) != slot:
+            if (
+                operator is None
+                or not operator.inputs
+                or _SUMS.get(_operator(operator.target)) != slot
+            ):
                 continue
-            given = graphs.by_node.get((id(value.graph), whole.inputs[0], key.step, key.visit))
-            if given is not None:
-                yield given.record
+            argument = graphs.by_node.get(
+                (id(value.graph), operator.inputs[0], key.step, key.visit)
+            )
+            if argument is not None:
+                yield argument.record
 
     def _given(self) -> Mapping[TensorKey, list[Record]]:
         """What operators of a run took, by call."""
@@ -227,24 +247,24 @@ def with_cancelled(
         reference: The one run.
         candidate: The other.
     """
-    far = [at for at, row in enumerate(rows) if is_far_cancelled(row)]
+    far = [index for index, row in enumerate(rows) if is_cancelled_over_limit(row)]
     if not far:
         return rows
-    calls = {_call_address(rows[at].key) for at in far}
+    calls = {_call_address(rows[index].key) for index in far}
     near: dict[tuple[object, ...], list[Pair]] = {}
     for pair in pairs:
         if (call := _call_address(pair.reference.key)) in calls:
             near.setdefault(call, []).append(pair)
-    found = list(rows)
-    for at in far:
-        row = found[at]
+    updated = list(rows)
+    for index in far:
+        row = updated[index]
         try:
             size = _explained(row, near[_call_address(row.key)], reference, candidate)
         except (DriftlineError, OSError, ValueError):
             continue  # the row stays as it was measured
         if size is not None:
-            found[at] = row._replace(metrics={**row.metrics, CANCELLED: size})
-    return found
+            updated[index] = row._replace(metrics={**row.metrics, CANCELLED: size})
+    return updated
 
 
 def _explained(row: Row, pairs: Sequence[Pair], reference: Run, candidate: Run) -> float | None:
@@ -261,14 +281,14 @@ def _explained(row: Row, pairs: Sequence[Pair], reference: Run, candidate: Run) 
         port = pair.reference.key.port
         if port not in ("input", "output", "grad_output") or port in values:
             continue
-        ours, theirs = opened(pair, reference, candidate).decoded()
-        if ours.size != math.prod(shape):
+        reference_values, candidate_values = opened(pair, reference, candidate).decoded()
+        if reference_values.size != math.prod(shape):
             continue
-        error = off_by(ours, theirs)
-        if not ours.any() or not error <= LIMITS[dtype.name]:
+        error = relative_error(reference_values, candidate_values)
+        if not reference_values.any() or not error <= LIMITS[dtype.name]:
             return None  # what it is made of is wrong already
         off += error
-        values[port] = ours.reshape(shape)
+        values[port] = reference_values.reshape(shape)
     if len(values) < 3:
         return None
     before = _before(row.class_name, values["input"], values["output"], values["grad_output"])
@@ -276,17 +296,17 @@ def _explained(row: Row, pairs: Sequence[Pair], reference: Run, candidate: Run) 
     return share * before if math.isfinite(before) else None
 
 
-def _before(class_name: str, given: F64, result: F64, gradient: F64) -> float:
+def _before(class_name: str, inputs: F64, result: F64, gradient: F64) -> float:
     """Norm of the gradient that a module sends back, before anything is taken from it."""
     if class_name.endswith("LogSoftmax"):
         return float(np.linalg.norm(gradient))
     if class_name.endswith("Softmax"):
         return float(np.linalg.norm(result * gradient))
     axes: tuple[int, ...] = (-1,)
-    if class_name.startswith(_BY_CHANNEL) and given.ndim > 1:
-        batch = (0,) if "BatchNorm" in class_name or given.ndim == 2 else ()
-        axes = (*batch, *range(2, given.ndim))
-    spread = given.std(axis=axes, keepdims=True)
+    if class_name.startswith(_BY_CHANNEL) and inputs.ndim > 1:
+        batch = (0,) if "BatchNorm" in class_name or inputs.ndim == 2 else ()
+        axes = (*batch, *range(2, inputs.ndim))
+    spread = inputs.std(axis=axes, keepdims=True)
     slope = result.std(axis=axes, keepdims=True) / np.where(spread > 0.0, spread, math.inf)
     return float(np.linalg.norm(slope * gradient))
 

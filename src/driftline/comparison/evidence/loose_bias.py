@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from driftline.alignment.plan import Pair
-from driftline.comparison.evidence.rules import GRADIENTS, is_bias, is_far_output
+from driftline.comparison.evidence.rules import GRADIENTS, is_bias, is_output_over_limit
 from driftline.comparison.measure.operands import F64, ValuePair, open_arrays
-from driftline.comparison.measure.pair_rows import clash, has_recipe, paired
+from driftline.comparison.measure.pair_rows import has_recipe, incompatibility, paired
 from driftline.comparison.table.row import Row
 from driftline.comparison.tolerance.defaults import LIMITS, coarsest
 from driftline.comparison.tolerance.tolerance import BEYOND
@@ -66,12 +66,12 @@ def earlier(gradients: Sequence[int], step: int) -> Callable[[int], bool]:
 
     Where none before it was recorded, its own must do: what has no gradient has none in any step.
     """
-    if any(one < step for one in gradients):
-        return lambda one: one < step
-    return lambda one: one == step
+    if any(other < step for other in gradients):
+        return lambda other: other < step
+    return lambda other: other == step
 
 
-def with_loose_biases(
+def with_bias_shift(
     rows: Sequence[Row], pairs: Sequence[Pair], reference: Run, candidate: Run
 ) -> Sequence[Row]:
     """Rows with `beyond_bias` wherever an output is far off and its bias may have moved by itself.
@@ -82,17 +82,17 @@ def with_loose_biases(
         reference: The one run.
         candidate: The other.
     """
-    found = list(rows)
-    far = [at for at, row in enumerate(found) if is_far_output(row)]
+    updated = list(rows)
+    far = [index for index, row in enumerate(updated) if is_output_over_limit(row)]
     if not far:
-        return found
+        return updated
     biases = _Biases(pairs, reference, candidate)
     if not biases.known:
-        return found
-    wanted = {found[at].key for at in far}
+        return updated
+    wanted = {updated[index].key for index in far}
     of_row = {ends(paired(pair)): pair for pair in pairs if pair.reference.key in wanted}
-    for at in far:
-        row = found[at]
+    for index in far:
+        row = updated[index]
         pair = of_row.get(ends(row))
         loose = biases.loose_before(row)
         if pair is None or loose is None:
@@ -102,8 +102,8 @@ def with_loose_biases(
         except (DriftlineError, OSError, ValueError):
             continue  # the row stays as it was measured
         if left is not None:
-            found[at] = row._replace(metrics={**row.metrics, BEYOND: left})
-    return found
+            updated[index] = row._replace(metrics={**row.metrics, BEYOND: left})
+    return updated
 
 
 def ends(row: Row) -> tuple[object, ...]:
@@ -139,9 +139,9 @@ class _Biases:
         dtype = coarsest((row.reference_dtype, row.candidate_dtype))
         apart = max(_APART, _ROUNDINGS * dtype.unit_roundoff) if dtype is not None else math.inf
         loose: _Mask | None = None
-        given = self._given.get(place, ())
-        tells = earlier([pair.reference.key.step for pair in given], row.key.step)
-        for pair in given:
+        gradients = self._given.get(place, ())
+        tells = earlier([pair.reference.key.step for pair in gradients], row.key.step)
+        for pair in gradients:
             if tells(pair.reference.key.step):
                 gaps = self._gaps(place, pair)
                 if gaps is not None and pair.reference.key.step == row.key.step:
@@ -157,27 +157,33 @@ class _Biases:
         if weight is None or dtype is None:
             return gaps
         try:
-            biases, weights = (opened(one, *self._runs).decoded() for one in (pair, weight))
+            biases, weights = (
+                opened(gradient, *self._runs).decoded() for gradient in (pair, weight)
+            )
         except (DriftlineError, OSError, ValueError):
             return gaps
         sides = zip(biases, weights, strict=True)
         share = NO_MORE * dtype.unit_roundoff
-        none = [np.abs(bias.reshape(-1)) <= share * np.linalg.norm(one) for bias, one in sides]
+        none = [
+            np.abs(bias.reshape(-1)) <= share * np.linalg.norm(gradient) for bias, gradient in sides
+        ]
         return np.where(none[0] & none[1], 2.0 * apart, gaps)
 
     def _gaps(self, place: _Place, pair: Pair) -> F64 | None:
         """How far apart the gradients of each channel are, as shares of themselves."""
-        known = (place, pair.reference.order)
-        if known not in self._apart:
+        cache_key = (place, pair.reference.order)
+        if cache_key not in self._apart:
             try:
-                ours, theirs = opened(pair, *self._runs).decoded()
+                reference, candidate = opened(pair, *self._runs).decoded()
             except (DriftlineError, OSError, ValueError):
-                self._apart[known] = None
+                self._apart[cache_key] = None
             else:
-                ours, theirs = ours.reshape(-1), theirs.reshape(-1)
-                size = np.maximum(np.abs(ours), np.abs(theirs))
-                self._apart[known] = np.abs(ours - theirs) / np.where(size > 0.0, size, 1.0)
-        return self._apart[known]
+                reference, candidate = reference.reshape(-1), candidate.reshape(-1)
+                size = np.maximum(np.abs(reference), np.abs(candidate))
+                self._apart[cache_key] = np.abs(reference - candidate) / np.where(
+                    size > 0.0, size, 1.0
+                )
+        return self._apart[cache_key]
 
 
 def _without(pair: Pair, loose: _Mask, row: Row, reference: Run, candidate: Run) -> float | None:
@@ -199,17 +205,19 @@ def _without(pair: Pair, loose: _Mask, row: Row, reference: Run, candidate: Run)
         sides.append((channels_last.reshape(-1, loose.size), own))
     left = 0.0
     for every in (max(len(sides[0][0]) // _POSITIONS, 1), 1):
-        ours, theirs = (to_float64(words[::every], own) for words, own in sides)
-        left = _constant_off(cast(F64, ours), cast(F64, theirs), loose)
+        reference_values, candidate_values = (
+            to_float64(words[::every], own) for words, own in sides
+        )
+        left = _constant_off(cast(F64, reference_values), cast(F64, candidate_values), loose)
         if not left <= _HOPELESS * LIMITS[dtype.name]:
             return None
     return left
 
 
-def _constant_off(ours: F64, theirs: F64, loose: _Mask) -> float:
-    apart = theirs - ours
+def _constant_off(reference: F64, candidate: F64, loose: _Mask) -> float:
+    apart = candidate - reference
     apart -= np.where(loose, apart.mean(axis=0), 0.0)
-    size = float(np.linalg.norm(ours))
+    size = float(np.linalg.norm(reference))
     return float(np.linalg.norm(apart)) / size if size else math.inf
 
 
@@ -220,17 +228,17 @@ def _channels(shape: tuple[int, ...], count: int, class_name: str) -> int | None
 
 
 def opened(pair: Pair, reference: Run, candidate: Run) -> ValuePair:
-    if why := pair.trouble or clash(pair):
+    if why := pair.trouble or incompatibility(pair):
         raise ValueError(why)
     if has_recipe(pair):
-        from driftline.comparison.measure.recipes import open_cooked
+        from driftline.comparison.measure.recipes import open_recipes
 
-        return open_cooked(reference, candidate, pair)
+        return open_recipes(reference, candidate, pair)
     return open_arrays(reference, pair.reference, candidate, pair.candidate)
 
 
-def off_by(ours: F64, theirs: F64) -> float:
+def relative_error(reference: F64, candidate: F64) -> float:
     """Relative L2 of opened values: pairs are asked, because a shard has few of the rows."""
-    size = float(np.linalg.norm(ours))
-    apart = float(np.linalg.norm(theirs - ours))
+    size = float(np.linalg.norm(reference))
+    apart = float(np.linalg.norm(candidate - reference))
     return apart / size if size else (math.inf if apart else 0.0)

@@ -11,7 +11,7 @@ from driftline.alignment.plan import Pair, Plan
 from driftline.comparison.measure.pair_rows import inside_of, lone
 from driftline.comparison.metrics.catalogue import Metric
 from driftline.comparison.table.row import Column, Row
-from driftline.comparison.table.table import Side, Table, kept_like
+from driftline.comparison.table.table import Side, Table, like_storage
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 
@@ -80,14 +80,19 @@ def with_lone_rows(
         by_name = not isinstance(plan.pairs, tuple)  # such pairs are in order already
         placed = in_turn(rows, missing) if by_name else in_order([*rows, *missing])
     if missing or extra or isinstance(rows, list):
-        return kept_like(rows, itertools.chain(placed, extra))
+        return like_storage(rows, itertools.chain(placed, extra))
     return rows
 
 
 def _may_have_ranks(pairs: Iterable[Pair]) -> bool:
     """False for most runs, which then need not load what tells of ranks."""
-    for ours, theirs, _, _, our_recipe, their_recipe, *_ in pairs:
-        if ours.key.rank or theirs.key.rank or our_recipe is not None or their_recipe is not None:
+    for reference, candidate, _, _, our_recipe, their_recipe, *_ in pairs:
+        if (
+            reference.key.rank
+            or candidate.key.rank
+            or our_recipe is not None
+            or their_recipe is not None
+        ):
             return True
     return False
 
@@ -96,11 +101,11 @@ def lone_rows(plan: Plan) -> tuple[list[Row], list[Row]]:
     """The rows of tensors that only the reference has, and of those that only the candidate has."""
 
     def row(record: Record, status: Literal["missing", "extra"], side: str) -> Row:
-        at = side, record.key
-        reason = plan.reasons.get(at, f"only in the {side}")
-        alone = lone(record, status, reason, plan.lone_lines.get(at, ""))
-        whole = plan.inside.get(at)
-        return alone if whole is None else inside_of(alone, whole)
+        place = side, record.key
+        reason = plan.reasons.get(place, f"only in the {side}")
+        alone = lone(record, status, reason, plan.lone_lines.get(place, ""))
+        fused_key = plan.inside.get(place)
+        return alone if fused_key is None else inside_of(alone, fused_key)
 
     missing = [row(record, "missing", "reference") for record in plan.missing]
     extra = [row(record, "extra", "candidate") for record in plan.extra]
@@ -118,7 +123,7 @@ def in_turn(rows: Iterable[Row], others: Iterable[Row]) -> Iterator[Row]:
 
 
 def is_in_order(rows: Iterable[Row]) -> bool:
-    return all(one <= next_one for one, next_one in itertools.pairwise(map(_place, rows)))
+    return all(place <= next_one for place, next_one in itertools.pairwise(map(_place, rows)))
 
 
 def _place(row: Row) -> tuple[int, int, int]:
@@ -130,20 +135,20 @@ def sides_of(plan: Plan, reference: Run, candidate: Run) -> tuple[Side, Side]:
 
     Of a side that has not all that the other has it is told what its program raised.
     """
-    ours = _side(reference, lacks=bool(plan.extra))
-    return ours, _side(candidate, lacks=bool(plan.missing))
+    reference_side = _side(reference, lacks=bool(plan.extra))
+    return reference_side, _side(candidate, lacks=bool(plan.missing))
 
 
 def _side(run: Run, *, lacks: bool) -> Side:
     manifest: Mapping[str, Any] = run.manifest
     processes = run.processes()
     # What the program said of itself goes before what its launcher said.
-    said: Mapping[str, Any] = {**manifest, **(processes[0] if processes else {})}
+    facts: Mapping[str, Any] = {**manifest, **(processes[0] if processes else {})}
     about = {name: manifest[name] for name in _ABOUT if name in manifest}
-    about |= {name: said[name] for name in _ABOUT_PROCESS if name in said}
+    about |= {name: facts[name] for name in _ABOUT_PROCESS if name in facts}
     losses = [str(loss) for loss in run.losses]
     if lacks:
-        told = (event for event in run.events() if event.get("kind") == "exception")
-        raised = (str(event.get("message", ""))[:_LONGEST] for event in told)
+        exceptions = (event for event in run.events() if event.get("kind") == "exception")
+        raised = (str(event.get("message", ""))[:_LONGEST] for event in exceptions)
         losses += itertools.islice(dict.fromkeys(raised), _RAISED)
     return Side(run.name, about, tuple(losses), run.ordered)

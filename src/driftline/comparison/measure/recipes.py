@@ -33,7 +33,7 @@ F64 = npt.NDArray[np.float64]
 Storage = npt.NDArray[Any]
 
 
-class Cooked(NamedTuple):
+class RecipeResult(NamedTuple):
     """What a recipe gives.
 
     Attributes:
@@ -47,7 +47,7 @@ class Cooked(NamedTuple):
     shape: tuple[int, ...]
 
 
-def cook(run: Run, recipe: Recipe) -> Cooked:
+def apply_recipe(run: Run, recipe: Recipe) -> RecipeResult:
     """Carry out a recipe on the tensors of a run.
 
     Raises:
@@ -59,27 +59,35 @@ def cook(run: Run, recipe: Recipe) -> Cooked:
             f"the recipe '{recipe}' gives {_dims(words.shape)}, the plan says {_dims(recipe.shape)}"
         )
     flat = np.ascontiguousarray(words).reshape(-1)
-    return Cooked(_packed(flat) if dtype.bits == 4 else flat, dtype, words.shape)
+    return RecipeResult(_packed(flat) if dtype.bits == 4 else flat, dtype, words.shape)
 
 
-def open_cooked(reference: Run, candidate: Run, pair: Pair) -> ValuePair:
+def open_recipes(reference: Run, candidate: Run, pair: Pair) -> ValuePair:
     """Both sides of a pair after their recipes.
 
     Raises:
-        DriftlineError: As `cook`.
+        DriftlineError: As `apply_recipe`.
     """
-    here = cook(reference, pair.reference_recipe or start(pair.reference))
-    there = cook(candidate, pair.candidate_recipe or start(pair.candidate))
-    if here.shape != there.shape:
+    reference_result = apply_recipe(reference, pair.reference_recipe or start(pair.reference))
+    candidate_result = apply_recipe(candidate, pair.candidate_recipe or start(pair.candidate))
+    if reference_result.shape != candidate_result.shape:
         raise BadInput(
-            f"the shapes differ: {_dims(here.shape)} against {_dims(there.shape)}, after "
+            f"the shapes differ: {_dims(reference_result.shape)} against "
+            f"{_dims(candidate_result.shape)}, after "
             f"{pair.reference_recipe or 'nothing'} and {pair.candidate_recipe or 'nothing'}"
         )
-    count = math.prod(here.shape)
-    return ValuePair(here.values, here.dtype, there.values, there.dtype, count, here.shape)
+    count = math.prod(reference_result.shape)
+    return ValuePair(
+        reference_result.values,
+        reference_result.dtype,
+        candidate_result.values,
+        candidate_result.dtype,
+        count,
+        reference_result.shape,
+    )
 
 
-def said_of_a_square(pair: Pair, values: ValuePair, relative_l2: float) -> str:
+def transpose_hint(pair: Pair, values: ValuePair, relative_l2: float) -> str:
     """A remark on a square weight that is far off as it is and agrees the other way round.
 
     Its shape cannot say how it lies. Nothing is chosen: the row stays what it is.
@@ -91,12 +99,12 @@ def said_of_a_square(pair: Pair, values: ValuePair, relative_l2: float) -> str:
     turned = np.ascontiguousarray(values.candidate.reshape(values.shape).T).reshape(-1)
     moments = values._replace(candidate=turned).moments(0, values.count, atol=0.0, rtol=0.0)
     derive = KNOWN["relative_l2"].derive
-    found = None if derive is None else derive(moments)
-    if found is None or not found <= relative_l2 / 10:
+    transposed_error = None if derive is None else derive(moments)
+    if transposed_error is None or not transposed_error <= relative_l2 / 10:
         return ""
     return (
-        f"ambiguous: transposed it would agree better (relative_l2 {found:.3g}), and being square "
-        "its shape cannot say how it lies; a plan with a transpose step decides"
+        f"ambiguous: transposed it would agree better (relative_l2 {transposed_error:.3g}), and "
+        "being square its shape cannot say how it lies; a plan with a transpose step decides"
     )
 
 
@@ -104,7 +112,7 @@ def made(run: Run, recipe: Recipe) -> tuple[Storage, DType]:
     """The words of a recipe's result: an array of its shape, often a view; 4-bit codes unpacked.
 
     Raises:
-        DriftlineError: As `cook`.
+        DriftlineError: As `apply_recipe`.
     """
     parts = [_taken(run, source) for source in recipe.sources]
     steps = recipe.steps
@@ -202,13 +210,13 @@ def _sum(parts: Sequence[tuple[Storage, DType]], factor: float = 1.0) -> tuple[S
     shape = parts[0][0].shape
     flats = [(np.ascontiguousarray(words).reshape(-1), dtype) for words, dtype in parts]
     total = np.empty(math.prod(shape), common.storage)
-    for at in range(0, total.size, _ROWS):
-        block = slice(at, at + _ROWS)
+    for offset in range(0, total.size, _ROWS):
+        block = slice(offset, offset + _ROWS)
         if common.kind in ("int", "uint"):
             total[block] = sum(_as(words[block], dtype, common) for words, dtype in flats)
         else:
-            found = sum(_decoded(words[block], dtype) for words, dtype in flats)
-            total[block] = found * factor
+            numbers = sum(_decoded(words[block], dtype) for words, dtype in flats)
+            total[block] = numbers * factor
     return total.reshape(shape), common
 
 
@@ -222,8 +230,8 @@ def _dequantised(step: Step, parts: Sequence[tuple[Storage, DType]]) -> tuple[St
     result = np.empty(shape, np.float32)
     rows = shape[0] if shape else 1
     height = max(1, _ROWS // max(1, math.prod(shape[1:])))
-    for at in range(0, rows, height):
-        block = slice(at, at + height) if shape else ()
+    for first_row in range(0, rows, height):
+        block = slice(first_row, first_row + height) if shape else ()
         numbers = _decoded(words[block], dtype)
         if len(others) == 2:
             numbers = numbers - others[1].rows(block)
@@ -251,12 +259,14 @@ def _unpacked(step: Step, words: Storage, dtype: DType) -> tuple[Storage, DType]
     if not 0 <= step.axis < words.ndim:
         raise BadInput(f"{step} does not fit {_dims(words.shape)}: it has no axis {step.axis}")
     bits = 32 // len(step.numbers)
-    whole = np.ascontiguousarray(words).view(np.uint32)
+    unsigned = np.ascontiguousarray(words).view(np.uint32)
     mask = np.uint32((1 << bits) - 1)
-    codes = [(whole >> np.uint32(bits * place) & mask).astype(np.uint8) for place in step.numbers]
-    at = step.axis
-    shape = (*words.shape[:at], words.shape[at] * len(codes), *words.shape[at + 1 :])
-    return np.stack(codes, axis=at + 1).reshape(shape), DTYPES["uint8"]
+    codes = [
+        (unsigned >> np.uint32(bits * place) & mask).astype(np.uint8) for place in step.numbers
+    ]
+    axis = step.axis
+    shape = (*words.shape[:axis], words.shape[axis] * len(codes), *words.shape[axis + 1 :])
+    return np.stack(codes, axis=axis + 1).reshape(shape), DTYPES["uint8"]
 
 
 class _Spread(NamedTuple):
@@ -287,13 +297,13 @@ def _spread(scale: F64, shape: tuple[int, ...], axis: int) -> _Spread:
     if scale.ndim != len(shape) and max(scale.shape) == scale.size:
         scale = scale.reshape(-1)
     if scale.ndim == 1 and 0 <= axis < len(shape):
-        scale = scale.reshape(*(-1 if at == axis else 1 for at in range(len(shape))))
+        scale = scale.reshape(*(-1 if dimension == axis else 1 for dimension in range(len(shape))))
     fits = scale.ndim == len(shape) and all(
-        size and whole % size == 0 for whole, size in zip(shape, scale.shape, strict=True)
+        size and extent % size == 0 for extent, size in zip(shape, scale.shape, strict=True)
     )
     if not fits:
         raise BadInput(f"scales of {_dims(scale.shape)} do not fit values of {_dims(shape)}")
-    repeats = tuple(whole // size for whole, size in zip(shape, scale.shape, strict=True))
+    repeats = tuple(extent // size for extent, size in zip(shape, scale.shape, strict=True))
     return _Spread(scale, repeats)
 
 
@@ -336,8 +346,8 @@ def _signed(codes: Storage) -> npt.NDArray[np.int8]:
 def _packed(codes: Storage) -> Storage:
     """Two codes to a byte, low nibble first, as the kernel reads them."""
     even = codes if codes.size % 2 == 0 else np.append(codes, np.uint8(0))
-    whole = even.astype(np.uint8, copy=False)
-    return whole[0::2] | (whole[1::2] << 4)
+    nibbles = even.astype(np.uint8, copy=False)
+    return nibbles[0::2] | (nibbles[1::2] << 4)
 
 
 def _all(shapes: Sequence[tuple[int, ...]]) -> str:
@@ -359,17 +369,17 @@ def row_blocks(reference: Run, candidate: Run, pair: Pair) -> Iterator[ValuePair
     """Both sides of a pair after their recipes, block after block in order; None if they must be
     made whole.
     """
-    ours, theirs = (
+    reference_source, candidate_source = (
         pair.reference_recipe or pair.reference,
         pair.candidate_recipe or pair.candidate,
     )
-    shape = ours.shape
-    if shape != theirs.shape or not shape or math.prod(shape) <= BLOCK or shape[0] < 2:
+    shape = reference_source.shape
+    if shape != candidate_source.shape or not shape or math.prod(shape) <= BLOCK or shape[0] < 2:
         return None
-    if rows_of(ours, 0, 1) is None or rows_of(theirs, 0, 1) is None:
+    if rows_of(reference_source, 0, 1) is None or rows_of(candidate_source, 0, 1) is None:
         return None
     many = max(1, BLOCK // math.prod(shape[1:]))
-    return _blocks(reference, candidate, pair, (ours, theirs), many)
+    return _blocks(reference, candidate, pair, (reference_source, candidate_source), many)
 
 
 def _blocks(
@@ -377,9 +387,11 @@ def _blocks(
 ) -> Iterator[ValuePair]:
     last = sides[0].shape[0]
     for first in range(0, last, many):
-        ours, theirs = (rows_of(side, first, min(first + many, last)) for side in sides)
-        cut = pair._replace(reference_recipe=ours, candidate_recipe=theirs)
-        yield open_cooked(reference, candidate, cut)
+        reference_rows, candidate_rows = (
+            rows_of(side, first, min(first + many, last)) for side in sides
+        )
+        cut = pair._replace(reference_recipe=reference_rows, candidate_recipe=candidate_rows)
+        yield open_recipes(reference, candidate, cut)
 
 
 def rows_of(source: Source, start: int, stop: int) -> Recipe | None:
@@ -396,8 +408,8 @@ def rows_of(source: Source, start: int, stop: int) -> Recipe | None:
     if any(not _keeps_rows(step) for step in source.steps[joins:]):
         return None
     inner: list[Recipe] = []
-    for each, begin, end in _parts(source, start, stop):
-        if (rows := rows_of(each, begin, end)) is None:
+    for part, begin, end in _parts(source, start, stop):
+        if (rows := rows_of(part, begin, end)) is None:
             return None
         inner.append(rows)
     return Recipe(tuple(inner), source.steps, shape)
@@ -410,11 +422,11 @@ def _keeps_rows(step: Step) -> bool:
 def _parts(source: Recipe, start: int, stop: int) -> Iterator[tuple[Source, int, int]]:
     """The sources that have a share in some rows, and which of their own rows those are."""
     if not source.steps or (source.steps[0].kind, source.steps[0].axis) != ("concat", 0):
-        yield from ((each, start, stop) for each in source.sources)
+        yield from ((part, start, stop) for part in source.sources)
         return
-    at = 0
-    for each in source.sources:
-        begin, end = max(start, at), min(stop, at + each.shape[0])
+    offset = 0
+    for part in source.sources:
+        begin, end = max(start, offset), min(stop, offset + part.shape[0])
         if begin < end:
-            yield each, begin - at, end - at
-        at += each.shape[0]
+            yield part, begin - offset, end - offset
+        offset += part.shape[0]

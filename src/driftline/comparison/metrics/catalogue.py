@@ -107,8 +107,8 @@ KNOWN: dict[str, Metric] = {metric.name: metric for metric in (*STANDARD, *ON_RE
 
 def limited(names: Iterable[str]) -> list[str]:
     """Of metrics that limits name, those that are only measured when asked for: this asks."""
-    known = {metric.name for metric in ON_REQUEST}
-    return [name for name in dict.fromkeys(name.strip() for name in names) if name in known]
+    on_request = {metric.name for metric in ON_REQUEST}
+    return [name for name in dict.fromkeys(name.strip() for name in names) if name in on_request]
 
 
 def requested(names: Sequence[str]) -> tuple[Metric, ...]:

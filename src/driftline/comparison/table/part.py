@@ -219,21 +219,21 @@ def open_parts(paths: Sequence[StrPath]) -> list[Part]:
     """
     files: dict[Path, Path] = {}
     for path in map(Path, paths):
-        found = [path]
+        inside = [path]
         if path.is_dir():
-            found = sorted(path.glob("shard-*-of-*.json")) or sorted(
+            inside = sorted(path.glob("shard-*-of-*.json")) or sorted(
                 path.glob("*/shard-*-of-*.json")
             )
-            if not found:
+            if not inside:
                 raise BadFile(f"{path} holds no part of a comparison", hint=_HOW)
-        files |= {each.resolve(): each for each in found}
+        files |= {file.resolve(): file for file in inside}
     return [_open(path) for path in files.values()]
 
 
 def _open(path: Path) -> Part:
     try:
-        if path.stat().st_size > _LONG and (found := _row_by_row(path)) is not None:
-            return found
+        if path.stat().st_size > _LONG and (part := _row_by_row(path)) is not None:
+            return part
         shown = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadFile(f"there is no '{path}'", hint=_HOW) from None
@@ -260,18 +260,21 @@ def _row_by_row(path: Path) -> Part | None:
 
 def plan_digest(plan: Plan) -> str:
     """What tells two plans apart: every tensor, its partner, and what is done to them first."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for pair in plan.pairs:
-        ours, theirs = pair.reference_recipe, pair.candidate_recipe
+        reference_recipe, candidate_recipe = pair.reference_recipe, pair.candidate_recipe
         how = (
             *(pair.by, pair.confidence, pair.trouble),
-            *(None if recipe is None else recipe.as_json() for recipe in (ours, theirs)),
+            *(
+                None if recipe is None else recipe.as_json()
+                for recipe in (reference_recipe, candidate_recipe)
+            ),
         )
-        told = (_told(pair.reference), _told(pair.candidate), how)
-        found.update(repr(told).encode("utf-8", "surrogatepass"))
+        facts = (_told(pair.reference), _told(pair.candidate), how)
+        digest.update(repr(facts).encode("utf-8", "surrogatepass"))
     for records in (plan.missing, plan.extra):
-        found.update(repr([_told(record) for record in records]).encode("utf-8", "surrogatepass"))
-    return found.hexdigest()
+        digest.update(repr([_told(record) for record in records]).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
 
 
 def _told(record: Record) -> tuple[Any, ...]:
@@ -290,23 +293,23 @@ def _ranges(places: Sequence[int]) -> list[list[int]]:
     """
     if isinstance(places, range):
         return [[places.start, places.stop]] if len(places) else []
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for place in places:
-        if found and found[-1][1] == place:
-            found[-1][1] += 1
+        if ranges and ranges[-1][1] == place:
+            ranges[-1][1] += 1
         else:
-            found.append([place, place + 1])
-    return found
+            ranges.append([place, place + 1])
+    return ranges
 
 
 def _expanded(ranges: JSON, most: int) -> Sequence[int]:
-    found: list[int] = []
+    places: list[int] = []
     for start, stop in ranges:
         if not 0 <= start <= stop <= start + most:
             raise ValueError("places that there are no rows for")
         if len(ranges) == 1:
             return range(start, stop)
-        found += range(start, stop)
-        if len(found) > most:
+        places += range(start, stop)
+        if len(places) > most:
             raise ValueError("more places than rows")
-    return tuple(found)
+    return tuple(places)

@@ -334,9 +334,9 @@ def number_from_json(value: JSON) -> Number:
     return float(value) if isinstance(value, str) else value
 
 
-def _one_of(value: JSON, known: tuple[str, ...], what: str) -> str:
-    if value not in known:
-        raise ValueError(f"{what} {value!r} is none of {', '.join(known)}")
+def _one_of(value: JSON, allowed: tuple[str, ...], what: str) -> str:
+    if value not in allowed:
+        raise ValueError(f"{what} {value!r} is none of {', '.join(allowed)}")
     return cast(str, value)
 
 

@@ -19,7 +19,7 @@ from driftline.errors import BadFile
 if TYPE_CHECKING:
     from _typeshed import StrPath
 
-    from driftline.comparison.table.row_spool import KeptRows
+    from driftline.comparison.table.row_spool import RowSpool
 
 __all__ = ["SCHEMA", "Column", "Coverage", "Row", "Side", "Table"]
 
@@ -168,7 +168,7 @@ class Table:
 
     @property
     def coverage(self) -> Coverage:
-        return self.rows.coverage if is_kept(self.rows) else Coverage.of(self.rows)
+        return self.rows.coverage if is_spooled(self.rows) else Coverage.of(self.rows)
 
     @property
     def failing(self) -> tuple[Row, ...]:
@@ -204,7 +204,7 @@ class Table:
         return table_html(self)
 
     def with_rows(self, rows: Iterable[Row]) -> Table:
-        return self.changed(rows=kept_like(self.rows, rows))
+        return self.changed(rows=like_storage(self.rows, rows))
 
     def as_json(self) -> dict[str, JSON]:
         """The table as JSON values; non-finite numbers are "nan", "inf" and "-inf"."""
@@ -289,18 +289,18 @@ class Table:
 
     def _position(self, wanted: Row) -> int | None:
         return next(
-            (at for at, row in enumerate(self.rows) if row is wanted or row == wanted), None
+            (index for index, row in enumerate(self.rows) if row is wanted or row == wanted), None
         )
 
 
-def is_kept(rows: Sequence[Row]) -> TypeGuard[KeptRows]:
+def is_spooled(rows: Sequence[Row]) -> TypeGuard[RowSpool]:
     """Whether rows lie in a file; asked without loading what reads it."""
     return not isinstance(rows, (tuple, list))
 
 
-def kept_like(known: Sequence[Row], rows: Iterable[Row]) -> Sequence[Row]:
+def like_storage(like: Sequence[Row], rows: Iterable[Row]) -> Sequence[Row]:
     """Rows, kept as others are that they come from: in memory, or in a file."""
-    if not is_kept(known):
+    if not is_spooled(like):
         return tuple(rows)
     from driftline.comparison.table.row_spool import keep
 

@@ -215,12 +215,12 @@ def coarsest(names: tuple[str, ...]) -> DType | None:
     >>> coarsest(("float32", "int64", "bfloat16")).name
     'bfloat16'
     """
-    found: DType | None = None
+    coarse: DType | None = None
     for name in names:
         dtype = DTYPES.get(name)
         if dtype is not None and dtype.is_floating:
-            found = dtype if found is None else coarser(found, dtype)
-    return found
+            coarse = dtype if coarse is None else coarser(coarse, dtype)
+    return coarse
 
 
 @functools.lru_cache(1024)

@@ -127,13 +127,13 @@ class Tolerance:
 
     def limits_of(self, row: Row) -> list[tuple[Limit, str]]:
         """The limits a row has to keep, each with where it comes from."""
-        found = [(limit, BY_USER) for limit in self.all_limits()]
+        limits = [(limit, BY_USER) for limit in self.all_limits()]
         if self.thresholds is not None:
             for metric in self.thresholds.metrics:
                 entry = self.thresholds.find(metric, row.key.site, port=row.key.port)
                 if entry is not None and entry.usable:
-                    found.append((_limit_of(entry, row, self.slack), BY_THRESHOLDS))
-        return found
+                    limits.append((_limit_of(entry, row, self.slack), BY_THRESHOLDS))
+        return limits
 
     def as_json(self) -> dict[str, Any]:
         whose = BY_USER if self.thresholds is None else BY_THRESHOLDS
@@ -199,7 +199,7 @@ def _about(thresholds: Thresholds, slack: float) -> dict[str, Any]:
 
 
 def limits_from(
-    given: Mapping[str, float] | None,
+    mapping: Mapping[str, float] | None,
     columns: Iterable[Column],
     *,
     at_most: Sequence[str] = (),
@@ -211,8 +211,8 @@ def limits_from(
         BadInput: An unknown metric, one that no limit can be put on, a value that is no number, or
             `--max` for a metric that passes from above.
     """
-    known = {column.name: column for column in columns}
-    limits = [_limit(name, value, known) for name, value in (given or {}).items()]
+    by_name = {column.name: column for column in columns}
+    limits = [_limit(name, value, by_name) for name, value in (mapping or {}).items()]
     for option, words in (("--max", at_most), ("--min", at_least)):
         for word in words:
             name, sign, number = word.partition("=")
@@ -220,8 +220,8 @@ def limits_from(
                 raise BadInput(
                     f"'{word}' is no limit", hint=f"write it as {option} relative_l2=0.01"
                 )
-            limit = _limit(name.strip(), number, known)
-            direction = known[limit.metric].direction
+            limit = _limit(name.strip(), number, by_name)
+            direction = by_name[limit.metric].direction
             right = "--min" if direction == "higher" else "--max"
             if option != right:
                 raise BadInput(
@@ -232,14 +232,14 @@ def limits_from(
     return tuple(limits)
 
 
-def _limit(name: str, value: float | str, known: Mapping[str, Column]) -> Limit:
-    column = known.get(name)
+def _limit(name: str, value: float | str, by_name: Mapping[str, Column]) -> Limit:
+    column = by_name.get(name)
     if column is None:
         raise BadInput(
-            f"there is no metric '{name}' to put a limit on", hint=did_you_mean(name, known)
+            f"there is no metric '{name}' to put a limit on", hint=did_you_mean(name, by_name)
         )
     if column.direction == "none":
-        usable = [each.name for each in known.values() if each.direction != "none"]
+        usable = [candidate.name for candidate in by_name.values() if candidate.direction != "none"]
         raise BadInput(
             f"{name} describes; no limit can be put on it", hint=did_you_mean("", usable)
         )

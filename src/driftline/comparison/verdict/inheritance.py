@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from driftline.comparison.evidence.rules import GRADIENTS, is_bias
 from driftline.comparison.table.row import Row
-from driftline.comparison.table.table import is_kept
+from driftline.comparison.table.table import is_spooled
 from driftline.comparison.tolerance.defaults import METRIC, QUANTISED
 from driftline.comparison.tolerance.tolerance import AS_CANCELLED, SUMMED_GRADIENTS, WHAT_CANCELS
 from driftline.numerics.dtypes import DTYPES, DType, coarser
@@ -35,7 +35,7 @@ _BEYOND = 100
 """Times so much as the first of them: no rounding any more."""
 
 
-class MadeOfRounding:
+class CancelledGradients:
     """What cancelled in the step under way, and who was given it."""
 
     def __init__(self) -> None:
@@ -115,11 +115,11 @@ class MadeOfRounding:
             return None
         if row.key.port not in GRADIENTS and 0.0 < reference_norm(row) <= _LARGER * self._size:
             return self._off
-        found, site = self._given.get(row.key.site), row.key.site
-        while found is None and site:
+        error, site = self._given.get(row.key.site), row.key.site
+        while error is None and site:
             site = site.rpartition(".")[0]
-            found = self._given.get(site)
-        return found
+            error = self._given.get(site)
+        return error
 
 
 def _is_gradient(row: Row) -> bool:
@@ -166,7 +166,7 @@ class Quantised:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._known: dict[_Call, str] = {}
-        if is_kept(rows) and not rows.has_recipes and rows.dtypes.isdisjoint(_CODES):
+        if is_spooled(rows) and not rows.has_recipes and rows.dtypes.isdisjoint(_CODES):
             return
         codes: dict[_Call, list[tuple[_Sizes, str]]] = {}  # lone integers, by their own side's site
         floats: dict[_Call, set[_Sizes]] = {}
@@ -176,8 +176,8 @@ class Quantised:
                 extra.append(row)
             elif row.status == "missing":
                 _sort(row.reference_dtype, row.reference_shape, row, _ours(row), codes, floats)
-            elif found := quantised_row(row) or _against_float(row):
-                self._known.setdefault(_ours(row), found)
+            elif code_type := quantised_row(row) or _against_float(row):
+                self._known.setdefault(_ours(row), code_type)
         if not codes and not any(row.candidate_dtype in _CODES for row in extra):
             return
         partner: dict[_Call, _Call] = {}
@@ -196,8 +196,8 @@ class Quantised:
                 their_floats,
             )
         for integers, others in ((codes, their_floats), (their_codes, floats)):
-            for call, found in integers.items():
-                for sizes, dtype in found:
+            for call, code_type in integers.items():
+                for sizes, dtype in code_type:
                     if sizes in others.get(call, ()):
                         self._known.setdefault(call, dtype)
 
@@ -226,10 +226,10 @@ def _sort(
 
 def _against_float(row: Row) -> str:
     """Codes that stand against a float and could not be made numbers, for want of a scale."""
-    here, there = row.reference_dtype, row.candidate_dtype
+    reference, candidate = row.reference_dtype, row.candidate_dtype
     if row.status != "incomparable" or "mask" in row.key.slot:
         return ""
-    for code, other in ((here, there), (there, here)):
+    for code, other in ((reference, candidate), (candidate, reference)):
         if code in _CODES and other in DTYPES and DTYPES[other].is_floating:
             return code
     return ""
@@ -270,7 +270,7 @@ class Inherited:
         self._codes: dict[tuple[int, int], str] = {}
         self._coarsest: dict[tuple[int, int], DType] = {}
         self._arrived: dict[tuple[int, int, int, str], tuple[float, float]] = {}
-        self.rounding = MadeOfRounding()
+        self.rounding = CancelledGradients()
 
     def format_of(self, row: Row, own: DType | None) -> DType | None:
         """The coarsest format a row's values went through, its own included.

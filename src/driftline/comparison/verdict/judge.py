@@ -20,7 +20,7 @@ from driftline.comparison.evidence.rules import (
     SUMMED_COLUMN,
 )
 from driftline.comparison.table.row import Column, Row, Verdict
-from driftline.comparison.table.table import Table, is_kept, kept_like
+from driftline.comparison.table.table import Table, is_spooled, like_storage
 from driftline.comparison.tolerance.defaults import (
     LIMITS,
     METRIC,
@@ -45,7 +45,7 @@ from driftline.comparison.verdict.inheritance import (
     quantised_row,
     reference_norm,
 )
-from driftline.comparison.verdict.verdict import Tally
+from driftline.comparison.verdict.verdict import RowCounts
 from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE, BadInput
 from driftline.numerics.dtypes import DType
 
@@ -95,17 +95,17 @@ def over_own_limit(table: Table, tolerance: Tolerance) -> Iterator[Row]:
 def _judge_table(table: Table, allowed: Tolerance) -> Table:
     columns = {column.name: column for column in table.columns}
     ordered = table.reference.ordered
-    in_turn = is_kept(table.rows) and table.rows.in_turn
+    in_turn = is_spooled(table.rows) and table.rows.in_turn
     inherited = Inherited(Quantised(table.rows), in_turn=in_turn) if ordered else Unrelated()
-    tally = Tally()
-    rows = kept_like(table.rows, tally.watch(_judged(table.rows, allowed, columns, inherited)))
+    tally = RowCounts()
+    rows = like_storage(table.rows, tally.watch(_judged(table.rows, allowed, columns, inherited)))
     if ordered and not allowed.explicit and tally.failing:
         from driftline.comparison.verdict.zero_gradient import (
-            without_gradient,  # only where something fails
+            excuse_zero_gradients,  # only where something fails
         )
 
-        rows = without_gradient(rows)
-        tally = Tally()
+        rows = excuse_zero_gradients(rows)
+        tally = RowCounts()
         for row in rows:
             tally.take(row)
         if BEYOND in tally.deciding and BEYOND not in columns:
@@ -134,10 +134,10 @@ def _judge_table(table: Table, allowed: Tolerance) -> Table:
         )
     elif unread := tally.first_unread:
         verdict = "fail"
-        one = tally.unread == 1
+        single = tally.unread == 1
         finding = (
-            f"{tally.unread} tensor{'' if one else 's'} could not be read, '{unread.key.site}' "
-            f"{unread.key.port}{'' if one else ' for one'} ({unread.reason}); "
+            f"{tally.unread} tensor{'' if single else 's'} could not be read, '{unread.key.site}' "
+            f"{unread.key.port}{'' if single else ' for one'} ({unread.reason}); "
             "what was compared agrees"
         )
     return table.changed(
@@ -206,8 +206,8 @@ def exit_code(table: Table) -> int:
 
 
 def _has(rows: Sequence[Row], metric: str) -> bool:
-    known: set[str] | None = getattr(rows, "metric_names", None)
-    return any(metric in row.metrics for row in rows) if known is None else metric in known
+    names: set[str] | None = getattr(rows, "metric_names", None)
+    return any(metric in row.metrics for row in rows) if names is None else metric in names
 
 
 def _judged(
@@ -357,8 +357,8 @@ def _explicit(row: Row, allowed: Tolerance, columns: dict[str, Column]) -> Row:
         judged.append(_held(row, column, limit.value, source))
     if not judged:
         return row.judged("incomparable", NO_THRESHOLD)
-    unknown = next((each for each in judged if each.status == "incomparable"), None)
-    worst = max(judged, key=lambda each: (each.status == "fail", each.severity))
+    unknown = next((result for result in judged if result.status == "incomparable"), None)
+    worst = max(judged, key=lambda result: (result.status == "fail", result.severity))
     return worst if worst.status == "fail" or unknown is None else unknown
 
 
@@ -427,8 +427,8 @@ def _place(row: Row, name: str, what: str = "first") -> str:
     if (row.reference_dtype + row.candidate_dtype).count("complex"):
         rest //= 2  # positions count real and imaginary parts
     for size in reversed(shape):
-        rest, at = divmod(rest, size) if size else (rest, 0)
-        position.append(str(at))
+        rest, coordinate = divmod(rest, size) if size else (rest, 0)
+        position.append(str(coordinate))
     return f", {what} at ({', '.join(reversed(position))})" if position else ""
 
 

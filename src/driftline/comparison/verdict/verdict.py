@@ -15,7 +15,7 @@ def execution(row: Row) -> tuple[int, int, int, int]:
     return (row.key.step, row.order, row.key.rank, row.key.process)
 
 
-class Tally:
+class RowCounts:
     """Counts of judged rows, and the rows that stand for them.
 
     Attributes:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 
 from driftline.comparison.metrics.catalogue import STANDARD
 from driftline.comparison.table.row import Row, Status
-from driftline.comparison.table.table import Table, is_kept
+from driftline.comparison.table.table import Table, is_spooled
 from driftline.reporting.formatting import counted, dtypes, number, shape
 from driftline.reporting.view import (
     Block,
@@ -306,7 +306,7 @@ def grid(table: Table, *, most: int | None = None) -> Grid:
 def _several(table: Table) -> tuple[bool, bool]:
     """Whether rows are of several processes, and of several steps."""
     rows = table.rows
-    if is_kept(rows):
+    if is_spooled(rows):
         return len(rows.processes) > 1, rows.several_steps
     ranks = len({(row.rank, row.key.process) for row in rows}) > 1
     return ranks, len({row.step for row in rows}) > 1
@@ -314,7 +314,7 @@ def _several(table: Table) -> tuple[bool, bool]:
 
 def _recipes(table: Table) -> str:
     """How many tensors were not compared as they are stored, and what was done to them."""
-    if is_kept(table.rows) and not table.rows.has_recipes:
+    if is_spooled(table.rows) and not table.rows.has_recipes:
         return ""
     made = 0
     steps: dict[str, int] = {}

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from driftline.alignment.plan import Pair
 from driftline.comparison.measure.operands import open_arrays
-from driftline.comparison.measure.pair_rows import clash
+from driftline.comparison.measure.pair_rows import incompatibility
 from driftline.comparison.measure.recipes import made
 from driftline.errors import BadInput
 from driftline.numerics.definition import masked_as_infinite
@@ -316,7 +316,7 @@ def open_pair(reference: Run, candidate: Run, pair: Pair) -> OpenedPair:
     Raises:
         DriftlineError: They cannot be set against each other, or their values are not there.
     """
-    if trouble := pair.trouble or clash(pair):
+    if trouble := pair.trouble or incompatibility(pair):
         raise BadInput(trouble)
     ours, theirs = pair.reference, pair.candidate
     for run, record in ((reference, ours), (candidate, theirs)):
