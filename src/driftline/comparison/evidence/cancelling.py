@@ -9,23 +9,28 @@ roundings have nothing in common. They are a share of what was added up: its nor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from driftline.alignment.plan import Pair
-from driftline.comparison.evidence.loose_bias import opened, relative_error
+from driftline.comparison.evidence.context import (
+    LARGEST_DECODED,
+    EvidenceContext,
+    relative_error,
+)
 from driftline.comparison.evidence.rules import (
     CANCELLED,
+    CANCELLED_COLUMN,
     SUMMED,
+    SUMMED_COLUMN,
     is_cancelled_over_limit,
     is_sum_over_limit,
 )
 from driftline.comparison.measure.operands import F64
-from driftline.comparison.measure.pair_rows import paired
-from driftline.comparison.table.row import Row
+from driftline.comparison.table.row import Number, Row
 from driftline.comparison.tolerance.defaults import LIMITS, coarsest
 from driftline.errors import DriftlineError
 from driftline.numerics.dtypes import DTYPES, to_float64
@@ -56,40 +61,23 @@ _LARGEST_SUM = 1 << 26
 """Larger tensors are not read for this."""
 
 
-def with_sums(
-    rows: Sequence[Row], pairs: Sequence[Pair], reference: Run, candidate: Run
-) -> Sequence[Row]:
-    """Rows with `summed_l2` wherever a sum is far off and what it added up was recorded.
+class SummedElements:
+    """Says how large what a sum added up was, where a graph or a run of operators tells."""
 
-    Args:
-        rows: Measured; all rows of a plan, or some.
-        pairs: All pairs of the plan.
-        reference: The one run.
-        candidate: The other.
-    """
-    far = {
-        (row.key, row.candidate_name): index
-        for index, row in enumerate(rows)
-        if is_sum_over_limit(row)
-    }
-    if not far:
-        return rows
-    updated = list(rows)
-    sides = Sums(reference), Sums(candidate)
-    sites = {key for key, _ in far}
-    for pair in pairs:
-        index = None
-        if pair.reference.key in sites:
-            index = far.get((pair.reference.key, paired(pair).candidate_name))
-        if index is None:
-            continue
-        for side, record in zip(sides, (pair.reference, pair.candidate), strict=True):
-            size = side.summed(record)
-            if size:
-                metrics = {**updated[index].metrics, SUMMED: size}
-                updated[index] = updated[index]._replace(metrics=metrics)
-                break
-    return updated
+    columns = (SUMMED_COLUMN,)
+
+    def __init__(self, context: EvidenceContext) -> None:
+        self._sides = Sums(context.runs[0]), Sums(context.runs[1])
+
+    def wants(self, row: Row) -> bool:
+        return is_sum_over_limit(row)
+
+    def look(self, row: Row, pair: Pair) -> Mapping[str, Number]:
+        # Either run may have recorded it: the sums of both are over elements of one size.
+        for side, record in zip(self._sides, (pair.reference, pair.candidate), strict=True):
+            if size := side.summed(record):
+                return {SUMMED: size}
+        return {}
 
 
 class Sums:
@@ -231,57 +219,40 @@ _ROUNDINGS = 16
 """So many roundings of what cancels are nobody's fault."""
 _CARRIED = 4
 """Times so much an error of input or gradient may come out of a module."""
-_LARGEST_PRODUCT = 1 << 24
-"""Larger tensors are not read for this."""
 _BY_CHANNEL = ("BatchNorm", "SyncBatchNorm", "GroupNorm", "InstanceNorm")
 
 
-def with_cancelled(
-    rows: Sequence[Row], pairs: Sequence[Pair], reference: Run, candidate: Run
-) -> Sequence[Row]:
-    """Rows with `cancelled_l2` wherever a gradient is far off that may have cancelled.
+class CancelledInModule:
+    """Says how large an error rounding explains of a gradient that cancelled inside a module."""
 
-    Args:
-        rows: Measured; all rows of a plan, or some.
-        pairs: All pairs of the plan.
-        reference: The one run.
-        candidate: The other.
-    """
-    far = [index for index, row in enumerate(rows) if is_cancelled_over_limit(row)]
-    if not far:
-        return rows
-    calls = {_call_address(rows[index].key) for index in far}
-    near: dict[tuple[object, ...], list[Pair]] = {}
-    for pair in pairs:
-        if (call := _call_address(pair.reference.key)) in calls:
-            near.setdefault(call, []).append(pair)
-    updated = list(rows)
-    for index in far:
-        row = updated[index]
-        try:
-            size = _explained(row, near[_call_address(row.key)], reference, candidate)
-        except (DriftlineError, OSError, ValueError):
-            continue  # the row stays as it was measured
-        if size is not None:
-            updated[index] = row._replace(metrics={**row.metrics, CANCELLED: size})
-    return updated
+    columns = (CANCELLED_COLUMN,)
+
+    def __init__(self, context: EvidenceContext) -> None:
+        self._context = context
+
+    def wants(self, row: Row) -> bool:
+        return is_cancelled_over_limit(row)
+
+    def look(self, row: Row, pair: Pair) -> Mapping[str, Number]:
+        explained = _explained(row, self._context)
+        return {} if explained is None else {CANCELLED: explained}
 
 
-def _explained(row: Row, pairs: Sequence[Pair], reference: Run, candidate: Run) -> float | None:
+def _explained(row: Row, context: EvidenceContext) -> float | None:
     """How large an error rounding explains; None where the module does not show it.
 
     Of other rows nothing is asked: a shard of a comparison has not got them.
     """
     shape, dtype = row.reference_shape, coarsest((row.reference_dtype, row.candidate_dtype))
-    if dtype is None or shape is None or not 0 < math.prod(shape) <= _LARGEST_PRODUCT:
+    if dtype is None or shape is None or not 0 < math.prod(shape) <= LARGEST_DECODED:
         return None
     values: dict[str, F64] = {}
     off = 0.0
-    for pair in pairs:
+    for pair in context.pairs_of_call(row.key):
         port = pair.reference.key.port
         if port not in ("input", "output", "grad_output") or port in values:
             continue
-        reference_values, candidate_values = opened(pair, reference, candidate).decoded()
+        reference_values, candidate_values = context.opened(pair).decoded()
         if reference_values.size != math.prod(shape):
             continue
         error = relative_error(reference_values, candidate_values)
@@ -309,7 +280,3 @@ def _before(class_name: str, inputs: F64, result: F64, gradient: F64) -> float:
     spread = inputs.std(axis=axes, keepdims=True)
     slope = result.std(axis=axes, keepdims=True) / np.where(spread > 0.0, spread, math.inf)
     return float(np.linalg.norm(slope * gradient))
-
-
-def _call_address(key: TensorKey) -> tuple[object, ...]:
-    return key.rank, key.process, key.step, key.site, key.visit

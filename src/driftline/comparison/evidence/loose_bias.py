@@ -14,23 +14,26 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from driftline.alignment.plan import Pair
-from driftline.comparison.evidence.rules import GRADIENTS, is_bias, is_output_over_limit
-from driftline.comparison.measure.operands import F64, ValuePair, open_arrays
-from driftline.comparison.measure.pair_rows import has_recipe, incompatibility, paired
-from driftline.comparison.table.row import Row
+from driftline.comparison.evidence.context import LARGEST_DECODED, EvidenceContext
+from driftline.comparison.evidence.rules import (
+    BEYOND_COLUMN,
+    GRADIENTS,
+    is_bias,
+    is_output_over_limit,
+)
+from driftline.comparison.measure.operands import F64, ValuePair
+from driftline.comparison.table.row import Number, Row
 from driftline.comparison.tolerance.defaults import LIMITS, coarsest
 from driftline.comparison.tolerance.tolerance import BEYOND
-from driftline.errors import DriftlineError
 from driftline.numerics.dtypes import DType, to_float64
 from driftline.runs.records import TensorKey
-from driftline.runs.run import Run
 
 _APART, _ROUNDINGS = 1e-3, 64
 """Elements of a gradient that differ by this share, and by so many roundings, are not the same."""
@@ -41,8 +44,6 @@ _POSITIONS = 64
 """So many positions are looked at first: most outputs differ in other ways."""
 _HOPELESS = 10
 """So many times its limit a row is off by more than a bias."""
-_LARGEST = 1 << 24
-"""Larger outputs are not looked at: both are decoded to float64."""
 
 _Mask: TypeAlias = "npt.NDArray[np.bool_]"
 _Place = tuple[int, int, str]
@@ -71,55 +72,35 @@ def earlier(gradients: Sequence[int], step: int) -> Callable[[int], bool]:
     return lambda other: other == step
 
 
-def with_bias_shift(
-    rows: Sequence[Row], pairs: Sequence[Pair], reference: Run, candidate: Run
-) -> Sequence[Row]:
-    """Rows with `beyond_bias` wherever an output is far off and its bias may have moved by itself.
+class BiasShift:
+    """Says what is left of an output's error without a bias that moved by itself."""
 
-    Args:
-        rows: Measured; all rows of a plan, or some.
-        pairs: All pairs of the plan.
-        reference: The one run.
-        candidate: The other.
-    """
-    updated = list(rows)
-    far = [index for index, row in enumerate(updated) if is_output_over_limit(row)]
-    if not far:
-        return updated
-    biases = _Biases(pairs, reference, candidate)
-    if not biases.known:
-        return updated
-    wanted = {updated[index].key for index in far}
-    of_row = {ends(paired(pair)): pair for pair in pairs if pair.reference.key in wanted}
-    for index in far:
-        row = updated[index]
-        pair = of_row.get(ends(row))
-        loose = biases.loose_before(row)
-        if pair is None or loose is None:
-            continue
-        try:
-            left = _without(pair, loose, row, reference, candidate)
-        except (DriftlineError, OSError, ValueError):
-            continue  # the row stays as it was measured
-        if left is not None:
-            updated[index] = row._replace(metrics={**row.metrics, BEYOND: left})
-    return updated
+    columns = (BEYOND_COLUMN,)
 
+    def __init__(self, context: EvidenceContext) -> None:
+        self._context = context
+        self._biases = _Biases(context)
 
-def ends(row: Row) -> tuple[object, ...]:
-    """What tells a pair from all others: both keys, as a row has them."""
-    return (row.key, *row[4:10])
+    def wants(self, row: Row) -> bool:
+        return self._biases.any and is_output_over_limit(row)
+
+    def look(self, row: Row, pair: Pair) -> Mapping[str, Number]:
+        loose = self._biases.loose_before(row)
+        if loose is None:
+            return {}
+        left = _without(self._context.opened(pair), loose, row)
+        return {} if left is None else {BEYOND: left}
 
 
 class _Biases:
     """Gradients that biases were given, and which of their channels were given others."""
 
-    def __init__(self, pairs: Sequence[Pair], reference: Run, candidate: Run) -> None:
-        self._runs = (reference, candidate)
+    def __init__(self, context: EvidenceContext) -> None:
+        self._context = context
         self._given: dict[_Place, list[Pair]] = defaultdict(list)
         self._apart: dict[tuple[_Place, int], F64 | None] = {}
         self._weights: dict[TensorKey, Pair] = {}
-        for pair in pairs:
+        for pair in context.pairs:
             key = pair.reference.key
             shape = pair.reference.shape
             if key.port in GRADIENTS and key.slot in _WEIGHTS:
@@ -130,7 +111,8 @@ class _Biases:
                 self._given[key.rank, key.process, module_of(key.site)].append(pair)
 
     @property
-    def known(self) -> bool:
+    def any(self) -> bool:
+        """Whether the runs hold gradients of biases at all."""
         return bool(self._given)
 
     def loose_before(self, row: Row) -> _Mask | None:
@@ -156,11 +138,8 @@ class _Biases:
         dtype = coarsest((pair.reference.dtype, pair.candidate.dtype))
         if weight is None or dtype is None:
             return gaps
-        try:
-            biases, weights = (
-                opened(gradient, *self._runs).decoded() for gradient in (pair, weight)
-            )
-        except (DriftlineError, OSError, ValueError):
+        biases, weights = self._context.values(pair), self._context.values(weight)
+        if biases is None or weights is None:
             return gaps
         sides = zip(biases, weights, strict=True)
         share = NO_MORE * dtype.unit_roundoff
@@ -173,27 +152,22 @@ class _Biases:
         """How far apart the gradients of each channel are, as shares of themselves."""
         cache_key = (place, pair.reference.order)
         if cache_key not in self._apart:
-            try:
-                reference, candidate = opened(pair, *self._runs).decoded()
-            except (DriftlineError, OSError, ValueError):
-                self._apart[cache_key] = None
-            else:
-                reference, candidate = reference.reshape(-1), candidate.reshape(-1)
+            self._apart[cache_key] = None
+            if (values := self._context.values(pair)) is not None:
+                reference, candidate = values
                 size = np.maximum(np.abs(reference), np.abs(candidate))
-                self._apart[cache_key] = np.abs(reference - candidate) / np.where(
-                    size > 0.0, size, 1.0
-                )
+                gaps = np.abs(reference - candidate) / np.where(size > 0.0, size, 1.0)
+                self._apart[cache_key] = gaps
         return self._apart[cache_key]
 
 
-def _without(pair: Pair, loose: _Mask, row: Row, reference: Run, candidate: Run) -> float | None:
+def _without(values: ValuePair, loose: _Mask, row: Row) -> float | None:
     """Relative L2 of a pair without one number for each loose channel; None if that is no help."""
     shape = row.reference_shape or ()
     axis = _channels(shape, loose.size, row.class_name)
     dtype = coarsest((row.reference_dtype, row.candidate_dtype))
-    if axis is None or dtype is None or not math.prod(shape) <= _LARGEST:
+    if axis is None or dtype is None or not math.prod(shape) <= LARGEST_DECODED:
         return None
-    values = opened(pair, reference, candidate)
     sides: list[tuple[Any, DType]] = []
     for raw, own in (
         (values.reference, values.reference_dtype),
@@ -225,20 +199,3 @@ def _channels(shape: tuple[int, ...], count: int, class_name: str) -> int | None
     """Which axis of an output a bias of so many numbers is added along."""
     axes = (1, -1) if class_name.startswith(("Conv", "BatchNorm")) else (-1, 1)
     return next((axis for axis in axes if len(shape) > 1 and shape[axis] == count), None)
-
-
-def opened(pair: Pair, reference: Run, candidate: Run) -> ValuePair:
-    if why := pair.trouble or incompatibility(pair):
-        raise ValueError(why)
-    if has_recipe(pair):
-        from driftline.comparison.measure.recipes import open_recipes
-
-        return open_recipes(reference, candidate, pair)
-    return open_arrays(reference, pair.reference, candidate, pair.candidate)
-
-
-def relative_error(reference: F64, candidate: F64) -> float:
-    """Relative L2 of opened values: pairs are asked, because a shard has few of the rows."""
-    size = float(np.linalg.norm(reference))
-    apart = float(np.linalg.norm(candidate - reference))
-    return apart / size if size else (math.inf if apart else 0.0)

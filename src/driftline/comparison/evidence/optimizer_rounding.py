@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -23,14 +23,18 @@ import numpy.typing as npt
 
 from driftline.alignment.plan import Pair
 from driftline.comparison.evidence.cancelling import Sums
-from driftline.comparison.evidence.loose_bias import ends, opened, relative_error
-from driftline.comparison.evidence.rules import GRADIENTS, SUMMED, is_operator_over_limit
+from driftline.comparison.evidence.context import EvidenceContext, relative_error
+from driftline.comparison.evidence.rules import (
+    BEYOND_ROUNDING_COLUMN,
+    GRADIENTS,
+    SUMMED,
+    SUMMED_COLUMN,
+    is_operator_over_limit,
+)
 from driftline.comparison.measure.operands import F64
-from driftline.comparison.measure.pair_rows import paired
-from driftline.comparison.table.row import Row
+from driftline.comparison.table.row import Number, Row
 from driftline.comparison.tolerance.defaults import LIMITS, coarsest
 from driftline.comparison.tolerance.tolerance import BEYOND_ROUNDING
-from driftline.errors import DriftlineError
 from driftline.numerics.dtypes import DType
 from driftline.runs.layout import GRAPHS
 from driftline.runs.records import Record, TensorKey
@@ -54,8 +58,6 @@ _APART = 1e-3
 """Elements that differ by this share of themselves are not the same."""
 _ROUNDINGS = 64
 """Differences up to so many roundings of the largest element are rounding."""
-_LARGEST = 1 << 24
-"""Larger tensors are not read for this."""
 _DEEPEST = 400
 _TAKEN = ("input", "param")
 """What an operator takes; a parameter is one, where it is known as such."""
@@ -65,33 +67,28 @@ _Place = tuple[int, int, int, int]
 _Call = tuple[str, int, int, int, int, str]
 
 
-def with_optimizer_rounding(
-    rows: Sequence[Row], pairs: Sequence[Pair], reference: Run, candidate: Run
-) -> Sequence[Row]:
-    """Rows with `beyond_rounding` wherever an optimizer may have made steps of rounding.
+class OptimizerRounding:
+    """Says what is left of an error without elements whose gradient is nothing but rounding."""
 
-    Args:
-        rows: Measured, with `summed_l2`; all rows of a plan, or some.
-        pairs: All pairs of the plan.
-        reference: The one run.
-        candidate: The other.
-    """
-    far = {ends(row): index for index, row in enumerate(rows) if is_operator_over_limit(row)}
-    if not far:
-        return rows
-    updated = list(rows)
-    elements = _Elements(pairs, reference, candidate)
-    keys = {row.key for row in rows if is_operator_over_limit(row)}
-    for pair in pairs:
-        index = far.get(ends(paired(pair))) if pair.reference.key in keys else None
-        if index is None or SUMMED in updated[index].metrics:
-            continue
-        row = updated[index]
-        if summed := elements.summed(pair):
-            updated[index] = row._replace(metrics={**row.metrics, SUMMED: summed})
-        elif (left := elements.left(pair)) is not None:
-            updated[index] = row._replace(metrics={**row.metrics, BEYOND_ROUNDING: left})
-    return updated
+    columns = (SUMMED_COLUMN, BEYOND_ROUNDING_COLUMN)
+
+    def __init__(self, context: EvidenceContext) -> None:
+        self._context = context
+
+    @cached_property
+    def _elements(self) -> _Elements:
+        # Reads the graphs of a run, so it is made for the first row that needs it.
+        return _Elements(self._context)
+
+    def wants(self, row: Row) -> bool:
+        # A sum that is known already explains more than the elements of it could.
+        return is_operator_over_limit(row) and SUMMED not in row.metrics
+
+    def look(self, row: Row, pair: Pair) -> Mapping[str, Number]:
+        if summed := self._elements.summed(pair):
+            return {SUMMED: summed}
+        left = self._elements.left(pair)
+        return {} if left is None else {BEYOND_ROUNDING: left}
 
 
 class _Elements:
@@ -100,9 +97,9 @@ class _Elements:
     Asks pairs and their values, no rows: a shard of a comparison has few of them.
     """
 
-    def __init__(self, pairs: Sequence[Pair], reference: Run, candidate: Run) -> None:
-        self._runs = (reference, candidate)
-        self._pairs = pairs
+    def __init__(self, context: EvidenceContext) -> None:
+        self._context = context
+        self._runs = reference, candidate = context.runs
         self._sums = (Sums(reference), Sums(candidate))
         self._masks: dict[int, _Mask | None] = {}
         self._summed: dict[int, float] = {}
@@ -111,7 +108,7 @@ class _Elements:
         self._of: dict[TensorKey, Pair] = {}
         self._gradients: dict[tuple[str, str], list[Pair]] = defaultdict(list)
         self._arriving: dict[tuple[object, ...], list[Pair]] = defaultdict(list)
-        for pair in pairs:
+        for pair in context.pairs:
             key = pair.reference.key
             if "/" in key.site:
                 self._of.setdefault(self._own(pair).key, pair)
@@ -186,13 +183,7 @@ class _Elements:
         return together
 
     def _values(self, pair: Pair) -> tuple[F64, F64] | None:
-        if not 0 < math.prod(pair.reference.shape) <= _LARGEST:
-            return None
-        try:
-            reference, candidate = opened(pair, *self._runs).decoded()
-        except (DriftlineError, OSError, ValueError):
-            return None
-        return reference.reshape(-1), candidate.reshape(-1)
+        return self._context.values(pair) if math.prod(pair.reference.shape) else None
 
     # --- what a tensor was made of
 

@@ -129,14 +129,23 @@ def _looked_up(
 ) -> Sequence[Row]:
     if not any(map(needs_evidence, rows)):
         return rows
-    from driftline.comparison.evidence.cancelling import with_cancelled, with_sums
-    from driftline.comparison.evidence.loose_bias import with_bias_shift
-    from driftline.comparison.evidence.optimizer_rounding import with_optimizer_rounding
+    # Loaded only here: what reads graphs and tensors is not needed where all rows hold.
+    from driftline.comparison.evidence.cancelling import CancelledInModule, SummedElements
+    from driftline.comparison.evidence.context import EvidenceContext, EvidenceRule, add_evidence
+    from driftline.comparison.evidence.loose_bias import BiasShift
+    from driftline.comparison.evidence.optimizer_rounding import OptimizerRounding
 
-    updated = with_bias_shift(rows, pairs, reference, candidate)
-    updated = with_sums(updated, pairs, reference, candidate)
-    updated = with_cancelled(updated, pairs, reference, candidate)
-    return with_optimizer_rounding(updated, pairs, reference, candidate)
+    context = EvidenceContext(
+        [row for row in rows if needs_evidence(row)], pairs, reference, candidate
+    )
+    # Sums before optimizers: a sum that is known leaves nothing to follow through an optimizer.
+    rules: tuple[EvidenceRule, ...] = (
+        BiasShift(context),
+        SummedElements(context),
+        CancelledInModule(context),
+        OptimizerRounding(context),
+    )
+    return add_evidence(rows, context, rules)
 
 
 def _may_be_asked(rows: RowSpool) -> bool:
