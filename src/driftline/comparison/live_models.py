@@ -1,8 +1,9 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-"""Two live models compared layer by layer as they run, without a run of either.
+"""Two live models compared in one process: layer by layer as they run, or after both were captured.
 
-The fast path of `compare_models`, and a door of its own. Where the two are not built alike, or a
-metric needs every value at once, it steps aside and both are captured instead.
+`lockstep` compares tensors where they lie and keeps none. Where the two models are not built alike,
+or a metric needs every value at once, both are captured in memory and go through the pipeline as
+two runs of a disk would.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ def compared_in_step(
 
     if not can_be_in_step(reference[0], candidate[0]):
         return None
+    # Such a metric needs all values at once, and no tensor is kept.
     if any(metric.derive is None for metric in options.metrics):
         return None
     steps = in_step(reference, candidate, options.elementwise)
@@ -106,6 +108,7 @@ def compared_in_step(
         if options.align.sites or options.align.ports:
             raise
         return None
+    # Models that are built alike have the same calls; else aligning needs tensors.
     if comparison.plan.missing or comparison.plan.extra:
         return None
     try:
@@ -264,6 +267,7 @@ def _run(model: nn.Module, inputs: Any, keep: str, name: str) -> Any:
     move = _mover(model)
     sink = MemorySink(name=name)
     with torch.no_grad(), torch.random.fork_rng(), capture(model, sink, keep=keep):
+        # The same random state for both, so that dropout draws the same.
         torch.manual_seed(0)
         model(*_mapped(args, move), **_mapped(kwargs, move))
     return sink.run()
@@ -282,6 +286,7 @@ def _replayed(reference: nn.Module, inputs: Any, captured: Any) -> Any:
     def match(reference_sites: Iterable[str], candidate_sites: Iterable[str]) -> Mapping[str, str]:
         sites, candidates = list(reference_sites), set(candidate_sites)
         same_names = {site: site for site in sites if site in candidates}
+        # Names that agree are certain; only the others are linked by rules.
         rest = [site for site in sites if site not in same_names]
         return same_names | link_names(
             rest, [site for site in candidates if site not in same_names]
@@ -335,6 +340,7 @@ def _mover(model: nn.Module) -> Callable[[Any], Any]:
             return value
         # A clone: a model that works in place must not change what the other one is given.
         value = value.clone()
+        # A model that is spread over devices moves its inputs by itself.
         if len(devices) == 1:
             value = value.to(next(iter(devices)))
         if value.is_floating_point() and len(dtypes) == 1:

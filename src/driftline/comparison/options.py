@@ -139,6 +139,8 @@ class CompareOptions:
     @property
     def elementwise(self) -> Elementwise:
         """Which rtol and atol `outside_share` counts with, for two dtypes."""
+        # The same defaults everywhere, so that outside_share of two entry points is one
+        # number.
         if not self.tolerance.elementwise:
             return default_elementwise
         rtol, atol = self.tolerance.rtol or 0.0, self.tolerance.atol or 0.0
@@ -149,6 +151,7 @@ class CompareOptions:
         align = self.align._asdict()
         for name in ("mapping_file", "plan_file"):
             align[name] = None if align[name] is None else str(align[name])
+        # A cluster that is connected is no value that a file could hold.
         executor = self.execution.executor
         return {
             "align": {
@@ -218,6 +221,8 @@ def tolerance_from_json(document: Mapping[str, JSON], source: str) -> Tolerance:
         stored = document["thresholds"]
         thresholds = None
         if stored is not None:
+            # The path and the notes are not part of a thresholds file; messages name
+            # them.
             thresholds = replace(
                 thresholds_from_json(stored["shown"], source=source),
                 path=str(stored["path"]),
@@ -245,6 +250,7 @@ def _align_options(keywords: CompareKeywords) -> AlignOptions:
         maps=_words(keywords.get("maps", ())),
         mapping_file=None if mapping is None else Path(mapping),
         placements=_words(keywords.get("placements", ())),
+        # The mask `none` stays among them: it says that pads count.
         masks=tuple(map(str, [masks] if isinstance(masks, str | Path) else masks)),
         step_map=tuple(f"{reference}={candidate}" for reference, candidate in steps.items()),
         plan_file=None if plan is None else Path(plan),

@@ -155,6 +155,7 @@ class PairPlaces(NamedTuple):
 
     places: Sequence[int]
     pairs: Sequence[Pair]
+    # A tensor without a partner belongs to no pair, so exactly one shard must tell of it.
     with_lone: bool = False
 
 
@@ -222,6 +223,8 @@ class Comparison:
         extra: Sequence[Row] = ()
         if which is None or which.with_lone:
             missing, extra = self._lone_rows()
+        # Standard metrics first, what evidence adds last: readers of files rely on the
+        # order.
         columns = (*(metric.column for metric in options.metrics), *columns)
         return MeasuredRows(rows, columns, missing, extra)
 
@@ -268,6 +271,7 @@ class Comparison:
         """The same for some of the rows: which of them fail, only the table of all can say."""
         if not self.options.may_leave_out_pads:
             return []
+        # Judged row by row: limits that are inherited can only excuse more of them.
         alone = Table(measured.rows, measured.columns)
         return self.masked(over_own_limit(alone, self.options.tolerance))
 
@@ -298,6 +302,7 @@ def prepare(
         DriftlineError: A path that is no run, a glob that matches nothing, nothing in common.
     """
     reference_run, candidate_run = open_source(reference), open_source(candidate)
+    # A plan that was given is taken as it is, also where runs have grown since.
     if plan is None:
         plan = align_runs(reference_run, candidate_run, options.paired_by)
         plan = _with_growing_reasons(plan, reference_run, candidate_run)
@@ -543,6 +548,7 @@ def check(
 
 def _unjudged(row: Row) -> Row:
     """What was measured may be judged again; what could not be measured stays as it is."""
+    # It was compared, and only a limit was missing; another tolerance may have one.
     if row.status == "incomparable" and row.metrics:
         return row.judged("unjudged")
     return row

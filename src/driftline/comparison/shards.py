@@ -127,6 +127,7 @@ def _part(comparison: Comparison, shard: Shard, progress: Progress | None) -> Pa
     # Tensors without a partner belong to no pair; the first shard tells of them.
     own = PairPlaces(places, pairs_at(plan.pairs, places), with_lone=shard.number == 1)
     measured = comparison.measure(own, progress=progress)
+    # Versions go along: parts of different ones must not be merged in silence.
     return Part(
         shard,
         {"driftline": __version__, "kernel": kernel.active(), "numpy": str(np.__version__)},
@@ -151,6 +152,7 @@ def pairs_of_shard(plan: Plan, shard: Shard) -> Sequence[int]:
     """
     if is_long(plan.pairs):
         return slice_of(array("Q", map(weight_of, plan.pairs)), shard)
+    # The same bytes go to one shard, which then measures them once.
     repeats = repeats_of(plan.pairs)
     again = {later for group in repeats.values() for later in group}
     firsts = [index for index in range(len(plan.pairs)) if index not in again]
@@ -187,6 +189,7 @@ def merge(parts: StrPath | Part | Sequence[StrPath | Part]) -> Table:
         shards += open_parts(paths)
     if not shards:
         raise BadInput("there is nothing to merge", hint="name the parts, or their folder")
+    # The order in which files were named must not show in the table.
     shards.sort(key=lambda part: part.shard)
     first = shards[0]
     for part in shards[1:]:
@@ -199,6 +202,7 @@ def merge(parts: StrPath | Part | Sequence[StrPath | Part]) -> Table:
         candidate=first.candidate,
         notes=first.notes,
     )
+    # Which of these rows fail is known only now, with all rows in one table.
     masked = itertools.chain.from_iterable(part.masked for part in shards)
     return judge_with_pads(table, tolerance_from_json(first.tolerance, first.source), masked)
 
@@ -206,6 +210,7 @@ def merge(parts: StrPath | Part | Sequence[StrPath | Part]) -> Table:
 def _in_their_places(parts: Sequence[Part]) -> tuple[Row, ...]:
     """All rows of a comparison, whose shards may each hold rows of anywhere."""
     first = parts[0]
+    # Shards hold rows of anywhere; a gap or an overlap shows at once.
     rows: list[Row | None] = [None] * first.pairs
     for part in parts:
         for place, row in zip(part.places, part.rows, strict=True):
@@ -225,6 +230,7 @@ def _one_after_another(parts: Sequence[Part]) -> Sequence[Row]:
     from driftline.comparison.table.row_spool import keep
 
     first = parts[0]
+    # Long shards are neighbours, so that no row of theirs has to be held.
     end = 0
     for part in parts:
         own = part.places
@@ -257,6 +263,7 @@ def remarks(parts: Sequence[Part]) -> list[str]:
         ("kernel", "path of the kernel", "; DRIFTLINE_KERNEL=avx2, say, makes all take the same"),
         ("numpy", "version of numpy", ""),
     ):
+        # Other vector widths add up in another order, so last digits may differ.
         kinds = sorted({part.made.get(what, "") for part in parts})
         if len(kinds) > 1:
             sentences.append(
@@ -293,6 +300,7 @@ def _require_all(parts: Sequence[Part]) -> None:
 
 def _require_alike(first: Part, other: Part) -> None:
     """Refuse parts of different comparisons; says what is different about them."""
+    # The most telling difference first: one of runs explains one of plans, not the reverse.
     what = ""
     if first.shard.of != other.shard.of:
         what = f"one is of {first.shard.of} shards, the other of {other.shard.of}"

@@ -1,9 +1,11 @@
-"""Sums that cancel: how much was added up, where a graph or a run of operators tells.
+"""Sums and gradients that cancel: how large they were before they did.
 
 The gradient of a bias is a sum over all positions. Where it is zero by construction (the bias of an
 attention key, or one in front of a batch norm), rounding is all that is left of it, and two
 roundings have nothing in common. They are a share of what was added up: its norm, the metric
-`summed_l2`, is measured here for rows that are far off, and judged elsewhere.
+`summed_l2`, is measured here for rows that are over their limit. A norm or a softmax likewise takes
+most of a gradient away; `cancelled_l2` is the error that rounding explains of what is left. Judges
+nothing.
 """
 
 from __future__ import annotations

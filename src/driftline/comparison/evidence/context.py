@@ -71,6 +71,7 @@ class EvidenceContext:
         self.runs = (runs[0], runs[1])
         keys = {row.key for row in rows}
         calls = {call_address(key) for key in keys}
+        # Only what rules will ask for: a plan has 10^5 pairs, and few are over their limit.
         self._by_row: dict[tuple[object, ...], Pair] = {}
         self._by_call: dict[tuple[object, ...], list[Pair]] = {}
         for pair in pairs:
@@ -120,6 +121,8 @@ def add_evidence(
 ) -> Sequence[Row]:
     """Rows with what the rules know of them; each rule sees what those before it have added."""
     updated = list(rows)
+    # Rule after rule, not row after row: a later rule may spare itself what an earlier one
+    # found.
     for rule in rules:
         for index, row in enumerate(updated):
             if not rule.wants(row) or (pair := context.pair_of(row)) is None:
@@ -135,6 +138,7 @@ def add_evidence(
 
 def both_keys(row: Row) -> tuple[object, ...]:
     """What tells a pair from all others: the addresses of both sides, as a row has them."""
+    # One tensor may have partners on several ranks; the candidate's address tells them apart.
     return (row.key, *row[4:10])
 
 

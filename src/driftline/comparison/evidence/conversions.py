@@ -22,6 +22,7 @@ CONVERSION = "conversion"
 
 def conversions_of(run: Run) -> dict[TensorKey, Pair]:
     """Every conversion by the key of its input: input and output as a pair of one run."""
+    # Reads the graph of a compiler, which most runs have not.
     from driftline.alignment.rules.compiler_dumps import conversions
 
     return {got.key: Pair(got, gave, "graph") for got, gave in conversions(run)}
@@ -38,6 +39,7 @@ def with_conversions(
         metrics: What is measured.
         elementwise: As for the table itself.
     """
+    # Both ends must be alone: a conversion that is paired is compared as such.
     lone = {row.key for row in rows if is_conversion(row.class_name)}
     pairs = {
         key: pair
@@ -51,4 +53,5 @@ def with_conversions(
     )
     by_input = {row.key: row._replace(by=CONVERSION) for row in measured}
     outputs = {pair.candidate.key for pair in pairs.values()}
+    # The row of the input stands for both; that of the output goes.
     return [by_input.get(row.key, row) for row in rows if row.key not in outputs]

@@ -53,6 +53,7 @@ def is_bias_gradient(key: TensorKey, class_name: str, shape: tuple[int, ...] | N
     """Whether a tensor is the gradient of a bias: of a module, or the sum that an operator made."""
     if key.port in GRADIENTS:
         return is_bias(key.slot)
+    # A run of operators knows no parameters; a sum over all but the last axis is a bias's.
     summed = key.port == "output" and key.phase == "backward" and class_name.startswith("aten.sum")
     return summed and shape is not None and len(shape) > 0 and shape[-1] == math.prod(shape) > 1
 
@@ -119,13 +120,17 @@ class _Biases:
         """Channels that were given other gradients in a step before; None when there are none."""
         place: _Place = (row.key.rank, row.key.process, module_of(row.key.site))
         dtype = coarsest((row.reference_dtype, row.candidate_dtype))
+        # Coarse formats differ by more than a thousandth by rounding alone.
         apart = max(_APART, _ROUNDINGS * dtype.unit_roundoff) if dtype is not None else math.inf
         loose: _Mask | None = None
         gradients = self._given.get(place, ())
         tells = earlier([pair.reference.key.step for pair in gradients], row.key.step)
         for pair in gradients:
+            # A gradient of a later step cannot have moved the bias yet.
             if tells(pair.reference.key.step):
                 gaps = self._gaps(place, pair)
+                # Its own step says nothing of what moved it, only that nothing
+                # holds it.
                 if gaps is not None and pair.reference.key.step == row.key.step:
                     gaps = self._if_rounding(pair, gaps, apart)
                 if gaps is not None and (loose is None or loose.shape == gaps.shape):
@@ -142,6 +147,7 @@ class _Biases:
         if biases is None or weights is None:
             return gaps
         sides = zip(biases, weights, strict=True)
+        # What is left is measured by the weight's gradient, which is made of the same terms.
         share = NO_MORE * dtype.unit_roundoff
         none = [
             np.abs(bias.reshape(-1)) <= share * np.linalg.norm(gradient) for bias, gradient in sides
@@ -173,11 +179,13 @@ def _without(values: ValuePair, loose: _Mask, row: Row) -> float | None:
         (values.reference, values.reference_dtype),
         (values.candidate, values.candidate_dtype),
     ):
+        # Packed codes and integers are no sums with a bias.
         if own.kind != "float" or own.bits < 8:
             return None
         channels_last = np.moveaxis(raw.reshape(shape), axis, -1)
         sides.append((channels_last.reshape(-1, loose.size), own))
     left = 0.0
+    # A few positions first: most outputs differ in other ways, and the rest is never decoded.
     for every in (max(len(sides[0][0]) // _POSITIONS, 1), 1):
         reference_values, candidate_values = (
             to_float64(words[::every], own) for words, own in sides
@@ -190,6 +198,7 @@ def _without(values: ValuePair, loose: _Mask, row: Row) -> float | None:
 
 def _constant_off(reference: F64, candidate: F64, loose: _Mask) -> float:
     apart = candidate - reference
+    # The mean over positions is the best single number for a channel.
     apart -= np.where(loose, apart.mean(axis=0), 0.0)
     size = float(np.linalg.norm(reference))
     return float(np.linalg.norm(apart)) / size if size else math.inf
@@ -197,5 +206,6 @@ def _constant_off(reference: F64, candidate: F64, loose: _Mask) -> float:
 
 def _channels(shape: tuple[int, ...], count: int, class_name: str) -> int | None:
     """Which axis of an output a bias of so many numbers is added along."""
+    # Convolutions have channels first, all else last; the count decides where both fit.
     axes = (1, -1) if class_name.startswith(("Conv", "BatchNorm")) else (-1, 1)
     return next((axis for axis in axes if len(shape) > 1 and shape[axis] == count), None)

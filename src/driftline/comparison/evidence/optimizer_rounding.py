@@ -103,7 +103,8 @@ class _Elements:
         self._sums = (Sums(reference), Sums(candidate))
         self._masks: dict[int, _Mask | None] = {}
         self._summed: dict[int, float] = {}
-        # The run whose arithmetic is followed: the one that lists its graphs.
+        # The run whose arithmetic is followed: the one that lists its graphs, which tell more than
+        # recorded operators.
         self._side = 0 if _has_graphs(reference) or not _has_graphs(candidate) else 1
         self._of: dict[TensorKey, Pair] = {}
         self._gradients: dict[tuple[str, str], list[Pair]] = defaultdict(list)
@@ -116,6 +117,8 @@ class _Elements:
                 self._arriving[key.rank, key.process, key.step, key.site].append(pair)
             backward = key.port == "output" and key.phase == "backward" and "/" in key.site
             if key.port in GRADIENTS or backward:
+                # The same bytes as a gradient: the optimizer was given this very
+                # tensor.
                 digests = (pair.reference.digest, pair.candidate.digest)
                 if all(digests):
                     self._gradients[digests].append(pair)
@@ -133,10 +136,12 @@ class _Elements:
         if key.port not in GRADIENTS:
             ends = zip(self._sums, (gradient.reference, gradient.candidate), strict=True)
             return next((size for side, tensor in ends if (size := side.summed(tensor))), 0.0)
+        # Of a weight the sum is over products, whose size is not what arrived.
         if len(gradient.reference.shape) != 1:
             return 0.0
         arrived = self._arriving.get((key.rank, key.process, key.step, key.site), ())
         values = [self._values(pair) for pair in arrived]
+        # What arrived must agree itself, or its sum is no measure of rounding.
         if any(tensor is None or relative_error(*tensor) > LIMITS["float32"] for tensor in values):
             return 0.0
         return math.sqrt(sum(float(np.linalg.norm(tensor[0])) ** 2 for tensor in values if tensor))
@@ -151,6 +156,7 @@ class _Elements:
         if values is None or mask is None or mask.size != values[0].size:
             return None
         reference, candidate = values[0][~mask], values[1][~mask]
+        # An infinity that the mask leaves out would pass unseen.
         if not np.isfinite(values[1]).all():
             return None
         apart, size = float(np.linalg.norm(candidate - reference)), float(np.linalg.norm(reference))
@@ -160,6 +166,7 @@ class _Elements:
         """Elements of a pair that are made of rounding; None where nothing says so."""
         if id(pair) not in self._masks:
             self._masks[id(pair)] = None  # a circle explains nothing
+            # Bounded: it is a recursion over as many steps as the run has.
             self._masks[id(pair)] = self._found(pair, depth) if depth < _DEEPEST else None
         return self._masks[id(pair)]
 
@@ -168,6 +175,7 @@ class _Elements:
         values = self._values(pair)
         if dtype is None or values is None:
             return None
+        # A pair that holds its limit may still have single elements that are rounding.
         far = not relative_error(*values) <= LIMITS[dtype.name]
         summed = self.summed(pair) if far else 0.0
         if not far or summed:
@@ -175,6 +183,7 @@ class _Elements:
         own = self._own(pair)
         together: _Mask | None = None
         for source in self._made_of(own):
+            # Elements keep their places only through tensors of one size.
             if math.prod(self._own(source).shape) != math.prod(own.shape):
                 continue
             mask = self._mask(source, depth + 1)
@@ -209,6 +218,7 @@ class _Elements:
     def _before(self, own: Record) -> list[Record]:
         """What had the very bytes of a tensor before it."""
         records = self._given.get(own.digest, ()) if own.digest else ()
+        # The latest one before: optimizers write the same bytes again and again.
         return [record for record in records if record.order < own.order][-1:]
 
     @cached_property
@@ -249,6 +259,7 @@ def _rounding(reference: F64, candidate: F64, dtype: DType, summed: float | None
     sizes = np.maximum(np.abs(reference), np.abs(candidate))
     if summed is not None and not np.linalg.norm(apart) <= LIMITS[dtype.name] * summed:
         return None
+    # Rounding is a share of the largest element, or of what was added up.
     scale = max(float(sizes.max()), summed or 0.0)
     share = max(_APART, _ROUNDINGS * dtype.unit_roundoff)
     slight = apart <= _ROUNDINGS * dtype.unit_roundoff * scale
@@ -270,6 +281,7 @@ class _Optimizers:
             key, number = value.record.key, id(value.graph)
             if number not in self._inputs:
                 self._inputs[number] = _elementwise(value.graph)
+            # Graphs that write into nothing are no optimizer's.
             if not self._inputs[number]:
                 continue
             self._records.setdefault((number, value.node.name, key.step, key.visit), value.record)
@@ -309,6 +321,7 @@ def _elementwise(graph: Graph) -> dict[str, frozenset[str]]:
             origins[node.name] = frozenset({node.name})
         elif _name(node.target) in _ELEMENTWISE:
             arguments = list(node.inputs)
+            # What is copied into an input is what the next execution finds there.
             into = arguments.pop(0) if _name(node.target).endswith(".copy_") and arguments else ""
             alike = [origins.get(name) for name in arguments if shapes.get(name) == node.shape]
             origins[node.name] = frozenset[str]().union(*(names for names in alike if names))

@@ -58,8 +58,10 @@ def masked_rows(
         return []
     from driftline.alignment.reconcile.masks import without_pads
 
+    # Pairs, not rows, know their recipes; masks are further steps of these.
     pairs = [p for p in plan.pairs if (p.reference.key, p.candidate.key.site) in wanted]
     sides = reference, candidate
+    # Masks are looked up among all records of a run; a long one is narrowed to the steps first.
     if len(plan.pairs) > MANY:
         from driftline.alignment.reconcile.tokens import is_mask
 
@@ -91,10 +93,12 @@ def judged_without_pads(
     # Where more rows fail than a comparison holds in memory, pads are not all of it.
     if not again or len(failing) > _MOST:
         return judged
+    # Judged anew as a whole: limits of later rows may hang on those that changed.
     counted = judge(measured.with_rows(again.get(_place(row), row) for row in measured.rows))
     places = {p for row in counted.rows if row.status == "pass" and (p := _place(row)) in again}
     if not places:
         return judged
+    # A wrong mask of one engine may show at pads only, so it must not vanish.
     if not _two_engines(judged):
         return _hinted(judged, len(places), len(failing))
     return _excused(counted, places, again.keys())
@@ -136,6 +140,7 @@ def _hinted(judged: Table, passing: int, failing: int) -> Table:
 
 def _excused(counted: Table, passing: set[_Place], again: Iterable[_Place]) -> Table:
     """The table without pads, its rows with a word about that."""
+    # Also rows that still fail were measured without pads, and say so.
     measured = set(again)
 
     def said(row: Row) -> Row:

@@ -58,6 +58,7 @@ def with_ranks(
     """
     where = range(len(pairs)) if places is None else places
     by_place = dict(zip(where, rows, strict=True))
+    # Copies first: what differs between ranks explains what differs from the other run.
     for copies in _copies(pairs, reference, candidate):
         if not any(place in by_place for place in copies.rows):
             continue
@@ -66,6 +67,7 @@ def with_ranks(
                 metrics: dict[str, Number] = {**row.metrics, GAP: gap}
                 by_place[place] = row._replace(metrics=metrics, reason=_and(row.reason, words))
     for place, row in by_place.items():
+        # Below it, rounding of sums in another order is all there is.
         far = row.metrics.get("relative_l2", 0.0) > _FAR and GAP not in row.metrics
         if far and (words := _wrong_parts(pairs[place], reference, candidate)):
             by_place[place] = row._replace(reason=_and(row.reason, words))
@@ -78,6 +80,7 @@ def has_ranks(pairs: Sequence[Pair]) -> bool:
     reference_ranks: dict[TensorKey, int] = {}
     for pair in pairs:
         reference_key, candidate_key = pair.reference.key, pair.candidate.key
+        # One tensor, partners on two ranks: they are copies.
         if candidate_ranks.setdefault(reference_key, candidate_key.rank) != candidate_key.rank:
             return True
         if reference_ranks.setdefault(candidate_key, reference_key.rank) != reference_key.rank:
@@ -92,6 +95,7 @@ def has_ranks(pairs: Sequence[Pair]) -> bool:
 
 
 def _copies(pairs: Sequence[Pair], reference: Run, candidate: Run) -> Iterator[_Copies]:
+    # Either side may be the one that many ranks hold.
     for swapped in (False, True):
         groups: dict[TensorKey, dict[tuple[TensorKey, tuple[Step, ...]], list[int]]] = {}
         for index, pair in enumerate(pairs):
@@ -108,6 +112,7 @@ def _copies(pairs: Sequence[Pair], reference: Run, candidate: Run) -> Iterator[_
                     for index in members
                 ]
                 ranks = {record.key.rank for record in held}
+                # Two pairs of one rank are two uses of a tensor, not two copies.
                 if len(ranks) < 2 or len(ranks) != len(members):
                     continue
                 sides = [_sources(pairs[index]) for index in members]
@@ -126,6 +131,7 @@ def _disagreeing(copies: _Copies) -> Iterator[tuple[int, float, str]]:
     names = [_digest(source) for source in copies.sources]
     if all(names) and len(set(names)) == 1:
         return
+    # Sketches only against sketches: values of one copy would be compared with an estimate.
     sketched = any(record.kept == "summary" for source in copies.sources for record in _all(source))
     most = max(1, _LARGEST // 4 // len(copies.sources))  # all of them are held together
     read = _sketch if sketched else partial(_values, most=most)
@@ -133,6 +139,7 @@ def _disagreeing(copies: _Copies) -> Iterator[tuple[int, float, str]]:
     if any(copy is None for copy in values) or len({copy.shape for copy in values}) != 1:
         return
     clusters = _clusters(values)
+    # Bit for bit the same, whatever their digests were made of.
     if len(clusters) == 1:
         return
     undivided = read(copies.other_run, copies.undivided)
@@ -178,11 +185,13 @@ def _right_ones(clusters: Sequence[list[int]], values: Sequence[Any], undivided:
     other run where none else does; empty where neither says it.
     """
     most = max(clusters, key=len)
+    # A majority is right, as far as anybody can tell.
     if 2 * len(most) > len(values):
         return most
     if undivided is None:
         return []
     errors = sorted((_distance(undivided, values[group[0]]), n) for n, group in enumerate(clusters))
+    # Clearly nearer than the next one, or nothing is said.
     near = errors[0][0] <= _FAR and errors[0][0] < errors[1][0] / 10
     return clusters[errors[0][1]] if near else []
 
@@ -191,6 +200,7 @@ def _in_words(values: Sequence[Any], undivided: Any) -> str:
     """What copies that differ are together."""
     total = sum(values)
     alone = min(_distance(undivided, copy) for copy in values)
+    # Five times nearer than any single copy: no accident.
     if _distance(undivided, total) < min(_AGREE, alone / 5):
         return "; the sum over the ranks agrees with the other run: an all-reduce is missing"
     if _distance(undivided, total / len(values)) < min(_AGREE, alone / 5):
@@ -229,6 +239,7 @@ def _about_parts(right: Any, parts: Sequence[Any], ranks: Sequence[int], axis: i
     if not bad:
         return ""
     wrong = [ranks[n] for n in bad]
+    # Cut along another axis: the elements are right and in the wrong hands.
     for other in range(right.ndim):
         if other == axis or right.shape[other] % len(parts):
             continue
@@ -247,6 +258,7 @@ def _about_parts(right: Any, parts: Sequence[Any], ranks: Sequence[int], axis: i
             if owner is not None
         ]
         return f"the parts are in another order: {', '.join(swaps[:4])}"
+    # Then it is no matter of ranks.
     if len(bad) == len(parts):
         return f"the parts of all {len(parts)} ranks are off"
     verb = "is" if len(bad) == 1 else "are"
@@ -289,6 +301,7 @@ def _values(run: Run, source: Source, *, most: int | None = None) -> Any:
         if made.dtype.kind in ("complex", "bits") or (many and made.dtype.bits < 8):
             return None
         if many:
+            # Every nth element of all copies alike, so that they stay comparable.
             stride = -(-made.values.size // (most or 1))
             return to_float64(made.values[::stride].copy(), made.dtype)
         numbers: Any = to_float64(made.values, made.dtype, math.prod(made.shape))

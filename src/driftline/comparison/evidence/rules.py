@@ -1,6 +1,9 @@
-"""Rows so far off that more is asked than their numbers, and the columns of what is found then.
+"""Which rows need evidence, and which rules look for it.
 
-What looks it up reads tensors and graphs, and is loaded only where a row is far off.
+A row that is over the limit of its own format may be so for a reason that only the runs can show: a
+bias that moves by itself, a sum that cancels, an optimizer that makes steps of rounding. The
+predicates here are cheap and read no tensor; what reads tensors and graphs is loaded only where one
+of them is true.
 """
 
 from __future__ import annotations
@@ -101,7 +104,7 @@ def _is_far(row: Row) -> bool:
     return dtype is not None and LIMITS[dtype.name] < row.metrics.get(METRIC, 0.0) < math.inf
 
 
-# What measured rows alone do not know, and a fair judgement needs: all of it, in one call.
+# --- looking it up
 
 
 def with_evidence(

@@ -86,6 +86,7 @@ def with_lone_rows(
 
 def _may_have_ranks(pairs: Iterable[Pair]) -> bool:
     """False for most runs, which then need not load what tells of ranks."""
+    # Unpacked, not by attribute: this loop runs over every pair of every comparison.
     for reference, candidate, _, _, our_recipe, their_recipe, *_ in pairs:
         if (
             reference.key.rank
@@ -101,6 +102,7 @@ def lone_rows(plan: Plan) -> tuple[list[Row], list[Row]]:
     """The rows of tensors that only the reference has, and of those that only the candidate has."""
 
     def row(record: Record, status: Literal["missing", "extra"], side: str) -> Row:
+        # One key may be alone on both sides, for two reasons.
         place = side, record.key
         reason = plan.reasons.get(place, f"only in the {side}")
         alone = lone(record, status, reason, plan.lone_lines.get(place, ""))
@@ -119,6 +121,7 @@ def in_order(rows: Iterable[Row]) -> list[Row]:
 
 def in_turn(rows: Iterable[Row], others: Iterable[Row]) -> Iterator[Row]:
     """The same of rows that are in order already, and others that are."""
+    # Both are sorted already; sorting again would hold all of them.
     return heapq.merge(rows, others, key=_place)
 
 
@@ -147,8 +150,10 @@ def _side(run: Run, *, lacks: bool) -> Side:
     about = {name: manifest[name] for name in _ABOUT if name in manifest}
     about |= {name: facts[name] for name in _ABOUT_PROCESS if name in facts}
     losses = [str(loss) for loss in run.losses]
+    # Why tensors are missing is worth a look only where some are.
     if lacks:
         exceptions = (event for event in run.events() if event.get("kind") == "exception")
         raised = (str(event.get("message", ""))[:_LONGEST] for event in exceptions)
+        # All ranks of a job often raise the same exception.
         losses += itertools.islice(dict.fromkeys(raised), _RAISED)
     return Side(run.name, about, tuple(losses), run.ordered)

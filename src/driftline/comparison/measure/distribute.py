@@ -1,7 +1,8 @@
-"""Pairs are shared out among workers, and their rows gathered, as if one process had made them.
+"""Pairs are distributed among workers, and their rows gathered, as if one process had made them.
 
 What workers cannot be told is measured here: pairs of runs that lie in memory, and whatever a
-worker could not read, which this process then has the last word on.
+worker could not read, which this process then has the last word on. The worker's own half is
+`PairsWorkshop`. How workers are started and fed, `execution` knows.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ def distribute_pairs(
     """
     runs = (reference, candidate)
     if not all(run.opened for run in runs):
+        # Workers of this machine could not see it either, but this process can do their
+        # work.
         if executor.elsewhere:
             name = next(run.name for run in runs if not run.opened)
             raise BadInput(
@@ -89,6 +92,7 @@ def distribute_pairs(
             threads=threads,
             progress=progress,
         )
+    # Another machine may mount another disk under the same path.
     probes = _probes(pairs, runs) if executor.elsewhere else []
     job = _job(runs, metrics, elementwise, threads, executor, probes)
     at_home = partial(
@@ -114,11 +118,13 @@ def _share_once(
     progress: scheduler.Progress | None,
 ) -> Sequence[Row]:
     """What has the same bytes is measured once, wherever it is in the plan."""
+    # Told before the work is cut, so that no two workers measure the same bytes.
     repeats = repeats_of(pairs)
     again = {later for group in repeats.values() for later in group}
     firsts = [index for index in range(len(pairs)) if index not in again]
     weights = [weight_of(pairs[index]) for index in firsts]
     near = [_place(0, pairs[index].reference) for index in firsts]
+    # Many small tasks even out workers of different speed.
     count = _ROUNDS * max(executor.workers, 1)
     gathered = groups(weights, near, least=_least(job), most=_MOST, count=count)
     shares = [[firsts[n] for n in group] for group in gathered]
@@ -141,6 +147,7 @@ def _share_once(
         answered = _answered(answer, [pairs[index] for index in share], executor, at_home)
         for index, row in zip(share, answered, strict=True):
             later = repeats.get(index, ())
+            # The later names of the same bytes cost nothing more.
             for place in (index, *later):
                 rows[place] = row if place == index else repeated(pairs[place], row)
             finished += 1 + len(later)
@@ -163,6 +170,7 @@ def _share_in_stretches(
 
     count = _ROUNDS * max(executor.workers, 1)
     stretches = _stretches(pairs, count, executor.elsewhere, _least(job))
+    # Content is made when a task is sent: a million pairs are never all in memory.
     tasks = [
         Task(
             partial(_told, pairs, range(stretch.start, stretch.stop)),
@@ -190,6 +198,7 @@ def _share_in_stretches(
 
 def _least(job: Job) -> int:
     """The least bytes of a task: a metric of somebody's own may take a second for each pair."""
+    # Bytes say nothing about how long a function of a user takes.
     own = any(":" in address for address in job.about["metrics"])
     return min(_LEAST, _EACH) if own else _LEAST
 
@@ -212,6 +221,7 @@ def _stretches(pairs: Sequence[Pair], count: int, elsewhere: bool, least: int) -
         weight, near = weight_of(pair), _place(0, pair.reference)
         needs = _needs([pair]) if elsewhere else ()
         last = stretches[-1] if stretches else None
+        # A stretch never crosses processes: a task then needs the files of one.
         if last is None or last.near != near or index - last.start >= _FINE:
             stretches.append(
                 _Stretch(index, index + 1, weight, near, needs, str(pair.reference.key))
@@ -223,6 +233,7 @@ def _stretches(pairs: Sequence[Pair], count: int, elsewhere: bool, least: int) -
     gathered = groups(weights, [e.near for e in stretches], least=least, most=_MOST, count=count)
     together: list[_Stretch] = []
     for group in gathered:
+        # A group may be too long for one message.
         for first in range(0, len(group), _COARSE // _FINE):
             some = [stretches[n] for n in group[first : first + _COARSE // _FINE]]
             needs = tuple(dict.fromkeys(need for stretch in some for need in stretch.needs))
@@ -236,6 +247,7 @@ def _answered(
 ) -> list[Row]:
     """The rows that a worker has sent of some pairs."""
     rows = rows_from_plain(answer, pairs)
+    # What no machine can read fails here again, with this machine's reason.
     unread = [n for n, row in enumerate(rows) if row.status == "incomparable"]
     if unread and executor.elsewhere:
         # A disk that only that machine cannot see is no finding: this one looks itself.
@@ -256,6 +268,7 @@ def _job(
     executor: Executor,
     probes: list[list[Any]],
 ) -> Job:
+    # A function of this process cannot be sent; a name can be looked up anywhere.
     for metric in metrics:
         if metric.function is not None and not metric.address:
             raise BadInput(
@@ -269,12 +282,14 @@ def _job(
         "probes": probes,
         "metrics": [metric.address for metric in metrics if metric.address],
         "threads": threads_each,
+        # A table of all dtypes, because a function cannot be sent.
         "elementwise": [
             [reference, candidate, *elementwise(reference, candidate)]
             for reference in DTYPES
             for candidate in DTYPES
         ],
     }
+    # Files of users' metrics must be visible to the workers, as the runs must.
     files = [metric.address for metric in metrics if ":" in metric.address]
     folder = folder_for(*(run.opened for run in runs), *files)
     return Job("pairs", about, folder, kernel.active())
@@ -334,6 +349,7 @@ def _probes(pairs: Sequence[Pair], runs: tuple[Run, Run]) -> list[list[Any]]:
     probes: list[list[Any]] = []
     for place, files in smallest.items():
         side = int(place[0])
+        # What this process cannot read would make every worker look faulty.
         readable = [record for record in files.values() if not runs[side].lost(record)]
         for record in readable:
             digest = kernel.digest(runs[side].raw(record))
@@ -373,6 +389,7 @@ class PairsWorkshop:
             path = self._paths[side]
             try:
                 run = self._run(side)
+                # Nothing to read, and the run opened: that was the question.
                 if record is None:
                     continue
                 if kernel.digest(run.raw(record_from_plain(record))) != digest:

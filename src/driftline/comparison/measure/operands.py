@@ -129,6 +129,7 @@ def open_values(
     """
     if reference_record.kept == candidate_record.kept == "full" and kernel.takes_addresses():
         arrays = partial(open_arrays, reference, reference_record, candidate, candidate_record)
+        # The kernel reads mapped pages by address: no copy, no numpy array.
         mapped = _mapped(
             reference.memory(reference_record),
             reference_record,
@@ -184,6 +185,7 @@ def _mapped(
         DTYPES[candidate_record.dtype],
     )
     count = math.prod(reference_record.shape)
+    # A file that was cut short after its index was written must not be read past its end.
     if (
         reference_memory is None
         or candidate_memory is None
@@ -231,6 +233,7 @@ def open_arrays(
         )
     reference_stride = reference_record.sample_stride if reference_record.kept == "sample" else 1
     candidate_stride = candidate_record.sample_stride if candidate_record.kept == "sample" else 1
+    # Elements that both samples kept: every nth, with n a multiple of both strides.
     common = math.lcm(reference_stride, candidate_stride)
     reference_values = _thinned(reference_values, reference_dtype, common // reference_stride)
     candidate_values = _thinned(candidate_values, candidate_dtype, common // candidate_stride)
@@ -249,6 +252,7 @@ def measure_moments(moments: Sequence[PairMoments], metrics: Sequence[Metric]) -
     total = moments[0] if len(moments) == 1 else merge_moments(moments)
     measured: dict[str, Number] = {}
     others = metrics
+    # All standard metrics in one call; the others one by one.
     if metrics[:_USUAL] == STANDARD:
         measured = standard(total)
         others = metrics[_USUAL:]
@@ -272,6 +276,7 @@ def measure_values(
     """
     wanted = [metric for metric in metrics if metric.derive is None]
     if measured.pop("_scaled", 0):
+        # Squares overflowed: norms come from the definitions, which scale first.
         wanted += [KNOWN[name] for name in _SCALED]
     if not wanted:
         return measured
@@ -315,6 +320,7 @@ def _decoded(values: Storage, dtype: DType, count: int) -> F64:
         return decoded.view(np.float64)
     numbers = decoded.astype(np.float64, copy=False)
     if dtype.kind == "float" and dtype.bits >= 16:
+        # The lowest value of a format stands for minus infinity in attention masks.
         numbers = np.where(numbers == dtype.lowest, -np.inf, numbers)
     return numbers
 
@@ -331,5 +337,6 @@ def _thinned(values: Storage, dtype: DType, stride: int) -> Storage:
     if stride == 1:
         return values
     if dtype.bits == 4:
+        # Two codes share a byte: single ones cannot be picked out without unpacking.
         raise BadInput(f"samples of packed {dtype.name} with different strides share no bytes")
     return np.ascontiguousarray(values[::stride])

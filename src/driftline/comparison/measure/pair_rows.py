@@ -49,6 +49,7 @@ def _elsewhere(row: Row, pair: Pair) -> Row:
     """The row with what the candidate's own address and the recipes add to it."""
     candidate_key = pair.candidate.key
     reference_recipe, candidate_recipe = pair.reference_recipe, pair.candidate_recipe
+    # The shapes that are compared are those after the recipes.
     return _at(row, candidate_key)._replace(
         reference_recipe="" if reference_recipe is None else str(reference_recipe),
         candidate_recipe="" if candidate_recipe is None else str(candidate_recipe),
@@ -91,6 +92,7 @@ def incompatibility(pair: Pair) -> str:
     )
     if reference_shape != candidate_shape:
         return f"the shapes differ: {_dims(reference_shape)} against {_dims(candidate_shape)}"
+    # An index of a newer version may name types that this one does not know.
     unknown = [name for name in (reference.dtype, candidate.dtype) if name not in DTYPES]
     if unknown:
         return f"the element type {unknown[0]} is not known"
@@ -116,6 +118,7 @@ def placement_kind(record: Record) -> str:
     A plain tensor that was taken out of a distributed one is what it is.
     """
     text = record.placement
+    # Sharded and partial tensors are parts; a local tensor is complete by itself.
     if text.startswith("local ") or not ("S(" in text or "P(" in text):
         return ""
     return text.partition(" at (")[0]
@@ -131,6 +134,7 @@ def has_recipe(pair: Pair) -> bool:
 
 def lone(record: Record, status: Literal["missing", "extra"], reason: str, line: str = "") -> Row:
     if record.lost:
+        # Lost values are counted as unread, which is worse than alone.
         reason += f"; {LOST}: {record.lost}"
     row = Row(record.key, status, reason, record.order, class_name=record.class_name, line=line)
     if status == "missing":
@@ -154,6 +158,7 @@ def repeats_of(pairs: Sequence[Pair]) -> dict[int, list[int]]:
     first: dict[tuple[object, ...], int] = {}
     repeats: dict[int, list[int]] = {}
     for index, pair in enumerate(pairs):
+        # What a recipe makes of the same bytes may be something else.
         if pair.reference_recipe is not None or pair.candidate_recipe is not None:
             continue
         reference_bytes = _bytes_of(pair.reference)
@@ -171,6 +176,7 @@ def _bytes_of(record: Record) -> tuple[object, ...] | None:
     if not record.digest or record.blob is None or record.kept != "full":
         return None
     key, blob = record.key, record.blob
+    # Shape, dtype and placement belong to it: the same bytes may be read in another way.
     where = (key.rank, key.process, blob.shard, blob.offset, blob.length, record.digest)
     return (*where, record.dtype, record.shape, record.placement)
 
@@ -178,6 +184,7 @@ def _bytes_of(record: Record) -> tuple[object, ...] | None:
 def repeated(pair: Pair, measured: Row) -> Row:
     """The row of a pair whose bytes were measured under another name."""
     row = paired(pair)
+    # Why the first could not be measured holds for all of them.
     if measured.status != "unjudged":
         return row._replace(status=measured.status, reason=measured.reason, basis=measured.basis)
     return row.measured(

@@ -58,6 +58,7 @@ def apply_recipe(run: Run, recipe: Recipe) -> RecipeResult:
         raise BadInput(
             f"the recipe '{recipe}' gives {_dims(words.shape)}, the plan says {_dims(recipe.shape)}"
         )
+    # The kernel reads flat storage, two 4-bit codes to a byte.
     flat = np.ascontiguousarray(words).reshape(-1)
     return RecipeResult(_packed(flat) if dtype.bits == 4 else flat, dtype, words.shape)
 
@@ -96,6 +97,7 @@ def transpose_hint(pair: Pair, values: ValuePair, relative_l2: float) -> str:
         return ""
     if values.candidate_dtype.bits == 4:
         return ""
+    # One more pass over a tensor that is far off anyway: rare, and worth it.
     turned = np.ascontiguousarray(values.candidate.reshape(values.shape).T).reshape(-1)
     moments = values._replace(candidate=turned).moments(0, values.count, atol=0.0, rtol=0.0)
     derive = KNOWN["relative_l2"].derive
@@ -116,6 +118,7 @@ def made(run: Run, recipe: Recipe) -> tuple[Storage, DType]:
     """
     parts = [_taken(run, source) for source in recipe.sources]
     steps = recipe.steps
+    # Joining comes first in every recipe: later steps have one tensor to work on.
     if steps and steps[0].kind in JOINING:
         words, dtype = _joined(steps[0], parts)
         steps = steps[1:]
@@ -150,6 +153,7 @@ def _taken(run: Run, source: Source) -> tuple[Storage, DType]:
     count = math.prod(source.shape)
     words: Storage = run.raw(source)
     if dtype.bits == 4:
+        # Unpacked, elements can be moved as those of any other type.
         words = unpack_nibbles(words.view(np.uint8), count)
     if words.size != count:
         raise BadInput(f"{source.key} holds {words.size} elements, its shape says {count}")
@@ -159,6 +163,7 @@ def _taken(run: Run, source: Source) -> tuple[Storage, DType]:
 def _done(step: Step, words: Storage) -> Storage:
     """One step on one tensor; a view wherever numpy has one."""
     shape = words.shape
+    # Plans may be edited by hand: each step checks that it fits.
     if step.kind in ("split", "trim", "select") and not 0 <= step.axis < len(shape):
         raise BadInput(f"{step} does not fit {_dims(shape)}: it has no axis {step.axis}")
     if step.kind in ("split", "trim"):
@@ -205,11 +210,13 @@ def _times(step: Step, words: Storage, dtype: DType) -> tuple[Storage, DType]:
 def _sum(parts: Sequence[tuple[Storage, DType]], factor: float = 1.0) -> tuple[Storage, DType]:
     """Added up in float64 (integers: in int64) and multiplied, rounded once at the end."""
     common = _common([dtype for _, dtype in parts])
+    # A mean of integers is no integer.
     if factor != 1.0 and common.kind in ("int", "uint"):
         common = DTYPES["float64"]
     shape = parts[0][0].shape
     flats = [(np.ascontiguousarray(words).reshape(-1), dtype) for words, dtype in parts]
     total = np.empty(math.prod(shape), common.storage)
+    # Block by block: float64 copies of all parts at once could be larger than memory.
     for offset in range(0, total.size, _ROWS):
         block = slice(offset, offset + _ROWS)
         if common.kind in ("int", "uint"):
@@ -229,6 +236,7 @@ def _dequantised(step: Step, parts: Sequence[tuple[Storage, DType]]) -> tuple[St
     others = [_spread(_decoded(part, kind), shape, step.axis) for part, kind in parts[1:]]
     result = np.empty(shape, np.float32)
     rows = shape[0] if shape else 1
+    # As many rows as keep the float64 block small.
     height = max(1, _ROWS // max(1, math.prod(shape[1:])))
     for first_row in range(0, rows, height):
         block = slice(first_row, first_row + height) if shape else ()
@@ -237,6 +245,7 @@ def _dequantised(step: Step, parts: Sequence[tuple[Storage, DType]]) -> tuple[St
             numbers = numbers - others[1].rows(block)
         if step.zero:
             numbers = numbers - step.zero
+        # A scale may be infinite in a damaged dump; the row then says so, not numpy.
         with np.errstate(over="ignore", invalid="ignore"):
             if others:
                 numbers = numbers * others[0].rows(block)
@@ -294,6 +303,7 @@ def _spread(scale: F64, shape: tuple[int, ...], axis: int) -> _Spread:
     """One scale for all, one per element of `axis`, or one per group along every axis."""
     if scale.size == 1:
         return _Spread(scale.reshape((1,) * len(shape)), (1,) * len(shape))
+    # A column or row of scales means the same as a flat list of them.
     if scale.ndim != len(shape) and max(scale.shape) == scale.size:
         scale = scale.reshape(-1)
     if scale.ndim == 1 and 0 <= axis < len(shape):
@@ -314,6 +324,7 @@ def _common(dtypes: Sequence[DType]) -> DType:
         raise BadInput(f"{' and '.join(dtype.name for dtype in dtypes)} cannot be computed with")
     if kinds <= {"int", "uint", "bool"}:
         return DTYPES["int64"]
+    # float32 cannot hold every int32, and must not lose digits of a float64.
     wide = any(dtype.bits == 64 or dtype.name in ("int32", "uint32") for dtype in dtypes)
     return DTYPES["float64" if wide else "float32"]
 
@@ -374,6 +385,7 @@ def row_blocks(reference: Run, candidate: Run, pair: Pair) -> Iterator[ValuePair
         pair.candidate_recipe or pair.candidate,
     )
     shape = reference_source.shape
+    # Small ones are made as a whole, which is simpler and as fast.
     if shape != candidate_source.shape or not shape or math.prod(shape) <= BLOCK or shape[0] < 2:
         return None
     if rows_of(reference_source, 0, 1) is None or rows_of(candidate_source, 0, 1) is None:
@@ -402,6 +414,7 @@ def rows_of(source: Source, start: int, stop: int) -> Recipe | None:
         if dtype is None or dtype.bits < 8 or not source.shape:
             return None
         return Recipe((source,), (Step("split", 0, start, stop),), shape)
+    # Only steps that keep rows apart allow to make some rows alone.
     joins = bool(source.steps) and source.steps[0].kind in JOINING
     if joins and source.steps[0].kind == "dequantise":
         return None
@@ -426,6 +439,7 @@ def _parts(source: Recipe, start: int, stop: int) -> Iterator[tuple[Source, int,
         return
     offset = 0
     for part in source.sources:
+        # Joined along the rows: each source has some of them.
         begin, end = max(start, offset), min(stop, offset + part.shape[0])
         if begin < end:
             yield part, begin - offset, end - offset

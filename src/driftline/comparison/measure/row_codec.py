@@ -21,6 +21,7 @@ Names = dict[tuple[str, ...], int]
 
 def pair_to_plain(pair: Pair) -> list[Any]:
     """A pair without what does not matter for measuring it."""
+    # A summary is long, and needed only where there are no values to measure.
     have_values = pair.reference.kept in _VALUES and pair.candidate.kept in _VALUES
     lost = pair.reference.lost or pair.candidate.lost
     with_summary = not have_values or bool(lost)
@@ -59,6 +60,7 @@ def record_to_plain(record: Record) -> list[Any]:
 
 def _record(record: Record, with_summary: bool) -> list[Any]:
     summary = record.summary if with_summary else None
+    # By position, not by name: there are many of them.
     return [*record[:11], None if summary is None else list(summary), *record[12:]]
 
 
@@ -114,9 +116,11 @@ def rows_to_plain(rows: Sequence[Row]) -> list[Any]:
     lines: list[list[Any]] = []
     for row in rows:
         metrics = row.metrics
+        # Names of metrics once for all rows that have the same.
         names = kinds.setdefault(tuple(metrics), len(kinds))
         values = [_number(value) for value in metrics.values()]
         line: list[Any] = [names, values]
+        # Most rows were measured from values and have nothing else to tell.
         if row.status != "unjudged" or row.reason or row.estimated or row.basis != "values":
             line += [row.status, row.reason, row.basis, row.estimated, row.severity]
         lines.append(line)
@@ -129,6 +133,7 @@ def rows_from_plain(shown: Sequence[Any], pairs: Sequence[Pair]) -> list[Row]:
     rows: list[Row] = []
     for pair, line in zip(pairs, lines, strict=True):
         metrics = dict(zip(kinds[line[0]], line[1], strict=True))
+        # The short form of a row without remarks.
         if len(line) == 2:
             rows.append(paired(pair, "values", metrics))
             continue

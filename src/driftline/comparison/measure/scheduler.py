@@ -1,4 +1,9 @@
-"""How large tensors are cut into blocks for several threads, and how many threads there may be."""
+"""Pairs become rows: two runs are read once, in bounded memory, on every core.
+
+Large tensors are cut into blocks that threads share; small pairs are measured by the calling thread
+with as little Python as possible; long plans go a few thousand pairs at a time, their rows into a
+file. What a metric is, and whether a number is allowed, it does not know.
+"""
 
 from __future__ import annotations
 
@@ -89,6 +94,7 @@ def measure_windows(
     keeper = SpoolWriter()
     done = 0
     for window in windows(pairs):
+        # Bound now: progress is told from other threads while the next window begins.
         before = done
 
         def tell(ready: int, _: int, before: int = before) -> None:
@@ -151,6 +157,7 @@ class SmallPairs:
         ):
             return None
         shape = reference.shape
+        # Whatever is unusual goes the long way, which explains itself in the row.
         if reference.kept != "full" or candidate.kept != "full" or shape != candidate.shape:
             return None
         if reference.placement != candidate.placement and placement_kind(
@@ -164,6 +171,7 @@ class SmallPairs:
 
     def is_small(self, pair: Pair, elements: int) -> bool:
         """Whether a usual pair of so many elements is one for the calling thread."""
+        # Bits of one element of both sides together.
         types = self._known[pair.reference.dtype, pair.candidate.dtype]
         return elements * types.bits <= 8 * SMALL_BYTES
 
@@ -178,6 +186,7 @@ class SmallPairs:
 
     def rows(self, pairs: Sequence[Pair]) -> Iterator[Row | None]:
         """Rows of pairs that are as usual, in their order; see `row`."""
+        # While a piece is measured, the next one is read.
         pieces = [pairs[index : index + _AHEAD] for index in range(0, len(pairs), _AHEAD)]
         many = len(pieces) > 1
         reference_ahead = self._reference.read_ahead() if many else None
@@ -197,6 +206,7 @@ class SmallPairs:
                 candidate_memory = unread if candidate_ahead is None else candidate_ahead.take()
                 begin(index)
                 yield from map(self.row, piece, reference_memory, candidate_memory)
+        # Reading ahead holds buffers and threads; an error must not leave them.
         finally:
             for side in (reference_ahead, candidate_ahead):
                 if side is not None:
@@ -417,6 +427,7 @@ class _Work:
 
     def run(self, threads: int) -> list[Row]:
         """All rows, in the order of the pairs. The calling thread does small ones, and helps."""
+        # Daemons: an interrupt must not wait for a tensor of gigabytes.
         helpers = [
             threading.Thread(target=self._worker, name=f"driftline-compare-{n}", daemon=True)
             for n in range(1, min(threads, len(self.units)))
@@ -427,6 +438,7 @@ class _Work:
         self._worker()
         for helper in helpers:
             helper.join()
+        # An error of the program itself, not of a pair: those are rows.
         if self.failure is not None:
             raise self.failure
         return [row for row in self.rows if row is not None]
@@ -499,10 +511,12 @@ class _Work:
         from driftline.comparison.measure.recipes import open_recipes
         from driftline.comparison.measure.summaries import measure_parts, needs_summaries
 
+        # Without values a recipe can still be carried out on summaries.
         if needs_summaries(pair):
             figures, remark = measure_parts(self.reference, self.candidate, pair)
             return row.measured("summary", figures, estimated=ESTIMATED, reason=remark)
         size = math.prod(row.reference_shape or ())
+        # One large float64 copy at a time, whatever the number of threads.
         with self.large if size * 8 > _LARGE else nullcontext():
             if (metrics := self._by_rows(pair, row)) is not None:
                 return row.measured("values", metrics)
@@ -535,6 +549,7 @@ class _Work:
 
     def _from_values(self, index: int, block: int, blocks: int, row: Row) -> Row | None:
         pair = self.pairs[index]
+        # Of a remote tensor only the block that is measured is fetched.
         if blocks > 1 and self.fetched:
             start, stop = blocks_of(math.prod(pair.reference.shape))[block]
             values = open_window(self.reference, self.candidate, pair, start, stop)
@@ -552,6 +567,8 @@ class _Work:
                 if len(finished_blocks) < blocks:
                     return None
                 del self.parts[index]
+            # Summed up in the order of the blocks: the result must not depend on who
+            # was first.
             parts = [finished_blocks[n] for n in range(blocks)]
         metrics = measure_moments(parts, self.metrics)
         notes: list[str] = []
@@ -582,6 +599,7 @@ def _blocks(pair: Pair) -> list[tuple[int, int]]:
 
 def _undescribed(pair: Pair) -> str:
     """Why a tensor is lost of which not even type and shape are known; empty otherwise."""
+    # A lost tensor may lack even its type; then nothing below can work on it.
     for record in (pair.reference, pair.candidate):
         if record.lost and record.dtype not in DTYPES:
             return f"{LOST}: {record.lost}"

@@ -1,11 +1,12 @@
-"""Two tensors of which at least one is only a summary: what ten numbers and a sketch can still say.
+"""Pairs of which a side is only a summary or a digest: what ten numbers and a sketch can still say.
 
 The sketch is linear, so the difference of two sketches is the sketch of the difference: its length
 estimates `||c - r||` within about 16 %, permutations included. Such numbers are marked so.
 
 Other programs' dumps keep max, min, mean and l2 alone; what they do not say is NaN. Those four can
 prove a difference: `||c - r||` is at least as large as each of `|Δl2|`, `|Δmax|`, `|Δmin|` and
-`√n |Δmean|`. They cannot prove that there is none.
+`√n |Δmean|`. They cannot prove that there is none. Summaries of the parts of a gathered tensor are
+put together the same way.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _PRINTED = 1e-6
 def measure_summaries(reference: Summary, candidate: Summary) -> dict[str, Number]:
     """The measurements that two summaries allow."""
     measured: dict[str, Number] = {}
+    # Counts of NaN and Inf that differ prove a difference at unknown positions.
     unlike = (
         abs(reference.nan - candidate.nan)
         + abs(reference.pos_inf - candidate.pos_inf)
@@ -52,6 +54,7 @@ def measure_summaries(reference: Summary, candidate: Summary) -> dict[str, Numbe
         measured["relative_l2"] = _relative(distance, reference, candidate)
         measured["cosine"] = _cosine(distance, reference, candidate)
         measured["rmse"] = distance / math.sqrt(reference.count) if reference.count else 0.0
+    # No sketch: only a lower bound of the error can be given.
     elif from_statistics(reference, candidate):
         bound = _least(reference, candidate)
         if not math.isnan(bound):
@@ -107,6 +110,7 @@ def _relative(distance: float, reference: Summary, candidate: Summary) -> float:
 def _cosine(distance: float, reference: Summary, candidate: Summary) -> float:
     if reference.l2 == 0.0 or candidate.l2 == 0.0:
         return 1.0 if reference.l2 == candidate.l2 else 0.0
+    # From norms and distance, as in `from_moments.cosine`: exact near 1.
     rest = (distance**2 - (reference.l2 - candidate.l2) ** 2) / (2 * reference.l2 * candidate.l2)
     if math.isnan(rest):
         return math.nan
@@ -132,6 +136,7 @@ def row_without_values(reference: Run, candidate: Run, pair: Pair, row: Row) -> 
     lost = reference.lost(reference_record) or candidate.lost(candidate_record)
     if lost and (reference_summary is None or candidate_summary is None):
         return row._replace(status="incomparable", reason=f"{LOST}: {lost}")
+    # Integers have no tolerance: other bytes are other numbers.
     exact = not DTYPES[reference_record.dtype].is_floating
     if known_apart and (exact or reference_summary is None or candidate_summary is None):
         return row._replace(
@@ -162,10 +167,12 @@ def _digests(reference: Record, candidate: Record) -> bool | None:
     """True when digests prove the bytes different, False the same, None when they cannot say."""
     if not reference.digest or not candidate.digest or reference.dtype != candidate.dtype:
         return None
+    # Digests of samples with different strides are of different elements.
     if "sample" in (reference.kept, candidate.kept) and (
         reference.kept != candidate.kept or reference.sample_stride != candidate.sample_stride
     ):
         return None
+    # Made by different hash functions, they cannot agree.
     if reference.digest.partition(":")[0] != candidate.digest.partition(":")[0]:
         return None
     return reference.digest != candidate.digest
@@ -233,6 +240,7 @@ def measure_parts(reference: Run, candidate: Run, pair: Pair) -> tuple[dict[str,
     )
     if reference_parts is None and candidate_parts is None:
         raise BadInput("neither side has summaries")
+    # A side that has values is cut as the summaries of the other are.
     if reference_parts is None:
         reference_parts = _sliced(
             reference, pair.reference_recipe or pair.reference, candidate_parts or {}
@@ -253,6 +261,7 @@ def measured(reference: Parts, candidate: Parts) -> tuple[dict[str, Number], str
         abs(a - b) for a, b in zip(_odd(reference_total), _odd(candidate_total), strict=True)
     )
     metrics["one_sided"] = unlike  # at least that many: positions are not known
+    # NaN on one side only decides the row; figures of the rest would mislead.
     if unlike:
         pass
     elif reference.keys() == candidate.keys() and _sketched(reference) and _sketched(candidate):
@@ -293,6 +302,7 @@ def _whose(off: Mapping[Cuts, float], reference: Parts, candidate: Parts) -> str
         cuts: error / (_l2({cuts: reference[cuts]}, reference[cuts].summary) or 1.0)
         for cuts, error in off.items()
     }
+    # A tenth of the worst: rounding differs between ranks, too.
     bad = [cuts for cuts, error in far.items() if error > max(_FAR, max(far.values()) / 10)]
     who = sorted(
         {rank for cuts in bad for rank in (candidate[cuts].ranks or reference[cuts].ranks)}
@@ -329,6 +339,7 @@ def _place(source: Source, cuts: Cuts, factor: float, placed: dict[Cuts, list[Te
     steps, offset = list(source.steps), 0
     joining = steps.pop(0) if steps and steps[0].kind in ("concat", "sum", "mean") else None
     for step in steps:
+        # A summary knows its elements' values and not their places.
         if step.kind != "times":
             raise BadInput(
                 f"only summaries were kept, and {step} moves elements: a summary does not know them"
@@ -366,6 +377,7 @@ def _added(terms: Sequence[Term]) -> Held:
             ),
             ranks,
         )
+    # A sketch is linear, so that of a sum is the sum of sketches.
     sketches = [[value * times for value in summary.sketch] for summary, times, _ in terms]
     total = tuple(map(sum, zip(*sketches, strict=True))) if all(sketches) else ()
     mean = sum(summary.mean * times for summary, times, _ in terms)
@@ -404,6 +416,7 @@ def _together(parts: Parts) -> Summary:
     with_values = [(summary, n) for summary, n in zip(summaries, finite, strict=True) if n]
     mean = sum(summary.mean * n for summary, n in with_values) / many if many else math.nan
     square = sum(summary.l2**2 for summary, _ in with_values)
+    # From the squares: parts have means of their own, so their deviations do not add up.
     spread = square / many - mean**2 if many else math.nan
     return Summary(
         count,

@@ -41,6 +41,7 @@ class Metric(NamedTuple):
     derive: Callable[[PairMoments], Number | None] | None = None
     definition: Address | None = None
     function: Definition | None = None
+    # The name of the attribute that a user's function may have, so it stays.
     whole: bool = False
     address: str = ""
 
@@ -71,6 +72,7 @@ def _metric(
 
 _VALUE = "the tensor's own unit"
 
+# The order is that of the columns of every table.
 STANDARD: tuple[Metric, ...] = (
     _metric("relative_l2", "lower", "||c - r|| / ||r||", by.relative_l2, _DEFINED),
     _metric("cosine", "higher", "cosine of the angle between r and c", by.cosine, _DEFINED),
@@ -97,6 +99,7 @@ STANDARD: tuple[Metric, ...] = (
 )
 """Measured for every pair, in the order of the columns."""
 
+# Not measured for every pair: they need all values at once, or few people read them.
 ON_REQUEST: tuple[Metric, ...] = (
     _metric("sqnr", "higher", "20 log10(||r|| / ||c - r||)", by.sqnr, _DEFINED, "dB"),
     _metric("kl", "lower", "KL divergence of the softmax", None, _DEFINED, "nats"),
@@ -107,6 +110,7 @@ KNOWN: dict[str, Metric] = {metric.name: metric for metric in (*STANDARD, *ON_RE
 
 def limited(names: Iterable[str]) -> list[str]:
     """Of metrics that limits name, those that are only measured when asked for: this asks."""
+    # Standard ones are measured anyway, and unknown ones are refused with a hint elsewhere.
     on_request = {metric.name for metric in ON_REQUEST}
     return [name for name in dict.fromkeys(name.strip() for name in names) if name in on_request]
 
@@ -117,6 +121,7 @@ def requested(names: Sequence[str]) -> tuple[Metric, ...]:
     Raises:
         BadInput: There is no such metric.
     """
+    # By name: asking twice for one metric measures it once.
     extra: dict[str, Metric] = {}
     for name in names:
         metric = find(name)
@@ -131,6 +136,7 @@ def find(name: str) -> Metric:
         return KNOWN[name]._replace(address="" if KNOWN[name] in STANDARD else name)
     from driftline.comparison.metrics.custom import from_file, from_function
 
+    # A colon stands in no name of a metric: it is FILE.py:FUNCTION.
     if ":" in name:
         return from_file(name)._replace(address=name)
     announced = plugins(METRICS)

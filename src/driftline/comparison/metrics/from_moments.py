@@ -19,6 +19,7 @@ _HUGE = 1e290
 
 def needs_definition(m: PairMoments) -> bool:
     """Whether squares left the range of float64, so that norms must come from the definitions."""
+    # The usual case first, in one comparison: this runs for every pair.
     if (
         _TINY <= m.sum_rr <= _HUGE and _TINY <= m.sum_cc <= _HUGE and _TINY <= m.sum_ee <= _HUGE
     ) or not m.finite:
@@ -26,6 +27,7 @@ def needs_definition(m: PairMoments) -> bool:
     for sum_of_squares in (m.sum_rr, m.sum_cc, m.sum_ee):
         if not sum_of_squares <= _HUGE:
             return True
+    # Tiny squares are fine where all elements are zero, and lost digits where they are not.
     reference_largest = max(abs(m.r_min), abs(m.r_max))
     candidate_largest = max(abs(m.c_min), abs(m.c_max))
     return (
@@ -169,6 +171,7 @@ def standard(m: PairMoments) -> dict[str, Number]:
         r_nonfinite_at, c_nonfinite_at,
     ) = m
     # fmt: on
+    # Spelt out rather than looped over derivations: it runs for every pair.
     measured: dict[str, Number] = {
         "relative_l2": relative_l2(m),
         "cosine": cosine(m),

@@ -1,7 +1,7 @@
-"""Rows in a long JSON file that lies as we write it: one after the other, in little memory.
+"""A table on disk: `table.json` is the table, `rows.parquet` and `rows.csv` are for other programs.
 
-All rows of a table as JSON values at once would take several times the memory of the table itself.
-Whatever does not lie so is left to `json.loads`.
+Rows of long tables are written and read one by one, so that no file is ever in memory as a whole.
+docs/table-format.md is the specification.
 """
 
 from __future__ import annotations

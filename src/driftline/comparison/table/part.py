@@ -85,6 +85,7 @@ class Part:
         refuse_part(goal, force=force)
         try:
             goal.parent.mkdir(parents=True, exist_ok=True)
+            # Renamed when complete: a part that is there is a whole part.
             draft = goal.with_name(f".{goal.name}.{os.getpid()}")
             with draft.open("w", encoding="utf-8", buffering=1 << 20) as stream:
                 self._write(stream)
@@ -118,6 +119,7 @@ class Part:
 
     def head_as_json(self) -> dict[str, JSON]:
         """The same without its rows, which come last."""
+        # Columns and sides are written as a table has them; one reader for both.
         frame = Table((), self.columns, reference=self.reference, candidate=self.candidate)
         shown = frame.as_json()
         return {
@@ -156,11 +158,14 @@ class Part:
             shard = Shard(int(top["shard"]), int(top["of"]))
             rows = _rows(top["rows"]) if rows is None else rows
             places = _expanded(top["places"], len(rows))
+            # Files come from other machines; nothing in them is believed unchecked.
             if not 1 <= shard.number <= shard.of or len(places) != len(rows):
                 raise ValueError("its numbers do not fit together")
             frame = Table.from_json(
                 {
                     **{name: top[name] for name in ("metrics", "reference", "candidate", "notes")},
+                    # Read by the reader of tables, which wants a schema and a
+                    # verdict.
                     "schema": "driftline.table/1",
                     "verdict": "unjudged",
                     "rows": [],
@@ -226,12 +231,14 @@ def open_parts(paths: Sequence[StrPath]) -> list[Part]:
             )
             if not inside:
                 raise BadFile(f"{path} holds no part of a comparison", hint=_HOW)
+        # By real path: a folder and a file in it may both be named.
         files |= {file.resolve(): file for file in inside}
     return [_open(path) for path in files.values()]
 
 
 def _open(path: Path) -> Part:
     try:
+        # Row by row, where all rows as JSON at once would take far more memory than the file.
         if path.stat().st_size > _LONG and (part := _row_by_row(path)) is not None:
             return part
         shown = json.loads(path.read_text(encoding="utf-8"))
@@ -260,6 +267,7 @@ def _row_by_row(path: Path) -> Part | None:
 
 def plan_digest(plan: Plan) -> str:
     """What tells two plans apart: every tensor, its partner, and what is done to them first."""
+    # Parts may be merged only if all of them pair the same tensors in the same way.
     digest = hashlib.sha256()
     for pair in plan.pairs:
         reference_recipe, candidate_recipe = pair.reference_recipe, pair.candidate_recipe
@@ -305,6 +313,7 @@ def _ranges(places: Sequence[int]) -> list[list[int]]:
 def _expanded(ranges: JSON, most: int) -> Sequence[int]:
     places: list[int] = []
     for start, stop in ranges:
+        # A few bytes of a damaged file must not ask for gigabytes of places.
         if not 0 <= start <= stop <= start + most:
             raise ValueError("places that there are no rows for")
         if len(ranges) == 1:

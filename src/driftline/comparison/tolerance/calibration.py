@@ -66,6 +66,7 @@ def calibrate(
     """
     if not 0.0 <= quantile <= 1.0:
         raise BadInput(f"the quantile is {quantile}; it must lie between 0 and 1", hint="0.99")
+    # A margin below 1 would fail the very runs that it was made of.
     if not 1.0 <= margin < math.inf:
         raise BadInput(f"the margin is {margin}; it must be 1 or more", hint="2, for one")
     opened = [source if isinstance(source, Table) else open_table(source) for source in tables]
@@ -121,6 +122,7 @@ def calibrate(
 
 def _columns(tables: Sequence[Table], metrics: Sequence[str]) -> list[Column]:
     by_name = {column.name: column for table in tables for column in table.columns}
+    # Descriptions such as a minimum have no better and worse.
     usable = [name for name, column in by_name.items() if column.direction != "none"]
     if not metrics:
         raise BadInput("no metric is named", hint="relative_l2, for one")
@@ -138,6 +140,7 @@ def _columns(tables: Sequence[Table], metrics: Sequence[str]) -> list[Column]:
 
 def _wanted(row: Row, sites: Sequence[str], ports: Sequence[str]) -> bool:
     """Measured from values or summaries; integers are compared exactly and need no threshold."""
+    # One float side is enough: then the two are compared as numbers.
     floating = any(
         "float" in d or "complex" in d for d in (row.reference_dtype, row.candidate_dtype)
     )
@@ -155,6 +158,7 @@ def _refuse_non_finite(row: Row, table: Table) -> None:
         for what in ("NaN", "Inf")
     }
     complaints = [f"{count} {what}" for what, count in counts.items() if count and "NaN" in what]
+    # Inf on both sides is a mask and may be clean; on one side it never is.
     one_sided = int(row.metrics.get("one_sided", 0))
     if one_sided and not complaints:
         complaints = [f"{one_sided} NaN or Inf on one side only"]
@@ -173,6 +177,7 @@ def _threshold(
     observed = statistic.of(values, column.direction)
     shapes: dict[str, list[Measured]] = {}
     for row, value in measured:
+        # Long and short prompts differ: each shape gets a value of its own besides.
         shapes.setdefault(_shape(row), []).append((row, value))
     return Threshold(
         column.name,

@@ -1,6 +1,8 @@
-"""One layer under its several spellings: `model.base_model.layers7.ln`, `base_model.layers.7.ln`.
+"""Thresholds of a model: how much each metric of each layer may differ, and what that rests on.
 
-The rules of plain names are alignment's; here they look up what a file has thresholds for.
+One JSON file, whose plain part (`{metric: {layer: value}}`) people may edit; files of other tools
+are read, too. Layers go by many spellings, which `LayerNames` brings together. Which row keeps its
+threshold, `verdict.judge` decides; how thresholds are made of clean runs, `calibration` knows.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ class LayerNames:
             return name
         for spelling in _spellings(name):
             matches = self._plain.get(spelling, ())
+            # Two layers of one spelling: guessing would judge one by the other's limit.
             if len(matches) == 1:
                 return next(iter(matches))
         return None
@@ -134,6 +137,7 @@ class Threshold(NamedTuple):
         own = [value for value in own if math.isfinite(value)]
         if not own:
             return self.value
+        # The most lenient: clean runs of that shape reached it.
         return min(own) if self.direction == "higher" else max(own)
 
 
@@ -313,6 +317,7 @@ class Thresholds:
         shorter = min(len(own), len(other))
         if own[-shorter:] == other[-shorter:]:
             return True
+        # Two ids of a hub must agree in both parts; a path has others in front.
         paths = "" in (own[0], other[0]) or max(len(own), len(other)) > 2
         return paths and own[-1] == other[-1]
 
@@ -459,6 +464,7 @@ def _from_ours(top: Mapping[str, JSON], own: Mapping[str, JSON], source: str) ->
         plain = None
         if not measured.site or measured.port == OUTPUT:
             plain = edited_entries.pop((measured.metric, measured.site), None)
+        # A number that a person changed in the plain part wins over what was measured.
         edited = plain is not None and plain.usable and plain.value != measured.value
         entries.append(measured._replace(value=plain.value) if plain and edited else measured)
     return Thresholds(
@@ -481,6 +487,7 @@ def _plain(top: Mapping[str, JSON]) -> Iterator[Threshold]:
         direction: Direction = "higher" if metric in _HIGHER else "lower"
         if isinstance(content, dict | list):
             # Other tools print an L2 norm under the word average.
+            # Ours says in its own part which statistic it is.
             statistic = "" if is_own else "l2" if metric == "abs_diff" else "average"
             for layer, value in _layers(cast("JSON", content)):
                 if not is_own and isinstance(content, list) and value == 0.0:

@@ -41,28 +41,28 @@ class Divergence(NamedTuple):
 
 
 def find_divergence(
-    rows: Sequence[Row], *, ordered: bool = True, tally: RowCounts | None = None
+    rows: Sequence[Row], *, ordered: bool = True, counts: RowCounts | None = None
 ) -> Divergence:
     """Find where the drift starts; without a failing row, say how close the worst one came.
 
     Args:
         rows: Judged.
         ordered: Whether their order is one of execution.
-        tally: What was counted while they were judged; counted now when not given.
+        counts: What was counted while they were judged; counted now when not given.
     """
-    if tally is None:
-        tally = RowCounts()
+    if counts is None:
+        counts = RowCounts()
         for row in rows:
-            tally.take(row)
-    first, compared = tally.first, tally.compared
+            counts.take(row)
+    first, compared = counts.first, counts.compared
     if first is None:
-        return Divergence(None, "", _all_fine(tally))
+        return Divergence(None, "", _all_fine(counts))
     if ordered:
         site, where = _locate_origin(first, rows)
     else:
         what = "differs" if compared == 1 else "is the first in the file that differs"
         site, where = first.key.site, f"'{first.key.site}' {what}"
-    scope = f"{tally.failing} of {compared} compared tensors fail"
+    scope = f"{counts.failing} of {compared} compared tensors fail"
     return Divergence(first, site, f"{where}{_computed(first)}: {first.reason}; {scope}")
 
 
@@ -220,17 +220,17 @@ def _named(site: str, row: Row | None) -> str:
     return f"{shown} ({words})" if words else shown
 
 
-def _all_fine(tally: RowCounts) -> str:
+def _all_fine(counts: RowCounts) -> str:
     # A pass that rests on part of the tensors must not read like one that rests on all of them.
-    compared, rows = tally.compared, tally.rows
+    compared, rows = counts.compared, counts.rows
     share = f"{compared}" if compared == rows else f"{compared} of {rows}"
     share += " tensor compared" if rows == 1 else " tensors compared"
-    if tally.inside:
-        share += f", {tally.inside} more inside a fusion"
+    if counts.inside:
+        share += f", {counts.inside} more inside a fusion"
     # Figures of a dump that counts no NaN and no Inf: they can show a difference, not its absence.
-    if tally.bare:
-        return f"{share}, {tally.bare} by max, min, mean and l2 alone; no difference shows"
-    worst = tally.closest
+    if counts.bare:
+        return f"{share}, {counts.bare} by max, min, mean and l2 alone; no difference shows"
+    worst = counts.closest
     if worst is None or worst.severity == 0.0:
         return f"{share}, none differs"
     sources = {"user": "asked for", "thresholds": "allowed by its threshold"}

@@ -96,34 +96,39 @@ def _judge_table(table: Table, allowed: Tolerance) -> Table:
     columns = {column.name: column for column in table.columns}
     ordered = table.reference.ordered
     in_turn = is_spooled(table.rows) and table.rows.in_turn
+    # Tensors of a file have no order: nothing is upstream of anything.
     inherited = Inherited(Quantised(table.rows), in_turn=in_turn) if ordered else Unrelated()
-    tally = RowCounts()
-    rows = like_storage(table.rows, tally.watch(_judged(table.rows, allowed, columns, inherited)))
-    if ordered and not allowed.explicit and tally.failing:
+    counts = RowCounts()
+    # Counted while they pass by: a long table is read from its file once.
+    rows = like_storage(table.rows, counts.watch(_judged(table.rows, allowed, columns, inherited)))
+    if ordered and not allowed.explicit and counts.failing:
         from driftline.comparison.verdict.zero_gradient import (
             excuse_zero_gradients,  # only where something fails
         )
 
         rows = excuse_zero_gradients(rows)
-        tally = RowCounts()
+        # Counted again: statuses have changed.
+        counts = RowCounts()
         for row in rows:
-            tally.take(row)
-        if BEYOND in tally.deciding and BEYOND not in columns:
+            counts.take(row)
+        if BEYOND in counts.deciding and BEYOND not in columns:
             table = table.changed(columns=(*table.columns, BEYOND_COLUMN))
     for column in (SUMMED_COLUMN, BEYOND_ROUNDING_COLUMN, CANCELLED_COLUMN):
         if column.name not in columns and _has(rows, column.name):
             table = table.changed(columns=(*table.columns, column))
     coverage = table.changed(rows=rows).coverage
-    first, first_site, finding = find_divergence(rows, ordered=ordered, tally=tally)
+    first, first_site, finding = find_divergence(rows, ordered=ordered, counts=counts)
     verdict: Verdict = "pass"
     if not coverage.compared:
         verdict = "incomparable"
         finding = f"nothing could be compared: {coverage}"
-        if why := tally.incomparable:
+        if why := counts.incomparable:
             finding += f"; '{why.key.site}' {why.key.port}, for one: {why.reason}"
+    # A failing row decides before coverage does: it is the more useful answer.
     elif first is not None:
         verdict = "fail"
-    elif tally.only_inputs:
+    # Inputs that agree say nothing about what was computed of them.
+    elif counts.only_inputs:
         verdict = "incomparable"
         finding = f"only inputs could be compared, and no output of the reference: {coverage}"
     elif not coverage.share >= allowed.min_coverage:
@@ -132,11 +137,11 @@ def _judge_table(table: Table, allowed: Tolerance) -> Table:
             f"only {coverage.share:.1%} of the tensors were compared, "
             f"{allowed.min_coverage:.1%} are asked for; what was compared agrees"
         )
-    elif unread := tally.first_unread:
+    elif unread := counts.first_unread:
         verdict = "fail"
-        single = tally.unread == 1
+        single = counts.unread == 1
         finding = (
-            f"{tally.unread} tensor{'' if single else 's'} could not be read, '{unread.key.site}' "
+            f"{counts.unread} tensor{'' if single else 's'} could not be read, '{unread.key.site}' "
             f"{unread.key.port}{'' if single else ' for one'} ({unread.reason}); "
             "what was compared agrees"
         )
@@ -240,6 +245,7 @@ def _judge(
     inherited: Inherited,
 ) -> Row:
     """One compared row, whatever was said of it before."""
+    # NaN or Inf on one side fails whatever limit was asked for.
     one_sided = row.metrics.get("one_sided", 0)
     if one_sided:
         where = _place(row, "one_sided_at")
@@ -251,6 +257,7 @@ def _judge(
             limit_from="always",
             severity=math.inf,
         )
+    # Copies of one tensor must agree among themselves, however near the reference they are.
     gap = float(row.metrics.get(GAP, 0.0))
     if gap > (allowed_gap := SAME.get(row.candidate_dtype, 0.0)):
         return row.judged(
@@ -262,10 +269,12 @@ def _judge(
         )
     exact = is_exact(row.reference_dtype), is_exact(row.candidate_dtype)
     codes, upstream = quantised_row(row), inherited.codes_of(row)
+    # An explicit rtol asks for numbers, also of integers.
     if all(exact) and not codes and not allowed.elementwise:
         return _exact(row)
     if allowed.explicit:
         judged = _explicit(row, allowed, columns)
+    # Steps of a scale, not of a float format, are what rounding is here.
     elif codes:
         column = columns.get(METRIC, Column(METRIC, "lower"))
         judged = _held(row, column, QUANTISED[codes], f"{codes} with scales")
@@ -279,6 +288,7 @@ def _judge(
             limit, source = QUANTISED[upstream], f"{upstream} upstream"
         judged = _held(row, column, limit, source)
         if judged.status == "fail" and reference_norm(row):
+            # The first reason that is enough is the one that is told.
             for limit, why in _wider(row, working, inherited):
                 if (excused := _held(row, column, limit, f"{source}, {why}")).status == "pass":
                     judged = excused
@@ -304,6 +314,7 @@ def _wider(row: Row, working: DType, inherited: Inherited) -> Iterator[Inheritan
     if row.metrics.get(CANCELLED):
         share = float(row.metrics[CANCELLED]) / reference_norm(row)
         yield Inheritance(share, WHAT_CANCELS)
+    # More was added up than is left: rounding is a share of the former.
     summed = float(row.metrics.get(SUMMED, 0.0))
     if summed > reference_norm(row) and row.metrics.get("candidate_l2"):
         from driftline.comparison.evidence.cancelling import CANCELLING_ROUNDINGS, is_cancelling
@@ -407,6 +418,7 @@ def _severity(column: Column, value: float, limit: float) -> float:
             return (
                 10.0 ** ((limit - min(value, _LOUDEST)) / 20.0) if value > -_LOUDEST else math.inf
             )
+        # Distance from perfect agreement, so that 0.99 and 0.999 are ten times apart.
         if limit < 1.0 and value <= 1.0:
             return (1.0 - value) / (1.0 - limit)
         return 0.0 if value >= limit else math.inf

@@ -43,6 +43,7 @@ def excuse_zero_gradients(rows: Sequence[Row]) -> Sequence[Row]:
 
 def _without(rows: Sequence[Row]) -> list[Row]:
     updated = list(rows)
+    # Nothing to excuse: most processes of a long run end here.
     if not any(row.status == "fail" or BEYOND in row.metrics for row in rows):
         return updated
     _gradients(updated)
@@ -59,6 +60,7 @@ def _gradients(rows: list[Row]) -> None:
     if not failing:
         return
     layers = {_layer(rows[index]) for index in failing}
+    # Only of layers in question: a long process has as many weights as rows.
     weights = {
         (_layer(row), row.key.step, row.key.visit, row.key.port): row
         for row in rows
@@ -75,6 +77,7 @@ def _gradients(rows: list[Row]) -> None:
             continue
         share = NO_MORE * dtype.unit_roundoff
         sides = ("reference_l2", "candidate_l2")
+        # On both sides: a gradient that one program lost is small on one of them only.
         if all(_number(row, side) <= share * _number(weight, side) for side in sides):
             size = _number(row, "reference_l2")
             limit = 2 * share * _number(weight, "reference_l2") / size if size else math.inf
@@ -110,6 +113,7 @@ def _outputs(rows: list[Row]) -> list[tuple[int, Row]]:
         own_gradients = gradients[_layer(rows[index])]
         tells = earlier([gradient.key.step for gradient in own_gradients], rows[index].key.step)
         before = [gradient for gradient in own_gradients if tells(gradient.key.step)]
+        # Only rounding may be excused, never the consequence of a wrong gradient.
         if any(gradient.status == "fail" for gradient in before):
             continue  # its bias was given a wrong gradient: no wonder that it moved
         if BEYOND in rows[index].metrics:
@@ -127,6 +131,7 @@ def _outputs(rows: list[Row]) -> list[tuple[int, Row]]:
 
 def _beyond(row: Row) -> Row:
     left, limit = _number(row, BEYOND), row.limit
+    # At least half of the error must be the bias's, or it explains little.
     if limit is None or not left <= min(limit, 0.5 * _number(row, METRIC)):
         return row
     return row.judged(
@@ -157,10 +162,12 @@ def _shifted(rows: list[Row], excused: Sequence[tuple[int, Row]]) -> list[tuple[
             for other in rows
             if other.key == row.key._replace(slot="0") and other.key.slot != row.key.slot
         ]
+        # The key must be of this attention's own module.
         lies_within = any(other.key.site.startswith(module) for other in keys)
         if not lies_within or not results or results[0].status != "pass":
             continue
         shape = results[0].reference_shape
+        # A logarithm for each row of scores: the output's shape without its last axis.
         if shape is None or row.reference_shape != shape[:-1]:
             continue
         rows[index] = row.judged(
@@ -192,6 +199,7 @@ def _carriers(rows: list[Row], excused: Sequence[tuple[int, Row]]) -> None:
             continue
         for before, source in moved[_moment(row)]:
             size = _difference(source)
+            # What carries a difference on comes after where it began.
             if before < index and abs(_difference(row) - size) <= _SAME * size:
                 rows[index] = row.judged(
                     "pass",
