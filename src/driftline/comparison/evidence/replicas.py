@@ -126,25 +126,36 @@ def _sources(pair: Pair) -> tuple[Source, Source]:
     return pair.reference_recipe or pair.reference, pair.candidate_recipe or pair.candidate
 
 
-def _disagreeing(copies: _Copies) -> Iterator[tuple[int, float, str]]:
-    """Rows whose copy is another one than the others', how far, and words about it."""
+def _differing_values(copies: _Copies) -> tuple[list[Any], Any] | None:
+    """Copies that are not all the same, and the tensor of the other run; None if none differs.
+
+    The latter is None where it cannot be read, or has another shape.
+    """
     names = [_digest(source) for source in copies.sources]
     if all(names) and len(set(names)) == 1:
-        return
+        return None
     # Sketches only against sketches: values of one copy would be compared with an estimate.
     sketched = any(record.kept == "summary" for source in copies.sources for record in _all(source))
     most = max(1, _LARGEST // 4 // len(copies.sources))  # all of them are held together
     read = _sketch if sketched else partial(_values, most=most)
     values = [read(copies.many, source) for source in copies.sources]
     if any(copy is None for copy in values) or len({copy.shape for copy in values}) != 1:
-        return
-    clusters = _clusters(values)
+        return None
     # Bit for bit the same, whatever their digests were made of.
-    if len(clusters) == 1:
-        return
+    if len(_clusters(values)) == 1:
+        return None
     undivided = read(copies.other_run, copies.undivided)
     if undivided is not None and undivided.shape != values[0].shape:
         undivided = None
+    return values, undivided
+
+
+def _disagreeing(copies: _Copies) -> Iterator[tuple[int, float, str]]:
+    """Rows whose copy is another one than the others', how far, and words about it."""
+    if (differing := _differing_values(copies)) is None:
+        return
+    values, undivided = differing
+    clusters = _clusters(values)
     held = [_ranks_of(source) for source in copies.sources]
     most = _right_ones(clusters, values, undivided)
     allowed = SAME.get(_first(copies.sources[0]).dtype, 0.0)

@@ -236,15 +236,8 @@ def _judged(
             yield judged
 
 
-def _judge(
-    row: Row,
-    allowed: Tolerance,
-    columns: dict[str, Column],
-    own: DType | None,
-    working: DType | None,
-    inherited: Inherited,
-) -> Row:
-    """One compared row, whatever was said of it before."""
+def _fails_always(row: Row) -> Row | None:
+    """A row that no tolerance lets pass, judged; None for all others."""
     # NaN or Inf on one side fails whatever limit was asked for.
     one_sided = row.metrics.get("one_sided", 0)
     if one_sided:
@@ -267,6 +260,20 @@ def _judge(
             limit_from="replicas",
             severity=gap / allowed_gap if allowed_gap else math.inf,
         )
+    return None
+
+
+def _judge(
+    row: Row,
+    allowed: Tolerance,
+    columns: dict[str, Column],
+    own: DType | None,
+    working: DType | None,
+    inherited: Inherited,
+) -> Row:
+    """One compared row, whatever was said of it before."""
+    if (failing := _fails_always(row)) is not None:
+        return failing
     exact = is_exact(row.reference_dtype), is_exact(row.candidate_dtype)
     codes, upstream = quantised_row(row), inherited.codes_of(row)
     # An explicit rtol asks for numbers, also of integers.
