@@ -19,7 +19,7 @@ import driftline
 from driftline.alignment.placements.join import DoesNotFit, join
 from driftline.alignment.placements.mesh import AxisPlacement, mesh_of, record_placement
 from driftline.alignment.recipe import Recipe, step_from_text
-from driftline.comparison.measure.recipes import cook
+from driftline.comparison.measure.recipes import apply_recipe
 from driftline.runs.reader import open_run
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
@@ -89,7 +89,9 @@ def test_what_was_cut_in_any_way_is_joined_to_the_whole(
         records = {record.key.rank: record for record in run.records}
         made = join({at: records[rank] for rank, at in enumerate(parts)}, placed)
         results = [
-            (cook(run, source).values if isinstance(source, Recipe) else run.raw(source)).copy()
+            (
+                apply_recipe(run, source).values if isinstance(source, Recipe) else run.raw(source)
+            ).copy()
             for source in made
         ]
     copies = math.prod(s for s, how in mesh if how.kind == "replicate")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.recipe import Recipe, Step, joined, recipe_from_json, start, step_from_text
 from driftline.comparison.measure import scheduler
-from driftline.comparison.measure.recipes import cook
+from driftline.comparison.measure.recipes import apply_recipe
 from driftline.comparison.measure.scheduler import measure
 from driftline.comparison.table.row import Row
 from driftline.errors import BadInput
@@ -53,7 +53,7 @@ def words_of(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray[Any, An
 
 
 def result(run: Run, recipe: Recipe) -> np.ndarray[Any, Any]:
-    cooked = cook(run, recipe)
+    cooked = apply_recipe(run, recipe)
     if cooked.dtype.bits == 4:
         return unpack_nibbles(cooked.values, math.prod(cooked.shape)).reshape(cooked.shape)
     return cooked.values.reshape(cooked.shape)
@@ -114,7 +114,7 @@ def test_partial_sums_are_added_in_float64_and_rounded_once(name: str) -> None:
     dtype = DTYPES[name]
     parts = [words_of(name, (4, 6), seed) for seed in range(3)]
     run = stored({f"p{at}": (name, words) for at, words in enumerate(parts)})
-    cooked = cook(run, joined(run.records, "sum", 0, (4, 6)))
+    cooked = apply_recipe(run, joined(run.records, "sum", 0, (4, 6)))
     decoded = [to_float64(run.raw(record), dtype, 24) for record in run.records]
     with np.errstate(all="ignore"):
         if dtype.is_floating:
@@ -153,7 +153,7 @@ def test_dequantised_values_are_the_float32_product(
 
     goal = (values - wide(zero)).astype(np.float32) * wide(scale)
     assert goal.dtype == np.float32
-    assert np.array_equal(cook(run, recipe).values.reshape(6, 8), goal, equal_nan=True)
+    assert np.array_equal(apply_recipe(run, recipe).values.reshape(6, 8), goal, equal_nan=True)
 
 
 def test_scales_of_groups_are_laid_over_blocks_of_rows_rightly(monkeypatch: Any) -> None:
@@ -166,14 +166,14 @@ def test_scales_of_groups_are_laid_over_blocks_of_rows_rightly(monkeypatch: Any)
     run = run_of({"w": words, "s": scale})
     recipe = Recipe(tuple(run.records), (Step("dequantise"),), (10, 8))
     goal = words.astype(np.float32) * np.repeat(np.repeat(scale, 2, 0), 4, 1)
-    assert np.array_equal(cook(run, recipe).values.reshape(10, 8), goal)
+    assert np.array_equal(apply_recipe(run, recipe).values.reshape(10, 8), goal)
 
 
 def test_parts_of_different_types_are_joined_as_float32_and_mask_words_stay_masks() -> None:
     half = np.array([[1.5, -65504.0]], np.float16)
     brain = np.array([[2.0, 3.0]], ml_dtypes.bfloat16)
     run = run_of({"a": half, "b": brain})
-    cooked = cook(run, joined(run.records, "concat", 0, (2, 2)))
+    cooked = apply_recipe(run, joined(run.records, "concat", 0, (2, 2)))
     assert cooked.dtype.name == "float32"
     assert cooked.values.tolist() == [1.5, float(np.finfo(np.float32).min), 2.0, 3.0]
 
@@ -207,14 +207,14 @@ def test_a_step_that_does_not_fit_is_refused(
 ) -> None:
     run = run_of({"a": np.zeros((4, 3), np.float32)})
     with pytest.raises(BadInput, match=said):
-        cook(run, Recipe((run.records[0],), tuple(steps), shape))
+        apply_recipe(run, Recipe((run.records[0],), tuple(steps), shape))
 
 
 def test_sources_without_all_values_are_refused() -> None:
     run = run_of({"a": np.zeros((4, 3), np.float32)}, keep="summary")
     turn = start(run.records[0]).then(Step("transpose", numbers=(1, 0)), shape=(3, 4))
     with pytest.raises(BadInput, match="kept as summary"):
-        cook(run, turn)
+        apply_recipe(run, turn)
 
 
 def paired(reference: Run, candidate: Run, recipe: Recipe) -> Row:
@@ -314,4 +314,4 @@ def test_the_float_in_the_low_half_of_a_word_is_read(kind: Any) -> None:
     made = result(run, Recipe((run.records[0], inner), (Step("dequantise", 0),), (3, 2)))
     np.testing.assert_array_equal(made[:, 0], scales)
     with pytest.raises(BadInput, match="64 bits"):
-        cook(run, Recipe((run.records[0],), (Step("lowfloat"),), (3, 2)))
+        apply_recipe(run, Recipe((run.records[0],), (Step("lowfloat"),), (3, 2)))

@@ -126,7 +126,7 @@ def test_long_runs_give_the_files_and_reports_of_short_ones(tmp_path, case, ever
     long = files_of(table, tmp_path / "long")
     for name, content in short.items():
         assert long[name] == content, name
-    assert isinstance(table.rows, row_spool.KeptRows) or len(table.rows) <= 10
+    assert isinstance(table.rows, row_spool.RowSpool) or len(table.rows) <= 10
     assert list(table.rows) == list(plain.rows)
     assert table.rows[-1] == plain.rows[-1] and list(table.rows[3:40:6]) == list(plain.rows[3:40:6])
     assert table.rows == plain.rows and table.first == plain.first
@@ -142,7 +142,7 @@ def test_processes_share_a_long_plan_out_and_give_the_same(tmp_path, jobs, every
     told: list[tuple[int, int]] = []
     table = api.compare(*pair, jobs=jobs, progress=lambda done, total: told.append((done, total)))
     assert files_of(table, tmp_path / "long") == short
-    assert isinstance(table.rows, row_spool.KeptRows)
+    assert isinstance(table.rows, row_spool.RowSpool)
     assert told[-1] == (len(table.rows), len(table.rows))
 
 
@@ -212,7 +212,7 @@ def test_a_long_part_is_read_row_by_row_and_is_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "_LONG", 100)
     monkeypatch.setattr(files, "_CHUNK", 333)
     (found,) = parts.open_parts([place])
-    assert isinstance(found.rows, row_spool.KeptRows)
+    assert isinstance(found.rows, row_spool.RowSpool)
     assert files_of(api.merge(found), tmp_path / "long") == short
     text = place.read_text()
     for broken in (

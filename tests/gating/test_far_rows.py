@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driftline.comparison.evidence.rules import any_asked, is_asked
+from driftline.comparison.evidence.rules import any_needs_evidence, needs_evidence
 from driftline.comparison.table.row import Row
 from driftline.comparison.table.row_spool import keep
 from driftline.runs.records import TensorKey
@@ -33,9 +33,9 @@ def _rows(draw: st.DrawFn) -> Row:
 @given(st.lists(_rows(), max_size=12))
 def test_no_row_is_asked_where_the_largest_errors_say_so(rows: list[Row]):
     kept = keep(rows)
-    assert any_asked(kept.largest, after_the_first_step=kept.after_the_first_step) or not any(
-        map(is_asked, rows)
-    )
+    assert any_needs_evidence(
+        kept.largest, after_the_first_step=kept.after_the_first_step
+    ) or not any(map(needs_evidence, rows))
 
 
 def test_a_table_whose_errors_are_all_small_is_not_asked():
@@ -45,5 +45,5 @@ def test_a_table_whose_errors_are_all_small_is_not_asked():
         keep([Row(key, "unjudged", basis="values", metrics={"relative_l2": error}, **types)])
         for error in (5e-5, 5e-3)
     )
-    assert not any_asked(near.largest, after_the_first_step=near.after_the_first_step)
-    assert any_asked(far.largest, after_the_first_step=far.after_the_first_step)
+    assert not any_needs_evidence(near.largest, after_the_first_step=near.after_the_first_step)
+    assert any_needs_evidence(far.largest, after_the_first_step=far.after_the_first_step)

@@ -14,7 +14,7 @@ import pytest
 import driftline as api
 from driftline.comparison.measure import scheduler
 from driftline.comparison.table import files as storage
-from driftline.comparison.table.row_spool import KeptRows
+from driftline.comparison.table.row_spool import RowSpool
 from driftline.errors import Unreachable
 from driftline.runs import index as kept_lines
 from driftline.runs import index as kept_records
@@ -80,7 +80,7 @@ def test_comparisons_of_long_runs_are_those_of_short_ones(tmp_path, monkeypatch)
     monkeypatch.setattr(scheduler, "MANY", 10)
     monkeypatch.setattr(scheduler, "_MAPPED", 8)
     long = api.compare(*pair)
-    assert isinstance(long.rows, KeptRows)
+    assert isinstance(long.rows, RowSpool)
     monkeypatch.undo()
     short = api.compare(*pair)
     assert [row.as_json() for row in long.rows] == [row.as_json() for row in short.rows]

@@ -22,11 +22,12 @@ import pytest
 
 import driftline
 from driftline import open_run
+from driftline.comparison.options import CompareOptions
+from driftline.comparison.pipeline import RowCache, run_comparison
 from driftline.errors import BadInput
 from driftline.reporting.html.page import unpack
 from driftline.reporting.viewer.api import serve
-from driftline.reporting.viewer.server import ENDPOINTS
-from driftline.reporting.viewer.session import RowCache
+from driftline.reporting.viewer.server import QUESTIONS
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into
 
@@ -282,14 +283,14 @@ def test_a_run_that_is_still_written_shows_what_is_new_on_reload(tmp_path: Path)
 def test_what_was_measured_before_is_not_measured_again(tmp_path: Path) -> None:
     ours = write(tmp_path / "ref", {"a": OURS, "b": OURS, "c": OURS, "lone": OURS})
     writer = RunWriter(tmp_path / "cand")
-    memory = RowCache()
+    cache = RowCache()
     for count, name in enumerate("abc", 1):
         record_into(writer, name, THEIRS if name == "b" else OURS)
         writer.flush()
         reference, candidate = open_run(ours), open_run(tmp_path / "cand")
         plan = driftline.align(reference, candidate)
-        table = memory(reference, candidate, plan)
-        assert memory.measured == count
+        table = run_comparison(reference, candidate, CompareOptions(), plan=plan, by=cache)
+        assert cache.measured == count
         assert table == driftline.compare(reference, candidate, plan=plan)
     assert table.first_site == "b" and table.coverage.missing == 1
     writer.close()
@@ -343,7 +344,7 @@ def test_whatever_is_asked_gets_an_answer_or_a_sentence(tmp_path: Path) -> None:
             if dice.random() < 0.5:
                 size = dice.choice([0, 1, 7, 10**10])
                 asked |= {"height": size, "width": size, "bins": size}
-            question = dice.choice(list(ENDPOINTS))
+            question = dice.choice(list(QUESTIONS))
             words = "&".join(f"{name}={value}" for name, value in asked.items())
             answer = ask(f"{ask.base}{question}?{words}")
             assert answer.status in (200, 422), (question, words, answer.body)

@@ -1,5 +1,5 @@
 """Comparison: a plan becomes a judged table.
 
-`pipeline` is the one way there: prepare, measure, gather evidence, judge. Causes are guessed
-in `diagnosis`, not here.
+`pipeline` is the one way there: prepare, measure, gather evidence, judge. Nothing here guesses
+causes.
 """

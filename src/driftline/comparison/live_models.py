@@ -1,8 +1,9 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-"""Two live models compared layer by layer as they run, without a run of either.
+"""Two live models compared in one process: layer by layer as they run, or after both were captured.
 
-The fast path of `compare_models`, and a door of its own. Where the two are not built alike, or a
-metric needs every value at once, it steps aside and both are captured instead.
+`lockstep` compares tensors where they lie and keeps none. Where the two models are not built alike,
+or a metric needs every value at once, both are captured in memory and go through the pipeline as
+two runs of a disk would.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from driftline.alignment.plan import Pair, Plan
+from driftline.alignment.plan import Pair
 from driftline.comparison.measure.operands import measure_moments
-from driftline.comparison.measure.pair_rows import clash, paired
-from driftline.comparison.measure.scheduler import FAR_OFF, measure
-from driftline.comparison.metrics.catalogue import Metric, limited, requested
+from driftline.comparison.measure.pair_rows import incompatibility, paired
+from driftline.comparison.measure.scheduler import FAR_OFF
+from driftline.comparison.metrics.catalogue import Metric
 from driftline.comparison.metrics.from_moments import needs_definition
-from driftline.comparison.pipeline import Limits, align, allowed, compare, outside
+from driftline.comparison.options import CompareOptions, Limits
+from driftline.comparison.pipeline import MeasureRequest, prepare, run_comparison
 from driftline.comparison.table.row import Row
 from driftline.comparison.table.table import Table
 from driftline.comparison.verdict.judge import judge
@@ -84,70 +86,71 @@ def lockstep(
 
 
 def compared_in_step(
-    reference: tuple[nn.Module, Call],
-    candidate: tuple[nn.Module, Call],
-    *,
-    metrics: Sequence[str],
-    limits: Limits,
-    rtol: float | None,
-    atol: float | None,
-    min_coverage: float,
-    thresholds: Thresholds | StrPath | None,
-    sites: Sequence[str],
-    ports: Sequence[str],
+    reference: tuple[nn.Module, Call], candidate: tuple[nn.Module, Call], options: CompareOptions
 ) -> Table | None:
     """The judged table of two models and what calls them; None when they are not in step."""
+    from driftline.alignment.reconcile.tokens import is_mask
     from driftline.captures.torch.lockstep import can_be_in_step, in_step
 
     if not can_be_in_step(reference[0], candidate[0]):
         return None
-    named = [metrics] if isinstance(metrics, str) else metrics
-    limits_on = limits if isinstance(limits, Mapping) else [one.metric for one in limits or ()]
-    wanted = requested([*named, *limited(limits_on)])
-    if any(metric.derive is None for metric in wanted):
+    # Such a metric needs all values at once, and no tensor is kept.
+    if any(metric.derive is None for metric in options.metrics):
         return None
-    tolerance = allowed(wanted, limits, rtol, atol, min_coverage, thresholds)
-    steps = in_step(reference, candidate, outside(tolerance))
+    steps = in_step(reference, candidate, options.elementwise)
     if steps.apart:
         return None
-    ours, theirs = steps.reference.run(), steps.candidate.run()
+    reference_run, candidate_run = steps.reference.run(), steps.candidate.run()
     try:
-        plan = align(ours, theirs, sites=sites, ports=ports)
+        comparison = prepare(reference_run, candidate_run, options)
     except DriftlineError:
-        if sites or ports:  # a glob that matches nothing is the caller's
+        # A glob that matches nothing is the caller's.
+        if options.align.sites or options.align.ports:
             raise
         return None
-    rows = _rows(plan, steps.moments, wanted)
-    if rows is None:
+    # Models that are built alike have the same calls; else aligning needs tensors.
+    if comparison.plan.missing or comparison.plan.extra:
         return None
-    empty = measure(plan._replace(pairs=()), ours, theirs, metrics=wanted)
-    table = empty.changed(rows=tuple(rows))
-    if tolerance.thresholds is None:
-        return judge(table, tolerance)
-    from driftline.comparison.pipeline import judge_by
-
-    return judge_by(table, tolerance)
-
-
-def _rows(
-    plan: Plan, moments: Mapping[TensorKey, PairMoments], metrics: Sequence[Metric]
-) -> list[Row] | None:
-    """A row for each pair; None when one of them needs more than its moments."""
-    if plan.missing or plan.extra:
+    try:
+        measured = comparison.measure(by=_KnownMoments(steps.moments))
+    except _NeedsValues:
         return None
-    rows: list[Row] = []
-    for pair in plan.pairs:
-        found = moments.get(pair.reference.key)
-        if found is None or not _is_simple(pair) or needs_definition(found):
-            return None
-        measured = measure_moments([found], metrics)
+    table = judge(comparison.table(measured), options.tolerance)
+    # Whether what fails lies at pads can only be seen in tensors that were kept.
+    if table.verdict == "fail" and any(map(is_mask, reference_run.records)):
+        return None
+    return table
+
+
+class _NeedsValues(Exception):
+    """A pair needs more than the moments that were taken while the models ran."""
+
+
+class _KnownMoments:
+    """A measurer that has the moments of all pairs already, and no tensor."""
+
+    def __init__(self, moments: Mapping[TensorKey, PairMoments]) -> None:
+        self._moments = moments
+
+    def rows(self, pairs: Sequence[Pair], request: MeasureRequest) -> list[Row]:
+        """A row for each pair.
+
+        Raises:
+            _NeedsValues: One of them needs more than its moments.
+        """
+        return [self._row(pair, request.metrics) for pair in pairs]
+
+    def _row(self, pair: Pair, metrics: Sequence[Metric]) -> Row:
+        moments = self._moments.get(pair.reference.key)
+        if moments is None or not _is_simple(pair) or needs_definition(moments):
+            raise _NeedsValues
+        measured = measure_moments([moments], metrics)
         shape = pair.reference.shape
         if len(shape) == 2 and shape[0] == shape[1]:
-            off = measured.get("relative_l2", 0.0)
-            if isinstance(off, float) and off > FAR_OFF:  # it may lie the other way round
-                return None
-        rows.append(paired(pair, "values", measured))
-    return rows
+            error = measured.get("relative_l2", 0.0)
+            if isinstance(error, float) and error > FAR_OFF:  # it may lie the other way round
+                raise _NeedsValues
+        return paired(pair, "values", measured)
 
 
 def _is_simple(pair: Pair) -> bool:
@@ -156,7 +159,7 @@ def _is_simple(pair: Pair) -> bool:
         and pair.reference_recipe is None
         and pair.candidate_recipe is None
         and not pair.trouble
-        and not clash(pair)
+        and not incompatibility(pair)
     )
 
 
@@ -206,39 +209,7 @@ def compare_models(
     for model in (reference, candidate):
         if not hasattr(model, "named_modules"):
             raise BadInput(f"{type(model).__name__} is not a torch module")
-    if isolate:
-        if keep != "full":
-            raise BadInput(
-                f"isolate needs the candidate's whole tensors, not keep='{keep}'",
-                hint="leave keep out",
-            )
-        theirs = _run(candidate, inputs, keep, "candidate")
-        ours = _replayed(reference, inputs, theirs)
-        # What the code of a module hands to a part is an input row of that part.
-        there = {record.key for record in ours.records}
-        theirs = only(theirs, lambda record: record.key.port == "output" or record.key in there)
-    else:
-        if keep == "full":
-            # Side by side, each tensor compared as it comes: nothing is kept of either.
-            table = compared_in_step(
-                (reference, _caller(reference, inputs)),
-                (candidate, _caller(candidate, inputs)),
-                metrics=metrics,
-                limits=limits,
-                rtol=rtol,
-                atol=atol,
-                min_coverage=min_coverage,
-                thresholds=thresholds,
-                sites=sites,
-                ports=ports,
-            )
-            if table is not None:
-                return table
-        ours = _run(reference, inputs, keep, "reference")
-        theirs = _run(candidate, inputs, keep, "candidate")
-    return compare(
-        ours,
-        theirs,
+    options = CompareOptions.of(
         metrics=metrics,
         limits=limits,
         rtol=rtol,
@@ -249,6 +220,31 @@ def compare_models(
         ports=ports,
         threads=threads,
     )
+    if isolate:
+        if keep != "full":
+            raise BadInput(
+                f"isolate needs the candidate's whole tensors, not keep='{keep}'",
+                hint="leave keep out",
+            )
+        candidate_run = _run(candidate, inputs, keep, "candidate")
+        reference_run = _replayed(reference, inputs, candidate_run)
+        # What the code of a module hands to a part is an input row of that part.
+        replayed = {record.key for record in reference_run.records}
+        candidate_run = only(
+            candidate_run, lambda record: record.key.port == "output" or record.key in replayed
+        )
+        return run_comparison(reference_run, candidate_run, options)
+    if keep == "full":
+        # Side by side, each tensor compared as it comes: nothing is kept of either.
+        table = compared_in_step(
+            (reference, _caller(reference, inputs)),
+            (candidate, _caller(candidate, inputs)),
+            options,
+        )
+        if table is not None:
+            return table
+    reference_run = _run(reference, inputs, keep, "reference")
+    return run_comparison(reference_run, _run(candidate, inputs, keep, "candidate"), options)
 
 
 def _caller(model: nn.Module, inputs: Any) -> Callable[[], Any]:
@@ -271,6 +267,7 @@ def _run(model: nn.Module, inputs: Any, keep: str, name: str) -> Any:
     move = _mover(model)
     sink = MemorySink(name=name)
     with torch.no_grad(), torch.random.fork_rng(), capture(model, sink, keep=keep):
+        # The same random state for both, so that dropout draws the same.
         torch.manual_seed(0)
         model(*_mapped(args, move), **_mapped(kwargs, move))
     return sink.run()
@@ -286,11 +283,14 @@ def _replayed(reference: nn.Module, inputs: Any, captured: Any) -> Any:
     from driftline.diagnosis.experiments.live.replay import Replayer
     from driftline.runs.memory import MemorySink
 
-    def match(ours: Iterable[str], theirs: Iterable[str]) -> Mapping[str, str]:
-        here, there = list(ours), set(theirs)
-        found = {site: site for site in here if site in there}
-        rest = [site for site in here if site not in found]
-        return found | link_names(rest, [site for site in there if site not in found])
+    def match(reference_sites: Iterable[str], candidate_sites: Iterable[str]) -> Mapping[str, str]:
+        sites, candidates = list(reference_sites), set(candidate_sites)
+        same_names = {site: site for site in sites if site in candidates}
+        # Names that agree are certain; only the others are linked by rules.
+        rest = [site for site in sites if site not in same_names]
+        return same_names | link_names(
+            rest, [site for site in candidates if site not in same_names]
+        )
 
     args, kwargs = _call(inputs)
     move = _mover(reference)
@@ -340,6 +340,7 @@ def _mover(model: nn.Module) -> Callable[[Any], Any]:
             return value
         # A clone: a model that works in place must not change what the other one is given.
         value = value.clone()
+        # A model that is spread over devices moves its inputs by itself.
         if len(devices) == 1:
             value = value.to(next(iter(devices)))
         if value.is_floating_point() and len(dtypes) == 1:

@@ -1,31 +1,36 @@
-"""A measured table in which errors are shares of what they are made of, for who weighs them."""
+"""The one comparison: two runs are prepared, measured, given evidence, and judged.
+
+    prepare -> measure -> evidence -> judge -> verdict
+
+`compare`, its shards, live models, reports, the viewer, diagnoses and dialects all come through
+here, so that one question has one answer. Whatever reads a run happens in `Comparison.measure` and
+`Comparison.masked`; judging reads rows only. How a pair is measured, what a rule of evidence looks
+for and what a limit is, the packages below know.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
-from driftline.alignment.align import UNMASKED, AlignOptions, align_runs
+from driftline.alignment.align import align_runs
 from driftline.alignment.plan import Pair, Plan
-from driftline.comparison.evidence.rules import GRADIENTS, with_evidence
-from driftline.comparison.measure.scheduler import Elementwise, Progress, measure
-from driftline.comparison.metrics.catalogue import STANDARD, Metric, limited, requested
-from driftline.comparison.table.files import open_table
-from driftline.comparison.table.row import Row
-from driftline.comparison.table.table import Table, is_kept
-from driftline.comparison.tolerance.defaults import elementwise
-from driftline.comparison.tolerance.thresholds import LayerNames, Thresholds, load_thresholds
-from driftline.comparison.tolerance.tolerance import (
-    Limit,
-    Tolerance,
-    is_on_another_scale,
-    limits_from,
+from driftline.comparison.measure.assemble import (
+    lone_rows,
+    sides_of,
+    with_lone_rows,
+    with_replicas,
 )
-from driftline.comparison.verdict.judge import NO_THRESHOLD, judge
-from driftline.errors import BadInput
-from driftline.execution.jobs import chosen
+from driftline.comparison.measure.scheduler import Elementwise, Progress, measure_pairs
+from driftline.comparison.metrics.catalogue import STANDARD, Metric
+from driftline.comparison.options import CompareOptions, Limits
+from driftline.comparison.table.files import open_table
+from driftline.comparison.table.row import Column, Row
+from driftline.comparison.table.table import Table
+from driftline.comparison.tolerance.tolerance import Limit, Tolerance, limits_from
+from driftline.comparison.verdict.judge import judge, over_own_limit
 from driftline.runs.index import uncollected
 from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
@@ -36,30 +41,329 @@ if TYPE_CHECKING:
     from driftline.comparison.tolerance.thresholds import Thresholds
     from driftline.execution.jobs import Executor
 
-
-def on_their_scales(table: Table, pairs: Sequence[Pair], reference: Run, candidate: Run) -> Table:
-    """The same table; rows that pass on another scale than their own are judged, others are not.
-
-    Args:
-        table: Measured.
-        pairs: All pairs of its plan.
-        reference: The one run.
-        candidate: The other.
-    """
-    rows = table.rows
-    if is_kept(rows) or not any(row.key.port in GRADIENTS for row in rows):
-        return table
-    judged = judge(table.with_rows(with_evidence(rows, pairs, reference, candidate))).rows
-    found = zip(rows, judged, strict=True)
-    return table.with_rows(new if is_on_another_scale(new) else old for old, new in found)
-
-
-# The Python door to comparison: `driftline.compare(reference, candidate)` gives a judged table.
-
-
 Source: TypeAlias = "Run | StrPath"
 """A run, or the path of one or of a foreign dump."""
-Limits: TypeAlias = Mapping[str, float] | Sequence[Limit] | None
+
+
+# --- measurers
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureRequest:
+    """What a measurer is asked to do with pairs.
+
+    Attributes:
+        reference: The one run.
+        candidate: The other.
+        metrics: What is measured.
+        elementwise: What `outside_share` counts as outside, by the dtypes of a pair.
+        threads: Worker threads; one per usable core when not given.
+        progress: Called with (pairs done, pairs in all).
+    """
+
+    reference: Run
+    candidate: Run
+    metrics: tuple[Metric, ...]
+    elementwise: Elementwise
+    threads: int | None = None
+    progress: Progress | None = None
+
+
+class Measurer(Protocol):
+    """Measures pairs: in this process, in others, from memory."""
+
+    def rows(self, pairs: Sequence[Pair], request: MeasureRequest) -> Sequence[Row]:
+        """A row for each pair, in their order."""
+        ...
+
+
+class LocalMeasurer:
+    """Measures in this process."""
+
+    def rows(self, pairs: Sequence[Pair], request: MeasureRequest) -> Sequence[Row]:
+        return measure_pairs(
+            pairs,
+            request.reference,
+            request.candidate,
+            metrics=request.metrics,
+            elementwise=request.elementwise,
+            threads=request.threads,
+            progress=request.progress,
+        )
+
+
+class DistributedMeasurer:
+    """Shares pairs out among the workers of an executor."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def rows(self, pairs: Sequence[Pair], request: MeasureRequest) -> Sequence[Row]:
+        # Most comparisons run in one process and need none of it.
+        from driftline.comparison.measure.distribute import distribute_pairs
+
+        return distribute_pairs(
+            pairs,
+            request.reference,
+            request.candidate,
+            self._executor,
+            metrics=request.metrics,
+            elementwise=request.elementwise,
+            threads=request.threads,
+            progress=request.progress,
+        )
+
+
+class RowCache:
+    """Measures what it has not measured before, for runs that grow while somebody looks at them.
+
+    A line of a run's index is final once it is written, so a pair of two known lines has a known
+    row. It is for one comparison: the options must be the same each time.
+
+    Attributes:
+        measured: How many pairs were measured, all calls together.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[Pair, Row] = {}
+        self.measured = 0
+
+    def rows(self, pairs: Sequence[Pair], request: MeasureRequest) -> Sequence[Row]:
+        fresh = tuple(pair for pair in pairs if pair not in self._rows)
+        new = LocalMeasurer().rows(fresh, request)
+        self.measured += len(fresh)
+        rows_by_pair = {**self._rows, **dict(zip(fresh, new, strict=True))}
+        rows = [rows_by_pair[pair] for pair in pairs]
+        # Only what could be measured is final: a tensor that is not whole yet will be.
+        self._rows = {
+            pair: row for pair, row in zip(pairs, rows, strict=True) if row.status == "unjudged"
+        }
+        return rows
+
+
+# --- the comparison
+
+
+class PairPlaces(NamedTuple):
+    """Some of the pairs of a plan, such as those of one shard.
+
+    Attributes:
+        places: Their numbers in the plan.
+        pairs: The pairs themselves.
+        with_lone: Whether tensors without a partner belong to them; to one shard they do.
+    """
+
+    places: Sequence[int]
+    pairs: Sequence[Pair]
+    # A tensor without a partner belongs to no pair, so exactly one shard must tell of it.
+    with_lone: bool = False
+
+
+class MeasuredRows(NamedTuple):
+    """What was measured and looked up; nothing of it is judged.
+
+    Attributes:
+        rows: A row for each pair, in their order, with evidence.
+        columns: What their metrics mean.
+        missing: Rows of tensors that only the reference has.
+        extra: Rows of tensors that only the candidate has.
+    """
+
+    rows: Sequence[Row]
+    columns: tuple[Column, ...]
+    missing: Sequence[Row]
+    extra: Sequence[Row]
+
+
+class Comparison:
+    """Two opened runs, the plan of what is set against what, and what was asked for."""
+
+    def __init__(self, reference: Run, candidate: Run, plan: Plan, options: CompareOptions) -> None:
+        self.reference = reference
+        self.candidate = candidate
+        self.plan = plan
+        self.options = options
+
+    def measure(
+        self,
+        which: PairPlaces | None = None,
+        by: Measurer | None = None,
+        progress: Progress | None = None,
+    ) -> MeasuredRows:
+        """Measure pairs, and look up in the runs what a fair judgement of them needs.
+
+        Args:
+            which: Only these pairs; all of the plan, and its lone tensors, when not given.
+            by: Who measures; whoever the options name, when not given.
+            progress: Called with (pairs done, pairs in all).
+
+        Raises:
+            DriftlineError: Something is wrong that no row can tell. What cannot be read is a row.
+        """
+        options, plan = self.options, self.plan
+        if by is None:
+            executor = options.execution.workers()
+            by = LocalMeasurer() if executor is None else DistributedMeasurer(executor)
+        request = MeasureRequest(
+            self.reference,
+            self.candidate,
+            options.metrics,
+            options.elementwise,
+            options.execution.threads,
+            progress,
+        )
+        rows = by.rows(plan.pairs if which is None else which.pairs, request)
+        places = None if which is None else which.places
+        rows, columns = with_replicas(plan, rows, self.reference, self.candidate, places)
+        # Loaded late: the plan is printed before, while tensors are read already.
+        from driftline.comparison.evidence.rules import with_evidence
+
+        rows = with_evidence(rows, plan.pairs, self.reference, self.candidate)
+        missing: Sequence[Row] = ()
+        extra: Sequence[Row] = ()
+        if which is None or which.with_lone:
+            missing, extra = self._lone_rows()
+        # Standard metrics first, what evidence adds last: readers of files rely on the
+        # order.
+        columns = (*(metric.column for metric in options.metrics), *columns)
+        return MeasuredRows(rows, columns, missing, extra)
+
+    def _lone_rows(self) -> tuple[Sequence[Row], Sequence[Row]]:
+        """Rows of what has no partner; conversions of a compiler are set against themselves."""
+        if not self.plan.missing and not self.plan.extra:
+            return (), ()
+        from driftline.comparison.evidence.conversions import with_conversions
+
+        missing, extra = lone_rows(self.plan)
+        metrics, elementwise = self.options.metrics, self.options.elementwise
+        return (
+            with_conversions(missing, self.reference, metrics, elementwise),
+            with_conversions(extra, self.candidate, metrics, elementwise),
+        )
+
+    def table(self, measured: MeasuredRows) -> Table:
+        """The table of all pairs and lone tensors, not judged yet."""
+        reference, candidate = sides_of(self.plan, self.reference, self.candidate)
+        return Table(
+            rows=with_lone_rows(self.plan, measured.rows, measured.missing, measured.extra),
+            columns=measured.columns,
+            reference=reference,
+            candidate=candidate,
+            notes=self.plan.notes,
+        )
+
+    def masked(self, suspects: Iterable[Row]) -> list[Row]:
+        """Rows measured again without pads: evidence for those that fail, or may fail."""
+        if not self.options.may_leave_out_pads:
+            return []
+        from driftline.comparison.evidence.padding import masked_rows
+
+        return masked_rows(
+            suspects,
+            self.plan,
+            self.reference,
+            self.candidate,
+            self.options.metrics,
+            self.options.elementwise,
+        )
+
+    def masked_for_shard(self, measured: MeasuredRows) -> list[Row]:
+        """The same for some of the rows: which of them fail, only the table of all can say."""
+        if not self.options.may_leave_out_pads:
+            return []
+        # Judged row by row: limits that are inherited can only excuse more of them.
+        alone = Table(measured.rows, measured.columns)
+        return self.masked(over_own_limit(alone, self.options.tolerance))
+
+    def judged(self, by: Measurer | None = None, progress: Progress | None = None) -> Table:
+        """The judged table of all pairs; arguments as `measure` takes them."""
+        tolerance = self.options.tolerance
+        table = self.table(self.measure(by=by, progress=progress))
+        judged = judge(table, tolerance)
+        if judged.verdict != "fail":
+            return judged
+        # Pads are looked for only where something fails: they can excuse a row, never blame one.
+        masked = self.masked(row for row in judged.rows if row.status == "fail")
+        return _without_pads(judged, table, masked, tolerance)
+
+
+def prepare(
+    reference: Source, candidate: Source, options: CompareOptions, plan: Plan | None = None
+) -> Comparison:
+    """Open two runs and say what is set against what.
+
+    Args:
+        reference: What is right: a run, or the path of one.
+        candidate: What is in question.
+        options: What is asked for.
+        plan: What `align` gave; nothing else is paired then.
+
+    Raises:
+        DriftlineError: A path that is no run, a glob that matches nothing, nothing in common.
+    """
+    reference_run, candidate_run = open_source(reference), open_source(candidate)
+    # A plan that was given is taken as it is, also where runs have grown since.
+    if plan is None:
+        plan = align_runs(reference_run, candidate_run, options.paired_by)
+        plan = _with_growing_reasons(plan, reference_run, candidate_run)
+    return Comparison(reference_run, candidate_run, plan, options)
+
+
+def run_comparison(
+    reference: Source,
+    candidate: Source,
+    options: CompareOptions,
+    *,
+    plan: Plan | None = None,
+    on_plan: Callable[[Plan], None] | None = None,
+    by: Measurer | None = None,
+    progress: Progress | None = None,
+) -> Table:
+    """The judged table of two runs.
+
+    Args:
+        reference: What is right: a run, or the path of one.
+        candidate: What is in question.
+        options: What is asked for.
+        plan: What `align` gave; nothing else is paired then.
+        on_plan: Called with the plan before any tensor is read.
+        by: Who measures; whoever the options name, when not given.
+        progress: Called with (pairs done, pairs in all).
+
+    Raises:
+        DriftlineError: As `prepare` and `Comparison.measure`.
+    """
+    with without_collector(options):
+        comparison = prepare(reference, candidate, options, plan)
+        if on_plan is not None:
+            on_plan(comparison.plan)
+        return comparison.judged(by, progress)
+
+
+def judge_with_pads(table: Table, tolerance: Tolerance, masked: Iterable[Row] = ()) -> Table:
+    """Judge a measured table, with the rows that were measured again without pads, if any."""
+    judged = judge(table, tolerance)
+    return judged if judged.verdict != "fail" else _without_pads(judged, table, masked, tolerance)
+
+
+def _without_pads(judged: Table, table: Table, masked: Iterable[Row], allowed: Tolerance) -> Table:
+    rows = list(masked)
+    if not rows:
+        return judged
+    from driftline.comparison.evidence.padding import judged_without_pads
+
+    return judged_without_pads(judged, table, rows, lambda other: judge(other, allowed))
+
+
+def without_collector(options: CompareOptions) -> AbstractContextManager[None]:
+    """Without the garbage collector, which would walk all records of two runs for nothing.
+
+    Metrics of users may make cycles, ours do not.
+    """
+    return uncollected() if options.metrics == STANDARD else nullcontext()
+
+
+# --- what Python programs call
 
 
 def compare(
@@ -120,96 +424,34 @@ def compare(
         DriftlineError: A path, metric, glob or limit that cannot mean anything, or two runs that
             share no name. Numbers that differ are no exception: they are rows.
     """
-    named = [metrics] if isinstance(metrics, str) else metrics
-    limits_on = limits if isinstance(limits, Mapping) else [one.metric for one in limits or ()]
-    wanted = requested([*named, *limited(limits_on)])
-    tolerance = allowed(wanted, limits, rtol, atol, min_coverage, thresholds)
-    # Metrics of users may make cycles, ours do not.
-    with uncollected() if wanted == STANDARD else nullcontext():
-        ours, theirs = open_source(reference), open_source(candidate)
-        if not isinstance(plan, Plan):
-            plan = align(
-                ours,
-                theirs,
-                sites=sites,
-                ports=ports,
-                maps=maps,
-                mapping=mapping,
-                placements=placements,
-                masks=masks,
-                step_map=step_map,
-                plan=plan,
-                structural=structural,
-            )
-        if planned is not None:
-            planned(plan)
-        each = outside(tolerance)
-        table = measure(
-            plan,
-            ours,
-            theirs,
-            metrics=wanted,
-            elementwise=each,
-            threads=threads,
-            progress=progress,
-            executor=chosen(jobs, executor),
-        )
-        if plan.missing or plan.extra:
-            from driftline.comparison.evidence.conversions import with_conversions
-
-            table = with_conversions(table, ours, theirs, wanted, each)
-        from driftline.comparison.evidence.rules import with_evidence
-
-        table = table.changed(rows=with_evidence(table.rows, plan.pairs, ours, theirs))
-        judged = _judged(table, tolerance)
-        if judged.verdict != "fail" or masks:
-            return judged
-        from driftline.comparison.evidence.padding import judged_without_pads
-
-        return judged_without_pads(
-            judged, table, plan, ours, theirs, wanted, each, lambda one: _judged(one, tolerance)
-        )
-
-
-def _judged(table: Table, tolerance: Tolerance) -> Table:
-    if tolerance.thresholds is None:
-        from driftline.comparison.verdict.judge import judge
-
-        return judge(table, tolerance)
-
-    return judge_by(table, tolerance)
-
-
-def _loaded(thresholds: Thresholds | StrPath | None) -> Thresholds | None:
-    if thresholds is None:
-        return None
-    from driftline.comparison.tolerance.thresholds import Thresholds, load_thresholds
-
-    return thresholds if isinstance(thresholds, Thresholds) else load_thresholds(thresholds)
-
-
-def allowed(
-    wanted: Sequence[Metric],
-    limits: Limits,
-    rtol: float | None,
-    atol: float | None,
-    min_coverage: float,
-    thresholds: Thresholds | StrPath | None,
-) -> Tolerance:
-    """What a comparison of these metrics allows, as `compare` is told it."""
-    if limits is None or isinstance(limits, Mapping):
-        found = limits_from(limits, [metric.column for metric in wanted])
-    else:
-        found = tuple(limits)
-    return Tolerance(found, rtol, atol, min_coverage, _loaded(thresholds))
-
-
-def outside(tolerance: Tolerance) -> Elementwise:
-    """What `outside_share` counts as outside."""
-    if not tolerance.elementwise:
-        return elementwise
-    rtol, atol = tolerance.rtol or 0.0, tolerance.atol or 0.0
-    return lambda reference, candidate: (rtol, atol)
+    options = CompareOptions.of(
+        metrics=metrics,
+        limits=limits,
+        rtol=rtol,
+        atol=atol,
+        min_coverage=min_coverage,
+        thresholds=thresholds,
+        sites=sites,
+        ports=ports,
+        maps=maps,
+        mapping=mapping,
+        placements=placements,
+        masks=masks,
+        step_map=step_map,
+        plan=None if isinstance(plan, Plan) else plan,
+        structural=structural,
+        threads=threads,
+        jobs=jobs,
+        executor=executor,
+    )
+    return run_comparison(
+        reference,
+        candidate,
+        options,
+        plan=plan if isinstance(plan, Plan) else None,
+        on_plan=planned,
+        progress=progress,
+    )
 
 
 def align(
@@ -248,54 +490,18 @@ def align(
     Raises:
         DriftlineError: A path that is no run, a glob that matches nothing, nothing in common.
     """
-    given = [masks] if isinstance(masks, str | Path) else masks
-    options = AlignOptions(
-        sites=_words(sites),
-        ports=_words(ports),
-        maps=_words(maps),
-        mapping_file=None if mapping is None else Path(mapping),
-        placements=_words(placements),
-        masks=tuple(str(mask) for mask in given if str(mask) != UNMASKED),
-        step_map=tuple(f"{here}={there}" for here, there in (step_map or {}).items()),
-        plan_file=None if plan is None else Path(plan),
+    options = CompareOptions.of(
+        sites=sites,
+        ports=ports,
+        maps=maps,
+        mapping=mapping,
+        placements=placements,
+        masks=masks,
+        step_map=step_map,
+        plan=plan,
         structural=structural,
     )
-    ours, theirs = open_source(reference), open_source(candidate)
-    return _growing(align_runs(ours, theirs, options), ours, theirs)
-
-
-def _growing(plan: Plan, reference: Run, candidate: Run) -> Plan:
-    """What a run lacks that is still being written may come yet: the rows say so."""
-    why: dict[tuple[str, TensorKey], str] = {}
-    for side, alone, other, run in (
-        ("reference", plan.missing, "candidate", candidate),
-        ("candidate", plan.extra, "reference", reference),
-    ):
-        if alone and run.growing:
-            said = f"not yet in the {other}, which is still being written"
-            why |= {(side, record.key): said for record in alone}
-    return plan._replace(reasons={**plan.reasons, **why}) if why else plan
-
-
-def _words(given: Sequence[str]) -> tuple[str, ...]:
-    """One word given by itself is one word, not its letters."""
-    return (given,) if isinstance(given, str) else tuple(given)
-
-
-def open_source(source: Source) -> Run:
-    """A run as it is, or opened from its path, in whatever format it is."""
-    if isinstance(source, Run):
-        return source
-    from driftline.formats.registry import open_run
-
-    return open_run(source)
-
-
-# A comparison that is there already, judged by other limits: thresholds of clean runs, or
-# numbers.
-
-
-_NOTE = "thresholds: "
+    return prepare(reference, candidate, options).plan
 
 
 def check(
@@ -322,69 +528,49 @@ def check(
         BadInput: Thresholds that speak of no layer of this table, or an unknown metric.
         BadFile: No table or no thresholds file there.
     """
-    found = table if isinstance(table, Table) else open_table(table)
+    subject = table if isinstance(table, Table) else open_table(table)
     if limits is None or isinstance(limits, Mapping):
-        allowed = limits_from(limits, found.columns)
-    else:
-        allowed = tuple(limits)
-    known = None
+        limits = limits_from(limits, subject.columns)
+    layer_limits = None
     if thresholds is not None:
-        known = thresholds if isinstance(thresholds, Thresholds) else load_thresholds(thresholds)
+        from driftline.comparison.tolerance.thresholds import Thresholds, load_thresholds
+
+        layer_limits = (
+            thresholds if isinstance(thresholds, Thresholds) else load_thresholds(thresholds)
+        )
         if model is not None:
-            known.require_model(model)
-    tolerance = Tolerance(allowed, min_coverage=min_coverage, thresholds=known, slack=slack)
-    fresh = found.with_rows(_forgotten(row) for row in found.rows)
-    return judge_by(fresh, tolerance)
+            layer_limits.require_model(model)
+    tolerance = Tolerance(
+        tuple(limits), min_coverage=min_coverage, thresholds=layer_limits, slack=slack
+    )
+    return judge(subject.with_rows(_unjudged(row) for row in subject.rows), tolerance)
 
 
-def judge_by(table: Table, tolerance: Tolerance) -> Table:
-    """`judge`, with what is to be said of thresholds that do not fit the table.
-
-    Raises:
-        BadInput: They fit nothing of it.
-    """
-    judged = judge(table, tolerance)
-    known = tolerance.thresholds
-    if known is None:
-        return judged
-    called = known.path or "the thresholds"
-    if not known.sites:
-        raise BadInput(
-            f"{called} has thresholds for the model as a whole ({', '.join(known.metrics)}), none "
-            "for layers",
-            hint="`driftline validate` applies those; make others with --layer_io or calibrate",
-        )
-    names = LayerNames({row.key.site for row in table.rows})
-    absent = [site for site in known.sites if names.find(site) is None]
-    if len(absent) == len(known.sites):
-        whose = f" ('{known.model_id}')" if known.model_id else ""
-        raise BadInput(
-            f"{called} speaks of no layer of this comparison: it seems to be for another "
-            f"model{whose}",
-            hint=f"it has '{known.sites[0]}', the comparison "
-            f"'{next(iter(row.key.site for row in table.rows), '')}'",
-        )
-    notes = [note for note in judged.notes if not note.startswith(_NOTE)]
-    notes += [f"{_NOTE}{note}" for note in known.notes]
-    broken = [entry for entry in known.entries if not entry.usable]
-    if broken:
-        notes.append(
-            f"{_NOTE}{len(broken)} thresholds are no number, {broken[0].metric} of "
-            f"'{broken[0].site}' for one; they judge nothing"
-        )
-    if absent:
-        notes.append(
-            f"{_NOTE}{len(absent)} of {len(known.sites)} layers with a threshold are not in the "
-            f"comparison, '{absent[0]}' for one"
-        )
-    silent = sum(row.reason.startswith(NO_THRESHOLD) for row in judged.rows)
-    if silent:
-        notes.append(f"{_NOTE}{silent} tensors that were compared have none, and are not judged")
-    return judged.changed(notes=tuple(notes))
-
-
-def _forgotten(row: Row) -> Row:
+def _unjudged(row: Row) -> Row:
     """What was measured may be judged again; what could not be measured stays as it is."""
+    # It was compared, and only a limit was missing; another tolerance may have one.
     if row.status == "incomparable" and row.metrics:
         return row.judged("unjudged")
     return row
+
+
+def open_source(source: Source) -> Run:
+    """A run as it is, or opened from its path, in whatever format it is."""
+    if isinstance(source, Run):
+        return source
+    from driftline.formats.registry import open_run
+
+    return open_run(source)
+
+
+def _with_growing_reasons(plan: Plan, reference: Run, candidate: Run) -> Plan:
+    """What a run lacks that is still being written may come yet: the rows say so."""
+    reasons: dict[tuple[str, TensorKey], str] = {}
+    for side, lone, other, run in (
+        ("reference", plan.missing, "candidate", candidate),
+        ("candidate", plan.extra, "reference", reference),
+    ):
+        if lone and run.growing:
+            reason = f"not yet in the {other}, which is still being written"
+            reasons |= {(side, record.key): reason for record in lone}
+    return plan._replace(reasons={**plan.reasons, **reasons}) if reasons else plan

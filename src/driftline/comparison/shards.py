@@ -9,41 +9,36 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from driftline import __version__
 from driftline.alignment.plan import Pair, Plan
-from driftline.comparison.evidence.conversions import with_conversions
-from driftline.comparison.evidence.replicas import GAP_COLUMN, has_ranks, with_ranks
-from driftline.comparison.evidence.rules import with_evidence
-from driftline.comparison.measure.assemble import (
-    in_order,
-    in_turn,
-    is_in_order,
-    lone_rows,
-    sides_of,
-)
-from driftline.comparison.measure.distribute import share_out, weight_of
+from driftline.comparison.measure.assemble import in_order, in_turn, is_in_order, sides_of
+from driftline.comparison.measure.distribute import weight_of
 from driftline.comparison.measure.pair_rows import repeats_of
-from driftline.comparison.measure.scheduler import Progress, is_long, measure_pairs
-from driftline.comparison.metrics.catalogue import STANDARD, Metric, requested
-from driftline.comparison.pipeline import Limits, Source, align, allowed, open_source, outside
+from driftline.comparison.measure.scheduler import Progress, is_long
+from driftline.comparison.options import (
+    CompareOptions,
+    Limits,
+    tolerance_from_json,
+    tolerance_to_json,
+)
+from driftline.comparison.pipeline import (
+    Comparison,
+    PairPlaces,
+    Source,
+    judge_with_pads,
+    prepare,
+    without_collector,
+)
 from driftline.comparison.table.part import Part, open_parts, plan_digest
-from driftline.comparison.table.row import JSON, MANY, Row, number_from_json, number_to_json
+from driftline.comparison.table.row import MANY, Row
 from driftline.comparison.table.table import Table
-from driftline.comparison.tolerance.thresholds import thresholds_from_json as thresholds_from_json
-from driftline.comparison.tolerance.tolerance import Limit, Tolerance
-from driftline.comparison.verdict.judge import judge
 from driftline.errors import BadFile, BadInput
-from driftline.execution.jobs import chosen
 from driftline.execution.slicing import Shard, parse_shard, slice_of
 from driftline.numerics import kernel
-from driftline.runs.index import uncollected
-from driftline.runs.run import Run
 
 if TYPE_CHECKING:
     from _typeshed import StrPath
@@ -96,109 +91,83 @@ def compare_shard(
         DriftlineError: As `compare`.
     """
     which = parse_shard(shard) if isinstance(shard, str) else shard
-    wanted = requested([metrics] if isinstance(metrics, str) else metrics)
-    tolerance = allowed(wanted, limits, rtol, atol, min_coverage, thresholds)
-    with uncollected() if wanted == STANDARD else nullcontext():
-        ours, theirs = open_source(reference), open_source(candidate)
-        if not isinstance(plan, Plan):
-            plan = align(
-                ours,
-                theirs,
-                sites=sites,
-                ports=ports,
-                maps=maps,
-                mapping=mapping,
-                placements=placements,
-                masks=masks,
-                step_map=step_map,
-                plan=plan,
-                structural=structural,
-            )
-        if planned is not None:
-            planned(plan)
-        each = outside(tolerance)
-        long = is_long(plan.pairs)
-        places = shard_places(plan, which)
-        pairs = stretch_of(plan.pairs, places)
-        who = chosen(jobs, executor)
-        if who is None:
-            rows = measure_pairs(
-                pairs,
-                ours,
-                theirs,
-                metrics=wanted,
-                elementwise=each,
-                threads=threads,
-                progress=progress,
-            )
-        else:
-            rows = share_out(
-                pairs,
-                ours,
-                theirs,
-                who,
-                metrics=wanted,
-                elementwise=each,
-                threads=threads,
-                progress=progress,
-            )
-        columns = [metric.column for metric in wanted]
-        if isinstance(plan.pairs, tuple) and has_ranks(plan.pairs):
-            rows = with_ranks(plan.pairs, rows, ours, theirs, places)
-            columns.append(GAP_COLUMN)
-        rows = with_evidence(rows, plan.pairs, ours, theirs)
-        alone: tuple[Sequence[Row], Sequence[Row]] = ((), ())
-        if which.number == 1:
-            alone = _alone(plan, ours, theirs, wanted, tolerance)
-        return Part(
-            which,
-            {"driftline": __version__, "kernel": kernel.active(), "numpy": str(np.__version__)},
-            plan_digest(plan),
-            len(plan.pairs),
-            _tolerance_to_json(tolerance),
-            tuple(columns),
-            *sides_of(plan, ours, theirs),
-            plan.notes,
-            places,
-            rows if long else tuple(rows),
-            tuple(alone[0]),
-            tuple(alone[1]),
+    options = CompareOptions.of(
+        metrics=metrics,
+        limits=limits,
+        rtol=rtol,
+        atol=atol,
+        min_coverage=min_coverage,
+        thresholds=thresholds,
+        sites=sites,
+        ports=ports,
+        maps=maps,
+        mapping=mapping,
+        placements=placements,
+        masks=masks,
+        step_map=step_map,
+        plan=None if isinstance(plan, Plan) else plan,
+        structural=structural,
+        threads=threads,
+        jobs=jobs,
+        executor=executor,
+    )
+    with without_collector(options):
+        comparison = prepare(
+            reference, candidate, options, plan if isinstance(plan, Plan) else None
         )
+        if planned is not None:
+            planned(comparison.plan)
+        return _part(comparison, which, progress)
 
 
-def shard_places(plan: Plan, shard: Shard) -> Sequence[int]:
+def _part(comparison: Comparison, shard: Shard, progress: Progress | None) -> Part:
+    """What one shard measures, as it is written."""
+    plan = comparison.plan
+    places = pairs_of_shard(plan, shard)
+    # Tensors without a partner belong to no pair; the first shard tells of them.
+    own = PairPlaces(places, pairs_at(plan.pairs, places), with_lone=shard.number == 1)
+    measured = comparison.measure(own, progress=progress)
+    # Versions go along: parts of different ones must not be merged in silence.
+    return Part(
+        shard,
+        {"driftline": __version__, "kernel": kernel.active(), "numpy": str(np.__version__)},
+        plan_digest(plan),
+        len(plan.pairs),
+        tolerance_to_json(comparison.options.tolerance),
+        measured.columns,
+        *sides_of(plan, comparison.reference, comparison.candidate),
+        plan.notes,
+        places,
+        measured.rows if is_long(plan.pairs) else tuple(measured.rows),
+        tuple(measured.missing),
+        tuple(measured.extra),
+        tuple(comparison.masked_for_shard(measured)),
+    )
+
+
+def pairs_of_shard(plan: Plan, shard: Shard) -> Sequence[int]:
     """Which pairs of a plan a shard measures: neighbours, and what has the same bytes as they.
 
     Of a long plan neighbours only: what has the same bytes is looked for among them.
     """
     if is_long(plan.pairs):
         return slice_of(array("Q", map(weight_of, plan.pairs)), shard)
+    # The same bytes go to one shard, which then measures them once.
     repeats = repeats_of(plan.pairs)
     again = {later for group in repeats.values() for later in group}
-    firsts = [at for at in range(len(plan.pairs)) if at not in again]
-    mine = slice_of([weight_of(plan.pairs[at]) for at in firsts], shard)
-    return sorted(place for n in mine for place in (firsts[n], *repeats.get(firsts[n], ())))
+    firsts = [index for index in range(len(plan.pairs)) if index not in again]
+    own = slice_of([weight_of(plan.pairs[index]) for index in firsts], shard)
+    return sorted(place for n in own for place in (firsts[n], *repeats.get(firsts[n], ())))
 
 
-def stretch_of(pairs: Sequence[Pair], places: Sequence[int]) -> Sequence[Pair]:
+def pairs_at(pairs: Sequence[Pair], places: Sequence[int]) -> Sequence[Pair]:
     """The pairs at some places."""
     if isinstance(pairs, tuple) or not isinstance(places, range):
-        return [pairs[at] for at in places]
+        return [pairs[place] for place in places]
     from driftline.alignment.streaming import StreamedPairs
 
     assert isinstance(pairs, StreamedPairs)
     return pairs.between(places.start, places.stop)
-
-
-def _alone(
-    plan: Plan, ours: Run, theirs: Run, metrics: Sequence[Metric], tolerance: Tolerance
-) -> tuple[Sequence[Row], Sequence[Row]]:
-    """Rows of what has no partner; conversions of a compiler are set against themselves."""
-    missing, extra = (
-        with_conversions(Table(tuple(rows)), ours, theirs, metrics, outside(tolerance)).rows
-        for rows in lone_rows(plan)
-    )
-    return missing, extra
 
 
 def merge(parts: StrPath | Part | Sequence[StrPath | Part]) -> Table:
@@ -212,35 +181,36 @@ def merge(parts: StrPath | Part | Sequence[StrPath | Part]) -> Table:
         BadInput: A shard is missing or there twice, or they are of different comparisons.
         BadFile: One of them is no part.
     """
-    given = [parts] if isinstance(parts, (str, Part)) or not isinstance(parts, Sequence) else parts
-    found = [each for each in given if isinstance(each, Part)]
-    if paths := [each for each in given if not isinstance(each, Part)]:
-        found += open_parts(paths)
-    if not found:
+    sources = (
+        [parts] if isinstance(parts, (str, Part)) or not isinstance(parts, Sequence) else parts
+    )
+    shards = [source for source in sources if isinstance(source, Part)]
+    if paths := [source for source in sources if not isinstance(source, Part)]:
+        shards += open_parts(paths)
+    if not shards:
         raise BadInput("there is nothing to merge", hint="name the parts, or their folder")
-    found.sort(key=lambda part: part.shard)
-    first = found[0]
-    for part in found[1:]:
+    # The order in which files were named must not show in the table.
+    shards.sort(key=lambda part: part.shard)
+    first = shards[0]
+    for part in shards[1:]:
         _require_alike(first, part)
-    _require_all(found)
+    _require_all(shards)
     table = Table(
-        _in_their_places(found) if first.pairs <= MANY else _one_after_another(found),
+        _in_their_places(shards) if first.pairs <= MANY else _one_after_another(shards),
         first.columns,
         reference=first.reference,
         candidate=first.candidate,
         notes=first.notes,
     )
-    tolerance = _tolerance_from_json(first.tolerance, first.source)
-    if tolerance.thresholds is None:
-        return judge(table, tolerance)
-    from driftline.comparison.pipeline import judge_by
-
-    return judge_by(table, tolerance)
+    # Which of these rows fail is known only now, with all rows in one table.
+    masked = itertools.chain.from_iterable(part.masked for part in shards)
+    return judge_with_pads(table, tolerance_from_json(first.tolerance, first.source), masked)
 
 
 def _in_their_places(parts: Sequence[Part]) -> tuple[Row, ...]:
     """All rows of a comparison, whose shards may each hold rows of anywhere."""
     first = parts[0]
+    # Shards hold rows of anywhere; a gap or an overlap shows at once.
     rows: list[Row | None] = [None] * first.pairs
     for part in parts:
         for place, row in zip(part.places, part.rows, strict=True):
@@ -260,6 +230,7 @@ def _one_after_another(parts: Sequence[Part]) -> Sequence[Row]:
     from driftline.comparison.table.row_spool import keep
 
     first = parts[0]
+    # Long shards are neighbours, so that no row of theirs has to be held.
     end = 0
     for part in parts:
         own = part.places
@@ -287,18 +258,19 @@ def _in_none(count: int) -> BadFile:
 
 def remarks(parts: Sequence[Part]) -> list[str]:
     """What keeps the table of these parts from being that of one process to the last digit."""
-    found: list[str] = []
+    sentences: list[str] = []
     for what, called, hint in (
         ("kernel", "path of the kernel", "; DRIFTLINE_KERNEL=avx2, say, makes all take the same"),
         ("numpy", "version of numpy", ""),
     ):
+        # Other vector widths add up in another order, so last digits may differ.
         kinds = sorted({part.made.get(what, "") for part in parts})
         if len(kinds) > 1:
-            found.append(
+            sentences.append(
                 f"the shards were measured with more than one {called} ({', '.join(kinds)}): last "
                 f"digits may differ from those of one process{hint}"
             )
-    return found
+    return sentences
 
 
 def _require_all(parts: Sequence[Part]) -> None:
@@ -318,85 +290,51 @@ def _require_all(parts: Sequence[Part]) -> None:
         if len(missing) > len(named):
             named = [*named, f"{len(missing) - len(named)} more"]
         words = " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))
-        one = len(missing) == 1
+        single = len(missing) == 1
         raise BadInput(
-            f"shard{'' if one else 's'} {words} {'is' if one else 'are'} missing",
+            f"shard{'' if single else 's'} {words} {'is' if single else 'are'} missing",
             hint=f"driftline compare … --shard {missing[0]} makes "
-            + ("it" if one else "the first of them"),
+            + ("it" if single else "the first of them"),
         )
 
 
-def _require_alike(one: Part, other: Part) -> None:
+def _require_alike(first: Part, other: Part) -> None:
     """Refuse parts of different comparisons; says what is different about them."""
+    # The most telling difference first: one of runs explains one of plans, not the reverse.
     what = ""
-    if one.shard.of != other.shard.of:
-        what = f"one is of {one.shard.of} shards, the other of {other.shard.of}"
-    elif (ours := one.made.get("driftline")) != (theirs := other.made.get("driftline")):
-        what = f"one was made by Driftline {ours}, the other by {theirs}"
-    elif one.reference.about != other.reference.about:
-        what = (
-            f"their references are different runs{_names(one.reference.path, other.reference.path)}"
-        )
-    elif one.candidate.about != other.candidate.about:
-        what = (
-            f"their candidates are different runs{_names(one.candidate.path, other.candidate.path)}"
-        )
-    elif one.tolerance != other.tolerance:
+    if first.shard.of != other.shard.of:
+        what = f"one is of {first.shard.of} shards, the other of {other.shard.of}"
+    elif (first_version := first.made.get("driftline")) != (
+        other_version := other.made.get("driftline")
+    ):
+        what = f"one was made by Driftline {first_version}, the other by {other_version}"
+    elif first.reference.about != other.reference.about:
+        paths = _names(first.reference.path, other.reference.path)
+        what = f"their references are different runs{paths}"
+    elif first.candidate.about != other.candidate.about:
+        paths = _names(first.candidate.path, other.candidate.path)
+        what = f"their candidates are different runs{paths}"
+    elif first.tolerance != other.tolerance:
         what = "they were given different limits"
-    elif one.columns != other.columns:
+    elif first.columns != other.columns:
         what = "they were given different metrics"
-    elif one.plan != other.plan or one.pairs != other.pairs:
+    elif first.plan != other.plan or first.pairs != other.pairs:
         what = "they compare different tensors: other runs, or other options of what to compare"
-    elif (one.reference.losses, one.candidate.losses, one.notes) != (
+    elif (first.reference.losses, first.candidate.losses, first.notes) != (
         *(other.reference.losses, other.candidate.losses),
         other.notes,
     ):
         what = "something was missing from a run for one of them that was there for the other"
     if what:
         raise BadInput(
-            f"{_called(one)} and {_called(other)} are not of one comparison: {what}",
+            f"{_called(first)} and {_called(other)} are not of one comparison: {what}",
             hint="give all shards the same runs and options",
         )
 
 
-def _names(ours: str, theirs: str) -> str:
-    return f", {ours} and {theirs}" if ours != theirs else ""
+def _names(first: str, other: str) -> str:
+    return f", {first} and {other}" if first != other else ""
 
 
 def _called(part: Part) -> str:
     return part.source or f"shard {part.shard}"
-
-
-def _tolerance_to_json(tolerance: Tolerance) -> dict[str, JSON]:
-    known = tolerance.thresholds
-    return {
-        "limits": [[limit.metric, number_to_json(limit.value)] for limit in tolerance.limits],
-        "rtol": None if tolerance.rtol is None else number_to_json(tolerance.rtol),
-        "atol": None if tolerance.atol is None else number_to_json(tolerance.atol),
-        "min_coverage": tolerance.min_coverage,
-        "thresholds": None
-        if known is None
-        else {"path": known.path, "notes": list(known.notes), "shown": known.as_json()},
-    }
-
-
-def _tolerance_from_json(shown: Mapping[str, JSON], source: str) -> Tolerance:
-    try:
-        known = shown["thresholds"]
-        thresholds = None
-        if known is not None:
-            thresholds = replace(
-                thresholds_from_json(known["shown"], source=source),
-                path=str(known["path"]),
-                notes=tuple(map(str, known["notes"])),
-            )
-        rtol, atol = (
-            None if shown[name] is None else float(number_from_json(shown[name]))
-            for name in ("rtol", "atol")
-        )
-        limits = tuple(
-            Limit(str(name), float(number_from_json(value))) for name, value in shown["limits"]
-        )
-        return Tolerance(limits, rtol, atol, float(shown["min_coverage"]), thresholds)
-    except (KeyError, TypeError, ValueError) as trouble:
-        raise BadFile(f"{source} says its limits in a way that means nothing: {trouble}") from None

@@ -1,7 +1,7 @@
-"""The public functions of diagnosis: two runs, and other evidence if there is any, give a finding.
+"""The door to diagnosis: two runs, and whatever other evidence there is, become one finding.
 
-They work with whatever evidence is given and say what more would help. They start no program;
-runs and evidence may be folders or objects in memory.
+Works with what it is given and says what more it would need. Starts no program; everything may be
+in memory.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from driftline.alignment.align import AlignOptions, align_runs
-from driftline.comparison.measure.scheduler import Progress, measure
-from driftline.comparison.pipeline import on_their_scales
+from driftline.alignment.align import AlignOptions
+from driftline.comparison.measure.scheduler import Progress
+from driftline.comparison.options import CompareOptions, Execution
+from driftline.comparison.pipeline import open_source, prepare
 from driftline.comparison.table.table import Table
 from driftline.diagnosis.causes.case_builder import Runs
 from driftline.diagnosis.evidence.files import (
@@ -24,7 +25,6 @@ from driftline.diagnosis.evidence.files import (
 from driftline.diagnosis.evidence.noise import Variant
 from driftline.diagnosis.pipeline import Assembly
 from driftline.diagnosis.result import Diagnosis
-from driftline.formats.registry import open_run
 from driftline.runs.run import Run
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def diagnose(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
-    """Find where two runs begin to disagree, whether it is more than noise, and the kind of bug.
+    """Say where two runs begin to disagree, whether that is more than noise, and what kind it is.
 
     Args:
         reference: What is right: a run, or the path of one.
@@ -63,46 +63,49 @@ def diagnose(
         DriftlineError: A path that is no run, evidence that does not belong to these runs. Error
             that is found is no exception.
     """
-    reference_run, candidate_run = _opened(reference), _opened(candidate)
-    options = options or AlignOptions()
-    plan = align_runs(reference_run, candidate_run, options)
-    table = measure(plan, reference_run, candidate_run, threads=threads, progress=progress)
-    # Gradients of different loss scales are brought to one scale first; otherwise every gradient of
-    # a scaled run would look wrong.
-    table = on_their_scales(table, plan.pairs, reference_run, candidate_run)
-    opened_replay = None if replay is None else open_replay(replay)
+    asked = CompareOptions(options or AlignOptions(), execution=Execution(threads))
+    comparison = prepare(reference, candidate, asked)
+    table = comparison.judged(progress=progress)
+    played = None if replay is None else open_replay(replay)
+    variants = compare_noise(comparison.reference, noise, asked)
+    again = [open_source(repeat) for repeat in repeats]
+    runs = Runs(comparison.reference, comparison.candidate, played, again, comparison.plan)
+    proof = None if bisect is None else open_bisection(bisect)
+    return Assembly(table, variants, runs, proof).diagnosis()
+
+
+def compare_noise(
+    reference: Run, noise: Sequence[Evidence], options: CompareOptions
+) -> list[Variant]:
+    """Trusted runs compared with the reference as the candidate is: what they show is normal.
+
+    Args:
+        reference: What is right.
+        noise: What `driftline noise` wrote, or plain runs.
+        options: As for the candidate.
+
+    Raises:
+        DriftlineError: A path that is no run, or one that has nothing in common with the reference.
+    """
     variants: list[Variant] = []
     for trusted in open_noise(noise):
         name = trusted.name
-        # Names identify runs in the noise floor, so two folders with the same name must not
-        # overwrite each other.
+        # Two runs of one name are two variants.
         while any(name == variant.name for variant in variants):
             name += "'"
-        trusted_plan = align_runs(reference_run, trusted.run, options)
-        # Noise runs are aligned and measured exactly as the candidate is: only then are their
-        # errors comparable with its errors.
-        measured = measure(trusted_plan, reference_run, trusted.run, threads=threads)
-        measured = on_their_scales(measured, trusted_plan.pairs, reference_run, trusted.run)
-        variants.append(Variant(name, measured, trusted.run, trusted_plan))
-    repeated_runs = [_opened(source) for source in repeats]
-    runs = Runs(reference_run, candidate_run, opened_replay, repeated_runs, plan)
-    bisection = None if bisect is None else open_bisection(bisect)
-    return Assembly(table, variants, runs, bisection).diagnosis()
+        comparison = prepare(reference, trusted.run, options)
+        variants.append(Variant(name, comparison.judged(), trusted.run, comparison.plan))
+    return variants
 
 
 def diagnose_table(table: Table, *, noise: Sequence[Table] = ()) -> Diagnosis:
-    """The same from an existing comparison: no tensor is read, so no cause can be named.
+    """The same from a comparison that was made before: no tensor is read, so no cause is named.
 
     Args:
         table: What `driftline.compare` gave, or `open_table` read.
         noise: Comparisons of trusted runs with the same reference.
     """
     variants = [
-        Variant(noise_table.candidate.path or f"noise {number}", noise_table)
-        for number, noise_table in enumerate(noise)
+        Variant(each.candidate.path or f"noise {at}", each) for at, each in enumerate(noise)
     ]
     return Assembly(table, variants, None).diagnosis()
-
-
-def _opened(source: Run | StrPath) -> Run:
-    return source if isinstance(source, Run) else open_run(source)

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO, TypeAlias
 from xml.sax.saxutils import escape, quoteattr
 
 from driftline.comparison.table.row import Row
-from driftline.comparison.table.table import Table, is_kept
+from driftline.comparison.table.table import Table, is_spooled
 from driftline.reporting import markdown
 from driftline.reporting.formatting import counted, number, shorten
 from driftline.reporting.terminal import printable
 from driftline.reporting.view import Block, Facts, Grid, Heading, Line, Sentence, Tree, View
 
 if TYPE_CHECKING:
-    from driftline.comparison.table.row_spool import KeptRows
+    from driftline.comparison.table.row_spool import RowSpool
     from driftline.decoding.validate import Verdict
     from driftline.diagnosis.result import Diagnosis
     from driftline.reporting.views.operators import Report
@@ -91,7 +91,7 @@ def of_table(table: Table, command: str = "compare") -> Checks:
         first,
         count,
         # A table on disk may have millions of rows, which must not all be held.
-        cases if is_kept(table.rows) else tuple(cases),
+        cases if is_spooled(table.rows) else tuple(cases),
         _table_summary(table, command, count),
     )
 
@@ -107,18 +107,18 @@ class SiteCases(Iterable[Case]):
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
-        if is_kept(rows):
+        if is_spooled(rows):
             self._several = len(rows.processes) > 1 or rows.several_steps
         else:
             self._several = len({_place(row)[:3] for row in rows}) > 1
 
     def __iter__(self) -> Iterator[Case]:
         rows = self._rows
-        if not is_kept(rows) or not rows.in_turn:
+        if not is_spooled(rows) or not rows.in_turn:
             return self._of(rows, {})
         return self._step_by_step(rows)
 
-    def _step_by_step(self, rows: KeptRows) -> Iterator[Case]:
+    def _step_by_step(self, rows: RowSpool) -> Iterator[Case]:
         extra: dict[_Place, list[Row]] = {}
         # Extra rows stand at the end of a table, but belong to the cases of their step.
         if rows.coverage.extra:

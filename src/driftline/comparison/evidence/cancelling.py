@@ -1,26 +1,38 @@
-"""Sums that cancel: how much was added up, where a graph or a run of operators tells.
+"""Sums and gradients that cancel: how large they were before they did.
 
 The gradient of a bias is a sum over all positions. Where it is zero by construction (the bias of an
 attention key, or one in front of a batch norm), rounding is all that is left of it, and two
 roundings have nothing in common. They are a share of what was added up: its norm, the metric
-`summed_l2`, is measured here for rows that are far off, and judged elsewhere.
+`summed_l2`, is measured here for rows that are over their limit. A norm or a softmax likewise takes
+most of a gradient away; `cancelled_l2` is the error that rounding explains of what is left. Judges
+nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from driftline.alignment.plan import Pair
-from driftline.comparison.evidence.loose_bias import off_by, opened
-from driftline.comparison.evidence.rules import CANCELLED, SUMMED, is_far_cancelled, is_far_sum
+from driftline.comparison.evidence.context import (
+    LARGEST_DECODED,
+    EvidenceContext,
+    relative_error,
+)
+from driftline.comparison.evidence.rules import (
+    CANCELLED,
+    CANCELLED_COLUMN,
+    SUMMED,
+    SUMMED_COLUMN,
+    is_cancelled_over_limit,
+    is_sum_over_limit,
+)
 from driftline.comparison.measure.operands import F64
-from driftline.comparison.measure.pair_rows import paired
-from driftline.comparison.table.row import Row
+from driftline.comparison.table.row import Number, Row
 from driftline.comparison.tolerance.defaults import LIMITS, coarsest
 from driftline.errors import DriftlineError
 from driftline.numerics.dtypes import DTYPES, to_float64
@@ -51,36 +63,23 @@ _LARGEST_SUM = 1 << 26
 """Larger tensors are not read for this."""
 
 
-def with_sums(
-    rows: Sequence[Row], pairs: Sequence[Pair], reference: Run, candidate: Run
-) -> Sequence[Row]:
-    """Rows with `summed_l2` wherever a sum is far off and what it added up was recorded.
+class SummedElements:
+    """Says how large what a sum added up was, where a graph or a run of operators tells."""
 
-    Args:
-        rows: Measured; all rows of a plan, or some.
-        pairs: All pairs of the plan.
-        reference: The one run.
-        candidate: The other.
-    """
-    far = {(row.key, row.candidate_name): at for at, row in enumerate(rows) if is_far_sum(row)}
-    if not far:
-        return rows
-    found = list(rows)
-    sides = Sums(reference), Sums(candidate)
-    sites = {key for key, _ in far}
-    for pair in pairs:
-        at = None
-        if pair.reference.key in sites:
-            at = far.get((pair.reference.key, paired(pair).candidate_name))
-        if at is None:
-            continue
-        for side, record in zip(sides, (pair.reference, pair.candidate), strict=True):
-            size = side.summed(record)
-            if size:
-                metrics = {**found[at].metrics, SUMMED: size}
-                found[at] = found[at]._replace(metrics=metrics)
-                break
-    return found
+    columns = (SUMMED_COLUMN,)
+
+    def __init__(self, context: EvidenceContext) -> None:
+        self._sides = Sums(context.runs[0]), Sums(context.runs[1])
+
+    def wants(self, row: Row) -> bool:
+        return is_sum_over_limit(row)
+
+    def look(self, row: Row, pair: Pair) -> Mapping[str, Number]:
+        # Either run may have recorded it: the sums of both are over elements of one size.
+        for side, record in zip(self._sides, (pair.reference, pair.candidate), strict=True):
+            if size := side.summed(record):
+                return {SUMMED: size}
+        return {}
 
 
 class Sums:
@@ -112,35 +111,40 @@ class Sums:
             node = value.node if value is not None else None
             if graphs is None or value is None or node is None:
                 return None
-            whole = graphs.node(value.graph, node.of[0]) if node.of else node
-            wanted = CANCELLING.get(_operator(whole.target)) if whole is not None else None
-            if wanted is None or whole is None or (node.of and node.of[1]):
+            operator = graphs.node(value.graph, node.of[0]) if node.of else node
+            wanted = CANCELLING.get(_operator(operator.target)) if operator is not None else None
+            if wanted is None or operator is None or (node.of and node.of[1]):
                 return None
-            names = [whole.inputs[at] for at, _ in wanted if at < len(whole.inputs)]
-            key = record.key
-            found = [
-                graphs.by_node.get((id(value.graph), one, key.step, key.visit)) for one in names
+            names = [
+                operator.inputs[position]
+                for position, _ in wanted
+                if position < len(operator.inputs)
             ]
-            factors = [one.record if one is not None else None for one in found]
+            key = record.key
+            values = [
+                graphs.by_node.get((id(value.graph), name, key.step, key.visit)) for name in names
+            ]
+            factors = [None if source is None else source.record for source in values]
         else:
             wanted = CANCELLING.get(_operator(record.class_name))
             if wanted is None or record.key.slot != "0":
                 return None
-            given = {one.key.slot: one for one in self._given().get(_call_key(record.key), ())}
-            factors = [given.get(name) for _, name in wanted]
+            inputs = self._given().get(_call_key(record.key), ())
+            arguments = {argument.key.slot: argument for argument in inputs}
+            factors = [arguments.get(name) for _, name in wanted]
         return self._product(factors[:1], factors[1:])
 
     def _product(self, first: list[Record | None], others: list[Record | None]) -> float | None:
         values: Any = 1.0
-        for one in (*first, *others):
-            if one is None:
+        for factor in (*first, *others):
+            if factor is None:
                 if first[0] is None:
                     return None
                 continue  # a norm without weight
-            if math.prod(one.shape) > _LARGEST_SUM or one.dtype not in DTYPES:
+            if math.prod(factor.shape) > _LARGEST_SUM or factor.dtype not in DTYPES:
                 return None
             try:
-                read = to_float64(self._run.raw(one), DTYPES[one.dtype]).reshape(one.shape)
+                read = to_float64(self._run.raw(factor), DTYPES[factor.dtype]).reshape(factor.shape)
                 values = values * read
             except (DriftlineError, OSError, ValueError):
                 return None
@@ -168,13 +172,19 @@ class Sums:
             return
         key = record.key
         for node in graphs.same_elements(value):
-            whole = graphs.node(value.graph, node.of[0]) if node.of else node
+            operator = graphs.node(value.graph, node.of[0]) if node.of else node
             slot = str(node.of[1]) if node.of else "0"
-            if whole is None or not whole.inputs or _SUMS.get(_operator(whole.target)) != slot:
+            if (
+                operator is None
+                or not operator.inputs
+                or _SUMS.get(_operator(operator.target)) != slot
+            ):
                 continue
-            given = graphs.by_node.get((id(value.graph), whole.inputs[0], key.step, key.visit))
-            if given is not None:
-                yield given.record
+            argument = graphs.by_node.get(
+                (id(value.graph), operator.inputs[0], key.step, key.visit)
+            )
+            if argument is not None:
+                yield argument.record
 
     def _given(self) -> Mapping[TensorKey, list[Record]]:
         """What operators of a run took, by call."""
@@ -211,64 +221,47 @@ _ROUNDINGS = 16
 """So many roundings of what cancels are nobody's fault."""
 _CARRIED = 4
 """Times so much an error of input or gradient may come out of a module."""
-_LARGEST_PRODUCT = 1 << 24
-"""Larger tensors are not read for this."""
 _BY_CHANNEL = ("BatchNorm", "SyncBatchNorm", "GroupNorm", "InstanceNorm")
 
 
-def with_cancelled(
-    rows: Sequence[Row], pairs: Sequence[Pair], reference: Run, candidate: Run
-) -> Sequence[Row]:
-    """Rows with `cancelled_l2` wherever a gradient is far off that may have cancelled.
+class CancelledInModule:
+    """Says how large an error rounding explains of a gradient that cancelled inside a module."""
 
-    Args:
-        rows: Measured; all rows of a plan, or some.
-        pairs: All pairs of the plan.
-        reference: The one run.
-        candidate: The other.
-    """
-    far = [at for at, row in enumerate(rows) if is_far_cancelled(row)]
-    if not far:
-        return rows
-    calls = {_call_address(rows[at].key) for at in far}
-    near: dict[tuple[object, ...], list[Pair]] = {}
-    for pair in pairs:
-        if (call := _call_address(pair.reference.key)) in calls:
-            near.setdefault(call, []).append(pair)
-    found = list(rows)
-    for at in far:
-        row = found[at]
-        try:
-            size = _explained(row, near[_call_address(row.key)], reference, candidate)
-        except (DriftlineError, OSError, ValueError):
-            continue  # the row stays as it was measured
-        if size is not None:
-            found[at] = row._replace(metrics={**row.metrics, CANCELLED: size})
-    return found
+    columns = (CANCELLED_COLUMN,)
+
+    def __init__(self, context: EvidenceContext) -> None:
+        self._context = context
+
+    def wants(self, row: Row) -> bool:
+        return is_cancelled_over_limit(row)
+
+    def look(self, row: Row, pair: Pair) -> Mapping[str, Number]:
+        explained = _explained(row, self._context)
+        return {} if explained is None else {CANCELLED: explained}
 
 
-def _explained(row: Row, pairs: Sequence[Pair], reference: Run, candidate: Run) -> float | None:
+def _explained(row: Row, context: EvidenceContext) -> float | None:
     """How large an error rounding explains; None where the module does not show it.
 
     Of other rows nothing is asked: a shard of a comparison has not got them.
     """
     shape, dtype = row.reference_shape, coarsest((row.reference_dtype, row.candidate_dtype))
-    if dtype is None or shape is None or not 0 < math.prod(shape) <= _LARGEST_PRODUCT:
+    if dtype is None or shape is None or not 0 < math.prod(shape) <= LARGEST_DECODED:
         return None
     values: dict[str, F64] = {}
     off = 0.0
-    for pair in pairs:
+    for pair in context.pairs_of_call(row.key):
         port = pair.reference.key.port
         if port not in ("input", "output", "grad_output") or port in values:
             continue
-        ours, theirs = opened(pair, reference, candidate).decoded()
-        if ours.size != math.prod(shape):
+        reference_values, candidate_values = context.opened(pair).decoded()
+        if reference_values.size != math.prod(shape):
             continue
-        error = off_by(ours, theirs)
-        if not ours.any() or not error <= LIMITS[dtype.name]:
+        error = relative_error(reference_values, candidate_values)
+        if not reference_values.any() or not error <= LIMITS[dtype.name]:
             return None  # what it is made of is wrong already
         off += error
-        values[port] = ours.reshape(shape)
+        values[port] = reference_values.reshape(shape)
     if len(values) < 3:
         return None
     before = _before(row.class_name, values["input"], values["output"], values["grad_output"])
@@ -276,20 +269,16 @@ def _explained(row: Row, pairs: Sequence[Pair], reference: Run, candidate: Run) 
     return share * before if math.isfinite(before) else None
 
 
-def _before(class_name: str, given: F64, result: F64, gradient: F64) -> float:
+def _before(class_name: str, inputs: F64, result: F64, gradient: F64) -> float:
     """Norm of the gradient that a module sends back, before anything is taken from it."""
     if class_name.endswith("LogSoftmax"):
         return float(np.linalg.norm(gradient))
     if class_name.endswith("Softmax"):
         return float(np.linalg.norm(result * gradient))
     axes: tuple[int, ...] = (-1,)
-    if class_name.startswith(_BY_CHANNEL) and given.ndim > 1:
-        batch = (0,) if "BatchNorm" in class_name or given.ndim == 2 else ()
-        axes = (*batch, *range(2, given.ndim))
-    spread = given.std(axis=axes, keepdims=True)
+    if class_name.startswith(_BY_CHANNEL) and inputs.ndim > 1:
+        batch = (0,) if "BatchNorm" in class_name or inputs.ndim == 2 else ()
+        axes = (*batch, *range(2, inputs.ndim))
+    spread = inputs.std(axis=axes, keepdims=True)
     slope = result.std(axis=axes, keepdims=True) / np.where(spread > 0.0, spread, math.inf)
     return float(np.linalg.norm(slope * gradient))
-
-
-def _call_address(key: TensorKey) -> tuple[object, ...]:
-    return key.rank, key.process, key.step, key.site, key.visit

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from driftline.alignment.plan import Pair, Plan
+from driftline.alignment.plan import Pair
 from driftline.alignment.rules.compiler_dumps import is_conversion
-from driftline.comparison.measure.scheduler import Elementwise, measure
+from driftline.comparison.measure.scheduler import Elementwise, measure_pairs
 from driftline.comparison.metrics.catalogue import Metric
 from driftline.comparison.table.row import Row
-from driftline.comparison.table.table import Table, is_kept
 from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
 
@@ -23,48 +22,36 @@ CONVERSION = "conversion"
 
 def conversions_of(run: Run) -> dict[TensorKey, Pair]:
     """Every conversion by the key of its input: input and output as a pair of one run."""
+    # Reads the graph of a compiler, which most runs have not.
     from driftline.alignment.rules.compiler_dumps import conversions
 
     return {got.key: Pair(got, gave, "graph") for got, gave in conversions(run)}
 
 
 def with_conversions(
-    table: Table,
-    reference: Run,
-    candidate: Run,
-    metrics: Sequence[Metric],
-    elementwise: Elementwise,
-) -> Table:
-    """The table with a measured row for each conversion that nothing stands against.
+    rows: Sequence[Row], run: Run, metrics: Sequence[Metric], elementwise: Elementwise
+) -> list[Row]:
+    """Rows of tensors that only one run has, with a measured row for each conversion among them.
 
     Args:
-        table: Measured, not judged yet.
-        reference: The one run.
-        candidate: The other.
+        rows: Of tensors that nothing stands against, all of one run.
+        run: That run.
         metrics: What is measured.
         elementwise: As for the table itself.
     """
-    if is_kept(table.rows) and not any(
-        row.status in ("missing", "extra") and is_conversion(row.class_name) for row in table.rows
-    ):
-        return table
-    rows: list[Row] = list(table.rows)
-    for status, run in (("missing", reference), ("extra", candidate)):
-        alone = {row.key for row in rows if row.status == status and is_conversion(row.class_name)}
-        found = {
-            key: pair
-            for key, pair in (conversions_of(run) if alone else {}).items()
-            if key in alone and pair.candidate.key in alone
-        }
-        if not found:
-            continue
-        pairs = Plan(tuple(found.values()))
-        more = measure(pairs, run, run, metrics=metrics, elementwise=elementwise)
-        measured = {row.key: row._replace(by=CONVERSION) for row in more.rows}
-        gone = {pair.candidate.key for pair in found.values()}
-        rows = [
-            measured.get(row.key, row) if row.status == status else row
-            for row in rows
-            if row.status != status or row.key not in gone
-        ]
-    return table if len(rows) == len(table.rows) else table.with_rows(rows)
+    # Both ends must be alone: a conversion that is paired is compared as such.
+    lone = {row.key for row in rows if is_conversion(row.class_name)}
+    pairs = {
+        key: pair
+        for key, pair in (conversions_of(run) if lone else {}).items()
+        if key in lone and pair.candidate.key in lone
+    }
+    if not pairs:
+        return list(rows)
+    measured = measure_pairs(
+        tuple(pairs.values()), run, run, metrics=metrics, elementwise=elementwise
+    )
+    by_input = {row.key: row._replace(by=CONVERSION) for row in measured}
+    outputs = {pair.candidate.key for pair in pairs.values()}
+    # The row of the input stands for both; that of the output goes.
+    return [by_input.get(row.key, row) for row in rows if row.key not in outputs]

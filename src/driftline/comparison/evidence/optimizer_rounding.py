@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -23,14 +23,18 @@ import numpy.typing as npt
 
 from driftline.alignment.plan import Pair
 from driftline.comparison.evidence.cancelling import Sums
-from driftline.comparison.evidence.loose_bias import ends, off_by, opened
-from driftline.comparison.evidence.rules import GRADIENTS, SUMMED, is_far_moved
+from driftline.comparison.evidence.context import EvidenceContext, relative_error
+from driftline.comparison.evidence.rules import (
+    BEYOND_ROUNDING_COLUMN,
+    GRADIENTS,
+    SUMMED,
+    SUMMED_COLUMN,
+    is_operator_over_limit,
+)
 from driftline.comparison.measure.operands import F64
-from driftline.comparison.measure.pair_rows import paired
-from driftline.comparison.table.row import Row
+from driftline.comparison.table.row import Number, Row
 from driftline.comparison.tolerance.defaults import LIMITS, coarsest
 from driftline.comparison.tolerance.tolerance import BEYOND_ROUNDING
-from driftline.errors import DriftlineError
 from driftline.numerics.dtypes import DType
 from driftline.runs.layout import GRAPHS
 from driftline.runs.records import Record, TensorKey
@@ -54,8 +58,6 @@ _APART = 1e-3
 """Elements that differ by this share of themselves are not the same."""
 _ROUNDINGS = 64
 """Differences up to so many roundings of the largest element are rounding."""
-_LARGEST = 1 << 24
-"""Larger tensors are not read for this."""
 _DEEPEST = 400
 _TAKEN = ("input", "param")
 """What an operator takes; a parameter is one, where it is known as such."""
@@ -65,33 +67,28 @@ _Place = tuple[int, int, int, int]
 _Call = tuple[str, int, int, int, int, str]
 
 
-def with_moved(
-    rows: Sequence[Row], pairs: Sequence[Pair], reference: Run, candidate: Run
-) -> Sequence[Row]:
-    """Rows with `beyond_rounding` wherever an optimizer may have made steps of rounding.
+class OptimizerRounding:
+    """Says what is left of an error without elements whose gradient is nothing but rounding."""
 
-    Args:
-        rows: Measured, with `summed_l2`; all rows of a plan, or some.
-        pairs: All pairs of the plan.
-        reference: The one run.
-        candidate: The other.
-    """
-    far = {ends(row): at for at, row in enumerate(rows) if is_far_moved(row)}
-    if not far:
-        return rows
-    found = list(rows)
-    elements = _Elements(pairs, reference, candidate)
-    keys = {row.key for row in rows if is_far_moved(row)}
-    for pair in pairs:
-        at = far.get(ends(paired(pair))) if pair.reference.key in keys else None
-        if at is None or SUMMED in found[at].metrics:
-            continue
-        row = found[at]
-        if summed := elements.summed(pair):
-            found[at] = row._replace(metrics={**row.metrics, SUMMED: summed})
-        elif (left := elements.left(pair)) is not None:
-            found[at] = row._replace(metrics={**row.metrics, BEYOND_ROUNDING: left})
-    return found
+    columns = (SUMMED_COLUMN, BEYOND_ROUNDING_COLUMN)
+
+    def __init__(self, context: EvidenceContext) -> None:
+        self._context = context
+
+    @cached_property
+    def _elements(self) -> _Elements:
+        # Reads the graphs of a run, so it is made for the first row that needs it.
+        return _Elements(self._context)
+
+    def wants(self, row: Row) -> bool:
+        # A sum that is known already explains more than the elements of it could.
+        return is_operator_over_limit(row) and SUMMED not in row.metrics
+
+    def look(self, row: Row, pair: Pair) -> Mapping[str, Number]:
+        if summed := self._elements.summed(pair):
+            return {SUMMED: summed}
+        left = self._elements.left(pair)
+        return {} if left is None else {BEYOND_ROUNDING: left}
 
 
 class _Elements:
@@ -100,18 +97,19 @@ class _Elements:
     Asks pairs and their values, no rows: a shard of a comparison has few of them.
     """
 
-    def __init__(self, pairs: Sequence[Pair], reference: Run, candidate: Run) -> None:
-        self._runs = (reference, candidate)
-        self._pairs = pairs
+    def __init__(self, context: EvidenceContext) -> None:
+        self._context = context
+        self._runs = reference, candidate = context.runs
         self._sums = (Sums(reference), Sums(candidate))
         self._masks: dict[int, _Mask | None] = {}
         self._summed: dict[int, float] = {}
-        # The run whose arithmetic is followed: the one that lists its graphs.
+        # The run whose arithmetic is followed: the one that lists its graphs, which tell more than
+        # recorded operators.
         self._side = 0 if _has_graphs(reference) or not _has_graphs(candidate) else 1
         self._of: dict[TensorKey, Pair] = {}
         self._gradients: dict[tuple[str, str], list[Pair]] = defaultdict(list)
         self._arriving: dict[tuple[object, ...], list[Pair]] = defaultdict(list)
-        for pair in pairs:
+        for pair in context.pairs:
             key = pair.reference.key
             if "/" in key.site:
                 self._of.setdefault(self._own(pair).key, pair)
@@ -119,6 +117,8 @@ class _Elements:
                 self._arriving[key.rank, key.process, key.step, key.site].append(pair)
             backward = key.port == "output" and key.phase == "backward" and "/" in key.site
             if key.port in GRADIENTS or backward:
+                # The same bytes as a gradient: the optimizer was given this very
+                # tensor.
                 digests = (pair.reference.digest, pair.candidate.digest)
                 if all(digests):
                     self._gradients[digests].append(pair)
@@ -127,7 +127,7 @@ class _Elements:
         """The norm of what was added up to get the very tensors of a pair; 0 if not known."""
         if id(pair) not in self._summed:
             digests = (pair.reference.digest, pair.candidate.digest)
-            sizes = (self._size(one) for one in self._gradients.get(digests, ()))
+            sizes = (self._size(gradient) for gradient in self._gradients.get(digests, ()))
             self._summed[id(pair)] = next((size for size in sizes if size), 0.0)
         return self._summed[id(pair)]
 
@@ -135,14 +135,16 @@ class _Elements:
         key = gradient.reference.key
         if key.port not in GRADIENTS:
             ends = zip(self._sums, (gradient.reference, gradient.candidate), strict=True)
-            return next((size for side, one in ends if (size := side.summed(one))), 0.0)
+            return next((size for side, tensor in ends if (size := side.summed(tensor))), 0.0)
+        # Of a weight the sum is over products, whose size is not what arrived.
         if len(gradient.reference.shape) != 1:
             return 0.0
         arrived = self._arriving.get((key.rank, key.process, key.step, key.site), ())
         values = [self._values(pair) for pair in arrived]
-        if any(one is None or off_by(*one) > LIMITS["float32"] for one in values):
+        # What arrived must agree itself, or its sum is no measure of rounding.
+        if any(tensor is None or relative_error(*tensor) > LIMITS["float32"] for tensor in values):
             return 0.0
-        return math.sqrt(sum(float(np.linalg.norm(one[0])) ** 2 for one in values if one))
+        return math.sqrt(sum(float(np.linalg.norm(tensor[0])) ** 2 for tensor in values if tensor))
 
     def _own(self, pair: Pair) -> Record:
         return pair.candidate if self._side else pair.reference
@@ -153,16 +155,18 @@ class _Elements:
         values = self._values(pair) if mask is not None and mask.any() else None
         if values is None or mask is None or mask.size != values[0].size:
             return None
-        ours, theirs = values[0][~mask], values[1][~mask]
+        reference, candidate = values[0][~mask], values[1][~mask]
+        # An infinity that the mask leaves out would pass unseen.
         if not np.isfinite(values[1]).all():
             return None
-        apart, size = float(np.linalg.norm(theirs - ours)), float(np.linalg.norm(ours))
+        apart, size = float(np.linalg.norm(candidate - reference)), float(np.linalg.norm(reference))
         return apart / size if size else (math.inf if apart else 0.0)
 
     def _mask(self, pair: Pair, depth: int) -> _Mask | None:
         """Elements of a pair that are made of rounding; None where nothing says so."""
         if id(pair) not in self._masks:
             self._masks[id(pair)] = None  # a circle explains nothing
+            # Bounded: it is a recursion over as many steps as the run has.
             self._masks[id(pair)] = self._found(pair, depth) if depth < _DEEPEST else None
         return self._masks[id(pair)]
 
@@ -171,13 +175,15 @@ class _Elements:
         values = self._values(pair)
         if dtype is None or values is None:
             return None
-        far = not off_by(*values) <= LIMITS[dtype.name]
+        # A pair that holds its limit may still have single elements that are rounding.
+        far = not relative_error(*values) <= LIMITS[dtype.name]
         summed = self.summed(pair) if far else 0.0
         if not far or summed:
             return _rounding(*values, dtype, summed if far else None)
         own = self._own(pair)
         together: _Mask | None = None
         for source in self._made_of(own):
+            # Elements keep their places only through tensors of one size.
             if math.prod(self._own(source).shape) != math.prod(own.shape):
                 continue
             mask = self._mask(source, depth + 1)
@@ -186,13 +192,7 @@ class _Elements:
         return together
 
     def _values(self, pair: Pair) -> tuple[F64, F64] | None:
-        if not 0 < math.prod(pair.reference.shape) <= _LARGEST:
-            return None
-        try:
-            ours, theirs = opened(pair, *self._runs).decoded()
-        except (DriftlineError, OSError, ValueError):
-            return None
-        return ours.reshape(-1), theirs.reshape(-1)
+        return self._context.values(pair) if math.prod(pair.reference.shape) else None
 
     # --- what a tensor was made of
 
@@ -204,19 +204,22 @@ class _Elements:
     def _sources(self, own: Record) -> Iterator[Record]:
         graphs = self._graphs.get((own.key.rank, own.key.process))
         if graphs is not None:
-            known = list(graphs.made_of(own))
-            yield from known or self._before(own)
+            sources = list(graphs.made_of(own))
+            yield from sources or self._before(own)
             return
         call = _call(own.key)
         if own.key.port == "output" and _name(own.class_name) in _ELEMENTWISE:
-            yield from (one for one in self._taken.get(call, ()) if one.shape == own.shape)
+            yield from (
+                argument for argument in self._taken.get(call, ()) if argument.shape == own.shape
+            )
         elif own.key.port in _TAKEN:
             yield from self._before(own)
 
     def _before(self, own: Record) -> list[Record]:
         """What had the very bytes of a tensor before it."""
-        given = self._given.get(own.digest, ()) if own.digest else ()
-        return [one for one in given if one.order < own.order][-1:]
+        records = self._given.get(own.digest, ()) if own.digest else ()
+        # The latest one before: optimizers write the same bytes again and again.
+        return [record for record in records if record.order < own.order][-1:]
 
     @cached_property
     def _graphs(self) -> dict[tuple[int, int], _Optimizers]:
@@ -230,32 +233,33 @@ class _Elements:
     @cached_property
     def _taken(self) -> dict[_Call, list[Record]]:
         """What operators took, by call."""
-        found: dict[_Call, list[Record]] = defaultdict(list)
+        by_call: dict[_Call, list[Record]] = defaultdict(list)
         for pair in self._of.values():
             own = self._own(pair)
             if own.key.port in _TAKEN and "/" in own.key.site:
-                found[_call(own.key)].append(own)
-        return found
+                by_call[_call(own.key)].append(own)
+        return by_call
 
     @cached_property
     def _given(self) -> dict[str, list[Record]]:
         """What operators gave, by their bytes, in order."""
-        found: dict[str, list[Record]] = defaultdict(list)
+        by_digest: dict[str, list[Record]] = defaultdict(list)
         for pair in self._of.values():
             own = self._own(pair)
             if own.key.port == "output" and "/" in own.key.site:
-                found[own.digest].append(own)
-        for records in found.values():
-            records.sort(key=lambda one: one.order)
-        return found
+                by_digest[own.digest].append(own)
+        for records in by_digest.values():
+            records.sort(key=lambda record: record.order)
+        return by_digest
 
 
-def _rounding(ours: F64, theirs: F64, dtype: DType, summed: float | None) -> _Mask | None:
+def _rounding(reference: F64, candidate: F64, dtype: DType, summed: float | None) -> _Mask | None:
     """Elements that are apart, in a pair whose differences are rounding."""
-    apart = np.abs(theirs - ours)
-    sizes = np.maximum(np.abs(ours), np.abs(theirs))
+    apart = np.abs(candidate - reference)
+    sizes = np.maximum(np.abs(reference), np.abs(candidate))
     if summed is not None and not np.linalg.norm(apart) <= LIMITS[dtype.name] * summed:
         return None
+    # Rounding is a share of the largest element, or of what was added up.
     scale = max(float(sizes.max()), summed or 0.0)
     share = max(_APART, _ROUNDINGS * dtype.unit_roundoff)
     slight = apart <= _ROUNDINGS * dtype.unit_roundoff * scale
@@ -277,12 +281,13 @@ class _Optimizers:
             key, number = value.record.key, id(value.graph)
             if number not in self._inputs:
                 self._inputs[number] = _elementwise(value.graph)
+            # Graphs that write into nothing are no optimizer's.
             if not self._inputs[number]:
                 continue
             self._records.setdefault((number, value.node.name, key.step, key.visit), value.record)
             self._places[key] = (value.graph, value.node)
             times[number].add((key.step, key.visit))
-        self._times = {number: sorted(found) for number, found in times.items()}
+        self._times = {number: sorted(moments) for number, moments in times.items()}
 
     def made_of(self, own: Record) -> Iterator[Record]:
         """Inputs of the graph that a value's elements are made of, as it was given them."""
@@ -308,27 +313,28 @@ def _elementwise(graph: Graph) -> dict[str, frozenset[str]]:
     What is written into an input is listed as `{input} after`. Empty for a graph that writes into
     none: it is no optimizer's.
     """
-    found: dict[str, frozenset[str]] = {}
+    origins: dict[str, frozenset[str]] = {}
     shapes = {node.name: node.shape for node in graph.nodes}
     writes = False
     for node in graph.nodes:
         if node.target == "placeholder":
-            found[node.name] = frozenset({node.name})
+            origins[node.name] = frozenset({node.name})
         elif _name(node.target) in _ELEMENTWISE:
-            taken = list(node.inputs)
-            into = taken.pop(0) if _name(node.target).endswith(".copy_") and taken else ""
-            alike = [found.get(name) for name in taken if shapes.get(name) == node.shape]
-            found[node.name] = frozenset[str]().union(*(one for one in alike if one))
+            arguments = list(node.inputs)
+            # What is copied into an input is what the next execution finds there.
+            into = arguments.pop(0) if _name(node.target).endswith(".copy_") and arguments else ""
+            alike = [origins.get(name) for name in arguments if shapes.get(name) == node.shape]
+            origins[node.name] = frozenset[str]().union(*(names for names in alike if names))
             if into:
                 writes = True
-                found[f"{into} after"] = found[node.name]
-    return found if writes else {}
+                origins[f"{into} after"] = origins[node.name]
+    return origins if writes else {}
 
 
 def _has_graphs(run: Run) -> bool:
     return any(
         GRAPHS in run.sheets(*owner)
-        for owner in {(one.key.rank, one.key.process) for one in run.records}
+        for owner in {(record.key.rank, record.key.process) for record in run.records}
     )
 
 

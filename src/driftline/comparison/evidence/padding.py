@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from driftline.alignment.plan import Plan
 from driftline.comparison.measure.scheduler import Elementwise, measure_pairs
 from driftline.comparison.metrics.catalogue import Metric
-from driftline.comparison.table.row import Row
-from driftline.comparison.table.table import Table, is_kept
+from driftline.comparison.table.row import MANY, Row
+from driftline.comparison.table.table import Table
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
@@ -31,56 +31,74 @@ _ONLY_THERE = "differs only at positions that attention_mask leaves out"
 _WITHOUT = "positions that attention_mask leaves out do not count"
 
 
-def judged_without_pads(
-    judged: Table,
-    measured: Table,
+def masked_rows(
+    suspects: Iterable[Row],
     plan: Plan,
     reference: Run,
     candidate: Run,
     metrics: Sequence[Metric],
     elementwise: Elementwise,
-    judge: Callable[[Table], Table],
+) -> list[Row]:
+    """Rows measured again without the pads of the captured attention_mask, where it has any.
+
+    Args:
+        suspects: Rows that fail, or may fail when all rows of the comparison are known.
+        plan: What was set against what.
+        reference: The one run.
+        candidate: The other.
+        metrics: What is measured.
+        elementwise: What `outside_share` counts as outside.
+    """
+    wanted: set[_Place] = set()
+    for row in filter(_is_float, suspects):
+        wanted.add(_place(row))
+        if len(wanted) > _MOST:
+            return []
+    if not wanted:
+        return []
+    from driftline.alignment.reconcile.masks import without_pads
+
+    # Pairs, not rows, know their recipes; masks are further steps of these.
+    pairs = [p for p in plan.pairs if (p.reference.key, p.candidate.key.site) in wanted]
+    sides = reference, candidate
+    # Masks are looked up among all records of a run; a long one is narrowed to the steps first.
+    if len(plan.pairs) > MANY:
+        from driftline.alignment.reconcile.tokens import is_mask
+
+        if not any(map(is_mask, itertools.chain(reference.records, candidate.records))):
+            return []
+        sides = (
+            _moments_of(reference, [pair.reference.key for pair in pairs]),
+            _moments_of(candidate, [pair.candidate.key for pair in pairs]),
+        )
+    masked = without_pads(pairs, *sides)
+    if not masked:
+        return []
+    return [*measure_pairs(masked, reference, candidate, metrics=metrics, elementwise=elementwise)]
+
+
+def judged_without_pads(
+    judged: Table, measured: Table, masked: Iterable[Row], judge: Callable[[Table], Table]
 ) -> Table:
     """The table, judged without pads where that changes something.
 
     Args:
         judged: The table with its verdict.
         measured: The same before it was judged.
-        plan: What was set against what.
-        reference: The one run.
-        candidate: The other.
-        metrics: What was measured.
-        elementwise: What `outside_share` counts as outside.
+        masked: Rows that were measured again without pads; those of rows that pass are not used.
         judge: Judges a table.
     """
-    failing: set[_Place] = set()
-    for row in judged.rows:
-        if row.status == "fail" and _is_float(row):
-            failing.add(_place(row))
-            if len(failing) > _MOST:
-                return judged
-    if not failing:
+    failing = {_place(row) for row in judged.rows if row.status == "fail" and _is_float(row)}
+    again = {place: row for row in masked if (place := _place(row)) in failing}
+    # Where more rows fail than a comparison holds in memory, pads are not all of it.
+    if not again or len(failing) > _MOST:
         return judged
-    from driftline.alignment.reconcile.masks import without_pads
-
-    wanted = [p for p in plan.pairs if (p.reference.key, p.candidate.key.site) in failing]
-    here, there = reference, candidate
-    if is_kept(judged.rows):
-        from driftline.alignment.reconcile.tokens import is_mask
-
-        if not any(map(is_mask, itertools.chain(reference.records, candidate.records))):
-            return judged
-        here = _moments_of(reference, [pair.reference.key for pair in wanted])
-        there = _moments_of(candidate, [pair.candidate.key for pair in wanted])
-    pairs = without_pads(wanted, here, there)
-    if not pairs:
-        return judged
-    rows = measure_pairs(pairs, reference, candidate, metrics=metrics, elementwise=elementwise)
-    again = {_place(row): row for row in rows}
+    # Judged anew as a whole: limits of later rows may hang on those that changed.
     counted = judge(measured.with_rows(again.get(_place(row), row) for row in measured.rows))
     places = {p for row in counted.rows if row.status == "pass" and (p := _place(row)) in again}
     if not places:
         return judged
+    # A wrong mask of one engine may show at pads only, so it must not vanish.
     if not _two_engines(judged):
         return _hinted(judged, len(places), len(failing))
     return _excused(counted, places, again.keys())
@@ -122,6 +140,7 @@ def _hinted(judged: Table, passing: int, failing: int) -> Table:
 
 def _excused(counted: Table, passing: set[_Place], again: Iterable[_Place]) -> Table:
     """The table without pads, its rows with a word about that."""
+    # Also rows that still fail were measured without pads, and say so.
     measured = set(again)
 
     def said(row: Row) -> Row:

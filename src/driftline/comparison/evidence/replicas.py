@@ -36,8 +36,8 @@ class _Copies(NamedTuple):
     rows: list[int]
     many: Run
     sources: list[Source]
-    one: Run
-    whole: Source
+    other_run: Run
+    undivided: Source
 
 
 def with_ranks(
@@ -57,30 +57,33 @@ def with_ranks(
         places: Which pairs the rows are about; all, when not given.
     """
     where = range(len(pairs)) if places is None else places
-    found = dict(zip(where, rows, strict=True))
+    by_place = dict(zip(where, rows, strict=True))
+    # Copies first: what differs between ranks explains what differs from the other run.
     for copies in _copies(pairs, reference, candidate):
-        if not any(at in found for at in copies.rows):
+        if not any(place in by_place for place in copies.rows):
             continue
-        for at, gap, words in _disagreeing(copies):
-            if (row := found.get(at)) is not None:
+        for place, gap, words in _disagreeing(copies):
+            if (row := by_place.get(place)) is not None:
                 metrics: dict[str, Number] = {**row.metrics, GAP: gap}
-                found[at] = row._replace(metrics=metrics, reason=_and(row.reason, words))
-    for at, row in found.items():
+                by_place[place] = row._replace(metrics=metrics, reason=_and(row.reason, words))
+    for place, row in by_place.items():
+        # Below it, rounding of sums in another order is all there is.
         far = row.metrics.get("relative_l2", 0.0) > _FAR and GAP not in row.metrics
-        if far and (words := _wrong_parts(pairs[at], reference, candidate)):
-            found[at] = row._replace(reason=_and(row.reason, words))
-    return [found[at] for at in where]
+        if far and (words := _wrong_parts(pairs[place], reference, candidate)):
+            by_place[place] = row._replace(reason=_and(row.reason, words))
+    return [by_place[place] for place in where]
 
 
 def has_ranks(pairs: Sequence[Pair]) -> bool:
     """Whether ranks were gathered: a tensor has partners on several, or is made of several."""
-    ours: dict[TensorKey, int] = {}
-    theirs: dict[TensorKey, int] = {}
+    candidate_ranks: dict[TensorKey, int] = {}
+    reference_ranks: dict[TensorKey, int] = {}
     for pair in pairs:
-        here, there = pair.reference.key, pair.candidate.key
-        if ours.setdefault(here, there.rank) != there.rank:
+        reference_key, candidate_key = pair.reference.key, pair.candidate.key
+        # One tensor, partners on two ranks: they are copies.
+        if candidate_ranks.setdefault(reference_key, candidate_key.rank) != candidate_key.rank:
             return True
-        if theirs.setdefault(there, here.rank) != here.rank:
+        if reference_ranks.setdefault(candidate_key, reference_key.rank) != reference_key.rank:
             return True
         for recipe in (pair.reference_recipe, pair.candidate_recipe):
             if recipe is not None and len({record.key.rank for record in recipe.records}) > 1:
@@ -92,54 +95,72 @@ def has_ranks(pairs: Sequence[Pair]) -> bool:
 
 
 def _copies(pairs: Sequence[Pair], reference: Run, candidate: Run) -> Iterator[_Copies]:
+    # Either side may be the one that many ranks hold.
     for swapped in (False, True):
         groups: dict[TensorKey, dict[tuple[TensorKey, tuple[Step, ...]], list[int]]] = {}
-        for at, pair in enumerate(pairs):
-            one, many, how = pair.reference, pair.candidate, pair.reference_recipe
+        for index, pair in enumerate(pairs):
+            single, many, how = pair.reference, pair.candidate, pair.reference_recipe
             if swapped:
-                one, many, how = many, one, pair.candidate_recipe
+                single, many, how = many, single, pair.candidate_recipe
             place = many.key._replace(rank=0, process=0)
             cut = () if how is None else how.steps  # other slices of one tensor are no copies
-            groups.setdefault(place, {}).setdefault((one.key, cut), []).append(at)
+            groups.setdefault(place, {}).setdefault((single.key, cut), []).append(index)
         for by_key in groups.values():
             for members in by_key.values():
-                held = [pairs[at].reference if swapped else pairs[at].candidate for at in members]
+                held = [
+                    pairs[index].reference if swapped else pairs[index].candidate
+                    for index in members
+                ]
                 ranks = {record.key.rank for record in held}
+                # Two pairs of one rank are two uses of a tensor, not two copies.
                 if len(ranks) < 2 or len(ranks) != len(members):
                     continue
-                both = [_sources(pairs[at]) for at in members]
-                sources = [each[0 if swapped else 1] for each in both]
-                whole = both[0][1 if swapped else 0]
+                sides = [_sources(pairs[index]) for index in members]
+                sources = [side[0 if swapped else 1] for side in sides]
+                undivided = sides[0][1 if swapped else 0]
                 runs = (reference, candidate) if swapped else (candidate, reference)
-                yield _Copies(members, runs[0], sources, runs[1], whole)
+                yield _Copies(members, runs[0], sources, runs[1], undivided)
 
 
 def _sources(pair: Pair) -> tuple[Source, Source]:
     return pair.reference_recipe or pair.reference, pair.candidate_recipe or pair.candidate
 
 
-def _disagreeing(copies: _Copies) -> Iterator[tuple[int, float, str]]:
-    """Rows whose copy is another one than the others', how far, and words about it."""
+def _differing_values(copies: _Copies) -> tuple[list[Any], Any] | None:
+    """Copies that are not all the same, and the tensor of the other run; None if none differs.
+
+    The latter is None where it cannot be read, or has another shape.
+    """
     names = [_digest(source) for source in copies.sources]
     if all(names) and len(set(names)) == 1:
-        return
+        return None
+    # Sketches only against sketches: values of one copy would be compared with an estimate.
     sketched = any(record.kept == "summary" for source in copies.sources for record in _all(source))
     most = max(1, _LARGEST // 4 // len(copies.sources))  # all of them are held together
     read = _sketch if sketched else partial(_values, most=most)
     values = [read(copies.many, source) for source in copies.sources]
-    if any(each is None for each in values) or len({each.shape for each in values}) != 1:
+    if any(copy is None for copy in values) or len({copy.shape for copy in values}) != 1:
+        return None
+    # Bit for bit the same, whatever their digests were made of.
+    if len(_clusters(values)) == 1:
+        return None
+    undivided = read(copies.other_run, copies.undivided)
+    if undivided is not None and undivided.shape != values[0].shape:
+        undivided = None
+    return values, undivided
+
+
+def _disagreeing(copies: _Copies) -> Iterator[tuple[int, float, str]]:
+    """Rows whose copy is another one than the others', how far, and words about it."""
+    if (differing := _differing_values(copies)) is None:
         return
+    values, undivided = differing
     clusters = _clusters(values)
-    if len(clusters) == 1:
-        return
-    whole = read(copies.one, copies.whole)
-    if whole is not None and whole.shape != values[0].shape:
-        whole = None
     held = [_ranks_of(source) for source in copies.sources]
-    most = _right_ones(clusters, values, whole)
+    most = _right_ones(clusters, values, undivided)
     allowed = SAME.get(_first(copies.sources[0]).dtype, 0.0)
-    why = "" if whole is None else _in_words(values, whole)
-    for n, at in enumerate(copies.rows):
+    why = "" if undivided is None else _in_words(values, undivided)
+    for n, place in enumerate(copies.rows):
         if most:
             if n in most:
                 continue
@@ -150,45 +171,50 @@ def _disagreeing(copies: _Copies) -> Iterator[tuple[int, float, str]]:
         gap = _distance(right, values[n])
         if gap > allowed:
             verb = "holds" if len(held[n]) == 1 else "together hold"
-            who = f"{ranks_said(held[n])} {verb} something else than {_others(held, others)}"
-            yield at, gap, f"{who} (relative_l2 {gap:.3g}), though it is one tensor{why}"
+            who = f"{describe_ranks(held[n])} {verb} something else than {_others(held, others)}"
+            yield place, gap, f"{who} (relative_l2 {gap:.3g}), though it is one tensor{why}"
 
 
 def _others(held: Sequence[Sequence[int]], which: Sequence[int]) -> str:
     """Whose copies others are; those that are made of several ranks each, one after the other."""
     if all(len(held[n]) == 1 for n in which):
-        return ranks_said([held[n][0] for n in which])
-    return " or ".join(ranks_said(held[n]) for n in which[:3]) + (" or others" if which[3:] else "")
+        return describe_ranks([held[n][0] for n in which])
+    return " or ".join(describe_ranks(held[n]) for n in which[:3]) + (
+        " or others" if which[3:] else ""
+    )
 
 
 def _clusters(values: Sequence[Any]) -> list[list[int]]:
-    found: dict[bytes, list[int]] = {}
-    for n, each in enumerate(values):
-        found.setdefault(each.tobytes(), []).append(n)
-    return list(found.values())
+    clusters: dict[bytes, list[int]] = {}
+    for n, copy in enumerate(values):
+        clusters.setdefault(copy.tobytes(), []).append(n)
+    return list(clusters.values())
 
 
-def _right_ones(clusters: Sequence[list[int]], values: Sequence[Any], whole: Any) -> list[int]:
+def _right_ones(clusters: Sequence[list[int]], values: Sequence[Any], undivided: Any) -> list[int]:
     """The copies that the others are measured by: most of them, or those that agree with the
     other run where none else does; empty where neither says it.
     """
     most = max(clusters, key=len)
+    # A majority is right, as far as anybody can tell.
     if 2 * len(most) > len(values):
         return most
-    if whole is None:
+    if undivided is None:
         return []
-    errors = sorted((_distance(whole, values[group[0]]), n) for n, group in enumerate(clusters))
+    errors = sorted((_distance(undivided, values[group[0]]), n) for n, group in enumerate(clusters))
+    # Clearly nearer than the next one, or nothing is said.
     near = errors[0][0] <= _FAR and errors[0][0] < errors[1][0] / 10
     return clusters[errors[0][1]] if near else []
 
 
-def _in_words(values: Sequence[Any], whole: Any) -> str:
+def _in_words(values: Sequence[Any], undivided: Any) -> str:
     """What copies that differ are together."""
     total = sum(values)
-    alone = min(_distance(whole, each) for each in values)
-    if _distance(whole, total) < min(_AGREE, alone / 5):
+    alone = min(_distance(undivided, copy) for copy in values)
+    # Five times nearer than any single copy: no accident.
+    if _distance(undivided, total) < min(_AGREE, alone / 5):
         return "; the sum over the ranks agrees with the other run: an all-reduce is missing"
-    if _distance(whole, total / len(values)) < min(_AGREE, alone / 5):
+    if _distance(undivided, total / len(values)) < min(_AGREE, alone / 5):
         return "; the mean over the ranks agrees with the other run: it was never averaged"
     return ""
 
@@ -198,7 +224,7 @@ def _in_words(values: Sequence[Any], whole: Any) -> str:
 
 def _wrong_parts(pair: Pair, reference: Run, candidate: Run) -> str:
     """Words about a whole that is far off: which ranks' parts are."""
-    for many, made, one, whole in (
+    for many, made, single, undivided in (
         (candidate, pair.candidate_recipe, reference, pair.reference_recipe or pair.reference),
         (reference, pair.reference_recipe, candidate, pair.candidate_recipe or pair.candidate),
     ):
@@ -207,7 +233,7 @@ def _wrong_parts(pair: Pair, reference: Run, candidate: Run) -> str:
         parts = [source for source in made.sources if isinstance(source, Record)]
         if len(parts) != len(made.sources) or len({part.key.rank for part in parts}) < 2:
             continue
-        right = _values(one, whole)
+        right = _values(single, undivided)
         values = [_values(many, part) for part in parts]
         if right is not None and right.shape == made.shape and all(v is not None for v in values):
             return _about_parts(right, values, [p.key.rank for p in parts], made.steps[0].axis)
@@ -219,11 +245,12 @@ def _about_parts(right: Any, parts: Sequence[Any], ranks: Sequence[int], axis: i
 
     ends = list(itertools.accumulate(part.shape[axis] for part in parts))
     slices = np.split(right, ends[:-1], axis=axis)
-    off = [_distance(one, part) for one, part in zip(slices, parts, strict=True)]
-    bad = [n for n, each in enumerate(off) if each > max(_FAR, max(off) / 10)]
+    off = [_distance(expected, part) for expected, part in zip(slices, parts, strict=True)]
+    bad = [n for n, error in enumerate(off) if error > max(_FAR, max(off) / 10)]
     if not bad:
         return ""
     wrong = [ranks[n] for n in bad]
+    # Cut along another axis: the elements are right and in the wrong hands.
     for other in range(right.ndim):
         if other == axis or right.shape[other] % len(parts):
             continue
@@ -231,21 +258,22 @@ def _about_parts(right: Any, parts: Sequence[Any], ranks: Sequence[int], axis: i
         if all(_fits(cuts[n], parts[n], axis, other) for n in bad):
             hold = "holds" if len(bad) == 1 else "hold"
             return (
-                f"{ranks_said(wrong)} {hold} a slice of axis {other}, not of axis {axis}: cut "
+                f"{describe_ranks(wrong)} {hold} a slice of axis {other}, not of axis {axis}: cut "
                 "along the wrong dimension"
             )
     places = {n: _place_of(parts[n], slices) for n in bad}
     if all(place is not None for place in places.values()):
-        said = [
-            f"rank {ranks[n]} that of rank {ranks[at]}"
-            for n, at in places.items()
-            if at is not None
+        swaps = [
+            f"rank {ranks[n]} that of rank {ranks[owner]}"
+            for n, owner in places.items()
+            if owner is not None
         ]
-        return f"the parts are in another order: {', '.join(said[:4])}"
+        return f"the parts are in another order: {', '.join(swaps[:4])}"
+    # Then it is no matter of ranks.
     if len(bad) == len(parts):
         return f"the parts of all {len(parts)} ranks are off"
     verb = "is" if len(bad) == 1 else "are"
-    return f"the part of {ranks_said(wrong)} {verb} off, those of the other ranks agree"
+    return f"the part of {describe_ranks(wrong)} {verb} off, those of the other ranks agree"
 
 
 def _fits(cut: Any, part: Any, axis: int, other: int) -> bool:
@@ -273,21 +301,22 @@ def _values(run: Run, source: Source, *, most: int | None = None) -> Any:
         source: What.
         most: Of more than so many, take every nth instead, flat.
     """
-    from driftline.comparison.measure.recipes import cook
+    from driftline.comparison.measure.recipes import apply_recipe
     from driftline.numerics.dtypes import to_float64
 
     many = math.prod(source.shape) > (_LARGEST if most is None else most)
     if many and most is None:
         return None
     try:
-        made = cook(run, source if isinstance(source, Recipe) else start(source))
+        made = apply_recipe(run, source if isinstance(source, Recipe) else start(source))
         if made.dtype.kind in ("complex", "bits") or (many and made.dtype.bits < 8):
             return None
         if many:
+            # Every nth element of all copies alike, so that they stay comparable.
             stride = -(-made.values.size // (most or 1))
             return to_float64(made.values[::stride].copy(), made.dtype)
-        found: Any = to_float64(made.values, made.dtype, math.prod(made.shape))
-        return found.reshape(made.shape)
+        numbers: Any = to_float64(made.values, made.dtype, math.prod(made.shape))
+        return numbers.reshape(made.shape)
     except (DriftlineError, OSError, ValueError):
         return None
 
@@ -307,16 +336,16 @@ def _sketch(run: Run, source: Source) -> Any:
     return np.array(summary.sketch) if summary is not None and summary.sketch else None
 
 
-def _distance(right: Any, found: Any) -> float:
+def _distance(right: Any, other: Any) -> float:
     from driftline.alignment.placements.join import distance
 
-    return distance(right, found)
+    return distance(right, other)
 
 
 def _digest(source: Source) -> str:
     """A name for the bytes of a source; empty where they have none."""
     if isinstance(source, Recipe):
-        inner = [_digest(each) for each in source.sources]
+        inner = [_digest(inner_source) for inner_source in source.sources]
         steps = ",".join(step.text() for step in source.steps)
         return f"{steps} of {' '.join(inner)}" if all(inner) else ""
     return source.digest if source.kept == "full" else ""
@@ -335,9 +364,9 @@ def _all(source: Source) -> Sequence[Record]:
     return source.records if isinstance(source, Recipe) else (source,)
 
 
-def ranks_said(ranks: Sequence[int]) -> str:
+def describe_ranks(ranks: Sequence[int]) -> str:
     """
-    >>> ranks_said([2]), ranks_said([0, 1, 3])
+    >>> describe_ranks([2]), describe_ranks([0, 1, 3])
     ('rank 2', 'ranks 0, 1 and 3')
     """
     if len(ranks) == 1:

@@ -1,6 +1,9 @@
-"""Rows so far off that more is asked than their numbers, and the columns of what is found then.
+"""Which rows need evidence, and which rules look for it.
 
-What looks it up reads tensors and graphs, and is loaded only where a row is far off.
+A row that is over the limit of its own format may be so for a reason that only the runs can show: a
+bias that moves by itself, a sum that cancels, an optimizer that makes steps of rounding. The
+predicates here are cheap and read no tensor; what reads tensors and graphs is loaded only where one
+of them is true.
 """
 
 from __future__ import annotations
@@ -12,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from driftline.alignment.plan import Pair
 from driftline.comparison.table.row import Column, Row
-from driftline.comparison.table.table import is_kept, kept_like
+from driftline.comparison.table.table import is_spooled, like_storage
 from driftline.comparison.tolerance.defaults import LIMITS, METRIC, coarsest
 from driftline.comparison.tolerance.tolerance import BEYOND, BEYOND_ROUNDING
 from driftline.numerics.dtypes import DType
 from driftline.runs.run import Run
 
 if TYPE_CHECKING:
-    from driftline.comparison.table.row_spool import KeptRows
+    from driftline.comparison.table.row_spool import RowSpool
 
 
 GRADIENTS = ("optimizer_grad", "param_grad")
@@ -36,13 +39,15 @@ _FEW = 16
 """So many roundings are nobody's fault."""
 
 
-def is_asked(row: Row) -> bool:
+def needs_evidence(row: Row) -> bool:
     """Whether any evidence is looked for."""
-    return is_far_output(row) or is_far_moved(row) or is_far_cancelled(row)
+    return is_output_over_limit(row) or is_operator_over_limit(row) or is_cancelled_over_limit(row)
 
 
-def any_asked(largest: Mapping[tuple[str, str], float], *, after_the_first_step: bool) -> bool:
-    """Whether `is_asked` can be true of any row, by the largest error of each two types."""
+def any_needs_evidence(
+    largest: Mapping[tuple[str, str], float], *, after_the_first_step: bool
+) -> bool:
+    """Whether `needs_evidence` can be true of any row, by the largest error of each two types."""
     for types, error in largest.items():
         dtype = coarsest(types)
         if dtype is None:
@@ -52,7 +57,7 @@ def any_asked(largest: Mapping[tuple[str, str], float], *, after_the_first_step:
     return False
 
 
-def is_far_output(row: Row) -> bool:
+def is_output_over_limit(row: Row) -> bool:
     """An output of a later step that differs by more than a few roundings."""
     if row.key.port != "output" or row.key.phase == "backward":
         return False
@@ -64,19 +69,19 @@ def is_far_output(row: Row) -> bool:
     return _few(dtype) < row.metrics.get(METRIC, 0.0) < math.inf
 
 
-def is_far_moved(row: Row) -> bool:
+def is_operator_over_limit(row: Row) -> bool:
     """A row that no limit of its format holds, of an operator or a node."""
     if row.key.port not in ("input", "output", "param") or "/" not in row.key.site:
         return False
     return _is_far(row)
 
 
-def is_far_sum(row: Row) -> bool:
-    """As `is_far_moved`, of a result."""
-    return row.key.port == "output" and is_far_moved(row)
+def is_sum_over_limit(row: Row) -> bool:
+    """As `is_operator_over_limit`, of a result."""
+    return row.key.port == "output" and is_operator_over_limit(row)
 
 
-def is_far_cancelled(row: Row) -> bool:
+def is_cancelled_over_limit(row: Row) -> bool:
     """A gradient that a norm or a softmax sends back, and that no limit of its format holds."""
     if row.key.port != "grad_input":
         return False
@@ -99,7 +104,7 @@ def _is_far(row: Row) -> bool:
     return dtype is not None and LIMITS[dtype.name] < row.metrics.get(METRIC, 0.0) < math.inf
 
 
-# What measured rows alone do not know, and a fair judgement needs: all of it, in one call.
+# --- looking it up
 
 
 def with_evidence(
@@ -113,37 +118,46 @@ def with_evidence(
         reference: The one run.
         candidate: The other.
     """
-    if not is_kept(rows):
+    if not is_spooled(rows):
         return _looked_up(rows, pairs, reference, candidate)
     if not _may_be_asked(rows):
         return rows
     if isinstance(pairs, tuple):  # all of them are held already
-        return kept_like(rows, _looked_up(list(rows), pairs, reference, candidate))
+        return like_storage(rows, _looked_up(list(rows), pairs, reference, candidate))
     return rows.changed_by_process(_OfOneProcess(pairs, reference, candidate))
 
 
 def _looked_up(
     rows: Sequence[Row], pairs: Sequence[Pair], reference: Run, candidate: Run
 ) -> Sequence[Row]:
-    if not any(map(is_asked, rows)):
+    if not any(map(needs_evidence, rows)):
         return rows
-    from driftline.comparison.evidence.cancelling import with_cancelled, with_sums
-    from driftline.comparison.evidence.loose_bias import with_loose_biases
-    from driftline.comparison.evidence.optimizer_rounding import with_moved
+    # Loaded only here: what reads graphs and tensors is not needed where all rows hold.
+    from driftline.comparison.evidence.cancelling import CancelledInModule, SummedElements
+    from driftline.comparison.evidence.context import EvidenceContext, EvidenceRule, add_evidence
+    from driftline.comparison.evidence.loose_bias import BiasShift
+    from driftline.comparison.evidence.optimizer_rounding import OptimizerRounding
 
-    found = with_loose_biases(rows, pairs, reference, candidate)
-    found = with_sums(found, pairs, reference, candidate)
-    found = with_cancelled(found, pairs, reference, candidate)
-    return with_moved(found, pairs, reference, candidate)
+    context = EvidenceContext(
+        [row for row in rows if needs_evidence(row)], pairs, reference, candidate
+    )
+    # Sums before optimizers: a sum that is known leaves nothing to follow through an optimizer.
+    rules: tuple[EvidenceRule, ...] = (
+        BiasShift(context),
+        SummedElements(context),
+        CancelledInModule(context),
+        OptimizerRounding(context),
+    )
+    return add_evidence(rows, context, rules)
 
 
-def _may_be_asked(rows: KeptRows) -> bool:
+def _may_be_asked(rows: RowSpool) -> bool:
     """Whether any row of a long table is one that evidence is looked for."""
     if not rows.has_operators and rows.ports.isdisjoint((*GRADIENTS, "grad_input")):
         return False
-    if not any_asked(rows.largest, after_the_first_step=rows.after_the_first_step):
+    if not any_needs_evidence(rows.largest, after_the_first_step=rows.after_the_first_step):
         return False  # known without reading them again
-    return any(map(is_asked, rows))
+    return any(map(needs_evidence, rows))
 
 
 class _OfOneProcess:
@@ -162,7 +176,7 @@ class _OfOneProcess:
             self._next = next(self._processes, None)
         if self._next is None or self._next[0] != place:
             return rows  # what is alone comes at the end
-        if not any(map(is_asked, rows)):
+        if not any(map(needs_evidence, rows)):
             return rows  # the pairs are not gathered
         pairs = list(self._next[1])
         self._next = next(self._processes, None)

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from driftline.alignment.plan import Pair, Plan
 from driftline.comparison.measure.pair_rows import inside_of, lone
 from driftline.comparison.metrics.catalogue import Metric
-from driftline.comparison.table.row import Row
-from driftline.comparison.table.table import Side, Table, kept_like
+from driftline.comparison.table.row import Column, Row
+from driftline.comparison.table.table import Side, Table, like_storage
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 
@@ -33,34 +33,67 @@ def assembled(
         candidate: The other.
         metrics: What was measured.
     """
+    rows, columns = with_replicas(plan, rows, reference, candidate)
     missing, extra = lone_rows(plan)
-    columns = [metric.column for metric in metrics]
-    by_name = not isinstance(plan.pairs, tuple)  # a long plan, which gathers no ranks
-    if not by_name and _may_have_ranks(plan.pairs):
-        from driftline.comparison.evidence.replicas import GAP_COLUMN, has_ranks, with_ranks
-
-        if has_ranks(plan.pairs):
-            rows = with_ranks(plan.pairs, rows, reference, candidate)
-            columns.append(GAP_COLUMN)
-    placed: Iterable[Row] = rows
-    if missing:
-        placed = in_turn(rows, missing) if by_name else in_order([*rows, *missing])
-    if missing or extra or isinstance(rows, list):
-        rows = kept_like(rows, itertools.chain(placed, extra))
-    ours, theirs = sides_of(plan, reference, candidate)
+    reference_side, candidate_side = sides_of(plan, reference, candidate)
     return Table(
-        rows=rows,
-        columns=tuple(columns),
-        reference=ours,
-        candidate=theirs,
+        rows=with_lone_rows(plan, rows, missing, extra),
+        columns=(*(metric.column for metric in metrics), *columns),
+        reference=reference_side,
+        candidate=candidate_side,
         notes=plan.notes,
     )
 
 
+def with_replicas(
+    plan: Plan,
+    rows: Sequence[Row],
+    reference: Run,
+    candidate: Run,
+    places: Sequence[int] | None = None,
+) -> tuple[Sequence[Row], tuple[Column, ...]]:
+    """Rows with what is known of their ranks, and the column that tells it, where there are ranks.
+
+    Args:
+        plan: What was set against what.
+        rows: A row for each of its pairs, or for those at `places`.
+        reference: The one run.
+        candidate: The other.
+        places: Which pairs the rows are about; all, when not given.
+    """
+    # A long plan pairs by name alone, and gathers no ranks.
+    if not isinstance(plan.pairs, tuple) or not _may_have_ranks(plan.pairs):
+        return rows, ()
+    from driftline.comparison.evidence.replicas import GAP_COLUMN, has_ranks, with_ranks
+
+    if not has_ranks(plan.pairs):
+        return rows, ()
+    return with_ranks(plan.pairs, rows, reference, candidate, places), (GAP_COLUMN,)
+
+
+def with_lone_rows(
+    plan: Plan, rows: Sequence[Row], missing: Sequence[Row], extra: Sequence[Row]
+) -> Sequence[Row]:
+    """Rows of pairs and of tensors without a partner, in the order of a table."""
+    placed: Iterable[Row] = rows
+    if missing:
+        by_name = not isinstance(plan.pairs, tuple)  # such pairs are in order already
+        placed = in_turn(rows, missing) if by_name else in_order([*rows, *missing])
+    if missing or extra or isinstance(rows, list):
+        return like_storage(rows, itertools.chain(placed, extra))
+    return rows
+
+
 def _may_have_ranks(pairs: Iterable[Pair]) -> bool:
     """False for most runs, which then need not load what tells of ranks."""
-    for ours, theirs, _, _, our_recipe, their_recipe, *_ in pairs:
-        if ours.key.rank or theirs.key.rank or our_recipe is not None or their_recipe is not None:
+    # Unpacked, not by attribute: this loop runs over every pair of every comparison.
+    for reference, candidate, _, _, our_recipe, their_recipe, *_ in pairs:
+        if (
+            reference.key.rank
+            or candidate.key.rank
+            or our_recipe is not None
+            or their_recipe is not None
+        ):
             return True
     return False
 
@@ -69,11 +102,12 @@ def lone_rows(plan: Plan) -> tuple[list[Row], list[Row]]:
     """The rows of tensors that only the reference has, and of those that only the candidate has."""
 
     def row(record: Record, status: Literal["missing", "extra"], side: str) -> Row:
-        at = side, record.key
-        reason = plan.reasons.get(at, f"only in the {side}")
-        alone = lone(record, status, reason, plan.lone_lines.get(at, ""))
-        whole = plan.inside.get(at)
-        return alone if whole is None else inside_of(alone, whole)
+        # One key may be alone on both sides, for two reasons.
+        place = side, record.key
+        reason = plan.reasons.get(place, f"only in the {side}")
+        alone = lone(record, status, reason, plan.lone_lines.get(place, ""))
+        fused_key = plan.inside.get(place)
+        return alone if fused_key is None else inside_of(alone, fused_key)
 
     missing = [row(record, "missing", "reference") for record in plan.missing]
     extra = [row(record, "extra", "candidate") for record in plan.extra]
@@ -87,11 +121,12 @@ def in_order(rows: Iterable[Row]) -> list[Row]:
 
 def in_turn(rows: Iterable[Row], others: Iterable[Row]) -> Iterator[Row]:
     """The same of rows that are in order already, and others that are."""
+    # Both are sorted already; sorting again would hold all of them.
     return heapq.merge(rows, others, key=_place)
 
 
 def is_in_order(rows: Iterable[Row]) -> bool:
-    return all(one <= next_one for one, next_one in itertools.pairwise(map(_place, rows)))
+    return all(place <= next_one for place, next_one in itertools.pairwise(map(_place, rows)))
 
 
 def _place(row: Row) -> tuple[int, int, int]:
@@ -103,20 +138,22 @@ def sides_of(plan: Plan, reference: Run, candidate: Run) -> tuple[Side, Side]:
 
     Of a side that has not all that the other has it is told what its program raised.
     """
-    ours = _side(reference, lacks=bool(plan.extra))
-    return ours, _side(candidate, lacks=bool(plan.missing))
+    reference_side = _side(reference, lacks=bool(plan.extra))
+    return reference_side, _side(candidate, lacks=bool(plan.missing))
 
 
 def _side(run: Run, *, lacks: bool) -> Side:
     manifest: Mapping[str, Any] = run.manifest
     processes = run.processes()
     # What the program said of itself goes before what its launcher said.
-    said: Mapping[str, Any] = {**manifest, **(processes[0] if processes else {})}
+    facts: Mapping[str, Any] = {**manifest, **(processes[0] if processes else {})}
     about = {name: manifest[name] for name in _ABOUT if name in manifest}
-    about |= {name: said[name] for name in _ABOUT_PROCESS if name in said}
+    about |= {name: facts[name] for name in _ABOUT_PROCESS if name in facts}
     losses = [str(loss) for loss in run.losses]
+    # Why tensors are missing is worth a look only where some are.
     if lacks:
-        told = (event for event in run.events() if event.get("kind") == "exception")
-        raised = (str(event.get("message", ""))[:_LONGEST] for event in told)
+        exceptions = (event for event in run.events() if event.get("kind") == "exception")
+        raised = (str(event.get("message", ""))[:_LONGEST] for event in exceptions)
+        # All ranks of a job often raise the same exception.
         losses += itertools.islice(dict.fromkeys(raised), _RAISED)
     return Side(run.name, about, tuple(losses), run.ordered)

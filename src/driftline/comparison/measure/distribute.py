@@ -1,7 +1,8 @@
-"""Pairs are shared out among workers, and their rows gathered, as if one process had made them.
+"""Pairs are distributed among workers, and their rows gathered, as if one process had made them.
 
 What workers cannot be told is measured here: pairs of runs that lie in memory, and whatever a
-worker could not read, which this process then has the last word on.
+worker could not read, which this process then has the last word on. The worker's own half is
+`PairsWorkshop`. How workers are started and fed, `execution` knows.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ _PROBES = 8
 
 def weight_of(pair: Pair) -> int:
     """How much work a pair is, in bytes to be read."""
-    ours, theirs = _sides(pair)
-    return _EACH + sum(_bytes(record) for record in {*ours, *theirs})
+    reference_records, candidate_records = _sides(pair)
+    return _EACH + sum(_bytes(record) for record in {*reference_records, *candidate_records})
 
 
-def share_out(
+def distribute_pairs(
     pairs: Sequence[Pair],
     reference: Run,
     candidate: Run,
@@ -74,6 +75,8 @@ def share_out(
     """
     runs = (reference, candidate)
     if not all(run.opened for run in runs):
+        # Workers of this machine could not see it either, but this process can do their
+        # work.
         if executor.elsewhere:
             name = next(run.name for run in runs if not run.opened)
             raise BadInput(
@@ -89,6 +92,7 @@ def share_out(
             threads=threads,
             progress=progress,
         )
+    # Another machine may mount another disk under the same path.
     probes = _probes(pairs, runs) if executor.elsewhere else []
     job = _job(runs, metrics, elementwise, threads, executor, probes)
     at_home = partial(
@@ -114,11 +118,13 @@ def _share_once(
     progress: scheduler.Progress | None,
 ) -> Sequence[Row]:
     """What has the same bytes is measured once, wherever it is in the plan."""
+    # Told before the work is cut, so that no two workers measure the same bytes.
     repeats = repeats_of(pairs)
     again = {later for group in repeats.values() for later in group}
-    firsts = [at for at in range(len(pairs)) if at not in again]
-    weights = [weight_of(pairs[at]) for at in firsts]
-    near = [_place(0, pairs[at].reference) for at in firsts]
+    firsts = [index for index in range(len(pairs)) if index not in again]
+    weights = [weight_of(pairs[index]) for index in firsts]
+    near = [_place(0, pairs[index].reference) for index in firsts]
+    # Many small tasks even out workers of different speed.
     count = _ROUNDS * max(executor.workers, 1)
     gathered = groups(weights, near, least=_least(job), most=_MOST, count=count)
     shares = [[firsts[n] for n in group] for group in gathered]
@@ -127,7 +133,7 @@ def _share_once(
             partial(_told, pairs, share),
             sum(weights[n] for n in group),
             near[group[0]],
-            _needs([pairs[at] for at in share]) if executor.elsewhere else (),
+            _needs([pairs[index] for index in share]) if executor.elsewhere else (),
             str(pairs[share[0]].reference.key),
         )
         for share, group in zip(shares, gathered, strict=True)
@@ -138,11 +144,12 @@ def _share_once(
     def take(task: int, answer: Any) -> None:
         nonlocal finished
         share = shares[task]
-        found = _answered(answer, [pairs[at] for at in share], executor, at_home)
-        for at, row in zip(share, found, strict=True):
-            later = repeats.get(at, ())
-            for place in (at, *later):
-                rows[place] = row if place == at else repeated(pairs[place], row)
+        answered = _answered(answer, [pairs[index] for index in share], executor, at_home)
+        for index, row in zip(share, answered, strict=True):
+            later = repeats.get(index, ())
+            # The later names of the same bytes cost nothing more.
+            for place in (index, *later):
+                rows[place] = row if place == index else repeated(pairs[place], row)
             finished += 1 + len(later)
         if progress is not None:
             progress(finished, len(pairs))
@@ -159,21 +166,22 @@ def _share_in_stretches(
     progress: scheduler.Progress | None,
 ) -> Sequence[Row]:
     """Neighbours, told when they are sent; their rows go into a file, each stretch in its place."""
-    from driftline.comparison.table.row_spool import Keeper
+    from driftline.comparison.table.row_spool import SpoolWriter
 
     count = _ROUNDS * max(executor.workers, 1)
     stretches = _stretches(pairs, count, executor.elsewhere, _least(job))
+    # Content is made when a task is sent: a million pairs are never all in memory.
     tasks = [
         Task(
-            partial(_told, pairs, range(each.start, each.stop)),
-            each.weight,
-            each.near,
-            each.needs,
-            each.called,
+            partial(_told, pairs, range(stretch.start, stretch.stop)),
+            stretch.weight,
+            stretch.near,
+            stretch.needs,
+            stretch.called,
         )
-        for each in stretches
+        for stretch in stretches
     ]
-    keeper = Keeper()
+    keeper = SpoolWriter()
     finished = 0
 
     def take(task: int, answer: Any) -> None:
@@ -190,6 +198,7 @@ def _share_in_stretches(
 
 def _least(job: Job) -> int:
     """The least bytes of a task: a metric of somebody's own may take a second for each pair."""
+    # Bytes say nothing about how long a function of a user takes.
     own = any(":" in address for address in job.about["metrics"])
     return min(_LEAST, _EACH) if own else _LEAST
 
@@ -207,24 +216,28 @@ class _Stretch(NamedTuple):
 
 def _stretches(pairs: Sequence[Pair], count: int, elsewhere: bool, least: int) -> list[_Stretch]:
     """About so many of about the same weight, as `groups` makes them, without listing all pairs."""
-    found: list[_Stretch] = []
-    for at, pair in enumerate(pairs):
+    stretches: list[_Stretch] = []
+    for index, pair in enumerate(pairs):
         weight, near = weight_of(pair), _place(0, pair.reference)
         needs = _needs([pair]) if elsewhere else ()
-        last = found[-1] if found else None
-        if last is None or last.near != near or at - last.start >= _FINE:
-            found.append(_Stretch(at, at + 1, weight, near, needs, str(pair.reference.key)))
+        last = stretches[-1] if stretches else None
+        # A stretch never crosses processes: a task then needs the files of one.
+        if last is None or last.near != near or index - last.start >= _FINE:
+            stretches.append(
+                _Stretch(index, index + 1, weight, near, needs, str(pair.reference.key))
+            )
         else:
             needs = tuple(dict.fromkeys((*last.needs, *needs)))
-            found[-1] = last._replace(stop=at + 1, weight=last.weight + weight, needs=needs)
-    weights = [each.weight for each in found]
-    gathered = groups(weights, [e.near for e in found], least=least, most=_MOST, count=count)
+            stretches[-1] = last._replace(stop=index + 1, weight=last.weight + weight, needs=needs)
+    weights = [stretch.weight for stretch in stretches]
+    gathered = groups(weights, [e.near for e in stretches], least=least, most=_MOST, count=count)
     together: list[_Stretch] = []
     for group in gathered:
+        # A group may be too long for one message.
         for first in range(0, len(group), _COARSE // _FINE):
-            some = [found[n] for n in group[first : first + _COARSE // _FINE]]
-            needs = tuple(dict.fromkeys(need for each in some for need in each.needs))
-            total = sum(each.weight for each in some)
+            some = [stretches[n] for n in group[first : first + _COARSE // _FINE]]
+            needs = tuple(dict.fromkeys(need for stretch in some for need in stretch.needs))
+            total = sum(stretch.weight for stretch in some)
             together.append(some[0]._replace(stop=some[-1].stop, weight=total, needs=needs))
     return together
 
@@ -233,17 +246,18 @@ def _answered(
     answer: Any, pairs: Sequence[Pair], executor: Executor, at_home: _AtHome
 ) -> list[Row]:
     """The rows that a worker has sent of some pairs."""
-    found = rows_from_plain(answer, pairs)
-    unread = [n for n, row in enumerate(found) if row.status == "incomparable"]
+    rows = rows_from_plain(answer, pairs)
+    # What no machine can read fails here again, with this machine's reason.
+    unread = [n for n, row in enumerate(rows) if row.status == "incomparable"]
     if unread and executor.elsewhere:
         # A disk that only that machine cannot see is no finding: this one looks itself.
         for n, row in zip(unread, at_home([pairs[n] for n in unread]), strict=True):
-            found[n] = row
-    return found
+            rows[n] = row
+    return rows
 
 
 def _told(pairs: Sequence[Pair], share: Sequence[int]) -> list[Any]:
-    return [pair_to_plain(pairs[at]) for at in share]
+    return [pair_to_plain(pairs[index]) for index in share]
 
 
 def _job(
@@ -254,23 +268,28 @@ def _job(
     executor: Executor,
     probes: list[list[Any]],
 ) -> Job:
+    # A function of this process cannot be sent; a name can be looked up anywhere.
     for metric in metrics:
         if metric.function is not None and not metric.address:
             raise BadInput(
                 f"the metric '{metric.name}' is a function of this process, which no other one has",
                 hint="put it into a file and name it FILE.py:FUNCTION",
             )
-    each = threads or (1 if executor.elsewhere else max(1, cores() // executor.workers))
+    threads_each = threads or (1 if executor.elsewhere else max(1, cores() // executor.workers))
     about = {
         "paths": [run.opened for run in runs],
         "names": [run.name for run in runs],
         "probes": probes,
         "metrics": [metric.address for metric in metrics if metric.address],
-        "threads": each,
+        "threads": threads_each,
+        # A table of all dtypes, because a function cannot be sent.
         "elementwise": [
-            [ours, theirs, *elementwise(ours, theirs)] for ours in DTYPES for theirs in DTYPES
+            [reference, candidate, *elementwise(reference, candidate)]
+            for reference in DTYPES
+            for candidate in DTYPES
         ],
     }
+    # Files of users' metrics must be visible to the workers, as the runs must.
     files = [metric.address for metric in metrics if ":" in metric.address]
     folder = folder_for(*(run.opened for run in runs), *files)
     return Job("pairs", about, folder, kernel.active())
@@ -278,19 +297,19 @@ def _job(
 
 def _sides(pair: Pair) -> tuple[Sequence[Record], Sequence[Record]]:
     """What is read of each run."""
-    ours, theirs = pair.reference_recipe, pair.candidate_recipe
+    reference_recipe, candidate_recipe = pair.reference_recipe, pair.candidate_recipe
     return (
-        (pair.reference,) if ours is None else ours.records,
-        (pair.candidate,) if theirs is None else theirs.records,
+        (pair.reference,) if reference_recipe is None else reference_recipe.records,
+        (pair.candidate,) if candidate_recipe is None else candidate_recipe.records,
     )
 
 
 def _bytes(record: Record) -> int:
     if record.blob is not None:
         return record.blob.length
-    known = DTYPES.get(record.dtype)
-    kept = record.kept == "full" and not record.lost and known is not None
-    return known.byte_count(math.prod(record.shape)) if kept and known is not None else 0
+    dtype = DTYPES.get(record.dtype)
+    kept = record.kept == "full" and not record.lost and dtype is not None
+    return dtype.byte_count(math.prod(record.shape)) if kept and dtype is not None else 0
 
 
 def _place(side: int, record: Record) -> str:
@@ -302,11 +321,11 @@ def _needs(pairs: Sequence[Pair]) -> tuple[str, ...]:
 
     Also where nothing but a summary is known: a worker opens both runs whatever it is sent.
     """
-    found: dict[str, None] = {}
+    processes: dict[str, None] = {}
     for pair in pairs:
         for side, records in enumerate(_sides(pair)):
-            found |= {_place(side, record): None for record in records}
-    return tuple(found)
+            processes |= {_place(side, record): None for record in records}
+    return tuple(processes)
 
 
 def _probes(pairs: Sequence[Pair], runs: tuple[Run, Run]) -> list[list[Any]]:
@@ -322,21 +341,22 @@ def _probes(pairs: Sequence[Pair], runs: tuple[Run, Run]) -> list[list[Any]]:
                 files = smallest.setdefault(_place(side, record), {})
                 if record.blob is None or record.lost or not record.blob.length:
                     continue
-                known = files.get(record.blob.shard)
-                if known is None and len(files) >= _PROBES:
+                smaller = files.get(record.blob.shard)
+                if smaller is None and len(files) >= _PROBES:
                     continue
-                if known is None or record.blob.length < known.blob.length:  # type: ignore[union-attr]
+                if smaller is None or record.blob.length < smaller.blob.length:  # type: ignore[union-attr]
                     files[record.blob.shard] = record
-    found: list[list[Any]] = []
+    probes: list[list[Any]] = []
     for place, files in smallest.items():
         side = int(place[0])
+        # What this process cannot read would make every worker look faulty.
         readable = [record for record in files.values() if not runs[side].lost(record)]
         for record in readable:
             digest = kernel.digest(runs[side].raw(record))
-            found.append([side, place, record_to_plain(record), digest])
+            probes.append([side, place, record_to_plain(record), digest])
         if not readable:
-            found.append([side, place, None, ""])
-    return found
+            probes.append([side, place, None, ""])
+    return probes
 
 
 # What a worker does for a comparison: opens the two runs, and measures the pairs it is sent.
@@ -353,7 +373,9 @@ class PairsWorkshop:
         ]
         self._metrics = requested(about["metrics"])
         self._threads: int = about["threads"]
-        outside = {(ours, theirs): (r, a) for ours, theirs, r, a in about["elementwise"]}
+        outside = {
+            (reference, candidate): (r, a) for reference, candidate, r, a in about["elementwise"]
+        }
         self._outside = outside
         self._runs: dict[int, Run] = {}
 
@@ -362,18 +384,21 @@ class PairsWorkshop:
 
         A probe without a tensor asks only whether the run can be opened.
         """
-        found: list[tuple[str, str]] = []
+        unreadable: list[tuple[str, str]] = []
         for side, place, record, digest in self._probes:
             path = self._paths[side]
             try:
                 run = self._run(side)
+                # Nothing to read, and the run opened: that was the question.
                 if record is None:
                     continue
                 if kernel.digest(run.raw(record_from_plain(record))) != digest:
-                    found.append((place, f"holds another '{path}': not the one that is compared"))
+                    unreadable.append(
+                        (place, f"holds another '{path}': not the one that is compared")
+                    )
             except (DriftlineError, OSError, KeyError, ValueError) as trouble:
-                found.append((place, f"cannot read '{path}': {_said(trouble)}"))
-        return found
+                unreadable.append((place, f"cannot read '{path}': {_said(trouble)}"))
+        return unreadable
 
     def do(self, work: Sequence[Sequence[Any]], say: Say) -> Any:
         """The rows of some pairs."""
@@ -399,8 +424,8 @@ class PairsWorkshop:
             self._runs[side] = run
         return self._runs[side]
 
-    def _elementwise(self, ours: str, theirs: str) -> tuple[float, float]:
-        return self._outside[ours, theirs]
+    def _elementwise(self, reference: str, candidate: str) -> tuple[float, float]:
+        return self._outside[reference, candidate]
 
 
 def _said(trouble: Exception) -> str:

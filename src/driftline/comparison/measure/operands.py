@@ -120,19 +120,26 @@ class MappedPair(NamedTuple):
 
 
 def open_values(
-    reference: Run, ours: Record, candidate: Run, theirs: Record
+    reference: Run, reference_record: Record, candidate: Run, candidate_record: Record
 ) -> ValuePair | MappedPair:
     """The kept values of a pair, as they lie in mapped files where that is enough.
 
     Raises:
         DriftlineError: The values of a side cannot be read, or the samples share no elements.
     """
-    if ours.kept == theirs.kept == "full" and kernel.takes_addresses():
-        arrays = partial(open_arrays, reference, ours, candidate, theirs)
-        mapped = _mapped(reference.memory(ours), ours, candidate.memory(theirs), theirs, arrays)
+    if reference_record.kept == candidate_record.kept == "full" and kernel.takes_addresses():
+        arrays = partial(open_arrays, reference, reference_record, candidate, candidate_record)
+        # The kernel reads mapped pages by address: no copy, no numpy array.
+        mapped = _mapped(
+            reference.memory(reference_record),
+            reference_record,
+            candidate.memory(candidate_record),
+            candidate_record,
+            arrays,
+        )
         if mapped is not None:
             return mapped
-    return open_arrays(reference, ours, candidate, theirs)
+    return open_arrays(reference, reference_record, candidate, candidate_record)
 
 
 def open_window(
@@ -143,15 +150,21 @@ def open_window(
     Raises:
         DriftlineError: The values of a side cannot be read.
     """
-    ours, theirs = pair.reference, pair.candidate
-    if ours.kept == theirs.kept == "full" and kernel.takes_addresses():
-        here = reference.window(ours, *_bytes(ours, start, stop))
-        there = candidate.window(theirs, *_bytes(theirs, start, stop))
-        arrays = partial(open_arrays, reference, ours, candidate, theirs)
-        mapped = _mapped(here, ours, there, theirs, arrays)
+    reference_record, candidate_record = pair.reference, pair.candidate
+    if reference_record.kept == candidate_record.kept == "full" and kernel.takes_addresses():
+        reference_memory = reference.window(
+            reference_record, *_bytes(reference_record, start, stop)
+        )
+        candidate_memory = candidate.window(
+            candidate_record, *_bytes(candidate_record, start, stop)
+        )
+        arrays = partial(open_arrays, reference, reference_record, candidate, candidate_record)
+        mapped = _mapped(
+            reference_memory, reference_record, candidate_memory, candidate_record, arrays
+        )
         if mapped is not None:
             return mapped
-    return open_arrays(reference, ours, candidate, theirs)
+    return open_arrays(reference, reference_record, candidate, candidate_record)
 
 
 def _bytes(record: Record, start: int, stop: int) -> tuple[int, int]:
@@ -161,63 +174,99 @@ def _bytes(record: Record, start: int, stop: int) -> tuple[int, int]:
 
 
 def _mapped(
-    here: Memory | None,
-    ours: Record,
-    there: Memory | None,
-    theirs: Record,
+    reference_memory: Memory | None,
+    reference_record: Record,
+    candidate_memory: Memory | None,
+    candidate_record: Record,
     arrays: Callable[[], ValuePair],
 ) -> MappedPair | None:
-    our_dtype, their_dtype = DTYPES[ours.dtype], DTYPES[theirs.dtype]
-    count = math.prod(ours.shape)
+    reference_dtype, candidate_dtype = (
+        DTYPES[reference_record.dtype],
+        DTYPES[candidate_record.dtype],
+    )
+    count = math.prod(reference_record.shape)
+    # A file that was cut short after its index was written must not be read past its end.
     if (
-        here is None
-        or there is None
-        or here.length < our_dtype.byte_count(count)
-        or there.length < their_dtype.byte_count(count)
+        reference_memory is None
+        or candidate_memory is None
+        or reference_memory.length < reference_dtype.byte_count(count)
+        or candidate_memory.length < candidate_dtype.byte_count(count)
     ):
         return None
-    return MappedPair(here, our_dtype, there, their_dtype, count, ours.shape, arrays)
+    return MappedPair(
+        reference_memory,
+        reference_dtype,
+        candidate_memory,
+        candidate_dtype,
+        count,
+        reference_record.shape,
+        arrays,
+    )
 
 
-def open_arrays(reference: Run, ours: Record, candidate: Run, theirs: Record) -> ValuePair:
+def open_arrays(
+    reference: Run, reference_record: Record, candidate: Run, candidate_record: Record
+) -> ValuePair:
     """The kept values of a pair; a sample is set against the same elements of the other side.
 
     Raises:
         DriftlineError: The values of a side cannot be read, or the samples share no elements.
     """
-    our_dtype, their_dtype = DTYPES[ours.dtype], DTYPES[theirs.dtype]
+    reference_dtype, candidate_dtype = (
+        DTYPES[reference_record.dtype],
+        DTYPES[candidate_record.dtype],
+    )
     # Equal digests do not spare a read: they say what was captured, not what is on disk today.
-    here, there = reference.raw(ours), candidate.raw(theirs)
-    elements = math.prod(ours.shape)
-    if ours.kept == theirs.kept == "full":
-        return ValuePair(here, our_dtype, there, their_dtype, elements, ours.shape)
-    our_stride = ours.sample_stride if ours.kept == "sample" else 1
-    their_stride = theirs.sample_stride if theirs.kept == "sample" else 1
-    common = math.lcm(our_stride, their_stride)
-    here = _thinned(here, our_dtype, common // our_stride)
-    there = _thinned(there, their_dtype, common // their_stride)
-    return ValuePair(here, our_dtype, there, their_dtype, -(-elements // common), None)
+    reference_values, candidate_values = (
+        reference.raw(reference_record),
+        candidate.raw(candidate_record),
+    )
+    elements = math.prod(reference_record.shape)
+    if reference_record.kept == candidate_record.kept == "full":
+        return ValuePair(
+            reference_values,
+            reference_dtype,
+            candidate_values,
+            candidate_dtype,
+            elements,
+            reference_record.shape,
+        )
+    reference_stride = reference_record.sample_stride if reference_record.kept == "sample" else 1
+    candidate_stride = candidate_record.sample_stride if candidate_record.kept == "sample" else 1
+    # Elements that both samples kept: every nth, with n a multiple of both strides.
+    common = math.lcm(reference_stride, candidate_stride)
+    reference_values = _thinned(reference_values, reference_dtype, common // reference_stride)
+    candidate_values = _thinned(candidate_values, candidate_dtype, common // candidate_stride)
+    return ValuePair(
+        reference_values,
+        reference_dtype,
+        candidate_values,
+        candidate_dtype,
+        -(-elements // common),
+        None,
+    )
 
 
 def measure_moments(moments: Sequence[PairMoments], metrics: Sequence[Metric]) -> dict[str, Number]:
     """The measurements that the kernel's pass holds."""
-    whole = moments[0] if len(moments) == 1 else merge_moments(moments)
-    found: dict[str, Number] = {}
+    total = moments[0] if len(moments) == 1 else merge_moments(moments)
+    measured: dict[str, Number] = {}
     others = metrics
+    # All standard metrics in one call; the others one by one.
     if metrics[:_USUAL] == STANDARD:
-        found = standard(whole)
+        measured = standard(total)
         others = metrics[_USUAL:]
     for metric in others:
-        if metric.derive is not None and (value := metric.derive(whole)) is not None:
-            found[metric.column.name] = value
-    if needs_definition(whole):
-        found["_scaled"] = 1  # taken out again by `measure_values`
-    return found
+        if metric.derive is not None and (value := metric.derive(total)) is not None:
+            measured[metric.column.name] = value
+    if needs_definition(total):
+        measured["_scaled"] = 1  # taken out again by `measure_values`
+    return measured
 
 
 def measure_values(
     pair: ValuePair | MappedPair,
-    found: dict[str, Number],
+    measured: dict[str, Number],
     metrics: Sequence[Metric],
     notes: list[str],
 ) -> dict[str, Number]:
@@ -226,28 +275,33 @@ def measure_values(
     A user's function that raises is NaN, and a sentence in `notes`.
     """
     wanted = [metric for metric in metrics if metric.derive is None]
-    if found.pop("_scaled", 0):
+    if measured.pop("_scaled", 0):
+        # Squares overflowed: norms come from the definitions, which scale first.
         wanted += [KNOWN[name] for name in _SCALED]
     if not wanted:
-        return found
-    ours, theirs = pair.decoded()
-    both = np.isfinite(ours) & np.isfinite(theirs)
-    flat_ours, flat_theirs = (ours, theirs) if both.all() else (ours[both], theirs[both])
+        return measured
+    reference, candidate = pair.decoded()
+    finite = np.isfinite(reference) & np.isfinite(candidate)
+    finite_reference, finite_candidate = (
+        (reference, candidate) if finite.all() else (reference[finite], candidate[finite])
+    )
     for metric in wanted:
-        here, there = flat_ours, flat_theirs
+        reference_values, candidate_values = finite_reference, finite_candidate
         if metric.whole:
-            here, there = _shaped(ours, pair), _shaped(theirs, pair)
+            reference_values, candidate_values = _shaped(reference, pair), _shaped(candidate, pair)
         if metric.function is None:
-            found[metric.name] = metric.define()(here, there)
+            measured[metric.name] = metric.define()(reference_values, candidate_values)
             continue
         try:
             # Copies for users' functions: nothing they write may reach the next metric.
-            found[metric.name] = float(metric.function(here.copy(), there.copy()))
+            measured[metric.name] = float(
+                metric.function(reference_values.copy(), candidate_values.copy())
+            )
         except (Exception, SystemExit) as trouble:
             # A metric that fails must not hide what the others found; no limit holds for NaN.
-            found[metric.name] = math.nan
+            measured[metric.name] = math.nan
             notes.append(f"the metric '{metric.name}' failed: {type(trouble).__name__}: {trouble}")
-    return found
+    return measured
 
 
 def _is_square(shape: tuple[int, ...] | None) -> bool:
@@ -266,6 +320,7 @@ def _decoded(values: Storage, dtype: DType, count: int) -> F64:
         return decoded.view(np.float64)
     numbers = decoded.astype(np.float64, copy=False)
     if dtype.kind == "float" and dtype.bits >= 16:
+        # The lowest value of a format stands for minus infinity in attention masks.
         numbers = np.where(numbers == dtype.lowest, -np.inf, numbers)
     return numbers
 
@@ -282,5 +337,6 @@ def _thinned(values: Storage, dtype: DType, stride: int) -> Storage:
     if stride == 1:
         return values
     if dtype.bits == 4:
+        # Two codes share a byte: single ones cannot be picked out without unpacking.
         raise BadInput(f"samples of packed {dtype.name} with different strides share no bytes")
     return np.ascontiguousarray(values[::stride])

@@ -33,7 +33,7 @@ F64 = npt.NDArray[np.float64]
 Storage = npt.NDArray[Any]
 
 
-class Cooked(NamedTuple):
+class RecipeResult(NamedTuple):
     """What a recipe gives.
 
     Attributes:
@@ -47,7 +47,7 @@ class Cooked(NamedTuple):
     shape: tuple[int, ...]
 
 
-def cook(run: Run, recipe: Recipe) -> Cooked:
+def apply_recipe(run: Run, recipe: Recipe) -> RecipeResult:
     """Carry out a recipe on the tensors of a run.
 
     Raises:
@@ -58,28 +58,37 @@ def cook(run: Run, recipe: Recipe) -> Cooked:
         raise BadInput(
             f"the recipe '{recipe}' gives {_dims(words.shape)}, the plan says {_dims(recipe.shape)}"
         )
+    # The kernel reads flat storage, two 4-bit codes to a byte.
     flat = np.ascontiguousarray(words).reshape(-1)
-    return Cooked(_packed(flat) if dtype.bits == 4 else flat, dtype, words.shape)
+    return RecipeResult(_packed(flat) if dtype.bits == 4 else flat, dtype, words.shape)
 
 
-def open_cooked(reference: Run, candidate: Run, pair: Pair) -> ValuePair:
+def open_recipes(reference: Run, candidate: Run, pair: Pair) -> ValuePair:
     """Both sides of a pair after their recipes.
 
     Raises:
-        DriftlineError: As `cook`.
+        DriftlineError: As `apply_recipe`.
     """
-    here = cook(reference, pair.reference_recipe or start(pair.reference))
-    there = cook(candidate, pair.candidate_recipe or start(pair.candidate))
-    if here.shape != there.shape:
+    reference_result = apply_recipe(reference, pair.reference_recipe or start(pair.reference))
+    candidate_result = apply_recipe(candidate, pair.candidate_recipe or start(pair.candidate))
+    if reference_result.shape != candidate_result.shape:
         raise BadInput(
-            f"the shapes differ: {_dims(here.shape)} against {_dims(there.shape)}, after "
+            f"the shapes differ: {_dims(reference_result.shape)} against "
+            f"{_dims(candidate_result.shape)}, after "
             f"{pair.reference_recipe or 'nothing'} and {pair.candidate_recipe or 'nothing'}"
         )
-    count = math.prod(here.shape)
-    return ValuePair(here.values, here.dtype, there.values, there.dtype, count, here.shape)
+    count = math.prod(reference_result.shape)
+    return ValuePair(
+        reference_result.values,
+        reference_result.dtype,
+        candidate_result.values,
+        candidate_result.dtype,
+        count,
+        reference_result.shape,
+    )
 
 
-def said_of_a_square(pair: Pair, values: ValuePair, relative_l2: float) -> str:
+def transpose_hint(pair: Pair, values: ValuePair, relative_l2: float) -> str:
     """A remark on a square weight that is far off as it is and agrees the other way round.
 
     Its shape cannot say how it lies. Nothing is chosen: the row stays what it is.
@@ -88,15 +97,16 @@ def said_of_a_square(pair: Pair, values: ValuePair, relative_l2: float) -> str:
         return ""
     if values.candidate_dtype.bits == 4:
         return ""
+    # One more pass over a tensor that is far off anyway: rare, and worth it.
     turned = np.ascontiguousarray(values.candidate.reshape(values.shape).T).reshape(-1)
     moments = values._replace(candidate=turned).moments(0, values.count, atol=0.0, rtol=0.0)
     derive = KNOWN["relative_l2"].derive
-    found = None if derive is None else derive(moments)
-    if found is None or not found <= relative_l2 / 10:
+    transposed_error = None if derive is None else derive(moments)
+    if transposed_error is None or not transposed_error <= relative_l2 / 10:
         return ""
     return (
-        f"ambiguous: transposed it would agree better (relative_l2 {found:.3g}), and being square "
-        "its shape cannot say how it lies; a plan with a transpose step decides"
+        f"ambiguous: transposed it would agree better (relative_l2 {transposed_error:.3g}), and "
+        "being square its shape cannot say how it lies; a plan with a transpose step decides"
     )
 
 
@@ -104,10 +114,11 @@ def made(run: Run, recipe: Recipe) -> tuple[Storage, DType]:
     """The words of a recipe's result: an array of its shape, often a view; 4-bit codes unpacked.
 
     Raises:
-        DriftlineError: As `cook`.
+        DriftlineError: As `apply_recipe`.
     """
     parts = [_taken(run, source) for source in recipe.sources]
     steps = recipe.steps
+    # Joining comes first in every recipe: later steps have one tensor to work on.
     if steps and steps[0].kind in JOINING:
         words, dtype = _joined(steps[0], parts)
         steps = steps[1:]
@@ -142,6 +153,7 @@ def _taken(run: Run, source: Source) -> tuple[Storage, DType]:
     count = math.prod(source.shape)
     words: Storage = run.raw(source)
     if dtype.bits == 4:
+        # Unpacked, elements can be moved as those of any other type.
         words = unpack_nibbles(words.view(np.uint8), count)
     if words.size != count:
         raise BadInput(f"{source.key} holds {words.size} elements, its shape says {count}")
@@ -151,6 +163,7 @@ def _taken(run: Run, source: Source) -> tuple[Storage, DType]:
 def _done(step: Step, words: Storage) -> Storage:
     """One step on one tensor; a view wherever numpy has one."""
     shape = words.shape
+    # Plans may be edited by hand: each step checks that it fits.
     if step.kind in ("split", "trim", "select") and not 0 <= step.axis < len(shape):
         raise BadInput(f"{step} does not fit {_dims(shape)}: it has no axis {step.axis}")
     if step.kind in ("split", "trim"):
@@ -197,18 +210,20 @@ def _times(step: Step, words: Storage, dtype: DType) -> tuple[Storage, DType]:
 def _sum(parts: Sequence[tuple[Storage, DType]], factor: float = 1.0) -> tuple[Storage, DType]:
     """Added up in float64 (integers: in int64) and multiplied, rounded once at the end."""
     common = _common([dtype for _, dtype in parts])
+    # A mean of integers is no integer.
     if factor != 1.0 and common.kind in ("int", "uint"):
         common = DTYPES["float64"]
     shape = parts[0][0].shape
     flats = [(np.ascontiguousarray(words).reshape(-1), dtype) for words, dtype in parts]
     total = np.empty(math.prod(shape), common.storage)
-    for at in range(0, total.size, _ROWS):
-        block = slice(at, at + _ROWS)
+    # Block by block: float64 copies of all parts at once could be larger than memory.
+    for offset in range(0, total.size, _ROWS):
+        block = slice(offset, offset + _ROWS)
         if common.kind in ("int", "uint"):
             total[block] = sum(_as(words[block], dtype, common) for words, dtype in flats)
         else:
-            found = sum(_decoded(words[block], dtype) for words, dtype in flats)
-            total[block] = found * factor
+            numbers = sum(_decoded(words[block], dtype) for words, dtype in flats)
+            total[block] = numbers * factor
     return total.reshape(shape), common
 
 
@@ -221,14 +236,16 @@ def _dequantised(step: Step, parts: Sequence[tuple[Storage, DType]]) -> tuple[St
     others = [_spread(_decoded(part, kind), shape, step.axis) for part, kind in parts[1:]]
     result = np.empty(shape, np.float32)
     rows = shape[0] if shape else 1
+    # As many rows as keep the float64 block small.
     height = max(1, _ROWS // max(1, math.prod(shape[1:])))
-    for at in range(0, rows, height):
-        block = slice(at, at + height) if shape else ()
+    for first_row in range(0, rows, height):
+        block = slice(first_row, first_row + height) if shape else ()
         numbers = _decoded(words[block], dtype)
         if len(others) == 2:
             numbers = numbers - others[1].rows(block)
         if step.zero:
             numbers = numbers - step.zero
+        # A scale may be infinite in a damaged dump; the row then says so, not numpy.
         with np.errstate(over="ignore", invalid="ignore"):
             if others:
                 numbers = numbers * others[0].rows(block)
@@ -251,12 +268,14 @@ def _unpacked(step: Step, words: Storage, dtype: DType) -> tuple[Storage, DType]
     if not 0 <= step.axis < words.ndim:
         raise BadInput(f"{step} does not fit {_dims(words.shape)}: it has no axis {step.axis}")
     bits = 32 // len(step.numbers)
-    whole = np.ascontiguousarray(words).view(np.uint32)
+    unsigned = np.ascontiguousarray(words).view(np.uint32)
     mask = np.uint32((1 << bits) - 1)
-    codes = [(whole >> np.uint32(bits * place) & mask).astype(np.uint8) for place in step.numbers]
-    at = step.axis
-    shape = (*words.shape[:at], words.shape[at] * len(codes), *words.shape[at + 1 :])
-    return np.stack(codes, axis=at + 1).reshape(shape), DTYPES["uint8"]
+    codes = [
+        (unsigned >> np.uint32(bits * place) & mask).astype(np.uint8) for place in step.numbers
+    ]
+    axis = step.axis
+    shape = (*words.shape[:axis], words.shape[axis] * len(codes), *words.shape[axis + 1 :])
+    return np.stack(codes, axis=axis + 1).reshape(shape), DTYPES["uint8"]
 
 
 class _Spread(NamedTuple):
@@ -284,16 +303,17 @@ def _spread(scale: F64, shape: tuple[int, ...], axis: int) -> _Spread:
     """One scale for all, one per element of `axis`, or one per group along every axis."""
     if scale.size == 1:
         return _Spread(scale.reshape((1,) * len(shape)), (1,) * len(shape))
+    # A column or row of scales means the same as a flat list of them.
     if scale.ndim != len(shape) and max(scale.shape) == scale.size:
         scale = scale.reshape(-1)
     if scale.ndim == 1 and 0 <= axis < len(shape):
-        scale = scale.reshape(*(-1 if at == axis else 1 for at in range(len(shape))))
+        scale = scale.reshape(*(-1 if dimension == axis else 1 for dimension in range(len(shape))))
     fits = scale.ndim == len(shape) and all(
-        size and whole % size == 0 for whole, size in zip(shape, scale.shape, strict=True)
+        size and extent % size == 0 for extent, size in zip(shape, scale.shape, strict=True)
     )
     if not fits:
         raise BadInput(f"scales of {_dims(scale.shape)} do not fit values of {_dims(shape)}")
-    repeats = tuple(whole // size for whole, size in zip(shape, scale.shape, strict=True))
+    repeats = tuple(extent // size for extent, size in zip(shape, scale.shape, strict=True))
     return _Spread(scale, repeats)
 
 
@@ -304,6 +324,7 @@ def _common(dtypes: Sequence[DType]) -> DType:
         raise BadInput(f"{' and '.join(dtype.name for dtype in dtypes)} cannot be computed with")
     if kinds <= {"int", "uint", "bool"}:
         return DTYPES["int64"]
+    # float32 cannot hold every int32, and must not lose digits of a float64.
     wide = any(dtype.bits == 64 or dtype.name in ("int32", "uint32") for dtype in dtypes)
     return DTYPES["float64" if wide else "float32"]
 
@@ -336,8 +357,8 @@ def _signed(codes: Storage) -> npt.NDArray[np.int8]:
 def _packed(codes: Storage) -> Storage:
     """Two codes to a byte, low nibble first, as the kernel reads them."""
     even = codes if codes.size % 2 == 0 else np.append(codes, np.uint8(0))
-    whole = even.astype(np.uint8, copy=False)
-    return whole[0::2] | (whole[1::2] << 4)
+    nibbles = even.astype(np.uint8, copy=False)
+    return nibbles[0::2] | (nibbles[1::2] << 4)
 
 
 def _all(shapes: Sequence[tuple[int, ...]]) -> str:
@@ -359,17 +380,18 @@ def row_blocks(reference: Run, candidate: Run, pair: Pair) -> Iterator[ValuePair
     """Both sides of a pair after their recipes, block after block in order; None if they must be
     made whole.
     """
-    ours, theirs = (
+    reference_source, candidate_source = (
         pair.reference_recipe or pair.reference,
         pair.candidate_recipe or pair.candidate,
     )
-    shape = ours.shape
-    if shape != theirs.shape or not shape or math.prod(shape) <= BLOCK or shape[0] < 2:
+    shape = reference_source.shape
+    # Small ones are made as a whole, which is simpler and as fast.
+    if shape != candidate_source.shape or not shape or math.prod(shape) <= BLOCK or shape[0] < 2:
         return None
-    if rows_of(ours, 0, 1) is None or rows_of(theirs, 0, 1) is None:
+    if rows_of(reference_source, 0, 1) is None or rows_of(candidate_source, 0, 1) is None:
         return None
     many = max(1, BLOCK // math.prod(shape[1:]))
-    return _blocks(reference, candidate, pair, (ours, theirs), many)
+    return _blocks(reference, candidate, pair, (reference_source, candidate_source), many)
 
 
 def _blocks(
@@ -377,9 +399,11 @@ def _blocks(
 ) -> Iterator[ValuePair]:
     last = sides[0].shape[0]
     for first in range(0, last, many):
-        ours, theirs = (rows_of(side, first, min(first + many, last)) for side in sides)
-        cut = pair._replace(reference_recipe=ours, candidate_recipe=theirs)
-        yield open_cooked(reference, candidate, cut)
+        reference_rows, candidate_rows = (
+            rows_of(side, first, min(first + many, last)) for side in sides
+        )
+        cut = pair._replace(reference_recipe=reference_rows, candidate_recipe=candidate_rows)
+        yield open_recipes(reference, candidate, cut)
 
 
 def rows_of(source: Source, start: int, stop: int) -> Recipe | None:
@@ -390,14 +414,15 @@ def rows_of(source: Source, start: int, stop: int) -> Recipe | None:
         if dtype is None or dtype.bits < 8 or not source.shape:
             return None
         return Recipe((source,), (Step("split", 0, start, stop),), shape)
+    # Only steps that keep rows apart allow to make some rows alone.
     joins = bool(source.steps) and source.steps[0].kind in JOINING
     if joins and source.steps[0].kind == "dequantise":
         return None
     if any(not _keeps_rows(step) for step in source.steps[joins:]):
         return None
     inner: list[Recipe] = []
-    for each, begin, end in _parts(source, start, stop):
-        if (rows := rows_of(each, begin, end)) is None:
+    for part, begin, end in _parts(source, start, stop):
+        if (rows := rows_of(part, begin, end)) is None:
             return None
         inner.append(rows)
     return Recipe(tuple(inner), source.steps, shape)
@@ -410,11 +435,12 @@ def _keeps_rows(step: Step) -> bool:
 def _parts(source: Recipe, start: int, stop: int) -> Iterator[tuple[Source, int, int]]:
     """The sources that have a share in some rows, and which of their own rows those are."""
     if not source.steps or (source.steps[0].kind, source.steps[0].axis) != ("concat", 0):
-        yield from ((each, start, stop) for each in source.sources)
+        yield from ((part, start, stop) for part in source.sources)
         return
-    at = 0
-    for each in source.sources:
-        begin, end = max(start, at), min(stop, at + each.shape[0])
+    offset = 0
+    for part in source.sources:
+        # Joined along the rows: each source has some of them.
+        begin, end = max(start, offset), min(stop, offset + part.shape[0])
         if begin < end:
-            yield each, begin - at, end - at
-        at += each.shape[0]
+            yield part, begin - offset, end - offset
+        offset += part.shape[0]

@@ -21,30 +21,31 @@ Names = dict[tuple[str, ...], int]
 
 def pair_to_plain(pair: Pair) -> list[Any]:
     """A pair without what does not matter for measuring it."""
-    both = pair.reference.kept in _VALUES and pair.candidate.kept in _VALUES
+    # A summary is long, and needed only where there are no values to measure.
+    have_values = pair.reference.kept in _VALUES and pair.candidate.kept in _VALUES
     lost = pair.reference.lost or pair.candidate.lost
-    whole = not both or bool(lost)
+    with_summary = not have_values or bool(lost)
     recipes = (pair.reference_recipe, pair.candidate_recipe)
     return [
-        _record(pair.reference, whole),
-        _record(pair.candidate, whole),
+        _record(pair.reference, with_summary),
+        _record(pair.candidate, with_summary),
         pair.by,
         pair.confidence,
-        *(None if recipe is None else _recipe(recipe, whole) for recipe in recipes),
+        *(None if recipe is None else _recipe(recipe, with_summary) for recipe in recipes),
         pair.trouble,
     ]
 
 
 def pair_from_plain(shown: Sequence[Any]) -> Pair:
     """The inverse of `pair_to_plain`."""
-    ours, theirs, by, confidence, our_recipe, their_recipe, trouble = shown
+    reference, candidate, by, confidence, reference_recipe, candidate_recipe, trouble = shown
     return Pair(
-        record_from_plain(ours),
-        record_from_plain(theirs),
+        record_from_plain(reference),
+        record_from_plain(candidate),
         by,
         confidence,
-        None if our_recipe is None else _recipe_from(our_recipe),
-        None if their_recipe is None else _recipe_from(their_recipe),
+        None if reference_recipe is None else _recipe_from(reference_recipe),
+        None if candidate_recipe is None else _recipe_from(candidate_recipe),
         trouble,
     )
 
@@ -57,8 +58,9 @@ def record_to_plain(record: Record) -> list[Any]:
     return _record(record, True)
 
 
-def _record(record: Record, whole: bool) -> list[Any]:
-    summary = record.summary if whole else None
+def _record(record: Record, with_summary: bool) -> list[Any]:
+    summary = record.summary if with_summary else None
+    # By position, not by name: there are many of them.
     return [*record[:11], None if summary is None else list(summary), *record[12:]]
 
 
@@ -84,10 +86,12 @@ def record_from_plain(shown: Sequence[Any]) -> Record:
     )
 
 
-def _recipe(recipe: Recipe, whole: bool) -> dict[str, Any]:
+def _recipe(recipe: Recipe, with_summary: bool) -> dict[str, Any]:
     return {
         "sources": [
-            _recipe(source, whole) if isinstance(source, Recipe) else _record(source, whole)
+            _recipe(source, with_summary)
+            if isinstance(source, Recipe)
+            else _record(source, with_summary)
             for source in recipe.sources
         ],
         "steps": [step.text() for step in recipe.steps],
@@ -108,25 +112,28 @@ def _recipe_from(shown: Mapping[str, Any]) -> Recipe:
 
 def rows_to_plain(rows: Sequence[Row]) -> list[Any]:
     """What was measured, without what the pairs say anyway: names of metrics, and a line a row."""
-    known: Names = {}
+    kinds: Names = {}
     lines: list[list[Any]] = []
     for row in rows:
         metrics = row.metrics
-        names = known.setdefault(tuple(metrics), len(known))
+        # Names of metrics once for all rows that have the same.
+        names = kinds.setdefault(tuple(metrics), len(kinds))
         values = [_number(value) for value in metrics.values()]
         line: list[Any] = [names, values]
+        # Most rows were measured from values and have nothing else to tell.
         if row.status != "unjudged" or row.reason or row.estimated or row.basis != "values":
             line += [row.status, row.reason, row.basis, row.estimated, row.severity]
         lines.append(line)
-    return [list(known), lines]
+    return [list(kinds), lines]
 
 
 def rows_from_plain(shown: Sequence[Any], pairs: Sequence[Pair]) -> list[Row]:
     """The inverse of `rows_to_plain`, for the pairs that were measured."""
-    known, lines = shown
+    kinds, lines = shown
     rows: list[Row] = []
     for pair, line in zip(pairs, lines, strict=True):
-        metrics = dict(zip(known[line[0]], line[1], strict=True))
+        metrics = dict(zip(kinds[line[0]], line[1], strict=True))
+        # The short form of a row without remarks.
         if len(line) == 2:
             rows.append(paired(pair, "values", metrics))
             continue

@@ -1,4 +1,9 @@
-"""How large tensors are cut into blocks for several threads, and how many threads there may be."""
+"""Pairs become rows: two runs are read once, in bounded memory, on every core.
+
+Large tensors are cut into blocks that threads share; small pairs are measured by the calling thread
+with as little Python as possible; long plans go a few thousand pairs at a time, their rows into a
+file. What a metric is, and whether a number is allowed, it does not know.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +23,10 @@ from driftline.comparison.measure.operands import (
     open_window,
 )
 from driftline.comparison.measure.pair_rows import (
-    clash,
     has_recipe,
-    lies,
+    incompatibility,
     paired,
+    placement_kind,
     repeated,
     repeats_of,
 )
@@ -29,7 +34,7 @@ from driftline.comparison.measure.summaries import ESTIMATED, row_without_values
 from driftline.comparison.metrics.catalogue import STANDARD, Metric
 from driftline.comparison.metrics.from_moments import needs_definition, standard
 from driftline.comparison.table.row import LOST, MANY, Number, Row
-from driftline.comparison.table.row_spool import Keeper, KeptRows
+from driftline.comparison.table.row_spool import RowSpool, SpoolWriter
 from driftline.comparison.table.table import Table
 from driftline.errors import DriftlineError, Unreachable
 from driftline.numerics import kernel
@@ -50,7 +55,7 @@ def blocks_of(count: int) -> list[tuple[int, int]]:
     """First and last-plus-one element of each block of so many; a single one for most tensors."""
     if count <= 2 * BLOCK:
         return [(0, count)]
-    return [(at, min(at + BLOCK, count)) for at in range(0, count, BLOCK)]
+    return [(offset, min(offset + BLOCK, count)) for offset in range(0, count, BLOCK)]
 
 
 def cores() -> int:
@@ -74,11 +79,11 @@ def windows(pairs: Sequence[Pair], size: int = WINDOW) -> Iterator[list[Pair]]:
         yield window
 
 
-def measured_in_windows(
+def measure_windows(
     pairs: Sequence[Pair],
     measure: Callable[[Sequence[Pair], Told | None], Sequence[Row]],
     progress: Told | None,
-) -> KeptRows:
+) -> RowSpool:
     """Rows of all pairs, in their order.
 
     Args:
@@ -86,9 +91,10 @@ def measured_in_windows(
         measure: Measures some of them, and tells how far it is.
         progress: Told how far all of it is.
     """
-    keeper = Keeper()
+    keeper = SpoolWriter()
     done = 0
     for window in windows(pairs):
+        # Bound now: progress is told from other threads while the next window begins.
         before = done
 
         def tell(ready: int, _: int, before: int = before) -> None:
@@ -116,8 +122,8 @@ FAR_OFF = 0.1
 class _Types(NamedTuple):
     """What is the same for all pairs of two dtypes."""
 
-    ours: DType
-    theirs: DType
+    reference: DType
+    candidate: DType
     bits: int
     rtol: float
     atol: float
@@ -142,64 +148,75 @@ class SmallPairs:
 
     def elements(self, pair: Pair) -> int | None:
         """How many elements a pair has that is, as far as its records say, as usual; else None."""
-        ours, theirs, _, _, our_recipe, their_recipe, trouble, *_ = pair
-        if not self._able or our_recipe is not None or their_recipe is not None or trouble:
+        reference, candidate, _, _, reference_recipe, candidate_recipe, trouble, *_ = pair
+        if (
+            not self._able
+            or reference_recipe is not None
+            or candidate_recipe is not None
+            or trouble
+        ):
             return None
-        shape = ours.shape
-        if ours.kept != "full" or theirs.kept != "full" or shape != theirs.shape:
+        shape = reference.shape
+        # Whatever is unusual goes the long way, which explains itself in the row.
+        if reference.kept != "full" or candidate.kept != "full" or shape != candidate.shape:
             return None
-        if ours.placement != theirs.placement and lies(ours) != lies(theirs):
+        if reference.placement != candidate.placement and placement_kind(
+            reference
+        ) != placement_kind(candidate):
             return None
-        types = self._known.get((ours.dtype, theirs.dtype)) or self._types(pair)
-        if types is None or self._reference.lost(ours) or self._candidate.lost(theirs):
+        types = self._known.get((reference.dtype, candidate.dtype)) or self._types(pair)
+        if types is None or self._reference.lost(reference) or self._candidate.lost(candidate):
             return None
         return math.prod(shape)
 
     def is_small(self, pair: Pair, elements: int) -> bool:
         """Whether a usual pair of so many elements is one for the calling thread."""
+        # Bits of one element of both sides together.
         types = self._known[pair.reference.dtype, pair.candidate.dtype]
         return elements * types.bits <= 8 * SMALL_BYTES
 
     def _types(self, pair: Pair) -> _Types | None:
-        if clash(pair):
+        if incompatibility(pair):
             return None
-        ours, theirs = DTYPES[pair.reference.dtype], DTYPES[pair.candidate.dtype]
-        rtol, atol = self._elementwise(ours.name, theirs.name)
-        types = _Types(ours, theirs, ours.bits + theirs.bits, rtol, atol)
+        reference, candidate = DTYPES[pair.reference.dtype], DTYPES[pair.candidate.dtype]
+        rtol, atol = self._elementwise(reference.name, candidate.name)
+        types = _Types(reference, candidate, reference.bits + candidate.bits, rtol, atol)
         self._known[pair.reference.dtype, pair.candidate.dtype] = types
         return types
 
     def rows(self, pairs: Sequence[Pair]) -> Iterator[Row | None]:
         """Rows of pairs that are as usual, in their order; see `row`."""
-        pieces = [pairs[at : at + _AHEAD] for at in range(0, len(pairs), _AHEAD)]
+        # While a piece is measured, the next one is read.
+        pieces = [pairs[index : index + _AHEAD] for index in range(0, len(pairs), _AHEAD)]
         many = len(pieces) > 1
-        here = self._reference.read_ahead() if many else None
-        there = self._candidate.read_ahead() if many else None
+        reference_ahead = self._reference.read_ahead() if many else None
+        candidate_ahead = self._candidate.read_ahead() if many else None
 
-        def begin(at: int) -> None:
-            if here is not None and at < len(pieces):
-                here.begin([pair.reference for pair in pieces[at]])
-            if there is not None and at < len(pieces):
-                there.begin([pair.candidate for pair in pieces[at]])
+        def begin(index: int) -> None:
+            if reference_ahead is not None and index < len(pieces):
+                reference_ahead.begin([pair.reference for pair in pieces[index]])
+            if candidate_ahead is not None and index < len(pieces):
+                candidate_ahead.begin([pair.candidate for pair in pieces[index]])
 
         try:
             begin(0)
-            for at, piece in enumerate(pieces, 1):
+            for index, piece in enumerate(pieces, 1):
                 unread = [None] * len(piece)
-                ours = unread if here is None else here.take()
-                theirs = unread if there is None else there.take()
-                begin(at)
-                yield from map(self.row, piece, ours, theirs)
+                reference_memory = unread if reference_ahead is None else reference_ahead.take()
+                candidate_memory = unread if candidate_ahead is None else candidate_ahead.take()
+                begin(index)
+                yield from map(self.row, piece, reference_memory, candidate_memory)
+        # Reading ahead holds buffers and threads; an error must not leave them.
         finally:
-            for side in (here, there):
+            for side in (reference_ahead, candidate_ahead):
                 if side is not None:
                     side.close()
 
     def row(
         self,
         pair: Pair,
-        here: Memory | None = None,
-        there: Memory | None = None,
+        reference_memory: Memory | None = None,
+        candidate_memory: Memory | None = None,
     ) -> Row | None:
         """The measured row of a pair that is as usual; None to let the engine look at it.
 
@@ -208,37 +225,45 @@ class SmallPairs:
             here: Where the reference's values lie, if that is known already.
             there: The same of the candidate.
         """
-        moments = self._measured(pair, here, there)
+        moments = self._measured(pair, reference_memory, candidate_memory)
         if moments is None or needs_definition(moments):
             return None
-        found = standard(moments)
+        measured = standard(moments)
         shape = pair.reference.shape
-        if len(shape) == 2 and shape[0] == shape[1] and found["relative_l2"] > FAR_OFF:
+        if len(shape) == 2 and shape[0] == shape[1] and measured["relative_l2"] > FAR_OFF:
             return None
-        return paired(pair, "values", found)
+        return paired(pair, "values", measured)
 
     def _measured(
-        self, pair: Pair, here: Memory | None, there: Memory | None
+        self, pair: Pair, reference_memory: Memory | None, candidate_memory: Memory | None
     ) -> PairMoments | None:
-        ours, theirs = pair.reference, pair.candidate
-        our_dtype, their_dtype, _, rtol, atol = self._known[ours.dtype, theirs.dtype]
-        count = math.prod(ours.shape)
+        reference_record, candidate_record = pair.reference, pair.candidate
+        our_dtype, their_dtype, _, rtol, atol = self._known[
+            reference_record.dtype, candidate_record.dtype
+        ]
+        count = math.prod(reference_record.shape)
         try:
-            if here is None:
-                here = self._reference.memory(ours)
-            if there is None:
-                there = self._candidate.memory(theirs)
+            if reference_memory is None:
+                reference_memory = self._reference.memory(reference_record)
+            if candidate_memory is None:
+                candidate_memory = self._candidate.memory(candidate_record)
         except (DriftlineError, OSError, ValueError):
             return None
         if (
-            here is None
-            or there is None
-            or here.length * 8 < our_dtype.bits * count
-            or there.length * 8 < their_dtype.bits * count
+            reference_memory is None
+            or candidate_memory is None
+            or reference_memory.length * 8 < our_dtype.bits * count
+            or candidate_memory.length * 8 < their_dtype.bits * count
         ):
             return None
         return kernel.pair_moments_at(
-            here.address, our_dtype, there.address, their_dtype, count=count, atol=atol, rtol=rtol
+            reference_memory.address,
+            our_dtype,
+            candidate_memory.address,
+            their_dtype,
+            count=count,
+            atol=atol,
+            rtol=rtol,
         )
 
 
@@ -292,9 +317,9 @@ def measure(
         A table whose compared rows are `unjudged`, in the reference's execution order, extra last.
     """
     if executor is not None:
-        from driftline.comparison.measure.distribute import share_out
+        from driftline.comparison.measure.distribute import distribute_pairs
 
-        found = share_out(
+        rows = distribute_pairs(
             plan.pairs,
             reference,
             candidate,
@@ -305,7 +330,7 @@ def measure(
             progress=progress,
         )
     else:
-        found = measure_pairs(
+        rows = measure_pairs(
             plan.pairs,
             reference,
             candidate,
@@ -314,7 +339,7 @@ def measure(
             threads=threads,
             progress=progress,
         )
-    return assembled(plan, found, reference, candidate, metrics)
+    return assembled(plan, rows, reference, candidate, metrics)
 
 
 def measure_pairs(
@@ -342,7 +367,7 @@ def measure_pairs(
         candidate.release_some()
         return rows
 
-    return measured_in_windows(pairs, and_let_go, progress)
+    return measure_windows(pairs, and_let_go, progress)
 
 
 def is_long(pairs: Sequence[Pair]) -> bool:
@@ -375,18 +400,18 @@ class _Work:
         self.small: list[int] = []
         self.usual: set[int] = set()
         self.units: list[tuple[int, int, int, int]] = []
-        for at, pair in enumerate(pairs):
-            if at in measured_once:
+        for index, pair in enumerate(pairs):
+            if index in measured_once:
                 continue
             elements = self.quick.elements(pair)
             if elements is not None and self.quick.is_small(pair, elements):
-                self.small.append(at)
+                self.small.append(index)
                 continue
             blocks = _blocks(pair) if elements is None else blocks_of(elements)
             if elements is not None and len(blocks) == 1:
-                self.usual.add(at)
+                self.usual.add(index)
             for block, (start, stop) in enumerate(blocks):
-                self.units.append((stop - start, at, block, len(blocks)))
+                self.units.append((stop - start, index, block, len(blocks)))
         self.fetched = reference.fetched or candidate.fetched
         # Largest first: in a run's order the logits come last, and one thread reads them alone.
         # What is fetched comes in the order in which it lies there.
@@ -402,6 +427,7 @@ class _Work:
 
     def run(self, threads: int) -> list[Row]:
         """All rows, in the order of the pairs. The calling thread does small ones, and helps."""
+        # Daemons: an interrupt must not wait for a tensor of gigabytes.
         helpers = [
             threading.Thread(target=self._worker, name=f"driftline-compare-{n}", daemon=True)
             for n in range(1, min(threads, len(self.units)))
@@ -412,24 +438,25 @@ class _Work:
         self._worker()
         for helper in helpers:
             helper.join()
+        # An error of the program itself, not of a pair: those are rows.
         if self.failure is not None:
             raise self.failure
         return [row for row in self.rows if row is not None]
 
     def _small_ones(self) -> None:
         try:
-            rows = self.quick.rows([self.pairs[at] for at in self.small])
-            for at, row in zip(self.small, rows, strict=True):
-                self._finish(at, row or self._row(at, 0, 1))
+            rows = self.quick.rows([self.pairs[index] for index in self.small])
+            for index, row in zip(self.small, rows, strict=True):
+                self._finish(index, row or self._row(index, 0, 1))
         except BaseException as bug:
             self.failure = bug
 
     def _worker(self) -> None:
         try:
             while self.failure is None and (ticket := next(self.ticket)) < len(self.units):
-                size, at, block, blocks = self.units[ticket]
-                row = self.quick.row(self.pairs[at]) if at in self.usual else None
-                self._finish(at, row or self._row(at, block, blocks))
+                size, index, block, blocks = self.units[ticket]
+                row = self.quick.row(self.pairs[index]) if index in self.usual else None
+                self._finish(index, row or self._row(index, block, blocks))
                 self._looked_at(size)
         except BaseException as bug:  # carried to the calling thread, which raises it
             self.failure = bug
@@ -444,24 +471,24 @@ class _Work:
         self.reference.release_some()
         self.candidate.release_some()
 
-    def _finish(self, at: int, row: Row | None) -> None:
+    def _finish(self, index: int, row: Row | None) -> None:
         with self.lock:
             if (
-                row is not None and self.rows[at] is None
+                row is not None and self.rows[index] is None
             ):  # a pair of many blocks may fail in several
-                self.rows[at] = row
-                repeats = self.repeats.get(at, ())
+                self.rows[index] = row
+                repeats = self.repeats.get(index, ())
                 for later in repeats:
                     self.rows[later] = repeated(self.pairs[later], row)
                 self.done += 1 + len(repeats)
                 if self.progress is not None:
                     self.progress(self.done, len(self.pairs))
 
-    def _row(self, at: int, block: int, blocks: int) -> Row | None:
+    def _row(self, index: int, block: int, blocks: int) -> Row | None:
         """The row of a pair; None while other blocks of it are still under way."""
-        pair = self.pairs[at]
+        pair = self.pairs[index]
         row = paired(pair)
-        if trouble := pair.trouble or _undescribed(pair) or clash(pair):
+        if trouble := pair.trouble or _undescribed(pair) or incompatibility(pair):
             return row._replace(status="incomparable", reason=trouble)
         try:
             if has_recipe(pair):
@@ -469,7 +496,7 @@ class _Work:
             if _has_values(self.reference, pair.reference) and _has_values(
                 self.candidate, pair.candidate
             ):
-                return self._from_values(at, block, blocks, row)
+                return self._from_values(index, block, blocks, row)
             return row_without_values(self.reference, self.candidate, pair, row)
         except Unreachable:  # says nothing about the pair, nor about the next one
             raise
@@ -481,27 +508,29 @@ class _Work:
         """A pair of which a side must be made first; large ones are made one at a time."""
         from contextlib import nullcontext
 
-        from driftline.comparison.measure.recipes import open_cooked
+        from driftline.comparison.measure.recipes import open_recipes
         from driftline.comparison.measure.summaries import measure_parts, needs_summaries
 
+        # Without values a recipe can still be carried out on summaries.
         if needs_summaries(pair):
-            known, remark = measure_parts(self.reference, self.candidate, pair)
-            return row.measured("summary", known, estimated=ESTIMATED, reason=remark)
+            figures, remark = measure_parts(self.reference, self.candidate, pair)
+            return row.measured("summary", figures, estimated=ESTIMATED, reason=remark)
         size = math.prod(row.reference_shape or ())
+        # One large float64 copy at a time, whatever the number of threads.
         with self.large if size * 8 > _LARGE else nullcontext():
-            if (found := self._by_rows(pair, row)) is not None:
-                return row.measured("values", found)
-            values = open_cooked(self.reference, self.candidate, pair)
+            if (metrics := self._by_rows(pair, row)) is not None:
+                return row.measured("values", metrics)
+            values = open_recipes(self.reference, self.candidate, pair)
             rtol, atol = self.elementwise(row.reference_dtype, row.candidate_dtype)
             parts = [
                 values.moments(start, stop, rtol=rtol, atol=atol)
                 for start, stop in blocks_of(values.count)
             ]
             notes: list[str] = []
-            found = measure_values(
+            metrics = measure_values(
                 values, measure_moments(parts, self.metrics), self.metrics, notes
             )
-        measured = row.measured("values", found)
+        measured = row.measured("values", metrics)
         return measured._replace(reason="; ".join(notes)) if notes else measured
 
     def _by_rows(self, pair: Pair, row: Row) -> dict[str, Number] | None:
@@ -514,12 +543,13 @@ class _Work:
         if blocks is None:
             return None
         rtol, atol = self.elementwise(row.reference_dtype, row.candidate_dtype)
-        parts = [each.moments(0, each.count, rtol=rtol, atol=atol) for each in blocks]
-        found = measure_moments(parts, self.metrics)
-        return None if "_scaled" in found else found
+        parts = [rows.moments(0, rows.count, rtol=rtol, atol=atol) for rows in blocks]
+        measured = measure_moments(parts, self.metrics)
+        return None if "_scaled" in measured else measured
 
-    def _from_values(self, at: int, block: int, blocks: int, row: Row) -> Row | None:
-        pair = self.pairs[at]
+    def _from_values(self, index: int, block: int, blocks: int, row: Row) -> Row | None:
+        pair = self.pairs[index]
+        # Of a remote tensor only the block that is measured is fetched.
         if blocks > 1 and self.fetched:
             start, stop = blocks_of(math.prod(pair.reference.shape))[block]
             values = open_window(self.reference, self.candidate, pair, start, stop)
@@ -532,41 +562,44 @@ class _Work:
             parts = [part]
         else:
             with self.lock:
-                known = self.parts.setdefault(at, {})
-                known[block] = part
-                if len(known) < blocks:
+                finished_blocks = self.parts.setdefault(index, {})
+                finished_blocks[block] = part
+                if len(finished_blocks) < blocks:
                     return None
-                del self.parts[at]
-            parts = [known[n] for n in range(blocks)]
-        found = measure_moments(parts, self.metrics)
+                del self.parts[index]
+            # Summed up in the order of the blocks: the result must not depend on who
+            # was first.
+            parts = [finished_blocks[n] for n in range(blocks)]
+        metrics = measure_moments(parts, self.metrics)
         notes: list[str] = []
         if values.count * 8 > _LARGE:
             with self.large:
-                found = measure_values(values, found, self.metrics, notes)
+                metrics = measure_values(values, metrics, self.metrics, notes)
         else:
-            found = measure_values(values, found, self.metrics, notes)
-        if values.is_square and (off := found.get("relative_l2", 0.0)) > FAR_OFF:
-            from driftline.comparison.measure.recipes import said_of_a_square
+            metrics = measure_values(values, metrics, self.metrics, notes)
+        if values.is_square and (off := metrics.get("relative_l2", 0.0)) > FAR_OFF:
+            from driftline.comparison.measure.recipes import transpose_hint
 
-            notes += filter(None, [said_of_a_square(pair, values.arrays(), off)])
-        measured = row.measured("values" if values.shape is not None else "sample", found)
+            notes += filter(None, [transpose_hint(pair, values.arrays(), off)])
+        measured = row.measured("values" if values.shape is not None else "sample", metrics)
         return measured._replace(reason="; ".join(notes)) if notes else measured
 
 
 def _blocks(pair: Pair) -> list[tuple[int, int]]:
     """How a pair will be cut, known before it is opened; one piece for all but large tensors."""
-    ours, theirs = pair.reference, pair.candidate
+    reference, candidate = pair.reference, pair.candidate
     if pair.reference_recipe is not None or pair.candidate_recipe is not None:
-        if not has_recipe(pair) and not clash(pair):
-            return blocks_of(math.prod(ours.shape))
-        return [(0, math.prod(ours.shape))]  # made once, so measured by one thread
-    if ours.kept == theirs.kept == "full" and not clash(pair):
-        return blocks_of(math.prod(ours.shape))
+        if not has_recipe(pair) and not incompatibility(pair):
+            return blocks_of(math.prod(reference.shape))
+        return [(0, math.prod(reference.shape))]  # made once, so measured by one thread
+    if reference.kept == candidate.kept == "full" and not incompatibility(pair):
+        return blocks_of(math.prod(reference.shape))
     return [(0, 0)]
 
 
 def _undescribed(pair: Pair) -> str:
     """Why a tensor is lost of which not even type and shape are known; empty otherwise."""
+    # A lost tensor may lack even its type; then nothing below can work on it.
     for record in (pair.reference, pair.candidate):
         if record.lost and record.dtype not in DTYPES:
             return f"{LOST}: {record.lost}"

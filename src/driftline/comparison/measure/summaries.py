@@ -1,11 +1,12 @@
-"""Two tensors of which at least one is only a summary: what ten numbers and a sketch can still say.
+"""Pairs of which a side is only a summary or a digest: what ten numbers and a sketch can still say.
 
 The sketch is linear, so the difference of two sketches is the sketch of the difference: its length
 estimates `||c - r||` within about 16 %, permutations included. Such numbers are marked so.
 
 Other programs' dumps keep max, min, mean and l2 alone; what they do not say is NaN. Those four can
 prove a difference: `||c - r||` is at least as large as each of `|Δl2|`, `|Δmax|`, `|Δmin|` and
-`√n |Δmean|`. They cannot prove that there is none.
+`√n |Δmean|`. They cannot prove that there is none. Summaries of the parts of a gathered tensor are
+put together the same way.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import numpy as np
 
 from driftline.alignment.plan import Pair
 from driftline.alignment.recipe import Recipe, Source, Step
-from driftline.comparison.evidence.replicas import ranks_said
-from driftline.comparison.measure.recipes import cook
+from driftline.comparison.evidence.replicas import describe_ranks
+from driftline.comparison.measure.recipes import apply_recipe
 from driftline.comparison.table.row import LOST, Number, Row
 from driftline.errors import BadInput
 from driftline.numerics import kernel
@@ -39,23 +40,25 @@ _PRINTED = 1e-6
 
 def measure_summaries(reference: Summary, candidate: Summary) -> dict[str, Number]:
     """The measurements that two summaries allow."""
-    found: dict[str, Number] = {}
+    measured: dict[str, Number] = {}
+    # Counts of NaN and Inf that differ prove a difference at unknown positions.
     unlike = (
         abs(reference.nan - candidate.nan)
         + abs(reference.pos_inf - candidate.pos_inf)
         + abs(reference.neg_inf - candidate.neg_inf)
     )
     if not math.isnan(unlike):
-        found["one_sided"] = unlike  # at least that many: positions are not known
+        measured["one_sided"] = unlike  # at least that many: positions are not known
     if reference.sketch and candidate.sketch and not unlike:
         distance = estimate_l2_distance(reference.sketch, candidate.sketch)
-        found["relative_l2"] = _relative(distance, reference, candidate)
-        found["cosine"] = _cosine(distance, reference, candidate)
-        found["rmse"] = distance / math.sqrt(reference.count) if reference.count else 0.0
+        measured["relative_l2"] = _relative(distance, reference, candidate)
+        measured["cosine"] = _cosine(distance, reference, candidate)
+        measured["rmse"] = distance / math.sqrt(reference.count) if reference.count else 0.0
+    # No sketch: only a lower bound of the error can be given.
     elif from_statistics(reference, candidate):
         bound = _least(reference, candidate)
         if not math.isnan(bound):
-            found["relative_l2"] = bound
+            measured["relative_l2"] = bound
     for side, summary in (("reference", reference), ("candidate", candidate)):
         figures = {
             "min": summary.min,
@@ -70,8 +73,8 @@ def measure_summaries(reference: Summary, candidate: Summary) -> dict[str, Numbe
         partial = math.isnan(summary.nan)
         for name, value in figures.items():
             if not (partial and math.isnan(value)):
-                found[f"{side}_{name}"] = value
-    return found
+                measured[f"{side}_{name}"] = value
+    return measured
 
 
 def from_statistics(reference: Summary, candidate: Summary) -> bool:
@@ -94,8 +97,8 @@ def _least(reference: Summary, candidate: Summary) -> float:
         abs(candidate.mean - reference.mean) * math.sqrt(reference.count),
     )
     slack = (_PRINTED, _PRINTED, _PRINTED, _PRINTED * math.sqrt(reference.count))
-    known = [max(0.0, d - s) for d, s in zip(deltas, slack, strict=True) if not math.isnan(d)]
-    return max(known) / (reference.l2 + _PRINTED) if known else math.nan
+    bounds = [max(0.0, d - s) for d, s in zip(deltas, slack, strict=True) if not math.isnan(d)]
+    return max(bounds) / (reference.l2 + _PRINTED) if bounds else math.nan
 
 
 def _relative(distance: float, reference: Summary, candidate: Summary) -> float:
@@ -108,9 +111,9 @@ def _cosine(distance: float, reference: Summary, candidate: Summary) -> float:
     if reference.l2 == 0.0 or candidate.l2 == 0.0:
         return 1.0 if reference.l2 == candidate.l2 else 0.0
     # Quotients first: squares of huge or tiny norms leave float64.
-    ours, theirs = reference.l2, candidate.l2
-    apart = ours - theirs
-    rest = 0.5 * ((distance / ours) * (distance / theirs) - (apart / ours) * (apart / theirs))
+    size, other = reference.l2, candidate.l2
+    apart = size - other
+    rest = 0.5 * ((distance / size) * (distance / other) - (apart / size) * (apart / other))
     if math.isnan(rest):
         return math.nan
     return 1.0 - min(2.0, max(0.0, rest))
@@ -124,46 +127,57 @@ _SAME = {"relative_l2": 0.0, "cosine": 1.0, "max_abs_error": 0.0, "different": 0
 
 def row_without_values(reference: Run, candidate: Run, pair: Pair, row: Row) -> Row:
     """A pair of which at least one side has no values: by digest, by summary, or not at all."""
-    ours, theirs = pair.reference, pair.candidate
-    known_apart = _digests(ours, theirs)
+    reference_record, candidate_record = pair.reference, pair.candidate
+    known_apart = _digests(reference_record, candidate_record)
     if known_apart is False:
         return row.measured("digest", dict(_SAME))
-    here, there = summary_of(reference, ours), summary_of(candidate, theirs)
-    lost = reference.lost(ours) or candidate.lost(theirs)
-    if lost and (here is None or there is None):
+    reference_summary, candidate_summary = (
+        summary_of(reference, reference_record),
+        summary_of(candidate, candidate_record),
+    )
+    lost = reference.lost(reference_record) or candidate.lost(candidate_record)
+    if lost and (reference_summary is None or candidate_summary is None):
         return row._replace(status="incomparable", reason=f"{LOST}: {lost}")
-    exact = not DTYPES[ours.dtype].is_floating
-    if known_apart and (exact or here is None or there is None):
+    # Integers have no tolerance: other bytes are other numbers.
+    exact = not DTYPES[reference_record.dtype].is_floating
+    if known_apart and (exact or reference_summary is None or candidate_summary is None):
         return row._replace(
             basis="digest",
             status="fail",
             reason="the bytes differ; the values were not kept, so how much is not known",
             severity=math.inf,
         )
-    if here is not None and there is not None:
-        found = measure_summaries(here, there)
-        remark = FROM_STATISTICS if from_statistics(here, there) else ""
-        return row.measured("summary", found, estimated=ESTIMATED, reason=remark)
-    kept = " and ".join(dict.fromkeys((ours.kept, theirs.kept)))
+    if reference_summary is not None and candidate_summary is not None:
+        measured = measure_summaries(reference_summary, candidate_summary)
+        remark = FROM_STATISTICS if from_statistics(reference_summary, candidate_summary) else ""
+        return row.measured("summary", measured, estimated=ESTIMATED, reason=remark)
+    kept = " and ".join(dict.fromkeys((reference_record.kept, candidate_record.kept)))
     why = f"nothing of it can be compared: kept as {kept}"
     if "describe" in kept:
-        why += "; shapes agree" + (", dtypes too" if ours.dtype == theirs.dtype else "")
-    elif ours.dtype != theirs.dtype:
-        why += f"; digests of {ours.dtype} and {theirs.dtype} say nothing about each other"
+        why += "; shapes agree" + (
+            ", dtypes too" if reference_record.dtype == candidate_record.dtype else ""
+        )
+    elif reference_record.dtype != candidate_record.dtype:
+        why += (
+            f"; digests of {reference_record.dtype} and {candidate_record.dtype} say nothing about "
+            "each other"
+        )
     return row._replace(status="incomparable", reason=why, basis="describe")
 
 
-def _digests(ours: Record, theirs: Record) -> bool | None:
+def _digests(reference: Record, candidate: Record) -> bool | None:
     """True when digests prove the bytes different, False the same, None when they cannot say."""
-    if not ours.digest or not theirs.digest or ours.dtype != theirs.dtype:
+    if not reference.digest or not candidate.digest or reference.dtype != candidate.dtype:
         return None
-    if "sample" in (ours.kept, theirs.kept) and (
-        ours.kept != theirs.kept or ours.sample_stride != theirs.sample_stride
+    # Digests of samples with different strides are of different elements.
+    if "sample" in (reference.kept, candidate.kept) and (
+        reference.kept != candidate.kept or reference.sample_stride != candidate.sample_stride
     ):
         return None
-    if ours.digest.partition(":")[0] != theirs.digest.partition(":")[0]:
+    # Made by different hash functions, they cannot agree.
+    if reference.digest.partition(":")[0] != candidate.digest.partition(":")[0]:
         return None
-    return ours.digest != theirs.digest
+    return reference.digest != candidate.digest
 
 
 def summary_of(run: Run, record: Record) -> Summary | None:
@@ -222,63 +236,83 @@ def measure_parts(reference: Run, candidate: Run, pair: Pair) -> tuple[dict[str,
     Raises:
         DriftlineError: Nothing can be said.
     """
-    ours, theirs = (
+    reference_parts, candidate_parts = (
         _parts(pair.reference_recipe or pair.reference),
         _parts(pair.candidate_recipe or pair.candidate),
     )
-    if ours is None and theirs is None:
+    if reference_parts is None and candidate_parts is None:
         raise BadInput("neither side has summaries")
-    if ours is None:
-        ours = _sliced(reference, pair.reference_recipe or pair.reference, theirs or {})
-    if theirs is None:
-        theirs = _sliced(candidate, pair.candidate_recipe or pair.candidate, ours)
-    return measured(ours, theirs)
+    # A side that has values is cut as the summaries of the other are.
+    if reference_parts is None:
+        reference_parts = _sliced(
+            reference, pair.reference_recipe or pair.reference, candidate_parts or {}
+        )
+    if candidate_parts is None:
+        candidate_parts = _sliced(
+            candidate, pair.candidate_recipe or pair.candidate, reference_parts
+        )
+    return measured(reference_parts, candidate_parts)
 
 
-def measured(ours: Parts, theirs: Parts) -> tuple[dict[str, Number], str]:
+def measured(reference: Parts, candidate: Parts) -> tuple[dict[str, Number], str]:
     """Two sides, each in parts."""
-    found: dict[str, Number] = {}
+    metrics: dict[str, Number] = {}
     remark = ""
-    here, there = _together(ours), _together(theirs)
-    unlike = sum(abs(a - b) for a, b in zip(_odd(here), _odd(there), strict=True))
-    found["one_sided"] = unlike  # at least that many: positions are not known
+    reference_total, candidate_total = _together(reference), _together(candidate)
+    unlike = sum(
+        abs(a - b) for a, b in zip(_odd(reference_total), _odd(candidate_total), strict=True)
+    )
+    metrics["one_sided"] = unlike  # at least that many: positions are not known
+    # NaN on one side only decides the row; figures of the rest would mislead.
     if unlike:
         pass
-    elif ours.keys() == theirs.keys() and _sketched(ours) and _sketched(theirs):
+    elif reference.keys() == candidate.keys() and _sketched(reference) and _sketched(candidate):
         off = {
-            at: estimate_l2_distance(_sketch(held), _sketch(theirs[at]))
-            for at, held in ours.items()
+            cuts: estimate_l2_distance(_sketch(held), _sketch(candidate[cuts]))
+            for cuts, held in reference.items()
         }
-        distance, size, other = math.hypot(*off.values()), _l2(ours, here), _l2(theirs, there)
-        remark = _whose(off, ours, theirs)
-        found["relative_l2"] = _relative_of_norms(distance, size, other)
-        found["cosine"] = _cosine_of_norms(distance, size, other)
-        found["rmse"] = distance / math.sqrt(here.count) if here.count else 0.0
+        distance, size, other = (
+            math.hypot(*off.values()),
+            _l2(reference, reference_total),
+            _l2(candidate, candidate_total),
+        )
+        remark = _whose(off, reference, candidate)
+        metrics["relative_l2"] = _relative_of_norms(distance, size, other)
+        metrics["cosine"] = _cosine_of_norms(distance, size, other)
+        metrics["rmse"] = (
+            distance / math.sqrt(reference_total.count) if reference_total.count else 0.0
+        )
     else:
-        bound = _least_of_parts(here, there)
+        bound = _least_of_parts(reference_total, candidate_total)
         if math.isnan(bound):
             raise BadInput(
                 "only summaries of its parts were kept, cut otherwise than the other side's: they "
                 "cannot be put together"
             )
-        found["relative_l2"], remark = bound, BY_FIGURES
-    for side, summary in (("reference", here), ("candidate", there)):
+        metrics["relative_l2"], remark = bound, BY_FIGURES
+    for side, summary in (("reference", reference_total), ("candidate", candidate_total)):
         for name in ("min", "max", "mean", "std", "l2"):
             if not math.isnan(value := getattr(summary, name)):
-                found[f"{side}_{name}"] = value
-        found[f"{side}_nan"], found[f"{side}_inf"] = summary.nan, sum(_odd(summary)[1:])
-    return found, remark
+                metrics[f"{side}_{name}"] = value
+        metrics[f"{side}_nan"], metrics[f"{side}_inf"] = summary.nan, sum(_odd(summary)[1:])
+    return metrics, remark
 
 
-def _whose(off: Mapping[Cuts, float], ours: Parts, theirs: Parts) -> str:
+def _whose(off: Mapping[Cuts, float], reference: Parts, candidate: Parts) -> str:
     """Whose parts differ, if the others' do not."""
-    far = {at: each / (_l2({at: ours[at]}, ours[at].summary) or 1.0) for at, each in off.items()}
-    bad = [at for at, each in far.items() if each > max(_FAR, max(far.values()) / 10)]
-    who = sorted({rank for at in bad for rank in (theirs[at].ranks or ours[at].ranks)})
+    far = {
+        cuts: error / (_l2({cuts: reference[cuts]}, reference[cuts].summary) or 1.0)
+        for cuts, error in off.items()
+    }
+    # A tenth of the worst: rounding differs between ranks, too.
+    bad = [cuts for cuts, error in far.items() if error > max(_FAR, max(far.values()) / 10)]
+    who = sorted(
+        {rank for cuts in bad for rank in (candidate[cuts].ranks or reference[cuts].ranks)}
+    )
     if not bad or len(bad) == len(off):
         return ""
     verb = "is" if len(who) == 1 else "are"
-    return f"the part of {ranks_said(who)} {verb} off, those of the other ranks agree"
+    return f"the part of {describe_ranks(who)} {verb} off, those of the other ranks agree"
 
 
 def _parts(source: Source) -> Parts | None:
@@ -304,9 +338,10 @@ def _place(source: Source, cuts: Cuts, factor: float, placed: dict[Cuts, list[Te
             )
         placed.setdefault(cuts, []).append((source.summary, factor, source.key.rank))
         return
-    steps, at = list(source.steps), 0
+    steps, offset = list(source.steps), 0
     joining = steps.pop(0) if steps and steps[0].kind in ("concat", "sum", "mean") else None
     for step in steps:
+        # A summary knows its elements' values and not their places.
         if step.kind != "times":
             raise BadInput(
                 f"only summaries were kept, and {step} moves elements: a summary does not know them"
@@ -314,13 +349,13 @@ def _place(source: Source, cuts: Cuts, factor: float, placed: dict[Cuts, list[Te
         factor *= 1.0 if step.factor is None else step.factor
     if joining is not None and joining.kind == "mean":
         factor /= len(source.sources)
-    for each in source.sources:
+    for part in source.sources:
         inside = cuts
         if joining is not None and joining.kind == "concat":
-            size = each.shape[joining.axis]
-            inside = (*cuts, Step("split", joining.axis, at, at + size))
-            at += size
-        _place(each, inside, factor, placed)
+            size = part.shape[joining.axis]
+            inside = (*cuts, Step("split", joining.axis, offset, offset + size))
+            offset += size
+        _place(part, inside, factor, placed)
 
 
 def _added(terms: Sequence[Term]) -> Held:
@@ -344,9 +379,10 @@ def _added(terms: Sequence[Term]) -> Held:
             ),
             ranks,
         )
-    sketches = [[value * each for value in summary.sketch] for summary, each, _ in terms]
+    # A sketch is linear, so that of a sum is the sum of sketches.
+    sketches = [[value * times for value in summary.sketch] for summary, times, _ in terms]
     total = tuple(map(sum, zip(*sketches, strict=True))) if all(sketches) else ()
-    mean = sum(summary.mean * each for summary, each, _ in terms)
+    mean = sum(summary.mean * times for summary, times, _ in terms)
     unknown = math.nan
     figures = (unknown, unknown, mean, unknown, unknown)
     return Held(Summary(first.count, *figures, 0, 0, 0, 0, total), ranks)
@@ -354,44 +390,47 @@ def _added(terms: Sequence[Term]) -> Held:
 
 def _sliced(run: Run, source: Source, like: Parts) -> Parts:
     """Summaries of the places at which the other side has parts."""
-    made = cook(run, source if isinstance(source, Recipe) else Recipe((source,), (), source.shape))
+    made = apply_recipe(
+        run, source if isinstance(source, Recipe) else Recipe((source,), (), source.shape)
+    )
     if made.dtype.bits < 8:
         raise BadInput("packed elements cannot be cut as the summaries of the other side are")
-    whole = made.values.reshape(made.shape)
-    found: dict[Cuts, Held] = {}
+    tensor = made.values.reshape(made.shape)
+    parts: dict[Cuts, Held] = {}
     for cuts in like:
-        part = whole
+        part = tensor
         for cut in cuts:
             part = part[(slice(None),) * cut.axis + (slice(cut.start, cut.stop),)]
         flat = np.ascontiguousarray(part).reshape(-1)
-        found[cuts] = Held(kernel.summarize(flat, made.dtype, count=flat.size))
-    return found
+        parts[cuts] = Held(kernel.summarize(flat, made.dtype, count=flat.size))
+    return parts
 
 
 def _together(parts: Parts) -> Summary:
     """The whole's figures, without a sketch; what terms of a sum do not tell is NaN."""
-    each = [held.summary for held in parts.values() if held.summary.count]
-    if not each:
+    summaries = [held.summary for held in parts.values() if held.summary.count]
+    if not summaries:
         return next(iter(parts.values())).summary
-    count = sum(one.count for one in each)
-    nan, plus, minus = (sum(values) for values in zip(*map(_odd, each), strict=True))
-    finite = [one.count - sum(_odd(one)) for one in each]
+    count = sum(summary.count for summary in summaries)
+    nan, plus, minus = (sum(values) for values in zip(*map(_odd, summaries), strict=True))
+    finite = [summary.count - sum(_odd(summary)) for summary in summaries]
     many = sum(finite)
-    known = [(one, n) for one, n in zip(each, finite, strict=True) if n]
-    mean = sum(one.mean * n for one, n in known) / many if many else math.nan
+    with_values = [(summary, n) for summary, n in zip(summaries, finite, strict=True) if n]
+    mean = sum(summary.mean * n for summary, n in with_values) / many if many else math.nan
     # In units of the largest norm: squares of huge or tiny ones leave float64.
-    largest = max((one.l2 for one, _ in known), default=0.0)
+    largest = max((summary.l2 for summary, _ in with_values), default=0.0)
     unit = largest if 0.0 < largest < math.inf else 1.0
-    square = sum((one.l2 / unit) * (one.l2 / unit) for one, _ in known)
+    square = sum((summary.l2 / unit) * (summary.l2 / unit) for summary, _ in with_values)
+    # From the squares: parts have means of their own, so their deviations do not add up.
     spread = square / many - (mean / unit) * (mean / unit) if many else math.nan
     return Summary(
         count,
-        min((one.min for one, _ in known), default=math.nan),
-        max((one.max for one, _ in known), default=math.nan),
+        min((summary.min for summary, _ in with_values), default=math.nan),
+        max((summary.max for summary, _ in with_values), default=math.nan),
         mean,
         unit * math.sqrt(max(0.0, spread)) if not math.isnan(spread) else math.nan,
         unit * math.sqrt(square),
-        sum(one.zeros for one in each),
+        sum(summary.zeros for summary in summaries),
         nan,
         plus,
         minus,
@@ -432,15 +471,15 @@ def _cosine_of_norms(distance: float, size: float, other: float) -> float:
     return 1.0 - min(2.0, max(0.0, rest))
 
 
-def _least_of_parts(here: Summary, there: Summary) -> float:
+def _least_of_parts(reference: Summary, candidate: Summary) -> float:
     """The relative L2 error is at least this; nan where the figures do not allow even that."""
     deltas = (
-        abs(there.l2 - here.l2),
-        abs(there.max - here.max),
-        abs(there.min - here.min),
-        abs(there.mean - here.mean) * math.sqrt(here.count),
+        abs(candidate.l2 - reference.l2),
+        abs(candidate.max - reference.max),
+        abs(candidate.min - reference.min),
+        abs(candidate.mean - reference.mean) * math.sqrt(reference.count),
     )
-    known = [delta for delta in deltas if not math.isnan(delta)]
-    if not known or math.isnan(here.l2):
+    bounds = [delta for delta in deltas if not math.isnan(delta)]
+    if not bounds or math.isnan(reference.l2):
         return math.nan
-    return _relative_of_norms(max(known), here.l2, there.l2)
+    return _relative_of_norms(max(bounds), reference.l2, candidate.l2)

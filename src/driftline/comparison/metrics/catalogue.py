@@ -16,7 +16,7 @@ from driftline.errors import BadInput, did_you_mean
 from driftline.numerics.fields import PairMoments
 from driftline.registry import METRICS, Address, plugins
 
-BUILTIN = "driftline.comparison.metrics"
+_DEFINED = "driftline.comparison.metrics.definitions"
 
 Definition = Callable[..., float]
 """(reference, candidate) as finite float64 arrays of one shape; returns the measurement."""
@@ -41,6 +41,7 @@ class Metric(NamedTuple):
     derive: Callable[[PairMoments], Number | None] | None = None
     definition: Address | None = None
     function: Definition | None = None
+    # The name of the attribute that a user's function may have, so it stays.
     whole: bool = False
     address: str = ""
 
@@ -65,21 +66,22 @@ def _metric(
     home: str = "",
     unit: str = "",
 ) -> Metric:
-    address = Address(f"{BUILTIN}.{home}:{name}") if home else None
+    address = Address(f"{home}:{name}") if home else None
     return Metric(Column(name, direction, meaning, unit), derive, address)
 
 
 _VALUE = "the tensor's own unit"
 
+# The order is that of the columns of every table.
 STANDARD: tuple[Metric, ...] = (
-    _metric("relative_l2", "lower", "||c - r|| / ||r||", by.relative_l2, "definitions"),
-    _metric("cosine", "higher", "cosine of the angle between r and c", by.cosine, "definitions"),
-    _metric("max_abs_error", "lower", "largest |c - r|", by.max_abs_error, "definitions", _VALUE),
-    _metric("mean_abs_error", "lower", "mean |c - r|", by.mean_abs_error, "definitions", _VALUE),
-    _metric("rmse", "lower", "root of the mean (c - r)^2", by.rmse, "definitions", _VALUE),
-    _metric("max_rel_error", "lower", "largest |c - r| / |r|", by.max_rel_error, "definitions"),
-    _metric("mean_rel_error", "lower", "mean |c - r| / |r|", by.mean_rel_error, "definitions"),
-    _metric("projection", "zero", "<c - r, r> / <r, r>", by.projection, "definitions"),
+    _metric("relative_l2", "lower", "||c - r|| / ||r||", by.relative_l2, _DEFINED),
+    _metric("cosine", "higher", "cosine of the angle between r and c", by.cosine, _DEFINED),
+    _metric("max_abs_error", "lower", "largest |c - r|", by.max_abs_error, _DEFINED, _VALUE),
+    _metric("mean_abs_error", "lower", "mean |c - r|", by.mean_abs_error, _DEFINED, _VALUE),
+    _metric("rmse", "lower", "root of the mean (c - r)^2", by.rmse, _DEFINED, _VALUE),
+    _metric("max_rel_error", "lower", "largest |c - r| / |r|", by.max_rel_error, _DEFINED),
+    _metric("mean_rel_error", "lower", "mean |c - r| / |r|", by.mean_rel_error, _DEFINED),
+    _metric("projection", "zero", "<c - r, r> / <r, r>", by.projection, _DEFINED),
     _metric("max_ulp", "lower", "largest distance in steps of c's dtype", by.max_ulp, unit="ulp"),
     _metric(
         "outside_share", "lower", "share with not |c - r| <= atol + rtol |r|", by.outside_share
@@ -97,9 +99,10 @@ STANDARD: tuple[Metric, ...] = (
 )
 """Measured for every pair, in the order of the columns."""
 
+# Not measured for every pair: they need all values at once, or few people read them.
 ON_REQUEST: tuple[Metric, ...] = (
-    _metric("sqnr", "higher", "20 log10(||r|| / ||c - r||)", by.sqnr, "definitions", "dB"),
-    _metric("kl", "lower", "KL divergence of the softmax", None, "definitions", "nats"),
+    _metric("sqnr", "higher", "20 log10(||r|| / ||c - r||)", by.sqnr, _DEFINED, "dB"),
+    _metric("kl", "lower", "KL divergence of the softmax", None, _DEFINED, "nats"),
 )
 
 KNOWN: dict[str, Metric] = {metric.name: metric for metric in (*STANDARD, *ON_REQUEST)}
@@ -107,8 +110,9 @@ KNOWN: dict[str, Metric] = {metric.name: metric for metric in (*STANDARD, *ON_RE
 
 def limited(names: Iterable[str]) -> list[str]:
     """Of metrics that limits name, those that are only measured when asked for: this asks."""
-    known = {metric.name for metric in ON_REQUEST}
-    return [name for name in dict.fromkeys(name.strip() for name in names) if name in known]
+    # Standard ones are measured anyway, and unknown ones are refused with a hint elsewhere.
+    on_request = {metric.name for metric in ON_REQUEST}
+    return [name for name in dict.fromkeys(name.strip() for name in names) if name in on_request]
 
 
 def requested(names: Sequence[str]) -> tuple[Metric, ...]:
@@ -117,6 +121,7 @@ def requested(names: Sequence[str]) -> tuple[Metric, ...]:
     Raises:
         BadInput: There is no such metric.
     """
+    # By name: asking twice for one metric measures it once.
     extra: dict[str, Metric] = {}
     for name in names:
         metric = find(name)
@@ -131,6 +136,7 @@ def find(name: str) -> Metric:
         return KNOWN[name]._replace(address="" if KNOWN[name] in STANDARD else name)
     from driftline.comparison.metrics.custom import from_file, from_function
 
+    # A colon stands in no name of a metric: it is FILE.py:FUNCTION.
     if ":" in name:
         return from_file(name)._replace(address=name)
     announced = plugins(METRICS)

@@ -66,9 +66,9 @@ def from_function(name: str, function: Any) -> Metric:
         raise BadInput(f"'{name}' is the name of a column already", hint="rename the function")
     direction: Any = getattr(function, "direction", "lower")
     if direction not in get_args(Direction):
-        known = get_args(Direction)
+        directions = get_args(Direction)
         raise BadInput(
-            f"the direction of '{name}' is {direction!r}", hint="one of: " + ", ".join(known)
+            f"the direction of '{name}' is {direction!r}", hint="one of: " + ", ".join(directions)
         )
     try:
         float(function(np.ones(1), np.ones(1)))
@@ -78,5 +78,5 @@ def from_function(name: str, function: Any) -> Metric:
             hint="it takes two float64 arrays and returns a number",
         ) from trouble
     meaning = (function.__doc__ or "").strip().partition("\n")[0]
-    whole = bool(getattr(function, "whole", False))
-    return Metric(Column(name, direction, meaning), function=function, whole=whole)
+    takes_shape = bool(getattr(function, "whole", False))
+    return Metric(Column(name, direction, meaning), function=function, whole=takes_shape)

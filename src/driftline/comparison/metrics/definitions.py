@@ -145,10 +145,10 @@ def cosine(reference: F64, candidate: F64) -> float:
     >>> cosine(np.zeros(2), np.ones(2)), cosine(np.zeros(2), np.zeros(2))
     (0.0, 1.0)
     """
-    ours, theirs = _unit(reference), _unit(candidate)
-    if ours is None or theirs is None:
-        return 1.0 if ours is theirs else 0.0
-    gap = ours - theirs
+    reference_unit, candidate_unit = _unit(reference), _unit(candidate)
+    if reference_unit is None or candidate_unit is None:
+        return 1.0 if reference_unit is candidate_unit else 0.0
+    gap = reference_unit - candidate_unit
     return 1.0 - min(2.0, 0.5 * float(np.sum(gap * gap)))
 
 

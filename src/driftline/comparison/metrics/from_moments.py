@@ -19,6 +19,7 @@ _HUGE = 1e290
 
 def needs_definition(m: PairMoments) -> bool:
     """Whether squares left the range of float64, so that norms must come from the definitions."""
+    # The usual case first, in one comparison: this runs for every pair.
     if (
         _TINY <= m.sum_rr <= _HUGE and _TINY <= m.sum_cc <= _HUGE and _TINY <= m.sum_ee <= _HUGE
     ) or not m.finite:
@@ -26,11 +27,12 @@ def needs_definition(m: PairMoments) -> bool:
     for sum_of_squares in (m.sum_rr, m.sum_cc, m.sum_ee):
         if not sum_of_squares <= _HUGE:
             return True
-    ours = max(abs(m.r_min), abs(m.r_max))
-    theirs = max(abs(m.c_min), abs(m.c_max))
+    # Tiny squares are fine where all elements are zero, and lost digits where they are not.
+    reference_largest = max(abs(m.r_min), abs(m.r_max))
+    candidate_largest = max(abs(m.c_min), abs(m.c_max))
     return (
-        (m.sum_rr < _TINY and ours > 0)
-        or (m.sum_cc < _TINY and theirs > 0)
+        (m.sum_rr < _TINY and reference_largest > 0)
+        or (m.sum_cc < _TINY and candidate_largest > 0)
         or (m.sum_ee < _TINY and m.max_abs_e > 0)
     )
 
@@ -69,13 +71,15 @@ def sqnr(m: PairMoments) -> float:
 def cosine(m: PairMoments) -> float:
     if m.sum_rr == 0.0 or m.sum_cc == 0.0:
         return 1.0 if m.sum_rr == m.sum_cc else 0.0
-    ours, theirs = math.sqrt(m.sum_rr), math.sqrt(m.sum_cc)
+    reference_norm, candidate_norm = math.sqrt(m.sum_rr), math.sqrt(m.sum_cc)
     if m.sum_ee < 0.5 * m.sum_rr:
         # The quotient loses everything beyond 1e-10 when the two are nearly equal; this form of
         # the same value does not: 1 - cos = (|a - b|^2 - (|a| - |b|)^2) / (2 |a| |b|).
-        rest = (m.sum_ee - (ours - theirs) ** 2) / (2.0 * ours * theirs)
+        rest = (m.sum_ee - (reference_norm - candidate_norm) ** 2) / (
+            2.0 * reference_norm * candidate_norm
+        )
         return 1.0 - rest if rest > 0.0 else (1.0 if rest <= 0.0 else math.nan)
-    quotient = m.sum_rc / ours / theirs
+    quotient = m.sum_rc / reference_norm / candidate_norm
     return quotient if not abs(quotient) > 1.0 else math.copysign(1.0, quotient)
 
 
@@ -115,8 +119,8 @@ def first_different_at(m: PairMoments) -> int | None:
     return _place(m.first_different_at)
 
 
-def _place(at: int) -> int | None:
-    return at if at >= 0 else None
+def _place(position: int) -> int | None:
+    return position if position >= 0 else None
 
 
 _Derivation = Callable[[PairMoments], "Number | None"]
@@ -166,7 +170,8 @@ def standard(m: PairMoments) -> dict[str, Number]:
         r_pos_inf, c_pos_inf, r_neg_inf, c_neg_inf, r_nonfinite_at, c_nonfinite_at,
     ) = m
     # fmt: on
-    found: dict[str, Number] = {
+    # Spelt out rather than looped over derivations: it runs for every pair.
+    measured: dict[str, Number] = {
         "relative_l2": relative_l2(m),
         "cosine": cosine(m),
         "max_abs_error": max_abs_e if finite else 0.0,
@@ -201,13 +206,13 @@ def standard(m: PairMoments) -> dict[str, Number]:
     }
     # A pair has no position of what is nowhere.
     if one_sided_at < 0:
-        del found["one_sided_at"]
+        del measured["one_sided_at"]
     if max_abs_e_at < 0:
-        del found["max_abs_error_at"]
+        del measured["max_abs_error_at"]
     if first_different_at < 0:
-        del found["first_different_at"]
+        del measured["first_different_at"]
     if r_nonfinite_at < 0:
-        del found["reference_nonfinite_at"]
+        del measured["reference_nonfinite_at"]
     if c_nonfinite_at < 0:
-        del found["candidate_nonfinite_at"]
-    return found
+        del measured["candidate_nonfinite_at"]
+    return measured

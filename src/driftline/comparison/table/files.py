@@ -1,7 +1,7 @@
-"""Rows in a long JSON file that lies as we write it: one after the other, in little memory.
+"""A table on disk: `table.json` is the table, `rows.parquet` and `rows.csv` are for other programs.
 
-All rows of a table as JSON values at once would take several times the memory of the table itself.
-Whatever does not lie so is left to `json.loads`.
+Rows of long tables are written and read one by one, so that no file is ever in memory as a whole.
+docs/table-format.md is the specification.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from driftline.comparison.table.row import JSON, ROW_FIELDS, Number, Row
-from driftline.comparison.table.table import Table, is_kept
+from driftline.comparison.table.table import Table, is_spooled
 from driftline.errors import AlreadyThere, BadFile, BadInput
 from driftline.registry import require
 
@@ -61,11 +61,11 @@ class RowText:
         self._stream = stream
         self._text = ""
         self._at = 0
-        while (found := self._text.find(ROWS)) < 0:
+        while (offset := self._text.find(ROWS)) < 0:
             if len(self._text) > _LONGEST or not self._more():
                 raise OtherText
-        self.head: str = self._text[:found]
-        self._at = found + len(ROWS)
+        self.head: str = self._text[:offset]
+        self._at = offset + len(ROWS)
 
     def rows(self) -> Iterator[Any]:
         """Every row, once.
@@ -148,8 +148,8 @@ def write_table(table: Table, folder: StrPath, *, force: bool = False) -> Path:
     if (url := _url_of(folder)) is not None:
         from driftline.runs.stores.api import uploaded
 
-        with uploaded(url, tuple(reversed(_FILES)), force=force) as here:
-            _write_files(table, here)
+        with uploaded(url, tuple(reversed(_FILES)), force=force) as upload_folder:
+            _write_files(table, upload_folder)
         return Path(folder)
     goal = Path(folder)
     if goal.exists() and not goal.is_dir():
@@ -203,8 +203,8 @@ def open_table(folder: StrPath) -> Table:
         content = read_file(url, TABLE_FILE, _LARGEST)
         if len(content) > _LONG:
             stream = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8")
-            if (found := _row_by_row(stream, f"{folder}")) is not None:
-                return found
+            if (table := _row_by_row(stream, f"{folder}")) is not None:
+                return table
         return _parsed(content, f"{folder}")
     path = Path(folder)
     if path.is_dir():
@@ -216,8 +216,8 @@ def open_table(folder: StrPath) -> Table:
     try:
         if path.stat().st_size > _LONG:
             with path.open(encoding="utf-8") as stream:
-                if (found := _row_by_row(stream, str(path))) is not None:
-                    return found
+                if (table := _row_by_row(stream, str(path))) is not None:
+                    return table
         content = path.read_bytes()
     except OSError as trouble:
         raise _no_table(str(path), trouble) from trouble
@@ -268,7 +268,9 @@ def is_table(path: StrPath) -> bool:
 def metric_names(table: Table) -> list[str]:
     """The metric columns of a flat table: the declared ones, in their order, that any row has."""
     rows = table.rows
-    present = rows.metric_names if is_kept(rows) else {name for row in rows for name in row.metrics}
+    present = (
+        rows.metric_names if is_spooled(rows) else {name for row in rows for name in row.metrics}
+    )
     declared = [column.name for column in table.columns if column.name in present]
     return declared + sorted(present.difference(declared))
 
@@ -283,9 +285,9 @@ def write_csv(table: Table, stream: TextIO) -> None:
         ends = _ends(rows, names)
         for row in rows:
             cells = _cells(row)
-            for at in _NUMBER_PLACES:  # 1.0 is 1 to a dictionary, and another text
-                if cells[at] is not None:
-                    cells[at] = str(cells[at])
+            for place in _NUMBER_PLACES:  # 1.0 is 1 to a dictionary, and another text
+                if cells[place] is not None:
+                    cells[place] = str(cells[place])
             words = ",".join(map(text.__getitem__, cells))
             stream.write(words + between + ends[id(row.metrics)])
 
@@ -370,7 +372,7 @@ def _columns(rows: Sequence[Row], names: Sequence[str], pa: Any) -> dict[str, JS
             arrays[name] = pa.array(values, pa.string())
     numbers = [row.metrics for row in rows]
     for name in names:
-        column = [_double(found.get(name)) for found in numbers]
+        column = [_double(metrics.get(name)) for metrics in numbers]
         arrays[name] = pa.array(column, pa.float64(), from_pandas=False)
     return arrays
 

@@ -47,6 +47,7 @@ class Part:
         rows: A row for each of them.
         missing: Rows of tensors that only the reference has; those are the first shard's.
         extra: The same of the candidate.
+        masked: Rows of these pairs that were measured again without pads, for those that may fail.
         source: The file it was read from.
     """
 
@@ -63,6 +64,7 @@ class Part:
     rows: Sequence[Row]
     missing: tuple[Row, ...] = ()
     extra: tuple[Row, ...] = ()
+    masked: tuple[Row, ...] = ()
     source: str = field(default="", compare=False)
 
     @property
@@ -83,6 +85,7 @@ class Part:
         refuse_part(goal, force=force)
         try:
             goal.parent.mkdir(parents=True, exist_ok=True)
+            # Renamed when complete: a part that is there is a whole part.
             draft = goal.with_name(f".{goal.name}.{os.getpid()}")
             with draft.open("w", encoding="utf-8", buffering=1 << 20) as stream:
                 self._write(stream)
@@ -95,18 +98,28 @@ class Part:
         encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
         stream.write(encode(self.head_as_json())[:-1] + ROWS)
         write_rows(self.rows, stream)
-        alone = {"missing": self.missing, "extra": self.extra}
-        rest = encode({name: [row.as_json() for row in rows] for name, rows in alone.items()})
+        lone = {"missing": self.missing, "extra": self.extra, **self._masked()}
+        rest = encode({name: [row.as_json() for row in rows] for name, rows in lone.items()})
         stream.write(f"], {rest[1:]}\n")
 
     def as_json(self) -> dict[str, JSON]:
         """The file's content; non-finite numbers are "nan", "inf" and "-inf"."""
-        lists = {"rows": self.rows, "missing": self.missing, "extra": self.extra}
+        lists = {
+            "rows": self.rows,
+            "missing": self.missing,
+            "extra": self.extra,
+            **self._masked(),
+        }
         shown = {name: [row.as_json() for row in rows] for name, rows in lists.items()}
         return {**self.head_as_json(), **shown}
 
+    def _masked(self) -> dict[str, Sequence[Row]]:
+        """Most parts have none; their files are as those of version 0.1.0."""
+        return {"masked": self.masked} if self.masked else {}
+
     def head_as_json(self) -> dict[str, JSON]:
         """The same without its rows, which come last."""
+        # Columns and sides are written as a table has them; one reader for both.
         frame = Table((), self.columns, reference=self.reference, candidate=self.candidate)
         shown = frame.as_json()
         return {
@@ -145,11 +158,14 @@ class Part:
             shard = Shard(int(top["shard"]), int(top["of"]))
             rows = _rows(top["rows"]) if rows is None else rows
             places = _expanded(top["places"], len(rows))
+            # Files come from other machines; nothing in them is believed unchecked.
             if not 1 <= shard.number <= shard.of or len(places) != len(rows):
                 raise ValueError("its numbers do not fit together")
             frame = Table.from_json(
                 {
                     **{name: top[name] for name in ("metrics", "reference", "candidate", "notes")},
+                    # Read by the reader of tables, which wants a schema and a
+                    # verdict.
                     "schema": "driftline.table/1",
                     "verdict": "unjudged",
                     "rows": [],
@@ -170,6 +186,7 @@ class Part:
                 rows,
                 _rows(top["missing"]),
                 _rows(top["extra"]),
+                _rows(top.get("masked", [])),
                 source,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as trouble:
@@ -207,21 +224,23 @@ def open_parts(paths: Sequence[StrPath]) -> list[Part]:
     """
     files: dict[Path, Path] = {}
     for path in map(Path, paths):
-        found = [path]
+        inside = [path]
         if path.is_dir():
-            found = sorted(path.glob("shard-*-of-*.json")) or sorted(
+            inside = sorted(path.glob("shard-*-of-*.json")) or sorted(
                 path.glob("*/shard-*-of-*.json")
             )
-            if not found:
+            if not inside:
                 raise BadFile(f"{path} holds no part of a comparison", hint=_HOW)
-        files |= {each.resolve(): each for each in found}
+        # By real path: a folder and a file in it may both be named.
+        files |= {file.resolve(): file for file in inside}
     return [_open(path) for path in files.values()]
 
 
 def _open(path: Path) -> Part:
     try:
-        if path.stat().st_size > _LONG and (found := _row_by_row(path)) is not None:
-            return found
+        # Row by row, where all rows as JSON at once would take far more memory than the file.
+        if path.stat().st_size > _LONG and (part := _row_by_row(path)) is not None:
+            return part
         shown = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadFile(f"there is no '{path}'", hint=_HOW) from None
@@ -248,18 +267,22 @@ def _row_by_row(path: Path) -> Part | None:
 
 def plan_digest(plan: Plan) -> str:
     """What tells two plans apart: every tensor, its partner, and what is done to them first."""
-    found = hashlib.sha256()
+    # Parts may be merged only if all of them pair the same tensors in the same way.
+    digest = hashlib.sha256()
     for pair in plan.pairs:
-        ours, theirs = pair.reference_recipe, pair.candidate_recipe
+        reference_recipe, candidate_recipe = pair.reference_recipe, pair.candidate_recipe
         how = (
             *(pair.by, pair.confidence, pair.trouble),
-            *(None if recipe is None else recipe.as_json() for recipe in (ours, theirs)),
+            *(
+                None if recipe is None else recipe.as_json()
+                for recipe in (reference_recipe, candidate_recipe)
+            ),
         )
-        told = (_told(pair.reference), _told(pair.candidate), how)
-        found.update(repr(told).encode("utf-8", "surrogatepass"))
+        facts = (_told(pair.reference), _told(pair.candidate), how)
+        digest.update(repr(facts).encode("utf-8", "surrogatepass"))
     for records in (plan.missing, plan.extra):
-        found.update(repr([_told(record) for record in records]).encode("utf-8", "surrogatepass"))
-    return found.hexdigest()
+        digest.update(repr([_told(record) for record in records]).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
 
 
 def _told(record: Record) -> tuple[Any, ...]:
@@ -278,23 +301,24 @@ def _ranges(places: Sequence[int]) -> list[list[int]]:
     """
     if isinstance(places, range):
         return [[places.start, places.stop]] if len(places) else []
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for place in places:
-        if found and found[-1][1] == place:
-            found[-1][1] += 1
+        if ranges and ranges[-1][1] == place:
+            ranges[-1][1] += 1
         else:
-            found.append([place, place + 1])
-    return found
+            ranges.append([place, place + 1])
+    return ranges
 
 
 def _expanded(ranges: JSON, most: int) -> Sequence[int]:
-    found: list[int] = []
+    places: list[int] = []
     for start, stop in ranges:
+        # A few bytes of a damaged file must not ask for gigabytes of places.
         if not 0 <= start <= stop <= start + most:
             raise ValueError("places that there are no rows for")
         if len(ranges) == 1:
             return range(start, stop)
-        found += range(start, stop)
-        if len(found) > most:
+        places += range(start, stop)
+        if len(places) > most:
             raise ValueError("more places than rows")
-    return tuple(found)
+    return tuple(places)

@@ -1,7 +1,7 @@
-"""One row of a comparison table: a pair of tensors, or a lone one, and what is known about it.
+"""One row of a comparison table: a pair of tensors, or one without a partner, and its figures.
 
-Pure values and their JSON form. What a number means is a `Column`;
-whether it is allowed, gating says.
+Pure values and their JSON form. What a number means is a `Column`; whether it is allowed, `verdict`
+says.
 """
 
 from __future__ import annotations
@@ -168,6 +168,7 @@ class Row(NamedTuple):
         >>> Row(TensorKey("a", "output", "0"), "pass", candidate_site="b").candidate_name
         'b'
         """
+        # Numbers get their names: `step 3` and `rank 3` are different places.
         words = [self.candidate_site, self.candidate_port, self.candidate_slot]
         for name in ("step", "visit", "rank"):
             number = getattr(self, f"candidate_{name}")
@@ -194,6 +195,7 @@ class Row(NamedTuple):
         reason: str = "",
     ) -> Row:
         """This row with its measurements, and no judgement."""
+        # Also forgets an older judgement, by position as in `judged`.
         judgement = (status, reason, *self[3:23], basis, estimated, metrics)
         return self._make((self[0], *judgement, "", None, "", 0.0))
 
@@ -300,6 +302,8 @@ class Row(NamedTuple):
             culprit=str(shown.get("culprit", "")),
             basis=cast(Basis, shown.get("basis", "")),
             estimated=tuple(shown.get("estimated", ())),
+            # Whatever is no fixed field is a metric: users' own metrics need no
+            # declaration.
             metrics={
                 name: number_from_json(value)
                 for name, value in shown.items()
@@ -329,14 +333,15 @@ def number_from_json(value: JSON) -> Number:
     >>> number_from_json("inf")
     inf
     """
+    # True is an int in Python, and no measurement.
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(f"{value!r} is no number")
     return float(value) if isinstance(value, str) else value
 
 
-def _one_of(value: JSON, known: tuple[str, ...], what: str) -> str:
-    if value not in known:
-        raise ValueError(f"{what} {value!r} is none of {', '.join(known)}")
+def _one_of(value: JSON, allowed: tuple[str, ...], what: str) -> str:
+    if value not in allowed:
+        raise ValueError(f"{what} {value!r} is none of {', '.join(allowed)}")
     return cast(str, value)
 
 

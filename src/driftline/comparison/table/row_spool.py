@@ -29,8 +29,8 @@ _METRICS = Row._fields.index("metrics")
 _NUMBERS = frozenset({float, int, bool})
 
 
-class KeptRows(Sequence[Row]):
-    """Rows that lie in a file; made by `keep`, or block by block in any order by `Keeper`."""
+class RowSpool(Sequence[Row]):
+    """Rows that lie in a file; made by `keep`, or block by block in any order by `SpoolWriter`."""
 
     def __init__(self, file: UnnamedFile, places: array[int], about: _About) -> None:
         self._file = file
@@ -91,7 +91,7 @@ class KeptRows(Sequence[Row]):
         """Whether step comes after step, of one process after the other; lone ones left out."""
         return self._about.in_turn
 
-    def changed_by_process(self, change: Callable[[Sequence[Row]], Sequence[Row]]) -> KeptRows:
+    def changed_by_process(self, change: Callable[[Sequence[Row]], Sequence[Row]]) -> RowSpool:
         """Other rows in place of these, of one process at a time."""
         groups = itertools.groupby(self, key=lambda row: (row.key.rank, row.key.process))
         return keep(row for _, group in groups for row in change(list(group)))
@@ -105,22 +105,22 @@ class KeptRows(Sequence[Row]):
     def __getitem__(self, index: slice) -> list[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
         if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        at = index + len(self) if index < 0 else index
-        if not 0 <= at < len(self):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        place = index + len(self) if index < 0 else index
+        if not 0 <= place < len(self):
             raise IndexError("the table has no such row")
-        which = bisect.bisect_right(self._ends, at)
-        known = self._known
-        if known[0] != which:
-            known = self._known = which, list(self._block(which))
-        return known[1][at - (self._ends[which - 1] if which else 0)]
+        which = bisect.bisect_right(self._ends, place)
+        block = self._known
+        if block[0] != which:
+            block = self._known = which, list(self._block(which))
+        return block[1][place - (self._ends[which - 1] if which else 0)]
 
     def __iter__(self) -> Iterator[Row]:
         for which in range(len(self._ends)):
             yield from self._block(which)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, (KeptRows, tuple)):
+        if not isinstance(other, (RowSpool, tuple)):
             return NotImplemented
         others = cast("Sequence[Row]", other)
         return len(self) == len(others) and all(a == b for a, b in zip(self, others, strict=True))
@@ -185,14 +185,14 @@ class _About:
                 self._moment = moment
 
     def kind(self, names: tuple[str, ...]) -> int:
-        found = self.kinds.get(names)
-        if found is None:
-            found = self.kinds[names] = len(self.names)
+        number = self.kinds.get(names)
+        if number is None:
+            number = self.kinds[names] = len(self.names)
             self.names.append(names)
-        return found
+        return number
 
 
-class Keeper:
+class SpoolWriter:
     """Takes rows, a block at a time; which comes after which is said at the end."""
 
     def __init__(self) -> None:
@@ -212,12 +212,12 @@ class Keeper:
             self._about.look_at(block)
             self._write([self._plain(row) for row in block], share)
 
-    def rows(self) -> KeptRows:
+    def rows(self) -> RowSpool:
         """All of them; nothing can be put after that."""
         places = array("Q")
         for share in sorted(self._places):
             places.extend(self._places[share])
-        return KeptRows(self._file, places, self._about)
+        return RowSpool(self._file, places, self._about)
 
     def _plain(self, row: Row) -> tuple[Any, ...]:
         metrics = row.metrics
@@ -236,9 +236,9 @@ class Keeper:
         self._places.setdefault(share, array("Q")).extend((start, len(content), len(block)))
 
 
-def keep(rows: Iterable[Row]) -> KeptRows:
+def keep(rows: Iterable[Row]) -> RowSpool:
     """Rows, put into a file as they come."""
-    keeper = Keeper()
+    keeper = SpoolWriter()
     keeper.put(rows)
     return keeper.rows()
 

@@ -1,7 +1,7 @@
-"""The comparison table: one row per pair, a verdict, how much was covered. The second artefact.
+"""The comparison table: one row for each pair, a verdict, how much was covered.
 
-Pure values. Nothing here measures, judges or touches a disk: `engine.py` fills the rows, `gating/`
-judges them, `storage.py` writes and reads them. docs/table-format.md is the specification.
+Pure values. Nothing here measures, judges or touches a disk: `measure/` fills the rows, `verdict/`
+judges them, `files.py` writes and reads them. docs/table-format.md is the specification.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from driftline.errors import BadFile
 if TYPE_CHECKING:
     from _typeshed import StrPath
 
-    from driftline.comparison.table.row_spool import KeptRows
+    from driftline.comparison.table.row_spool import RowSpool
 
 __all__ = ["SCHEMA", "Column", "Coverage", "Row", "Side", "Table"]
 
@@ -48,6 +48,7 @@ class Coverage(NamedTuple):
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> Coverage:
+        # Statuses of pairs that were not compared; every other status was.
         counts = {"missing": 0, "extra": 0, "incomparable": 0}
         compared = inside = 0
         for row in rows:
@@ -168,7 +169,7 @@ class Table:
 
     @property
     def coverage(self) -> Coverage:
-        return self.rows.coverage if is_kept(self.rows) else Coverage.of(self.rows)
+        return self.rows.coverage if is_spooled(self.rows) else Coverage.of(self.rows)
 
     @property
     def failing(self) -> tuple[Row, ...]:
@@ -182,6 +183,7 @@ class Table:
             count: How many.
             compared: Only rows that were compared.
         """
+        # A heap: a report shows ten rows of a million.
         rows = (row for row in self.rows if row.compared) if compared else self.rows
         return heapq.nsmallest(count, rows, key=_badness)
 
@@ -204,7 +206,7 @@ class Table:
         return table_html(self)
 
     def with_rows(self, rows: Iterable[Row]) -> Table:
-        return self.changed(rows=kept_like(self.rows, rows))
+        return self.changed(rows=like_storage(self.rows, rows))
 
     def as_json(self) -> dict[str, JSON]:
         """The table as JSON values; non-finite numbers are "nan", "inf" and "-inf"."""
@@ -257,6 +259,8 @@ class Table:
                 hint="a newer driftline wrote it; upgrade, or compare again",
             )
         try:
+            # Statuses and numbers are checked as they are read: the file may come from
+            # anywhere.
             listed = tuple(Row.from_json(row) for row in top["rows"])
             first_row = cast("int | None", top.get("first_row")) if rows else None
             return cls(
@@ -288,19 +292,21 @@ class Table:
         return write_table(self, folder, force=force)
 
     def _position(self, wanted: Row) -> int | None:
+        # Identity first: comparing two rows by value takes all their metrics.
         return next(
-            (at for at, row in enumerate(self.rows) if row is wanted or row == wanted), None
+            (index for index, row in enumerate(self.rows) if row is wanted or row == wanted), None
         )
 
 
-def is_kept(rows: Sequence[Row]) -> TypeGuard[KeptRows]:
+def is_spooled(rows: Sequence[Row]) -> TypeGuard[RowSpool]:
     """Whether rows lie in a file; asked without loading what reads it."""
+    # By exclusion: the class of spooled rows need not be imported to ask.
     return not isinstance(rows, (tuple, list))
 
 
-def kept_like(known: Sequence[Row], rows: Iterable[Row]) -> Sequence[Row]:
+def like_storage(like: Sequence[Row], rows: Iterable[Row]) -> Sequence[Row]:
     """Rows, kept as others are that they come from: in memory, or in a file."""
-    if not is_kept(known):
+    if not is_spooled(like):
         return tuple(rows)
     from driftline.comparison.table.row_spool import keep
 
@@ -308,6 +314,7 @@ def kept_like(known: Sequence[Row], rows: Iterable[Row]) -> Sequence[Row]:
 
 
 def _badness(row: Row) -> tuple[int, float]:
+    # NaN has no place in an order; it is as bad as can be.
     severity = math.inf if math.isnan(row.severity) else row.severity
     return (STATUSES.index(row.status), -severity)
 

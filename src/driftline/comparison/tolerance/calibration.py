@@ -66,9 +66,10 @@ def calibrate(
     """
     if not 0.0 <= quantile <= 1.0:
         raise BadInput(f"the quantile is {quantile}; it must lie between 0 and 1", hint="0.99")
+    # A margin below 1 would fail the very runs that it was made of.
     if not 1.0 <= margin < math.inf:
         raise BadInput(f"the margin is {margin}; it must be 1 or more", hint="2, for one")
-    opened = [each if isinstance(each, Table) else open_table(each) for each in tables]
+    opened = [source if isinstance(source, Table) else open_table(source) for source in tables]
     if not opened:
         raise BadInput(
             "there is no table to calibrate from",
@@ -120,12 +121,13 @@ def calibrate(
 
 
 def _columns(tables: Sequence[Table], metrics: Sequence[str]) -> list[Column]:
-    known = {column.name: column for table in tables for column in table.columns}
-    usable = [name for name, column in known.items() if column.direction != "none"]
+    by_name = {column.name: column for table in tables for column in table.columns}
+    # Descriptions such as a minimum have no better and worse.
+    usable = [name for name, column in by_name.items() if column.direction != "none"]
     if not metrics:
         raise BadInput("no metric is named", hint="relative_l2, for one")
     for name in metrics:
-        if name not in known:
+        if name not in by_name:
             raise BadInput(
                 f"there is no metric '{name}' in these tables", hint=did_you_mean(name, usable)
             )
@@ -133,11 +135,12 @@ def _columns(tables: Sequence[Table], metrics: Sequence[str]) -> list[Column]:
             raise BadInput(
                 f"{name} describes; no limit can be put on it", hint=did_you_mean("", usable)
             )
-    return [known[name] for name in dict.fromkeys(metrics)]
+    return [by_name[name] for name in dict.fromkeys(metrics)]
 
 
 def _wanted(row: Row, sites: Sequence[str], ports: Sequence[str]) -> bool:
     """Measured from values or summaries; integers are compared exactly and need no threshold."""
+    # One float side is enough: then the two are compared as numbers.
     floating = any(
         "float" in d or "complex" in d for d in (row.reference_dtype, row.candidate_dtype)
     )
@@ -154,13 +157,15 @@ def _refuse_non_finite(row: Row, table: Table) -> None:
         for side in ("reference", "candidate")
         for what in ("NaN", "Inf")
     }
-    found = [f"{count} {what}" for what, count in counts.items() if count and "NaN" in what]
+    complaints = [f"{count} {what}" for what, count in counts.items() if count and "NaN" in what]
+    # Inf on both sides is a mask and may be clean; on one side it never is.
     one_sided = int(row.metrics.get("one_sided", 0))
-    if one_sided and not found:
-        found = [f"{one_sided} NaN or Inf on one side only"]
-    if found:
+    if one_sided and not complaints:
+        complaints = [f"{one_sided} NaN or Inf on one side only"]
+    if complaints:
         raise BadInput(
-            f"'{row.key.site}' {row.key.port} is not clean in {_source(table)}: {', '.join(found)}",
+            f"'{row.key.site}' {row.key.port} is not clean in {_source(table)}: "
+            f"{', '.join(complaints)}",
             hint="calibrate from runs that are right; --site and --port choose a part of them",
         )
 
@@ -172,6 +177,7 @@ def _threshold(
     observed = statistic.of(values, column.direction)
     shapes: dict[str, list[Measured]] = {}
     for row, value in measured:
+        # Long and short prompts differ: each shape gets a value of its own besides.
         shapes.setdefault(_shape(row), []).append((row, value))
     return Threshold(
         column.name,
@@ -186,15 +192,15 @@ def _threshold(
         dtypes=tuple(dict.fromkeys(_dtypes(row) for row, _ in measured)),
         shapes=tuple(
             PerShape(
-                _about(mine[0][0]),
+                _about(of_shape[0][0]),
                 widened(
-                    statistic.of(np.array([value for _, value in mine]), column.direction),
+                    statistic.of(np.array([value for _, value in of_shape]), column.direction),
                     column,
                     margin,
                 ),
-                len(mine),
+                len(of_shape),
             )
-            for mine in shapes.values()
+            for of_shape in shapes.values()
         ),
     )
 
@@ -212,5 +218,5 @@ def _dtypes(row: Row) -> str:
 
 
 def _source(table: Table) -> str:
-    ours, theirs = table.reference.path or "a run", table.candidate.path or "a run"
-    return f"{ours} against {theirs}"
+    reference, candidate = table.reference.path or "a run", table.candidate.path or "a run"
+    return f"{reference} against {candidate}"

@@ -1,27 +1,7 @@
-"""How far an operator may lie from its golden values: for each element type a bound and a share.
+"""How much is allowed when nobody says: one limit of relative L2 for each number format.
 
-| output | bound of an element | share that must be within |
-|---|---|---|
-| float64, complex128 | 1e-8 of the golden value | 99.99 % |
-| float32, complex64 | 1e-4 | 99.99 % |
-| float16, complex32 | 1e-3 | 99.9 % |
-| bfloat16 | 8e-3 | 99.6 % |
-| float8, float4 | one step of the format (2 units of roundoff) | 99 % |
-| int8, int16, uint16, int4, uint4 | ±1, absolute | 99.9 % |
-| uint8 | ±1, absolute | 99 % |
-| bool, int32, int64, uint32, uint64 | equal | 100 % |
-| anything an operator only moves or selects (`exact`) | equal | 100 % |
-
-Bounds of floating types are a little more than one step of the format, because golden values are
-rounded to it and a second rounding inside an operator is no fault. Shares are met with >=. An
-element below the smallest normal number of its format may be off by one subnormal step.
-
-A result of a reduction over K terms has a second, growing bound: rounding errors of a sum of K
-terms of random sign grow like sqrt(K) times the size of the terms, so an element may be off by
-`sqrt(K) * unit roundoff * scale` beyond the first bound; `scale` is the root of the sum of the
-squared terms (the size that the sum of terms of random sign would have). The plain bound is tried
-first; `name` says which one decided. Functions that add a few terms (gelu, layer norm, rotary
-embedding) have a small K: there digits are lost where the terms cancel.
+Also the elementwise tolerances that `outside_share` counts with, and what single operators of a
+format may be off by. What somebody allows instead is in `tolerance`.
 """
 
 from __future__ import annotations
@@ -214,12 +194,12 @@ def coarsest(names: tuple[str, ...]) -> DType | None:
     >>> coarsest(("float32", "int64", "bfloat16")).name
     'bfloat16'
     """
-    found: DType | None = None
+    coarse: DType | None = None
     for name in names:
         dtype = DTYPES.get(name)
         if dtype is not None and dtype.is_floating:
-            found = dtype if found is None else coarser(found, dtype)
-    return found
+            coarse = dtype if coarse is None else coarser(coarse, dtype)
+    return coarse
 
 
 @functools.lru_cache(1024)

@@ -1,6 +1,8 @@
-"""One layer under its several spellings: `model.base_model.layers7.ln`, `base_model.layers.7.ln`.
+"""Thresholds of a model: how much each metric of each layer may differ, and what that rests on.
 
-The rules of plain names are alignment's; here they look up what a file has thresholds for.
+One JSON file, whose plain part (`{metric: {layer: value}}`) people may edit; files of other tools
+are read, too. Layers go by many spellings, which `LayerNames` brings together. Which row keeps its
+threshold, `verdict.judge` decides; how thresholds are made of clean runs, `calibration` knows.
 """
 
 from __future__ import annotations
@@ -53,19 +55,20 @@ class LayerNames:
         if name in self._exact:
             return name
         for spelling in _spellings(name):
-            known = self._plain.get(spelling, ())
-            if len(known) == 1:
-                return next(iter(known))
+            matches = self._plain.get(spelling, ())
+            # Two layers of one spelling: guessing would judge one by the other's limit.
+            if len(matches) == 1:
+                return next(iter(matches))
         return None
 
 
 def _spellings(name: str) -> tuple[str, ...]:
     """From the most telling to the least: as it is, then without the root in front of it."""
-    whole = plain(name)
-    if not whole or whole == ROOT:
+    spelling = plain(name)
+    if not spelling or spelling == ROOT:
         return ("",)
-    bare = whole.removeprefix(f"{ROOT}.")
-    return (whole, bare) if bare != whole else (whole,)
+    bare = spelling.removeprefix(f"{ROOT}.")
+    return (spelling, bare) if bare != spelling else (spelling,)
 
 
 # One threshold: a value, where it holds, and what it rests on. With its JSON form.
@@ -127,13 +130,14 @@ class Threshold(NamedTuple):
         """The value of the shapes that agree in everything asked for (the most lenient of them),
         or the pooled one when none does."""
         own = [
-            each.value
-            for each in self.shapes
-            if shape and all(each.about.get(name) == value for name, value in shape.items())
+            entry.value
+            for entry in self.shapes
+            if shape and all(entry.about.get(name) == value for name, value in shape.items())
         ]
         own = [value for value in own if math.isfinite(value)]
         if not own:
             return self.value
+        # The most lenient: clean runs of that shape reached it.
         return min(own) if self.direction == "higher" else max(own)
 
 
@@ -149,8 +153,8 @@ def to_json(entry: Threshold) -> dict[str, JSON]:
     shown["interval"] = None if entry.interval is None else list(entry.interval)
     shown["dtypes"] = list(entry.dtypes)
     shown["shapes"] = [
-        {**each.about, "value": number_to_json(each.value), "samples": each.samples}
-        for each in entry.shapes
+        {**per_shape.about, "value": number_to_json(per_shape.value), "samples": per_shape.samples}
+        for per_shape in entry.shapes
     ]
     return shown
 
@@ -309,12 +313,13 @@ class Thresholds:
         """
         if not self.model_id:
             return True
-        ours, theirs = _parts(self.model_id), _parts(model)
-        shorter = min(len(ours), len(theirs))
-        if ours[-shorter:] == theirs[-shorter:]:
+        own, other = _parts(self.model_id), _parts(model)
+        shorter = min(len(own), len(other))
+        if own[-shorter:] == other[-shorter:]:
             return True
-        paths = "" in (ours[0], theirs[0]) or max(len(ours), len(theirs)) > 2
-        return paths and ours[-1] == theirs[-1]
+        # Two ids of a hub must agree in both parts; a path has others in front.
+        paths = "" in (own[0], other[0]) or max(len(own), len(other)) > 2
+        return paths and own[-1] == other[-1]
 
     def require_model(self, model: str) -> None:
         """Refuse thresholds of another model.
@@ -329,9 +334,9 @@ class Thresholds:
             )
 
     def __str__(self) -> str:
-        whole = [f"{e.metric} {e.value:.6g}" for e in self.entries if not e.site]
+        of_model = [f"{e.metric} {e.value:.6g}" for e in self.entries if not e.site]
         layers = dict.fromkeys(entry.metric for entry in self.entries if entry.site)
-        parts = [", ".join(whole)] if whole else []
+        parts = [", ".join(of_model)] if of_model else []
         if layers:
             parts.append(f"{', '.join(layers)} of {len(self.sites)} layers")
         return f"thresholds of {self.model_id or 'a model'}: {'; '.join(parts) or 'none'}"
@@ -453,17 +458,18 @@ def _from_ours(top: Mapping[str, JSON], own: Mapping[str, JSON], source: str) ->
             hint="a newer driftline wrote it; upgrade, or make it again",
         )
     # The plain part is what people edit: it wins, and may say more than what was measured.
-    said = {(entry.metric, entry.site): entry for entry in _plain(top)}
+    edited_entries = {(entry.metric, entry.site): entry for entry in _plain(top)}
     entries: list[Threshold] = []
     for measured in map(threshold_from_json, own["thresholds"]):
         plain = None
         if not measured.site or measured.port == OUTPUT:
-            plain = said.pop((measured.metric, measured.site), None)
+            plain = edited_entries.pop((measured.metric, measured.site), None)
+        # A number that a person changed in the plain part wins over what was measured.
         edited = plain is not None and plain.usable and plain.value != measured.value
         entries.append(measured._replace(value=plain.value) if plain and edited else measured)
     return Thresholds(
         str(top.get("model_id") or ""),
-        (*entries, *said.values()),
+        (*entries, *edited_entries.values()),
         settings=dict(own.get("settings") or {}),
         sources=tuple(map(str, own.get("sources") or ())),
         provenance=dict(own.get("provenance") or {}),
@@ -473,17 +479,18 @@ def _from_ours(top: Mapping[str, JSON], own: Mapping[str, JSON], source: str) ->
 
 def _plain(top: Mapping[str, JSON]) -> Iterator[Threshold]:
     """The thresholds of `{metric: value}`, `{metric: {layer: value}}`, `{metric: [{layer: v}]}`."""
-    ours = isinstance(top.get("driftline"), dict)
+    is_own = isinstance(top.get("driftline"), dict)
     for key, content in top.items():
         if key in _NOT_METRICS:
             continue
-        metric = key if ours else _ALIASES.get(key, key)
+        metric = key if is_own else _ALIASES.get(key, key)
         direction: Direction = "higher" if metric in _HIGHER else "lower"
         if isinstance(content, dict | list):
             # Other tools print an L2 norm under the word average.
-            statistic = "" if ours else "l2" if metric == "abs_diff" else "average"
+            # Ours says in its own part which statistic it is.
+            statistic = "" if is_own else "l2" if metric == "abs_diff" else "average"
             for layer, value in _layers(cast("JSON", content)):
-                if not ours and isinstance(content, list) and value == 0.0:
+                if not is_own and isinstance(content, list) and value == 0.0:
                     continue  # see _odd_zeros
                 yield Threshold(metric, number(value), layer, OUTPUT, statistic, direction)
         else:
@@ -491,8 +498,8 @@ def _plain(top: Mapping[str, JSON]) -> Iterator[Threshold]:
 
 
 def _layers(content: JSON) -> Iterator[tuple[str, JSON]]:
-    each = cast("list[dict[str, JSON]]", [content] if isinstance(content, dict) else content)
-    for layers in each:
+    mappings = cast("list[dict[str, JSON]]", [content] if isinstance(content, dict) else content)
+    for layers in mappings:
         yield from layers.items()
 
 

@@ -1,8 +1,8 @@
-"""What a row's error is a share of, where its own norm would say nothing.
+"""What a comparison allows: limits on metrics, rtol and atol, thresholds of layers.
 
-A gradient that is zero by construction is nothing but rounding, and rounding is a share of what was
-added up, not of what is left. Gating says in a row's `limit_from` that it was judged on such a
-scale; whoever weighs errors afterwards asks here.
+Where the own norm of a tensor says nothing (a gradient that is zero by construction is nothing but
+rounding), a row is judged on another scale, and its `limit_from` says so; whoever weighs errors
+afterwards asks here on which. The limits that hold when nobody says anything are in `defaults`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def error_on_scale(row: Row) -> float:
 
     A share of the limit is a share of what the format allows, whatever the limit was made of.
     """
+    # As a share of its limit, so that it can be set beside rows of ordinary scale.
     if is_on_another_scale(row):
         dtype = coarsest((row.reference_dtype, row.candidate_dtype))
         if dtype is not None:
@@ -122,18 +123,20 @@ class Tolerance:
 
     def all_limits(self) -> tuple[Limit, ...]:
         """The limits to hold, the element-wise test among them."""
+        # Not one element may be outside, so the share is limited by zero.
         test = (Limit("outside_share", 0.0),) if self.elementwise else ()
         return (*test, *self.limits)
 
     def limits_of(self, row: Row) -> list[tuple[Limit, str]]:
         """The limits a row has to keep, each with where it comes from."""
-        found = [(limit, BY_USER) for limit in self.all_limits()]
+        limits = [(limit, BY_USER) for limit in self.all_limits()]
         if self.thresholds is not None:
             for metric in self.thresholds.metrics:
                 entry = self.thresholds.find(metric, row.key.site, port=row.key.port)
+                # NaN in a file of thresholds judges nothing; a note says so.
                 if entry is not None and entry.usable:
-                    found.append((_limit_of(entry, row, self.slack), BY_THRESHOLDS))
-        return found
+                    limits.append((_limit_of(entry, row, self.slack), BY_THRESHOLDS))
+        return limits
 
     def as_json(self) -> dict[str, Any]:
         whose = BY_USER if self.thresholds is None else BY_THRESHOLDS
@@ -166,6 +169,7 @@ def widened(value: float, column: Column, times: float) -> float:
     """
     if times == 1.0:
         return value  # to the last bit: a clean run keeps its own limits
+    # A cosine is widened away from 1, not away from 0.
     if column.direction != "higher":
         return value * times
     if value <= 1.0:
@@ -199,7 +203,7 @@ def _about(thresholds: Thresholds, slack: float) -> dict[str, Any]:
 
 
 def limits_from(
-    given: Mapping[str, float] | None,
+    mapping: Mapping[str, float] | None,
     columns: Iterable[Column],
     *,
     at_most: Sequence[str] = (),
@@ -211,8 +215,8 @@ def limits_from(
         BadInput: An unknown metric, one that no limit can be put on, a value that is no number, or
             `--max` for a metric that passes from above.
     """
-    known = {column.name: column for column in columns}
-    limits = [_limit(name, value, known) for name, value in (given or {}).items()]
+    by_name = {column.name: column for column in columns}
+    limits = [_limit(name, value, by_name) for name, value in (mapping or {}).items()]
     for option, words in (("--max", at_most), ("--min", at_least)):
         for word in words:
             name, sign, number = word.partition("=")
@@ -220,8 +224,9 @@ def limits_from(
                 raise BadInput(
                     f"'{word}' is no limit", hint=f"write it as {option} relative_l2=0.01"
                 )
-            limit = _limit(name.strip(), number, known)
-            direction = known[limit.metric].direction
+            limit = _limit(name.strip(), number, by_name)
+            direction = by_name[limit.metric].direction
+            # The wrong option would silently turn the limit around.
             right = "--min" if direction == "higher" else "--max"
             if option != right:
                 raise BadInput(
@@ -232,20 +237,21 @@ def limits_from(
     return tuple(limits)
 
 
-def _limit(name: str, value: float | str, known: Mapping[str, Column]) -> Limit:
-    column = known.get(name)
+def _limit(name: str, value: float | str, by_name: Mapping[str, Column]) -> Limit:
+    column = by_name.get(name)
     if column is None:
         raise BadInput(
-            f"there is no metric '{name}' to put a limit on", hint=did_you_mean(name, known)
+            f"there is no metric '{name}' to put a limit on", hint=did_you_mean(name, by_name)
         )
     if column.direction == "none":
-        usable = [each.name for each in known.values() if each.direction != "none"]
+        usable = [candidate.name for candidate in by_name.values() if candidate.direction != "none"]
         raise BadInput(
             f"{name} describes; no limit can be put on it", hint=did_you_mean("", usable)
         )
     try:
         number = float(value)
     except ValueError:
+        # No text is a number; NaN is refused with it, as nothing keeps such a limit.
         number = math.nan
     if math.isnan(number):
         raise BadInput(f"the limit of {name} is {value!r}, which is no number")

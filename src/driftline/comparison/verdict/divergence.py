@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from driftline.comparison.table.row import Row
-from driftline.comparison.verdict.verdict import Tally, execution
+from driftline.comparison.verdict.verdict import RowCounts, execution
 
 ROOT = ("(root)", "")
 """How adapters call the outermost module; its name is no prefix of the others' names."""
@@ -41,44 +41,44 @@ class Divergence(NamedTuple):
 
 
 def find_divergence(
-    rows: Sequence[Row], *, ordered: bool = True, tally: Tally | None = None
+    rows: Sequence[Row], *, ordered: bool = True, counts: RowCounts | None = None
 ) -> Divergence:
     """Find where the drift starts; without a failing row, say how close the worst one came.
 
     Args:
         rows: Judged.
         ordered: Whether their order is one of execution.
-        tally: What was counted while they were judged; counted now when not given.
+        counts: What was counted while they were judged; counted now when not given.
     """
-    if tally is None:
-        tally = Tally()
+    if counts is None:
+        counts = RowCounts()
         for row in rows:
-            tally.take(row)
-    first, compared = tally.first, tally.compared
+            counts.take(row)
+    first, compared = counts.first, counts.compared
     if first is None:
-        return Divergence(None, "", _all_fine(tally))
+        return Divergence(None, "", _all_fine(counts))
     if ordered:
-        site, where = _blame(first, rows)
+        site, where = _locate_origin(first, rows)
     else:
         what = "differs" if compared == 1 else "is the first in the file that differs"
         site, where = first.key.site, f"'{first.key.site}' {what}"
-    scope = f"{tally.failing} of {compared} compared tensors fail"
+    scope = f"{counts.failing} of {compared} compared tensors fail"
     return Divergence(first, site, f"{where}{_computed(first)}: {first.reason}; {scope}")
 
 
 def _computed(first: Row) -> str:
     """Which line of the program computes it, and what else the kernel does that computed it."""
-    said: list[str] = []
+    remarks: list[str] = []
     if first.line:
-        said.append(f"computed at {first.line}")
+        remarks.append(f"computed at {first.line}")
     if first.fused:
-        said.append(f"inside the fusion of {_shortened(first.fused)}")
+        remarks.append(f"inside the fusion of {_shortened(first.fused)}")
         # A compiled graph knows its lines, an exported one was fused elsewhere.
         if first.line and not first.culprit:
-            said.append("--no-fusion takes them apart")
+            remarks.append("--no-fusion takes them apart")
     if first.culprit:
-        said.insert(0, f"off by itself is {first.culprit}")
-    return f" ({'; '.join(said)})" if said else ""
+        remarks.insert(0, f"off by itself is {first.culprit}")
+    return f" ({'; '.join(remarks)})" if remarks else ""
 
 
 def _shortened(fused: str) -> str:
@@ -88,7 +88,7 @@ def _shortened(fused: str) -> str:
     return f"{', '.join(words[:_MOST_FUSED])} and {len(words) - _MOST_FUSED} more"
 
 
-def _blame(first: Row, rows: Sequence[Row]) -> tuple[str, str]:
+def _locate_origin(first: Row, rows: Sequence[Row]) -> tuple[str, str]:
     """The site to look at, and a sentence about it."""
     key = first.key
     name = _named(key.site, first)
@@ -97,8 +97,8 @@ def _blame(first: Row, rows: Sequence[Row]) -> tuple[str, str]:
     when += f" on rank {rank}" if rank else ""
     if key.port == "param":
         return key.site, f"the parameter '{key.slot}' of {name} differs already{when}"
-    if key.port == "output" and (arrived := _handed_on(first, _nearly_outside(first, rows))):
-        return _blame_maker(arrived, first, rows, when)
+    if key.port == "output" and (arrived := _inherited_drift(first, _nearly_outside(first, rows))):
+        return _locate_maker(arrived, first, rows, when)
     if key.port != "input":
         # Another writer's run may have ports of its own.
         what = _PLACES.get(key.port, f"its {key.port}") + (
@@ -130,7 +130,7 @@ def _nearly_outside(failing: Row, rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _handed_on(output: Row, near: Sequence[Row]) -> Row | None:
+def _inherited_drift(output: Row, near: Sequence[Row]) -> Row | None:
     """The input that an output got nearly all its drift from; None when it made its own."""
     key = output.key
     inputs = [
@@ -155,12 +155,12 @@ def _maker_of(arrived: Row, near: Sequence[Row]) -> Row | None:
     return max(same, key=execution, default=None)
 
 
-def _blame_maker(arrived: Row, failing: Row, rows: Sequence[Row], when: str) -> tuple[str, str]:
+def _locate_maker(arrived: Row, failing: Row, rows: Sequence[Row], when: str) -> tuple[str, str]:
     """Whose output an input was that is nearly as far off, followed back as far as that goes."""
     near = _nearly_outside(failing, rows)
     after = f"only just inside its limit; the first outside is {_named(failing.key.site, failing)}"
     while (maker := _maker_of(arrived, near)) is not None:
-        before = _handed_on(maker, near)
+        before = _inherited_drift(maker, near)
         if before is None:
             site = maker.key.site
             return site, f"the drift starts at {_named(site, maker)}{when}, in its output, {after}"
@@ -216,25 +216,25 @@ def _named(site: str, row: Row | None) -> str:
     place = f"'{row.candidate_site}'" if row.candidate_site and row.key.site == site else ""
     other = " ".join(filter(None, (row.candidate_class, place)))
     about = filter(None, (row.class_name, f"in the candidate {other}" if other else ""))
-    said = ", ".join(about)
-    return f"{shown} ({said})" if said else shown
+    words = ", ".join(about)
+    return f"{shown} ({words})" if words else shown
 
 
-def _all_fine(tally: Tally) -> str:
+def _all_fine(counts: RowCounts) -> str:
     # A pass that rests on part of the tensors must not read like one that rests on all of them.
-    compared, rows = tally.compared, tally.rows
+    compared, rows = counts.compared, counts.rows
     share = f"{compared}" if compared == rows else f"{compared} of {rows}"
     share += " tensor compared" if rows == 1 else " tensors compared"
-    if tally.inside:
-        share += f", {tally.inside} more inside a fusion"
+    if counts.inside:
+        share += f", {counts.inside} more inside a fusion"
     # Figures of a dump that counts no NaN and no Inf: they can show a difference, not its absence.
-    if tally.bare:
-        return f"{share}, {tally.bare} by max, min, mean and l2 alone; no difference shows"
-    worst = tally.closest
+    if counts.bare:
+        return f"{share}, {counts.bare} by max, min, mean and l2 alone; no difference shows"
+    worst = counts.closest
     if worst is None or worst.severity == 0.0:
         return f"{share}, none differs"
-    said = {"user": "asked for", "thresholds": "allowed by its threshold"}
-    whose = said.get(worst.limit_from, f"allowed for {worst.limit_from}")
+    sources = {"user": "asked for", "thresholds": "allowed by its threshold"}
+    whose = sources.get(worst.limit_from, f"allowed for {worst.limit_from}")
     about = "estimated " if worst.decided_by in worst.estimated else ""
     return (
         f"{share}, none outside its limit; the closest is '{worst.key.site}' "

@@ -1,10 +1,14 @@
-"""Gradients that are made of one that cancelled: as far off as that one, and no farther.
+"""What widens the limit of a row: the formats, codes and cancelled gradients that it is made of.
 
-What is left of a gradient that cancels is rounding in part, and a backward pass is linear: all that
-is computed of it is off by the same share. That is looked up in rows alone: a gradient is made of
-such a one if it comes after it in the same backward pass and is as small (what cancelled is smaller
-than all else), or if it is of a parameter of a module, or a part of one, that was given such a
-gradient from behind. Other gradients of the step keep their limits.
+Three sources, all looked up in rows alone:
+the coarsest format that came before it in its process (`Inherited`);
+operators that compute with integers on one side and with floats on the other (`Quantised`);
+gradients that cancelled (`CancelledGradients`). What is left of such a gradient is rounding in
+part, and a backward pass is linear: all that is computed of it is off by the same share. A gradient
+is made of such a one if it comes after it in the same backward pass and is as small (what cancelled
+is smaller than all else), or if it is of a parameter of a module that was given such a gradient.
+
+Widens limits, and never narrows one: a row that holds its own limit holds any other.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import NamedTuple
 
 from driftline.comparison.evidence.rules import GRADIENTS, is_bias
 from driftline.comparison.table.row import Row
-from driftline.comparison.table.table import is_kept
+from driftline.comparison.table.table import is_spooled
 from driftline.comparison.tolerance.defaults import METRIC, QUANTISED
 from driftline.comparison.tolerance.tolerance import AS_CANCELLED, SUMMED_GRADIENTS, WHAT_CANCELS
 from driftline.numerics.dtypes import DTYPES, DType, coarser
@@ -35,7 +39,7 @@ _BEYOND = 100
 """Times so much as the first of them: no rounding any more."""
 
 
-class MadeOfRounding:
+class CancelledGradients:
     """What cancelled in the step under way, and who was given it."""
 
     def __init__(self) -> None:
@@ -48,6 +52,7 @@ class MadeOfRounding:
     def remember(self, judged: Row) -> None:
         """Note a gradient that has cancelled, or is made of one."""
         if judged.key.port == "optimizer_grad" and self._moment == _moment(judged):
+            # What an optimizer was given moves the weights of all later steps.
             whose = judged.key.rank, judged.key.process
             first, off = self._moved.get(whose, (judged.key.step, 0.0))
             self._moved[whose] = first, max(off, self._off)
@@ -76,6 +81,7 @@ class MadeOfRounding:
         if off is None:
             return self._of_later_step(row, value)
         source = f"{row.limit_from}, {AS_CANCELLED}"
+        # Mostly rounding: neither right nor wrong can be shown.
         if off > _MOSTLY:
             if not value <= _BEYOND * off:
                 return row
@@ -96,6 +102,8 @@ class MadeOfRounding:
         """Weights that were moved by such gradients are elsewhere, and so is what they compute."""
         step, off = self._moved.get((row.key.rank, row.key.process), (row.key.step, 0.0))
         place = (*_moment(row), row.key.site)
+        # Far gradients are believed only up to a point: beyond, a fault may hide behind
+        # them.
         most = _LATER * min(off, _CLEAR)
         if place in self._unclear and row.key.port in GRADIENTS and is_bias(row.key.slot):
             most = _TWO_ROUNDINGS  # a sum of what arrived, which may cancel
@@ -115,11 +123,12 @@ class MadeOfRounding:
             return None
         if row.key.port not in GRADIENTS and 0.0 < reference_norm(row) <= _LARGER * self._size:
             return self._off
-        found, site = self._given.get(row.key.site), row.key.site
-        while found is None and site:
+        error, site = self._given.get(row.key.site), row.key.site
+        # A part of a module is made of what its module was given.
+        while error is None and site:
             site = site.rpartition(".")[0]
-            found = self._given.get(site)
-        return found
+            error = self._given.get(site)
+        return error
 
 
 def _is_gradient(row: Row) -> bool:
@@ -166,7 +175,8 @@ class Quantised:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._known: dict[_Call, str] = {}
-        if is_kept(rows) and not rows.has_recipes and rows.dtypes.isdisjoint(_CODES):
+        # Known from what was counted while rows were written: none has codes.
+        if is_spooled(rows) and not rows.has_recipes and rows.dtypes.isdisjoint(_CODES):
             return
         codes: dict[_Call, list[tuple[_Sizes, str]]] = {}  # lone integers, by their own side's site
         floats: dict[_Call, set[_Sizes]] = {}
@@ -176,10 +186,11 @@ class Quantised:
                 extra.append(row)
             elif row.status == "missing":
                 _sort(row.reference_dtype, row.reference_shape, row, _ours(row), codes, floats)
-            elif found := quantised_row(row) or _against_float(row):
-                self._known.setdefault(_ours(row), found)
+            elif code_type := quantised_row(row) or _against_float(row):
+                self._known.setdefault(_ours(row), code_type)
         if not codes and not any(row.candidate_dtype in _CODES for row in extra):
             return
+        # Lone integers of the candidate stand under the candidate's names.
         partner: dict[_Call, _Call] = {}
         for row in rows:
             if row.status not in ("extra", "missing"):
@@ -195,9 +206,10 @@ class Quantised:
                 their_codes,
                 their_floats,
             )
+        # Codes on one side, floats of the same sizes on the other: the operator is quantised there.
         for integers, others in ((codes, their_floats), (their_codes, floats)):
-            for call, found in integers.items():
-                for sizes, dtype in found:
+            for call, matrices in integers.items():
+                for sizes, dtype in matrices:
                     if sizes in others.get(call, ()):
                         self._known.setdefault(call, dtype)
 
@@ -217,6 +229,7 @@ def _sort(
     """Put a lone matrix where it belongs; whole numbers of one axis are no operand."""
     if call is None or shape is None or len(shape) < 2 or "mask" in row.key.slot:
         return
+    # Codes and floats of one operator have the same sizes in some order.
     sizes = tuple(sorted(shape))  # weights may lie transposed
     if dtype in _CODES:
         codes.setdefault(call, []).append((sizes, dtype))
@@ -226,10 +239,10 @@ def _sort(
 
 def _against_float(row: Row) -> str:
     """Codes that stand against a float and could not be made numbers, for want of a scale."""
-    here, there = row.reference_dtype, row.candidate_dtype
+    reference, candidate = row.reference_dtype, row.candidate_dtype
     if row.status != "incomparable" or "mask" in row.key.slot:
         return ""
-    for code, other in ((here, there), (there, here)):
+    for code, other in ((reference, candidate), (candidate, reference)):
         if code in _CODES and other in DTYPES and DTYPES[other].is_floating:
             return code
     return ""
@@ -270,7 +283,7 @@ class Inherited:
         self._codes: dict[tuple[int, int], str] = {}
         self._coarsest: dict[tuple[int, int], DType] = {}
         self._arrived: dict[tuple[int, int, int, str], tuple[float, float]] = {}
-        self.rounding = MadeOfRounding()
+        self.rounding = CancelledGradients()
 
     def format_of(self, row: Row, own: DType | None) -> DType | None:
         """The coarsest format a row's values went through, its own included.
@@ -281,6 +294,7 @@ class Inherited:
         if own is None or row.key.port == "param":
             return own
         place = (row.key.rank, row.key.process)
+        # A model that computes in bfloat16 anywhere carries its rounding from there on.
         before = self._coarsest.get(place)
         self._coarsest[place] = own if before is None else coarser(before, own)
         return self._coarsest[place]
@@ -302,6 +316,7 @@ class Inherited:
         self.rounding.remember(judged)
         if judged.key.port != "grad_output" or judged.status != "pass" or judged.limit is None:
             return
+        # Step after step: what arrived in a step that is over is asked for no more.
         if self._in_turn and self._moment != _module(judged)[:3]:
             self._moment = _module(judged)[:3]
             self._arrived.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from driftline.comparison.evidence.replicas import GAP, SAME
 from driftline.comparison.evidence.rules import (
@@ -19,7 +20,7 @@ from driftline.comparison.evidence.rules import (
     SUMMED_COLUMN,
 )
 from driftline.comparison.table.row import Column, Row, Verdict
-from driftline.comparison.table.table import Table, is_kept, kept_like
+from driftline.comparison.table.table import Table, is_spooled, like_storage
 from driftline.comparison.tolerance.defaults import (
     LIMITS,
     METRIC,
@@ -44,9 +45,12 @@ from driftline.comparison.verdict.inheritance import (
     quantised_row,
     reference_norm,
 )
-from driftline.comparison.verdict.verdict import Tally
-from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE
+from driftline.comparison.verdict.verdict import RowCounts
+from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE, BadInput
 from driftline.numerics.dtypes import DType
+
+if TYPE_CHECKING:
+    from driftline.comparison.tolerance.thresholds import Thresholds
 
 _WRITTEN_INTO = (
     "one side took it before the call, the other after it: the operator may have written into it"
@@ -54,43 +58,77 @@ _WRITTEN_INTO = (
 
 NO_THRESHOLD = "the thresholds do not speak of it"
 """Reason of a row that was measured, but that nothing says a limit for."""
+_THRESHOLDS_NOTE = "thresholds: "
+"""Begins the notes of a table that are about thresholds."""
 _WHOSE = {"user": "asked for", "exact": "exact", "thresholds": "by its threshold"}
 
 
 def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
-    """The same table with every row's status decided, the verdict, and where the drift starts."""
+    """The same table with every row's status decided, the verdict, and where the drift starts.
+
+    Raises:
+        BadInput: The tolerance has thresholds that fit no layer of this table.
+    """
     allowed = tolerance or Tolerance()
+    judged = _judge_table(table, allowed)
+    if allowed.thresholds is None:
+        return judged
+    return _with_threshold_notes(judged, allowed.thresholds)
+
+
+def over_own_limit(table: Table, tolerance: Tolerance) -> Iterator[Row]:
+    """The rows that fail when each is judged by itself, by its own format.
+
+    In a whole table fewer fail: what lies upstream of a row can only widen its limit. A shard has
+    not got those other rows, and looks up for all of these what a fair judgement may need.
+    """
+    columns = {column.name: column for column in table.columns}
+    alone = Unrelated()
+    for row in table.rows:
+        if not row.compared or (row.basis == "digest" and not row.metrics):
+            continue
+        own = coarsest((row.reference_dtype, row.candidate_dtype))
+        if _judge(row, tolerance, columns, own, own, alone).status == "fail":
+            yield row
+
+
+def _judge_table(table: Table, allowed: Tolerance) -> Table:
     columns = {column.name: column for column in table.columns}
     ordered = table.reference.ordered
-    in_turn = is_kept(table.rows) and table.rows.in_turn
+    in_turn = is_spooled(table.rows) and table.rows.in_turn
+    # Tensors of a file have no order: nothing is upstream of anything.
     inherited = Inherited(Quantised(table.rows), in_turn=in_turn) if ordered else Unrelated()
-    tally = Tally()
-    rows = kept_like(table.rows, tally.watch(_judged(table.rows, allowed, columns, inherited)))
-    if ordered and not allowed.explicit and tally.failing:
+    counts = RowCounts()
+    # Counted while they pass by: a long table is read from its file once.
+    rows = like_storage(table.rows, counts.watch(_judged(table.rows, allowed, columns, inherited)))
+    if ordered and not allowed.explicit and counts.failing:
         from driftline.comparison.verdict.zero_gradient import (
-            without_gradient,  # only where something fails
+            excuse_zero_gradients,  # only where something fails
         )
 
-        rows = without_gradient(rows)
-        tally = Tally()
+        rows = excuse_zero_gradients(rows)
+        # Counted again: statuses have changed.
+        counts = RowCounts()
         for row in rows:
-            tally.take(row)
-        if BEYOND in tally.deciding and BEYOND not in columns:
+            counts.take(row)
+        if BEYOND in counts.deciding and BEYOND not in columns:
             table = table.changed(columns=(*table.columns, BEYOND_COLUMN))
     for column in (SUMMED_COLUMN, BEYOND_ROUNDING_COLUMN, CANCELLED_COLUMN):
         if column.name not in columns and _has(rows, column.name):
             table = table.changed(columns=(*table.columns, column))
     coverage = table.changed(rows=rows).coverage
-    first, first_site, finding = find_divergence(rows, ordered=ordered, tally=tally)
+    first, first_site, finding = find_divergence(rows, ordered=ordered, counts=counts)
     verdict: Verdict = "pass"
     if not coverage.compared:
         verdict = "incomparable"
         finding = f"nothing could be compared: {coverage}"
-        if why := tally.incomparable:
+        if why := counts.incomparable:
             finding += f"; '{why.key.site}' {why.key.port}, for one: {why.reason}"
+    # A failing row decides before coverage does: it is the more useful answer.
     elif first is not None:
         verdict = "fail"
-    elif tally.only_inputs:
+    # Inputs that agree say nothing about what was computed of them.
+    elif counts.only_inputs:
         verdict = "incomparable"
         finding = f"only inputs could be compared, and no output of the reference: {coverage}"
     elif not coverage.share >= allowed.min_coverage:
@@ -99,12 +137,12 @@ def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
             f"only {coverage.share:.1%} of the tensors were compared, "
             f"{allowed.min_coverage:.1%} are asked for; what was compared agrees"
         )
-    elif unread := tally.first_unread:
+    elif unread := counts.first_unread:
         verdict = "fail"
-        one = tally.unread == 1
+        single = counts.unread == 1
         finding = (
-            f"{tally.unread} tensor{'' if one else 's'} could not be read, '{unread.key.site}' "
-            f"{unread.key.port}{'' if one else ' for one'} ({unread.reason}); "
+            f"{counts.unread} tensor{'' if single else 's'} could not be read, '{unread.key.site}' "
+            f"{unread.key.port}{'' if single else ' for one'} ({unread.reason}); "
             "what was compared agrees"
         )
     return table.changed(
@@ -117,6 +155,54 @@ def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
     )
 
 
+def _with_threshold_notes(judged: Table, thresholds: Thresholds) -> Table:
+    """A judged table with notes about thresholds that are absent, unusable, or for other layers.
+
+    Raises:
+        BadInput: They fit nothing of it.
+    """
+    # Loaded only where there are thresholds: most comparisons use the limits of dtypes.
+    from driftline.comparison.tolerance.thresholds import LayerNames
+
+    name = thresholds.path or "the thresholds"
+    if not thresholds.sites:
+        raise BadInput(
+            f"{name} has thresholds for the model as a whole ({', '.join(thresholds.metrics)}), "
+            "none for layers",
+            hint="`driftline validate` applies those; make others with --layer_io or calibrate",
+        )
+    layers = LayerNames({row.key.site for row in judged.rows})
+    absent = [site for site in thresholds.sites if layers.find(site) is None]
+    if len(absent) == len(thresholds.sites):
+        model = f" ('{thresholds.model_id}')" if thresholds.model_id else ""
+        raise BadInput(
+            f"{name} speaks of no layer of this comparison: it seems to be for another "
+            f"model{model}",
+            hint=f"it has '{thresholds.sites[0]}', the comparison "
+            f"'{next(iter(row.key.site for row in judged.rows), '')}'",
+        )
+    # A table may be judged again: what was noted of other thresholds goes.
+    notes = [note for note in judged.notes if not note.startswith(_THRESHOLDS_NOTE)]
+    notes += [f"{_THRESHOLDS_NOTE}{note}" for note in thresholds.notes]
+    broken = [entry for entry in thresholds.entries if not entry.usable]
+    if broken:
+        notes.append(
+            f"{_THRESHOLDS_NOTE}{len(broken)} thresholds are no number, {broken[0].metric} of "
+            f"'{broken[0].site}' for one; they judge nothing"
+        )
+    if absent:
+        notes.append(
+            f"{_THRESHOLDS_NOTE}{len(absent)} of {len(thresholds.sites)} layers with a threshold "
+            f"are not in the comparison, '{absent[0]}' for one"
+        )
+    silent = sum(row.reason.startswith(NO_THRESHOLD) for row in judged.rows)
+    if silent:
+        notes.append(
+            f"{_THRESHOLDS_NOTE}{silent} tensors that were compared have none, and are not judged"
+        )
+    return judged.changed(notes=tuple(notes))
+
+
 def exit_code(table: Table) -> int:
     """0: what was compared agrees; 1: numbers differ or too little was covered; 2: nothing was."""
     if table.verdict == "pass":
@@ -125,8 +211,8 @@ def exit_code(table: Table) -> int:
 
 
 def _has(rows: Sequence[Row], metric: str) -> bool:
-    known: set[str] | None = getattr(rows, "metric_names", None)
-    return any(metric in row.metrics for row in rows) if known is None else metric in known
+    names: set[str] | None = getattr(rows, "metric_names", None)
+    return any(metric in row.metrics for row in rows) if names is None else metric in names
 
 
 def _judged(
@@ -150,15 +236,9 @@ def _judged(
             yield judged
 
 
-def _judge(
-    row: Row,
-    allowed: Tolerance,
-    columns: dict[str, Column],
-    own: DType | None,
-    working: DType | None,
-    inherited: Inherited,
-) -> Row:
-    """One compared row, whatever was said of it before."""
+def _fails_always(row: Row) -> Row | None:
+    """A row that no tolerance lets pass, judged; None for all others."""
+    # NaN or Inf on one side fails whatever limit was asked for.
     one_sided = row.metrics.get("one_sided", 0)
     if one_sided:
         where = _place(row, "one_sided_at")
@@ -170,6 +250,7 @@ def _judge(
             limit_from="always",
             severity=math.inf,
         )
+    # Copies of one tensor must agree among themselves, however near the reference they are.
     gap = float(row.metrics.get(GAP, 0.0))
     if gap > (allowed_gap := SAME.get(row.candidate_dtype, 0.0)):
         return row.judged(
@@ -179,12 +260,28 @@ def _judge(
             limit_from="replicas",
             severity=gap / allowed_gap if allowed_gap else math.inf,
         )
+    return None
+
+
+def _judge(
+    row: Row,
+    allowed: Tolerance,
+    columns: dict[str, Column],
+    own: DType | None,
+    working: DType | None,
+    inherited: Inherited,
+) -> Row:
+    """One compared row, whatever was said of it before."""
+    if (failing := _fails_always(row)) is not None:
+        return failing
     exact = is_exact(row.reference_dtype), is_exact(row.candidate_dtype)
     codes, upstream = quantised_row(row), inherited.codes_of(row)
+    # An explicit rtol asks for numbers, also of integers.
     if all(exact) and not codes and not allowed.elementwise:
         return _exact(row)
     if allowed.explicit:
         judged = _explicit(row, allowed, columns)
+    # Steps of a scale, not of a float format, are what rounding is here.
     elif codes:
         column = columns.get(METRIC, Column(METRIC, "lower"))
         judged = _held(row, column, QUANTISED[codes], f"{codes} with scales")
@@ -198,6 +295,7 @@ def _judge(
             limit, source = QUANTISED[upstream], f"{upstream} upstream"
         judged = _held(row, column, limit, source)
         if judged.status == "fail" and reference_norm(row):
+            # The first reason that is enough is the one that is told.
             for limit, why in _wider(row, working, inherited):
                 if (excused := _held(row, column, limit, f"{source}, {why}")).status == "pass":
                     judged = excused
@@ -223,6 +321,7 @@ def _wider(row: Row, working: DType, inherited: Inherited) -> Iterator[Inheritan
     if row.metrics.get(CANCELLED):
         share = float(row.metrics[CANCELLED]) / reference_norm(row)
         yield Inheritance(share, WHAT_CANCELS)
+    # More was added up than is left: rounding is a share of the former.
     summed = float(row.metrics.get(SUMMED, 0.0))
     if summed > reference_norm(row) and row.metrics.get("candidate_l2"):
         from driftline.comparison.evidence.cancelling import CANCELLING_ROUNDINGS, is_cancelling
@@ -276,8 +375,8 @@ def _explicit(row: Row, allowed: Tolerance, columns: dict[str, Column]) -> Row:
         judged.append(_held(row, column, limit.value, source))
     if not judged:
         return row.judged("incomparable", NO_THRESHOLD)
-    unknown = next((each for each in judged if each.status == "incomparable"), None)
-    worst = max(judged, key=lambda each: (each.status == "fail", each.severity))
+    unknown = next((result for result in judged if result.status == "incomparable"), None)
+    worst = max(judged, key=lambda result: (result.status == "fail", result.severity))
     return worst if worst.status == "fail" or unknown is None else unknown
 
 
@@ -326,6 +425,7 @@ def _severity(column: Column, value: float, limit: float) -> float:
             return (
                 10.0 ** ((limit - min(value, _LOUDEST)) / 20.0) if value > -_LOUDEST else math.inf
             )
+        # Distance from perfect agreement, so that 0.99 and 0.999 are ten times apart.
         if limit < 1.0 and value <= 1.0:
             return (1.0 - value) / (1.0 - limit)
         return 0.0 if value >= limit else math.inf
@@ -346,8 +446,8 @@ def _place(row: Row, name: str, what: str = "first") -> str:
     if (row.reference_dtype + row.candidate_dtype).count("complex"):
         rest //= 2  # positions count real and imaginary parts
     for size in reversed(shape):
-        rest, at = divmod(rest, size) if size else (rest, 0)
-        position.append(str(at))
+        rest, coordinate = divmod(rest, size) if size else (rest, 0)
+        position.append(str(coordinate))
     return f", {what} at ({', '.join(reversed(position))})" if position else ""
 
 

@@ -15,7 +15,7 @@ def execution(row: Row) -> tuple[int, int, int, int]:
     return (row.key.step, row.order, row.key.rank, row.key.process)
 
 
-class Tally:
+class RowCounts:
     """Counts of judged rows, and the rows that stand for them.
 
     Attributes:
@@ -55,8 +55,11 @@ class Tally:
     def take(self, row: Row) -> None:
         status, port = row.status, row.key.port
         self.rows += 1
+        # Extra outputs belong to the candidate; the question is what of the reference was
+        # compared.
         if port == "output" and status != "extra":
             self._outputs = True
+        # Also of lone rows: a tensor that is lost is unread wherever it stands.
         if LOST in row.reason:
             self.unread += 1
             self.first_unread = self.first_unread or row
@@ -72,10 +75,13 @@ class Tally:
         self.deciding.add(row.decided_by)
         if row.key.port != "input":
             self._others = True
+        # Figures without counts of NaN cannot rule one out.
         if row.basis == "summary" and "one_sided" not in row.metrics:
             self.bare += 1
         if row.status == "fail":
             self.failing += 1
+            # Rows come rank after rank, so the first in the table need not be the first
+            # in time.
             if self.first is None or execution(row) < execution(self.first):
                 self.first = row
         elif (

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from driftline.comparison.evidence.loose_bias import NO_MORE, earlier, is_bias_gradient, module_of
 from driftline.comparison.evidence.rules import GRADIENTS
 from driftline.comparison.table.row import Row
-from driftline.comparison.table.table import is_kept
+from driftline.comparison.table.table import is_spooled
 from driftline.comparison.tolerance.defaults import METRIC, coarsest
 from driftline.comparison.tolerance.tolerance import AS_GIVEN, BESIDE_WEIGHT, BEYOND
 
@@ -32,9 +32,9 @@ _ATTENTION = "aten._scaled_dot_product_"
 _Layer = tuple[int, int, str]
 
 
-def without_gradient(rows: Sequence[Row]) -> Sequence[Row]:
+def excuse_zero_gradients(rows: Sequence[Row]) -> Sequence[Row]:
     """The judged rows of a table, without those failures."""
-    if is_kept(rows):
+    if is_spooled(rows):
         # All of it is about one process at a time.
         asked = rows.ports & {*GRADIENTS} or rows.has_operators
         return rows.changed_by_process(_without) if asked else rows
@@ -42,21 +42,25 @@ def without_gradient(rows: Sequence[Row]) -> Sequence[Row]:
 
 
 def _without(rows: Sequence[Row]) -> list[Row]:
-    found = list(rows)
+    updated = list(rows)
+    # Nothing to excuse: most processes of a long run end here.
     if not any(row.status == "fail" or BEYOND in row.metrics for row in rows):
-        return found
-    _gradients(found)
-    moved = _outputs(found)
-    _carriers(found, [*moved, *_shifted(found, moved)])
-    return found
+        return updated
+    _gradients(updated)
+    moved = _outputs(updated)
+    _carriers(updated, [*moved, *_shifted(updated, moved)])
+    return updated
 
 
 def _gradients(rows: list[Row]) -> None:
     """Gradients of biases that are nothing but rounding on both sides."""
-    failing = [at for at, row in enumerate(rows) if row.status == "fail" and _is_gradient(row)]
+    failing = [
+        index for index, row in enumerate(rows) if row.status == "fail" and _is_gradient(row)
+    ]
     if not failing:
         return
-    layers = {_layer(rows[at]) for at in failing}
+    layers = {_layer(rows[index]) for index in failing}
+    # Only of layers in question: a long process has as many weights as rows.
     weights = {
         (_layer(row), row.key.step, row.key.visit, row.key.port): row
         for row in rows
@@ -65,18 +69,19 @@ def _gradients(rows: list[Row]) -> None:
         and _layer(row) in layers
         and row.compared
     }
-    for at in failing:
-        row = rows[at]
+    for index in failing:
+        row = rows[index]
         weight = weights.get((_layer(row), row.key.step, row.key.visit, row.key.port))
         dtype = coarsest((row.reference_dtype, row.candidate_dtype))
         if weight is None or dtype is None or row.decided_by != METRIC:
             continue
         share = NO_MORE * dtype.unit_roundoff
         sides = ("reference_l2", "candidate_l2")
+        # On both sides: a gradient that one program lost is small on one of them only.
         if all(_number(row, side) <= share * _number(weight, side) for side in sides):
             size = _number(row, "reference_l2")
             limit = 2 * share * _number(weight, "reference_l2") / size if size else math.inf
-            rows[at] = row.judged(
+            rows[index] = row.judged(
                 "pass",
                 f"nothing but rounding: on both sides below {share:.2g} of its weight's gradient",
                 decided_by=METRIC,
@@ -89,8 +94,8 @@ def _gradients(rows: list[Row]) -> None:
 def _outputs(rows: list[Row]) -> list[tuple[int, Row]]:
     """Judge outputs of layers whose bias may have moved by itself once more; gives what passes."""
     far = [
-        at
-        for at, row in enumerate(rows)
+        index
+        for index, row in enumerate(rows)
         if (row.status == "fail" or (row.status == "pass" and BEYOND in row.metrics))
         and row.key.port == "output"
         and row.key.step
@@ -98,33 +103,35 @@ def _outputs(rows: list[Row]) -> list[tuple[int, Row]]:
     ]
     if not far:
         return []
-    layers = {_layer(rows[at]) for at in far}
-    given: dict[_Layer, list[Row]] = {layer: [] for layer in layers}
+    layers = {_layer(rows[index]) for index in far}
+    gradients: dict[_Layer, list[Row]] = {layer: [] for layer in layers}
     for row in rows:
         if _is_gradient(row) and _layer(row) in layers:
-            given[_layer(row)].append(row)
+            gradients[_layer(row)].append(row)
     passing: list[tuple[int, Row]] = []
-    for at in far:
-        known = given[_layer(rows[at])]
-        tells = earlier([one.key.step for one in known], rows[at].key.step)
-        before = [one for one in known if tells(one.key.step)]
-        if any(one.status == "fail" for one in before):
+    for index in far:
+        own_gradients = gradients[_layer(rows[index])]
+        tells = earlier([gradient.key.step for gradient in own_gradients], rows[index].key.step)
+        before = [gradient for gradient in own_gradients if tells(gradient.key.step)]
+        # Only rounding may be excused, never the consequence of a wrong gradient.
+        if any(gradient.status == "fail" for gradient in before):
             continue  # its bias was given a wrong gradient: no wonder that it moved
-        if BEYOND in rows[at].metrics:
-            rows[at] = _beyond(rows[at])
-        elif rows[at].basis != "values" and any(map(_is_loose, before)):
-            rows[at] = rows[at].judged(
+        if BEYOND in rows[index].metrics:
+            rows[index] = _beyond(rows[index])
+        elif rows[index].basis != "values" and any(map(_is_loose, before)):
+            rows[index] = rows[index].judged(
                 "incomparable",
-                f"{rows[at].reason}; its bias has no gradient but rounding, by which an optimizer "
-                f"moves it, and what else differs only the values can say",
+                f"{rows[index].reason}; its bias has no gradient but rounding, by which an "
+                "optimizer moves it, and what else differs only the values can say",
             )
-        if rows[at].decided_by == BEYOND:
-            passing.append((at, rows[at]))
+        if rows[index].decided_by == BEYOND:
+            passing.append((index, rows[index]))
     return passing
 
 
 def _beyond(row: Row) -> Row:
     left, limit = _number(row, BEYOND), row.limit
+    # At least half of the error must be the bias's, or it explains little.
     if limit is None or not left <= min(limit, 0.5 * _number(row, METRIC)):
         return row
     return row.judged(
@@ -145,29 +152,31 @@ def _shifted(rows: list[Row], excused: Sequence[tuple[int, Row]]) -> list[tuple[
     its module must have moved by rounding.
     """
     passing: list[tuple[int, Row]] = []
-    for at, row in enumerate(rows) if excused else ():
+    for index, row in enumerate(rows) if excused else ():
         if row.status != "fail" or row.decided_by != METRIC or _ATTENTION not in row.class_name:
             continue
         module = f"{module_of(row.key.site)}."
-        keys = [one for _, one in excused if _moment(one) == _moment(row)]
-        given = [
-            one
-            for one in rows
-            if one.key == row.key._replace(slot="0") and one.key.slot != row.key.slot
+        keys = [other for _, other in excused if _moment(other) == _moment(row)]
+        results = [
+            other
+            for other in rows
+            if other.key == row.key._replace(slot="0") and other.key.slot != row.key.slot
         ]
-        lies_within = any(one.key.site.startswith(module) for one in keys)
-        if not lies_within or not given or given[0].status != "pass":
+        # The key must be of this attention's own module.
+        lies_within = any(other.key.site.startswith(module) for other in keys)
+        if not lies_within or not results or results[0].status != "pass":
             continue
-        shape = given[0].reference_shape
+        shape = results[0].reference_shape
+        # A logarithm for each row of scores: the output's shape without its last axis.
         if shape is None or row.reference_shape != shape[:-1]:
             continue
-        rows[at] = row.judged(
+        rows[index] = row.judged(
             "pass",
             "a key whose bias has no gradient shifts it; what the attention gives agrees",
             limit_from=f"{row.limit_from}, {AS_GIVEN}",
-            severity=given[0].severity,
+            severity=results[0].severity,
         )
-        passing.append((at, row))
+        passing.append((index, row))
     return passing
 
 
@@ -181,17 +190,18 @@ def _carriers(rows: list[Row], excused: Sequence[tuple[int, Row]]) -> None:
     if not excused:
         return
     moved: dict[tuple[int, int, int], list[tuple[int, Row]]] = {}
-    for at, row in excused:
-        moved.setdefault(_moment(row), []).append((at, row))
-    for at, row in enumerate(rows):
+    for index, row in excused:
+        moved.setdefault(_moment(row), []).append((index, row))
+    for index, row in enumerate(rows):
         if row.status != "fail" or row.decided_by != METRIC or _moment(row) not in moved:
             continue
         if row.key.port not in ("input", "output"):
             continue
         for before, source in moved[_moment(row)]:
             size = _difference(source)
-            if before < at and abs(_difference(row) - size) <= _SAME * size:
-                rows[at] = row.judged(
+            # What carries a difference on comes after where it began.
+            if before < index and abs(_difference(row) - size) <= _SAME * size:
+                rows[index] = row.judged(
                     "pass",
                     f"differs as '{source.key.site}' does, whose bias has no gradient",
                     limit_from=f"{source.limit_from}, {AS_GIVEN}",

@@ -21,7 +21,7 @@ import numpy as np
 
 from driftline.alignment.plan import Pair
 from driftline.comparison.measure.operands import ValuePair, measure_moments, measure_values
-from driftline.comparison.measure.pair_rows import clash, paired
+from driftline.comparison.measure.pair_rows import incompatibility, paired
 from driftline.comparison.measure.scheduler import blocks_of
 from driftline.comparison.metrics.catalogue import Metric
 from driftline.comparison.metrics.definitions import cosine as cosine_by_definition
@@ -180,7 +180,7 @@ def measure_rows(
         elements: Also every element's difference.
     """
     row = paired(pair)
-    if trouble := clash(pair):
+    if trouble := incompatibility(pair):
         row = row._replace(status="incomparable", reason=trouble)
         return RowMetrics(row, counts, NOTHING, NOTHING, None)
     shape = pair.reference.shape

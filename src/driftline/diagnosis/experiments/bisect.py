@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from driftline.alignment.align import AlignOptions, align_runs
 from driftline.captures.launch.jobs import CapturePlan
 from driftline.captures.selection import Selection
-from driftline.comparison.measure.scheduler import measure
-from driftline.comparison.metrics.catalogue import find, requested
+from driftline.comparison.metrics.catalogue import find
+from driftline.comparison.options import CompareOptions
+from driftline.comparison.pipeline import prepare
 from driftline.diagnosis.experiments.run_program import Ended, run_with
 from driftline.errors import BadInput, did_you_mean
 from driftline.formats.registry import open_run
@@ -245,7 +245,7 @@ class _Search:
     ) -> None:
         self._argv = argv
         self._reference = reference
-        self._metrics = requested([metric])
+        self._options = CompareOptions.of(metrics=[metric])
         self._metric = find(metric).name
         self._end = end
         self._slot = slot
@@ -337,13 +337,8 @@ class _Search:
 
     def _measured(self, run: Run) -> float:
         candidate_end = only(run, lambda r: r.key.slot == self._slot and r.key.site == self._end)
-        table = measure(
-            align_runs(self._ends, candidate_end, AlignOptions()),
-            self._ends,
-            candidate_end,
-            metrics=self._metrics,
-        )
-        values = [row.metrics.get(self._metric) for row in table.rows]
+        measured = prepare(self._ends, candidate_end, self._options).measure()
+        values = [row.metrics.get(self._metric) for row in measured.rows]
         errors = [float(value) for value in values if value is not None]
         if not errors:
             raise BadInput(

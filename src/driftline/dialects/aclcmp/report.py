@@ -19,11 +19,10 @@ import numpy.typing as npt
 from driftline import settings
 from driftline.alignment.plan import Pair, Plan
 from driftline.captures.launch.child import require_command, run_child
-from driftline.comparison.measure.scheduler import measure
+from driftline.comparison.options import CompareOptions
+from driftline.comparison.pipeline import run_comparison
 from driftline.comparison.table.row import LOST, Row
 from driftline.comparison.table.table import Table
-from driftline.comparison.tolerance.defaults import elementwise
-from driftline.comparison.verdict.judge import judge
 from driftline.dialects.aclcmp.store import (
     Label,
     file_stem,
@@ -250,7 +249,7 @@ def _measured(couples: Sequence[Sides], task: str, threads: int | None) -> Table
             extra.append(candidate.add(key, order, acl, acl.shape))
             reasons["candidate", key] = _NO_PTA
     plan = Plan(tuple(pairs), tuple(missing), tuple(extra), reasons=reasons)
-    return judge(measure(plan, reference, candidate, elementwise=elementwise, threads=threads))
+    return run_comparison(reference, candidate, CompareOptions.of(threads=threads), plan=plan)
 
 
 def _keys(couples: Sequence[Sides]) -> list[TensorKey]:

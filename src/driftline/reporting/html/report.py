@@ -1,31 +1,32 @@
-"""Makes the HTML report: from two runs, or from a comparison made before, to one file.
+"""The door to pages: two runs, or a comparison that was made before, become one HTML file.
 
-Decides which steps are needed (alignment, comparison, diagnosis, pictures) and collects their
-results. How each step works, and how the page looks, is decided elsewhere.
+Decides what is asked of whom: alignment, comparison, diagnosis, pictures. How any of it is done, or
+drawn, is not known here.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from driftline.alignment.align import AlignOptions, align_runs
 from driftline.alignment.plan import Pair, Plan
-from driftline.comparison.measure.scheduler import Progress, measure
-from driftline.comparison.pipeline import compare
+from driftline.comparison.measure.scheduler import Progress
+from driftline.comparison.options import CompareOptions, Execution
+from driftline.comparison.pipeline import Measurer, prepare
 from driftline.comparison.table.files import TABLE_FILE, is_table, open_table
 from driftline.comparison.table.row import Row
 from driftline.comparison.table.table import Side, Table
+from driftline.diagnosis.api import compare_noise
 from driftline.diagnosis.causes.case_builder import Runs
 from driftline.diagnosis.evidence.files import (
     Evidence,
     Replay,
     Substitution,
     open_bisection,
-    open_noise,
     open_replay,
 )
 from driftline.diagnosis.evidence.noise import Variant
@@ -36,7 +37,7 @@ from driftline.formats.registry import open_run
 from driftline.graphs.open import write_whole
 from driftline.reporting.html.dataflow import flow_of
 from driftline.reporting.html.decoder import decoder_folder, layers_of
-from driftline.reporting.html.document import PageContents, page_data
+from driftline.reporting.html.document import page_data
 from driftline.reporting.html.operators import is_operators, operator_table
 from driftline.reporting.html.page import embedded_page
 from driftline.runs.run import Run
@@ -53,7 +54,6 @@ _MOST_DRAWN = 64 << 20
 """Elements of a pair that is drawn into a file; a larger one is for `driftline view`."""
 
 Source: TypeAlias = "Table | Run | StrPath"
-Comparing: TypeAlias = Callable[[Run, Run, Plan], Table]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +73,6 @@ class Page:
     reference: Run | None = None
     candidate: Run | None = None
     pairs: Mapping[int, Pair] = field(default_factory=dict[int, Pair])
-
-
-@dataclass(frozen=True, slots=True)
-class PageOptions:
-    """What goes into a page, and the evidence for its diagnosis; fields as `report` takes them."""
-
-    thresholds: Thresholds | StrPath | None = None
-    replay: Replay | StrPath | None = None
-    noise: Sequence[Evidence] = ()
-    repeats: Sequence[Evidence] = ()
-    bisect: Mapping[str, Any] | StrPath | None = None
-    options: AlignOptions | None = None
-    diagnosis: bool = True
-    pictures: int = PICTURES
-    tokenizer: str = ""
-    title: str = ""
-    threads: int | None = None
-    progress: Progress | None = None
 
 
 def report(
@@ -140,13 +122,14 @@ def report(
         DriftlineError: It could not be made. Numbers that differ are no exception.
     """
     place = None if output is None else Path(output)
-    # Checked before the work: a comparison may take minutes.
     if place is not None:
         if place.is_dir():
             raise AlreadyThere(f"{place} is a folder", hint="give the name of a file with -o")
         if place.exists() and not force:
             raise AlreadyThere(f"{place} exists", hint="give another -o, or --force")
-    wanted = PageOptions(
+    page = page_of(
+        subject,
+        candidate,
         thresholds=thresholds,
         replay=replay,
         noise=noise,
@@ -160,11 +143,9 @@ def report(
         threads=threads,
         progress=progress,
     )
-    page = page_of(subject, candidate, wanted)
     text = embedded_page(page.document)
     if place is None:
         return text
-    # A name with half of a surrogate pair must not prevent the report.
     write_whole(place, text.encode("utf-8", "backslashreplace"))
     return place
 
@@ -172,119 +153,94 @@ def report(
 def page_of(
     subject: Source,
     candidate: Run | StrPath | None = None,
-    wanted: PageOptions | None = None,
     *,
-    comparing: Comparing | None = None,
+    thresholds: Thresholds | StrPath | None = None,
+    replay: Replay | StrPath | None = None,
+    noise: Sequence[Evidence] = (),
+    repeats: Sequence[Evidence] = (),
+    bisect: Mapping[str, Any] | StrPath | None = None,
+    options: AlignOptions | None = None,
+    diagnosis: bool = True,
+    pictures: int = PICTURES,
+    tokenizer: str = "",
+    title: str = "",
+    threads: int | None = None,
+    progress: Progress | None = None,
+    measurer: Measurer | None = None,
 ) -> Page:
-    """The page of a comparison.
+    """The page of a comparison; arguments as `report` takes them.
 
     Args:
-        subject: A comparison, a folder, or the reference, as `report` takes it.
-        candidate: What is in question.
-        wanted: What goes into the page, and by which evidence it is judged.
-        comparing: Compares two runs by their plan; the viewer passes one that keeps measured rows.
+        measurer: Who measures; a `RowCache`, for whoever makes the page of two runs again.
 
     Raises:
         DriftlineError: It could not be made.
     """
-    wanted = wanted or PageOptions()
     notes: list[str] = []
-    compared = _compared(subject, candidate, wanted, comparing, notes)
-    table, reference_run, candidate_run = compared.table, compared.reference, compared.candidate
-    trusted = _noise_variants(reference_run, wanted)
-    runs = _diagnosis_runs(compared, wanted)
-    proof = None if wanted.bisect is None else open_bisection(wanted.bisect)
-    diagnosed = None
-    # Diagnosis judges by the relative error; tables of other metrics cannot be diagnosed.
-    if wanted.diagnosis and table.rows and table.column("relative_l2") is not None:
-        diagnosed = _diagnose(table, trusted, runs, proof, notes)
-    pairs = _pairs(table, compared.plan) if compared.plan is not None else {}
-    drawn: dict[int, Mapping[str, Any]] = {}
-    if wanted.pictures and reference_run is not None and candidate_run is not None:
-        drawn = _draw_pairs(table, pairs, reference_run, candidate_run, diagnosed, wanted.pictures)
-    flow = None
-    if reference_run is not None and table.rows:
-        # The flow of the step and rank in which the drift starts.
-        key = (table.first or table.rows[0]).key
-        flow = flow_of(reference_run, key.rank, key.process, key.step)
-    contents = PageContents(
-        reference=reference_run,
-        candidate=candidate_run,
-        diagnosis=diagnosed,
-        noise=[variant.table for variant in trusted],
-        flow=flow,
-        pictures=drawn,
-        decoder=compared.decoder,
-        notes=notes,
-        title=wanted.title,
-    )
-    return Page(page_data(table, contents), table, reference_run, candidate_run, pairs)
-
-
-class _Compared(NamedTuple):
-    """A comparison, and the runs behind it where they could be opened."""
-
-    table: Table
-    decoder: list[dict[str, Any]]
-    reference: Run | None
-    candidate: Run | None
-    plan: Plan | None
-
-
-def _compared(
-    subject: Source,
-    candidate: Run | StrPath | None,
-    wanted: PageOptions,
-    comparing: Comparing | None,
-    notes: list[str],
-) -> _Compared:
-    """Compare two runs, or open a comparison that was made before."""
-    alignment = wanted.options or AlignOptions()
+    asked = CompareOptions(options or AlignOptions(), execution=Execution(threads))
+    plan: Plan | None = None
+    ours: Run | None = None
+    theirs: Run | None = None
+    decoder: list[dict[str, Any]] = []
     if candidate is not None:
         if isinstance(subject, Table):
             raise BadInput("a comparison has both sides already", hint="give it alone")
-        reference_run, candidate_run = _opened(subject), _opened(candidate)
-        plan = align_runs(reference_run, candidate_run, alignment)
-        if comparing is not None:
-            table = comparing(reference_run, candidate_run, plan)
-        else:
-            table = compare(
-                reference_run,
-                candidate_run,
-                plan=plan,
-                thresholds=wanted.thresholds,
-                threads=wanted.threads,
-                progress=wanted.progress,
+        judged_by = replace(asked, tolerance=CompareOptions.of(thresholds=thresholds).tolerance)
+        comparison = prepare(_opened(subject), _opened(candidate), judged_by)
+        ours, theirs, plan = comparison.reference, comparison.candidate, comparison.plan
+        table = comparison.judged(measurer, progress)
+        decoder = layers_of(table)
+    else:
+        table, decoder = _made_before(subject, thresholds, tokenizer)
+        ours, theirs = _behind(table, subject)
+        if ours is not None and theirs is not None:
+            plan = align_runs(ours, theirs, asked.paired_by)
+        elif table.rows and not decoder and table.limits.get("kind") is None:
+            notes.append(
+                "the two runs were not found where the comparison says, or have changed since: "
+                "there are no pictures of tensors here, and no cause is named"
             )
-        return _Compared(table, layers_of(table), reference_run, candidate_run, plan)
-    # A comparison made before keeps its rows; only pictures and causes need the runs again.
-    table, decoder = _open_comparison(subject, wanted.thresholds, wanted.tokenizer)
-    first, second = _runs_of(table, subject)
-    if first is not None and second is not None:
-        return _Compared(table, decoder, first, second, align_runs(first, second, alignment))
-    # Operator checks and text models never had two runs, so nothing is missing there.
-    if table.rows and not decoder and table.limits.get("kind") is None:
-        notes.append(
-            "the two runs were not found where the comparison says, or have changed since: "
-            "there are no pictures of tensors here, and no cause is named"
-        )
-    return _Compared(table, decoder, first, second, None)
-
-
-def _diagnosis_runs(compared: _Compared, wanted: PageOptions) -> Runs | None:
-    """Both runs with the evidence about them, for the diagnosis."""
-    reference, candidate, plan = compared.reference, compared.candidate, compared.plan
-    if plan is not None and reference is not None and candidate is not None:
-        played = None if wanted.replay is None else open_replay(wanted.replay)
-        return Runs(
-            reference, candidate, played, [_opened(repeat) for repeat in wanted.repeats], plan
-        )
-    # Evidence without runs would be ignored, and the user would not notice.
-    if wanted.replay is not None or wanted.repeats or wanted.bisect is not None:
+    trusted: list[Variant] = []
+    if noise:
+        if ours is None:
+            raise BadInput(
+                "noise runs are compared with the reference, which is not there",
+                hint="give the two runs: driftline report REF CAND --noise DIR",
+            )
+        trusted = compare_noise(ours, noise, asked)
+    runs = None
+    if plan is not None and ours is not None and theirs is not None:
+        played = None if replay is None else open_replay(replay)
+        runs = Runs(ours, theirs, played, [_opened(each) for each in repeats], plan)
+    elif replay is not None or repeats or bisect is not None:
         raise BadInput(
             "evidence belongs to two runs, which are not there", hint="give the two runs: REF CAND"
         )
-    return None
+    proof = None if bisect is None else open_bisection(bisect)
+    found = None
+    if diagnosis and table.rows and table.column("relative_l2") is not None:
+        found = _diagnosed(table, trusted, runs, proof, notes)
+    pairs = _pairs(table, plan) if plan is not None else {}
+    drawn: dict[int, Mapping[str, Any]] = {}
+    if pictures and ours is not None and theirs is not None:
+        drawn = _drawn(table, pairs, ours, theirs, found, pictures)
+    flow = None
+    if ours is not None and table.rows:
+        key = (table.first or table.rows[0]).key
+        flow = flow_of(ours, key.rank, key.process, key.step)
+    document = page_data(
+        table,
+        reference=ours,
+        candidate=theirs,
+        diagnosis=found,
+        noise=[variant.table for variant in trusted],
+        flow=flow,
+        pictures=drawn,
+        decoder=decoder,
+        notes=notes,
+        title=title,
+    )
+    return Page(document, table, ours, theirs, pairs)
 
 
 def _opened(source: Source) -> Run:
@@ -295,7 +251,7 @@ def _opened(source: Source) -> Run:
     return open_run(source)
 
 
-def _open_comparison(
+def _made_before(
     subject: Source, thresholds: Thresholds | StrPath | None, tokenizer: str
 ) -> tuple[Table, list[dict[str, Any]]]:
     """A comparison that is there already, and what there is of a decoder."""
@@ -308,9 +264,8 @@ def _open_comparison(
             f"{subject} is no comparison", hint="give the candidate, too: driftline report REF CAND"
         )
     path = Path(subject)
-    # Operator checks are JSON files too, so they must be recognised before tables.
-    if path.is_file() and is_operators(document := _json(path)):
-        return operator_table(document, str(path)), []
+    if path.is_file() and is_operators(told := _json(path)):
+        return operator_table(told, str(path)), []
     if path.is_file() or is_table(path):
         table = open_table(path)
         if thresholds is not None:
@@ -329,69 +284,45 @@ def _json(path: Path) -> Any:
         return None
 
 
-def _runs_of(table: Table, subject: Source) -> tuple[Run | None, Run | None]:
+def _behind(table: Table, subject: Source) -> tuple[Run | None, Run | None]:
     """The runs a comparison was made of, where they still lie and are still the same."""
     home = None if isinstance(subject, Table | Run) else Path(subject)
-    sides: list[Run] = []
+    found: list[Run] = []
     for side in (table.reference, table.candidate):
-        run = _run_of(side, home)
+        run = _same_run(side, home)
         if run is None:
             return None, None
-        sides.append(run)
-    return sides[0], sides[1]
+        found.append(run)
+    return found[0], found[1]
 
 
-def _run_of(side: Side, home: Path | None) -> Run | None:
+def _same_run(side: Side, home: Path | None) -> Run | None:
     """One side's run, from here or from beside the comparison; None where it is another one now."""
     path = Path(side.path)
-    # Results are often moved together with their runs: beside the comparison is tried too.
-    nearby = [] if home is None else [home / path, home.parent / path, home.parent / path.name]
-    for place in [path, *nearby] if side.path else []:
+    beside = [] if home is None else [home / path, home.parent / path, home.parent / path.name]
+    for place in [path, *beside] if side.path else []:
         if not place.exists():
             continue
         try:
             run = open_run(place)
         except (DriftlineError, OSError):
             continue
-        run_id = str(side.about.get("id", ""))
-        # Another run at the same path: its pictures would be of other tensors.
-        if run_id != str(run.manifest.get("id", "")):
+        told = str(side.about.get("id", ""))
+        if told != str(run.manifest.get("id", "")):
             continue
         # A file has no id: it must not have been written after the comparison.
-        if not run_id and home is not None and place.stat().st_mtime > _modified_time(home):
+        if not told and home is not None and place.stat().st_mtime > _written(home):
             continue
         return run
     return None
 
 
-def _modified_time(home: Path) -> float:
+def _written(home: Path) -> float:
     table = home / TABLE_FILE if home.is_dir() else home
     return table.stat().st_mtime
 
 
-def _noise_variants(reference: Run | None, wanted: PageOptions) -> list[Variant]:
-    """Trusted runs compared with the reference."""
-    if not wanted.noise:
-        return []
-    if reference is None:
-        raise BadInput(
-            "noise runs are compared with the reference, which is not there",
-            hint="give the two runs: driftline report REF CAND --noise DIR",
-        )
-    variants: list[Variant] = []
-    options = wanted.options or AlignOptions()
-    for trusted in open_noise(wanted.noise):
-        plan = align_runs(reference, trusted.run, options)
-        name = trusted.name
-        # Two folders may have one name; evidence is kept by name.
-        while any(name == variant.name for variant in variants):
-            name += "'"
-        measured = measure(plan, reference, trusted.run, threads=wanted.threads)
-        variants.append(Variant(name, measured, trusted.run, plan))
-    return variants
-
-
-def _diagnose(
+def _diagnosed(
     table: Table,
     trusted: Sequence[Variant],
     runs: Runs | None,
@@ -399,47 +330,45 @@ def _diagnose(
     notes: list[str],
 ) -> Diagnosis | None:
     try:
-        diagnosis = Assembly(table, trusted, runs, proof).diagnosis()
+        found = Assembly(table, trusted, runs, proof).diagnosis()
     except DriftlineError as trouble:
         if proof is not None or (runs is not None and runs.replay is not None):
             raise  # evidence that the user gave must not be dropped in silence
         notes.append(f"no diagnosis: {trouble}")
         return None
-    return None if diagnosis.verdict == "incomparable" else diagnosis
+    return None if found.verdict == "incomparable" else found
 
 
 def _pairs(table: Table, plan: Plan) -> dict[int, Pair]:
     """Row → the pair behind it; none where the comparison was made with another plan."""
-    pair_of_key = {pair.reference.key: pair for pair in plan.pairs}
-    pair_of_row: dict[int, Pair] = {}
-    for index, row in enumerate(table.rows):
-        pair = pair_of_key.get(row.key)
+    known = {pair.reference.key: pair for pair in plan.pairs}
+    found: dict[int, Pair] = {}
+    for at, row in enumerate(table.rows):
+        pair = known.get(row.key)
         if pair is None or not row.compared:
             continue
-        # A plan made now may pair otherwise than the one of the stored comparison.
         if pair.candidate.key.site == (row.candidate_site or row.key.site):
-            pair_of_row[index] = pair
-    return pair_of_row
+            found[at] = pair
+    return found
 
 
-def _draw_pairs(
+def _drawn(
     table: Table,
     pairs: Mapping[int, Pair],
-    reference: Run,
-    candidate: Run,
+    ours: Run,
+    theirs: Run,
     diagnosis: Diagnosis | None,
     most: int,
 ) -> dict[int, Mapping[str, Any]]:
     from driftline.reporting.html.tensors.pictures import pictures_of
 
     drawn: dict[int, Mapping[str, Any]] = {}
-    for index in _worth_drawing(table, pairs, diagnosis):
-        # Each picture reads two tensors and makes the file larger.
+    for at in _worth_drawing(table, pairs, diagnosis):
         if len(drawn) >= most:
             break
-        pair = pairs[index]
+        pair = pairs[at]
         try:
-            drawn[index] = pictures_of(pair, reference, candidate)
+            drawn[at] = pictures_of(pair, ours, theirs)
         except (DriftlineError, OSError):
             continue  # its row says what is wrong with it
     return drawn
@@ -450,18 +379,12 @@ def _worth_drawing(
 ) -> list[int]:
     """Rows in the order in which a reader will want to see them."""
     named = {table.first_site, *(diagnosis.culprits if diagnosis is not None else ())} - {""}
-    worst = sorted(pairs, key=lambda index: -_severity(table.rows[index]))
-    first = [
-        index
-        for index in pairs
-        if table.rows[index] is table.first or table.rows[index].site in named
-    ]
-    # The output is what a reader looks for first; inputs follow.
-    first.sort(key=lambda index: (table.rows[index].port != "output", index))
-    outputs = [index for index in worst if table.rows[index].port not in ("input", "param")]
+    worst = sorted(pairs, key=lambda at: -_severity(table.rows[at]))
+    first = [at for at in pairs if table.rows[at] is table.first or table.rows[at].site in named]
+    first.sort(key=lambda at: (table.rows[at].port != "output", at))
+    outputs = [at for at in worst if table.rows[at].port not in ("input", "param")]
     return list(dict.fromkeys((*first, *outputs, *worst)))
 
 
 def _severity(row: Row) -> float:
-    # NaN counts as the worst: it would sort anywhere.
     return row.severity if row.severity == row.severity else float("inf")

@@ -1,4 +1,4 @@
-"""Public functions of the viewer: `view` serves a page until it is stopped, `serve` in a thread."""
+"""The door to the viewer: `driftline.view(reference, candidate)` serves a page until stopped."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from driftline.alignment.align import AlignOptions
 from driftline.comparison.measure.scheduler import Progress
+from driftline.comparison.pipeline import RowCache
 from driftline.comparison.table.files import TABLE_FILE, is_table, open_table
 from driftline.comparison.table.table import Table
 from driftline.diagnosis.evidence.files import Evidence, Replay
 from driftline.errors import BadInput
-from driftline.reporting.html.report import Page, PageOptions, Source, page_of
+from driftline.reporting.html.report import Page, Source, page_of
 from driftline.reporting.viewer.server import Server, check_port, open_server
-from driftline.reporting.viewer.session import RowCache, Session
+from driftline.reporting.viewer.session import Session
 from driftline.runs.layout import MANIFEST
 from driftline.runs.run import Run
 from driftline.runs.stores.addresses import url_of
@@ -39,13 +40,11 @@ class Viewer:
     def __init__(self, server: Server) -> None:
         self.server = server
         self.url = server.url
-        # A daemon: a notebook that ends must not wait for its viewer.
         self._thread = threading.Thread(target=server.serve_forever, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop it."""
-        # In this order: the loop ends before its socket goes.
         self.server.shutdown()
         self._thread.join()
         self.server.server_close()
@@ -122,7 +121,6 @@ def view(
     ended = getattr(progress, "close", None)
     if ended is not None:  # its line must be gone before the address is printed
         ended()
-    # Before serving: a process manager ends programs with SIGTERM.
     on_end = _stop_when_asked()
     try:
         print(server.url, flush=True)
@@ -165,13 +163,13 @@ def _server(
             hint="driftline view REF CAND; `driftline show` looks at one run",
         )
     check_port(port)  # before the work is done
-    # Only two runs can grow; a stored comparison is final.
-    row_cache = None
-    if candidate is not None:
-        row_cache = RowCache(about.get("thresholds"), about.get("threads"), progress)
+    cache = None if candidate is None else RowCache()
 
     def make() -> Page:
-        return page_of(subject, candidate, PageOptions(pictures=0, **about), comparing=row_cache)
+        nonlocal progress
+        # The next time somebody waits in a browser, not at a terminal.
+        shown, progress = progress, None
+        return page_of(subject, candidate, pictures=0, measurer=cache, progress=shown, **about)
 
     return open_server(Session(make, _watched(subject, candidate)), port)
 
@@ -179,11 +177,10 @@ def _server(
 def _watched(subject: Source, candidate: Run | StrPath | None) -> list[Path]:
     """Files and folders that may change under the page."""
     paths: list[Path] = []
-    for source in (subject, candidate):
-        if source is not None and not isinstance(source, (Run, Table)):
-            paths.append(Path(source))
+    for each in (subject, candidate):
+        if each is not None and not isinstance(each, (Run, Table)):
+            paths.append(Path(each))
     for path in tuple(paths):
-        # A comparison's page also depends on the runs behind it.
         if path.name == TABLE_FILE or is_table(path):
             table = open_table(path)
             paths += [Path(side.path) for side in (table.reference, table.candidate) if side.path]
@@ -201,7 +198,6 @@ def _is_lone_run(subject: Source) -> bool:
 
 def _stop_when_asked() -> Any:
     """Let a polite end (SIGTERM) be one, too; gives what puts things back."""
-    # Python lets only the main thread set signal handlers.
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
 

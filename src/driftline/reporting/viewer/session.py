@@ -1,9 +1,7 @@
-"""The state behind one viewer: its page, the pairs of tensors that are open, rows measured before.
+"""What lies open in the viewer: one page over two runs, and the tensors somebody is looking at.
 
-`Session` answers questions about the page and makes it anew when the runs have changed. `RowCache`
-compares growing runs: a line of a run's index is final once written, so a pair of two known lines
-need not be measured again. Judging is repeated each time, because which row fails first depends on
-all of them. Knows nothing of HTTP.
+The page is made again when the runs have changed. How runs are compared, and how a page is served,
+it does not know.
 """
 
 from __future__ import annotations
@@ -13,19 +11,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from driftline.alignment.plan import Pair, Plan
-from driftline.comparison.evidence.conversions import with_conversions
-from driftline.comparison.evidence.rules import with_evidence
-from driftline.comparison.measure.scheduler import Progress, measure
-from driftline.comparison.metrics.catalogue import STANDARD
-from driftline.comparison.table.row import Row
-from driftline.comparison.table.table import Table
-from driftline.comparison.tolerance.defaults import elementwise
-from driftline.comparison.tolerance.thresholds import Thresholds, load_thresholds
-from driftline.comparison.tolerance.tolerance import Tolerance
-from driftline.comparison.verdict.judge import judge
 from driftline.errors import BadInput
 from driftline.reporting.html.page import pack, singles
 from driftline.reporting.html.report import Page
@@ -44,74 +31,6 @@ from driftline.reporting.html.tensors.statistics import (
     statistics,
 )
 from driftline.runs.layout import INDEX, MANIFEST, PROCESS
-from driftline.runs.run import Run
-
-if TYPE_CHECKING:
-    from _typeshed import StrPath
-
-
-class RowCache:
-    """Rows of pairs that were measured; calling it compares two runs as `driftline.compare` does.
-
-    Args:
-        thresholds: Limits of each layer, or the path of a file of them.
-        threads: Worker threads; one per usable core when not given.
-        progress: Called with (pairs done, pairs in all), the first time.
-    """
-
-    def __init__(
-        self,
-        thresholds: Thresholds | StrPath | None = None,
-        threads: int | None = None,
-        progress: Progress | None = None,
-    ) -> None:
-        # Loaded once; the file may change while the viewer runs.
-        if thresholds is not None and not isinstance(thresholds, Thresholds):
-            thresholds = load_thresholds(thresholds)
-        self._tolerance = Tolerance(thresholds=thresholds)
-        self._threads = threads
-        self._progress = progress
-        self._rows: dict[Pair, Row] = {}
-        self.measured = 0
-
-    def __call__(self, reference: Run, candidate: Run, plan: Plan) -> Table:
-        """The judged table of a plan."""
-        fresh = tuple(pair for pair in plan.pairs if pair not in self._rows)
-        # Pairs and lone tensors apart: rows of pairs alone come in the order of the pairs.
-        new = measure(
-            Plan(fresh),
-            reference,
-            candidate,
-            elementwise=elementwise,
-            threads=self._threads,
-            progress=self._progress,
-        )
-        self._progress = None  # the next time somebody waits in a browser, not at a terminal
-        self.measured += len(fresh)
-        row_of_pair = {**self._rows, **dict(zip(fresh, new.rows, strict=True))}
-        # Only what could be measured is final: a tensor that is not whole yet will be.
-        self._rows = {
-            pair: row_of_pair[pair] for pair in plan.pairs if row_of_pair[pair].status == "unjudged"
-        }
-        table = measure(plan._replace(pairs=()), reference, candidate)
-        rows = [row_of_pair[pair] for pair in plan.pairs]
-        rows += [row for row in table.rows if row.status != "extra"]
-        extra = [row for row in table.rows if row.status == "extra"]
-        rows.sort(key=lambda row: (row.key.rank, row.key.process, row.order))
-        table = table.with_rows((*rows, *extra))
-        # Only lone tensors can turn out to be conversions of one another.
-        if plan.missing or plan.extra:
-            table = with_conversions(table, reference, candidate, STANDARD, elementwise)
-        table = table.with_rows(with_evidence(table.rows, plan.pairs, reference, candidate))
-        if self._tolerance.thresholds is None:
-            return judge(table, self._tolerance)
-        from driftline.comparison.pipeline import judge_by
-
-        return judge_by(table, self._tolerance)
-
-
-# The session: one page, and the pairs of tensors that are open.
-
 
 BUDGET = 1 << 22
 """Elements that are looked at for one answer; more would keep a reader waiting."""
@@ -128,7 +47,7 @@ SHARDS = "*.safetensors"
 Fingerprint = tuple[tuple[str, int, int], ...]
 
 
-class RunsChanged(BadInput):
+class Grown(BadInput):
     """A question about rows of a page that has been made anew since."""
 
 
@@ -143,7 +62,6 @@ class Session:
     def __init__(self, make: Callable[[], Page], watched: Sequence[Path]) -> None:
         self._make = make
         self._watched = tuple(watched)
-        # Requests come from several threads; the page and its opened pairs change together.
         self._lock = threading.RLock()
         self._pairs: OrderedDict[int, OpenedPair] = OrderedDict()
         self._seen: Fingerprint = ()
@@ -159,8 +77,6 @@ class Session:
             DriftlineError: They cannot be compared as they are now; the page before stays.
         """
         with self._lock:
-            # A page is made anew only when somebody loads it, not while it is being
-            # read.
             if fingerprint(self._watched) != self._seen or self._cut_off():
                 self.page = self._made()
             return self.page
@@ -199,26 +115,26 @@ class Session:
     ) -> dict[str, Any]:
         """The error of a region, cell by cell."""
         pair = self._opened(row, generation)
-        cells = error_map(
+        found = error_map(
             pair,
             region,
             height=min(height, MOST_CELLS),
             width=min(width, MOST_CELLS),
             budget=BUDGET,
         )
-        inside = cells.extent.region
+        inside = found.extent.region
         return {
             "top": inside.top,
             "bottom": inside.bottom,
             "left": inside.left,
             "right": inside.right,
-            "height": cells.height,
-            "width": cells.width,
-            "max": singles(cells.largest),
-            "mean": singles(cells.mean),
-            "reference": singles(cells.reference),
-            "candidate": singles(cells.candidate),
-            "note": cells.extent.note,
+            "height": found.height,
+            "width": found.width,
+            "max": singles(found.largest),
+            "mean": singles(found.mean),
+            "reference": singles(found.reference),
+            "candidate": singles(found.candidate),
+            "note": found.extent.note,
         }
 
     def region(
@@ -238,16 +154,16 @@ class Session:
     def values(self, row: int, generation: int, region: Region) -> dict[str, Any]:
         """Both sides of a small region, element by element."""
         pair = self._opened(row, generation)
-        window = values(pair, region, most=MOST_VALUES)
-        rows = range(window["top"], window["top"] + window["height"])
-        return {**window, "names": [pair.row_name(row_number) for row_number in rows]}
+        found = values(pair, region, most=MOST_VALUES)
+        rows = range(found["top"], found["top"] + found["height"])
+        return {**found, "names": [pair.row_name(each) for each in rows]}
 
     def worst(self, row: int, generation: int) -> dict[str, Any]:
         """Where the error is largest, as far as that was looked at; the first element if not."""
         pair = self._opened(row, generation)
-        largest = largest_errors(pair, count=1, budget=BUDGET) if pair.elements else []
-        element = largest[0] if largest else Element(0, 0, 0.0, 0.0)
-        return {"row": element.row, "column": element.column}
+        found = largest_errors(pair, count=1, budget=BUDGET) if pair.elements else []
+        at = found[0] if found else Element(0, 0, 0.0, 0.0)
+        return {"row": at.row, "column": at.column}
 
     def _made(self) -> Page:
         seen = fingerprint(self._watched)  # before: what is written meanwhile is seen next time
@@ -271,20 +187,16 @@ class Session:
 
     def _opened(self, row: int, generation: int) -> OpenedPair:
         with self._lock:
-            # Row numbers of an older page may now mean other tensors.
             if generation != self.generation:
-                raise RunsChanged(
+                raise Grown(
                     "the runs have changed since this page was made", hint="reload the page"
                 )
             if (short := self._cut_off()) is not None:
-                raise RunsChanged(
-                    f"{short.name} has become shorter than it was", hint="reload the page"
-                )
-            cached = self._pairs.get(row)
-            if cached is not None:
-                # The pair used longest ago is closed first.
+                raise Grown(f"{short.name} has become shorter than it was", hint="reload the page")
+            found = self._pairs.get(row)
+            if found is not None:
                 self._pairs.move_to_end(row)
-                return cached
+                return found
             page = self.page
             if not 0 <= row < len(page.table.rows):
                 raise BadInput(f"the page has no row {row}")
@@ -302,10 +214,9 @@ class Session:
 
 def fingerprint(paths: Sequence[Path]) -> Fingerprint:
     """Names, sizes and times of the files that say what is in a run, or of all of a dump's."""
-    entries: list[tuple[str, int, int]] = []
+    found: list[tuple[str, int, int]] = []
     for path in paths:
         indexes = [*path.glob(f"rank*/{INDEX}"), *path.glob(f"rank*/{PROCESS}")]
-        # Dumps of other programs have no index, so every file counts.
         if path.is_dir() and not indexes and not (path / MANIFEST).is_file():
             indexes = _everything(path)
         for file in (path, path / MANIFEST, *indexes):
@@ -313,17 +224,17 @@ def fingerprint(paths: Sequence[Path]) -> Fingerprint:
                 about = file.stat()
             except OSError:
                 continue
-            entries.append((str(file), about.st_size, about.st_mtime_ns))
-    return tuple(sorted(entries))
+            found.append((str(file), about.st_size, about.st_mtime_ns))
+    return tuple(sorted(found))
 
 
 def sizes_of(paths: Sequence[Path]) -> dict[Path, int]:
     """Files of tensors that are mapped while somebody looks, and how long they are."""
-    files = [path for path in paths if path.is_file()]
+    found = [path for path in paths if path.is_file()]
     for path in paths:
-        files += path.glob(f"rank*/{SHARDS}")
+        found += path.glob(f"rank*/{SHARDS}")
     sizes: dict[Path, int] = {}
-    for path in files:
+    for path in found:
         try:
             sizes[path] = path.stat().st_size
         except OSError:
@@ -332,10 +243,9 @@ def sizes_of(paths: Sequence[Path]) -> dict[Path, int]:
 
 
 def _everything(path: Path) -> list[Path]:
-    listing: list[Path] = []
+    found: list[Path] = []
     for folder, _, files in os.walk(path):
-        listing += [Path(folder, name) for name in files]
-        # Walking a folder of millions of files would stall every reload.
-        if len(listing) > _LISTED:
+        found += [Path(folder, name) for name in files]
+        if len(found) > _LISTED:
             break
-    return listing[:_LISTED]
+    return found[:_LISTED]

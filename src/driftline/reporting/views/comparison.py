@@ -1,8 +1,4 @@
-"""The view of a comparison: verdict, first divergence, error along the depth, worst rows.
-
-Shows a judged table; limits and verdicts were decided before. `where` and `along_depth` locate the
-divergence in the model and are shared with the summary for CI.
-"""
+"""Where in a model a comparison went wrong: the first divergence as a tree, error by depth."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from collections.abc import Collection, Iterable
 
 from driftline.comparison.metrics.catalogue import STANDARD
 from driftline.comparison.table.row import Row, Status
-from driftline.comparison.table.table import Table, is_kept
+from driftline.comparison.table.table import Table, is_spooled
 from driftline.reporting.formatting import counted, dtypes, number, shape
 from driftline.reporting.view import (
     Block,
@@ -28,7 +24,6 @@ from driftline.reporting.view import (
     View,
 )
 
-# Siblings on either side of the first divergence that are shown for orientation.
 _NEIGHBOURS = 3
 _ERROR = "relative_l2"
 _FEWEST = 3
@@ -44,17 +39,15 @@ def where(table: Table) -> Branch:
     """The path to the first divergence, with the modules that ran around it on the last level."""
     first = table.first
     assert first is not None
-    # The site that is held responsible may contain the row that fails first.
     home = table.first_site or first.site
     parts = home.split(".") if home else [""]
     parent = ".".join(parts[:-1])
-    sites = {row.site: None for row in table.rows if _belongs(row, first)}  # in their order
-    siblings = [site for site in sites if site.rpartition(".")[0] == parent and site]
-    # A module that contains the fault may have no row of its own.
+    known = {row.site: None for row in table.rows if _belongs(row, first)}  # in their order
+    siblings = [site for site in known if site.rpartition(".")[0] == parent and site]
     if home not in siblings:
         siblings.append(home)
-    index = siblings.index(home)
-    near = siblings[max(0, index - _NEIGHBOURS) : index + _NEIGHBOURS + 1]
+    at = siblings.index(home)
+    near = siblings[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS + 1]
     shown = {*near, *(".".join(parts[:depth]) for depth in range(1, len(parts)))}
     worst: dict[str, Row] = {}
     heats: dict[str, float] = {}
@@ -65,19 +58,11 @@ def where(table: Table) -> Branch:
             row.site not in worst or _badness(row) > _badness(worst[row.site])
         ):
             worst[row.site] = row
-        # Heat is value over limit, which only compared rows have.
         if row.compared:
             _heat(heats, shown, row)
     branches = tuple(
         _leaf(site, worst.get(site), heats.get(site), site == home, parent) for site in near
     )
-    return _wrapped(branches, parts, worst, heats)
-
-
-def _wrapped(
-    branches: tuple[Branch, ...], parts: list[str], worst: dict[str, Row], heats: dict[str, float]
-) -> Branch:
-    """The branches inside the modules that contain them, the outermost last."""
     for depth in range(len(parts) - 1, 0, -1):
         # A container of numbered children (`layers`) is no place of its own: `layers.3` is.
         if depth > 1 and not parts[depth - 1].isdigit() and parts[depth].isdigit():
@@ -94,10 +79,8 @@ def _wrapped(
 
 def along_depth(table: Table) -> list[Curve]:
     """How the error runs from the first site to the last, forward and backward."""
-    # Without an order of execution there is no depth.
     if not table.reference.ordered:
         return []
-    # One rank and step: mixing them would draw several models as one line.
     chosen = table.first or next((row for row in table.rows if row.compared), None)
     if chosen is None:
         return []
@@ -114,17 +97,16 @@ def along_depth(table: Table) -> list[Curve]:
             _note(errors[side], row.site, float(row.metrics[_ERROR]))
     curves: list[Curve] = []
     for side, (direction, _) in enumerate(_SIDES):
-        values = errors[side] or nearness[side]
+        found = errors[side] or nearness[side]
         metric = _ERROR if errors[side] else "value over limit"
-        # A line of zeros says nothing that the verdict does not.
-        if len(values) >= _FEWEST and any(values.values()):
-            curves.append(_curve(values, direction, table, metric))
+        if len(found) >= _FEWEST and any(found.values()):
+            curves.append(_curve(found, direction, table, metric))
     return curves
 
 
-def _note(values: dict[str, float], site: str, value: float) -> None:
-    before = values.get(site)
-    values[site] = value if before is None else _larger(before, value)
+def _note(found: dict[str, float], site: str, value: float) -> None:
+    before = found.get(site)
+    found[site] = value if before is None else _larger(before, value)
 
 
 def classes(row: Row) -> str:
@@ -133,22 +115,22 @@ def classes(row: Row) -> str:
     return f"{row.class_name} → {other}" if other else row.class_name
 
 
-def _curve(values: dict[str, float], direction: str, table: Table, metric: str) -> Curve:
-    finite = [value for value in values.values() if math.isfinite(value)]
+def _curve(found: dict[str, float], direction: str, table: Table, metric: str) -> Curve:
+    finite = [value for value in found.values() if math.isfinite(value)]
     span = f"{number(min(finite))} to {number(max(finite))}" if finite else "not finite"
-    sites = list(values)
+    sites = list(found)
     home = table.first_site or (table.first.site if table.first else "")
     # The site itself, or where what runs inside it begins.
-    index = next((n for n, site in enumerate(sites) if site == home), None)
-    if index is None and home:
-        index = next((n for n, site in enumerate(sites) if site.startswith(f"{home}.")), None)
+    at = next((n for n, site in enumerate(sites) if site == home), None)
+    if at is None and home:
+        at = next((n for n, site in enumerate(sites) if site.startswith(f"{home}.")), None)
     title = f"{metric} along the depth{direction}: {len(sites)} sites, {span}"
-    return Curve(title, tuple(values.values()), index, home if index is not None else "")
+    return Curve(title, tuple(found.values()), at, home if at is not None else "")
 
 
 def _belongs(row: Row, first: Row) -> bool:
-    key, first_key = row.key, first.key
-    return (key.rank, key.process, key.step) == (first_key.rank, first_key.process, first_key.step)
+    ours, theirs = row.key, first.key
+    return (ours.rank, ours.process, ours.step) == (theirs.rank, theirs.process, theirs.step)
 
 
 def _heat(heats: dict[str, float], shown: set[str], row: Row) -> None:
@@ -160,11 +142,11 @@ def _heat(heats: dict[str, float], shown: set[str], row: Row) -> None:
         site = site.rpartition(".")[0]
 
 
-def _larger(value: float, other: float) -> float:
+def _larger(one: float, other: float) -> float:
     """NaN is beyond every number."""
-    if math.isnan(value) or math.isnan(other):
+    if math.isnan(one) or math.isnan(other):
         return math.nan
-    return max(value, other)
+    return max(one, other)
 
 
 def _badness(row: Row) -> tuple[bool, bool, float]:
@@ -185,10 +167,9 @@ def _figure(row: Row) -> str:
     return "" if value is None else number(value)
 
 
-# The whole view: verdict, divergence, worst rows, and what was not compared.
+# A comparison table → a view: what was found and where, the worst rows, what was not compared.
 
 
-# As many as fit a terminal beside the tree; `--all` shows the rest.
 SHOWN_FAILING = 12
 SHOWN_ROWS = 5
 """At least so many rows, failing or not: how close the others came is worth a line."""
@@ -218,7 +199,6 @@ def view(table: Table, *, everything: bool = False) -> View:
     blocks += along_depth(table)
     coverage = table.coverage
     if coverage.compared:
-        # None lets the grid choose a number that fits the failures.
         most = len(table.rows) if everything else None
         blocks.append(grid(table, most=most))
     share = f"coverage: {coverage}"
@@ -238,8 +218,8 @@ def view(table: Table, *, everything: bool = False) -> View:
         Sentence(note if note.startswith("thresholds: ") else f"alignment: {note}", "doubtful")
         for note in table.notes
     ]
-    if recipes := _recipes(table):
-        blocks.append(Sentence(recipes, "doubtful"))
+    if said := _recipes(table):
+        blocks.append(Sentence(said, "doubtful"))
     for name, side in (("reference", table.reference), ("candidate", table.candidate)):
         blocks += [Sentence(f"{name} run: {loss}", "doubtful") for loss in side.losses]
     return View(tuple(blocks))
@@ -256,9 +236,9 @@ def headline(table: Table) -> Sentence:
 
 def _allowed(table: Table) -> str:
     """What the rows were held to: gating's own sentence, or the limits that occur in the rows."""
-    text = table.limits.get("said")
-    if isinstance(text, str) and text:
-        return text if text.startswith("limits") else f"limits: {text}"
+    said = table.limits.get("said")
+    if isinstance(said, str) and said:
+        return said if said.startswith("limits") else f"limits: {said}"
     sources = sorted({row.limit_from for row in table.rows if row.limit_from})
     return "limits from: " + ", ".join(sources) if sources else ""
 
@@ -276,7 +256,7 @@ def grid(table: Table, *, most: int | None = None) -> Grid:
     shown = table.worst(count, compared=True)
     asked, usual = _metric_columns(table, shown)
     metrics = [*asked, *usual]
-    ranks, steps = _varies(table)
+    ranks, steps = _several(table)
     recipes = any(row.reference_recipe or row.candidate_recipe for row in shown)
     headings = [
         Heading("status", kept=True),
@@ -300,8 +280,8 @@ def grid(table: Table, *, most: int | None = None) -> Grid:
             (
                 row.status,
                 _site(row),
-                _with_other_name(row.port, row.candidate_port),
-                _with_other_name(row.slot, row.candidate_slot),
+                _beside(row.port, row.candidate_port),
+                _beside(row.slot, row.candidate_slot),
                 *((row.step,) if steps else ()),
                 *((_rank(row),) if ranks else ()),
                 row.decided_by or row.reason,
@@ -323,11 +303,10 @@ def grid(table: Table, *, most: int | None = None) -> Grid:
     )
 
 
-def _varies(table: Table) -> tuple[bool, bool]:
+def _several(table: Table) -> tuple[bool, bool]:
     """Whether rows are of several processes, and of several steps."""
     rows = table.rows
-    # A table on disk has counted these while it was written.
-    if is_kept(rows):
+    if is_spooled(rows):
         return len(rows.processes) > 1, rows.several_steps
     ranks = len({(row.rank, row.key.process) for row in rows}) > 1
     return ranks, len({row.step for row in rows}) > 1
@@ -335,7 +314,7 @@ def _varies(table: Table) -> tuple[bool, bool]:
 
 def _recipes(table: Table) -> str:
     """How many tensors were not compared as they are stored, and what was done to them."""
-    if is_kept(table.rows) and not table.rows.has_recipes:
+    if is_spooled(table.rows) and not table.rows.has_recipes:
         return ""
     made = 0
     steps: dict[str, int] = {}
@@ -344,8 +323,6 @@ def _recipes(table: Table) -> str:
             continue
         made += 1
         text = f"{row.reference_recipe} then {row.candidate_recipe}"
-        # Recipes are text in the table; the names of their steps are counted once per
-        # tensor.
         for kind in dict.fromkeys(re.findall(r"(?:^|then |\()([a-z]+)(?=\(| of)", text)):
             steps[kind] = steps.get(kind, 0) + 1
     if not made:
@@ -362,14 +339,13 @@ def _site(row: Row) -> str:
     return f"{own} ~ {other}" if other else own
 
 
-def _with_other_name(own: str, other: str) -> str:
+def _beside(own: str, other: str) -> str:
     return f"{own} ~ {other}" if other else own
 
 
 def _recipe(row: Row) -> str:
     """What was done to either side first."""
     sides = (("reference", row.reference_recipe), ("candidate", row.candidate_recipe))
-    # The same step on both sides is said once.
     if row.reference_recipe == row.candidate_recipe:
         return f"both: {row.reference_recipe}" if row.reference_recipe else ""
     return "; ".join(f"{side}: {recipe}" for side, recipe in sides if recipe)
@@ -383,7 +359,6 @@ def _metric_columns(table: Table, shown: Iterable[Row]) -> tuple[list[str], list
     """What a user asked for, and the usual; without the one that decides every row anyway."""
     rows = list(shown)
     deciding = {row.decided_by for row in rows}
-    # A metric that decides every row is in the column `value` already.
     present = {name for row in rows for name in row.metrics if deciding != {name}}
     standard = {metric.name for metric in STANDARD}
     limited: Collection[str] = table.limits.get("metrics", ())

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from driftline.alignment.plan import Pair
 from driftline.comparison.measure.operands import open_arrays
-from driftline.comparison.measure.pair_rows import clash
+from driftline.comparison.measure.pair_rows import incompatibility
 from driftline.comparison.measure.recipes import made
 from driftline.errors import BadInput
 from driftline.numerics.definitions import masked_as_infinite
@@ -331,7 +331,7 @@ def open_pair(reference: Run, candidate: Run, pair: Pair) -> OpenedPair:
         DriftlineError: They cannot be set against each other, or their values are not there.
     """
     # The comparison refused this pair for the same reason.
-    if trouble := pair.trouble or clash(pair):
+    if trouble := pair.trouble or incompatibility(pair):
         raise BadInput(trouble)
     reference_record, candidate_record = pair.reference, pair.candidate
     for run, record in ((reference, reference_record), (candidate, candidate_record)):

@@ -1,0 +1,272 @@
+"""Everything that a caller may ask of a comparison, as one value that never changes.
+
+The keywords of `driftline.compare` become a `CompareOptions` (`CompareOptions.of`), and every entry
+point hands such a value to `pipeline.run_comparison`. It opens no run and reads no tensor; metrics
+and thresholds are looked up here, so that a wrong name is refused before anything is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack, cast
+
+from driftline.alignment.align import UNMASKED, AlignOptions
+from driftline.comparison.metrics.catalogue import STANDARD, Metric, limited, requested
+from driftline.comparison.table.row import JSON, number_from_json, number_to_json
+from driftline.comparison.tolerance.defaults import elementwise as default_elementwise
+from driftline.comparison.tolerance.tolerance import Limit, Tolerance, limits_from
+from driftline.errors import BadFile
+from driftline.execution.jobs import chosen
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
+
+    from driftline.comparison.measure.scheduler import Elementwise
+    from driftline.comparison.tolerance.thresholds import Thresholds
+    from driftline.execution.jobs import Executor
+
+Limits: TypeAlias = Mapping[str, float] | Sequence[Limit] | None
+"""Metric → worst value that passes; or limits as they are."""
+
+
+class CompareKeywords(TypedDict, total=False):
+    """The keywords of `driftline.compare` that say what is asked for; its docstring explains them.
+
+    A plan that is an object is not among them: it belongs to two opened runs, so it is an argument
+    of `pipeline.prepare`.
+    """
+
+    metrics: Sequence[str]
+    limits: Limits
+    rtol: float | None
+    atol: float | None
+    min_coverage: float
+    thresholds: Thresholds | StrPath | None
+    sites: Sequence[str]
+    ports: Sequence[str]
+    maps: Sequence[str]
+    mapping: StrPath | None
+    placements: Sequence[str]
+    masks: Sequence[StrPath]
+    step_map: Mapping[int, int] | None
+    plan: StrPath | None
+    structural: bool
+    threads: int | None
+    jobs: int | None
+    executor: str | Executor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """Who measures.
+
+    Attributes:
+        threads: Worker threads of a process; one per usable core when not given.
+        jobs: Worker processes; this process alone when not given.
+        executor: `local`, `ray`, `ray://HOST:PORT`, or an executor.
+    """
+
+    threads: int | None = None
+    jobs: int | None = None
+    executor: str | Executor | None = None
+
+    def workers(self) -> Executor | None:
+        """The executor of other processes; None for this process itself.
+
+        Raises:
+            BadInput: There is no such executor.
+        """
+        return chosen(self.jobs, self.executor)
+
+
+@dataclass(frozen=True, slots=True)
+class CompareOptions:
+    """What is compared, what is measured, what is allowed, and who measures.
+
+    Attributes:
+        align: How the runs belong together. The mask `none` may be among its masks.
+        metrics: What is measured of each pair, metrics that only a limit names among them.
+        tolerance: What is allowed.
+        execution: Who measures.
+    """
+
+    align: AlignOptions = field(default_factory=AlignOptions)
+    metrics: tuple[Metric, ...] = STANDARD
+    tolerance: Tolerance = field(default_factory=Tolerance)
+    execution: Execution = Execution()
+
+    @classmethod
+    def of(cls, **keywords: Unpack[CompareKeywords]) -> CompareOptions:
+        """The options that the keywords of `driftline.compare` mean.
+
+        Raises:
+            DriftlineError: A metric, a limit or a thresholds file that is not there.
+        """
+        limits = keywords.get("limits")
+        named = limits if isinstance(limits, Mapping) else [limit.metric for limit in limits or ()]
+        # A limit on a metric that is measured only on request asks for that metric.
+        metrics = requested([*_words(keywords.get("metrics", ())), *limited(named)])
+        if limits is None or isinstance(limits, Mapping):
+            limits = limits_from(limits, [metric.column for metric in metrics])
+        tolerance = Tolerance(
+            tuple(limits),
+            keywords.get("rtol"),
+            keywords.get("atol"),
+            keywords.get("min_coverage", 0.0),
+            _loaded(keywords.get("thresholds")),
+        )
+        execution = Execution(
+            keywords.get("threads"), keywords.get("jobs"), keywords.get("executor")
+        )
+        return cls(_align_options(keywords), metrics, tolerance, execution)
+
+    @property
+    def paired_by(self) -> AlignOptions:
+        """The options as alignment knows them: the mask `none` is no file."""
+        masks = tuple(mask for mask in self.align.masks if mask != UNMASKED)
+        return self.align._replace(masks=masks)
+
+    @property
+    def may_leave_out_pads(self) -> bool:
+        """Whether rows that fail are measured again without the pads of a captured mask.
+
+        Whoever names a mask, or says that there is none, has decided already what counts.
+        """
+        return not self.align.masks
+
+    @property
+    def elementwise(self) -> Elementwise:
+        """Which rtol and atol `outside_share` counts with, for two dtypes."""
+        # The same defaults everywhere, so that outside_share of two entry points is one
+        # number.
+        if not self.tolerance.elementwise:
+            return default_elementwise
+        rtol, atol = self.tolerance.rtol or 0.0, self.tolerance.atol or 0.0
+        return lambda reference, candidate: (rtol, atol)
+
+    def to_json(self) -> dict[str, JSON]:
+        """The options as JSON values; an executor that is an object is left out."""
+        align = self.align._asdict()
+        for name in ("mapping_file", "plan_file"):
+            align[name] = None if align[name] is None else str(align[name])
+        # A cluster that is connected is no value that a file could hold.
+        executor = self.execution.executor
+        return {
+            "align": {
+                name: list(cast("tuple[str, ...]", value)) if isinstance(value, tuple) else value
+                for name, value in align.items()
+            },
+            "metrics": [metric.address for metric in self.metrics if metric.address],
+            "tolerance": tolerance_to_json(self.tolerance),
+            "execution": {
+                "threads": self.execution.threads,
+                "jobs": self.execution.jobs,
+                "executor": executor if isinstance(executor, str) else None,
+            },
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, JSON], source: str = "options") -> CompareOptions:
+        """The inverse of `to_json`.
+
+        Raises:
+            BadFile: These are no options.
+        """
+        try:
+            align: dict[str, Any] = {
+                name: tuple(cast("list[str]", value)) if isinstance(value, list) else value
+                for name, value in document["align"].items()
+            }
+            for name in ("mapping_file", "plan_file"):
+                align[name] = None if align[name] is None else Path(align[name])
+            return cls(
+                AlignOptions(**align),
+                requested([str(name) for name in document["metrics"]]),
+                tolerance_from_json(document["tolerance"], source),
+                Execution(**document["execution"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BadFile(f"{source} holds no options of a comparison: {error}") from None
+
+
+def tolerance_to_json(tolerance: Tolerance) -> dict[str, JSON]:
+    """A tolerance as parts of a comparison hold it, its thresholds included."""
+    thresholds = tolerance.thresholds
+    return {
+        "limits": [[limit.metric, number_to_json(limit.value)] for limit in tolerance.limits],
+        "rtol": None if tolerance.rtol is None else number_to_json(tolerance.rtol),
+        "atol": None if tolerance.atol is None else number_to_json(tolerance.atol),
+        "min_coverage": tolerance.min_coverage,
+        "thresholds": None
+        if thresholds is None
+        else {
+            "path": thresholds.path,
+            "notes": list(thresholds.notes),
+            "shown": thresholds.as_json(),
+        },
+    }
+
+
+def tolerance_from_json(document: Mapping[str, JSON], source: str) -> Tolerance:
+    """The inverse of `tolerance_to_json`.
+
+    Raises:
+        BadFile: This is no tolerance.
+    """
+    from driftline.comparison.tolerance.thresholds import thresholds_from_json
+
+    try:
+        stored = document["thresholds"]
+        thresholds = None
+        if stored is not None:
+            # The path and the notes are not part of a thresholds file; messages name
+            # them.
+            thresholds = replace(
+                thresholds_from_json(stored["shown"], source=source),
+                path=str(stored["path"]),
+                notes=tuple(map(str, stored["notes"])),
+            )
+        rtol, atol = (
+            None if document[name] is None else float(number_from_json(document[name]))
+            for name in ("rtol", "atol")
+        )
+        limits = tuple(
+            Limit(str(name), float(number_from_json(value))) for name, value in document["limits"]
+        )
+        return Tolerance(limits, rtol, atol, float(document["min_coverage"]), thresholds)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadFile(f"{source} says its limits in a way that means nothing: {error}") from None
+
+
+def _align_options(keywords: CompareKeywords) -> AlignOptions:
+    masks = keywords.get("masks", ())
+    mapping, plan = keywords.get("mapping"), keywords.get("plan")
+    steps = keywords.get("step_map") or {}
+    return AlignOptions(
+        sites=_words(keywords.get("sites", ())),
+        ports=_words(keywords.get("ports", ())),
+        maps=_words(keywords.get("maps", ())),
+        mapping_file=None if mapping is None else Path(mapping),
+        placements=_words(keywords.get("placements", ())),
+        # The mask `none` stays among them: it says that pads count.
+        masks=tuple(map(str, [masks] if isinstance(masks, str | Path) else masks)),
+        step_map=tuple(f"{reference}={candidate}" for reference, candidate in steps.items()),
+        plan_file=None if plan is None else Path(plan),
+        structural=keywords.get("structural", True),
+    )
+
+
+def _words(words: Sequence[str]) -> tuple[str, ...]:
+    """One word by itself is one word, not its letters."""
+    return (words,) if isinstance(words, str) else tuple(words)
+
+
+def _loaded(thresholds: Thresholds | StrPath | None) -> Thresholds | None:
+    if thresholds is None:
+        return None
+    # Loaded only where there are any: most comparisons use the limits of dtypes.
+    from driftline.comparison.tolerance.thresholds import Thresholds, load_thresholds
+
+    return thresholds if isinstance(thresholds, Thresholds) else load_thresholds(thresholds)
