@@ -37,7 +37,7 @@ from driftline.formats.registry import open_run
 from driftline.graphs.open import write_whole
 from driftline.reporting.html.dataflow import flow_of
 from driftline.reporting.html.decoder import decoder_folder, layers_of
-from driftline.reporting.html.document import page_data
+from driftline.reporting.html.document import PageContents, page_data
 from driftline.reporting.html.operators import is_operators, operator_table
 from driftline.reporting.html.page import embedded_page
 from driftline.runs.run import Run
@@ -228,8 +228,7 @@ def page_of(
     if ours is not None and table.rows:
         key = (table.first or table.rows[0]).key
         flow = flow_of(ours, key.rank, key.process, key.step)
-    document = page_data(
-        table,
+    contents = PageContents(
         reference=ours,
         candidate=theirs,
         diagnosis=found,
@@ -240,7 +239,7 @@ def page_of(
         notes=notes,
         title=title,
     )
-    return Page(document, table, ours, theirs, pairs)
+    return Page(page_data(table, contents), table, ours, theirs, pairs)
 
 
 def _opened(source: Source) -> Run:

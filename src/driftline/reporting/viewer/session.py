@@ -47,7 +47,7 @@ SHARDS = "*.safetensors"
 Fingerprint = tuple[tuple[str, int, int], ...]
 
 
-class Grown(BadInput):
+class RunsChanged(BadInput):
     """A question about rows of a page that has been made anew since."""
 
 
@@ -188,11 +188,11 @@ class Session:
     def _opened(self, row: int, generation: int) -> OpenedPair:
         with self._lock:
             if generation != self.generation:
-                raise Grown(
+                raise RunsChanged(
                     "the runs have changed since this page was made", hint="reload the page"
                 )
             if (short := self._cut_off()) is not None:
-                raise Grown(f"{short.name} has become shorter than it was", hint="reload the page")
+                raise RunsChanged(f"{short.name} has become shorter than it was", hint="reload the page")
             found = self._pairs.get(row)
             if found is not None:
                 self._pairs.move_to_end(row)
