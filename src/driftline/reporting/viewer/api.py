@@ -191,7 +191,7 @@ def _watched(subject: Source, candidate: Run | StrPath | None) -> list[Path]:
 
 
 def _is_lone_run(subject: Source) -> bool:
-    """Whether it is a run of ours; of other folders the page itself says what is wrong."""
+    """Whether it is a run of Driftline; for other folders the page states what is wrong."""
     if isinstance(subject, Run):
         return True
     if not isinstance(subject, Table) and url_of(subject) is not None:
@@ -200,7 +200,7 @@ def _is_lone_run(subject: Source) -> bool:
 
 
 def _stop_when_asked() -> Any:
-    """Let a polite end (SIGTERM) be one, too; gives what puts things back."""
+    """Treat SIGTERM like Ctrl-C; returns a function that restores the old handler."""
     # Python lets only the main thread set signal handlers.
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
