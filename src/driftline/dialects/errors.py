@@ -6,7 +6,7 @@ from driftline.errors import BadInput, NotInstalled
 
 
 class BadConfig(BadInput, ValueError):
-    """An argument of a wrong type or range; the seeds promise a ValueError for it."""
+    """An argument of a wrong type or range; the originals promise a ValueError for it."""
 
 
 class NoEngine(NotInstalled, RuntimeError):

@@ -80,7 +80,7 @@ def plan_html(plan: Plan) -> str:
 
 
 def plan_view(plan: Plan) -> View:
-    """What a person wants to know of a plan."""
+    """The view of a plan: its pairs, and the tensors without a partner."""
     blocks: list[Block] = [Sentence(str(plan), "strong")]
     blocks += [Sentence(note, "doubtful") for note in plan.notes]
     # What was concluded comes first: what is called the same needs no look.

@@ -69,6 +69,7 @@ class FormatConformance(ABC):
         samples = self.samples()
         parts = [{n: a} for n, a in samples.items()] if self.one_tensor else [samples]
         files: list[tuple[Path, Arrays]] = []
+        # A format of single tensors gets one file per sample.
         for number, part in enumerate(parts):
             path = folder / f"file{number}{self.suffix}"
             self.write(path, part)
@@ -187,6 +188,7 @@ class TreeConformance(ABC):
         (texts / "deep" / "er" / "notes.txt").write_text("hello\n")
         assert not self.format.sniff(empty)
         assert not self.format.sniff(texts)
+        # Formats of other packages may have to be named by the user.
         if self.found:
             assert type(open_run(tmp_path / "dump")) is type(self.format.open(tmp_path / "dump"))
 

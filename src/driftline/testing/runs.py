@@ -29,6 +29,7 @@ def key_of(name: str | TensorKey) -> TensorKey:
     """
     if isinstance(name, TensorKey):
         return name
+    # Short names cannot hold a site with a slash; such tests pass a TensorKey.
     site, _, rest = name.partition("/")
     port, _, slot = rest.partition("/")
     return TensorKey.of(site, cast("Port", port or "output"), slot or "0")

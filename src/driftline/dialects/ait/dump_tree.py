@@ -32,7 +32,7 @@ EVENTS = "driftline_events.jsonl"
 # Pieces below this size are collected and written together.
 _SMALL = 1 << 16
 SHEET = "driftline_"
-"""Before the names of our own files in the seed's tree."""
+"""Before the names of our own files in ait's tree."""
 ROOT = "root"
 RUN_ROOT = "(root)"
 """What a run calls the model itself."""
@@ -41,7 +41,7 @@ _LONGEST_NAME = 200  # a file system allows 255 bytes; suffix and extension come
 
 
 def module_folder(site: str) -> str:
-    """`root`, `root.layers.0.mlp`: the seed's name of a module path.
+    """`root`, `root.layers.0.mlp`: ait's name of a module path.
 
     >>> module_folder("(root)"), module_folder("layers.0")
     ('root', 'root.layers.0')
@@ -54,8 +54,8 @@ def file_stem(key: TensorKey, alias: str = "", *, alone: bool = False) -> str:
 
     Args:
         key: The tensor's address.
-        alias: Position of an argument that is known by name; the seed counts positions.
-        alone: The port is one bare tensor, not a tuple: the seed then writes no number for outputs.
+        alias: Position of an argument that is known by name; ait counts positions.
+        alone: The port is one bare tensor, not a tuple: ait then writes no number for outputs.
 
     >>> file_stem(TensorKey.of("a", "output"), alone=True)
     'output'
@@ -117,7 +117,7 @@ def find_file(folder: Path, call: Call, port: str, tensor: CallTensor) -> str:
 
 
 class AitTree:
-    """A sink that writes the seed's tree; see the module's first lines for its shape."""
+    """A sink that writes ait's tree; see the module's first lines for its shape."""
 
     def __init__(self, dump_path: str | Path, *, device: str = "", max_bytes: int = 0) -> None:
         """
@@ -186,7 +186,7 @@ class AitTree:
             self._append_events([line])
 
     def describe(self, **facts: JSON) -> None:
-        """The seed's tree has no place for provenance."""
+        """The original's tree has no place for provenance."""
 
     def topology(self, tree: Mapping[str, JSON]) -> None:
         with self._lock:
@@ -195,7 +195,7 @@ class AitTree:
                 self._write_tree()
 
     def sheet(self, name: str, text: str, *, anew: bool = False) -> None:
-        """Adds text to a file of this process; where it goes in the seed's tree, the launcher
+        """Adds text to a file of this process; where it goes in ait's tree, the launcher
         decides at the end.
         """
         with self._lock:
@@ -362,7 +362,7 @@ def _disk_problem(path: Path) -> OSError | None:
 
 
 def model_tree(topology: Mapping[str, JSON]) -> dict[str, Any]:
-    """The seed's `model_tree.json` of a run's topology: name, type, children, in order of
+    """The original's `model_tree.json` of a run's topology: name, type, children, in order of
     registration.
 
     Models after the first one of a process stand in an additional list, `more`.

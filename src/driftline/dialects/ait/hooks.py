@@ -109,7 +109,7 @@ def register_hook(
 
 
 def register_hook(model: Any, *arguments: Any, **options: Any) -> Any:
-    """Dump a model's tensors while it runs, in the way either seed writes the call.
+    """Dump a model's tensors while it runs, in the way either original writes the call.
 
     `register_hook(model, DumpConfig(...), hook_type="dump_data")` writes the tree of `ait llm
     dump`; `hook_name` is the same as `hook_type`. `register_hook(model, path=...,

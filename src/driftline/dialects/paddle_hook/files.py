@@ -103,7 +103,7 @@ class SavedFiles:
 
 
 def write_npy(path: Path, dtype: str, shape: tuple[int, ...], data: Bytes) -> None:
-    """One file, by way of a name that nobody reads."""
+    """Write one file under a temporary name, then rename it."""
     # A leading dot and another ending: no reader takes a draft for a tensor.
     draft = path.with_name(f".{path.name[:80]}.{os.getpid()}.part")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -244,7 +244,7 @@ _STORES: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class _Tree:
-    """The seed's tree of `.npy` files."""
+    """The original's tree of `.npy` files."""
 
     def __init__(self, path: Path, engine: Engine) -> None:
         self.path = path

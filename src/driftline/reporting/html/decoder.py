@@ -340,7 +340,7 @@ def _companion_document(path: Path, rest: str) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON object, or nothing: what hangs on it is a sentence and an order."""
+    """A JSON object, or an empty one: only a sentence and an order depend on it."""
     try:
         if path.stat().st_size > _LARGEST:
             return {}

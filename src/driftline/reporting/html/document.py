@@ -119,7 +119,7 @@ def numbers(values: Sequence[float | int | None]) -> Column:
 
 
 def figures(values: Mapping[str, Array]) -> dict[str, Column]:
-    """Columns of arrays that are there already; NaN stands for what is absent."""
+    """Columns from arrays; NaN stands for an absent value."""
     shown: dict[str, Column] = {}
     for name, array in values.items():
         has_values = array.dtype.kind != "f" or not bool(np.isnan(array).all())
@@ -620,7 +620,7 @@ def _headline(judged: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cause(diagnosis: Diagnosis | None, site: str | None) -> dict[str, Any] | None:
-    """What kind of error it is; said only where something is known."""
+    """Kind and site of the error; None where the diagnosis names none."""
     if diagnosis is None or not diagnosis.introduced:
         return None
     by = str(diagnosis.evidence.get("by", ""))

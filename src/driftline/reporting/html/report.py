@@ -253,7 +253,7 @@ def _opened(source: Source) -> Run:
 def _made_before(
     subject: Source, thresholds: Thresholds | StrPath | None, tokenizer: str
 ) -> tuple[Table, list[dict[str, Any]]]:
-    """A comparison that is there already, and what there is of a decoder."""
+    """A comparison made before, and its parts about a text model."""
     if isinstance(subject, Run):
         raise BadInput("there is only one run", hint="give the candidate, too")
     if isinstance(subject, Table):
@@ -276,7 +276,7 @@ def _made_before(
 
 
 def _json(path: Path) -> Any:
-    """A JSON file; None where it is none, which whoever opens it next will say."""
+    """The content of a JSON file; None if it is not JSON, which the next reader reports."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

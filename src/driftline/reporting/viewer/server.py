@@ -162,7 +162,7 @@ class Server(ThreadingHTTPServer):
             self.readers.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that went away is nobody's trouble; what is ours was answered already."""
+        """Ignored: a closed connection is no error, and our own errors were answered already."""
 
 
 def check_port(port: int | None) -> int:

@@ -20,7 +20,7 @@ _VERDICTS: dict[str, Tone] = {"pass": "good", "fail": "bad", "incomparable": "do
 
 
 def view(diagnosis: Diagnosis, *, everything: bool = False, most: int = SHOWN) -> View:
-    """What a person wants to know of it; every site with `everything`, else `most` that matter."""
+    """The view for people: every site with `everything`, otherwise the `most` important ones."""
     blocks: list[Block] = [
         Sentence(f"{diagnosis.verdict}: {_headline(diagnosis)}", _VERDICTS[diagnosis.verdict])
     ]

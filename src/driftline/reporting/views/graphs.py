@@ -82,13 +82,11 @@ def write_graph(
     if metric and table is None:
         raise BadInput("--metric names a number of a comparison", hint="give one with --table DIR")
     place = output_for(Path(path), output, SUFFIX[to], force=force)
-    data_files: tuple[Path, ...] = ()
-    if table is not None and to == "model-explorer":
-        stem = place.name.removesuffix(".json")
-        data_files = tuple(place.with_name(f"{stem}{end}") for end in NODE_DATA)
-        # All outputs are checked first, so that none is written if one is in the way.
-        for data_file in data_files:
-            output_for(Path(path), data_file, "", force=force)
+    data_files = (
+        _data_files(Path(path), place, force)
+        if table is not None and to == "model-explorer"
+        else ()
+    )
     compared = open_table(table) if table is not None and not isinstance(table, Table) else table
     findings = findings_of(compared, metric, step, rank) if compared is not None else None
     graph = read_graph(path, step=step, rank=rank)
@@ -115,6 +113,16 @@ def write_graph(
     if not edges and len(seen.nodes) > 1:
         notes.append("no node takes what another one gives, as far as the source says")
     return Drawn(place, data_files, len(seen.nodes), edges, tuple(notes))
+
+
+def _data_files(source: Path, place: Path, force: bool) -> tuple[Path, ...]:
+    """Files beside a graph for Model Explorer; refused before anything is written."""
+    stem = place.name.removesuffix(".json")
+    data_files = tuple(place.with_name(f"{stem}{end}") for end in NODE_DATA)
+    # All outputs are checked first, so that none is written if one is in the way.
+    for data_file in data_files:
+        output_for(source, data_file, "", force=force)
+    return data_files
 
 
 def _notes(

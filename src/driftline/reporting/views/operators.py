@@ -89,7 +89,7 @@ def verdict(report: Report) -> str:
 
 
 def view(report: Report, *, everything: bool = False) -> View:
-    """What a person wants to know: what fails and why, what was not checked and why."""
+    """The view for people: which operators fail, which were not checked, and why."""
     cover = report.coverage
     tone: Tone = "bad" if cover.failed else "good" if cover.passed else "doubtful"
     blocks: list[Block] = [Sentence(verdict(report), tone)]

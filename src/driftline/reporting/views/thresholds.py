@@ -10,7 +10,7 @@ _HEADINGS = ("metric", "layer", "port", "limit", "is", "values", "interval", "po
 
 
 def view(thresholds: Thresholds, *, everything: bool = False) -> View:
-    """What a person wants to know of it; every limit with `everything`."""
+    """The view for people; every limit with `everything`, otherwise the first ones."""
     entries = thresholds.entries if everything else thresholds.entries[:SHOWN]
     facts = [
         (name, str(thresholds.settings[name]))

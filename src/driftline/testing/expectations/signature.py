@@ -102,6 +102,7 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
         output = torch.as_tensor(output)
     if isinstance(output, torch.Tensor):
         return [output.detach()] if output.is_floating_point() and output.numel() else []
+    # Outputs of transformers are mappings; caches and losses in them are no answers.
     if isinstance(output, Mapping):
         named = cast("Mapping[Any, Any]", output)
         return [t for key, part in named.items() if key not in NOT_OUTPUT for t in tensors_of(part)]

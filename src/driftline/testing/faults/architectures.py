@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-# Small enough that hundreds of trials run on a CPU.
+# Few tokens, for the same reason: the logits are the widest tensor.
 VOCABULARY = 160
+# Narrow models: a trial runs both sides and several noise runs on a CPU.
 _WIDTH, _HEADS, _INNER = 64, 4, 96
 _STREAM = 0.3
 """Size of the residual stream where every block begins with a norm. The norms take it away again,
@@ -162,6 +163,7 @@ def _liven(model: nn.Module, generator: torch.Generator, stream: float) -> None:
             size = stream if _joins_the_stream(name) else 1.0
             if name.endswith("bias"):
                 parameter.copy_(0.1 * size * noise)
+            # Norm weights near one, but not equal to it: a lost norm weight must show.
             elif parameter.dim() == 1:
                 parameter.copy_(1 + 0.1 * noise)
             elif _is_embedding(model, name):
@@ -174,6 +176,7 @@ def _gain(name: str) -> float:
     # Larger queries and keys make attention choose; uniform attention hides its faults.
     if any(part in name for part in ("q_proj", "k_proj", "query", "key", "c_attn")):
         return 1.6
+    # Inside a block the norm has set the scale already.
     if "patch" in name or not _joins_the_stream(name):
         return 1.0
     return 0.4  # so that the stream grows slowly
@@ -215,6 +218,7 @@ def specimen(
     # Ids 0 to 2 are special tokens in some of these models.
     ids = torch.randint(3, VOCABULARY, (batch, length), generator=generator)
     inputs: dict[str, Any] = {"input_ids": ids}
+    # Only these are called with a padding mask; decoders have their causal one.
     if name in ("bert", "t5"):
         mask = torch.ones_like(ids)
         mask[0, length - length // 4 :] = 0  # one sequence is shorter: pads have to be masked

@@ -108,7 +108,9 @@ def after(module: Any, change: Change) -> None:
 def plant_again(module: Any, other: Any) -> None:
     """Give a module that replaces another the change that `after` had put on that one."""
     change: Change | None = vars(module).get("planted")
+    # A copy made by torch may carry the change already; twice would be another fault.
     if change is not None and "planted" not in vars(other):
+        # The copied forward belongs to the replaced module and would run its weights.
         vars(other).pop("forward", None)
         after(other, change)
 
@@ -127,11 +129,12 @@ def before(module: Any, change: Callable[[tuple[Any, ...], dict[str, Any]], Any]
 def rows_of(module: Any) -> torch.Tensor:
     """A linear layer's weight with one row per output channel, whichever way it is stored."""
     weight: torch.Tensor = module.weight.data
+    # GPT-2 stores its linear layers transposed.
     return weight.t() if type(module).__name__ == "Conv1D" else weight
 
 
 def picked(count: int, most: int, generator: torch.Generator) -> torch.Tensor:
-    """Some of the first `most` numbers, without repeats."""
+    """`count` of the numbers below `most`, drawn without repeats."""
     return torch.randperm(most, generator=generator)[:count]
 
 
@@ -182,6 +185,7 @@ def _tile_stale(model: nn.Module, site: str, amount: float, generator: torch.Gen
 
 def _saturated(model: nn.Module, site: str, amount: float, generator: torch.Generator) -> None:
     def change(y: torch.Tensor) -> torch.Tensor:
+        # Relative to the tensor's own spread, so that one amount fits every layer.
         limit = float(amount * y.float().std())
         return y.clamp(-limit, limit)
 
@@ -198,6 +202,7 @@ def _low_accumulation(
 ) -> None:
     """A product summed in bfloat16, chunk by chunk."""
     module = part(model, site)
+    # The product below needs one row per output channel.
     turned = type(module).__name__ == "Conv1D"
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -241,6 +246,7 @@ def _norm_in_low_precision(
     model: nn.Module, site: str, amount: float, generator: torch.Generator
 ) -> None:
     module = part(model, site)
+    # RMS norms subtract no mean and have no bias.
     centred = isinstance(module, nn.LayerNorm)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -281,6 +287,7 @@ def _not_a_number(model: nn.Module, site: str, amount: float, generator: torch.G
 
 
 def _is_mask(value: Any) -> bool:
+    # Attention masks are the only floating-point tensors of rank four among these arguments.
     return isinstance(value, torch.Tensor) and value.dim() == 4 and value.is_floating_point()
 
 
@@ -303,6 +310,7 @@ def _window(model: nn.Module, site: str, amount: float, generator: torch.Generat
 
     def change(mask: torch.Tensor) -> torch.Tensor:
         rows, columns = mask.shape[-2:]
+        # Rows are the tokens that look, columns those that are seen.
         late, early = (torch.arange(n, device=mask.device) for n in (rows, columns))
         far = late[:, None] - early[None] >= int(amount)
         return mask.masked_fill(far, torch.finfo(mask.dtype).min)
@@ -426,6 +434,7 @@ def _bias_times(model: nn.Module, site: str, amount: float, generator: torch.Gen
 def _heads_swapped(model: nn.Module, site: str, amount: float, generator: torch.Generator) -> None:
     rows = rows_of(part(model, site))
     heads = rows.reshape(_HEADS, -1, rows.shape[1])
+    # A rotation moves every head, so none is right by chance.
     order = torch.roll(torch.arange(_HEADS), int(amount))
     rows.copy_(heads[order].reshape(rows.shape).clone())
 

@@ -95,7 +95,9 @@ def percentile(values: Iterable[float], share: float) -> float:
 
 def sort_out(results: Sequence[Result]) -> Sorted:
     """What counts for which goal."""
+    # A trial that raised an error says nothing about a method.
     sound = [r for r in results if "broken" not in r]
+    # Special sets are judged on their own and must not set the noise floor.
     clean = [r for r in sound if not job_of(r).kind and not job_of(r).group]
     groups: dict[str, list[Result]] = defaultdict(list)
     for result in sound:
@@ -178,5 +180,6 @@ def sub_noise(results: Iterable[Result]) -> tuple[list[Result], list[Result]]:
     """Faults that are meant to be smaller than noise: those that are large enough to mean anything
     in their format, and those that are not."""
     meant = [r for r in results if r.get("sub_noise")]
+    # Older files have no effect; such faults are kept.
     enough = [r for r in meant if r.get("effect") is None or r["effect"] >= MEANT * r["unit"]]
     return enough, [r for r in meant if not any(r is kept for kept in enough)]

@@ -105,7 +105,7 @@ def place_of(setting: Setting, model: nn.Module) -> str:
 
 
 def output_of(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """What a model gives; what is drawn in it is drawn alike each time."""
+    """The output of a model; random numbers in it are the same each time."""
     torch.manual_seed(5)
     with torch.no_grad():
         return model(**inputs)[0]
@@ -124,6 +124,8 @@ def effect_of(setting: Setting) -> float:
     change: list[float] = []
 
     def compare(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        # A module may be called several times; the first call sees the same input on both
+        # sides.
         if not change:
             torch.manual_seed(5)
             change.append(apart(_first(result), _first(other(*args, **kwargs))))
@@ -143,6 +145,7 @@ def apart(truth: torch.Tensor, other: torch.Tensor) -> float:
     """Relative error, by the 2-norm; infinite where there is no number."""
     truth, other = truth.double(), other.double()
     value = float((other - truth).norm() / truth.norm())
+    # NaN compares false and becomes infinite, too.
     return value if value < float("inf") else float("inf")
 
 
@@ -286,6 +289,7 @@ def _visible(pair: Planted) -> str:
     """The site of the fault, or the innermost one around it that the candidate's run has."""
     sites = {record.key.site for record in pair.candidate.records}
     site = pair.site
+    # Modules inside a compiled block have no tensors; the block around them stands for them.
     while site and site not in sites:
         site = site.rpartition(".")[0]
     return site
@@ -343,6 +347,7 @@ def _rows(pair: Planted, rows: Sequence[Row], beyond: Sequence[Row]) -> Outcome:
 
 def _measured(reference: Run, candidate: Run) -> list[Row]:
     table = compare(reference, candidate, ports=("output",))
+    # Integer outputs are compared exactly and have no relative error.
     return [row for row in table.rows if "relative_l2" in row.metrics]
 
 

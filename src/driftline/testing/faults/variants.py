@@ -75,6 +75,7 @@ def compiled_modules(model: nn.Module) -> nn.Module:
     """Every innermost module of a block compiled by inductor, the code around it left as it is."""
     for block in sites_of(model, "block"):
         for module in model.get_submodule(block).modules():
+            # Dropout does nothing in evaluation, and compiling it costs time.
             if not module._modules and not isinstance(module, nn.Dropout):
                 module.compile()
     return model
@@ -111,7 +112,7 @@ def unit_roundoff(name: str) -> float:
 def in_format(
     model: nn.Module, inputs: dict[str, Any], name: str
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The same model as it would run in a format; the given one may be changed."""
+    """The model as it would run in a format; the model passed in may be changed."""
     match name:
         case "bf16" | "fp16":
             return _lowered(model, _DTYPES[name]), cast(inputs, _DTYPES[name])
@@ -199,6 +200,7 @@ def _linears(model: nn.Module, kinds: tuple[str, ...] = ("Linear", "Conv1D")) ->
 
 
 def _replaced(module: nn.Module) -> bool:
+    # A replaced forward no longer uses the weight that would be quantised.
     return "forward" in vars(module) and "planted" not in vars(module)
 
 

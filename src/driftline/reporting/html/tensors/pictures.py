@@ -185,7 +185,7 @@ def pictures_of(
 
 
 def pictures(pair: OpenedPair, *, cells: int = 64, budget: int = IN_A_FILE) -> dict[str, Any]:
-    """The same of a pair that is open."""
+    """The same for a pair that is already open."""
     if not pair.elements:
         return {
             **dict.fromkeys(("histogram", "error", "heat")),

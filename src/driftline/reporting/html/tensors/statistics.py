@@ -218,13 +218,13 @@ def pieces(pair: OpenedPair, region: Region, budget: int) -> Iterator[Piece]:
 
 
 def extent_of(pair: OpenedPair, region: Region, budget: int) -> Extent:
-    """How much of a region that is."""
+    """How many elements of a region are read under a budget."""
     seen = pair.looked_at(region, bands=_BANDS, cells=_BANDS, budget=budget)
     return Extent(region, region.elements, seen)
 
 
 def moments_of(pair: OpenedPair, region: Region, budget: int) -> PairMoments | None:
-    """What one pass over it knows; None of nothing."""
+    """Sums and extremes of a region from one pass; None for an empty region."""
     double = DTYPES["float64"]
     parts: list[PairMoments] = []
     for piece in pieces(pair, region, budget):
