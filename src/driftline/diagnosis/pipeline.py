@@ -117,8 +117,8 @@ class Assembly:
                 if self.notes
                 else ("dump tensors that both runs have, with --keep full or summary")
             )
-            wording = (f"Nothing could be judged: {why}.",)
-            return Diagnosis("incomparable", wording, coverage=coverage, needs=(what,))
+            sentences = (f"Nothing could be judged: {why}.",)
+            return Diagnosis("incomparable", sentences, coverage=coverage, needs=(what,))
         growth = growths(self.sites, self.allowed)
         statuses = site_statuses(self.sites, growth, self.floor, self.judged)
         statuses, culprits = self._looked_at_again(statuses)
@@ -150,10 +150,10 @@ class Assembly:
             if suspects:
                 return self._undecided(suspects, findings, gathered, coverage, rate)
             return self._clean(findings, statuses, final, gathered, coverage, rate)
-        share, wording = explained(final, final_noise), ""
+        share, third_sentence = explained(final, final_noise), ""
         # A measured share from bisection replaces the estimate.
         if self.proof is not None:
-            share, wording = texts.proven(self.proof, first.site, culprits)
+            share, third_sentence = texts.proven(self.proof, first.site, culprits)
         gathered = self._evidence(statuses, first, named, final, final_noise, rate)
         standing, finding = statuses[first], findings[order[first]]
         naming = named.get(first, NamedCause("unknown", "no tensor was read"))
@@ -168,7 +168,7 @@ class Assembly:
                     standing.call.worst.fused,
                 ),
                 texts.kind(naming.cause, naming.sentence),
-                wording or texts.share(share, final, final_noise),
+                third_sentence or texts.share(share, final, final_noise),
             ),
             findings,
             first.site,

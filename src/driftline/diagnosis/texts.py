@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from driftline.comparison.table.table import Table
 from driftline.diagnosis.causes.case_builder import NamedCause
+from driftline.diagnosis.causes.registry import CAUSES
 from driftline.diagnosis.confirmation import Confirmation
 from driftline.diagnosis.evidence.files import Substitution
 from driftline.diagnosis.evidence.growth import jump_along_depth
@@ -67,27 +68,8 @@ def kind(cause: str, sentence: str) -> str:
     # An unknown cause is said plainly: a guess would send the reader to the wrong code.
     if cause == "unknown":
         return f"What kind of error it is stays unknown: {sentence or 'nothing known fits'}."
-    return f"It looks like {_ARTICLE.get(cause, cause)}: {sentence}."
-
-
-_ARTICLE = {
-    "scale": "a wrong scale",
-    "offset": "a wrong offset or bias",
-    "permutation": "a permutation",
-    "transpose": "a transpose",
-    "shift": "a shift along the tokens",
-    "mask": "a wrong mask",
-    "zeroed": "a zeroed region",
-    "stale": "stale values",
-    "saturation": "saturation",
-    "low-precision": "lower precision than declared",
-    "activation": "a wrong activation",
-    "norm-precision": "a norm in low precision",
-    "dropout": "dropout left on",
-    "nondeterminism": "non-determinism",
-    "nan": "a birth of NaN",
-    "missing-reduction": "a missing reduction over ranks",
-}
+    noun = CAUSES[cause].noun if cause in CAUSES else ""
+    return f"It looks like {noun or cause}: {sentence}."
 
 
 def share(explains: float | None, final: float, noise: float) -> str:

@@ -1,12 +1,13 @@
 """All causes that can be named, with their detectors, and the choice between several that fit.
 
-A new cause is one detector in a file of this folder, one line in `CAUSES` and one in `RULES`. The
-order of `RULES` decides ties, so it is part of the behaviour.
+A new cause is one detector in a file of this folder and one row in `_TABLE`. The order of the rows
+decides between detectors with equal scores, so it is part of the behaviour.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from driftline.diagnosis.causes.attention import attention
 from driftline.diagnosis.causes.case import Case, Clue, Rule
@@ -16,41 +17,92 @@ from driftline.diagnosis.causes.precision import low_precision, norm_precision
 from driftline.diagnosis.causes.regions import dropout, lost_expert, mask, stale, zeroed
 from driftline.diagnosis.causes.values import activation, offset, saturation, scale
 
-CAUSES: dict[str, str] = {
-    "scale": "everything is too large or too small by a factor, or a norm's epsilon is wrong",
-    "offset": "a constant is added to every token: a bias missing, doubled or wrong",
-    "permutation": "the right numbers in the wrong order: channels, heads, sequences, modules",
-    "transpose": "two axes have changed places, in the output or in the weight",
-    "shift": "tokens have what belongs to their neighbours: positions or cache off by one",
-    "mask": "only tokens that a mask tells apart are off: pads, late tokens, future seen",
-    "zeroed": "a tile, channel, token or expert is zero",
-    "stale": "a region holds what stood there before, or what belongs to other tokens",
-    "saturation": "values stop at a largest one, or overflow",
-    "low-precision": "arithmetic in a coarser format than declared",
-    "activation": "another activation function",
-    "norm-precision": "a norm computed in a coarser format than declared",
-    "dropout": "dropout is left on",
-    "nondeterminism": "the candidate does not agree with itself",
-    "nan": "NaN or Inf are born here",
-    "missing-reduction": "a sum or mean over ranks was not taken, or taken wrongly",
-    "noise": "nothing but rounding",
-    "unknown": "none of the known kinds fits clearly",
-}
 
-RULES: tuple[Rule, ...] = (
-    *(nan_birth, saturation, nondeterminism, missing_reduction),
-    *(dropout, zeroed, lost_expert, stale, shift, transpose, permutation),
-    *(attention, activation, mask, scale, offset, norm_precision, low_precision),
+class Cause(NamedTuple):
+    """A kind of bug, and how it is treated among others.
+
+    Attributes:
+        name: As results and files have it.
+        detectors: What recognises it; empty for answers that need none.
+        summary: What is wrong, in a sentence.
+        noun: How a finding calls it, with its article.
+        decisive: Rank among causes that are proven by something no other detector examines; these
+            need no margin over the others. 0 for all others.
+        freedom: How freely its prediction can be fitted, from 1; of two causes that explain
+            equally, the one with less freedom is named. 0 if it cannot be compared so.
+        exact: Whether its prediction has no fitted number at all.
+        on_inputs: Whether it also applies to an input that was solved for, which has no zeros,
+            grids or constants.
+    """
+
+    name: str
+    detectors: tuple[Rule, ...]
+    summary: str
+    noun: str = ""
+    decisive: int = 0
+    freedom: int = 0
+    exact: bool = False
+    on_inputs: bool = False
+
+
+# fmt: off
+_TABLE = (
+    Cause("nan", (nan_birth,), "NaN or Inf are born here", "a birth of NaN", decisive=2),
+    Cause("saturation", (saturation,), "values stop at a largest one, or overflow", "saturation",
+          decisive=1, freedom=5, exact=True),
+    Cause("nondeterminism", (nondeterminism,), "the candidate does not agree with itself",
+          "non-determinism", decisive=3),
+    Cause("missing-reduction", (missing_reduction,),
+          "a sum or mean over ranks was not taken, or taken wrongly",
+          "a missing reduction over ranks", decisive=4),
+    Cause("dropout", (dropout,), "dropout is left on", "dropout left on", freedom=2, exact=True),
+    Cause("zeroed", (zeroed, lost_expert), "a tile, channel, token or expert is zero",
+          "a zeroed region", freedom=3, exact=True),
+    Cause("stale", (stale,),
+          "a region holds what stood there before, or what belongs to other tokens",
+          "stale values", freedom=4, exact=True, on_inputs=True),
+    Cause("shift", (shift,),
+          "tokens have what belongs to their neighbours: positions or cache off by one",
+          "a shift along the tokens", freedom=6, exact=True, on_inputs=True),
+    Cause("transpose", (transpose,), "two axes have changed places, in the output or in the weight",
+          "a transpose", freedom=7, exact=True, on_inputs=True),
+    Cause("permutation", (permutation,),
+          "the right numbers in the wrong order: channels, heads, sequences, modules",
+          "a permutation", freedom=8, exact=True, on_inputs=True),
+    # The detector of attentions answers with the cause it recognised: mask, scale or another.
+    Cause("attention", (attention,), "a mistake inside an attention, named by its own cause"),
+    Cause("activation", (activation,), "another activation function", "a wrong activation",
+          freedom=1, exact=True),
+    Cause("mask", (mask,),
+          "only tokens that a mask tells apart are off: pads, late tokens, future seen",
+          "a wrong mask", freedom=9),
+    Cause("scale", (scale,),
+          "everything is too large or too small by a factor, or a norm's epsilon is wrong",
+          "a wrong scale", freedom=10),
+    Cause("offset", (offset,),
+          "a constant is added to every token: a bias missing, doubled or wrong",
+          "a wrong offset or bias", freedom=11),
+    Cause("norm-precision", (norm_precision,),
+          "a norm computed in a coarser format than declared", "a norm in low precision",
+          freedom=12),
+    Cause("low-precision", (low_precision,), "arithmetic in a coarser format than declared",
+          "lower precision than declared", freedom=13),
+    Cause("noise", (), "nothing but rounding"),
+    Cause("unknown", (), "none of the known kinds fits clearly"),
 )
+# fmt: on
 
-RULES_FOR_INPUTS: tuple[Rule, ...] = (stale, shift, transpose, permutation)
-"""Detectors that also apply to an input that was solved for: no zeros, grids or constants."""
+RULES: tuple[Rule, ...] = tuple(rule for cause in _TABLE for rule in cause.detectors)
+RULES_FOR_INPUTS: tuple[Rule, ...] = tuple(
+    rule for cause in _TABLE if cause.on_inputs for rule in cause.detectors
+)
+CAUSES = {cause.name: cause for cause in _TABLE if cause.name != "attention"}
+"""The causes that can be named, by name."""
 
 # A cause is named only if it explains most of the error, and clearly more than any other cause.
 _CLEAR = 0.8
 _MARGIN = 0.08
-_FIRST = ("saturation", "nan", "nondeterminism", "missing-reduction")
-"""Proven by something no other detector examines; these need no margin over the others."""
+_FIRST = [cause.name for cause in sorted(_TABLE, key=lambda c: c.decisive) if cause.decisive]
 
 
 def clues(case: Case, rules: Sequence[Rule] = RULES) -> list[Clue]:
@@ -82,20 +134,13 @@ def best_clue(case: Case, rules: Sequence[Rule] = RULES) -> tuple[Clue | None, l
     return best, ranked
 
 
-_SPECIAL = (
-    *("activation", "dropout", "zeroed", "stale", "saturation", "shift", "transpose"),
-    *("permutation", "mask", "scale", "offset", "norm-precision", "low-precision"),
-)
-"""Exact predictions before fitted ones: of two that explain equally, the one with less freedom."""
-_EXACT = _SPECIAL[:8]
-
-
 def _preferred(a: Clue, b: Clue) -> Clue | None:
     """The better of two equally good clues; None if neither has less freedom than the other."""
-    if a.cause not in _SPECIAL or b.cause not in _SPECIAL:
+    first, second = CAUSES[a.cause], CAUSES[b.cause]
+    if not first.freedom or not second.freedom:
         return None
     # Two exact predictions that both fit imperfectly exclude each other: better no answer than a
     # wrong one.
-    if a.cause in _EXACT and b.cause in _EXACT and a.score < 0.97 and b.score < 0.97:
+    if first.exact and second.exact and a.score < 0.97 and b.score < 0.97:
         return None
-    return a if _SPECIAL.index(a.cause) < _SPECIAL.index(b.cause) else b
+    return a if first.freedom < second.freedom else b

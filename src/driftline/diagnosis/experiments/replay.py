@@ -226,7 +226,8 @@ def _gathered(ended: Ended, run: Run) -> tuple[dict[str, Mapping[str, Any]], int
     calls = sum(int(report["calls"]) for report in reports)
     if not calls:
         reasons = [str(e["reason"]) for e in sites.values() if e["status"] == "unknown"]
-        shared = _shared(reports, run)
+        site = next(iter(run.sites()), "")
+        shared = f"the program called none of the candidate's modules, '{site}' the first of them"
         why = reasons[0] if reasons else shared
         raise BadInput(
             f"nothing was replayed: {why}{failed}",
@@ -234,12 +235,6 @@ def _gathered(ended: Ended, run: Run) -> tuple[dict[str, Mapping[str, Any]], int
         )
     notes = [note for report in reports for note in (*report["clashes"], *report["faults"])]
     return sites, calls, tuple(dict.fromkeys(notes))
-
-
-def _shared(reports: Sequence[Mapping[str, Any]], run: Run) -> str:
-    site = next(iter(run.sites()), "")
-    del reports
-    return f"the program called none of the candidate's modules, '{site}' the first of them"
 
 
 def _linked(source: str, target: str) -> str:
