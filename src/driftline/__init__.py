@@ -130,4 +130,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    # Lists names that were not imported yet, so that completion finds them.
     return sorted({*globals(), *_ADDRESSES})

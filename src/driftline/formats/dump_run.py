@@ -165,7 +165,6 @@ class TreeRun(Run):
         topologies: Mapping[tuple[int, int], Mapping[str, JSON]] | None = None,
         events: Sequence[Mapping[str, Any]] = (),
         facts: Mapping[str, Any] | None = None,
-        processes: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Take over the leaves.
 
@@ -177,7 +176,6 @@ class TreeRun(Run):
             topologies: Module tree by (rank, process), in the form of `topology.json`.
             events: Warnings about the dump itself: files that were not understood, say.
             facts: Joins the manifest.
-            processes: What each process left about itself, where the dump keeps that.
 
         Raises:
             BadFile: Two leaves have one key.
@@ -188,7 +186,6 @@ class TreeRun(Run):
         self._topologies = dict(topologies or {})
         self._events = list(events)
         self._facts = dict(facts or {})
-        self._processes = list(processes)
         self._leaves: dict[TensorKey, Leaf] = {}
         records: list[Record] = []
         # Sorting keeps the order inside a process. Most dumps have one process and need no
@@ -247,9 +244,6 @@ class TreeRun(Run):
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         return iter(self._events)
-
-    def processes(self) -> list[Mapping[str, Any]]:
-        return list(self._processes)
 
     def tables(self) -> Sequence[DumpTable]:
         """Tables that the dump holds beside its tensors."""

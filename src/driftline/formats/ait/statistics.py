@@ -70,6 +70,7 @@ def _line(row: Mapping[str, str]) -> Line:
     if side not in ("input", "output"):
         raise ValueError(f"neither input nor output: {side[:40]!r}")
     dtype = row["DataType"].strip().removeprefix("torch.")
+    # Without the width of an element even the size of the tensor would be unknown.
     if dtype not in DTYPES:
         raise ValueError(f"the element type {dtype[:40]!r} is not known")
     shape = tuple(int(size) for size in _NUMBER.findall(row["Shape"]))

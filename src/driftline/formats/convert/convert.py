@@ -367,19 +367,7 @@ def convert(
     # The output is replaced at the end: the source would be gone.
     if not isinstance(source, Run) and _is_same_folder(Path(source), place):
         raise BadInput(f"{place} cannot be converted into itself", hint="give another output")
-    sheets = to in ("run", "ait") and any(
-        run.sheets(int(about.get("rank", 0)), int(about.get("process", 0)))
-        for about in run.processes()
-    )
-    if not len(run) and not sheets:
-        raise BadInput(f"{run.name} holds no tensors")
-    values = sheets or any(record.kept in ("full", "sample") for record in run.records)
-    # Refused before anything is written: every tensor would be skipped.
-    if to != "run" and not values:
-        raise BadInput(
-            f"nothing of {run.name} can be written as {to}: only {run.records[0].kept} was kept",
-            hint="--to run keeps what there is",
-        )
+    _refuse_empty(run, to)
     # The `ait` writers make this folder themselves; only it may be replaced.
     final = place / "ait_dump" if to == "ait" else place
     if to == "run":
@@ -405,6 +393,27 @@ def convert(
             f"{place} cannot be written: {reason_of(trouble)}", hint="nothing was left there"
         ) from trouble
     return Converted(place, work.written, work.size, dict(work.skipped), tuple(work.left_out))
+
+
+def _refuse_empty(run: Run, to: Target) -> None:
+    """Refuse a run of which nothing could be written.
+
+    Raises:
+        BadInput: It has no tensors, or none with values where values are needed.
+    """
+    sheets = to in ("run", "ait") and any(
+        run.sheets(int(about.get("rank", 0)), int(about.get("process", 0)))
+        for about in run.processes()
+    )
+    if not len(run) and not sheets:
+        raise BadInput(f"{run.name} holds no tensors")
+    values = sheets or any(record.kept in ("full", "sample") for record in run.records)
+    # Refused before anything is written: every tensor would be skipped.
+    if to != "run" and not values:
+        raise BadInput(
+            f"nothing of {run.name} can be written as {to}: only {run.records[0].kept} was kept",
+            hint="--to run keeps what there is",
+        )
 
 
 def _convert_to_url(

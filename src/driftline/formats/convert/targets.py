@@ -118,15 +118,20 @@ def open_exported(folder: Folder, format_name: str) -> TreeRun:
                 f"{place}, line {number}, cannot be believed: {reason_of(trouble)}",
                 hint="remove that file to read the folder as plain tensor files",
             ) from trouble
-    return TreeRun(
-        folder.path,
-        format_name,
-        leaves,
-        topologies=topologies,
-        events=events,
-        facts=facts,
-        processes=processes,
+    run = _ExportedRun(
+        folder.path, format_name, leaves, topologies=topologies, events=events, facts=facts
     )
+    run.listed_processes = processes
+    return run
+
+
+class _ExportedRun(TreeRun):
+    """A converted folder; its list also keeps what each process left about itself."""
+
+    listed_processes: Sequence[Mapping[str, Any]] = ()
+
+    def processes(self) -> list[Mapping[str, Any]]:
+        return list(self.listed_processes)
 
 
 def _leaf(

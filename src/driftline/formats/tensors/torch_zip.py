@@ -116,6 +116,7 @@ def read_tensors(size: int, read: Callable[[int, int], bytes]) -> list[Stored] |
         if length > LARGEST_PICKLE:
             return None
         pickle = source.read(length, _data(source, start, length))
+        # Large pickles differ from file to file; remembering them would only cost memory.
         tree = _unpickled_once(pickle) if length <= _SMALL_PICKLE else _unpickled(pickle)
         named_tensors: list[tuple[str, _Tensor]] = []
         _collect(tree, "", 0, named_tensors, [MOST_OPERATIONS])

@@ -32,6 +32,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def sniff(path: Path) -> bool:
+    # The name decides too: a plain folder of numbered `.pt` files is no decoder's.
     return path.name.endswith(SUFFIX) and bool(_prompts(path))
 
 

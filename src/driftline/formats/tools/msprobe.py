@@ -136,6 +136,7 @@ class _Reader:
             self.troubles.append(message)
             self.events.append({"kind": "dump", "message": message})
             return
+        # Taken from the last part read; all parts of a dump share them.
         for fact in ("task", "level", "framework"):
             if dump.get(fact):
                 self.facts[fact] = str(dump[fact])

@@ -160,11 +160,12 @@ def _refuse_without_end(head: bytes, total: int) -> None:
     raise Refused("has no $End line: its header is cut short or damaged")
 
 
-@functools.lru_cache(maxsize=4096)
-def _parsed(text: bytes) -> Header:
-    """Lines → header; `start` is the offset inside the data. Dumps repeat headers thousandfold."""
-    if not text.startswith(START):
-        raise Refused("does not begin as an ATB tensor file does, with $Version")
+def _header_values(text: bytes) -> dict[str, str]:
+    """The lines of a header by name.
+
+    Raises:
+        Refused: A line is malformed, repeated or unknown, or the version is.
+    """
     values: dict[str, str] = {}
     for line in text.decode("latin-1").split("\n")[:-1]:
         name, sign, value = line.partition("=")
@@ -178,6 +179,15 @@ def _parsed(text: bytes) -> Header:
         values[name] = value
     if values["$Version"] != "1.0":
         raise Refused(f"is of version {values['$Version'][:20]!r}; only 1.0 is known")
+    return values
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(text: bytes) -> Header:
+    """Lines → header; `start` is the offset inside the data. Dumps repeat headers thousandfold."""
+    if not text.startswith(START):
+        raise Refused("does not begin as an ATB tensor file does, with $Version")
+    values = _header_values(text)
     count = _integer(values, "$Object.Count")
     length = _integer(values, "$Object.Length")
     if count not in (0, 1):

@@ -376,11 +376,8 @@ class _Dump:
                 self.folder,
                 file,
                 header,
-                prefix + true,
+                TensorKey(prefix + true, "output", "0", place.step, 0, place.rank, process),
                 class_name=op.class_name,
-                step=place.step,
-                rank=place.rank,
-                process=process,
                 events=self.events,
             )
             yield from inside

@@ -288,7 +288,7 @@ def open(path: Path) -> TreeRun:
         raise BadFile(f"{path} is no GE dump: {reason_of(trouble)}") from None
     site = file.op_name or path.name
     events: list[dict[str, str]] = []
-    leaves = list(leaves_of(folder, path.name, file, site, events=events))
+    leaves = list(leaves_of(folder, path.name, file, TensorKey.of(site, "output"), events=events))
     return TreeRun(path, NAME, leaves, events=events, facts={"op_name": file.op_name})
 
 
@@ -429,21 +429,28 @@ def leaves_of(
     folder: Folder,
     name: str,
     file: GeFile,
-    site: str,
+    owner: TensorKey,
     *,
     class_name: str = "",
-    step: int = 0,
-    rank: int = 0,
-    process: int = 0,
     events: list[dict[str, str]] | None = None,
 ) -> Iterator[Leaf]:
-    """The tensors of a file as leaves of a run."""
+    """The tensors of a file as leaves of a run.
+
+    Args:
+        folder: Folder of the dump.
+        name: The file in it.
+        file: What the file's header says.
+        owner: Any key of the operator: its site, step, rank and process are those of its tensors.
+        class_name: Type of the operator.
+        events: Receives a warning for each tensor whose figures need a remark.
+    """
     for tensor in file.tensors:
         plan = reading_plan(tensor, file.size)
-        key = TensorKey.of(site, tensor.port, str(tensor.position), step=step, rank=rank)
+        slot = str(tensor.position)
+        key = TensorKey.of(owner.site, tensor.port, slot, step=owner.step, rank=owner.rank)
         # `TensorKey.of` has no process; most dumps have one, and need no second object.
-        if process:
-            key = key._replace(process=process)
+        if owner.process:
+            key = key._replace(process=owner.process)
         record = Record(key, 0, plan.dtype, plan.shape, class_name=class_name, lost=plan.trouble)
         if plan.note and events is not None:
             events.append({"kind": "warning", "message": f"{name}: {key}: {plan.note}"})
