@@ -24,7 +24,7 @@ from driftline.comparison.table.table import Table
 from driftline.diagnosis import api as diagnosis_api
 from driftline.diagnosis.pipeline import Assembly
 from driftline.errors import BadFile
-from driftline.reporting.html.report import page_of
+from driftline.reporting.html.report import PageOptions, page_of
 from driftline.reporting.viewer.api import serve
 from driftline.runs.memory import MemorySink
 from driftline.runs.records import TensorKey
@@ -277,7 +277,8 @@ def test_options_that_are_none_are_refused(damage: dict[str, Any]) -> None:
 
 def reported(folder: Path, reference: Path, candidate: Path, options: Any, **more: Any) -> Table:
     del folder
-    return page_of(reference, candidate, options=options, pictures=0, diagnosis=False, **more).table
+    wanted = PageOptions(options=options, pictures=0, diagnosis=False, **more)
+    return page_of(reference, candidate, wanted).table
 
 
 def viewed(folder: Path, reference: Path, candidate: Path, options: Any, **more: Any) -> Table:
@@ -408,7 +409,7 @@ def test_trusted_runs_are_measured_alike_for_a_report_and_a_diagnosis(tmp_path: 
         patch.setattr(diagnosis_api, "Assembly", Watched)
         patch.setattr(html_report, "Assembly", Watched, raising=False)
         diagnosis_api.diagnose(ours, theirs, noise=[trusted])
-        page_of(ours, theirs, noise=[trusted], pictures=0)
+        page_of(ours, theirs, PageOptions(noise=[trusted], pictures=0))
     (diagnosed_noise,), (reported_noise,) = seen
     assert_same(reported_noise, diagnosed_noise)
     assert_same(diagnosed_noise, driftline.compare(ours, trusted))

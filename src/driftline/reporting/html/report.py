@@ -1,7 +1,7 @@
-"""The door to pages: two runs, or a comparison that was made before, become one HTML file.
+"""Makes the HTML report: from two runs, or from a comparison made before, to one file.
 
-Decides what is asked of whom: alignment, comparison, diagnosis, pictures. How any of it is done, or
-drawn, is not known here.
+Decides which steps are needed (alignment, comparison, diagnosis, pictures) and collects their
+results. How each step works, and how the page looks, is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from driftline.alignment.align import AlignOptions, align_runs
 from driftline.alignment.plan import Pair, Plan
@@ -75,6 +75,29 @@ class Page:
     pairs: Mapping[int, Pair] = field(default_factory=dict[int, Pair])
 
 
+@dataclass(frozen=True, slots=True)
+class PageOptions:
+    """What goes into a page, and the evidence for its diagnosis; fields as `report` takes them."""
+
+    thresholds: Thresholds | StrPath | None = None
+    replay: Replay | StrPath | None = None
+    noise: Sequence[Evidence] = ()
+    repeats: Sequence[Evidence] = ()
+    bisect: Mapping[str, Any] | StrPath | None = None
+    options: AlignOptions | None = None
+    diagnosis: bool = True
+    pictures: int = PICTURES
+    tokenizer: str = ""
+    title: str = ""
+    threads: int | None = None
+    progress: Progress | None = None
+
+    @property
+    def compared_by(self) -> CompareOptions:
+        """How noise runs, and runs without thresholds, are compared."""
+        return CompareOptions(self.options or AlignOptions(), execution=Execution(self.threads))
+
+
 def report(
     subject: Source,
     candidate: Run | StrPath | None = None,
@@ -122,14 +145,13 @@ def report(
         DriftlineError: It could not be made. Numbers that differ are no exception.
     """
     place = None if output is None else Path(output)
+    # Checked before the work: a comparison may take minutes.
     if place is not None:
         if place.is_dir():
             raise AlreadyThere(f"{place} is a folder", hint="give the name of a file with -o")
         if place.exists() and not force:
             raise AlreadyThere(f"{place} exists", hint="give another -o, or --force")
-    page = page_of(
-        subject,
-        candidate,
+    wanted = PageOptions(
         thresholds=thresholds,
         replay=replay,
         noise=noise,
@@ -143,9 +165,11 @@ def report(
         threads=threads,
         progress=progress,
     )
+    page = page_of(subject, candidate, wanted)
     text = embedded_page(page.document)
     if place is None:
         return text
+    # A name with half of a surrogate pair must not prevent the report.
     write_whole(place, text.encode("utf-8", "backslashreplace"))
     return place
 
@@ -153,93 +177,116 @@ def report(
 def page_of(
     subject: Source,
     candidate: Run | StrPath | None = None,
+    wanted: PageOptions | None = None,
     *,
-    thresholds: Thresholds | StrPath | None = None,
-    replay: Replay | StrPath | None = None,
-    noise: Sequence[Evidence] = (),
-    repeats: Sequence[Evidence] = (),
-    bisect: Mapping[str, Any] | StrPath | None = None,
-    options: AlignOptions | None = None,
-    diagnosis: bool = True,
-    pictures: int = PICTURES,
-    tokenizer: str = "",
-    title: str = "",
-    threads: int | None = None,
-    progress: Progress | None = None,
     measurer: Measurer | None = None,
 ) -> Page:
-    """The page of a comparison; arguments as `report` takes them.
+    """The page of a comparison.
 
     Args:
-        measurer: Who measures; a `RowCache`, for whoever makes the page of two runs again.
+        subject: A comparison, a folder, or the reference, as `report` takes it.
+        candidate: What is in question.
+        wanted: What goes into the page, and by which evidence it is judged.
+        measurer: Who measures; the viewer passes a `RowCache`, because it makes the page again.
 
     Raises:
         DriftlineError: It could not be made.
     """
+    wanted = wanted or PageOptions()
     notes: list[str] = []
-    asked = CompareOptions(options or AlignOptions(), execution=Execution(threads))
-    plan: Plan | None = None
-    ours: Run | None = None
-    theirs: Run | None = None
-    decoder: list[dict[str, Any]] = []
-    if candidate is not None:
-        if isinstance(subject, Table):
-            raise BadInput("a comparison has both sides already", hint="give it alone")
-        judged_by = replace(asked, tolerance=CompareOptions.of(thresholds=thresholds).tolerance)
-        comparison = prepare(_opened(subject), _opened(candidate), judged_by)
-        ours, theirs, plan = comparison.reference, comparison.candidate, comparison.plan
-        table = comparison.judged(measurer, progress)
-        decoder = layers_of(table)
-    else:
-        table, decoder = _made_before(subject, thresholds, tokenizer)
-        ours, theirs = _behind(table, subject)
-        if ours is not None and theirs is not None:
-            plan = align_runs(ours, theirs, asked.paired_by)
-        elif table.rows and not decoder and table.limits.get("kind") is None:
-            notes.append(
-                "the two runs were not found where the comparison says, or have changed since: "
-                "there are no pictures of tensors here, and no cause is named"
-            )
-    trusted: list[Variant] = []
-    if noise:
-        if ours is None:
-            raise BadInput(
-                "noise runs are compared with the reference, which is not there",
-                hint="give the two runs: driftline report REF CAND --noise DIR",
-            )
-        trusted = compare_noise(ours, noise, asked)
-    runs = None
-    if plan is not None and ours is not None and theirs is not None:
-        played = None if replay is None else open_replay(replay)
-        runs = Runs(ours, theirs, played, [_opened(each) for each in repeats], plan)
-    elif replay is not None or repeats or bisect is not None:
-        raise BadInput(
-            "evidence belongs to two runs, which are not there", hint="give the two runs: REF CAND"
-        )
-    proof = None if bisect is None else open_bisection(bisect)
-    found = None
-    if diagnosis and table.rows and table.column("relative_l2") is not None:
-        found = _diagnosed(table, trusted, runs, proof, notes)
-    pairs = _pairs(table, plan) if plan is not None else {}
+    compared = _compared(subject, candidate, wanted, measurer, notes)
+    table, reference_run, candidate_run = compared.table, compared.reference, compared.candidate
+    trusted = _noise_variants(reference_run, wanted)
+    runs = _diagnosis_runs(compared, wanted)
+    proof = None if wanted.bisect is None else open_bisection(wanted.bisect)
+    diagnosed = None
+    # Diagnosis judges by the relative error; tables of other metrics cannot be diagnosed.
+    if wanted.diagnosis and table.rows and table.column("relative_l2") is not None:
+        diagnosed = _diagnose(table, trusted, runs, proof, notes)
+    pairs = _pairs(table, compared.plan) if compared.plan is not None else {}
     drawn: dict[int, Mapping[str, Any]] = {}
-    if pictures and ours is not None and theirs is not None:
-        drawn = _drawn(table, pairs, ours, theirs, found, pictures)
+    if wanted.pictures and reference_run is not None and candidate_run is not None:
+        drawn = _draw_pairs(table, pairs, reference_run, candidate_run, diagnosed, wanted.pictures)
     flow = None
-    if ours is not None and table.rows:
+    if reference_run is not None and table.rows:
+        # The flow of the step and rank in which the drift starts.
         key = (table.first or table.rows[0]).key
-        flow = flow_of(ours, key.rank, key.process, key.step)
+        flow = flow_of(reference_run, key.rank, key.process, key.step)
     contents = PageContents(
-        reference=ours,
-        candidate=theirs,
-        diagnosis=found,
+        reference=reference_run,
+        candidate=candidate_run,
+        diagnosis=diagnosed,
         noise=[variant.table for variant in trusted],
         flow=flow,
         pictures=drawn,
-        decoder=decoder,
+        decoder=compared.decoder,
         notes=notes,
-        title=title,
+        title=wanted.title,
     )
-    return Page(page_data(table, contents), table, ours, theirs, pairs)
+    return Page(page_data(table, contents), table, reference_run, candidate_run, pairs)
+
+
+class _Compared(NamedTuple):
+    """A comparison, and the runs behind it where they could be opened."""
+
+    table: Table
+    decoder: list[dict[str, Any]]
+    reference: Run | None
+    candidate: Run | None
+    plan: Plan | None
+
+
+def _compared(
+    subject: Source,
+    candidate: Run | StrPath | None,
+    wanted: PageOptions,
+    measurer: Measurer | None,
+    notes: list[str],
+) -> _Compared:
+    """Compare two runs, or open a comparison that was made before."""
+    if candidate is not None:
+        if isinstance(subject, Table):
+            raise BadInput("a comparison has both sides already", hint="give it alone")
+        tolerance = CompareOptions.of(thresholds=wanted.thresholds).tolerance
+        judged_by = replace(wanted.compared_by, tolerance=tolerance)
+        comparison = prepare(_opened(subject), _opened(candidate), judged_by)
+        table = comparison.judged(measurer, wanted.progress)
+        return _Compared(
+            table,
+            layers_of(table),
+            comparison.reference,
+            comparison.candidate,
+            comparison.plan,
+        )
+    # A comparison made before keeps its rows; only pictures and causes need the runs again.
+    table, decoder = _open_comparison(subject, wanted.thresholds, wanted.tokenizer)
+    first, second = _runs_of(table, subject)
+    if first is not None and second is not None:
+        plan = align_runs(first, second, wanted.compared_by.paired_by)
+        return _Compared(table, decoder, first, second, plan)
+    # Operator checks and text models never had two runs, so nothing is missing there.
+    if table.rows and not decoder and table.limits.get("kind") is None:
+        notes.append(
+            "the two runs were not found where the comparison says, or have changed since: "
+            "there are no pictures of tensors here, and no cause is named"
+        )
+    return _Compared(table, decoder, first, second, None)
+
+
+def _diagnosis_runs(compared: _Compared, wanted: PageOptions) -> Runs | None:
+    """Both runs with the evidence about them, for the diagnosis."""
+    reference, candidate, plan = compared.reference, compared.candidate, compared.plan
+    if plan is not None and reference is not None and candidate is not None:
+        played = None if wanted.replay is None else open_replay(wanted.replay)
+        return Runs(
+            reference, candidate, played, [_opened(repeat) for repeat in wanted.repeats], plan
+        )
+    # Evidence without runs would be ignored, and the user would not notice.
+    if wanted.replay is not None or wanted.repeats or wanted.bisect is not None:
+        raise BadInput(
+            "evidence belongs to two runs, which are not there", hint="give the two runs: REF CAND"
+        )
+    return None
 
 
 def _opened(source: Source) -> Run:
@@ -250,7 +297,7 @@ def _opened(source: Source) -> Run:
     return open_run(source)
 
 
-def _made_before(
+def _open_comparison(
     subject: Source, thresholds: Thresholds | StrPath | None, tokenizer: str
 ) -> tuple[Table, list[dict[str, Any]]]:
     """A comparison made before, and its parts about a text model."""
@@ -263,8 +310,9 @@ def _made_before(
             f"{subject} is no comparison", hint="give the candidate, too: driftline report REF CAND"
         )
     path = Path(subject)
-    if path.is_file() and is_operators(told := _json(path)):
-        return operator_table(told, str(path)), []
+    # Operator checks are JSON files too, so they must be recognised before tables.
+    if path.is_file() and is_operators(document := _json(path)):
+        return operator_table(document, str(path)), []
     if path.is_file() or is_table(path):
         table = open_table(path)
         if thresholds is not None:
@@ -283,45 +331,59 @@ def _json(path: Path) -> Any:
         return None
 
 
-def _behind(table: Table, subject: Source) -> tuple[Run | None, Run | None]:
+def _runs_of(table: Table, subject: Source) -> tuple[Run | None, Run | None]:
     """The runs a comparison was made of, where they still lie and are still the same."""
     home = None if isinstance(subject, Table | Run) else Path(subject)
-    found: list[Run] = []
+    sides: list[Run] = []
     for side in (table.reference, table.candidate):
-        run = _same_run(side, home)
+        run = _run_of(side, home)
         if run is None:
             return None, None
-        found.append(run)
-    return found[0], found[1]
+        sides.append(run)
+    return sides[0], sides[1]
 
 
-def _same_run(side: Side, home: Path | None) -> Run | None:
+def _run_of(side: Side, home: Path | None) -> Run | None:
     """One side's run, from here or from beside the comparison; None where it is another one now."""
     path = Path(side.path)
-    beside = [] if home is None else [home / path, home.parent / path, home.parent / path.name]
-    for place in [path, *beside] if side.path else []:
+    # Results are often moved together with their runs: beside the comparison is tried too.
+    nearby = [] if home is None else [home / path, home.parent / path, home.parent / path.name]
+    for place in [path, *nearby] if side.path else []:
         if not place.exists():
             continue
         try:
             run = open_run(place)
         except (DriftlineError, OSError):
             continue
-        told = str(side.about.get("id", ""))
-        if told != str(run.manifest.get("id", "")):
+        run_id = str(side.about.get("id", ""))
+        # Another run at the same path: its pictures would be of other tensors.
+        if run_id != str(run.manifest.get("id", "")):
             continue
         # A file has no id: it must not have been written after the comparison.
-        if not told and home is not None and place.stat().st_mtime > _written(home):
+        if not run_id and home is not None and place.stat().st_mtime > _modified_time(home):
             continue
         return run
     return None
 
 
-def _written(home: Path) -> float:
+def _modified_time(home: Path) -> float:
     table = home / TABLE_FILE if home.is_dir() else home
     return table.stat().st_mtime
 
 
-def _diagnosed(
+def _noise_variants(reference: Run | None, wanted: PageOptions) -> list[Variant]:
+    """Trusted runs compared with the reference."""
+    if not wanted.noise:
+        return []
+    if reference is None:
+        raise BadInput(
+            "noise runs are compared with the reference, which is not there",
+            hint="give the two runs: driftline report REF CAND --noise DIR",
+        )
+    return compare_noise(reference, wanted.noise, wanted.compared_by)
+
+
+def _diagnose(
     table: Table,
     trusted: Sequence[Variant],
     runs: Runs | None,
@@ -329,45 +391,47 @@ def _diagnosed(
     notes: list[str],
 ) -> Diagnosis | None:
     try:
-        found = Assembly(table, trusted, runs, proof).diagnosis()
+        diagnosis = Assembly(table, trusted, runs, proof).diagnosis()
     except DriftlineError as trouble:
         if proof is not None or (runs is not None and runs.replay is not None):
             raise  # evidence that the user gave must not be dropped in silence
         notes.append(f"no diagnosis: {trouble}")
         return None
-    return None if found.verdict == "incomparable" else found
+    return None if diagnosis.verdict == "incomparable" else diagnosis
 
 
 def _pairs(table: Table, plan: Plan) -> dict[int, Pair]:
     """Row → the pair behind it; none where the comparison was made with another plan."""
-    known = {pair.reference.key: pair for pair in plan.pairs}
-    found: dict[int, Pair] = {}
-    for at, row in enumerate(table.rows):
-        pair = known.get(row.key)
+    pair_of_key = {pair.reference.key: pair for pair in plan.pairs}
+    pair_of_row: dict[int, Pair] = {}
+    for index, row in enumerate(table.rows):
+        pair = pair_of_key.get(row.key)
         if pair is None or not row.compared:
             continue
+        # A plan made now may pair otherwise than the one of the stored comparison.
         if pair.candidate.key.site == (row.candidate_site or row.key.site):
-            found[at] = pair
-    return found
+            pair_of_row[index] = pair
+    return pair_of_row
 
 
-def _drawn(
+def _draw_pairs(
     table: Table,
     pairs: Mapping[int, Pair],
-    ours: Run,
-    theirs: Run,
+    reference: Run,
+    candidate: Run,
     diagnosis: Diagnosis | None,
     most: int,
 ) -> dict[int, Mapping[str, Any]]:
     from driftline.reporting.html.tensors.pictures import pictures_of
 
     drawn: dict[int, Mapping[str, Any]] = {}
-    for at in _worth_drawing(table, pairs, diagnosis):
+    for index in _worth_drawing(table, pairs, diagnosis):
+        # Each picture reads two tensors and makes the file larger.
         if len(drawn) >= most:
             break
-        pair = pairs[at]
+        pair = pairs[index]
         try:
-            drawn[at] = pictures_of(pair, ours, theirs)
+            drawn[index] = pictures_of(pair, reference, candidate)
         except (DriftlineError, OSError):
             continue  # its row says what is wrong with it
     return drawn
@@ -378,12 +442,18 @@ def _worth_drawing(
 ) -> list[int]:
     """Rows in the order in which a reader will want to see them."""
     named = {table.first_site, *(diagnosis.culprits if diagnosis is not None else ())} - {""}
-    worst = sorted(pairs, key=lambda at: -_severity(table.rows[at]))
-    first = [at for at in pairs if table.rows[at] is table.first or table.rows[at].site in named]
-    first.sort(key=lambda at: (table.rows[at].port != "output", at))
-    outputs = [at for at in worst if table.rows[at].port not in ("input", "param")]
+    worst = sorted(pairs, key=lambda index: -_severity(table.rows[index]))
+    first = [
+        index
+        for index in pairs
+        if table.rows[index] is table.first or table.rows[index].site in named
+    ]
+    # The output is what a reader looks for first; inputs follow.
+    first.sort(key=lambda index: (table.rows[index].port != "output", index))
+    outputs = [index for index in worst if table.rows[index].port not in ("input", "param")]
     return list(dict.fromkeys((*first, *outputs, *worst)))
 
 
 def _severity(row: Row) -> float:
+    # NaN counts as the worst: it would sort anywhere.
     return row.severity if row.severity == row.severity else float("inf")

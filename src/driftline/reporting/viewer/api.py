@@ -17,7 +17,7 @@ from driftline.comparison.table.files import TABLE_FILE, is_table, open_table
 from driftline.comparison.table.table import Table
 from driftline.diagnosis.evidence.files import Evidence, Replay
 from driftline.errors import BadInput
-from driftline.reporting.html.report import Page, Source, page_of
+from driftline.reporting.html.report import Page, PageOptions, Source, page_of
 from driftline.reporting.viewer.server import Server, check_port, open_server
 from driftline.reporting.viewer.session import Session
 from driftline.runs.layout import MANIFEST
@@ -169,7 +169,8 @@ def _server(
         nonlocal progress
         # The next time somebody waits in a browser, not at a terminal.
         shown, progress = progress, None
-        return page_of(subject, candidate, pictures=0, measurer=cache, progress=shown, **about)
+        wanted = PageOptions(pictures=0, progress=shown, **about)
+        return page_of(subject, candidate, wanted, measurer=cache)
 
     return open_server(Session(make, _watched(subject, candidate)), port)
 

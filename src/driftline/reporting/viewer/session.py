@@ -192,7 +192,9 @@ class Session:
                     "the runs have changed since this page was made", hint="reload the page"
                 )
             if (short := self._cut_off()) is not None:
-                raise RunsChanged(f"{short.name} has become shorter than it was", hint="reload the page")
+                raise RunsChanged(
+                    f"{short.name} has become shorter than it was", hint="reload the page"
+                )
             found = self._pairs.get(row)
             if found is not None:
                 self._pairs.move_to_end(row)
