@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import gzip
 import shutil
-import sys
 from pathlib import Path
 
 DATA = Path(__file__).parent / "data"
 SOURCE = DATA / "written_by_0_1_0"
 TEXT = (".json", ".jsonl", ".csv", ".toml", ".txt", ".md", ".py", ".xml")
+BIN = b"/opt/python/bin"
+"""Of one length everywhere: command lines are shown, and wrapped by their width."""
 NOT_WRITTEN = ("make.py", "programs", "__pycache__")
 
 
 def unpack(place: Path) -> Path:
     """Put all of it into a folder that need not exist yet, and the programs beside it.
 
-    Compressed files are expanded; `@FOLDER@` and `@BIN@` in texts become this folder and the
-    folder of this Python, as if everything had been written here.
+    Compressed files are expanded; `@FOLDER@` in texts becomes this folder, as if everything had
+    been written here, and `@BIN@` the folder of some Python.
     """
     for path in sorted(SOURCE.rglob("*")):
         parts = path.relative_to(SOURCE).parts
@@ -32,7 +33,7 @@ def unpack(place: Path) -> Path:
             # Lines of a compiled program are only shown, and tables are as wide as they are long.
             folder = "/network" if path.name == "graphs.jsonl" else str(place)
             content = content.replace(b"@FOLDER@", folder.encode())
-            content = content.replace(b"@BIN@", str(Path(sys.executable).parent).encode())
+            content = content.replace(b"@BIN@", BIN)
         target.write_bytes(content)
     for program in sorted((SOURCE / "programs").glob("*.py")):
         shutil.copy(program, place)

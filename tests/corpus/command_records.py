@@ -255,7 +255,8 @@ _PATTERNS = [
     (re.compile(pattern, re.MULTILINE), standing_in)
     for pattern, standing_in in (
         (r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d+)?)?(Z|[+-]\d\d:\d\d)?", "TIME"),
-        (r"(?<!\d)20\d{6}_?\d{6}(?!\d)", "TIME"),
+        # A second file of the same second has a number behind its time.
+        (r"(?<!\d)20\d{6}_?\d{6}(?:_\d)?(?!\d)", "TIME"),
         (r"\b[0-9a-f]{32}\b", "ID"),
         (r"\b[0-9a-f]{64}\b", "DIGEST"),
         (r"(\"sketch\": ?\")[\w+/=]+", r"\1SKETCH"),
