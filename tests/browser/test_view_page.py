@@ -138,7 +138,9 @@ def test_what_is_new_in_a_run_appears_on_reload(page: Page, tmp_path: Path) -> N
         opened(page, running)
         assert "1 of 2 tensors" in page.inner_text(".headline")
         page.goto(running.url + "#site=second")
-        expect(page.locator("#tensor")).to_contain_text("only in the reference")
+        expect(page.locator("#tensor")).to_contain_text(
+            "not yet in the candidate, which is still being written"
+        )
         record_into(writer, "second", THEIRS)
         writer.flush()
         page.reload()

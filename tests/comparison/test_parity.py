@@ -284,7 +284,7 @@ def reported(folder: Path, reference: Path, candidate: Path, options: Any, **mor
 def viewed(folder: Path, reference: Path, candidate: Path, options: Any, **more: Any) -> Table:
     del folder
     with serve(reference, candidate, options=options, diagnosis=False, **more) as viewer:
-        return viewer.server.desk.page.table
+        return viewer.server.session.page.table
 
 
 def diagnosed(folder: Path, reference: Path, candidate: Path, options: Any, **more: Any) -> Table:

@@ -58,6 +58,9 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -> P
         assert (BIN / name).exists(), "driftline-compat is not installed: make install"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # Programs of these tests write dumps of other tools with `support`.
+    own = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, own)))
     places = (str(Path(warm_python).parent), str(BIN), os.environ["PATH"])
     monkeypatch.setenv("PATH", os.pathsep.join(places))
     (tmp_path / "toy.py").write_text(MODEL)

@@ -95,7 +95,7 @@ def test_blocks_that_are_kept_are_bounded_and_right(memory):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(kept._known) <= 16
+    assert len(kept._cached) <= 16
     assert not kept._coming
 
 

@@ -27,7 +27,7 @@ from driftline.comparison.pipeline import RowCache, run_comparison
 from driftline.errors import BadInput
 from driftline.reporting.html.page import unpack
 from driftline.reporting.viewer.api import serve
-from driftline.reporting.viewer.server import QUESTIONS
+from driftline.reporting.viewer.server import ENDPOINTS
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into
 
@@ -344,7 +344,7 @@ def test_whatever_is_asked_gets_an_answer_or_a_sentence(tmp_path: Path) -> None:
             if dice.random() < 0.5:
                 size = dice.choice([0, 1, 7, 10**10])
                 asked |= {"height": size, "width": size, "bins": size}
-            question = dice.choice(list(QUESTIONS))
+            question = dice.choice(list(ENDPOINTS))
             words = "&".join(f"{name}={value}" for name, value in asked.items())
             answer = ask(f"{ask.base}{question}?{words}")
             assert answer.status in (200, 422), (question, words, answer.body)
