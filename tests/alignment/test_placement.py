@@ -165,6 +165,14 @@ def test_a_rank_that_lacks_its_shard_is_said() -> None:
     assert "only rank 0 of 2 has it" in trouble["b"]
 
 
+def test_a_vector_and_a_scalar_are_no_shards_of_one_tensor() -> None:
+    x = np.ones(4, np.float32)
+    sharded = _two_ranks({"a": x[:2]}, {"a": np.float32(1.0).reshape(())})
+    plan = align_runs(run_of({"a": x}), sharded, AlignOptions(placements=("a=shard(0)",)))
+    (pair,) = plan.pairs
+    assert "the ranks' shapes do not fit" in pair.trouble
+
+
 def test_uneven_shards_are_joined() -> None:
     x = np.arange(10, dtype=np.float32).reshape(2, 5)
     table = driftline.compare(

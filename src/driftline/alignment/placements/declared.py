@@ -341,7 +341,8 @@ def _joined_shards(parts: list[Record], rule: Placement) -> tuple[Origin, tuple[
     if not 0 <= axis < len(first.shape):
         # A rule for a whole site covers its bias, too, or a scalar: each rank has all of it.
         return Replicas(tuple(parts)), first.shape
-    if len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) != 1:
+    # Numbers of axes are compared too: without its one axis, a vector has the shape of a scalar.
+    if len({(len(shape), *shape[:axis], *shape[axis + 1 :]) for shape in shapes}) != 1:
         why = f"declared {rule}, but the ranks' shapes do not fit: {_all(parts)}"
         return Unjoinable(tuple(parts), why), first.shape
     length = sum(part.shape[axis] for part in parts)
