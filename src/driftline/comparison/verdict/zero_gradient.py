@@ -4,7 +4,7 @@ A gradient that is zero by construction (of an attention key's bias, of a bias i
 norm) is rounding in every program, and two roundings have nothing in common. What it says of itself
 is how small it is beside the gradient of the same layer's weight, on *both* sides: a wrong gradient
 is small on one of them at most. What an optimizer makes of it is a number per channel on the
-layer's output (`loose_biases.py` has measured what is left without it), and whoever is given that
+layer's output (`loose_bias.py` has measured what is left without it), and whoever is given that
 output is given the difference, too.
 
 Reads judged rows only. A row that fails for another reason keeps its status.

@@ -5,7 +5,7 @@ elements; every lane of a chunk hashes its words by multiplication with odd keys
 results, each mixed with its place, are added. Equal bytes of the same width have equal digests on
 every device; a digest of one kind says nothing about one of the other.
 
-This file is the definition, in numpy; `summary_kernels.py` does the same on the device. The words
+This file is the definition, in numpy; `kernels/summary.py` does the same on the device. The words
 of a group are taken in the order of the sketch's buckets, since that is how the kernel reads them.
 """
 
