@@ -11,14 +11,17 @@ ENGINE_PACKAGES := onnxruntime onnxscript paddlepaddle triton "ray[client]" s3fs
 BUILD_PACKAGES := "scikit-build-core>=0.10" cmake ninja "setuptools>=77"
 SOURCES := $(shell find src compat -name '*.py' -o -name '*.[ch]' -o -name '*.js' -o -name '*.css') compat/pyproject.toml
 
-.PHONY: help install demo test test-all lint chromium bench bench-faults mutants clean
+.PHONY: help install demo test test-all lint chromium bench bench-faults bench-clean bench-museum mutants fuzz clean
 help:
 	@echo "make demo      plant a fault in a small model and let Driftline name it"
 	@echo "make test      lint, types and the test suite (under 10 minutes on 2 cores)"
 	@echo "make test-all  the same and the long sets: fuzzing, big models, 50 kills"
 	@echo "make bench     print every speed figure against its goal"
 	@echo "make bench-faults  plant faults, print how many are found, where, and how they are called"
+	@echo "make bench-museum  run bugs that happened in public, print how many are found and explained"
+	@echo "make bench-clean   judge clean pairs of many architectures, print the rate of false alarms"
 	@echo "make mutants   plant small mistakes in a copy of the source, print those no test notices"
+	@echo "make fuzz      damage files for five minutes and read them; FUZZ='--seconds 3600 npy' for more"
 	@echo "make clean     remove what the above made"
 
 # torch comes first and by plain pip: with the pin satisfied nothing later pulls another build.
@@ -75,10 +78,24 @@ bench: install
 bench-faults: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults
 
+bench-museum: install
+	$(BIN)/python -m benchmarks.museum --clean
+
+# `make bench-clean CLEAN="--slice 1/8"`; `CLEAN=--faults` plants faults in the same models.
+CLEAN ?= -j $(JOBS)
+bench-clean: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.clean_pairs --install $(CLEAN)
+
 # `make mutants MUTANTS="--package gating --sample 40 --seed 1"`; see docs/architecture.md.
 MUTANTS ?= --sample 25
 mutants: install
 	$(BIN)/python tools/mutants.py $(MUTANTS)
 
+# Guided by coverage where atheris can be installed (CPython up to 3.13, x86-64); at random elsewhere.
+FUZZ ?= --seconds 300
+fuzz: install
+	-$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install --quiet atheris
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m fuzz $(FUZZ)
+
 clean:
-	rm -rf $(VENV) .bench-venv build demo-output bench-output mutants-output
+	rm -rf $(VENV) .bench-venv .models-venv build demo-output bench-output mutants-output fuzz-output

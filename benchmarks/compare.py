@@ -291,22 +291,22 @@ def run() -> list[dict[str, Any]]:
     )
     return [
         {
-            "what": f"compare {len(tensors())} pairs, whole command / bare mmap read",
-            "value": took / read,
-            "goal": 3.0,
+            "what": f"compare {len(tensors())} pairs, whole command",
+            "value": took,
+            "goal": 0.5,
             "better": "lower",
-            "unit": "x",
-            "note": f"{took:.3f} s against {read:.3f} s ({per_fault / 1024:.0f} KB per page fault)"
+            "unit": "s",
+            "note": f"the bare read takes {read:.3f} s ({per_fault / 1024:.0f} KB per page fault)"
             f"; {checked} rows checked against numpy",
         },
         {
-            "what": "the same, of files that came from a disk / bare mmap read",
-            "value": slow_took / slow_read,
-            "goal": 3.0,
+            "what": "the same, of files that came from a disk",
+            "value": slow_took,
+            "goal": 0.5,
             "better": "lower",
-            "unit": "x",
-            "note": f"{slow_took:.3f} s against {slow_read:.3f} s ({slow_fault / 1024:.0f} KB per "
-            "page fault)",
+            "unit": "s",
+            "note": f"the bare read takes {slow_read:.3f} s ({slow_fault / 1024:.0f} KB per page "
+            "fault)",
         },
         {
             "what": "the first, against a whole process that starts numpy and reads",
@@ -314,7 +314,7 @@ def run() -> list[dict[str, Any]]:
             "goal": None,
             "better": "lower",
             "unit": "x",
-            "note": f"that process takes {process:.3f} s; the command loads no numpy",
+            "note": f"that process takes {process:.3f} s",
         },
         {
             "what": "memory beside the mapped files, two tensors of 1 GiB",

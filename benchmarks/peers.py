@@ -71,7 +71,7 @@ def run() -> list[dict[str, object]]:
         {
             "what": "compare, whole command, msprobe / ours",
             "value": msprobe / mine,
-            "goal": 80.0,
+            "goal": 60.0,
             "better": "higher",
             "unit": "x",
             "note": f"msprobe {msprobe:.1f} s, ours {mine:.2f} s",

@@ -41,3 +41,38 @@ def test_the_benchmark_of_the_kernel_has_every_figure_with_a_goal() -> None:
         for dtype in ("float32", "bfloat16", "float16"):
             assert f"pair {dtype}/{dtype} {path}, masked / normal" in named
     assert all(figure["value"] > 0 for figure in figures)
+
+
+def test_the_clean_pairs_are_enough_and_one_of_them_is_judged() -> None:
+    said = json.loads(
+        run_in_root(
+            "import json\n"
+            "from benchmarks.clean_pairs.pairs import Pair, clean_pairs\n"
+            "from benchmarks.clean_pairs.trial import clean_trial\n"
+            "pairs = clean_pairs()\n"
+            "names = {pair.name for pair in pairs}\n"
+            "result = clean_trial(Pair('perceptron', 'bf16', steps=1, optimizer='SGD'))\n"
+            "print(json.dumps([len(names), len({p.architecture for p in pairs}), result]))"
+        )
+    )
+    pairs, architectures, result = said
+    # Without the packages of `--install`, too.
+    assert pairs >= 400
+    assert architectures >= 15
+    assert result["compare"]["verdict"] == result["diagnose"]["verdict"] == "pass", result
+
+
+def test_a_fault_in_a_model_of_the_clean_pairs_is_judged_by_every_method() -> None:
+    result = json.loads(
+        run_in_root(
+            "import json\n"
+            "from benchmarks.clean_pairs.faults import Planted, fault_trial\n"
+            "from benchmarks.clean_pairs.pairs import Pair\n"
+            "planted = Planted(Pair('llama', 'bf16', 2), 'scaled weight', 'middle')\n"
+            "print(json.dumps(fault_trial(planted)))"
+        )
+    )
+    assert "broken" not in result, result
+    for method in ("compare", "diagnose", "replay"):
+        assert result[method]["verdict"] == "fail", method
+        assert result[method]["exact"], method

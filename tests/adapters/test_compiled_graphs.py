@@ -254,6 +254,19 @@ def test_nodes_are_set_against_modules_and_operators_of_a_plain_run(
     assert driftline.compare(tmp_path / "ops", tmp_path / "fx").verdict == "pass"
 
 
+def test_operators_of_modules_that_were_not_compiled_are_not_covered(tmp_path: Path) -> None:
+    model, x = made(Net), given()
+    with driftline.capture(model, tmp_path / "ops", levels="ops"):
+        model(x).square().sum().backward()
+    model.blocks[0].compile(backend="eager")
+    with driftline.capture(model, tmp_path / "fx", graph="fx"):
+        model(x).square().sum().backward()
+    table = driftline.compare(tmp_path / "ops", tmp_path / "fx")
+    # The loss is around the model, the other block is a part of it.
+    assert table.verdict == "incomplete", table.finding
+    assert "calls of leaf modules of the reference are covered" in table.finding
+
+
 def test_parameters_are_set_against_those_of_a_plain_run(tmp_path: Path) -> None:
     model, x = made(), given()
     with driftline.capture(model, tmp_path / "plain", levels="modules,params"), torch.no_grad():

@@ -150,7 +150,7 @@ def test_a_helper_operator_is_listed_and_its_inner_tensor_pairs_with_nothing(
     twins = write_twins(graph, inputs, tmp_path)
     plan = planned(twins.fx, twins.ge)
     left = {(r.key.site, r.key.port): plan.reasons["candidate", r.key] for r in plan.extra}
-    assert left["Sigmoid_1", "output"] == "no FX tensor stands for it"
+    assert left["Sigmoid_1", "output"] == "no FX tensor corresponds to it"
     assert "on the way to silu" in left["Mul_1", "input"]
     scalars = [r for r in plan.missing if r.key.site == "mul" and r.key.slot == "1"]
     assert scalars, "the 0.5 of the FX call is listed, not dropped"

@@ -48,8 +48,8 @@ def test_a_map_wins_over_equal_names():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("a", "says not what stands for what"),
-        ("=b", "says not what stands for what"),
+        ("a", "does not name two sites"),
+        ("=b", "does not name two sites"),
         ("a.*=b", "1 stars on the left and 0 on the right"),
         ("a=b.*", "0 stars on the left and 1 on the right"),
     ],
@@ -102,7 +102,7 @@ def test_the_seed_s_op_mapping_file_maps_classes_from_its_folder_or_itself(
         ("op_mapping_file.json", '{"A": 3}', "'A' needs a class name"),
         ("op_mapping_file.json", '{"A": ["b/c"]}', "'b/c' is no class name"),
         ("op_mapping_file.json", "{", "cannot be read"),
-        ("m.toml", "a.b = 3", "not for a site"),
+        ("m.toml", "a.b = 3", "not to a site"),
         ("m.toml", "= 3", "cannot be read.*line 1"),
     ],
 )
@@ -167,4 +167,18 @@ def test_a_map_of_classes_takes_nothing_away_from_what_structure_finds(tmp_path:
     plan = driftline.align(tmp_path / "torch", tmp_path / "atb", mapping=tmp_path)
     found = [{str(pair.reference.key) for pair in each.pairs} for each in (plain, plan)]
     assert found[0] == found[1]
-    assert sum(pair.by == "map" for pair in plan.pairs) == 20
+    assert {pair.by for pair in plan.pairs} == {"structure"}, "classes that are known need no map"
+
+
+def test_an_entry_that_matches_nothing_is_told(tmp_path: Path) -> None:
+    from support.atb_twins import atb_twin, torch_twin, toy_decoder
+
+    model, prompt = toy_decoder(layers=2), np.array([[3, 1, 4]])
+    torch_twin(tmp_path / "torch", model, prompt)
+    atb_twin(tmp_path / "atb", model, prompt)
+    said = {"RmsNormOperatoin": ["RMSNorm"], "ActivationOperation": ["SiLU"]}
+    (tmp_path / "op_mapping_file.json").write_text(json.dumps(said))
+    plan = driftline.align(tmp_path / "torch", tmp_path / "atb", mapping=tmp_path)
+    (note,) = [note for note in plan.notes if "changes nothing" in note]
+    assert "'RmsNormOperatoin' for 'RMSNorm'" in note
+    assert "did you mean 'RmsNormOperation'?" in note

@@ -142,7 +142,7 @@ def test_without_a_scale_there_is_a_reason_and_no_number() -> None:
     row = only_pairs(compare(reference, run_of({"fc/param/weight": codes})))["fc/weight"]
     assert row.status == "incomparable"
     assert not row.metrics
-    assert "int8 against float32, and no scale" in row.reason
+    assert "int8 against float32, and the candidate has no scale" in row.reason
     assert "weight_scale" in row.reason
 
 

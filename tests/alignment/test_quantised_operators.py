@@ -297,6 +297,7 @@ def test_a_wrong_square_weight_that_lies_the_other_way_fails(tmp_path: Path, the
     site = "2_Decoder_layer.5_LinearOperation"
     failing = [row for row in table.rows if row.status == "fail" and row.key.site == site]
     assert any((row.key.port, row.key.slot) == ("input", "1") for row in failing)
+    assert any(row.key.port == "output" for row in failing)  # a wrong weight excuses no output
     assert not [
         row
         for row in table.rows

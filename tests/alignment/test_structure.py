@@ -186,7 +186,10 @@ def test_a_bert_aligns_with_its_qkv_fused(tmp_path: Path) -> None:
     assert found[f"{layer}.attention.output.LayerNorm"] == {"stack.2.n1"}
     assert found[f"{layer}.output.dense"] == {"stack.2.narrow"}
     table = driftline.compare(reference, candidate)
-    assert table.verdict == "pass", table.finding
+    # The one gives its last hidden state first, the other nothing but what was pooled.
+    assert table.verdict == "incomplete", table.finding
+    assert table.finding.startswith("the model's outputs are in both runs and could not be")
+    assert not table.failing
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -632,5 +635,5 @@ def test_nothing_told_apart_is_said_with_the_reason() -> None:
     x = np.ones((1, 4), np.float32)
     ours, theirs = ({f"{side}{n}": x for n in range(count)} for side, count in (("a", 3), ("b", 2)))
     classes = {f"{side}{n}": "Linear" for side in "ab" for n in range(3)}
-    with pytest.raises(BadInput, match="structure tells none apart either: 'b0' of the candidate"):
+    with pytest.raises(BadInput, match="cannot tell them apart either: 'b0' of the candidate"):
         driftline.align(run_of(ours, classes=classes), run_of(theirs, classes=classes))

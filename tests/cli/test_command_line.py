@@ -123,8 +123,8 @@ def test_the_version_is_said(driftline: Say) -> None:
     ("words", "says"),
     [
         (("comprae", "a", "b"), "there is no command 'comprae'"),
-        (("comprae", "a", "b"), "did you mean 'compare'?"),
-        (("help", "comprae"), "did you mean 'compare'?"),
+        (("comprae", "a", "b"), "did you mean 'compare'"),
+        (("help", "comprae"), "did you mean 'compare'"),
         (("compare", "a", "b", "--formt", "json"), "did you mean --format"),
         (("compare", "a", "b", "--format", "jsn"), "did you mean 'json'?"),
         (("compare", "a", "b", "c"), "does not know what to do with 'c'"),

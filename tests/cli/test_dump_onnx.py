@@ -50,7 +50,7 @@ def test_a_model_is_dumped_and_compared(capsys: pytest.CaptureFixture[str]) -> N
     assert (status, out) == (0, "")
     assert "2 nodes, 1 step in a" in err
     assert "outputs are bit for bit those of the session without capture" in err
-    assert "next: driftline compare ANOTHER_RUN a" in err
+    assert "next: driftline compare REFERENCE a" in err
     status, _, err = told(capsys, *words, "-o", "b", "--optimize", "none", "--at-once", "1")
     assert "each step was executed 2 times, so that no more than 1 inner tensors" in err
     assert main(["compare", "a", "b"]) == 0

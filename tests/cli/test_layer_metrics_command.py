@@ -254,7 +254,7 @@ def test_a_nan_on_both_sides_fails_and_is_said(layers: Command, place: Path) -> 
     save_file(weights, place / "tiny" / "model.safetensors", metadata={"format": "pt"})
     said = layers()
     assert said.code == 1, "both sides are as bad as each other, and that is not good"
-    assert "NaN on both sides, in no figure: " in said.out
+    assert "NaN on both sides: " in said.out
     assert "first model.layers.1.mlp.up_proj" in said.out
     told = json.loads((place / "out" / f"{PREFIX.format(2, 1, 24)}.layers.json").read_text())
     layer = told["layers"]["model.layers.1.mlp.up_proj"]
@@ -354,3 +354,25 @@ def test_fms_models_have_the_documented_layer_names(layers: Command, place: Path
     ):
         for metric in ("abs_diff", "cos_sim"):
             assert (place / "out" / f"{start}--{layer}.{metric}.csv").exists()
+
+
+def test_a_model_of_nan_fails_everywhere(layers: Command, driftline: Command, place: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(place / "tiny" / "model.safetensors")
+    save_file(
+        {name: torch.full_like(value, torch.nan) for name, value in weights.items()},
+        place / "tiny" / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    said = layers()
+    assert said.code == 1
+    assert "FAIL: 31 layers of 32 without a single row of numbers" in said.out
+    assert "on one side" not in said.out
+    table = f"out/{PREFIX.format(2, 1, 24)}.layers"
+    for words in (("check", table, "--max", "relative_l2=10"), ("show", table)):
+        shown = driftline(*words)
+        assert "PASS" not in shown.out
+        assert "'model.embed_tokens'" in shown.out
+    assert driftline("check", table, "--max", "relative_l2=10").code == 1

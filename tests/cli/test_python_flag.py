@@ -125,10 +125,15 @@ WORDS: dict[str, list[list[str]]] = {
         ["topology", "ref", "--to", "model-explorer", "--level", "1"],
     ],
     "doctor": [["doctor"]],
+    "compat": [["compat", "install", "scripts"]],
+    "diff": [
+        ["diff", "prog a", "prog b", "--site", AWKWARD, "--keep", "summary"],
+        ["diff", "prog", "--rev", "A..B", "--env", "X=1", "-o", "out", "--class", AWKWARD],
+    ],
 }
 """What is printed and, but for those below, executed."""
 
-LAUNCHES = ("dump", "errcheck", "labels", "replay", "noise", "bisect", "repeat")
+LAUNCHES = ("diff", "dump", "errcheck", "labels", "replay", "noise", "bisect", "repeat")
 """Start a program with torch in it, for seconds each: executed by the long set."""
 LOADS = ("metrics", "layer-metrics", "validate")
 """Load a model, twice: executed by the long set."""

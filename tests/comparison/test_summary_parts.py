@@ -103,7 +103,10 @@ def test_a_part_of_which_less_was_kept_is_a_row_with_a_reason(tmp_path: Path) ->
         writer.close()
     table = driftline.compare(run_of({"up": WHOLE}), open_run(folder))
     assert table.rows[0].status == "incomparable"
-    assert "was kept as digest; beside summaries only a summary can be used" in table.rows[0].reason
+    assert (
+        "was kept as digest; it can be joined with summaries only if it has one"
+        in table.rows[0].reason
+    )
 
 
 def test_two_runs_that_are_cut_alike_are_compared_part_by_part(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_the_documented_command_writes_the_documented_files(place: Path, warm_ll
         "_dtype-float16--"
     )
     names = {path.name for path in (place / "output" / "granite").glob("*.csv")}
-    for layer in ("model.layers.1.input_layernorm", "model.layers.1.self_attn.o_proj"):
+    for layer in ("model.base_model.layers1.ln", "model.base_model.layers1.attn.dense"):
         for metric in ("abs_diff", "cos_sim"):
             assert f"{start}{layer}.{metric}.csv" in names
     assert all(name.startswith(start) for name in names)
@@ -65,6 +65,6 @@ def test_one_call_of_the_model_and_several_values(place: Path, warm_llama: str) 
     )
     for batch in (1, 2):
         for length in (32, 64):
-            shape = f"*_batch-size-{batch}_seq-length-{length}_*lm_head.abs_diff.csv"
+            shape = f"*_batch-size-{batch}_seq-length-{length}_*model.head.abs_diff.csv"
             (file,) = (place / "output" / "granite").glob(shape)
             assert len(file.read_text().splitlines()) > batch * length // 2

@@ -67,7 +67,7 @@ def test_the_percentile_is_pooled_over_both_file_name_grammars():
     assert shapes == {(1, 64), (1, 2048), (8, 64)}
     assert sum(each.samples for each in entry.shapes) == 400
     assert troubles == [
-        "diff_mean, ce: the p99 of 400 values hangs on the worst 4 of them; 1000 or more are "
+        "diff_mean, ce: the p99 of 400 values depends on the worst 4 of them; 1000 or more are "
         "needed for a limit"
     ]
     assert made.sources[0].endswith(".diff_mean.csv")

@@ -176,6 +176,11 @@ def test_large_outputs_are_measured_as_small_ones_are(width: int) -> None:
         rows = np.concatenate([getattr(one, name) for one in apart])
         np.testing.assert_allclose(getattr(found, name), rows, rtol=1e-6, atol=1e-12)
     assert np.isnan(found.abs_diff).sum() == 1
+    # NaN on both sides agrees in nothing: the output has no figure that could pass.
+    assert math.isnan(found.row.metrics["mean_abs_error"])
+    assert found.row.reason == "elements that are NaN on both sides: 1"
+    ours[17, 3] = theirs[17, 3] = 0.5
+    found = figures(ours, theirs, counts)
     whole = np.abs(ours[counts].astype(float) - theirs[counts])
     assert found.row.metrics["mean_abs_error"] == pytest.approx(
         whole[np.isfinite(whole)].mean(), rel=1e-6

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from driftline.comparison.evidence.error_stats import rounded
+from driftline.comparison.evidence.leaf_functions import ACTIVATIONS as FUNCTIONS
 from driftline.diagnosis.causes.case import Case
 from driftline.diagnosis.causes.registry import CAUSES, best_clue, clues
-from driftline.diagnosis.causes.values import FUNCTIONS
-from driftline.diagnosis.error_stats import rounded
 
 UNIT = 2.0**-24
 BF16 = 2.0**-8

@@ -7,8 +7,8 @@ import pytest
 from small_models import array_run
 
 from driftline.alignment.align import AlignOptions, align_runs
+from driftline.comparison.evidence.routing_changes import flips, rows_reached
 from driftline.diagnosis.api import diagnose
-from driftline.diagnosis.routing_changes import flips, rows_reached
 from driftline.runs.records import TensorKey
 from driftline.testing.faults import FAULTS, Setting
 from driftline.testing.faults.trials import METHODS, planted

@@ -12,8 +12,8 @@ from torch import nn
 
 import driftline
 from driftline.captures.torch import framework
+from driftline.comparison.evidence.error_stats import effect
 from driftline.diagnosis.api import diagnose
-from driftline.diagnosis.error_stats import effect
 from driftline.diagnosis.evidence.replay import Limits
 from driftline.diagnosis.experiments.live.number_formats import same_seen
 from driftline.diagnosis.result import Diagnosis
@@ -21,7 +21,7 @@ from driftline.runs.memory import MemorySink, _MemoryRun
 from driftline.runs.run import Run
 from driftline.testing.faults import FAULTS, Setting
 from driftline.testing.faults.architectures import Specimen
-from driftline.testing.faults.trials import METHODS, _replayed, planted
+from driftline.testing.faults.trials import METHODS, planted, replayed
 
 UNIT = 2.0**-24
 
@@ -69,7 +69,7 @@ def attentions() -> tuple[Net, Net, torch.Tensor]:
 
 def by_replay(net: Net, other: Net, x: torch.Tensor) -> Diagnosis:
     theirs = captured(other, x)
-    replay = _replayed(Specimen(net, {"x": x}), theirs, "fp32")
+    replay = replayed(Specimen(net, {"x": x}), theirs, "fp32")
     return diagnose(captured(net, x), theirs, replay=replay)
 
 
@@ -81,7 +81,7 @@ def test_a_fused_attention_may_lean_as_far_as_a_kernel_of_cuda_does(
     other.attention.lean = lean
     theirs = captured(other, x)
     found = diagnose(
-        captured(net, x), theirs, replay=_replayed(Specimen(net, {"x": x}), theirs, "fp32")
+        captured(net, x), theirs, replay=replayed(Specimen(net, {"x": x}), theirs, "fp32")
     )
     assert found.verdict == ("fail" if guilty else "pass")
     assert found.first_site == ("attention" if guilty else "")
@@ -92,7 +92,7 @@ def test_an_attention_scale_that_is_off_by_little_is_still_named_in_float32() ->
     other.attention.scale = 1.0003
     theirs = captured(other, x)
     found = diagnose(
-        captured(net, x), theirs, replay=_replayed(Specimen(net, {"x": x}), theirs, "fp32")
+        captured(net, x), theirs, replay=replayed(Specimen(net, {"x": x}), theirs, "fp32")
     )
     assert (found.verdict, found.first_site) == ("fail", "attention")
 

@@ -29,7 +29,7 @@ from driftline.runs.writer import RunWriter
 FIELDS = [
     *("schema", "verdict", "first_site", "first_key", "introduced", "culprits", "cause"),
     *("confidence", "false_alarm_rate", "explains", "finding", "evidence", "sites", "coverage"),
-    "needs",
+    *("needs", "differences"),
 ]
 
 
@@ -282,11 +282,11 @@ def test_nothing_in_common_and_empty_runs_are_sentences() -> None:
             assert str(told)
 
 
-def test_equal_runs_pass_and_integers_alone_are_incomparable() -> None:
+def test_equal_runs_pass_also_if_they_hold_integers_alone() -> None:
     a = array_run({TensorKey.of("x", "output"): np.ones((2, 3), np.float32)})
     assert diagnose(a, a).verdict == "pass"
     ints = array_run({TensorKey.of("x", "output"): np.ones((2, 3), np.int64)})
-    assert diagnose(ints, ints).verdict == "incomparable"
+    assert diagnose(ints, ints).verdict == "pass"
 
 
 def test_weights_that_differ_are_named_before_anything_they_cause() -> None:

@@ -207,3 +207,31 @@ def test_what_cannot_be_hooked_is_refused_in_a_sentence(tmp_path, capsys):
     model = Net()
     assert register_saving_hook(model, tmp_path) is model
     assert "nothing to save" in capsys.readouterr().err
+
+
+def test_gradients_of_a_recurrent_layer_keep_their_micro_step(tmp_path, capsys):
+    """All leaves of such a model are cells that nobody calls."""
+    from driftline.cli.main import main
+
+    class Recurrent(nn.Layer):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(4, 5)
+
+        def forward(self, x):
+            return self.lstm(x)[0]
+
+    for tree in ("a", "b"):
+        paddle.seed(0)
+        model = register_saving_hook(Recurrent(), str(tmp_path / tree), "LSTMCell")
+        for _ in range(3):
+            model(paddle.ones([1, 3, 4])).sum().backward()
+    grads = names(tmp_path / "a" / "grads" / "rank_0")
+    assert len(grads) == 12
+    assert [name.rpartition("_")[2] for name in grads] == ["0.npy"] * 4 + ["1.npy"] * 4 + [
+        "2.npy"
+    ] * 4
+    words = ["check-hooks", "--pathA", str(tmp_path / "a"), "--pathB", str(tmp_path / "b")]
+    assert main(words) in (0, 1)  # Paddle numbers the second model's layers on
+    run = driftline.open_run(tmp_path / "a")
+    assert {record.key.step for record in run.records} == {0, 1, 2}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -138,6 +139,18 @@ def programs(place: Path, *, demo: bool = False) -> None:
     (place / "label.py").write_text(LABELS)
     (place / "run.sh").write_text("python infer.py\n")
     (place / "label.sh").write_text("python label.py\n")
+
+
+def revisions(place: Path) -> None:
+    """The folder as a git repository with the branches that the page names."""
+    name = ("-c", "user.name=Cook", "-c", "user.email=cook@example.com")
+    for words in (
+        ("init", "--quiet", "--initial-branch=main"),
+        ("add", "infer.py"),
+        (*name, "commit", "--quiet", "--message=infer"),
+        ("branch", "my-branch"),
+    ):
+        subprocess.run(["git", *words], cwd=place, check=True, timeout=60)
 
 
 def ascend(place: Path) -> None:

@@ -47,6 +47,7 @@ COOKED: dict[str, Kitchen] = {
     "docs/how-to.md": demo,
     "docs/command-line.md": all_of(
         kitchens.programs,
+        kitchens.revisions,
         kitchens.ascend,
         kitchens.hooks,
         kitchens.files,
@@ -59,6 +60,7 @@ COOKED: dict[str, Kitchen] = {
     "docs/decoders.md": kitchens.decoder,
     "docs/formats.md": kitchens.ascend,
     "docs/operators.md": all_of(kitchens.programs, kitchens.ascend),
+    "docs/model-facts.md": kitchens.programs,
     "docs/coming-from/ait-llm.md": all_of(kitchens.programs, kitchens.ascend),
     "docs/coming-from/aclcmp.md": labelled,
     "docs/coming-from/paddle-saving-hook.md": all_of(kitchens.paddle_programs, kitchens.hooks),

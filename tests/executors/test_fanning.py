@@ -77,7 +77,7 @@ def test_only_kinds_that_are_named_are_decoded():
     assert decode(encode(call), (OperatorCall,)) == call
     with pytest.raises(ValueError, match="is none of our values"):
         decode(encode(call), (Figures,))
-    with pytest.raises(TypeError, match="cannot be told a object"):
+    with pytest.raises(TypeError, match="cannot be sent a object"):
         encode(object())
 
 

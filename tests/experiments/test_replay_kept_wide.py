@@ -11,7 +11,7 @@ import torch
 from replay_pairs import Replay, Wide, diagnosed_both_ways
 from torch import nn
 
-from driftline.diagnosis.error_stats import effect
+from driftline.comparison.evidence.error_stats import effect
 from driftline.diagnosis.evidence.replay import Limits, judge
 from driftline.diagnosis.experiments.live.results import wide_nearness
 

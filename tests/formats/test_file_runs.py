@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from driftline.formats.registry import open_run
+from driftline.errors import BadFile
+from driftline.formats.registry import FILES, FOLDERS, open_run
 
 TORCH_TYPES = [
     torch.float64,
@@ -107,9 +108,33 @@ def test_bytes_that_lie_plainly_are_mapped_not_copied(tmp_path: Path) -> None:
         assert not handle.raw().flags.owndata, name
 
 
-def test_our_own_formats_are_announced_like_anybodys() -> None:
-    from driftline.formats.registry import BUILTIN, GROUP, TREES
-    from driftline.registry import plugins
+@pytest.mark.parametrize("name", [*FILES, *FOLDERS])
+def test_a_reader_of_the_table_has_what_its_protocol_asks_for(name: str) -> None:
+    reader = (FILES | FOLDERS)[name].reader.load()
+    assert reader.NAME
+    assert callable(reader.sniff)
+    assert callable(getattr(reader, "members", None) or reader.open)
+    assert name in FILES or callable(reader.open)
 
-    announced = plugins(GROUP)
-    assert {name: announced.get(name) for name in (*BUILTIN, *TREES)} == BUILTIN | TREES
+
+def test_a_file_is_recognised_by_its_content_before_its_name(tmp_path: Path) -> None:
+    values = np.arange(4, dtype=np.float32)
+    save_file({"a": torch.from_numpy(values)}, tmp_path / "a.npy")
+    torch.save({"a": torch.from_numpy(values)}, tmp_path / "a.npz")
+    with (tmp_path / "a.ckpt").open("wb") as stream:
+        np.savez(stream, a=values)
+    for name, format_name in (("a.npy", "safetensors"), ("a.npz", "torch"), ("a.ckpt", "npz")):
+        run = open_run(tmp_path / name)
+        assert run.manifest["format"] == format_name
+        assert next(iter(run.tensors())).numpy().tolist() == values.tolist()
+
+
+def test_a_damaged_file_is_refused_by_the_reader_of_its_name(tmp_path: Path) -> None:
+    for name, reason in (
+        ("a.npz", "as a zip"),
+        ("a.safetensors", "header"),
+        ("a.bin", "no tensor"),
+    ):
+        (tmp_path / name).write_bytes(b"nothing of the kind")
+        with pytest.raises(BadFile, match=reason):
+            open_run(tmp_path / name)

@@ -108,7 +108,7 @@ def entry(dtype: object = "F32", shape: object = (4,), offsets: object = (0, 16)
         ({"a": entry(offsets=(-4, 12))}, "claims bytes -4"),
         ({"a": entry(offsets=(16, 0))}, "claims bytes 16 to 0"),
         ({"a": entry(offsets=(0, 8))}, "needs 16 bytes by its shape and claims 8"),
-        ({"a": entry(shape=(2, 2)), "b": entry(shape=(3,), offsets=(4, 16))}, "lies over the one"),
+        ({"a": entry(shape=(2, 2)), "b": entry(shape=(3,), offsets=(4, 16))}, "overlaps the one"),
         ({"a": entry(shape=(-1, 4))}, "malformed shape"),
         ({"a": entry(shape=(True, 4))}, "malformed shape"),
         ({"a": entry(shape=4)}, "malformed shape"),

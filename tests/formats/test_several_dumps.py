@@ -62,7 +62,7 @@ def test_a_torch_dump_beside_an_atb_dump_is_said(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     assert run.manifest["format"] == "atb"
     messages = [event["message"] for event in run.events()]
-    assert any("ait_dump/torch_tensors is a torch dump beside" in text for text in messages)
+    assert any("ait_dump/torch_tensors is a torch dump next to" in text for text in messages)
 
 
 def test_a_file_is_what_its_first_bytes_say(tmp_path: Path) -> None:

@@ -242,15 +242,16 @@ def test_of_several_limits_one_that_was_not_measured_leaves_its_row_open(kept):
     assert row.decided_by in ("relative_l2", "cosine")
 
 
-def test_missing_and_extra_rows_fail_only_below_the_minimal_coverage():
+def test_missing_and_extra_rows_are_enough_to_be_incomplete_below_the_minimal_coverage():
     x = noise(4)
     ours, theirs = {"a": x, "b": x, "only_here": x}, {"a": x, "b": x, "only_there": x}
     table = table_of(ours, theirs)
     assert [row.status for row in table] == ["pass", "pass", "missing", "extra"]
-    assert (table.verdict, exit_code(table)) == ("pass", 0)
+    assert (table.verdict, exit_code(table)) == ("incomplete", 2)
+    assert "only 66.7% of the 3 calls of leaf modules" in table.finding
     assert table_of(ours, theirs, min_coverage=0.5).verdict == "pass"
     strict = table_of(ours, theirs, min_coverage=0.51)
-    assert (strict.verdict, exit_code(strict)) == ("fail", 1)
+    assert (strict.verdict, exit_code(strict)) == ("incomplete", 2)
     assert "only 50.0% of the tensors were compared" in strict.finding
     with pytest.raises(BadInput, match="between 0 and 1"):
         table_of(ours, theirs, min_coverage=95)
@@ -318,21 +319,23 @@ def test_an_output_that_hands_on_what_it_was_given_is_not_where_the_drift_starts
     ours = dict.fromkeys(order, x)
     # What b gets was made by a ...
     theirs = {**ours, "m.a/output/0": inside, "m.b/input/x": inside, "m.b/output/0": outside}
-    table = table_of(ours, theirs)
+    assert table_of(ours, theirs).verdict == "pass"  # neither adds more than its format allows
+    flat = {"limits": {"relative_l2": 1e-4}}
+    table = table_of(ours, theirs, **flat)
     assert table.first.site == "m.b"
     assert table.first_site == "m.a"
     assert "at 'm.a', in its output, only just inside its limit; the first outside is 'm.b'" in (
         table.finding
     )
     # ... or between a and b ...
-    table = table_of(ours, {**theirs, "m.a/output/0": x})
+    table = table_of(ours, {**theirs, "m.a/output/0": x}, **flat)
     assert table.first_site == "m"
     assert "inside 'm', in its own code before it calls 'm.b': input 'x' is only just inside" in (
         table.finding
     )
     # ... and here by b itself.
     half = x * np.float32(1 + 0.5e-4)
-    table = table_of(ours, {**theirs, "m.a/output/0": half, "m.b/input/x": half})
+    table = table_of(ours, {**theirs, "m.a/output/0": half, "m.b/input/x": half}, **flat)
     assert table.first_site == "m.b"
 
 
@@ -450,7 +453,9 @@ def test_a_module_of_another_class_in_the_candidate_is_said():
 def test_a_pass_says_how_much_of_the_two_runs_it_rests_on():
     x = noise(4)
     assert table_of({"a": x}, {"a": x}).finding == "1 tensor compared, none differs"
-    most = table_of({"a": x, "b": x, "c": x}, {"a": x, "b": x[:2], "d": x})
+    sides = {"a": x, "b": x, "c": x}, {"a": x, "b": x[:2], "d": x}
+    assert "(1 of 4 tensors compared, 1 missing, 1 extra, 1 inc" in table_of(*sides).finding
+    most = table_of(*sides, min_coverage=0.0)
     assert most.finding == "1 of 4 tensors compared, none differs"
 
 

@@ -154,5 +154,5 @@ def test_the_verdict_without_thresholds_names_the_coarser_dtype():
     table = driftline.compare_models(model, copy.deepcopy(model).to(torch.bfloat16), inputs(0))
     sources = {row.limit_from for row in table}
     assert sources == {"bfloat16", "exact"}
-    assert "coarser dtype" in table.limits["said"]
+    assert "lower precision" in table.limits["said"]
     assert "bfloat16" in table.finding

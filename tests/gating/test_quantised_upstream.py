@@ -27,7 +27,9 @@ def _twins(folder: Path, error: Error | None = None) -> tuple[Path, Path]:
 def test_a_clean_int8_twin_passes_against_the_float_one_and_the_other_way_round(tmp_path: Path):
     ours, theirs = _twins(tmp_path)
     for table in (driftline.compare(ours, theirs), driftline.compare(theirs, ours)):
-        assert table.verdict == "pass", table.finding
+        # Nothing fails; whether two runs could have shown a fault of 20 % is another question.
+        assert table.verdict == "pass" or "too noisy to tell" in table.finding, table.finding
+        assert all(row.status != "fail" for row in table.rows)
         limits = {row.key.site: row.limit_from for row in table.rows if row.key.port == "output"}
         assert limits["0_WordEmbedding"] == "float16"  # nothing was quantised before it
         assert limits["2_Decoder_layer"] == "int8 upstream"

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from driftline import open_run
 from driftline.cli.main import main
 
 
@@ -101,8 +102,40 @@ def test_the_seeds_layout_is_written_on_request(quick, workshop):
     assert torch.equal(saved, torch.full((2, 4), 2.0))
     assert (folder / "0" / "root.norm" / "output.visit1.pth").exists()
     assert "32 tensors" in dumped.err and "steps 0-1" in dumped.err
+    # A second program adds its process, as the original does; --force replaces all.
     again = quick("--layout", "ait", run=["infer.py"])
-    assert again.code == 2 and "ait_dump' exists" in again.err
+    assert again.code == 0 and "1 process" in again.err and "step 0" in again.err
+    assert len(list((workshop / "out" / "ait_dump" / "torch_tensors").iterdir())) == 2
+    anew = quick("--layout", "ait", "--force", run=["infer.py"])
+    assert anew.code == 0
+    assert len(list((workshop / "out" / "ait_dump" / "torch_tensors").iterdir())) == 1
+
+
+@pytest.mark.parametrize("words", [("-sd",), ("--keep", "summary")])
+def test_the_seeds_layout_holds_descriptions_and_summaries(quick, workshop, words):
+    dumped = quick("--layout", "ait", *words, run=["infer.py"])
+    assert dumped.code == 0, dumped.err
+    run = open_run(workshop / "out")
+    wanted = "describe" if words == ("-sd",) else "summary"
+    assert {record.kept for record in run.records} == {wanted}
+    record = run.get("first", "output").record
+    assert (record.dtype, record.shape, record.class_name) == ("float32", (2, 8), "Linear")
+    assert f"{len(run)} tensors" in dumped.err
+
+
+def test_time_3_is_inputs_before_and_outputs_after(quick, workshop):
+    dumped = quick("-time", "3", run=["infer.py"])
+    assert dumped.code == 0, dumped.err
+    moments = {(r.key.port, r.key.moment) for r in dumped.run.records}
+    assert moments == {("input", "before"), ("output", "after")}
+
+
+def test_debug_says_more_than_info(quick):
+    usual = quick("-l", "info", run=["infer.py"])
+    more = quick("-l", "debug", "--force", run=["infer.py"])
+    assert usual.code == more.code == 0
+    assert set(usual.err.splitlines()[-1:]) < set(more.err.splitlines())
+    assert "module calls" in more.err and "debug: command" in more.err
 
 
 def test_a_size_limit_is_kept_and_foretold(quick):
@@ -195,14 +228,14 @@ BAD = [
     (["-er", "1,1", "--step", "2", "--", "true"], "given twice", ""),
     (["-ids", "2,x", "--", "true"], "'x' is not an id", "3_1"),
     (["-child", "maybe", "--", "true"], "true or false", ""),
-    (["-time", "3", "--", "true"], "-time takes 0, 1 or 2", ""),
+    (["-time", "4", "--", "true"], "-time takes 0, 1, 2 or 3", ""),
     (["--type", "onnx", "--", "true"], "what model or layer hold", "--type model onnx"),
     (["--type", "op", "onnx", "--", "true"], "neither is given", "--type layer onnx"),
     (["--type", "tensro", "--", "true"], "--type takes", "tensor"),
     (["--max-bytes", "lots", "--", "true"], "such as 500MB", ""),
     (["--keep", "all", "--", "true"], "no reduction 'all'", ""),
     (["-sd", "--keep", "summary", "--", "true"], "descriptions only", ""),
-    (["--layout", "ait", "--keep", "summary", "--", "true"], "whole tensors", ""),
+    (["--layout", "ait", "--keep", "digest", "--", "true"], "has no place for 'digest'", ""),
     (["--port", "outputs", "--", "true"], "no port matches 'outputs'", "output"),
     (["-l", "loud", "--", "true"], "takes debug, info", ""),
     (["-device", "-2", "--", "true"], "from 0 upwards", ""),
@@ -238,4 +271,4 @@ def test_without_an_output_the_folder_is_named_after_the_time(workshop, capfd, w
 def test_the_line_to_type_next_can_be_copied(workshop, capfd, warm_python):
     words = ["dump", "-o", "my run", "--", warm_python, "infer.py"]
     assert main(words) == 0
-    assert "next: driftline compare 'my run' ANOTHER_RUN" in capfd.readouterr().err
+    assert "next: driftline compare 'my run' CANDIDATE" in capfd.readouterr().err

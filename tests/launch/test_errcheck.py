@@ -94,7 +94,7 @@ def test_an_overflow_planted_in_a_layer_of_a_llama_is_named_with_module_and_line
     assert "modeling_llama.py" in found.line and "down_proj" in found.code
     assert any("prog.py" in line for line in found.stack)
     assert found.sentence() in done.out
-    assert "only handed on" in done.err and "finite False" in done.out
+    assert "only passed on" in done.err and "finite False" in done.out
     (text,) = done.folder.glob("ait_overflow_res_*.txt")
     assert text.read_text() == f"Overflow detected! Operator name: {found.site}\n"
 

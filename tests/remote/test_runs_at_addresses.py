@@ -278,7 +278,7 @@ def test_commands_take_tables_at_addresses(driftline, there, memory, tmp_path, m
         ("memory://", "names no folder", BadInput),
         ("s3://me:secret@bucket/run", "holds a password", BadInput),
         ("memory://a/../../b", "names no folder", BadInput),
-        ("file:///tmp/run", "lies on this machine", BadInput),
+        ("file:///tmp/run", "is on this machine", BadInput),
     ],
 )
 def test_an_address_that_cannot_be_is_told_in_a_sentence(url, sentence, kind, memory):

@@ -222,6 +222,10 @@ def test_a_launcher_that_is_killed_is_resumed_by_push(s3, program, driftline, wa
     while time.monotonic() < deadline and not open_run("run.sending").sealed:
         time.sleep(0.05)
     resumed = driftline("push", "run.sending", url)
+    # The program lets go of its folder when it ends, a moment after it has sealed the run.
+    while "is still being written" in resumed.err and time.monotonic() < deadline:
+        time.sleep(0.2)
+        resumed = driftline("push", "run.sending", url)
     assert resumed.code == 0, resumed.err
     run = api.open_run(url)
     assert run.sealed and not run.losses and len({r.key.step for r in run.records}) == 4

@@ -85,7 +85,7 @@ fail    model.layers.3.mlp.gate  output  0         1  0.0001
 ... and 10 more (--all shows every row)
 
 coverage: 18 of 18 tensors compared
-limits of the coarser dtype of the two sides
+limits for the lower precision of the two dtypes
 """
 
 

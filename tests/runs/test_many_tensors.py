@@ -92,7 +92,10 @@ def test_a_long_table_is_read_row_by_row_and_is_the_same(tmp_path, monkeypatch):
     table = api.compare(*pair)
     place = table.write(tmp_path / "table")
     text = (place / "table.json").read_text()
-    assert json.loads(text) == table.as_json()
+    stored = json.loads(text)
+    # What judging again needs is in the file only.
+    assert stored.pop("structure")
+    assert stored == table.as_json()
     short = api.open_table(place)
     monkeypatch.setattr(storage, "_LONG", 100)
     long = api.open_table(place)

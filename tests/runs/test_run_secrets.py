@@ -18,6 +18,16 @@ from driftline.runs.redaction import redact_argv, redact_message, redact_text, r
 SECRET = "Zq7-plain_value.9"
 
 COMMAND_LINES = [
+    ["-p", SECRET],
+    ["-password", SECRET],
+    ["-p" + SECRET],
+    ["mysql", "-uroot", "-p" + SECRET],
+    ["--user", "bob:" + SECRET],
+    ["-u", "bob:" + SECRET],
+    ["--user=bob:" + SECRET],
+    ["--proxy-user", "bob", "--proxy", "bob:" + SECRET],
+    ["postgres://bob:" + SECRET + "@host:5432/db"],
+    ["bob:" + SECRET + "@host:5432/db"],
     ["--hf-token", SECRET],
     ["--hf_token", SECRET],
     ["--hfToken", SECRET],
@@ -300,3 +310,48 @@ def test_force_never_deletes_a_folder_that_holds_other_things(tmp_path: Path) ->
     assert (tmp_path / "thesis.tex").exists()
     (tmp_path / "empty").mkdir()
     create_run(tmp_path / "empty")
+
+
+KEYS = [
+    "9f86d081884c7d659a2feaa0c55ad015",
+    "0x9F86D081884C7D659A2FEAA0C55AD015",
+    "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
+    "Tm90QVJlYWxTZWNyZXRLZXkxMjM0NTY3ODkwQUI=",
+    "q83vASNFZ4mrze8BI0VniavN7wEjRWeJq83vASNFZ4k=",
+    "dapi0123456789abcdef0123456789abcdef",
+    "hvs.CAESIJlU02LQZq",
+    "https://hooks.slack.com/services/T0AAAAAAA/B0BBBBBBB/x1x2x3x4x5",
+]
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("form", ["{}", "--x={}", "x {} y", "--endpoint {}"])
+def test_keys_are_known_by_their_look(key: str, form: str) -> None:
+    secret = key.rpartition("/")[2]
+    shown = redact_argv(["python", "x.py", *form.format(key).split()])
+    assert not any(secret in word for word in shown)
+    assert secret not in redact_text(form.format(key))
+    assert secret not in redact_value("TORCH_LOGS", key)
+
+
+HARMLESS = [
+    ["-p", "8080"],
+    ["-p22"],
+    ["-precision", "fp16"],
+    ["-path", "a/b"],
+    ["-u", "1000:1000"],
+    ["--user", "bob"],
+    ["--revision", "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b"],
+    ["--commit=9f86d081884c7d659a2feaa0c55ad015a3bf4f1b"],
+    ["/data/Models/Meta-Llama-3-8B-Instruct/checkpoint-0001"],
+    ["meta-llama/Llama-3.2-1B-Instruct-with-a-long-name-v2"],
+    ["tests/runs/test_run_secrets_of_a_very_long_name_indeed.py"],
+    ["a" * 64],
+    ["host:8080"],
+    ["git@host.org:team/repo.git"],
+]
+
+
+@pytest.mark.parametrize("words", HARMLESS, ids=str)
+def test_what_is_no_secret_stays(words: list[str]) -> None:
+    assert redact_argv(words) == words

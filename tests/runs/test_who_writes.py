@@ -78,7 +78,9 @@ def test_a_run_that_is_still_written_is_compared_as_far_as_it_is_complete(tmp_pa
         assert all(row.status == "pass" for row in compared)
         assert len(missing) == 10
         assert all("not yet" in row.reason for row in missing)
-        assert code == 0
+        assert code == 2 and said.out.startswith(
+            "INCOMPLETE: the candidate's program is still running"
+        )
         assert process.poll() is None
     after = open_run(tmp_path / "cand")
     assert after.sealed and not after.losses

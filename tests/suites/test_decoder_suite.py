@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from pathlib import Path
 
@@ -10,11 +11,13 @@ import torch
 
 from driftline.decoding.models.loading import ModelSource, load_model
 from driftline.decoding.models.targets import Target
+from support import aiu
 
 pytest_plugins = ("pytester",)
 
 FIXTURES = Path(__file__).parents[1] / "data" / "aiu" / "fixtures"
-SUITE = ("-p", "no:cacheprovider", "--pyargs", "driftline.suites.test_decoders", "-vv")
+PLUGIN = ("-p", "driftline.testing.expectations.pytest_plugin")
+SUITE = (*PLUGIN, "-p", "no:cacheprovider", "--pyargs", "driftline.suites.test_decoders", "-vv")
 WORDS = {
     "COMMON_MODEL_PATHS": "acme/tiny-llama",
     "COMMON_BATCH_SIZES": "1",
@@ -28,7 +31,8 @@ WORDS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported_once() -> None:
-    """pytester forgets what a run imports; transformers' parts are not meant to load twice."""
+    """pytester forgets what a run imports; transformers and the compiler must not load twice."""
+    importlib.import_module("torch._dynamo.repro.after_dynamo")
     torch.set_num_threads(1)
     load_model(ModelSource(str(FIXTURES / "tiny-llama")), Target())
 
@@ -57,7 +61,25 @@ def test_a_model_passes_under_its_documented_id(desk, monkeypatch):
     say(monkeypatch)
     result = desk.runpytest_inprocess(*SUITE)
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["*::test_common_shapes[[]acme/tiny-llama-1-32-8[]] *PASSED*"])
+    result.stdout.fnmatch_lines(
+        [
+            "driftline: reference: cpu in fp32, not compiled; candidate: cpu in fp16, not compiled "
+            "(no AIU is involved)",
+            "*::test_common_shapes[[]acme/tiny-llama-1-32-8[]] *PASSED*",
+        ]
+    )
+
+
+def test_the_device_is_used_where_it_is_and_refused_where_it_is_not(desk, monkeypatch):
+    say(monkeypatch, CANDIDATE="")
+    with aiu.installed(desk.path / "packages"):
+        result = desk.runpytest_inprocess(*SUITE)
+        result.assert_outcomes(passed=1)
+        result.stdout.fnmatch_lines(["driftline: *candidate: aiu in fp16, compiled by sendnn"])
+    say(monkeypatch, CANDIDATE="device=aiu")
+    result = desk.runpytest_inprocess(*SUITE)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*device=aiu needs the package torch_sendnn*"])
 
 
 def test_a_failure_reads_as_documented_and_says_where(desk, monkeypatch):

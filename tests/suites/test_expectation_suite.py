@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from driftline.decoding.models.targets import Target
 from driftline.decoding.pytest_suites.subjects import SuiteOptions, load
 from driftline.testing.expectations.expectations import Expectations, documented_label, model_label
 from driftline.testing.expectations.signature import flipped
+from support import aiu
 
 pytest_plugins = ("pytester",)
 
@@ -29,7 +31,8 @@ SUITE = ("--pyargs", "driftline.suites.test_model_expectations")
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported_once() -> None:
-    """pytester forgets what a run imports; transformers' parts are not meant to load twice."""
+    """pytester forgets what a run imports; transformers and the compiler must not load twice."""
+    importlib.import_module("torch._dynamo.repro.after_dynamo")
     torch.set_num_threads(1)
     for path in (LLAMA, ROBERTA):
         load_model(ModelSource(str(path), as_written=True), Target())
@@ -85,6 +88,28 @@ def test_capture_then_verify_as_documented(desk: pytest.Pytester) -> None:
             "*2 passed, 1 skipped*",
         ]
     )
+
+
+def test_the_device_is_used_where_it_is_and_named(desk: pytest.Pytester) -> None:
+    """As `driftline validate` does; `--driftline-target` overrides it."""
+    line = "driftline: models on {}"
+    with aiu.installed(desk.path / "packages"):
+        result = llama(desk, "--capture_expectation")
+        result.assert_outcomes(failed=2, skipped=1)
+        result.stdout.fnmatch_lines([line.format("aiu in fp16, compiled by sendnn")])
+        facts = json.loads(
+            (desk.path / FOLDER / f"{STEM}.acme--tiny-llama.test_model_output.json").read_text()
+        )
+        assert (facts["device"], facts["compile"]) == ("aiu", "sendnn")
+        result = llama(desk)
+        result.assert_outcomes(passed=2, skipped=1)
+        result = llama(desk, "--driftline-target=device=cpu,dtype=fp32")
+        result.stdout.fnmatch_lines([line.format("cpu in fp32, not compiled (no AIU is involved)")])
+    result = llama(desk, "-q")
+    result.stdout.fnmatch_lines([line.format("cpu in fp16, not compiled (no AIU is involved)")])
+    result = llama(desk, "--driftline-target=device=aiu")
+    result.assert_outcomes(failed=2, skipped=1)
+    result.stdout.fnmatch_lines(["*device=aiu needs the package torch_sendnn*"])
 
 
 def test_the_files_have_the_documented_content_under_names_that_do_not_collide(

@@ -89,3 +89,24 @@ def toy_decoder(
     with cast(Any, torch.random).fork_rng(devices=[]):
         cast(Any, torch).manual_seed(seed)
         return ToyDecoder(layers, hidden, vocabulary).eval()
+
+
+def in_library_order(model: ToyDecoder) -> ToyDecoder:
+    """The same model with its modules registered as transformers registers those of a Llama.
+
+    Registration is not execution there: attention and mlp come before the norms, the activation
+    last, the final norm before the head as usual.
+    """
+    for layer in model.layers:
+        _register(layer, ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"))
+        _register(cast(ToyLayer, layer).mlp, ("gate_proj", "up_proj", "down_proj", "act_fn"))
+    return model
+
+
+def _register(module: nn.Module, names: tuple[str, ...]) -> None:
+    children = dict(module.named_children())
+    assert set(children) == set(names)
+    for name in names:
+        delattr(module, name)
+    for name in names:
+        module.add_module(name, children[name])

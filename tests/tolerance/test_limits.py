@@ -66,7 +66,7 @@ def test_a_negative_or_nan_tolerance_is_refused(wrong):
 
 
 def test_a_tolerance_says_what_it_allows():
-    assert str(Tolerance()) == "limits of the coarser dtype of the two sides"
+    assert str(Tolerance()) == "limits for the lower precision of the two dtypes"
     told = str(Tolerance((Limit("cosine", 0.99),), rtol=0.1))
     assert told == "limits: |c - r| <= 0 + 0.1 |r|, cosine 0.99"
     assert Tolerance(rtol=0.1).as_json()["metrics"] == {"outside_share": 0.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -241,6 +243,42 @@ def test_what_is_no_http_at_all_breaks_nothing(ask: Asking) -> None:
             while one.recv(4096):
                 pass
     assert ask(ask.base).status == 200
+
+
+def test_slow_connections_do_not_keep_a_reader_out(ask: Asking) -> None:
+    """Two hundred that send a byte now and then, as a port scanner or a hung browser does."""
+    place = urlsplit(ask.url)
+    slow = [socket.create_connection((place.hostname, place.port), timeout=10) for _ in range(200)]
+    try:
+        took: list[float] = []
+        for turn in range(5):
+            for one in slow:
+                with contextlib.suppress(OSError):  # those that made room are closed
+                    one.send(b"GET / HTTP/1.1\r\nX-"[turn : turn + 1])
+            begin = time.monotonic()
+            assert ask(ask.base).status == 200
+            took.append(time.monotonic() - begin)
+        assert max(took) < 3.0, took
+    finally:
+        for one in slow:
+            one.close()
+
+
+def test_a_question_that_never_ends_is_cut_off(ask: Asking) -> None:
+    place = urlsplit(ask.url)
+    begin = time.monotonic()
+    with socket.create_connection((place.hostname, place.port), timeout=30) as one:
+        one.sendall(b"GET / HTTP/1.1\r\n")
+        with contextlib.suppress(OSError):
+            while time.monotonic() - begin < 25:
+                one.sendall(b"X-Slow: 1\r\n")  # each line is in time, and there are 100 at most
+                time.sleep(0.5)
+                one.settimeout(0.01)
+                with contextlib.suppress(TimeoutError):
+                    if not one.recv(4096):
+                        break
+                one.settimeout(30)
+    assert time.monotonic() - begin < 16
 
 
 def test_a_busy_port_is_passed_over_and_ctrl_c_ends_it_cleanly(

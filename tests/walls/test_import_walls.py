@@ -52,6 +52,56 @@ UPWARD_ON_USE = {
 
 TYPES_ONLY = ("numpy", "torch", "_typeshed")
 
+VENDORS: dict[str, str] = {
+    "torch": "torch transformers triton captures.torch numerics.gpu operators.aten "
+    "diagnosis.experiments.live comparison.live_models formats.tensors.torch_file",
+    "Paddle": "paddle captures.paddle dialects.paddle_hook formats.tools.paddle_hook "
+    "cli.commands.dialects",
+    "ONNX Runtime": "onnx onnxruntime captures.onnxruntime cli.commands.dump_onnx",
+    "Ascend": "torch_npu torchair formats.ascend operators.atb captures.launch.atb",
+    "ait": "dialects.ait dialects.aclcmp formats.ait cli.commands.dialects",
+    "other tools": "formats.tools.msprobe formats.tools.transformers_debugger "
+    "formats.tools.decoder_output",
+    "decoders": "accelerate fms torch_sendnn decoding cli.commands.decoders cli.commands.validate "
+    "cli.commands.thresholds reporting.html.decoder reporting.html.tokens",
+    "Ray": "ray grpc execution.ray_cluster execution.ray_connection execution.ray_worker",
+}
+"""Libraries of each vendor, and the parts of the package that are about it. Everything else finds
+them by an address in a registry (`FRAMEWORKS`, `FILES`, `FOLDERS`, `EXECUTORS`, `COMMANDS`), and
+never imports them."""
+
+NOT_CORE = ("operators", "decoding", "dialects", "testing", "suites", "__init__", "__main__")
+"""What may know vendors: one operator at a time, text models, the interfaces of other tools."""
+
+_PROBE = "the probe of ATB is started beside the program; a part of a launch, not a framework"
+VENDORS_IN_THE_CORE: dict[tuple[str, str], str] = {
+    ("captures/launch/launcher.py", "Ascend"): _PROBE,
+    ("captures/launch/errcheck.py", "Ascend"): _PROBE,
+    ("captures/launch/derived_files.py", "ait"): "a dump in ait's layout gets ait's side files",
+    ("formats/convert/convert.py", "torch"): "`convert --to ait` writes files of torch",
+    ("formats/convert/targets.py", "torch"): "`convert --to pt` writes files of torch",
+    ("execution/codec.py", "torch"): "a worker of decoders sends logits as torch tensors",
+    ("cli/commands/compare.py", "ait"): "`compare -gp -mp` writes the report of `ait compare`",
+    ("cli/commands/check.py", "decoders"): "layer files of a decoder are a table to be judged",
+    ("cli/commands/dump.py", "ONNX Runtime"): "`dump --engine onnxruntime` hands over to it",
+    ("reporting/html/report.py", "decoders"): "a decoder's folder has a page of its own",
+    ("cli/commands/look.py", "torch"): "`doctor` lists the devices that torch sees",
+    ("cli/commands/setup.py", "torch"): "`doctor --aiu` tries one compiled layer",
+    ("cli/commands/setup.py", "Ascend"): "`doctor --ascend` looks for the probe of ATB",
+    ("cli/commands/setup.py", "decoders"): "`doctor` asks for devices as decoders name them",
+}
+"""(file, vendor) of the core that imports one all the same, each with its reason."""
+
+INSIDE_COMPARISON = {
+    ("cli", "verdict"): "the exit code is the verdict's; tables of layers are judged as they are",
+    ("decoding", "verdict"): "the table of a decoder's layers is judged by the same rule",
+    ("decoding", "measure"): "layers are measured while the model runs, by the engine's own rows",
+    ("diagnosis", "verdict"): "sites are judged there; evidence is added and causes are named here",
+    ("diagnosis", "measure"): "progress is reported in the engine's terms",
+    ("reporting", "measure"): "a picture opens the two tensors of a pair as the engine does",
+}
+"""Who may look behind `comparison.pipeline`, `options`, `table`, `evidence` and `tolerance`."""
+
 
 @dataclass(frozen=True)
 class Allowance:
@@ -71,7 +121,10 @@ THIRD_PARTY: dict[str, Allowance] = {
     "settings": allow(),
     "registry": allow(),
     "units": allow(),
-    "execution": allow(inside="msgspec ray grpc numpy torch"),
+    "execution": allow(inside="msgspec numpy torch"),
+    "execution/ray_cluster.py": allow(inside="ray"),
+    "execution/ray_connection.py": allow(inside="ray grpc"),
+    "execution/ray_worker.py": allow(inside="ray numpy"),
     "numerics": allow(top="numpy"),
     "numerics/gpu": allow(top="numpy torch triton"),
     "runs": allow(top="numpy", inside="msgspec ml_dtypes"),
@@ -85,10 +138,11 @@ THIRD_PARTY: dict[str, Allowance] = {
     "formats": allow(top="numpy", inside="torch"),
     "graphs": allow(top="numpy"),
     "alignment": allow(top="numpy"),
-    "comparison": allow(top="numpy", inside="pyarrow torch"),
+    "comparison": allow(top="numpy", inside="pyarrow"),
+    "comparison/live_models.py": allow(top="numpy", inside="torch"),
     "operators": allow(top="numpy", inside="ml_dtypes torch torch_npu"),
     "operators/aten": allow(top="numpy torch"),
-    "diagnosis": allow(top="numpy", inside="torch"),
+    "diagnosis": allow(top="numpy"),
     "diagnosis/experiments/live": allow(top="numpy torch"),
     "decoding": allow(
         top="numpy", inside="torch transformers accelerate fms pyarrow torch_npu torch_sendnn"
@@ -100,6 +154,7 @@ THIRD_PARTY: dict[str, Allowance] = {
     "reporting/html": allow(top="numpy", inside="pyarrow"),
     "reporting/viewer": allow(top="numpy"),
     "cli": allow(top="cyclopts rich", inside="torch"),
+    "cli/commands/look.py": allow(top="cyclopts", inside="torch"),
     "testing": allow(top="numpy torch", inside="pytest transformers"),
     "testing/expectations/pytest_plugin.py": allow(top="pytest"),
     "testing/expectations/pytest_session.py": allow(top="pytest", inside="torch"),
@@ -209,6 +264,55 @@ def test_a_package_uses_only_the_libraries_it_is_allowed(package: str) -> None:
         assert top in allowed, f"{path.name}:{seen.line}: {place} may not import {top} {seen.kind}"
 
 
+@functools.cache
+def vendors_of(module: str) -> frozenset[str]:
+    """Vendors that a dotted name, ours or a library's, belongs to."""
+    name = module.removeprefix("driftline.")
+    return frozenset(
+        vendor
+        for vendor, parts in VENDORS.items()
+        if any(name == part or name.startswith(f"{part}.") for part in parts.split())
+    )
+
+
+def vendor_imports() -> Iterator[tuple[str, str, Import]]:
+    """(file, vendor, import) wherever a file of the core imports a vendor it does not belong to."""
+    for path in FILES:
+        file = str(path.relative_to(PACKAGE))
+        own = vendors_of(file.removesuffix(".py").replace("/", "."))
+        if package_of(path) in NOT_CORE:
+            continue
+        for seen in imports_of(path):
+            if seen.kind != "types":
+                for vendor in vendors_of(seen.module) - own:
+                    yield file, vendor, seen
+
+
+def test_the_core_imports_no_vendor() -> None:
+    breaches = [
+        f"{file}:{seen.line} imports {seen.module} ({vendor})"
+        for file, vendor, seen in vendor_imports()
+        if (file, vendor) not in VENDORS_IN_THE_CORE
+    ]
+    assert not breaches, "give it an address in a registry"
+
+
+def test_every_exception_for_a_vendor_is_still_needed() -> None:
+    used = {(file, vendor) for file, vendor, _ in vendor_imports()}
+    assert set(VENDORS_IN_THE_CORE) <= used
+
+
+@pytest.mark.parametrize("part", ["measure", "verdict"])
+def test_nobody_looks_behind_the_one_comparison(part: str) -> None:
+    for path in FILES:
+        package = package_of(path)
+        if package == "comparison" or (package, part) in INSIDE_COMPARISON:
+            continue
+        for seen in imports_of(path):
+            inside = f"{seen.module}.".startswith(f"driftline.comparison.{part}.")
+            assert not inside, f"{path.name}:{seen.line}: ask comparison.pipeline instead"
+
+
 def test_the_wall_sees_a_planted_breach(tmp_path: Path) -> None:
     planted = tmp_path / "planted.py"
     planted.write_text(
@@ -224,3 +328,6 @@ def test_the_wall_sees_a_planted_breach(tmp_path: Path) -> None:
         ("driftline.cli", "inside"),
         ("rich", "inside"),
     }
+    assert vendors_of("driftline.captures.paddle.layers") == {"Paddle"}
+    assert vendors_of("torch.nn") == {"torch"}
+    assert not vendors_of("driftline.captures.session")

@@ -32,7 +32,7 @@ export interface Difference {
 }
 
 export interface VerdictData {
-  status: "pass" | "fail" | "incomparable" | "unjudged";
+  status: "pass" | "fail" | "incomplete" | "incomparable" | "unjudged";
   sentence: string;
   site: string | null;
   row: number | null;

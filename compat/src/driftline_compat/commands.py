@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from driftline.cli.commands.setup import run_script
 from driftline.cli.main import main
 
 _LLM = ("dump", "compare", "opcheck", "errcheck")
@@ -33,22 +34,22 @@ def ait() -> int:
 
 def hook_result_checker() -> int:
     """`hook_result_checker.py --pathA A --pathB B`."""
-    return main(["check-hooks", *sys.argv[1:]])
+    return run_script("hook_result_checker", sys.argv[1:])
 
 
 def generate_metrics() -> int:
     """`generate_metrics.py --architecture=hf_pretrained --model_path=M …`."""
-    return main(["metrics", *sys.argv[1:]])
+    return run_script("generate_metrics", sys.argv[1:])
 
 
 def generate_layers_metrics() -> int:
     """`generate_layers_metrics.py --mode generate`; model and shapes in the environment."""
-    return main(["layer-metrics", *sys.argv[1:]])
+    return run_script("generate_layers_metrics", sys.argv[1:])
 
 
 def get_thresholds() -> int:
     """`get_thresholds.py --models M --metrics … --file_base DIR [--layer_io]`."""
-    return main(["thresholds", *sys.argv[1:]])
+    return run_script("get_thresholds", sys.argv[1:])
 
 
 def _dump_words(words: list[str]) -> list[str]:

@@ -262,7 +262,7 @@ def _refuse_unrelated(plan: Plan) -> NoReturn:
     """Say that the two runs have nothing in common, and what was tried."""
     trouble = nothing_in_common(plan.missing, plan.extra)
     if tried := next(iter((*plan.notes, *plan.reasons.values())), ""):
-        message = f"{trouble}; structure tells none apart either: {tried}"
+        message = f"{trouble}; structure cannot tell them apart either: {tried}"
         raise BadInput(message, hint=f"{trouble.hint}; --map says which site is which")
     raise trouble
 
@@ -324,7 +324,7 @@ def _by_structure(plan: Plan, context: _Context) -> Plan:
         notes = [
             *notes,
             f"the names of {len(moved)} sites agree by accident (such as '{min(moved)[0]}'): they "
-            "do other work or stand in another place, so structure decides; --map overrides it",
+            "do other work or are in another place, so structure decides; --map overrides it",
         ]
     plan = _with_pairs(plan, [*structural.pairs, *again])
     least, most = sorted((len(plan.missing), len(plan.extra)))
@@ -429,7 +429,7 @@ def _same_class(mapping: Path | None) -> list[tuple[str, str]]:
 
 
 def _by_map(plan: Plan, options: AlignOptions) -> Plan:
-    from driftline.alignment.rules.maps import link_classes, link_sites, parse_map, read_mapping
+    from driftline.alignment.rules.maps import link_sites, parse_map, read_mapping
 
     maps = [parse_map(text) for text in options.maps]
     mapping = None if options.mapping_file is None else read_mapping(options.mapping_file)
@@ -438,13 +438,30 @@ def _by_map(plan: Plan, options: AlignOptions) -> Plan:
         maps += mapping.sites
     sites = [{record.key.site for record in side} for side in (plan.missing, plan.extra)]
     links = link_sites(maps, (record.key.site for record in plan.missing), sites[1])
-    plan = _with_pairs(plan, _of_sites(plan, links, "map", 1.0))
-    if mapping is not None and mapping.classes:
-        linked = link_classes(mapping.classes, plan.missing, plan.extra)
-        plan = _with_pairs(
-            plan, [Pair(reference, candidate, "map") for reference, candidate in linked]
-        )
-    return plan
+    return _with_pairs(plan, _of_sites(plan, links, "map", 1.0))
+
+
+def _by_class_map(plan: Plan, context: _Context) -> Plan | None:
+    """Pairs of mapped classes for what structure has left alone.
+
+    A map of classes says which classes do the same work; who does whose work is a question of
+    structure, which has been asked by now. Order alone decides only where nothing better is known.
+    """
+    from driftline.alignment.rules.maps import link_classes, read_mapping, unmatched
+
+    path = context.options.mapping_file
+    classes = () if path is None else read_mapping(path).classes
+    if not classes:
+        return None
+    notes = unmatched(classes, context.reference.records, context.candidate.records)
+    context.notes.extend(f"{path}: {note}" for note in notes)
+    # Without an order of execution on both sides the nth of one need not be the nth of the other.
+    runs = (context.reference, context.candidate)
+    if context.structural and any(run.facts.order != "execution" for run in runs):
+        return None
+    linked = link_classes(classes, plan.missing, plan.extra)
+    pairs = [Pair(reference, candidate, "map") for reference, candidate in linked]
+    return _without_reasons(_with_pairs(plan, pairs)) if pairs else None
 
 
 def _by_plain_name(plan: Plan, context: _Context) -> Plan:
@@ -503,5 +520,6 @@ RULES: tuple[MatchingRule, ...] = (
     MatchingRule("structure", _structure_applies, _by_structure),
     MatchingRule("same value", _structure_applies, _passed_on),
     MatchingRule("fused parameters", _projections_apply, _by_projections),
+    MatchingRule("map of classes", _has_map, _by_class_map),
 )
 """The matching rules, strongest first. A new rule is a function in `rules` and a line here."""

@@ -31,6 +31,26 @@ _NO_REASONS: Mapping[tuple[str, TensorKey], str] = {}
 _NONE_INSIDE: Mapping[tuple[str, TensorKey], TensorKey] = {}
 
 
+NOT_PLANNED = "the plan has no pair for it"
+NO_NODE = "no node of the compiled graphs stems from it"
+NOT_KEPT = "what an operator takes; a run of graphs keeps what nodes give"
+"""Reason of a tensor that a saved plan leaves out on purpose."""
+
+
+class LeftOut(NamedTuple):
+    """Rows or tokens of one side that compared tensors have and the other side's have not.
+
+    Attributes:
+        side: reference or candidate.
+        words: Which ones, in which steps.
+        elements: How many elements of compared tensors they are.
+    """
+
+    side: str
+    words: str
+    elements: int = 0
+
+
 class Pair(NamedTuple):
     """Two tensors that should agree.
 
@@ -99,6 +119,8 @@ class Plan(NamedTuple):
         lone_lines: The program's line of a tensor without a partner, by the same keys.
         inside: A tensor without a partner because the other side computes it inside a fused node →
             the tensor of the other side that was computed from it and is compared.
+        left_out: Rows and tokens of compared tensors that have no partner.
+        selected: What only some of both runs was compared by, in words: sites, ports, ranks.
     """
 
     pairs: Sequence[Pair]
@@ -108,6 +130,8 @@ class Plan(NamedTuple):
     reasons: Mapping[tuple[str, TensorKey], str] = _NO_REASONS
     lone_lines: Mapping[tuple[str, TensorKey], str] = _NO_REASONS
     inside: Mapping[tuple[str, TensorKey], TensorKey] = _NONE_INSIDE
+    left_out: tuple[LeftOut, ...] = ()
+    selected: tuple[str, ...] = ()
 
     @property
     def ways(self) -> Counter[Rule]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from driftline.alignment.plan import Pair, Plan, Rule
+from driftline.alignment.plan import NOT_PLANNED, LeftOut, Pair, Plan, Rule
 from driftline.alignment.recipe import Recipe, check_recipe, recipe_from_json
 from driftline.errors import BadFile, BadInput, DriftlineError, did_you_mean
 from driftline.runs.records import Record, TensorKey
@@ -30,7 +30,7 @@ _TABLES = {
     "missing": ("reference", "reason"),
     "extra": ("candidate", "reason"),
 }
-_TOP = ("plan", "reference", "candidate", "notes", *_TABLES)
+_TOP = ("plan", "reference", "candidate", "notes", "left_out", *_TABLES)
 
 
 def write_plan(plan: Plan, path: Path, reference: str = "", candidate: str = "") -> None:
@@ -61,6 +61,9 @@ def _lines(plan: Plan, reference: str, candidate: str) -> Iterator[str]:
         yield f"candidate = {_text(candidate)}"
     if plan.notes:
         yield "notes = [" + ", ".join(map(_text, plan.notes)) + "]"
+    if plan.left_out:
+        texts = (f"{part.side}: {part.elements}: {part.words}" for part in plan.left_out)
+        yield "left_out = [" + ", ".join(map(_text, texts)) + "]"
     for pair in plan.pairs:
         yield "\n[[pair]]"
         yield f"reference = {_text(str(pair.reference.key))}"
@@ -160,7 +163,7 @@ class _Reader:
         for table, side in (("missing", "reference"), ("extra", "candidate")):
             for index, fields in enumerate(tables[table]):
                 record = self._record(table, index, fields, side)
-                reasons[side, record.key] = str(fields.get("reason", ""))
+                reasons[side, record.key] = str(fields.get("reason", "")) or NOT_PLANNED
         # Everything that no pair uses is listed as alone, whatever the file says about it.
         used = {id(record) for pair in pairs for record in pair.records}
         alone = [
@@ -169,10 +172,22 @@ class _Reader:
         ]
         for side, records in zip(self.sides, alone, strict=True):
             for record in records:
-                reasons.setdefault((side, record.key), "the plan has no pair for it")
+                reasons.setdefault((side, record.key), NOT_PLANNED)
         notes = tuple(map(str, cast("Sequence[Any]", document.get("notes", ()))))
         pairs.sort(key=lambda p: (p.reference.key.rank, p.reference.key.process, p.reference.order))
-        return Plan(tuple(pairs), alone[0], alone[1], notes, reasons)
+        left_out = tuple(self._left_out(document.get("left_out", [])))
+        selected = (f"the plan {self.path}",)
+        return Plan(
+            tuple(pairs), alone[0], alone[1], notes, reasons, left_out=left_out, selected=selected
+        )
+
+    def _left_out(self, texts: object) -> Iterator[LeftOut]:
+        for text in cast("list[Any]", texts) if isinstance(texts, list) else ():
+            side, _, rest = str(text).partition(": ")
+            elements, _, words = rest.partition(": ")
+            if side not in self.sides or not elements.isdecimal():
+                raise BadFile(f"{self.path}: '{text}' says in no way what is left out")
+            yield LeftOut(side, words, int(elements))
 
     def _tables(self, document: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
         tables = document.get(name, [])

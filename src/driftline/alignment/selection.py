@@ -47,7 +47,7 @@ def of_ranks(plan: Plan, reference: Run, candidate: Run, ranks: Collection[int])
     who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
     if not pairs:
         raise BadInput(
-            f"nothing that {who} of '{distributed.name}' holds can be compared by itself",
+            f"nothing that {who} of '{distributed.name}' holds can be compared alone",
             hint="leave out --rank: all ranks together are compared then",
         )
     note = f"only what {who} of '{distributed.name}' holds"
@@ -62,6 +62,7 @@ def of_ranks(plan: Plan, reference: Run, candidate: Run, ranks: Collection[int])
         missing=kept if in_reference else (),
         extra=() if in_reference else kept,
         notes=(*plan.notes, note),
+        selected=(*plan.selected, who),
     )
 
 

@@ -16,6 +16,8 @@ from typing import Any, Literal, Self, get_args
 from driftline import settings
 from driftline.captures.calls import StepsBy
 from driftline.captures.framework import FRAMEWORKS, adapter_of
+from driftline.captures.model_facts import FactOptions
+from driftline.captures.module_calls import exception_words
 from driftline.captures.options import Reduction, WhenFull, budgets_from
 from driftline.captures.selection import Selection, patterns, require_visible
 from driftline.captures.session import LEVELS, Session, checked_levels
@@ -59,6 +61,8 @@ class Capture:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None:
+            self.session.exception = exception_words(error)
         self.session.stop()
         # After an exception of the program its own message matters, not warnings about the
         # capture.
@@ -87,6 +91,8 @@ def capture(
     force: bool = False,
     graph: Literal["fx", "inductor"] | None = None,
     fusion: bool = True,
+    model_facts: bool = True,
+    weight_facts: bool = True,
 ) -> Capture:
     """Capture what a model computes inside a `with` block, into a run.
 
@@ -114,6 +120,9 @@ def capture(
             torch's own operators, whatever the backend; `inductor` reads what its kernels compute.
             What was compiled before the block and in it is compiled again.
         fusion: With `inductor`: False gives every node a kernel of its own.
+        model_facts: Also describe the model: attributes, code, state, training; see
+            docs/model-facts.md.
+        weight_facts: With it, also digests and samples of its weights.
 
     Raises:
         AlreadyThere: The folder exists and `force` was not given.
@@ -178,6 +187,7 @@ def capture(
         session.device_backend.budgets = budgets
     if graph is not None:
         engine.watch_graphs(session, sink, graph, fusion=fusion)
+    session.describe_models(FactOptions(model_facts, weight_facts))
     return Capture(session, folder)
 
 

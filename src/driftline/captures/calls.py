@@ -231,5 +231,8 @@ class StepClock:
         if not self._optimizer_seen and self._searches < _OPTIMIZER_SEARCHES:
             self._searches += 1
             kinds = set(map(type, gc.get_objects()))
-            self._optimizer_seen = any(issubclass(kind, self._optimizer) for kind in kinds)
+            # An object of the bare base class trains nothing; Paddle itself keeps one.
+            self._optimizer_seen = any(
+                issubclass(kind, self._optimizer) and kind is not self._optimizer for kind in kinds
+            )
         return self._optimizer_seen

@@ -26,6 +26,7 @@ class EventKind(NamedTuple):
 
 EVENTS = {
     # What the summary of a dump says in its own words, or only a reader of the run needs.
+    "ended": EventKind("the program has ended", shown=False, sent=False),
     "estimate": EventKind("size of the first step", shown=False, sent=False),
     "label": EventKind("a label of the program", shown=False),
     "no-match": EventKind("a filter matched nothing", shown=False, sent=False),
@@ -66,6 +67,7 @@ EVENTS = {
     "operator-lost": EventKind("an operator could not be captured"),
     "parameters-lost": EventKind("parameters could not be captured"),
     "refused": EventKind("a tensor cannot be stored"),
+    "expanded": EventKind("a view that repeats its elements is kept as a summary"),
     "too-large": EventKind("a tensor exceeds the host budget"),
     "unsealed": EventKind("an earlier process left its part open"),
     "waited": EventKind("the program waited for the run to be written"),

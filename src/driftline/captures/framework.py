@@ -22,7 +22,8 @@ class Framework(NamedTuple):
     """Where the parts of a framework's adapter are.
 
     Attributes:
-        adapter: Module with `is_model`, `session_for`, `check_levels`, `facts` and `Engine`.
+        adapter: Module with `is_model`, `session_for`, `check_levels`, `facts` and, for the saving
+            hook, `Engine`.
         module_calls: Module with `active`, the sessions that watch calls.
         session: Class of a session, as `module:class`.
         provenance: Module with `facts` and, where the framework knows it, `rank`.
@@ -121,6 +122,6 @@ def adapter_of(model: object) -> Any | None:
 
 
 def engine_for(model: object) -> Engine | None:
-    """The engine of a model's framework; None for what is no model of any."""
-    adapter = adapter_of(model)
-    return None if adapter is None else adapter.Engine()
+    """The engine of a model's framework; None for what is no model, or has no saving hook."""
+    engine = getattr(adapter_of(model), "Engine", None)
+    return None if engine is None else engine()

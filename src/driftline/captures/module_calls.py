@@ -13,6 +13,8 @@ from typing import Any
 
 from driftline.captures.calls import Frame
 
+_LONGEST_EXCEPTION = 200
+
 
 def tell_taps(session: Any, frame: Frame, *, outermost: bool) -> None:
     """The last thing before a module runs: tell the taps; an outermost call is enclosed."""
@@ -32,7 +34,11 @@ def note_failure(session: Any, frame: Frame, error: BaseException) -> None:
     thread = session.thread
     first = thread.failure != id(error)
     thread.failure = id(error) if len(thread.stack) > 1 else 0
-    if frame.recompute or not first:  # checkpointing stops its recomputation with an exception
+    if frame.recompute:  # checkpointing stops its recomputation with an exception
+        return
+    if len(thread.stack) == 1:
+        session.unfinished_step = frame.step
+    if not first:
         return
     session.event(
         "exception",
@@ -40,6 +46,15 @@ def note_failure(session: Any, frame: Frame, error: BaseException) -> None:
         site=frame.site,
         step=frame.step,
     )
+
+
+def exception_words(error: BaseException) -> str:
+    """An exception in one line: its class and the beginning of what it says."""
+    try:
+        text = str(error).strip().partition("\n")[0][:_LONGEST_EXCEPTION]
+    except Exception:  # an exception of the program may fail to describe itself
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def fault(session: Any, module: object, error: Exception) -> None:

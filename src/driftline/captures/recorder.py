@@ -20,10 +20,11 @@ from driftline.captures.options import Reduction
 from driftline.captures.selection import Selection
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
-from driftline.numerics.fields import Summary
+from driftline.numerics.fields import Summary, repeat_summary
 from driftline.numerics.kernel import bytes_at
 from driftline.runs.records import Kept, Moment, Phase, Port, Record, TensorKey
-from driftline.runs.sinks import TakesGroups
+from driftline.runs.sinks import Begins, TakesGroups
+from driftline.units import size_text
 
 if TYPE_CHECKING:
     from driftline.captures.calls import Frame
@@ -42,6 +43,8 @@ class Snapshot(NamedTuple):
         elements: How many, logically.
         placement: For a shard: how the whole lies over its ranks.
         owner: Keeps the memory alive.
+        repeats: For a view that repeats its elements, too large to be written out: how often.
+            `address`, `length` and `elements` are those of one repetition.
     """
 
     dtype: str
@@ -53,6 +56,7 @@ class Snapshot(NamedTuple):
     elements: int
     placement: str
     owner: Any
+    repeats: int = 1
 
     @property
     def data(self) -> ByteArray | None:
@@ -332,7 +336,9 @@ class Recorder:
 
     def _put(self, key: TensorKey, shot: Snapshot, kept: Kept, alias: str, class_name: str) -> None:
         digest, summary, data, stride = "", None, None, 1
-        if kept == "full":
+        if shot.repeats > 1:
+            kept, digest, summary = self._reduce_expanded(key.site, shot, kept)
+        elif kept == "full":
             data = shot.data
         elif kept != "describe":
             digest = kernel.digest_at(shot.address, shot.length)
@@ -408,6 +414,23 @@ class Recorder:
         if self.device_backend is not None:
             self.device_backend.finish()
 
+    def _reduce_expanded(
+        self, site: str, shot: Snapshot, kept: Kept
+    ) -> tuple[Kept, str, Summary | None]:
+        """What is kept of a view that repeats its elements and is too large to be written out."""
+        part = kernel.digest_at(shot.address, shot.length)
+        # A kind of its own: it must never equal the digest of a tensor that has these bytes once.
+        digest = f"repeated-{shot.repeats}-{part}"
+        if kept in ("describe", "digest"):
+            return kept, digest, None
+        self.event_once(
+            "expanded",
+            f"{site} has a view that repeats {size_text(shot.length)} {shot.repeats} times; it is "
+            "kept as a summary, because to write it out would fill the memory",
+            site=site,
+        )
+        return "summary", digest, repeat_summary(self._summary(part, shot), shot.repeats)
+
     def _summary(self, digest: str, shot: Snapshot) -> Summary:
         """One module's output is the next one's input: what was summarised is not read again."""
         key = (digest, shot.dtype, shot.elements)
@@ -421,6 +444,12 @@ class Recorder:
             if len(self._summaries) > _REMEMBERED_SUMMARIES:
                 self._summaries.popitem(last=False)
         return summary
+
+    def begin(self) -> None:
+        """Make the sink, and let it leave a trace of this process before there is a tensor."""
+        sink = self._open_sink()
+        if isinstance(sink, Begins):
+            sink.begin()
 
     def _open_sink(self) -> Sink:
         with self._sink_lock:

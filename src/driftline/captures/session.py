@@ -12,7 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from driftline.captures import recorder
 from driftline.captures.calls import Frame, Look, StepClock, Visits
@@ -21,9 +21,11 @@ from driftline.captures.options import LEVELS, Reduction, checked_levels
 from driftline.captures.recorder import TensorAddress
 from driftline.captures.selection import Selection
 from driftline.runs.records import usual_moment, usual_phase
+from driftline.runs.redaction import redact_message
 from driftline.runs.sinks import JSON
 
 if TYPE_CHECKING:
+    from driftline.captures.model_facts import FactOptions
     from driftline.runs.sinks import Sink
 __all__ = ["LEVELS", "Session", "checked_levels"]
 
@@ -74,6 +76,32 @@ class Adapter(NamedTuple):
     clock: Callable[[list[Root], Callable[[int], None]], StepClock]
 
 
+class ModelDescription(Protocol):
+    """Describes models as data; see `captures.model_facts`."""
+
+    def install(self) -> None: ...
+
+    def remove(self) -> None: ...
+
+    def before_root(self, place: Place, module: Any) -> None:
+        """A model is about to be called from outside of all modules."""
+        ...
+
+    def after_root(self, frame: Frame, result: Any) -> None:
+        """It was called, and this is what it returned."""
+        ...
+
+    def flush(self) -> None:
+        """Write what waits, if the run has its folder."""
+        ...
+
+    def finish(self) -> None:
+        """The capture ends."""
+        ...
+
+    def after_fork(self) -> None: ...
+
+
 class Session(ABC):
     """One capture, from `start` to `stop`.
 
@@ -116,6 +144,8 @@ class Session(ABC):
         self.clock = adapter.clock(self.names.roots, self._step_done)
         self.global_scope = model is None
         self.taps: list[Any] = []
+        # Describes the models as data; a framework's session makes it in `describe_models`.
+        self.model_facts: ModelDescription | None = None
         self.running = False
         # Carries out every watched call in place of the plain one: (frame, call, args, kwargs) to
         # the result. For experiments; exceptions it raises are the program's.
@@ -129,6 +159,15 @@ class Session(ABC):
         self.for_replay = False
         self._topology_places = 0
         self.outside = 0
+        # The step whose model was left by an exception, unless a later call of a model went well.
+        self.unfinished_step: int | None = None
+        # The exception that ended the program, or the block that is captured; in words.
+        self.exception = ""
+
+        # A killed program leaves a run that says so from its first watched call on. Off where a
+        # run is only made for findings.
+        self.begins_early = True
+        self._has_begun = False
 
     # --- life
 
@@ -148,6 +187,10 @@ class Session(ABC):
     def tree(self) -> dict[str, JSON]:
         """The module tree of the models met so far."""
 
+    def describe_models(self, options: FactOptions) -> None:
+        """Also write what the models are: attributes, code, state, training; not by default."""
+        del options
+
     def facts_of_models(self) -> dict[str, JSON]:
         """Facts about this process that need named models; none by default."""
         return {}
@@ -165,7 +208,20 @@ class Session(ABC):
             self.watch()
             for tap in self.taps:
                 tap.install()
+            if self.model_facts is not None:
+                self.guarded("model facts", self.model_facts.install)
         return self
+
+    def begin_run(self) -> None:
+        """A watched model is called: from the first call on there is a run, even without a tensor.
+
+        A process that ends by itself without one takes its empty part away again.
+        """
+        if self.begins_early and not self._has_begun:
+            self._has_begun = True
+            # An experiment may watch without keeping anything: then there is no run.
+            if self._rank_wanted and self.levels:
+                self.guarded("beginning", self.recorder.begin)
 
     def stop(self) -> None:
         """Stop watching, say what was not found, write the module tree and close the sink."""
@@ -178,6 +234,8 @@ class Session(ABC):
                 # One tap that fails to remove itself must not keep the others
                 # installed.
                 self.guarded("stopping", tap.remove)
+            if self.model_facts is not None:
+                self.guarded("stopping", self.model_facts.remove)
             self.guarded("closing", self._finish)
 
     def _finish(self) -> None:
@@ -195,9 +253,12 @@ class Session(ABC):
                 ran=len(self.steps_seen),
                 taken=selected,
             )
+        if self.model_facts is not None:
+            self.guarded("model facts", self.model_facts.finish)
         # Without a sink nothing was captured, and no empty run is left behind.
         if self.recorder.sink is not None:
             self._write_topology()
+            self.recorder.sink.describe(capture=self._capture_facts(ended=True))
             self.recorder.sink.close()
 
     def places(self) -> list[tuple[str, str, str | None]]:
@@ -395,10 +456,13 @@ class Session(ABC):
         So may the process, if it is a worker of a multiprocessing pool: its parent kills it without
         a word once it has the results.
         """
+        self.unfinished_step = None
         # The topology is written again only when places were added.
         if len(self.names.roots) + self.names.count != self._topology_places:
             self.guarded("topology", self._write_topology)
         self.guarded("devices", self.recorder.call_done)
+        if self.model_facts is not None:
+            self.guarded("model facts", self.model_facts.flush)
         # A daemonic worker gets no chance to close its files.
         if multiprocessing.current_process().daemon:
             self.guarded("flush", self.flush)
@@ -414,11 +478,31 @@ class Session(ABC):
         if self.recorder.sink is not None and places != self._topology_places:
             self._topology_places = places
             self.recorder.sink.topology(self.tree())
-            if facts := self.facts_of_models():
-                self.recorder.sink.describe(**facts)
+            self.recorder.sink.describe(
+                capture=self._capture_facts(ended=False), **self.facts_of_models()
+            )
+
+    def _capture_facts(self, *, ended: bool) -> dict[str, JSON]:
+        """What was asked for and how far it went, for whoever judges what this run can show."""
+        facts: dict[str, JSON] = {
+            "levels": list(self.levels),
+            "selection": self.selection.to_json(),
+            "daemon": multiprocessing.current_process().daemon,
+        }
+        if ended:
+            facts["steps_ran"] = len(self.steps_seen)
+            if self.unfinished_step is not None:
+                facts["unfinished_step"] = self.unfinished_step
+            if self.exception:
+                facts["exception"] = redact_message(self.exception)
+        return facts
 
     def after_fork(self) -> None:
         """This is a forked child: nothing is under way, and its sink begins anew by itself."""
         self.recorder.after_fork()
+        self._has_begun = False
+        if self.model_facts is not None:
+            self.guarded("model facts", self.model_facts.after_fork)
         self.thread = _Thread()
+        self.unfinished_step = None
         self._topology_places = 0

@@ -72,6 +72,11 @@ class Command:
 
 # The order is that of the overview. Only addresses stand here, so that `--help` imports no command.
 COMMANDS: dict[str, Command] = {
+    "diff": Command(
+        "diff:diff",
+        CAPTURE,
+        "two programs: run both, say where they begin to disagree and why, write a report",
+    ),
     "dump": Command(
         "dump:dump",
         CAPTURE,
@@ -172,6 +177,9 @@ COMMANDS: dict[str, Command] = {
     "convert": Command("convert:convert", LOOK, "a dump of any kind into a run, or back out"),
     "topology": Command("look:topology", LOOK, "the structure of a model, for a graph viewer"),
     "doctor": Command("look:doctor", LOOK, "versions, kernel path and devices of this machine"),
+    "compat": Command(
+        "setup:compat", LOOK, "scripts and test modules of other tools' documents, into a folder"
+    ),
 }
 
 PYTHON_FLAG_HELP = (

@@ -9,6 +9,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from driftline import __version__, settings
 from driftline.errors import EXIT_COULD_NOT, EXIT_FINE, BadInput, DriftlineError, did_you_mean
@@ -17,6 +18,9 @@ from driftline.errors import EXIT_COULD_NOT, EXIT_FINE, BadInput, DriftlineError
 HELP = ("--help", "-h", "-help")
 INTERRUPTED = 128 + 2  # what a shell reports for a program that SIGINT ended
 PIPE_CLOSED = 128 + 13
+BISECT_EXIT = "--bisect-exit"
+EXIT_SKIP = 125
+"""What `git bisect run` reads as: this commit can be called neither good nor bad."""
 
 
 def console() -> int:
@@ -37,6 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Its words, without the program; the process's own if not given.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    code = _guarded(words)
+    own_words = words[: words.index("--")] if "--" in words else words
+    # Errors too: a commit that cannot be compared is neither good nor bad.
+    return EXIT_SKIP if code == EXIT_COULD_NOT and BISECT_EXIT in own_words else code
+
+
+def _guarded(words: list[str]) -> int:
+    """The exit code of a command line; errors become sentences."""
     for stream in (sys.stdout, sys.stderr):
         # A name that the terminal's encoding cannot write must not end the command.
         if isinstance(stream, io.TextIOWrapper):
@@ -64,7 +76,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_COULD_NOT
     except Exception as bug:
         return _report_bug(bug)
-    return code
+    return _unless_cut(code)
+
+
+def _unless_cut(code: int) -> int:
+    """The exit code, unless a file became shorter while it was read: then nothing above is sure."""
+    mapped: Any = sys.modules.get("driftline.runs.mapped_file")
+    files: list[str] = mapped.cut_files() if mapped is not None else []
+    if not files:
+        return code
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    print_error(
+        DriftlineError(
+            f"{files[0]}{more} became shorter while it was read; figures of it are not to be used",
+            hint="wait until whoever writes it is done, then run this again",
+        )
+    )
+    return EXIT_COULD_NOT
 
 
 def print_error(error: DriftlineError) -> None:

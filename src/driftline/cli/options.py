@@ -13,17 +13,18 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
 from cyclopts import Group, Parameter, Token
 
-from driftline.errors import BadInput
+from driftline.errors import EXIT_FINE, BadInput
+from driftline.reporting.writers import formats
 
 if TYPE_CHECKING:
     from driftline.alignment.align import AlignOptions
     from driftline.captures.launch.jobs import Engine
     from driftline.captures.selection import Selection
-    from driftline.comparison.table.row import Column
+    from driftline.comparison.table.row import Column, Verdict
     from driftline.comparison.tolerance.tolerance import Limit
 
 # Panels of the help pages, in the order in which they are shown.
@@ -40,8 +41,17 @@ ALIGNMENT = Group("Alignment", sort_key=10)
 OUTPUT = Group("Output", sort_key=11)
 SPEED = Group("Speed", sort_key=12)
 
-# How a comparison's table may be printed.
-TableFormat = Literal["table", "json", "csv", "markdown", "github", "junit"]
+# How results may be printed. The names come from the table of writers, so a type checker sees text.
+if TYPE_CHECKING:
+    TableFormat: TypeAlias = str
+    DiagnosisFormat: TypeAlias = str
+    RunFormat: TypeAlias = str
+    VerdictFormat: TypeAlias = str
+else:
+    TableFormat = Literal[formats("view", "json", "csv", "checks")]
+    DiagnosisFormat = Literal[formats("view", "json", "checks")]
+    RunFormat = Literal[formats("view", "json", "csv")]
+    VerdictFormat = Literal[formats("view", "checks")]
 
 # A list that takes all words up to the next option: `--type layer tensor`. At least one: cyclopts
 # would else take a forgotten value for an empty list.
@@ -333,13 +343,14 @@ class LimitOptions:
     Attributes:
         max: The largest value of a metric that passes, for every tensor; may be repeated.
         min: The smallest value that passes, for metrics such as cosine; may be repeated.
-        min_coverage: Fail when less than this share of all tensors was judged, such as 0.9.
+        min_coverage: INCOMPLETE when less than this share of all tensors was judged, such as 0.9;
+            in place of nine tenths of the calls of leaves.
         thresholds: Limits of each layer, as `driftline calibrate` and `thresholds` write them.
     """
 
     max: Annotated[list[str] | None, Parameter(metavar="METRIC=VALUE")] = None
     min: Annotated[list[str] | None, Parameter(metavar="METRIC=VALUE")] = None
-    min_coverage: Annotated[float, Parameter(metavar="SHARE")] = 0.0
+    min_coverage: Annotated[float | None, Parameter(metavar="SHARE")] = None
     thresholds: Annotated[Path | None, Parameter(metavar="FILE.json")] = None
 
     @property
@@ -356,7 +367,30 @@ class LimitOptions:
 
 @Parameter(name="*", group=OUTPUT)
 @dataclass(frozen=True)
-class OutputOptions:
+class ExitOptions:
+    """What the exit code says of a verdict.
+
+    Attributes:
+        allow_incomplete: Exit code 0 also for INCOMPLETE: what was compared agrees, and it is not
+            enough to tell.
+        bisect_exit: Exit code 125 in place of 2, which `git bisect run` reads as "skip".
+    """
+
+    allow_incomplete: bool = False
+    bisect_exit: bool = False
+
+    def exit_code(self, verdict: "Verdict") -> int:
+        """The exit code of a verdict; `main` puts 125 in place of 2 where that is asked for."""
+        from driftline.comparison.verdict.decision import EXIT_CODES
+
+        if self.allow_incomplete and verdict == "incomplete":
+            return EXIT_FINE
+        return EXIT_CODES[verdict]
+
+
+@Parameter(name="*", group=OUTPUT)
+@dataclass(frozen=True)
+class OutputOptions(ExitOptions):
     """Where a comparison's table goes.
 
     Attributes:

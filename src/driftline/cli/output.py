@@ -80,7 +80,14 @@ def print_table(table: Table, options: OutputOptions, command: str = "compare") 
     """Print a comparison as its options ask for."""
     from driftline.reporting import writers
 
-    writers.table(table, options.format, sys.stdout, everything=options.all, command=command)
+    writers.table(
+        table,
+        options.format,
+        sys.stdout,
+        everything=options.all,
+        command=command,
+        allow_incomplete=options.allow_incomplete,
+    )
 
 
 def run_place(output: str, stage: str) -> tuple[str, str]:

@@ -42,7 +42,7 @@ class CompareKeywords(TypedDict, total=False):
     limits: Limits
     rtol: float | None
     atol: float | None
-    min_coverage: float
+    min_coverage: float | None
     thresholds: Thresholds | StrPath | None
     sites: Sequence[str]
     ports: Sequence[str]
@@ -114,7 +114,7 @@ class CompareOptions:
             tuple(limits),
             keywords.get("rtol"),
             keywords.get("atol"),
-            keywords.get("min_coverage", 0.0),
+            keywords.get("min_coverage"),
             _loaded(keywords.get("thresholds")),
         )
         execution = Execution(
@@ -235,7 +235,9 @@ def tolerance_from_json(document: Mapping[str, JSON], source: str) -> Tolerance:
         limits = tuple(
             Limit(str(name), float(number_from_json(value))) for name, value in document["limits"]
         )
-        return Tolerance(limits, rtol, atol, float(document["min_coverage"]), thresholds)
+        share = document["min_coverage"]
+        share = None if share is None else float(share)
+        return Tolerance(limits, rtol, atol, share, thresholds)
     except (KeyError, TypeError, ValueError) as error:
         raise BadFile(f"{source} says its limits in a way that means nothing: {error}") from None
 

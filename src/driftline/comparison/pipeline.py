@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from driftline.alignment.align import align_runs
 from driftline.alignment.plan import Pair, Plan
@@ -27,10 +27,14 @@ from driftline.comparison.measure.scheduler import Elementwise, Progress, measur
 from driftline.comparison.metrics.catalogue import STANDARD, Metric
 from driftline.comparison.options import CompareOptions, Limits
 from driftline.comparison.table.files import open_table
-from driftline.comparison.table.row import Column, Row
+from driftline.comparison.table.row import Column, Row, Tensors, tensors_of
+from driftline.comparison.table.structure import NO_STRUCTURE, Structure
 from driftline.comparison.table.table import Table
 from driftline.comparison.tolerance.tolerance import Limit, Tolerance, limits_from
 from driftline.comparison.verdict.judge import judge, over_own_limit
+from driftline.comparison.verdict.site_judgement import NO_EVIDENCE
+from driftline.comparison.verdict.status import Evidence
+from driftline.errors import BadInput
 from driftline.runs.index import uncollected
 from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
@@ -38,6 +42,7 @@ from driftline.runs.run import Run
 if TYPE_CHECKING:
     from _typeshed import StrPath
 
+    from driftline.comparison.evidence.second_look import SecondLook
     from driftline.comparison.tolerance.thresholds import Thresholds
     from driftline.execution.jobs import Executor
 
@@ -250,7 +255,17 @@ class Comparison:
             reference=reference,
             candidate=candidate,
             notes=self.plan.notes,
+            structure=self.structure(),
         )
+
+    def structure(self) -> Structure:
+        """What the runs know of their model; nothing where limits were asked for."""
+        # Sites are judged only by default.
+        if self.options.tolerance.explicit:
+            return NO_STRUCTURE
+        from driftline.comparison.verdict.growth import structure_of
+
+        return structure_of(self.reference, self.candidate, self.plan)
 
     def masked(self, suspects: Iterable[Row]) -> list[Row]:
         """Rows measured again without pads: evidence for those that fail, or may fail."""
@@ -275,16 +290,90 @@ class Comparison:
         alone = Table(measured.rows, measured.columns)
         return self.masked(over_own_limit(alone, self.options.tolerance))
 
-    def judged(self, by: Measurer | None = None, progress: Progress | None = None) -> Table:
-        """The judged table of all pairs; arguments as `measure` takes them."""
-        tolerance = self.options.tolerance
-        table = self.table(self.measure(by=by, progress=progress))
-        judged = judge(table, tolerance)
+    def judged(
+        self,
+        by: Measurer | None = None,
+        progress: Progress | None = None,
+        evidence: Evidence = NO_EVIDENCE,
+    ) -> Table:
+        """The judged table of all pairs; the first two arguments as `measure` takes them.
+
+        Args:
+            by: Who measures.
+            progress: Called with (pairs done, pairs in all).
+            evidence: What is known of the sites besides the two runs.
+        """
+        return self.settled(self.table(self.measure(by=by, progress=progress)), evidence)
+
+    def settled(self, table: Table, evidence: Evidence = NO_EVIDENCE) -> Table:
+        """A measured table, judged; with whatever of the runs may excuse a failing row."""
+        from driftline.comparison.evidence.second_look import SecondLook
+
+        look = SecondLook(self.reference, self.candidate, self.plan)
+
+        def judge_looking(measured: Table) -> tuple[Table, Table]:
+            return judged_looking(
+                measured, lambda other: judge(other, self.options.tolerance, evidence), look
+            )
+
+        table, judged = judge_looking(table)
         if judged.verdict != "fail":
-            return judged
+            return self.with_differences(judged)
         # Pads are looked for only where something fails: they can excuse a row, never blame one.
         masked = self.masked(row for row in judged.rows if row.status == "fail")
-        return _without_pads(judged, table, masked, tolerance)
+        return self.with_differences(
+            _without_pads(judged, table, masked, lambda other: judge_looking(other)[1])
+        )
+
+    def with_differences(self, table: Table) -> Table:
+        """The table with what differs between the two models; it changes no verdict."""
+        # Loaded late: most runs of other tools have no facts about a model.
+        from driftline.comparison.differences.find import differences_of, placed
+
+        differences = differences_of(self.reference, self.candidate, self.plan)
+        if differences is None:
+            return table
+        return table.changed(differences=placed(differences, table))
+
+
+def judged_looking(
+    table: Table, judge_table: Callable[[Table], Table], look: SecondLook
+) -> tuple[Table, Table]:
+    """A table with second looks at what makes its sites suspect, and the same, judged.
+
+    Repeats until no culprit is acquitted: dropping one may bring another to the front.
+    """
+    judged = judge_table(table)
+    acquitted: set[Tensors] = set()
+    while judged.judgement is not None:
+        metrics = look.acquittals(judged.judgement.suspects(), judged.judgement.evidence.floor)
+        # What was acquitted and is suspected again, for another tensor's sake, stays.
+        if not metrics.keys() - acquitted:
+            break
+        acquitted |= metrics.keys()
+        table = table.with_rows(
+            row._replace(metrics={**row.metrics, **seen})
+            if (seen := metrics.get(tensors_of(row))) is not None
+            else row
+            for row in table.rows
+        )
+        judged = judge_table(table)
+    notes = tuple(note for note in look.notes if note not in judged.notes)
+    return table, judged.changed(notes=(*judged.notes, *notes)) if notes else judged
+
+
+class EvidenceSources(NamedTuple):
+    """Where evidence lies besides the two runs.
+
+    Attributes:
+        replay: What `driftline replay` wrote, or the same in memory.
+        noise: What `driftline noise` wrote, or trusted runs.
+        bisect: What `driftline bisect --format json` printed: a file of it, or the object.
+    """
+
+    replay: Any = None
+    noise: Sequence[Any] = ()
+    bisect: Mapping[str, Any] | StrPath | None = None
 
 
 def prepare(
@@ -306,6 +395,10 @@ def prepare(
     if plan is None:
         plan = align_runs(reference_run, candidate_run, options.paired_by)
         plan = _with_growing_reasons(plan, reference_run, candidate_run)
+        align_options = options.align
+        chosen = (("--site", align_options.sites), ("--port", align_options.ports))
+        words = (f"{option} {', '.join(globs)}" for option, globs in chosen if globs)
+        plan = plan._replace(selected=(*plan.selected, *words))
     return Comparison(reference_run, candidate_run, plan, options)
 
 
@@ -318,6 +411,7 @@ def run_comparison(
     on_plan: Callable[[Plan], None] | None = None,
     by: Measurer | None = None,
     progress: Progress | None = None,
+    evidence: EvidenceSources | None = None,
 ) -> Table:
     """The judged table of two runs.
 
@@ -329,30 +423,46 @@ def run_comparison(
         on_plan: Called with the plan before any tensor is read.
         by: Who measures; whoever the options name, when not given.
         progress: Called with (pairs done, pairs in all).
+        evidence: Where more evidence lies.
 
     Raises:
-        DriftlineError: As `prepare` and `Comparison.measure`.
+        DriftlineError: As `prepare` and `Comparison.measure`; evidence of other runs.
     """
     with without_collector(options):
         comparison = prepare(reference, candidate, options, plan)
         if on_plan is not None:
             on_plan(comparison.plan)
-        return comparison.judged(by, progress)
+        gathered = NO_EVIDENCE
+        if evidence is not None and evidence != EvidenceSources():
+            if options.tolerance.explicit:
+                raise BadInput(
+                    "limits were asked for, and they judge without other evidence",
+                    hint="leave out the limits, or the replay, noise runs and bisection",
+                )
+            # Replays and noise runs are opened and judged by the diagnosis, for whoever asks.
+            from driftline.diagnosis.api import gather_evidence
+
+            gathered = gather_evidence(comparison, evidence).evidence
+        return comparison.judged(by, progress, gathered)
 
 
 def judge_with_pads(table: Table, tolerance: Tolerance, masked: Iterable[Row] = ()) -> Table:
     """Judge a measured table, with the rows that were measured again without pads, if any."""
     judged = judge(table, tolerance)
-    return judged if judged.verdict != "fail" else _without_pads(judged, table, masked, tolerance)
+    if judged.verdict != "fail":
+        return judged
+    return _without_pads(judged, table, masked, lambda other: judge(other, tolerance))
 
 
-def _without_pads(judged: Table, table: Table, masked: Iterable[Row], allowed: Tolerance) -> Table:
+def _without_pads(
+    judged: Table, table: Table, masked: Iterable[Row], judge_table: Callable[[Table], Table]
+) -> Table:
     rows = list(masked)
     if not rows:
         return judged
     from driftline.comparison.evidence.padding import judged_without_pads
 
-    return judged_without_pads(judged, table, rows, lambda other: judge(other, allowed))
+    return judged_without_pads(judged, table, rows, judge_table)
 
 
 def without_collector(options: CompareOptions) -> AbstractContextManager[None]:
@@ -374,7 +484,7 @@ def compare(
     limits: Limits = None,
     rtol: float | None = None,
     atol: float | None = None,
-    min_coverage: float = 0.0,
+    min_coverage: float | None = None,
     thresholds: Thresholds | StrPath | None = None,
     sites: Sequence[str] = (),
     ports: Sequence[str] = (),
@@ -390,6 +500,9 @@ def compare(
     executor: str | Executor | None = None,
     planned: Callable[[Plan], None] | None = None,
     progress: Progress | None = None,
+    replay: Any = None,
+    noise: Sequence[Any] = (),
+    bisect: Mapping[str, Any] | StrPath | None = None,
 ) -> Table:
     """Compare two runs tensor by tensor.
 
@@ -419,6 +532,11 @@ def compare(
         executor: `ray` or `ray://HOST:PORT`: workers are those of a Ray cluster.
         planned: Called with the plan before any tensor is read.
         progress: Called with (pairs done, pairs in all).
+        replay: The reference's modules applied to the candidate's inputs: what `driftline replay`
+            wrote. Like the next two, evidence for the judgement of sites, as `diagnose` takes it.
+        noise: Trusted executions in the candidate's number format: what `driftline noise` wrote,
+            or plain runs.
+        bisect: What `driftline bisect --format json` printed: a file of it, or the object.
 
     Raises:
         DriftlineError: A path, metric, glob or limit that cannot mean anything, or two runs that
@@ -451,6 +569,7 @@ def compare(
         plan=plan if isinstance(plan, Plan) else None,
         on_plan=planned,
         progress=progress,
+        evidence=EvidenceSources(replay, noise, bisect),
     )
 
 
@@ -510,7 +629,7 @@ def check(
     thresholds: Thresholds | StrPath | None = None,
     limits: Mapping[str, float] | Sequence[Limit] | None = None,
     slack: float = 1.0,
-    min_coverage: float = 0.0,
+    min_coverage: float | None = None,
     model: str | None = None,
 ) -> Table:
     """Judge a comparison again.
@@ -521,7 +640,8 @@ def check(
             does not speak of are not judged by it.
         limits: Metric → worst value that passes, for every tensor.
         slack: How many times its threshold a tensor may reach.
-        min_coverage: The share of all tensors that must be judged for a pass.
+        min_coverage: The share of all tensors that must be judged for a pass; without it, 90 % of
+            the calls of leaves.
         model: Refuse thresholds that are for another model.
 
     Raises:
@@ -543,7 +663,18 @@ def check(
     tolerance = Tolerance(
         tuple(limits), min_coverage=min_coverage, thresholds=layer_limits, slack=slack
     )
-    return judge(subject.with_rows(_unjudged(row) for row in subject.rows), tolerance)
+    return judge_again(subject, tolerance)
+
+
+def judge_again(
+    table: Table, tolerance: Tolerance | None = None, evidence: Evidence = NO_EVIDENCE
+) -> Table:
+    """A table that was judged before, judged by another tolerance or other evidence.
+
+    Raises:
+        BadInput: Thresholds that speak of no layer of this table.
+    """
+    return judge(table.with_rows(map(_unjudged, table.rows)), tolerance, evidence)
 
 
 def _unjudged(row: Row) -> Row:

@@ -35,6 +35,7 @@ from driftline.comparison.pipeline import (
 )
 from driftline.comparison.table.part import Part, open_parts, plan_digest
 from driftline.comparison.table.row import MANY, Row
+from driftline.comparison.table.structure import NO_STRUCTURE
 from driftline.comparison.table.table import Table
 from driftline.errors import BadFile, BadInput
 from driftline.execution.slicing import Shard, parse_shard, slice_of
@@ -59,7 +60,7 @@ def compare_shard(
     limits: Limits = None,
     rtol: float | None = None,
     atol: float | None = None,
-    min_coverage: float = 0.0,
+    min_coverage: float | None = None,
     thresholds: Thresholds | StrPath | None = None,
     sites: Sequence[str] = (),
     ports: Sequence[str] = (),
@@ -142,6 +143,7 @@ def _part(comparison: Comparison, shard: Shard, progress: Progress | None) -> Pa
         tuple(measured.missing),
         tuple(measured.extra),
         tuple(comparison.masked_for_shard(measured)),
+        comparison.structure() if shard.number == 1 else NO_STRUCTURE,
     )
 
 
@@ -201,6 +203,7 @@ def merge(parts: StrPath | Part | Sequence[StrPath | Part]) -> Table:
         reference=first.reference,
         candidate=first.candidate,
         notes=first.notes,
+        structure=first.structure,
     )
     # Which of these rows fail is known only now, with all rows in one table.
     masked = itertools.chain.from_iterable(part.masked for part in shards)

@@ -8,6 +8,7 @@ A validation compares what comes out of a model; this compares what its layers g
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -69,7 +70,21 @@ def explain(
         "so: what differs between the two is the compiler's (driftline layer-metrics "
         f"--compile_unit {visible.unit} shows where)"
     )
-    return _table(options, visible.model.target, walk, note)
+    return _table(options, visible.model.target, walk, note, *_graph_notes(visible.model))
+
+
+def _graph_notes(model: DecoderModel) -> Iterator[str]:
+    """What the backend was given; of what it was not given no conclusion is drawn."""
+    if not model.units:
+        return
+    count = model.graphs
+    yield count.text
+    if count.missed:
+        sites = ", ".join(site or ROOT for site in count.missed[:3])
+        yield (
+            f"{len(count.missed)} of these parts never reached {count.backend} ({sites}), so "
+            "nothing is concluded from them, nor from layers that follow them being equal"
+        )
 
 
 def write_layers(

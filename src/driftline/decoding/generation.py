@@ -30,7 +30,8 @@ class Validation(NamedTuple):
         choices: int64 [prompts, new]: what the model itself would have said at each step; differs
             from the tokens where it was forced.
         prompt_length: Tokens before the first generated one, padding included.
-        nonfinite: int64 [prompts, new]: how many logits were NaN or infinite, kept or not.
+        nonfinite: int64 [prompts, new]: how many logits were NaN or plus infinity, kept or not.
+        masked: int64 [prompts, new]: how many were minus infinity: tokens that are never said.
     """
 
     tokens: torch.Tensor
@@ -38,6 +39,7 @@ class Validation(NamedTuple):
     choices: torch.Tensor
     prompt_length: int
     nonfinite: torch.Tensor
+    masked: torch.Tensor
 
     @property
     def new_tokens(self) -> int:
@@ -86,7 +88,7 @@ def generate(
     tokens = torch.zeros(rows, width + max_new_tokens, dtype=torch.int64)
     tokens[:, :width] = batch.ids
     choices = torch.zeros(rows, max_new_tokens, dtype=torch.int64)
-    nonfinite = torch.zeros_like(choices)
+    nonfinite, masked = torch.zeros_like(choices), torch.zeros_like(choices)
     logits: torch.Tensor | None = None
     mask = torch.ones(rows, width + max_new_tokens, dtype=torch.bool)
     mask[:, :width] = batch.mask
@@ -112,12 +114,14 @@ def generate(
                 logits[:, step] = row.logits.cpu()
             choices[:, step] = row.logits.argmax(dim=-1).cpu()
             # Counted here, as logits that are not kept cannot be looked at later.
-            nonfinite[:, step] = row.logits.isfinite().logical_not_().sum(dim=-1).cpu()
+            below = row.logits.isneginf().sum(dim=-1).cpu()
+            nonfinite[:, step] = row.logits.isfinite().logical_not_().sum(dim=-1).cpu() - below
+            masked[:, step] = below
             tokens[:, end] = choices[:, step] if forced_tokens is None else forced_tokens[:, end]
             positions[:, end] = after + step
             if progress is not None:
                 progress(step + 1, max_new_tokens)
-    return Validation(tokens, logits, choices, width, nonfinite)
+    return Validation(tokens, logits, choices, width, nonfinite, masked)
 
 
 def _next_logits(

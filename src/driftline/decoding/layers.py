@@ -36,9 +36,10 @@ from driftline.decoding.files.workdir import (
     work_folder_path,
 )
 from driftline.decoding.layerwise.walk import TABLE_METRICS, Progress, Walk, walk_layers
+from driftline.decoding.models.backend_graphs import GraphCount
 from driftline.decoding.models.decoder import DecoderModel
 from driftline.decoding.models.loading import find_model, library_for, weights_digest
-from driftline.decoding.models.targets import ready
+from driftline.decoding.models.targets import ready, where_line
 from driftline.decoding.options import LayerOptions, Report
 from driftline.decoding.pipeline import Difference, Session, described, file_digest, run_unless_done
 from driftline.errors import AlreadyThere, BadFile, DriftlineError
@@ -59,6 +60,7 @@ class LayersResult(NamedTuple):
         table: One row per output and iteration.
         notes: What a reader should know: layers that were not compared, and why.
         files: Names of the csv files.
+        not_run: Parts of which no graph reached the backend that they were to be compiled by.
     """
 
     options: LayerOptions
@@ -67,6 +69,7 @@ class LayersResult(NamedTuple):
     table: Table | None = None
     notes: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    not_run: tuple[str, ...] = ()
 
     @property
     def nonfinite(self) -> list[LayerSum]:
@@ -118,6 +121,7 @@ class LayersTask:
         self._progress = progress
         self._folder = options.output_path
         self._walked: tuple[LayerFiles, Walk] | None = None
+        self._graphs: dict[str, GraphCount] = {}
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
@@ -209,6 +213,7 @@ class LayersTask:
             ready(target)  # a missing device is reported before a model is loaded
         find_model(options.source, options.architecture)
         session.prompts(options)
+        self._report(where_line(options.reference, options.candidate))
         with (
             _disk_errors_as_sentences(options.output_path),
             empty_work_folder(
@@ -238,6 +243,7 @@ class LayersTask:
             elements=options.elements,
             progress=self._progress,
         )
+        self._graphs = {"reference": reference.graphs, "candidate": candidate.graphs}
         if not files.sums:
             raise DriftlineError(
                 "no layer could be compared: " + (_reasons_of(walk) or "nothing was captured")
@@ -258,7 +264,7 @@ class LayersTask:
         assert self._walked is not None  # run_round leaves it, or raises
         options = self.options
         files, walk = self._walked
-        notes = (*_compiler_notes(options), *_notes(walk))
+        notes = (*_compiler_notes(options, self._graphs), *_notes(walk))
         table = Table(
             rows=walk.rows,
             columns=tuple(metric.column for metric in TABLE_METRICS),
@@ -283,7 +289,8 @@ class LayersTask:
         draft.rename(options.table)
         write_json(options.provenance, self._facts(files, walk, notes, names))
         layers = tuple(files.sums.values())
-        return LayersResult(options, False, layers, table, notes, tuple(names))
+        not_run = tuple(site or ROOT for count in self._graphs.values() for site in count.missed)
+        return LayersResult(options, False, layers, table, notes, tuple(names), not_run)
 
     def _facts(
         self, files: LayerFiles, walk: Walk, notes: Sequence[str], names: Sequence[str]
@@ -299,6 +306,9 @@ class LayersTask:
                 "nan_on_both_sides": layer.nan,
             }
             for layer in files.sums.values()
+        }
+        facts["graphs"] = {
+            side: count._asdict() for side, count in self._graphs.items() if count.units
         }
         facts["notes"] = list(notes)
         facts["files"] = list(names)
@@ -323,13 +333,30 @@ def _reasons_of(walk: Walk) -> str:
     return "; ".join(dict.fromkeys(row.reason for row in walk.rows if row.reason))[:300]
 
 
-def _compiler_notes(options: LayerOptions) -> Iterator[str]:
-    """What a compiled side cannot show."""
+def _compiler_notes(options: LayerOptions, graphs: Mapping[str, GraphCount]) -> Iterator[str]:
+    """What reached the backend, and what a compiled side cannot show."""
     for side, target in (("reference", options.reference), ("candidate", options.candidate)):
         if not target.compile:
             continue
+        count = graphs[side]
+        yield f"{side}: {count.text}"
+        if count.missed:
+            sites = [site or ROOT for site in count.missed]
+            yield (
+                f"{side}: {target.compile} was given nothing of {_first_few(sites)}: what they "
+                "give is not compared (TORCH_LOGS=+dynamo says why no graph is made)"
+            )
+        if count.broken:
+            sites = [site or ROOT for site in count.broken]
+            yield (
+                f"{side}: {_first_few(sites)} came in several graphs; what lies between them "
+                f"is not run by {target.compile}"
+            )
         if options.compiled == "leaf":
-            yield f"the {side} is compiled layer by layer: nothing is fused across layers"
+            yield (
+                f"the {side} is compiled layer by layer: nothing is fused across layers, and what "
+                "lies between them (sums, products of attention) is not compiled"
+            )
             continue
         unit = "as a whole" if options.compiled == "model" else "block by block"
         yield (

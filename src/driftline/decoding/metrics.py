@@ -41,7 +41,7 @@ from driftline.decoding.models.loading import (
     library_for,
     weights_digest,
 )
-from driftline.decoding.models.targets import Target, ready
+from driftline.decoding.models.targets import Target, ready, where_line
 from driftline.decoding.options import MetricsOptions, Report
 from driftline.decoding.pipeline import (
     Difference,
@@ -241,9 +241,22 @@ class MetricsTask:
             self._folder = folder
             self._delete_old_results()
             self._ends = end_ids(options.source, session.tokenizer(options))
-            if not options.skip_computation:
+            if options.skip_computation:
+                self._require_saved()
+            else:
                 self._look_up(session)
+            self._say_where()
             yield
+
+    def _say_where(self) -> None:
+        """The first line: what runs where."""
+        options = self.options
+        if options.skip_computation:
+            self._report("nothing is run: saved logits are scored")
+            return
+        self._report(where_line(options.reference, options.candidate))
+        if options.compile_dynamic and not (options.reference.compile or options.candidate.compile):
+            self._report("--compile_dynamic changes nothing: neither side is compiled")
 
     def _delete_old_results(self) -> None:
         """The file that says that all is done; with `force` also the logits that were saved."""
@@ -271,6 +284,17 @@ class MetricsTask:
             find_library(
                 options.architecture, options.library, options.reference, options.candidate
             )
+
+    def _require_saved(self) -> None:
+        """Refuse to score saved logits unless those of every round are there."""
+        for seed in range(self.options.rounds):
+            for side in (REFERENCE, CANDIDATE):
+                folder = self.options.out(side, seed)
+                if not folder.is_dir():
+                    raise BadInput(
+                        f"there is nothing to score: {folder} is missing",
+                        hint="run it without --skip_computation first",
+                    )
 
     def run_round(self, session: Session, seed: int) -> bool:
         if not self.job.writes:
@@ -398,11 +422,6 @@ class MetricsTask:
 
     def _read(self, side: Side, seed: int) -> Outputs:
         folder = self.options.out(side, seed)
-        if self.options.skip_computation and not folder.is_dir():
-            raise BadInput(
-                f"there is nothing to score: {folder} is missing",
-                hint="run it without --skip_computation first",
-            )
         saved = outputs.read_out(folder)
         # A validation saves the tokens of its free run in the same form.
         if not saved.logits and not saved.top:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,11 @@ from driftline.decoding.known_limits import (
 from driftline.decoding.models.loading import HF_ARCHITECTURE
 from driftline.decoding.models.paged_cache import FP8, OF_FMS
 from driftline.decoding.models.targets import (
-    AIU_BACKEND,
-    AIU_PACKAGE,
     Target,
     default_targets,
     dtype_name,
     parse_target,
+    suite_targets,
 )
 from driftline.decoding.options import LayerOptions, Limits, MetricsOptions, Report, ValidateOptions
 from driftline.errors import BadInput, did_you_mean
@@ -176,6 +174,7 @@ def metrics_options(flags: Mapping[str, Any]) -> list[MetricsOptions]:
         "topk": 20 if topk is None else topk,
         "keep": reader.text("logits", "full"),
         "skip_computation": bool(reader.flag("skip_computation")),
+        "compile_dynamic": dynamic,
         "distributed": bool(reader.flag("distributed")),
         "force": bool(reader.flag("force")),
     }
@@ -477,10 +476,7 @@ class _ValidateReader(OptionReader):
         if self.text("CANDIDATE"):
             candidate = parse_target(self.text("CANDIDATE"), dtype=dtype)
         else:
-            # The documented suite is made for the AIU, where there is one.
-            _, candidate = default_targets(dtype)
-            if find_spec(AIU_PACKAGE) is not None:
-                candidate = Target("aiu", candidate.dtype, AIU_BACKEND)
+            _, candidate = suite_targets(dtype)
         reference = parse_target(self.text("REFERENCE"))
         if ATTENTION[attention] and not candidate.attention:
             candidate = candidate._replace(attention=ATTENTION[attention])
@@ -554,7 +550,7 @@ class _ValidateReader(OptionReader):
         if listed is not None:
             which = "table of limits" if self.text("THRESHOLD_TABLE") else "documented limits"
             return Limits(listed.ce, listed.mean_diff, which)
-        why = "weights are drawn" if drawn else "nobody names this model"
+        why = "weights are drawn" if drawn else "no list names this model"
         return Limits(*DEFAULT_LIMITS, f"default: {why}")
 
     def _two_numbers(self, text: str) -> tuple[float, float]:

@@ -144,6 +144,7 @@ class MetricsOptions(DecoderOptions):
         topk: How many of the reference's largest logits the four documented metrics look at.
         keep: Whether `.out` folders hold all logits or the largest.
         skip_computation: Only score what is saved.
+        compile_dynamic: Compiled targets were asked to be compiled once for all lengths.
     """
 
     output_dir: Path
@@ -154,6 +155,7 @@ class MetricsOptions(DecoderOptions):
     topk: int = 20
     keep: KeptLogits = "full"
     skip_computation: bool = False
+    compile_dynamic: bool = False
 
     @property
     def model_source(self) -> ModelSource:
@@ -356,7 +358,12 @@ class ValidateOptions(DecoderOptions):
             return None
         # Outputs of a micro model would be taken for the model's own.
         folder = self.info_dir / MICRO_FOLDER if self.micro else self.info_dir
-        return folder / names.out_name(self.prefix, side, seed)
+        path = folder / names.out_name(self.prefix, side, seed)
+        if path.exists() or self.save:
+            return path
+        # Newer versions of the documented tools name them by a digest of the shape.
+        shape = (self.model, self.new_tokens, self.batch_size, self.length)
+        return names.find_hashed(folder, names.hashed_prefixes(*shape), side, seed) or path
 
 
 def _require_positive(numbers: Mapping[str, int]) -> None:

@@ -147,8 +147,24 @@ def load_side(options: DecoderOptions, target: Target, *, split: bool = False) -
         layers = min(source.micro_layers, model_layers(options.source))
         source = source._replace(micro_layers=layers)
     model = load_model(source, target, distributed=split)
+    _require_room(model, options)
     compile_parts(model, options.compiled)
     return model
+
+
+def _require_room(model: DecoderModel, options: DecoderOptions) -> None:
+    """Refuse texts that are longer than the positions a model was made for.
+
+    Raises:
+        BadInput: What comes after its last position means nothing, if it can be computed at all.
+    """
+    needed = options.length + options.new_tokens
+    if model.context and needed > model.context:
+        raise BadInput(
+            f"{options.length} tokens of a prompt and {options.new_tokens} new ones are {needed}; "
+            f"{model.name} has {model.context} positions",
+            hint="give a smaller sequence length, or fewer new tokens",
+        )
 
 
 def generated(
@@ -164,9 +180,12 @@ def generated(
 
     Every command generates through this function: sums depend on the number of threads, so a
     threshold only fits logits that were computed with as many as those it was made from.
+
+    Raises:
+        DriftlineError: The model is compiled, and no graph of it reached its backend.
     """
     with suitable_threads(model):
-        return generate(
+        made = generate(
             model,
             batch,
             new_tokens,
@@ -174,6 +193,8 @@ def generated(
             keep_logits=keep_logits,
             progress=progress,
         )
+    model.require_compiled()
+    return made
 
 
 class Difference(NamedTuple):

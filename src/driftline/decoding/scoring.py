@@ -123,12 +123,22 @@ def score(
     token_ids = _tokens(tokens, rows)
     # A second element besides the first is wanted for the gap, whatever k is.
     k = min(max(topk, 2), vocabulary)
-    scored = score_rows(
-        *(reference, reference_dtype, candidate, candidate_dtype, token_ids),
-        k=k,
-        path=path,
-        threads=threads,
-    )
+
+    def scored_rows() -> Any:
+        return score_rows(
+            *(reference, reference_dtype, candidate, candidate_dtype, token_ids),
+            k=k,
+            path=path,
+            threads=threads,
+        )
+
+    scored = scored_rows()
+    if bool(((scored.reference_inf > 0) & (scored.candidate_inf > 0)).any()):
+        # A token that neither side ever says has the probability 0 on both.
+        reference, candidate = _without_common_infinities(
+            (reference, reference_dtype), (candidate, candidate_dtype)
+        )
+        scored = scored_rows()
     r_top = scored.reference_top.astype(np.float64)
     c_top = scored.candidate_top.astype(np.float64)
     documented = top_scores(r_top[:, :topk], c_top[:, :topk])
@@ -154,6 +164,24 @@ def score(
     )
 
 
+def _without_common_infinities(*sides: tuple[AnyArray, DType]) -> tuple[AnyArray, AnyArray]:
+    """Both sides, with the lowest number of their type where both are minus infinity."""
+    both = np.logical_and(*(_is_minus_infinity(*side) for side in sides))
+    lowest = [
+        0xFF7F if dtype.name == "bfloat16" else np.finfo(values.dtype).min
+        for values, dtype in sides
+    ]
+    first, second = (
+        np.where(both, np.array(low, values.dtype), values)
+        for (values, _), low in zip(sides, lowest, strict=True)
+    )
+    return first, second
+
+
+def _is_minus_infinity(values: AnyArray, dtype: DType) -> npt.NDArray[np.bool_]:
+    return values == 0xFF80 if dtype.name == "bfloat16" else np.isneginf(values)
+
+
 def top_scores(reference: F64, candidate: F64) -> tuple[F64, F64, F64, F64]:
     """The documented scores (ce, prob_mean, prob_std, diff_mean) of [tokens, k] chosen logits.
 
@@ -164,7 +192,8 @@ def top_scores(reference: F64, candidate: F64) -> tuple[F64, F64, F64, F64]:
     with np.errstate(all="ignore"):
         log_p, log_q = _log_softmax(reference), _log_softmax(candidate)
         p, q = np.exp(log_p), np.exp(log_q)
-        ratio = p / q
+        # What neither side ever says is equal.
+        ratio = np.where((p == 0) & (q == 0), 1.0, p / q)
         spread = ratio.std(axis=1, ddof=1) if ratio.shape[1] > 1 else np.full(len(ratio), np.nan)
         # 0 log 0 is 0 by definition of the entropy, and NaN in floating point.
         terms = np.where(q == 0, 0.0, q * log_p)

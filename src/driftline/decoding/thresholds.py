@@ -255,7 +255,7 @@ def _few(statistic: Statistic, samples: int) -> str:
     """What to say of a percentile that hangs on a few values; nothing if it does not.
 
     >>> _few(P99, 200)
-    'the p99 of 200 values hangs on the worst 2 of them; 1000 or more are needed for a limit'
+    'the p99 of 200 values depends on the worst 2 of them; 1000 or more are needed for a limit'
     """
     if statistic.percentile is None or not 50.0 < statistic.percentile < 100.0:
         return ""
@@ -265,7 +265,7 @@ def _few(statistic: Statistic, samples: int) -> str:
     # Rounded first: 10 / 0.01 is a little more than 1000 in floating point.
     needed = math.ceil(round(_ENOUGH_BEYOND / beyond, 6))
     return (
-        f"the {statistic.name} of {samples} values hangs on the worst "
+        f"the {statistic.name} of {samples} values depends on the worst "
         f"{max(1, round(samples * beyond))} of them; {needed} or more are needed for a limit"
     )
 

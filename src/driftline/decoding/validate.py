@@ -33,7 +33,7 @@ from driftline.decoding.generation import Validation, outputs_of
 from driftline.decoding.models.decoder import DecoderModel, ended_by
 from driftline.decoding.models.loading import end_ids, find_model, library_for, weights_digest
 from driftline.decoding.models.paged_cache import attention_lines
-from driftline.decoding.models.targets import Target, ready
+from driftline.decoding.models.targets import Target, ready, where_line
 from driftline.decoding.options import Limits, Report, ValidateOptions
 from driftline.decoding.pipeline import (
     Listeners,
@@ -73,6 +73,12 @@ NEAR = 3
 _LONGEST = 24
 _UNFIT = "such logits cannot be validated"
 _WHERE = "driftline layer-metrics shows in which layer they begin"
+
+
+def where_text(options: ValidateOptions) -> str:
+    """What runs where; the suite is known as the AIU's, so it says where no AIU is involved."""
+    line = where_line(options.reference, options.candidate)
+    return line if options.candidate.is_aiu else f"{line} (no AIU is involved)"
 
 
 class Verdict(NamedTuple):
@@ -171,6 +177,7 @@ class ValidateTask:
         """No folder: a validation saves nothing unfinished."""
         options = self.options
         self._start = time.monotonic()
+        self._say(where_text(options))
         self._say(
             f"testing model={options.model}, batch_size={options.batch_size}, "
             f"seq_length={options.length}, max_new_tokens={options.new_tokens}, "
@@ -220,12 +227,22 @@ class ValidateTask:
         return True
 
     def _warm_up(self, session: Session, batch: Padded) -> None:
-        # The documented words, also where the candidate is no AIU.
-        self._say("AIU warmup")
+        target = self.options.candidate
+        # The documented words, of an AIU only: another device must not read as one.
+        self._say("AIU warmup" if target.is_aiu else f"warmup of {self._candidate}")
         start = time.monotonic()
         model = session.model(self.options, "candidate", self.job)
         generated(model, batch, min(WARM_UP, self.options.new_tokens), keep_logits=False)
-        self._say(f"PT compile complete, took {time.monotonic() - start:.3f}s")
+        what = "PT compile complete, took" if target.compile else "warmup took"
+        self._say(f"{what} {time.monotonic() - start:.3f}s")
+        if target.compile:
+            self._say(model.graphs.text)
+
+    @property
+    def _candidate(self) -> str:
+        """What messages call the candidate."""
+        target = self.options.candidate
+        return "aiu" if target.is_aiu else f"the candidate ({target.device})"
 
     def _reference(self, session: Session, seed: int, batch: Padded) -> Outputs:
         """The reference of a round; ranks other than 0 only get its tokens."""
@@ -335,9 +352,9 @@ class ValidateTask:
     def _needs_level_1(self, session: Session, batch: Padded, reference: Outputs) -> bool:
         """Level 0: whether both sides generate the same tokens; all ranks get rank 0's answer."""
         model = session.model(self.options, "candidate", self.job)
-        made = self._generated(model, batch, "aiu", keep_logits=False)
+        made = self._generated(model, batch, self._candidate, keep_logits=False)
         self._save(DEVICE, 0, Outputs(list(made.tokens), [], [], {}))
-        self._say("aiu validation info extracted for validation level 0")
+        self._say(f"{self._candidate} validation info extracted for validation level 0")
         other = _first_difference(made, reference) if self.job.writes else None
         self._first_other = cast("tuple[int, int] | None", self.job.share(other))
         passed = self._first_other is None
@@ -352,9 +369,12 @@ class ValidateTask:
         """Level 1, one round: the candidate along the reference's tokens."""
         options = self.options
         model = session.model(options, "candidate", self.job)
-        candidate = outputs_of(self._generated(model, batch, "aiu", forced=reference.tokens))
+        made = self._generated(model, batch, self._candidate, forced=reference.tokens)
+        candidate = outputs_of(made)
         self._save(DEVICE, seed, candidate)
-        self._say(f"aiu validation info extracted for validation level 1 - iter={seed}")
+        self._say(
+            f"{self._candidate} validation info extracted for validation level 1 - iter={seed}"
+        )
         if not self.job.writes:
             return
         scores = score_round(
@@ -428,8 +448,20 @@ def _first_difference(made: Validation, reference: Outputs) -> tuple[int, int] |
             return prompt, int(differ[0]) - made.prompt_length
     # A NaN is the largest of its row on every device: such sides agree on their tokens.
     for prompt, logits in enumerate(reference.logits):
-        _require_numbers(logits.isfinite().logical_not_().sum(dim=-1), prompt, "reference")
+        below = logits.isneginf().sum(dim=-1)
+        numbers = logits.isfinite().logical_not_().sum(dim=-1) - below
+        _require_numbers(numbers, prompt, "reference")
         _require_numbers(made.nonfinite[prompt], prompt, "candidate")
+        # Minus infinity says that a token is never said; both sides have to say it of as many.
+        other = (below != made.masked[prompt]).nonzero()
+        if len(other):
+            token = int(other[0])
+            raise DriftlineError(
+                f"round 0, prompt {prompt}: at token {token}, {int(below[token])} logits of the "
+                f"reference are minus infinity, and {int(made.masked[prompt][token])} of the "
+                f"candidate; {_UNFIT}",
+                hint=_WHERE,
+            )
     return None
 
 

@@ -7,22 +7,35 @@ in memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from driftline.alignment.align import AlignOptions
+from driftline.comparison.differences.find import placed
 from driftline.comparison.measure.scheduler import Progress
 from driftline.comparison.options import CompareOptions, Execution
-from driftline.comparison.pipeline import open_source, prepare
+from driftline.comparison.pipeline import (
+    Comparison,
+    EvidenceSources,
+    judge_again,
+    open_source,
+    prepare,
+)
 from driftline.comparison.table.table import Table
+from driftline.comparison.tolerance.tolerance import Tolerance
+from driftline.comparison.verdict.noise import Variant, noise_floor
+from driftline.comparison.verdict.status import Evidence as SiteEvidence
 from driftline.diagnosis.causes.case_builder import Runs
 from driftline.diagnosis.evidence.files import (
     Evidence,
     Replay,
+    Substitution,
     open_bisection,
     open_noise,
     open_replay,
+    renamed,
 )
-from driftline.diagnosis.evidence.noise import Variant
+from driftline.diagnosis.evidence.replay import judge_replay
 from driftline.diagnosis.pipeline import Assembly
 from driftline.diagnosis.result import Diagnosis
 from driftline.runs.run import Run
@@ -65,13 +78,60 @@ def diagnose(
     """
     asked = CompareOptions(options or AlignOptions(), execution=Execution(threads))
     comparison = prepare(reference, candidate, asked)
-    table = comparison.judged(progress=progress)
-    played = None if replay is None else open_replay(replay)
-    variants = compare_noise(comparison.reference, noise, asked)
+    gathered = gather_evidence(comparison, EvidenceSources(replay, noise, bisect))
+    table = comparison.judged(progress=progress, evidence=gathered.evidence)
     again = [open_source(repeat) for repeat in repeats]
-    runs = Runs(comparison.reference, comparison.candidate, played, again, comparison.plan)
-    proof = None if bisect is None else open_bisection(bisect)
-    return Assembly(table, variants, runs, proof).diagnosis()
+    runs = Runs(comparison.reference, comparison.candidate, gathered.replay, again, comparison.plan)
+    diagnosis = Assembly(table, gathered.variants, runs, gathered.proof).diagnosis()
+    return with_differences(diagnosis, table)
+
+
+class GatheredEvidence(NamedTuple):
+    """Evidence, opened and brought to the reference's names.
+
+    Attributes:
+        evidence: What the judgement of sites takes.
+        replay: The replay, for whoever reads its tensors.
+        variants: The trusted runs, measured.
+        proof: The bisection.
+    """
+
+    evidence: SiteEvidence
+    replay: Replay | None = None
+    variants: Sequence[Variant] = ()
+    proof: Substitution | None = None
+
+
+NOTHING_GATHERED = GatheredEvidence(SiteEvidence())
+
+
+def gather_evidence(comparison: Comparison, sources: EvidenceSources) -> GatheredEvidence:
+    """Open evidence about two runs, and judge what a replay says of each site.
+
+    Args:
+        comparison: The two runs.
+        sources: Where the evidence lies.
+
+    Raises:
+        DriftlineError: Evidence that cannot be read, or is of other runs.
+    """
+    replay = None if sources.replay is None else open_replay(sources.replay)
+    # Trusted runs are no subject of thresholds: what they do is what is normal.
+    by_default = replace(comparison.options, tolerance=Tolerance())
+    variants = compare_noise(comparison.reference, sources.noise, by_default)
+    proof = None if sources.bisect is None else open_bisection(sources.bisect)
+    # Findings use the reference's names, an experiment those of the candidate's program.
+    if proof is not None:
+        proof = renamed(proof, comparison.plan)
+    replayed = {} if replay is None else judge_replay(comparison, replay)
+    is_proven = proof is not None and proof.verdict == "found"
+    evidence = SiteEvidence(
+        replayed,
+        noise_floor(variants) if variants else None,
+        proof.site if proof is not None and is_proven else "",
+        proof.explains if proof is not None and is_proven else 0.0,
+    )
+    return GatheredEvidence(evidence, replay, variants, proof)
 
 
 def compare_noise(
@@ -108,4 +168,15 @@ def diagnose_table(table: Table, *, noise: Sequence[Table] = ()) -> Diagnosis:
     variants = [
         Variant(each.candidate.path or f"noise {at}", each) for at, each in enumerate(noise)
     ]
-    return Assembly(table, variants, None).diagnosis()
+    floor = noise_floor(variants) if variants else None
+    judged = judge_again(table, evidence=SiteEvidence(floor=floor))
+    return with_differences(Assembly(judged, variants, None).diagnosis(), judged)
+
+
+def with_differences(diagnosis: Diagnosis, table: Table) -> Diagnosis:
+    """The diagnosis with what differs between the models, seen from its own first site."""
+    if table.differences is None:
+        return diagnosis
+    home = diagnosis.first_site
+    row = next((row for row in table.rows if home and str(row.key) == diagnosis.first_key), None)
+    return replace(diagnosis, differences=placed(table.differences, table, row, home))

@@ -1,9 +1,7 @@
-"""A second look at suspicions, false-alarm rates, and what the devices of the runs explain.
+"""How sure a finding is: halves of the tokens, false-alarm rates, what the devices explain.
 
-Sites that were judged without a replay are suspected because of sums over whole tensors. Here the
-suspicion is tested again on each half of the tokens: what shows on one half only is an accident,
-unless it is far outside (a single token is off, and that is enough). The same halves tell how
-often a clean site would be suspected. Decides no status: that is `status`.
+The comparison has acquitted sites whose error only one half of the tokens shows; here the halves
+say how sure the others are, and how often a clean site would be suspected. Decides no status.
 """
 
 from __future__ import annotations
@@ -13,17 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, cast
 
-import numpy as np
-
 from driftline.alignment.plan import Plan
-from driftline.comparison.table.row import Row
-from driftline.diagnosis.causes.case_builder import NamedCause, Runs
-from driftline.diagnosis.causes.precision import TF32, convolves
-from driftline.diagnosis.error_stats import (
+from driftline.comparison.evidence.error_stats import (
     F64,
-    NOTHING,
     Effect,
-    Places,
     chosen_rows,
     effect_of,
     halves,
@@ -31,107 +22,51 @@ from driftline.diagnosis.error_stats import (
     read_rows,
     sums,
 )
-from driftline.diagnosis.evidence.noise import NoiseFloor, Variant, margin_of
-from driftline.diagnosis.evidence.replay import GROSS, ReplayResult
-from driftline.diagnosis.routing_changes import (
-    ROUTING_NOISE,
-    ROUTING_REACHES_ALL,
-    Flip,
-    rows_reached,
-)
-from driftline.diagnosis.status import SiteStatus
+from driftline.comparison.evidence.second_look import Look, lean_of
+from driftline.comparison.table.row import Row
+from driftline.comparison.verdict.noise import NoiseFloor, Variant, margin_of
+from driftline.comparison.verdict.status import SiteStatus
+from driftline.diagnosis.causes.case_builder import NamedCause, Runs
+from driftline.diagnosis.causes.precision import TF32, convolves
+from driftline.diagnosis.evidence.replay import ReplayResult
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
-# If this little of the error remains without the tokens that were routed elsewhere, the error
-# belonged to those tokens.
-_GONE = 0.3
-"""Share of the error that may be left without the flipped tokens."""
-
 
 class Confirmation(NamedTuple):
-    """Result of a second look.
+    """What a second look says of a culprit.
 
     Attributes:
-        holds: Whether the suspicion stands.
-        halves: How far outside each half is, in units of the limit.
-        effect: The effect on all rows that were looked at.
-        remark: Why it does not hold, if the halves are not the reason.
+        halves: How far outside each half of the tokens is, in units of the limit.
+        effect: The effect on all tokens that were looked at.
     """
 
-    holds: bool
     halves: tuple[float, float]
     effect: Effect
-    remark: str = ""
 
 
 def confirmed(
-    runs: Runs, standing: SiteStatus, floor: NoiseFloor | None, flips: Sequence[Flip] = ()
+    look: Look | None, standing: SiteStatus, floor: NoiseFloor | None
 ) -> Confirmation | None:
-    """Take a second look at the tensor that made a site suspect; None if its values are missing.
+    """What a second look at the tensor that made a site suspect says in units of its limit.
 
-    Tokens that a router sent to other experts, and what they reach, are left out if the error
-    disappears with them; if it does not, they excuse nothing.
+    Args:
+        look: The second look; None if the tensor's values are missing.
+        standing: How the site stands.
+        floor: What trusted runs do there.
     """
-    row = standing.call.worst
-    sample = _sampled_rows(runs, row)
-    if sample is None:
+    if look is None:
         return None
-    reference, places, r, c = sample
-    reached = rows_reached(flips, row.key.site, reference, reference.shape) if flips else None
-    if reached is not None:
-        kept = ~reached[places]
-        # Fewer than four rows cannot be divided into halves that mean anything.
-        if np.count_nonzero(kept) < 4:
-            return Confirmation(False, (0.0, 0.0), NOTHING, ROUTING_REACHES_ALL)
-        rest = effect_of(sums(r[kept], c[kept]))
-        if rest.error <= _GONE * effect_of(sums(r, c)).error and not rest.nonfinite:
-            r, c = r[kept], c[kept]
-        else:
-            reached = None  # what is off is elsewhere too
-    remark = ROUTING_NOISE if reached is not None else ""
-    row_sums = sums(r, c)
-    effect, (first, second) = effect_of(row_sums), halves(row_sums)
+    first, second = look.halves
     if standing.leaning:
-        over = tuple(_lean(half, row.key, floor) for half in (first, second))
-        return Confirmation(min(over) > 1.0, (over[0], over[1]), effect, remark)
-    # An infinite ratio is not made less certain by halves, and very few rows have no halves worth
-    # testing.
-    if not math.isfinite(standing.ratio) or len(r) < 4:
-        return Confirmation(True, (standing.ratio, standing.ratio), effect)
+        key = standing.call.worst.key
+        return Confirmation((lean_of(first, key, floor), lean_of(second, key, floor)), look.effect)
+    # An infinite ratio is not made less certain by halves.
+    if not math.isfinite(standing.ratio):
+        return Confirmation((standing.ratio, standing.ratio), look.effect)
     limit = standing.call.error / standing.ratio if standing.ratio > 0.0 else math.inf
-    over = first.error / limit, second.error / limit
-    ratio = standing.ratio if reached is None else effect.error / limit
-    # A gross excess stands even if one half is clean: one token that is far off is a fault.
-    return Confirmation(min(over) > 1.0 or ratio > GROSS, over, effect, remark)
-
-
-def _sampled_rows(runs: Runs, row: Row) -> tuple[Record, Places, F64, F64] | None:
-    """The reference's record of a row, which rows were sampled, and both sides; None if missing."""
-    pair = next((pair for pair in runs.plan.pairs if pair.reference.key == row.key), None)
-    # Transformed pairs are skipped: their stored rows do not correspond one to one.
-    if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
-        return None
-    reference, candidate = pair.reference, pair.candidate
-    if not is_readable(runs.reference, reference) or not is_readable(runs.candidate, candidate):
-        return None
-    if reference.shape != candidate.shape:
-        return None
-    places = chosen_rows(reference.shape)
-    r = read_rows(runs.reference, reference, places)
-    c = read_rows(runs.candidate, candidate, places)
-    return None if r is None or c is None else (reference, places, r, c)
-
-
-def _lean(half: Effect, key: TensorKey, floor: NoiseFloor | None) -> float:
-    """How far the projection of a half lies outside the trusted span, in five standard errors."""
-    span = floor.leans.get(key) if floor is not None else None
-    if span is None or not half.projection_se > 0.0:
-        return 0.0
-    # The span always contains 0: being nearer to the reference than the trusted runs is no fault.
-    low, high = min(span[0], 0.0), max(span[1], 0.0)
-    return max(half.projection - high, low - half.projection, 0.0) / (5.0 * half.projection_se)
+    return Confirmation((first.error / limit, second.error / limit), look.effect)
 
 
 # False-alarm rates: counted on halves of the tokens, never assumed.

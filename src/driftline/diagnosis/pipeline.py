@@ -1,7 +1,7 @@
-"""The diagnosis itself: from evidence to statuses, culprits, causes, shares, rates and sentences.
+"""The diagnosis itself: from a judged table to causes, shares, rates and sentences.
 
-Takes measured tables and opened evidence; opens no file. The order of the steps matters: statuses
-first, then a second look at every suspicion, then causes of the sites that remain.
+The verdict, the statuses of sites and the culprits are those of the comparison; what is added here
+is what kind of bug it is, how sure that is, and what more would help. Opens no file.
 """
 
 from __future__ import annotations
@@ -10,9 +10,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from driftline.comparison.evidence.second_look import ROUTERS, SecondLook
 from driftline.comparison.table.table import Coverage, Table
+from driftline.comparison.verdict.dataflow import explained, final_error
+from driftline.comparison.verdict.noise import NoiseFloor, Variant
+from driftline.comparison.verdict.site_judgement import NO_EVIDENCE
+from driftline.comparison.verdict.sites import Place, Site
+from driftline.comparison.verdict.status import SiteStatus
 from driftline.diagnosis import confirmation, texts
 from driftline.diagnosis.causes.case_builder import NamedCause, Runs, name_cause
+from driftline.diagnosis.causes.differences import by_difference
 from driftline.diagnosis.confirmation import (
     Confirmation,
     Rate,
@@ -20,35 +27,31 @@ from driftline.diagnosis.confirmation import (
     confirmed,
     noise_elsewhere,
 )
-from driftline.diagnosis.dataflow import explained, final_error
-from driftline.diagnosis.evidence.files import Replay, Substitution
-from driftline.diagnosis.evidence.growth import growths, quantised_sites
-from driftline.diagnosis.evidence.noise import NoiseFloor, Variant, noise_floor
-from driftline.diagnosis.evidence.replay import ReplayResult, inputs_of_other_kinds, judge
-from driftline.diagnosis.module_kinds import lengths_of
+from driftline.diagnosis.evidence.files import Substitution
+from driftline.diagnosis.evidence.replay import ReplayResult
 from driftline.diagnosis.result import Diagnosis, SiteFinding
-from driftline.diagnosis.routing_changes import ROUTING_REACHES_ALL, Flip, flips
-from driftline.diagnosis.sites import (
-    DIRECTIONS,
-    Place,
-    comparable_steps,
-    flow_of,
-    innermost,
-    sites_of,
-)
-from driftline.diagnosis.status import SiteStatus, site_statuses
 from driftline.diagnosis.texts import needs
-from driftline.errors import BadInput
 
 # Each second look reads two tensors; beyond this many suspicions the first ones decide anyway.
 _SECOND_LOOKS = 16
 # How far each kind of evidence can be trusted at best. Replay compares the same computation on the
 # same input; growth only compares siblings.
-_TRUST = {"replay": 0.97, "noise": 0.85, "growth": 0.6, "weights": 0.99}
+_TRUST = {
+    "replay": 0.97,
+    "recomputed": 0.97,
+    "bisect": 0.97,
+    "noise": 0.85,
+    "growth": 0.6,
+    "pattern": 0.8,
+    "weights": 0.99,
+}
 _SHOWN = {
     "replay": "replay",
+    "recomputed": "its function in float64 on the same input",
+    "bisect": "substitution",
     "noise": "the noise runs",
     "growth": "the growth of the error in its siblings",
+    "pattern": "what its siblings have in common",
     "weights": "the weights themselves",
 }
 
@@ -66,62 +69,30 @@ class Assembly:
         self.table = table
         self.variants = variants
         self.runs = runs
-        # Findings use the reference's names, an experiment those of the candidate's program.
-        self.proof = proof if runs is None or proof is None else _renamed(proof, runs)
-        self.replay = runs.replay if runs is not None else None
-        flow = None if runs is None else flow_of(runs.reference, runs.candidate, runs.plan)
-        lengths = lengths_of(None if runs is None else runs.reference)
-        self.sites, why = comparable_steps(sites_of(table, flow, lengths), table)
-        self.notes = [why] if why else []
-        self.floor: NoiseFloor | None = noise_floor(variants) if variants else None
-        self.judged: dict[str, ReplayResult] = {}
-        self.seen: dict[Place, Confirmation] = {}
-        self.flips: list[Flip] | None = None
-        self.allowed: Mapping[str, float] = {}
-        if runs is not None:
-            self.allowed = quantised_sites(runs.reference, runs.candidate)
-        if runs is not None and runs.replay is not None:
-            self.judged = self._replayed(runs, runs.replay)
-
-    def _replayed(self, runs: Runs, replay: Replay) -> dict[str, ReplayResult]:
-        own = str(runs.candidate.manifest.get("id") or "")
-        if own and replay.of and own != replay.of:
-            raise BadInput(
-                f"the replay was made for another run than '{runs.candidate.name}'",
-                hint="driftline replay CAND makes one for this run",
-            )
-        judged = judge(runs.candidate, replay, allowed=self.allowed)
-        if not judged:
-            raise BadInput(
-                "the replay has no tensor in common with the candidate",
-                hint='it was made for another run: driftline replay CAND --exec "..." -o REPLAY',
-            )
-        # A replay with a mask of another kind is another computation, whatever numbers it gave.
-        for site, why in inputs_of_other_kinds(runs.plan, replay.sites).items():
-            if site in judged:
-                judged[site] = ReplayResult(False, trouble=why)
-        # Findings go by the reference's names.
-        names = {
-            pair.candidate.key.site: pair.reference.key.site
-            for pair in runs.plan.pairs
-            if pair.candidate.key.port == "output"
+        self.proof = proof
+        judgement = table.judgement
+        self.judgement = judgement
+        evidence = NO_EVIDENCE if judgement is None else judgement.evidence
+        self.sites: Mapping[Place, Site] = {} if judgement is None else judgement.sites
+        self.notes = [judgement.note] if judgement is not None and judgement.note else []
+        self.notes += [note for note in table.notes if note.startswith(ROUTERS)]
+        self.floor: NoiseFloor | None = evidence.floor
+        self.judged = {
+            site: result
+            for site, result in evidence.replayed.items()
+            if isinstance(result, ReplayResult)
         }
-        return {names.get(site, site): judgement for site, judgement in judged.items()}
+        self.look: SecondLook | None = None
+        if runs is not None:
+            self.look = SecondLook(runs.reference, runs.candidate, runs.plan)
+        self.seen: dict[Place, Confirmation] = {}
 
     def diagnosis(self) -> Diagnosis:
-        coverage = Coverage.of(self.table.rows)
-        if not self.sites:
-            why = self.notes[0] if self.notes else "no tensor could be set against another"
-            what = (
-                "run both programs on the same inputs"
-                if self.notes
-                else ("dump tensors that both runs have, with --keep full or summary")
-            )
-            sentences = (f"Nothing could be judged: {why}.",)
-            return Diagnosis("incomparable", sentences, coverage=coverage, needs=(what,))
-        growth = growths(self.sites, self.allowed)
-        statuses = site_statuses(self.sites, growth, self.floor, self.judged)
-        statuses, culprits = self._looked_at_again(statuses)
+        coverage, judgement = Coverage.of(self.table.rows), self.judgement
+        if judgement is None:
+            return self._by_rows(coverage)
+        statuses, culprits = judgement.statuses, judgement.culprits
+        self._look_at(culprits[:_SECOND_LOOKS], statuses)
         order = {place: position for position, place in enumerate(self.sites)}
         first = culprits[0] if culprits else None
         named: dict[Place, NamedCause] = {}
@@ -135,7 +106,9 @@ class Assembly:
                 if judged is not None and judged.trouble:
                     judged = None
                 naming = name_cause(self.runs, self.sites, place, statuses[place], judged)
-                named[place] = by_device(naming, self.runs, statuses[place].call.worst)
+                row = statuses[place].call.worst
+                naming = by_device(naming, self.runs, row)
+                named[place] = by_difference(naming, self.runs, self.table, row)
         findings = tuple(
             self._finding(place, statuses[place], order[place], named.get(place))
             for place in self.sites
@@ -143,13 +116,13 @@ class Assembly:
         final, final_noise = final_error(self.sites, self.floor, first)
         rate = self._rate()
         if first is None:
-            # Without a culprit there are two endings: a site that contradicts itself makes the
-            # result undecided, otherwise the run is clean.
-            suspects = self._suspects(statuses)
             gathered = self._evidence(statuses, None, named, final, final_noise, rate)
-            if suspects:
-                return self._undecided(suspects, findings, gathered, coverage, rate)
-            return self._clean(findings, statuses, final, gathered, coverage, rate)
+            if self.table.verdict in ("pass", "incomplete"):
+                suspects = [place for place, entry in statuses.items() if entry.suspected]
+                if suspects:
+                    return self._undecided(suspects, findings, gathered, coverage, rate)
+                return self._clean(findings, statuses, final, gathered, coverage, rate)
+            return self._by_rows(coverage, findings, gathered)
         share, third_sentence = explained(final, final_noise), ""
         # A measured share from bisection replaces the estimate.
         if self.proof is not None:
@@ -160,13 +133,7 @@ class Assembly:
         return Diagnosis(
             "fail",
             (
-                texts.where(
-                    finding,
-                    standing.by,
-                    self._statistic(first),
-                    self._limit(first, standing),
-                    standing.call.worst.fused,
-                ),
+                self._where(first, standing, finding),
                 texts.kind(naming.cause, naming.sentence),
                 third_sentence or texts.share(share, final, final_noise),
             ),
@@ -183,6 +150,18 @@ class Assembly:
             self._needs(standing),
         )
 
+    def _where(self, place: Place, standing: SiteStatus, finding: SiteFinding) -> str:
+        """The first sentence; of NaN and Inf that begin at the site it is the comparison's."""
+        if self.judgement is not None and self.judgement.certain is not None:
+            return _sentence(self.table.finding)
+        return texts.where(
+            finding,
+            standing.by,
+            self._statistic(place),
+            self._limit(place, standing),
+            standing.call.worst.fused,
+        )
+
     def _needs(self, standing: SiteStatus | None) -> tuple[str, ...]:
         elsewhere = ""
         if self.runs is not None and self.floor is not None:
@@ -190,19 +169,40 @@ class Assembly:
         unproven = self.proof is None
         return needs(self.runs, self.table, self.floor, self.judged, standing, unproven, elsewhere)
 
-    def _suspects(self, statuses: Mapping[Place, SiteStatus]) -> list[Place]:
-        """Sites that do not reproduce their own output and are off by other evidence as well."""
-        suspects: list[Place] = []
-        for place, standing in statuses.items():
-            other = standing.suspected
-            if other is None:
+    def _by_rows(
+        self,
+        coverage: Coverage,
+        findings: tuple[SiteFinding, ...] = (),
+        gathered: Mapping[str, Any] | None = None,
+    ) -> Diagnosis:
+        """The finding of the comparison, where it is none about what a site adds."""
+        table = self.table
+        needs: tuple[str, ...] = ()
+        if table.verdict == "incomparable":
+            needs = ("dump tensors that both runs have, with --keep full or summary",)
+        sentences = (_sentence(table.finding), *map(_sentence, self.notes))
+        return Diagnosis(
+            table.verdict if table.verdict != "unjudged" else "incomparable",
+            sentences,
+            findings,
+            table.first_site,
+            "" if table.first is None else str(table.first.key),
+            evidence=gathered or {},
+            coverage=coverage,
+            needs=needs or self._needs(None),
+        )
+
+    def _look_at(self, culprits: Sequence[Place], statuses: Mapping[Place, SiteStatus]) -> None:
+        """Look at each half of the tokens of what made the culprits suspect."""
+        for place in culprits if self.look is not None else ():
+            standing = statuses[place]
+            # Replay has looked at halves already, and weights are exact.
+            if standing.by not in ("noise", "growth"):
                 continue
-            again = None
-            if self.runs is not None:
-                again = confirmed(self.runs, other, self.floor, self._flips(self.runs))
-            if again is None or again.holds:
-                suspects.append(place)
-        return suspects
+            assert self.look is not None
+            again = confirmed(self.look.at(standing.call.worst), standing, self.floor)
+            if again is not None:
+                self.seen[place] = again
 
     def _undecided(
         self,
@@ -216,7 +216,7 @@ class Assembly:
         first = min(suspects, key=lambda place: self.sites[place].order)
         gathered["suspects"] = [place.site for place in suspects]
         return Diagnosis(
-            "incomparable",
+            "incomplete",
             texts.undecided(first.site, self.judged[first.site].trouble),
             findings,
             false_alarm_rate=rate.rate if rate is not None else None,
@@ -224,58 +224,6 @@ class Assembly:
             coverage=coverage,
             needs=self._needs(None),
         )
-
-    def _looked_at_again(
-        self, statuses: dict[Place, SiteStatus]
-    ) -> tuple[dict[Place, SiteStatus], list[Place]]:
-        """Statuses and culprits without suspicions that only one half of the tokens supports.
-
-        Repeats until no culprit is dropped: dropping one may bring another to the front.
-        """
-        while True:
-            culprits = self._culprits(statuses)
-            doubtful = None
-            for place in culprits[:_SECOND_LOOKS] if self.runs is not None else ():
-                # Replay has looked at halves already, and weights are exact.
-                if statuses[place].by not in ("noise", "growth") or place in self.seen:
-                    continue
-                assert self.runs is not None
-                again = confirmed(self.runs, statuses[place], self.floor, self._flips(self.runs))
-                if again is not None:
-                    self.seen[place] = again
-                    if not again.holds:
-                        doubtful = place
-                        break
-            if doubtful is None:
-                return statuses, culprits
-            reason = self.seen[doubtful].remark or "seen on one half of the tokens only"
-            status = "unknown" if reason == ROUTING_REACHES_ALL else "clean"
-            statuses = {
-                **statuses,
-                doubtful: statuses[doubtful]._replace(status=status, reason=reason),
-            }
-
-    def _flips(self, runs: Runs) -> list[Flip]:
-        """Changed expert choices; searched once, and mentioned in the notes."""
-        if self.flips is None:
-            self.flips = flips(runs.reference, runs.candidate, runs.plan)
-            if self.flips:
-                tokens = sum(int(flip.rows.sum()) for flip in self.flips)
-                self.notes.append(
-                    f"routers sent {tokens} tokens to other experts at a near tie, first "
-                    f"'{self.flips[0].router}': errors of those tokens alone were not counted"
-                )
-        return self.flips
-
-    def _culprits(self, statuses: Mapping[Place, SiteStatus]) -> list[Place]:
-        """Innermost sites that introduce error, in order of execution."""
-        guilty = [place for place, standing in statuses.items() if standing.status == "introduced"]
-        inner: list[Place] = []
-        for direction in DIRECTIONS:
-            names = innermost(place.site for place in guilty if place.direction == direction)
-            inner += [Place(direction, name) for name in names]
-        inner.sort(key=lambda place: self.sites[place].order)
-        return inner
 
     def _finding(
         self, place: Place, standing: SiteStatus, order: int, naming: NamedCause | None
@@ -310,6 +258,8 @@ class Assembly:
 
     def _limit(self, place: Place, standing: SiteStatus) -> str:
         judged = self.judged.get(place.site) if place.direction == "forward" else None
+        if standing.by == "recomputed":
+            return "what its number format explains"
         if standing.by == "replay" and judged is not None:
             return "what the trusted module's own arithmetic allows"
         if standing.by == "noise" and self.floor is not None:
@@ -359,6 +309,9 @@ class Assembly:
             "final_noise": noise,
             "explains_by": "estimate: final error against noise, as energies",
         }
+        judgement = self.judgement
+        if judgement is not None and judgement.pattern is not None:
+            gathered["pattern"] = judgement.pattern.sentence
         if self.notes:
             gathered["notes"] = list(self.notes)
         if rate is not None:
@@ -395,17 +348,17 @@ class Assembly:
         by = ""
         if worst is not None:
             by = _SHOWN[statuses[Place(worst.direction, worst.site)].by]
-        if judged == 0:
-            sentences = ("Nothing could be judged: no site's evidence holds.",)
-            return Diagnosis(
-                "incomparable", sentences, findings, coverage=coverage, evidence=gathered
-            )
         trusts = [_TRUST.get(standing.by, 0.5) for standing in statuses.values()]
+        sentences = texts.clean(judged, unknown, worst, by, final)
+        is_pass = self.table.verdict == "pass"
+        # Why it is no pass is the first thing to know.
+        if not is_pass:
+            sentences = [_sentence(self.table.finding), *sentences]
         return Diagnosis(
-            "pass",
-            tuple(texts.clean(judged, unknown, worst, by, final)),
+            "pass" if is_pass else "incomplete",
+            tuple(sentences),
             findings,
-            cause="noise",
+            cause="noise" if is_pass else "unknown",
             confidence=round(min(trusts) * coverage.share, 4),
             false_alarm_rate=rate.rate if rate is not None else None,
             evidence=gathered,
@@ -414,12 +367,9 @@ class Assembly:
         )
 
 
-def _renamed(proof: Substitution, runs: Runs) -> Substitution:
-    """The bisection with the reference's name of its site, as findings use those names."""
-    for pair in runs.plan.pairs:
-        if pair.candidate.key.port == "output" and pair.candidate.key.site == proof.site:
-            return proof._replace(site=pair.reference.key.site)
-    return proof
+def _sentence(words: str) -> str:
+    """A finding of a comparison as a sentence of its own."""
+    return f"{words[:1].upper()}{words[1:]}."
 
 
 _STATISTICS = {

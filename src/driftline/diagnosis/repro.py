@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from driftline.diagnosis.error_stats import F64, read_whole
+from driftline.comparison.evidence.error_stats import F64, read_whole
 from driftline.diagnosis.evidence.files import Replay, open_replay
 from driftline.diagnosis.result import Diagnosis
 from driftline.errors import AlreadyThere, BadInput

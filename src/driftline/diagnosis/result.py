@@ -10,18 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from driftline.comparison.differences.difference import Difference
 from driftline.comparison.table.row import number_to_json
 from driftline.comparison.table.table import Coverage
+from driftline.comparison.verdict.decision import EXIT_CODES
+from driftline.comparison.verdict.status import Status
 
 SCHEMA = "driftline.diagnosis/1"
 
-Status: TypeAlias = Literal["introduced", "amplified", "inherited", "masked", "clean", "unknown"]
 STATUSES: tuple[Status, ...] = (
     # Unknown stands before clean: what could not be judged deserves attention.
     *("introduced", "amplified", "inherited", "masked", "unknown", "clean"),
 )
 """Worst first, as reports list them."""
-Verdict: TypeAlias = Literal["pass", "fail", "incomparable"]
+Verdict: TypeAlias = Literal["pass", "fail", "incomplete", "incomparable"]
 Direction: TypeAlias = Literal["forward", "backward", "optimizer", "param"]
 
 _NOTHING: Mapping[str, Any] = {}
@@ -103,6 +105,7 @@ class Diagnosis:
         evidence: What it rests on.
         coverage: How much of the two runs was set against each other.
         needs: What more would help, with the command to get it.
+        differences: What differs between the two models; None if a run has no facts about it.
     """
 
     verdict: Verdict
@@ -118,6 +121,7 @@ class Diagnosis:
     evidence: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
     coverage: Coverage = field(default_factory=Coverage)
     needs: tuple[str, ...] = ()
+    differences: tuple[Difference, ...] | None = None
 
     @property
     def introduced(self) -> bool:
@@ -126,9 +130,9 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """0 pass, 1 fail, 2 nothing could be judged."""
+        """0 pass, 1 fail, 2 too little or nothing could be judged."""
         # Scripts rely on these codes.
-        return {"pass": 0, "fail": 1, "incomparable": 2}[self.verdict]
+        return EXIT_CODES[self.verdict]
 
     def site(self, name: str, direction: Direction = "forward") -> SiteFinding:
         """The finding of one site.
@@ -160,6 +164,11 @@ class Diagnosis:
             "sites": [site.as_json() for site in self.sites],
             "coverage": {**self.coverage.as_json(), "share": round(self.coverage.share, 6)},
             "needs": list(self.needs),
+            **(
+                {}
+                if self.differences is None
+                else {"differences": [_plain(each.as_json()) for each in self.differences]}
+            ),
         }
 
     def __str__(self) -> str:

@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from driftline.comparison.table.table import Table
+from driftline.comparison.verdict.growth import jump_along_depth
+from driftline.comparison.verdict.noise import NoiseFloor
+from driftline.comparison.verdict.sites import Place, Site
+from driftline.comparison.verdict.status import SiteStatus
 from driftline.diagnosis.causes.case_builder import NamedCause
 from driftline.diagnosis.causes.registry import CAUSES
 from driftline.diagnosis.confirmation import Confirmation
 from driftline.diagnosis.evidence.files import Substitution
-from driftline.diagnosis.evidence.growth import jump_along_depth
-from driftline.diagnosis.evidence.noise import NoiseFloor
 from driftline.diagnosis.evidence.replay import ReplayResult
 from driftline.diagnosis.result import SiteFinding
-from driftline.diagnosis.sites import Place, Site
-from driftline.diagnosis.status import SiteStatus
 
 if TYPE_CHECKING:
     from driftline.diagnosis.causes.case_builder import Runs
@@ -52,7 +52,9 @@ def where(site: SiteFinding, by: str, statistic: str, limit: str, fused: str = "
     if site.direction == "param":
         return f"{name}{of} is the first that is off: its weights differ from the reference's."
     what = _WHERE[site.direction]
-    if by == "replay":
+    if by in ("bisect", "pattern"):
+        return f"{name}{of} introduces error: {site.reason}."
+    if by in ("replay", "recomputed"):
         return (
             f"{name}{of} introduces error: on the very input it was given, its {statistic} is "
             f"{off} times {limit}."

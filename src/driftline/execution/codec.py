@@ -56,7 +56,7 @@ def encode(value: Any) -> Any:
             return ["array", value.dtype.str, list(value.shape), value.tobytes()]
     if isinstance(value, (int, float)):
         return int(value) if isinstance(value, int) else float(value)
-    raise TypeError(f"a worker cannot be told a {type(value).__name__}")
+    raise TypeError(f"a worker cannot be sent a {type(value).__name__}")
 
 
 def decode(value: Any, kinds: Sequence[type] = ()) -> Any:

@@ -181,7 +181,26 @@ def result_of(answer: Sequence[Any], called: str, where: str = "") -> Any:
     raise WorkerFailed(f"a worker{on_node} failed at {called}: {first}", hint=hint)
 
 
-_KNOWN = ("local", "ray", "ray://HOST:PORT")
+class ExecutorSpec(NamedTuple):
+    """An executor that users choose by name.
+
+    Attributes:
+        open: Function of (address, jobs, quiet) that returns the executor; the address is what the
+            user wrote, such as `ray://HOST:PORT`, and empty for a bare name.
+        addresses: How an address is written; empty if the executor takes none.
+    """
+
+    open: Address
+    addresses: str = ""
+
+
+EXECUTORS: dict[str, ExecutorSpec] = {
+    "local": ExecutorSpec(Address("driftline.execution.processes:open_executor")),
+    "ray": ExecutorSpec(
+        Address("driftline.execution.ray_cluster:open_executor"), "ray://HOST:PORT"
+    ),
+}
+"""Every executor by name."""
 MOST_JOBS = 4096
 
 
@@ -204,21 +223,12 @@ def chosen(
     if executor is not None and not isinstance(executor, str):
         return executor
     # One local worker is this process: starting another one would only cost time.
-    if executor in (None, "", "local"):
-        if jobs is None or jobs == 1:
-            return None
-        from driftline.execution.processes import Processes
-
-        return Processes(jobs)
-    if executor == "ray" or executor.startswith("ray://"):
-        from driftline.execution.ray_cluster import RayCluster
-
-        cluster = RayCluster("" if executor == "ray" else executor, jobs)
-        if quiet:
-            cluster.tell = _nothing
-        return cluster
-    raise BadInput(f"there is no executor '{executor}'", hint=did_you_mean(executor, _KNOWN))
-
-
-def _nothing(line: str) -> None:
-    del line
+    if executor in (None, "", "local") and jobs in (None, 1):
+        return None
+    address = executor or "local"
+    name, has_address, _ = address.partition("://")
+    spec = EXECUTORS.get(name)
+    if spec is None or (has_address and not spec.addresses):
+        spellings = [*EXECUTORS, *(spec.addresses for spec in EXECUTORS.values() if spec.addresses)]
+        raise BadInput(f"there is no executor '{address}'", hint=did_you_mean(address, spellings))
+    return spec.open.load()(address if has_address else "", jobs, quiet)

@@ -107,6 +107,12 @@ class Processes:
         return f"Processes({self._jobs})"
 
 
+def open_executor(address: str, jobs: int | None, quiet: bool) -> Processes:
+    """The executor `local`; it has no address, and nothing to say about other machines."""
+    del address, quiet
+    return Processes(jobs or 1)
+
+
 class _Round:
     """One job. Each worker process has a thread here that sends its tasks and reads its answers."""
 

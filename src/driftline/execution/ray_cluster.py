@@ -88,6 +88,11 @@ class RayCluster:
         return f"RayCluster({self.address!r}, {self.jobs})"
 
 
+def open_executor(address: str, jobs: int | None, quiet: bool) -> RayCluster:
+    """The executor `ray`."""
+    return RayCluster(address, jobs, (lambda line: None) if quiet else _print_note)
+
+
 def _cores(node: dict[str, Any], gpus: int = 0) -> int:
     """Number of workers that a node has cores (and GPUs) for."""
     has = node["Resources"]

@@ -18,8 +18,9 @@ from driftline.errors import BadFile, BadInput, BadRun
 from driftline.formats import read_ahead
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.fields import Summary
+from driftline.runs import mapped_file
 from driftline.runs.facts import Order
-from driftline.runs.records import Blob, Kept, Record, TensorKey
+from driftline.runs.records import Blob, Kept, Record, TensorKey, shape_trouble
 from driftline.runs.run import Loss, Memory, ReadAhead, Run, Storage, no_values
 from driftline.runs.sinks import JSON
 
@@ -64,6 +65,7 @@ class FileRun(Run):
     def __init__(self, path: Path, format_name: str, members: Sequence[Member]) -> None:
         self.name = str(path)
         self._format = format_name
+        self._size = path.stat().st_size
         self._members = {_key(member, len(members)): member for member in members}
         # A dictionary would keep only the last of two tensors of one name, silently.
         if len(self._members) != len(members):
@@ -89,6 +91,15 @@ class FileRun(Run):
             if record.lost
         ]
 
+    def cut_off(self) -> Callable[[Record], str] | None:
+        # Tensors of a file are views of one map; which of them are cut only their format knows.
+        try:
+            if Path(self.name).stat().st_size >= self._size:
+                return None
+        except OSError:  # deleted: what is mapped stays
+            return None
+        return lambda record: f"{self.name} became shorter while it was read"
+
     def raw(self, record: Record) -> Storage:
         if record.lost:
             raise BadInput(f"{record.key.site} of {self.name} has no values: {record.lost}")
@@ -106,13 +117,14 @@ def _key(member: Member, count: int) -> TensorKey:
 def _record(path: Path, key: TensorKey, member: Member, order: int) -> Record:
     dtype = DTYPES.get(member.dtype)
     length = dtype.byte_count(math.prod(member.shape)) if dtype else 0
+    trouble = member.trouble or shape_trouble(member.shape)
     return Record(
         key,
         order,
         member.dtype,
         member.shape,
-        blob=None if member.trouble else Blob(path.name, 0, length),
-        lost=member.trouble,
+        blob=None if trouble else Blob(path.name, 0, length),
+        lost=trouble,
     )
 
 
@@ -196,6 +208,9 @@ class TreeRun(Run):
         leaf_by_key = self._leaves
         for position, leaf in enumerate(ranked):
             record = leaf.record.placed(position, _blob_of(leaf))
+            # Other shapes are bounded by the bytes of their file; that of no element is by none.
+            if 0 in record.shape and not record.lost and (no := shape_trouble(record.shape)):
+                record = record._replace(lost=no)
             earlier = leaf_by_key.setdefault(record.key, leaf)
             if earlier is not leaf:
                 raise BadFile(
@@ -231,6 +246,15 @@ class TreeRun(Run):
         values = fetch()
         values.flags.writeable = False
         return values
+
+    def cut_off(self) -> Callable[[Record], str] | None:
+        names = set(mapped_file.cut_files())
+
+        def reason(record: Record) -> str:
+            cut = f"{self.name}/{self.source(record)}" in names
+            return f"{self.source(record)} became shorter while it was read" if cut else ""
+
+        return reason if names else None
 
     def memory(self, record: Record) -> Memory | None:
         # Only plain values in a file have an address; rearranged ones exist as arrays only.

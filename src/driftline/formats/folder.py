@@ -20,6 +20,7 @@ import numpy as np
 
 from driftline.formats import read_ahead
 from driftline.runs.local_files import open_inside
+from driftline.runs.mapped_file import map_file
 
 # Deeper than any tool nests its folders, and shallow enough for recursion.
 DEEPEST = 64
@@ -286,7 +287,8 @@ class Folder:
                 raise OSError(0, f"has {size} bytes where {start + length} were promised")
             # The system maps whole pages only: begin at the page that holds the range.
             page = start - start % mmap.ALLOCATIONGRANULARITY
-            mapped = mmap.mmap(file, start + length - page, access=mmap.ACCESS_READ, offset=page)
+            path = f"{self.text}/{name}"
+            mapped = map_file(file, path, length=start + length - page, offset=page)
             return np.frombuffer(mapped, np.uint8, length, start - page)
         finally:
             os.close(file)

@@ -16,12 +16,12 @@ from driftline.errors import BadFile
 from driftline.formats.convert import targets
 from driftline.formats.dump_run import Leaf, TreeRun
 from driftline.formats.folder import Folder
+from driftline.formats.registry import SUFFIXES, dump_format
 from driftline.formats.tensor_files import describe, leaf
 from driftline.runs.layout import INDEX, MANIFEST
 from driftline.runs.records import TensorKey
 
 NAME = "files"
-SUFFIXES = (".npy", ".npz", ".pt", ".pth", ".safetensors", ".bin")
 MOST_FILES = 1_000_000
 # Enough entries to meet a tensor in any real dump; a home folder must not be searched whole.
 _LOOKED_AT = 10_000
@@ -90,16 +90,12 @@ def open(path: Path) -> TreeRun:
 
 def _dumps_inside(path: Path) -> Iterator[str]:
     """A sentence for each folder that is a dump by itself: opened so, its names say more."""
-    from driftline.formats.registry import TREES
-
     with os.scandir(path) as entries:
         folders = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
     # Each test opens a few folders; sixteen are enough for a useful hint.
     for name in folders[:_CHILDREN]:
-        for key, address in TREES.items():
-            if key != "files" and address.load().sniff(path / name):
-                yield f"{name} is a dump by itself ({address.load().NAME}); open it by its own path"
-                break
+        if (reader := dump_format(path / name)) is not None:
+            yield f"{name} is a dump by itself ({reader.NAME}); open it by its own path"
 
 
 def _is_tensor_file(name: str) -> bool:

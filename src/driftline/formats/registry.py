@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from driftline.errors import BadFile, BadRun
 from driftline.formats.dump_run import Member
@@ -30,7 +30,7 @@ class Format(Protocol):
     NAME: str
 
     def sniff(self, path: Path, /) -> bool:
-        """Whether this file looks like the format; reads a few bytes, never raises for content."""
+        """Whether the content looks like the format; reads a few bytes, never raises for it."""
         ...
 
     def members(self, path: Path, /) -> list[Member]:
@@ -52,40 +52,69 @@ class TreeFormat(Protocol):
         ...
 
 
+class FormatSpec(NamedTuple):
+    """A format that Driftline reads: where its reader is, and what is known without loading it.
+
+    Attributes:
+        reader: Module with `NAME`, `sniff`, and `members` (a file) or `open` (a folder or a file).
+        holds: Noun for the list of what can be read.
+        suffixes: How its files are called; such files are looked for in plain folders.
+        exclusive: No other program uses these suffixes: a file so called goes to this reader even
+            if its content is not recognised, because the reader says what is wrong with it.
+        fallback: Takes any folder with tensor files in it, so it is asked last and named nowhere.
+    """
+
+    reader: Address
+    holds: str
+    suffixes: tuple[str, ...] = ()
+    exclusive: bool = True
+    fallback: bool = False
+
+
+def _spec(module: str, holds: str, *suffixes: str, **more: bool) -> FormatSpec:
+    return FormatSpec(Address(f"driftline.formats.{module}"), holds, suffixes, **more)
+
+
 GROUP = "driftline.formats"
 PARTS = "shard-*-of-*.json"
 """What `driftline compare --shard` writes."""
 
-BUILTIN: dict[str, Address] = {
-    "npy": Address("driftline.formats.tensors.npy"),
-    "npz": Address("driftline.formats.tensors.npz"),
-    "safetensors": Address("driftline.formats.tensors.safetensors"),
-    "torch": Address("driftline.formats.tensors.torch_file"),
-    "atb-bin": Address("driftline.formats.ascend.atb.file"),
-    "ge": Address("driftline.formats.ascend.ge.operator_file"),
+# In the order in which they are asked: a file is the first one's whose `sniff` is true.
+FILES: dict[str, FormatSpec] = {
+    "npy": _spec("tensors.npy", ".npy", ".npy"),
+    "npz": _spec("tensors.npz", ".npz", ".npz"),
+    "safetensors": _spec("tensors.safetensors", ".safetensors", ".safetensors"),
+    "torch": _spec("tensors.torch_file", ".pt, .pth, .ckpt", ".pt", ".pth", ".ckpt"),
+    "atb-bin": _spec("ascend.atb.file", "ATB .bin", ".bin", exclusive=False),
+    "ge": _spec("ascend.ge.operator_file", "GE operator"),
 }
+"""Formats of single files."""
 
-TREES: dict[str, Address] = {
-    "atb": Address("driftline.formats.ascend.atb.dump"),
-    "ge-dump": Address("driftline.formats.ascend.ge.dump"),
-    "fx-dump": Address("driftline.formats.ascend.ge.fx_dump"),
-    "ait-torch": Address("driftline.formats.ait.dump"),
-    "msprobe": Address("driftline.formats.tools.msprobe"),
-    "paddle-hook": Address("driftline.formats.tools.paddle_hook"),
-    "decoder-output": Address("driftline.formats.tools.decoder_output"),
-    "transformers-debugger": Address("driftline.formats.tools.transformers_debugger"),
-    "files": Address("driftline.formats.plain_folder"),
+FOLDERS: dict[str, FormatSpec] = {
+    "atb": _spec("ascend.atb.dump", "ATB (ait_dump*, msit_dump*, atb_dump_data)"),
+    "ge-dump": _spec("ascend.ge.dump", "torchair (GE)"),
+    "fx-dump": _spec("ascend.ge.fx_dump", "torchair (FX)"),
+    "ait-torch": _spec("ait.dump", "ait's torch hooks"),
+    "msprobe": _spec("tools.msprobe", "msprobe"),
+    "paddle-hook": _spec("tools.paddle_hook", "the Paddle saving hook"),
+    "decoder-output": _spec("tools.decoder_output", "decoders (*.out)"),
+    "transformers-debugger": _spec("tools.transformers_debugger", "transformers' debugger"),
+    "files": _spec("plain_folder", "", fallback=True),
 }
-"""Formats that are folders of many files, in the order in which they are asked."""
+"""Formats that are folders of many files."""
+
+SUFFIXES = tuple(suffix for spec in FILES.values() for suffix in spec.suffixes)
+"""Names of the tensor files that are looked for in a folder without a layout."""
 
 
-READABLE = (
-    "it reads folders of `driftline dump`; dumps of ATB (ait_dump*, msit_dump*, atb_dump_data), of "
-    "ait's torch hooks, of torchair (GE and FX), of msprobe, of the Paddle saving hook, of "
-    "transformers' debugger; decoder *.out folders; and .npy, .npz, .pt, .pth, .safetensors, ATB "
-    ".bin and GE operator files, alone or in folders"
-)
-"""The hint shown when a path is none of these."""
+def readable() -> str:
+    """The hint for a path that is nothing of this."""
+    folders = ", ".join(spec.holds for spec in FOLDERS.values() if spec.holds)
+    files = [spec.holds for spec in FILES.values()]
+    return (
+        f"it reads folders of `driftline dump`; dumps of {folders}; and {', '.join(files[:-1])} "
+        f"and {files[-1]} files, alone or in folders"
+    )
 
 
 def open_run(path: StrPath) -> Run:
@@ -137,7 +166,7 @@ def _open(path: StrPath) -> Run:
                     hint=f"their table is made with: driftline merge {shlex.quote(str(place))}",
                 ) from None
             # Plug-ins come last, so that none can take over a format of ours.
-            for format_ in chain(_tree_formats(), _plugin_formats()):
+            for format_ in chain(_folder_formats(), _plugin_formats()):
                 if format_.sniff(place):
                     return _opened(format_, place)
             if not any(place.iterdir()):
@@ -145,7 +174,7 @@ def _open(path: StrPath) -> Run:
             if not (place / MANIFEST).exists():
                 raise BadRun(
                     f"'{place}' is no run, and no dump of another program that is known",
-                    hint=READABLE,
+                    hint=readable(),
                 ) from None
         raise no_run
 
@@ -156,10 +185,9 @@ def open_file(path: Path) -> Run:
     Raises:
         BadFile: No format recognises it, or the one that does refuses it.
     """
-    # Magic numbers before suffixes: people rename files.
-    if (certain := _by_first_bytes(path)) is not None:
-        return _opened(BUILTIN[certain].load(), path)
-    for format_ in chain(_file_formats(), _plugin_formats()):
+    if (own := file_format(path)) is not None:
+        return _opened(own, path)
+    for format_ in _plugin_formats():
         if format_.sniff(path):
             return _opened(format_, path)
     # A user who gave a part of something larger is told what to give instead.
@@ -171,49 +199,41 @@ def open_file(path: Path) -> Run:
             f"{path} is a part of a comparison",
             hint="driftline merge makes the table of all its parts",
         )
-    for format_ in _tree_formats():
-        if format_.NAME != "files" and format_.sniff(path.parent):
-            raise BadFile(
-                f"{path} is a part of a dump ({format_.NAME})",
-                hint=f"give the dump's folder: {path.parent}",
-            )
+    if (dump := dump_format(path.parent)) is not None:
+        raise BadFile(
+            f"{path} is a part of a dump ({dump.NAME})",
+            hint=f"give the dump's folder: {path.parent}",
+        )
     raise BadFile(
         f"{path} is no tensor file that driftline can read",
-        hint=READABLE,
+        hint=readable(),
     )
 
 
-def _by_first_bytes(path: Path) -> str | None:
-    """The format of a file whose content leaves no doubt, whatever it is called."""
-    with path.open("rb") as stream:
-        start = stream.read(16)
-    if start.startswith(b"\x93NUMPY"):
-        return "npy"
-    if start.startswith(b"$Version="):
-        return "atb-bin"
-    if not start.startswith(b"PK\x03\x04"):
-        return None
-    import zipfile
-
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        return None
-    # Both torch and numpy write zips; the names inside tell which.
-    if any(name.endswith("/data.pkl") for name in names):
-        return "torch"
-    return "npz" if names and all(name.endswith(".npy") for name in names) else None
+def file_format(path: Path) -> Format | TreeFormat | None:
+    """The reader of a tensor file; None if no format of ours recognises it."""
+    # Content before names: people rename files.
+    for spec in FILES.values():
+        if (reader := spec.reader.load()).sniff(path):
+            return reader
+    suffix = path.suffix.lower()
+    for spec in FILES.values():
+        if spec.exclusive and suffix in spec.suffixes:
+            return spec.reader.load()
+    return None
 
 
-def _file_formats() -> Iterator[Format]:
-    for address in BUILTIN.values():
-        yield address.load()
+def dump_format(folder: Path) -> TreeFormat | None:
+    """The reader of a folder that is a dump with a layout; None for a plain folder."""
+    for spec in FOLDERS.values():
+        if not spec.fallback and (reader := spec.reader.load()).sniff(folder):
+            return reader
+    return None
 
 
-def _tree_formats() -> Iterator[TreeFormat]:
-    for address in TREES.values():
-        yield address.load()
+def _folder_formats() -> Iterator[TreeFormat]:
+    for spec in FOLDERS.values():
+        yield spec.reader.load()
 
 
 def _opened(format_: Format | TreeFormat, path: Path) -> Run:
@@ -229,5 +249,5 @@ def _opened(format_: Format | TreeFormat, path: Path) -> Run:
 
 def _plugin_formats() -> Iterator[Format | TreeFormat]:
     for name, address in plugins(GROUP).items():
-        if name not in BUILTIN and name not in TREES:
+        if name not in FILES and name not in FOLDERS:
             yield address.load()

@@ -209,13 +209,12 @@ def _torch_values(folder: Folder, name: str, stored: torch_zip.Stored) -> _Plain
 
 
 def _by_format(folder: Folder, name: str) -> list[Member]:
-    from driftline.formats.registry import BUILTIN
+    from driftline.formats.registry import file_format
 
     path = _checked_path(folder, name)
-    for address in BUILTIN.values():
-        format_ = address.load()
-        if hasattr(format_, "members") and format_.sniff(path):
-            return _closed_between_reads(format_.members, path)
+    members = getattr(file_format(path), "members", None)
+    if members is not None:
+        return _closed_between_reads(members, path)
     raise BadFile(f"{path} is no tensor file that driftline can read")
 
 

@@ -17,7 +17,7 @@ from driftline.graphs.writers.onnx import onnx_bytes
 from driftline.runs.layout import folder_name, parse_folder
 from driftline.runs.local_files import read_inside, reason_of
 from driftline.runs.sidecars.calls import CALLS, LARGEST_CALLS, Call, read_calls
-from driftline.runs.sidecars.operator_sheets import FOLDERS, kind_of_sheet
+from driftline.runs.sidecars.operator_sheets import FOLDERS, READ_OPERATIONS, kind_of_sheet
 from driftline.runs.stores.addresses import url_of
 
 if TYPE_CHECKING:
@@ -152,8 +152,6 @@ def _calls_of(place: Path, rank: int, process: int) -> list[Call]:
 
 def _shapes_of_dump(place: Path) -> Shapes:
     """Shapes from the operation csv of the same process, if the file is part of a dump."""
-    from driftline.formats.ascend.atb.tables import read_operations
-
     # ATB keeps topologies and operation tables in parallel folders of one dump.
     if place.parent.parent.name not in ("model", "layer"):
         return {}
@@ -172,7 +170,7 @@ def _shapes_of_dump(place: Path) -> Shapes:
             text = read_inside(root, folder / name, _LARGEST_SHEET).decode("utf-8", "replace")
         except OSError:
             continue
-        for line in read_operations(text, 0):
+        for line in READ_OPERATIONS.load()(text, 0):
             shapes.setdefault(line.name, (_infos(line.inputs), _infos(line.outputs)))
     return shapes
 

@@ -38,7 +38,7 @@ _UNSAFE = re.compile(r"[^\w.-]+", re.ASCII)
 
 _HEAD = '''"""{title}
 
-Written by `driftline opcheck --repro`. Needs numpy and {tensors}, which lies beside it:
+Written by `driftline opcheck --repro`. Needs numpy and {tensors} from the same folder:
 
     python {script}
 

@@ -126,11 +126,8 @@ def open_source(path: Path, options: CheckOptions) -> Source:
         from driftline.operators.atb.source import AtbSource
 
         return AtbSource(path, options)
-    if options.csv is not None:
-        raise BadInput(
-            f"{path} is no ATB dump, so an operation csv has nothing to say about it",
-            hint="leave -c out for a run of driftline dump",
-        )
+    if options.csv is not None and not options.csv.is_file():
+        raise BadInput(f"there is no operation csv {options.csv}")
     from driftline.formats.registry import open_run
 
     run = open_run(path)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO, TypeAlias
 from xml.sax.saxutils import escape, quoteattr
 
+from driftline import settings
 from driftline.comparison.table.row import Row
 from driftline.comparison.table.table import Table, is_spooled
 from driftline.reporting import markdown
@@ -65,6 +66,7 @@ class Checks(NamedTuple):
         tally: How many were looked at and how many are bad, as a sentence.
         cases: One by one.
         summary: The same for people, with the worst of it.
+        word: The verdict where it is neither pass nor fail, in capitals.
     """
 
     command: str
@@ -74,10 +76,17 @@ class Checks(NamedTuple):
     tally: str
     cases: Iterable[Case]
     summary: View
+    word: str = ""
 
 
-def of_table(table: Table, command: str = "compare") -> Checks:
-    """A comparison: a case for each site, of each step and rank."""
+def of_table(table: Table, command: str = "compare", *, allow_incomplete: bool = False) -> Checks:
+    """A comparison: a case for each site, of each step and rank.
+
+    Args:
+        table: A judged table.
+        command: Which command made it.
+        allow_incomplete: The command ends with exit code 0 where too little was compared to tell.
+    """
     cases = SiteCases(table.rows)
     failing = sum(row.status == "fail" for row in table.rows)
     compared = table.coverage.compared
@@ -86,14 +95,19 @@ def of_table(table: Table, command: str = "compare") -> Checks:
     first = table.first_site or (table.first.site if table.first is not None else "")
     return Checks(
         command,
-        table.verdict == "pass",
+        table.verdict == "pass" or (allow_incomplete and table.verdict == "incomplete"),
         table.finding or table.verdict,
         first,
         count,
         # A table on disk may have millions of rows, which must not all be held.
         cases if is_spooled(table.rows) else tuple(cases),
         _table_summary(table, command, count),
+        _word(table.verdict),
     )
+
+
+def _word(verdict: str) -> str:
+    return "" if verdict in ("pass", "fail") else verdict.upper()
 
 
 _Place = tuple[int, int, int, str]
@@ -148,7 +162,7 @@ def _place(row: Row) -> _Place:
     return row.key.rank, row.key.process, row.key.step, row.key.site
 
 
-def of_diagnosis(diagnosed: Diagnosis) -> Checks:
+def of_diagnosis(diagnosed: Diagnosis, *, allow_incomplete: bool = False) -> Checks:
     """A diagnosis: a case for each site, which fails where it introduces error."""
     from driftline.reporting.views import diagnosis
 
@@ -173,12 +187,13 @@ def of_diagnosis(diagnosed: Diagnosis) -> Checks:
     finding = str(diagnosed) or diagnosed.verdict
     return Checks(
         "diagnose",
-        diagnosed.exit_code == 0,
+        diagnosed.exit_code == 0 or (allow_incomplete and diagnosed.verdict == "incomplete"),
         finding,
         diagnosed.first_site,
         count,
         tuple(cases),
         _headed("diagnose", diagnosis.view(diagnosed, most=WORST)),
+        _word(diagnosed.verdict),
     )
 
 
@@ -302,16 +317,18 @@ _LONGEST = 200
 _LONGEST_TEXT = 2000
 
 
-def write_github(checks: Checks, stream: TextIO, summary: str = "") -> None:
+def write_github(checks: Checks, stream: TextIO, summary: str | None = None) -> None:
     """Write the annotations to a stream, and append the summary to a file.
 
     Args:
         checks: What was found.
         stream: Whatever the runner reads.
-        summary: The file that the step's summary is made of; empty where there is none.
+        summary: The file that the step's summary is made of; empty for no summary. None: the one
+            that the runner names.
     """
     for line in commands(checks):
         stream.write(f"{line}\n")
+    summary = settings.step_summary() if summary is None else summary
     if not summary:
         return
     try:
@@ -327,10 +344,13 @@ def commands(checks: Checks) -> list[str]:
     """An error for the first bad place, where there is one, and a notice with the count."""
     title = f"driftline {checks.command}"
     lines: list[str] = []
+    finding = f"{checks.word}: {checks.finding}" if checks.word else checks.finding
     if not checks.passed:
         where = f"{title}: {checks.first}" if checks.first else title
         # One error only: GitHub shows ten annotations of a step at most.
-        lines.append(_command("error", where, checks.finding))
+        lines.append(_command("error", where, finding))
+    elif checks.word:
+        lines.append(_command("warning", title, finding))
     lines.append(_command("notice", title, checks.tally))
     return lines
 
@@ -389,12 +409,17 @@ def _bounded(view: View) -> View:
 def write_junit(checks: Checks, stream: TextIO) -> None:
     """The whole document, ended by a newline."""
     # A case of its own: a run may fail though no single site does, such as by coverage.
+    outcome: Outcome = "fail"
+    if checks.passed:
+        # What is allowed to be incomplete is no pass either.
+        outcome = "skipped" if checks.word else "pass"
+    finding = f"{checks.word}: {checks.finding}" if checks.word else checks.finding
     verdict = Case(
         "verdict",
         f"driftline {checks.command}",
-        "pass" if checks.passed else "fail",
-        "" if checks.passed else checks.finding,
-        () if checks.passed else (checks.finding, checks.tally),
+        outcome,
+        "" if outcome == "pass" else finding,
+        () if checks.passed else (finding, checks.tally),
     )
     # Cases are walked twice, as JUnit states the counts before the cases.
     outcomes = Counter(case.outcome for case in checks.cases) + Counter([verdict.outcome])

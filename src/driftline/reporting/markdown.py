@@ -6,6 +6,7 @@ Text from a run is escaped: no name can become markup, a link or a mention.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TextIO
 
 from driftline.reporting.formatting import number
 from driftline.reporting.terminal import curve, printable
@@ -13,6 +14,11 @@ from driftline.reporting.view import Block, Branch, Curve, Facts, Grid, Sentence
 
 # Code blocks do not wrap; wider ones would scroll.
 _CURVE = 80
+
+
+def write(view: View, stream: TextIO) -> None:
+    """Write a view to a stream."""
+    stream.write(paint(view))
 
 
 def paint(view: View) -> str:

@@ -19,7 +19,7 @@ from typing import Any, cast
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.fields import SKETCH_BUCKETS, Summary
 from driftline.runs.layout import is_shard_name
-from driftline.runs.records import Blob, Record, TensorKey, usual
+from driftline.runs.records import Blob, Record, TensorKey, shape_trouble, usual
 
 _SKETCH = struct.Struct(f"<{SKETCH_BUCKETS}d")
 # Numbers in a line come from a file: larger ones would overflow 64-bit arithmetic later.
@@ -291,6 +291,8 @@ _begun = 0
 
 def decoder(size: int = SHORT) -> Callable[[bytes], Line]:
     """The fastest decoder for `size` more bytes of lines; it raises ValueError on a bad line."""
+    # msgspec is optional (captures run in foreign environments), and reading the first megabyte
+    # with the standard library takes no longer than loading it.
     global _begun
     _begun += size
     return _decode_with_json if _begun < SHORT else _fast_decoder()
@@ -336,7 +338,7 @@ def check_line(line: Line) -> int:
     ):
         raise BadLine("a name is not a string")
     if not line.port:
-        raise BadLine("no port is said")
+        raise BadLine("it has no port")
     order, step, visit = line.order, line.step, line.visit
     if not (
         type(order) is type(step) is type(visit) is int
@@ -359,9 +361,11 @@ def check_line(line: Line) -> int:
         if type(extent) is not int or not 0 <= extent < _LARGEST:
             raise BadLine(f"the shape has {str(extent)[:40]} in it")
         elements *= extent
-    # The product of believable extents may still be absurd.
+    # The product of believable extents may still be absurd, also where a zero hides it.
     if elements >= _LARGEST:
         raise BadLine(f"the shape claims {elements:.3g} elements")
+    if not elements and (trouble := shape_trouble(tuple(cast("list[int]", shape)))):
+        raise BadLine(f"the line {trouble}")
     stride = line.sample_stride
     if stride != 1:
         if _checked_count(stride, "sample_stride") < 1:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import json
-import mmap
 import os
 import stat
 from collections import deque
@@ -21,6 +20,7 @@ from driftline.errors import BadFile, Unreachable
 from driftline.numerics.kernel import address_of, let_go
 from driftline.runs.index import IndexLines
 from driftline.runs.layout import INDEX, is_shard_name
+from driftline.runs.mapped_file import MappedFile, map_file
 from driftline.runs.records import Record
 from driftline.runs.run import Memory, ReadAhead
 
@@ -90,7 +90,9 @@ def read_object(root: Path, path: Path, limit: int) -> Mapping[str, Any]:
 
 MOST_MAPPED = 128
 """Most shards of a run that are mapped at a time. Each is an open file; a process often may have
-1024, and a run has at least one shard for each rank."""
+1024, and a run has at least one shard for each rank: of a run of 600 ranks 364 of 2400 tensors were
+once "incomparable: too many open files". Mapped rather than read: `pread` into a small reused
+buffer took 30 to 45 % longer, and populating the map first 10 %."""
 
 
 class Mapped:
@@ -121,8 +123,15 @@ class Shards:
         self.root = root
         self.name = name
         self._mapped = mapped
-        self._maps: dict[str, mmap.mmap | bytes] = {}
+        self._maps: dict[str, MappedFile | bytes] = {}
         self._places: dict[str, tuple[memoryview, int]] = {}
+        self._sizes: dict[str, int] = {}
+
+    def shortened(self) -> dict[str, int]:
+        """Shards that have become shorter since they were mapped, and their sizes now."""
+        now = {shard: self.size(shard) for shard in self._sizes}
+        sizes = {shard: size if isinstance(size, int) else 0 for shard, size in now.items()}
+        return {shard: size for shard, size in sizes.items() if size < self._sizes[shard]}
 
     def size(self, shard: str) -> int | str:
         """Number of bytes of a shard, or why it is unknown.
@@ -144,7 +153,7 @@ class Shards:
         finally:
             os.close(file)
 
-    def content(self, record: Record) -> tuple[mmap.mmap | bytes, int]:
+    def content(self, record: Record) -> tuple[MappedFile | bytes, int]:
         """The mapped shard that holds a record's bytes, and their offset in it."""
         assert record.blob is not None
         content = self._map(record.blob.shard)
@@ -182,7 +191,7 @@ class Shards:
         self._places.pop(shard, None)
         self._maps.pop(shard, None)
 
-    def _map(self, shard: str) -> mmap.mmap | bytes:
+    def _map(self, shard: str) -> MappedFile | bytes:
         content = self._maps.get(shard)
         if content is None:
             if not is_shard_name(shard):
@@ -196,16 +205,17 @@ class Shards:
                     raise BadFile(f"{self.name}/{shard} was sent to {sent[0]}") from None
                 raise BadFile(f"{self.name}/{shard} cannot be read: {reason_of(error)}") from None
             try:
-                content = (
-                    # An empty file cannot be mapped.
-                    mmap.mmap(file, 0, access=mmap.ACCESS_READ) if os.fstat(file).st_size else b""
-                )
+                # An empty file cannot be mapped.
+                path = f"{self.root}/{self.name}/{shard}"
+                content = map_file(file, path) if os.fstat(file).st_size else b""
             except OSError as error:
                 _require_files(error)
                 raise
             finally:
                 os.close(file)
             self._maps[shard] = content
+            # The largest so far: a thread may still have measured zeros of an earlier, longer map.
+            self._sizes[shard] = max(len(content), self._sizes.get(shard, 0))
             self._mapped.add(self, shard)
         return content
 
@@ -328,6 +338,10 @@ class ShardFiles(Protocol):
 
     def release(self) -> None:
         """Release what is held in memory."""
+        ...
+
+    def shortened(self) -> dict[str, int]:
+        """Shards that have become shorter since their bytes were used, and their sizes now."""
         ...
 
 

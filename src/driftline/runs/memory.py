@@ -32,6 +32,7 @@ class MemorySink:
         self._events: list[dict[str, Any]] = []
         self._facts: dict[str, JSON] = {}
         self._tree: Mapping[str, JSON] | None = None
+        self._sheets: dict[str, str] = {}
 
     @property
     def bytes_written(self) -> int:
@@ -96,6 +97,11 @@ class MemorySink:
     def topology(self, tree: Mapping[str, JSON]) -> None:
         self._tree = tree
 
+    def sheet(self, name: str, text: str, *, anew: bool = False) -> None:
+        """Adds text to a side file of this process."""
+        with self._lock:
+            self._sheets[name] = text if anew else self._sheets.get(name, "") + text
+
     def step_done(self, step: int) -> None:
         self.event("step", f"step {step} done", step=step)
 
@@ -114,6 +120,7 @@ class MemorySink:
             list(self._events),
             self._tree,
             dict(self._facts),
+            dict(self._sheets),
         )
 
     def _fits(self, length: int) -> bool:
@@ -129,6 +136,7 @@ class _MemoryRun(Run):
         events: list[dict[str, Any]],
         tree: Mapping[str, JSON] | None,
         facts: Mapping[str, JSON],
+        sheets: Mapping[str, str],
     ) -> None:
         self.name = name
         self._records = records
@@ -136,6 +144,7 @@ class _MemoryRun(Run):
         self._events = events
         self._tree = tree
         self._facts = facts
+        self._sheets = sheets
 
     @property
     def records(self) -> Sequence[Record]:
@@ -167,3 +176,7 @@ class _MemoryRun(Run):
     def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
         del rank, process
         return self._tree
+
+    def sheet(self, name: str, rank: int = 0, process: int = 0) -> str:
+        del rank, process
+        return self._sheets.get(name, "")

@@ -105,6 +105,18 @@ class Part:
         with contextlib.suppress(OSError):
             (self.folder / RESERVE).unlink(missing_ok=True)
 
+    def take_away(self) -> list[bytes]:
+        """Removes the folder, which has no tensor; returns the lines of its events."""
+        self.close()
+        events: list[bytes] = []
+        with contextlib.suppress(OSError):
+            events = (self.folder / EVENTS).read_bytes().splitlines(keepends=True)
+        with contextlib.suppress(OSError):
+            for name in (EVENTS, INDEX, PROCESS, TOPOLOGY, RESERVE):
+                (self.folder / name).unlink(missing_ok=True)
+            self.folder.rmdir()
+        return events
+
     def close(self) -> None:
         """Closes the files; events may still be appended afterwards."""
         self._index.close()

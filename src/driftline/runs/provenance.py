@@ -402,8 +402,10 @@ def ensure_manifest(
     """
     if (path / MANIFEST).exists():
         return
+    # Collected before the folder is made: a kill in between would leave an empty folder.
+    manifest = dump_json(provenance(command, world_size=world_size))
     path.mkdir(parents=True, exist_ok=True)
-    write_new(path / MANIFEST, dump_json(provenance(command, world_size=world_size)))
+    write_new(path / MANIFEST, manifest)
 
 
 def create_run(
@@ -425,6 +427,8 @@ def create_run(
     place = Path(path)
     refuse_addresses(path)
     try:
+        # Collected before the folder is made: a kill in between would leave an empty folder.
+        manifest = dump_json(provenance(command, world_size=world_size))
         if check_room(place, force=force):
             refuse_living(place)
             # The folder itself stays: it may be a mount or a link, and others may watch
@@ -434,7 +438,6 @@ def create_run(
                     child
                 ) if child.is_dir() and not child.is_symlink() else child.unlink()
         place.mkdir(parents=True, exist_ok=True)
-        manifest = dump_json(provenance(command, world_size=world_size))
         if not write_new(place / MANIFEST, manifest):
             raise AlreadyThere(
                 f"another program has begun a run in '{place}' at the same moment",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -25,10 +25,12 @@ from driftline.runs.layout import (
     FORMAT,
     INDEX,
     MANIFEST,
+    MODEL,
     ORPHAN_EVENTS,
     PROCESS,
     SCHEMA,
     TOPOLOGY,
+    WEIGHTS,
     folder_name,
     is_shard_name,
     parse_folder,
@@ -65,7 +67,9 @@ def no_folder(place: Path) -> BadRun:
 
 
 # Files of a process that are not side tables.
-_USUAL = frozenset({INDEX, EVENTS, TOPOLOGY, PROCESS})
+_USUAL = frozenset({INDEX, EVENTS, TOPOLOGY, PROCESS, MODEL, WEIGHTS})
+# Facts about models can be asked for like side tables, and are not listed among them.
+_FACTS = frozenset({MODEL, WEIGHTS})
 _MOST_BAD_LINES = 1000
 _MOST_ALIKE = 100
 _FEW_PROCESSES = 64
@@ -76,8 +80,17 @@ _SMALL_FILE = 64 << 20
 _LARGE_FILE = 1 << 30
 _UNSEALED: Mapping[bool | None, str] = {
     True: "is still being written: this is what was complete when it was read",
-    False: "was not closed: it was killed, and at most its last 64 MB or 2 s are missing",
-    None: "was not closed (killed, or still running): at most its last 64 MB or 2 s are missing",
+    False: "was not closed: it was killed, and at most its last 64 MB or 0.2 s are missing",
+    None: "was not closed (killed, or still running): at most its last 64 MB or 0.2 s are missing",
+}
+_NO_PROCESS = (
+    "no process has called anything that is watched: the program was killed before, or only starts"
+)
+_NO_FACTS = f"has no {PROCESS}: the disk was full, or the program was killed while it began"
+_NO_TENSOR: Mapping[bool | None, str] = {
+    True: "is still being written, and has no tensor yet",
+    False: "the program was killed before its first tensor was written",
+    None: "has no tensor: the program was killed before its first one was written, or still runs",
 }
 
 
@@ -116,6 +129,8 @@ def open_run(path: str | os.PathLike[str]) -> DiskRun:
         losses.append(Loss(MANIFEST, f"cannot be read: {reason_of(error)}"))
     else:
         check_schema(str(place), manifest)
+        if not folders and not losses:
+            losses.append(Loss(MANIFEST, _NO_PROCESS))
     return DiskRun(str(place), FolderFiles(root), manifest, folders, losses)
 
 
@@ -264,7 +279,13 @@ class _Part:
         if facts.get("sealed") is not True:
             written = self.files.is_written(self.name)
             self.growing = written is True
-            losses.append(Loss(self.name, _UNSEALED[written]))
+            reason = (_UNSEALED if len(self.lines) else _NO_TENSOR)[written]
+            # A disk that was too full for the last facts is no kill.
+            if not self.growing and (failure := self._failure()):
+                reason = f"was not closed: {failure}"
+            elif not self.growing and not facts:
+                reason = _NO_FACTS
+            losses.append(Loss(self.name, reason))
             return
         promised = facts.get("tensors")
         # Fewer lines than the process counted: the index was truncated after it was closed.
@@ -274,6 +295,23 @@ class _Part:
         failure = facts.get("failure")
         if isinstance(failure, str) and failure:
             losses.append(Loss(self.name, f"writing stopped before the end: {failure}"))
+
+    def _failure(self) -> str:
+        """What the process said of a disk that took no more; empty if it said nothing."""
+        try:
+            text = self.files.read(f"{self.name}/{EVENTS}", _SMALL_FILE)
+        except OSError:
+            return ""
+        for line in text.split(b"\n"):
+            if b'"disk"' not in line:
+                continue
+            try:
+                event = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(event, dict) and cast("dict[str, Any]", event).get("kind") == "disk":
+                return str(cast("dict[str, Any]", event).get("message"))[:300]
+        return ""
 
     def facts(self) -> Mapping[str, Any]:
         """Content of process.json; kept if there are few processes and this one is closed."""
@@ -388,6 +426,24 @@ class DiskRun(Run):
             )
         return part
 
+    def cut_off(self) -> Callable[[Record], str] | None:
+        shorter = {
+            (place, shard): size
+            for place, part in self._parts.items()
+            for shard, size in part.shards.shortened().items()
+        }
+        if not shorter:
+            return None
+
+        def reason(record: Record) -> str:
+            blob = record.blob
+            size = blob and shorter.get(((record.key.rank, record.key.process), blob.shard))
+            if blob is None or size is None or blob.offset + blob.length <= size:
+                return ""
+            return f"{blob.shard} became shorter while it was read"
+
+        return reason
+
     def release(self) -> None:
         for part in self._parts.values():
             part.shards.release()
@@ -438,10 +494,10 @@ class DiskRun(Run):
     def sheet(self, name: str, rank: int = 0, process: int = 0) -> str:
         # Names are checked against the listing, so that a caller's text never becomes a
         # path.
-        if name not in self.sheets(rank, process):
+        part = self._parts.get((rank, process))
+        if part is None or (name not in _FACTS and name not in self.sheets(rank, process)):
             return ""
         try:
-            part = self._parts[rank, process]
             content = self._files.read(f"{part.name}/{name}", _LARGE_FILE)
         except OSError:
             return ""

@@ -49,6 +49,25 @@ def usual_moment(port: str) -> Moment:
     return usual(port)[1]
 
 
+_MOST_ELEMENTS = 1 << 58
+"""numpy refuses an array whose sizes other than 0 multiply to more bytes than 2**63, even an empty
+one; the widest element has 16 bytes."""
+
+
+def shape_trouble(shape: tuple[int, ...]) -> str:
+    """Why a shape that a file claims can be no array's; empty for a believable one.
+
+    >>> shape_trouble((0, 4)), shape_trouble((0, 2**63 - 1))
+    ('', 'claims the shape (0, 9223372036854775807), which no array can have')
+    """
+    span = 1
+    for extent in shape:
+        span *= extent or 1
+    if span < _MOST_ELEMENTS and len(shape) <= 64:
+        return ""
+    return f"claims the shape {str(shape)[:120]}, which no array can have"
+
+
 class TensorKey(NamedTuple):
     """The address of one tensor inside one run. Execution order is the record's, not the key's.
 

@@ -62,10 +62,31 @@ _SHAPES = re.compile(
          [-_](?=[\w-]*\d)[A-Za-z0-9_-]{16,}
     | \b SG\.[\w-]{8,}\.[\w-]{8,}
     | \b AGE-SECRET-KEY-[A-Z0-9]{8,}
+    | \b (?:hvs|hvb|hvr)\.[\w-]{8,}
+    | \b (?:glsa|whsec|figd|rubygems|sntrys|phc|tvly|xai|pplx|vlt)[-_](?=[\w-]*\d)[\w-]{12,}
+    | \b dapi[0-9a-f]{32}\b
+    | \b (?:AC|SK)[0-9a-f]{32}\b
+    | (?<=hooks\.slack\.com/services/)[\w/]{8,}
     """,
     re.VERBOSE | re.DOTALL,
 )
 _URL_USER = re.compile(r"(?<=://)[^\s/?#]*@")
+_USER_AT_HOST = re.compile(r"(?<![\w.@/:-])([\w.+-]{1,64}):[^\s/@:'\"]{1,200}@(?=[\w-]+[.:/\w-]*)")
+"""`name:password@host` without a scheme, as database addresses are often given."""
+_KEY = re.compile(r"(?<![\w/+.-])(?:0x)?[A-Za-z0-9+/_-]{32,}={0,2}(?![\w/+.-])")
+_HEX = re.compile(r"(?:0x)?[0-9a-fA-F]{32,}")
+_WORD = re.compile(r"[a-z]{6}")
+_IDENTIFIES = frozenset(
+    ("revision", "rev", "commit", "sha", "hash", "digest", "checksum", "md5", "sha256", "id")
+)
+"""Options whose value is as long as a key and is none: which version of something is meant."""
+_USERS = frozenset(("u", "user", "username", "login", "proxy", "account"))
+_LOGIN = re.compile(r"([^\s:/@]{1,64}):(\S+)")
+# What begins with -p and is a word of its own: `-path x`, `-precision fp16`.
+_NO_PASSWORD = re.compile(
+    r"-p(?:ath|re|ro|ort|rint|ara|art|lo|lug|ad|at|ag|ha|la|ip\Z|db\Z|y\Z|p\Z|er|oo|os|i[cpx]|ac)"
+    r"[a-z0-9_-]*\Z|-p\Z"
+)
 _HEADER = re.compile(
     r"(?i)\b((?:proxy-)?authorization|x-[\w-]{0,40}(?:key|token|secret)|(?:set-)?cookie)(\s*[:=]\s*)"
     r"([^\"'\n]+)"
@@ -80,6 +101,7 @@ _ASSIGNED = re.compile(
 _FLAGGED = re.compile(
     rf"(?P<name>(?<![\w-])--?[A-Za-z][\w.\-]*)(?P<between>\s+)(?P<value>{_QUOTED}|[^\s]+)"
 )
+_ATTACHED = re.compile(r"(?<![\w-])-p[^\s=]+(?!\S)")
 _FLAG = re.compile(r"--[A-Za-z]|-[A-Za-z]\Z")
 
 
@@ -141,6 +163,8 @@ def _redact(text: str, depth: int, *, prose: bool = False) -> str:
         if _FLAG.match(value) and between.isspace():
             # `--use-auth-token --other 1`: the first is a switch, the second has its own value.
             return name + between + _redact(value, depth + 1, prose=prose)
+        if not prose and name[:1] == "-" and (hidden := _short_secret(name, value)):
+            return name + between + hidden
         # In prose a number replaces the value, so that only a telling name hides what follows.
         judged = "0" if prose and ":" in between else value
         if names_a_secret(name, judged) and not (judged != value and name.lower() in _TRADE):
@@ -154,10 +178,53 @@ def _redact(text: str, depth: int, *, prose: bool = False) -> str:
     # Shapes first, because they need no name; then ever more general patterns.
     text = _SHAPES.sub(HIDDEN, text)
     text = _URL_USER.sub(HIDDEN + "@", text)
+    text = _USER_AT_HOST.sub(rf"\1:{HIDDEN}@", text)
+    if not prose:  # digests of tensors and names of runs are as long as keys
+        text = _KEY.sub(lambda match: HIDDEN if _looks_random(match[0]) else match[0], text)
     text = _HEADER.sub(rf"\1\2{HIDDEN}", text)
     text = _SCHEME.sub(rf"\1\2{HIDDEN}", text)
     text = _ASSIGNED.sub(hide, text)
-    return _FLAGGED.sub(hide, text)
+    text = _FLAGGED.sub(hide, text)
+    return text if prose else _ATTACHED.sub(_attached, text)
+
+
+def _attached(match: re.Match[str]) -> str:
+    """`-psecret`, as mysql takes it."""
+    argument = match[0]
+    if _NO_PASSWORD.match(argument) or _COUNT.fullmatch(argument[2:]) or names_a_secret(argument):
+        return argument
+    return f"-p{HIDDEN}"
+
+
+def _looks_random(text: str) -> bool:
+    """Whether a long text is hexadecimal, or base64 without a word in it, as keys are.
+
+    >>> _looks_random("9f86d081884c7d659a2feaa0c55ad015"), _looks_random("a" * 40)
+    (True, False)
+    >>> _looks_random("checkpoints/Llama-3-8B-Instruct-v0001")
+    False
+    """
+    if _HEX.fullmatch(text):
+        return len(set(text)) > 6
+    kinds = any(map(str.isupper, text)), any(map(str.islower, text)), any(map(str.isdigit, text))
+    return all(kinds) and len(set(text)) > 12 and _WORD.search(text) is None
+
+
+def _identifies(option: str) -> bool:
+    return bool(_IDENTIFIES & {word.lower() for word in _WORDS.findall(option)})
+
+
+def _short_secret(option: str, value: str) -> str:
+    """A value after an option of one letter or a user's name, hidden where that holds a password.
+
+    `-p x` may be a password, a port or a path: numbers stay, everything else is hidden.
+    """
+    if option == "-p" and _COUNT.fullmatch(value) is None:
+        return HIDDEN
+    login = _LOGIN.fullmatch(value) if option.lstrip("-").lower() in _USERS else None
+    if login is not None and not (login[1].isdigit() and login[2].isdigit()):  # docker's uid:gid
+        return f"{login[1]}:{HIDDEN}"
+    return ""
 
 
 def redact_argv(argv: Sequence[str]) -> list[str]:
@@ -165,10 +232,21 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
 
     >>> redact_argv(["x.py", "--hf-token", "abc", "--api_key=def", "--max-tokens", "5"])
     ['x.py', '--hf-token', '***', '--api_key=***', '--max-tokens', '5']
+    >>> redact_argv(["mysql", "-p", "abc", "-pabc", "--user", "bob:abc", "-precision", "fp16"])
+    ['mysql', '-p', '***', '-p***', '--user', 'bob:***', '-precision', 'fp16']
     """
     shown: list[str] = []
     waiting = ""
     for argument in map(_shortened, argv):
+        if waiting and not _FLAG.match(argument):
+            if hidden := _short_secret(waiting, argument):
+                shown.append(hidden)
+                waiting = ""
+                continue
+            if _identifies(waiting) and _HEX.fullmatch(argument):
+                shown.append(argument)
+                waiting = ""
+                continue
         # The option before this argument may have announced a secret as its value.
         if waiting and not _FLAG.match(argument) and names_a_secret(waiting, argument):
             shown.append(HIDDEN)
@@ -176,6 +254,13 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
             continue
         waiting = ""
         name, equals, value = argument.partition("=")
+        if equals and name.startswith("-"):
+            if hidden := _short_secret(name, value):
+                shown.append(f"{name}={hidden}")
+                continue
+            if _identifies(name) and _HEX.fullmatch(value):
+                shown.append(argument)
+                continue
         if argument.startswith("-") and not equals:
             # An argument with blanks is a text, such as code for `python -c`, and
             # announces no value.

@@ -8,7 +8,7 @@ stored.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
@@ -286,6 +286,13 @@ class Run(ABC):
     def lost(self, record: Record) -> str:
         """Why a record's values cannot be read; empty if they can, or were not to be stored."""
         return record.lost
+
+    def cut_off(self) -> Callable[[Record], str] | None:
+        """What became shorter while it was read: a function that says so of a record, or nothing.
+
+        Asked after reading, because a mapped file that is cut inside its last page reads as zeros.
+        """
+        return None
 
     def source(self, record: Record) -> str:
         """The file a record was read from, relative to the run; empty where many share one."""

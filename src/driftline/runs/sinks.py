@@ -33,6 +33,15 @@ class Sheets(Protocol):
         ...
 
 
+@runtime_checkable
+class Begins(Protocol):
+    """A sink that leaves a trace of this process before its first tensor."""
+
+    def begin(self) -> None:
+        """The first watched call is about to be made."""
+        ...
+
+
 class Group(Protocol):
     """Several records without bytes, in order, that need not exist as objects."""
 
@@ -146,6 +155,10 @@ class Forwarding:
         if isinstance(self.inner, Sheets):
             self.inner.sheet(name, text, anew=anew)
 
+    def begin(self) -> None:
+        if isinstance(self.inner, Begins):
+            self.inner.begin()
+
     def step_done(self, step: int) -> None:
         self.inner.step_done(step)
 
@@ -157,7 +170,7 @@ class Forwarding:
 
 
 class Late:
-    """Makes the real sink at the first tensor, when the rank is known.
+    """Makes the real sink at the first watched call or tensor, when the rank is known.
 
     A forked child starts again, with a sink of its own.
 
@@ -191,6 +204,12 @@ class Late:
     def tensors_written(self) -> int:
         return self._inner.tensors_written if self._inner is not None else 0
 
+    @property
+    def failure(self) -> str:
+        """Why the sink stores nothing more; empty if it does, or says nothing of it."""
+        inner = self._inner.inner if isinstance(self._inner, Forwarding) else self._inner
+        return str(getattr(inner, "failure", ""))
+
     def put(self, record: Record, data: Bytes | None) -> None:
         if not self.tree_is_enough:
             inner = self._inner if self._inner is not None else self._made()
@@ -222,6 +241,13 @@ class Late:
         inner = self._inner if self._inner is not None else self._made()
         if isinstance(inner, Sheets):
             inner.sheet(name, text, anew=anew)
+
+    def begin(self) -> None:
+        # A dump of trees has no tensors; its sink is made for the tree.
+        if not self.tree_is_enough:
+            inner = self._inner if self._inner is not None else self._made()
+            if isinstance(inner, Begins):
+                inner.begin()
 
     def step_done(self, step: int) -> None:
         if self._inner is not None:

@@ -111,6 +111,9 @@ class RunView(Run):
     def source(self, record: Record) -> str:
         return self.base.source(record)
 
+    def cut_off(self) -> Callable[[Record], str] | None:
+        return self.base.cut_off()
+
     def release(self) -> None:
         self.base.release()
 

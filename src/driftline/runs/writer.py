@@ -47,9 +47,9 @@ def digest_for(record: Record, data: Bytes | None) -> str:
 class RunWriter:
     """The sink that writes the part of one process; see `Sink` for the contract of its methods.
 
-    The folder `rankN` (or `rankN.p1`, ... if that exists) is made at the first tensor, so that
-    launchers and helper processes leave nothing behind. After a fork, the child's copy begins a
-    folder of its own.
+    The folder `rankN` (or `rankN.p1`, ... if that exists) is made at the first watched call or the
+    first tensor, so that launchers and helper processes leave nothing behind. After a fork, the
+    child's copy begins a folder of its own.
 
     Attributes:
         first_header: Bytes reserved at the start of the first shard; tests make it small.
@@ -113,6 +113,7 @@ class RunWriter:
         self._steps = 0
         self._dtypes: set[str] = set()
         self._over_limit = False
+        self._stays = False
         self._closed = False
 
     # ---- the methods of a sink
@@ -204,6 +205,7 @@ class RunWriter:
             if self._closed or (self._journal is None and self._open() is None):
                 return
             assert self._part is not None
+            self._stays = True
             try:
                 content = text.encode("ascii", "backslashreplace")
                 self._part.append_sheet(name, content, anew=anew)
@@ -213,11 +215,22 @@ class RunWriter:
     def step_done(self, step: int) -> None:
         self._steps += 1
         # There may be many steps before the first tensor; they are only counted.
-        if self._part is not None:
+        if self._part is not None and self._order:
             self.event("step", f"step {step} done", step=step)
 
     def open(self) -> None:
         """Makes this process's folder without a tensor: a dump of module trees has none."""
+        with self._lock:
+            self._stays = True
+            if not self._closed and self._journal is None:
+                self._open()
+
+    def begin(self) -> None:
+        """Makes this process's folder at the first watched call, so that a kill leaves a word.
+
+        Without a tensor until the end, `close` takes it away again.
+        """
+        self._notice_fork()
         with self._lock:
             if not self._closed and self._journal is None:
                 self._open()
@@ -244,6 +257,9 @@ class RunWriter:
                 self._leave_orphan_events()
                 return
             self._journal.close()
+            if not (self._order or self._unlisted or self._stays or self.failure):
+                self._take_away()
+                return
             self._write_facts()
             with self._events_lock:
                 self._part.close()
@@ -356,6 +372,14 @@ class RunWriter:
             return self._early
         text = f"{self._early_dropped} more events before the first tensor were not kept"
         return [*self._early, event_line("dropped", text, 0, {})]
+
+    def _take_away(self) -> None:
+        """Removes the folder of a process that ended without a tensor; its events stay."""
+        assert self._part is not None
+        with self._events_lock:
+            part, self._part = self._part, None
+            self._early = part.take_away()
+        self._leave_orphan_events()
 
     def _leave_orphan_events(self) -> None:
         """Writes the events of a process without tensors, which has no folder, into the run's own

@@ -89,10 +89,13 @@ static int wanted_device(int device) {
 
 static int wanted_type(const char *type) { return listed(order("ATB_DUMP_TYPE"), '|', type); }
 
+/* Folders of the dump are made, the output folder itself is not: the real probe gives up without
+   it. */
 static FILE *create(const char *path, const char *mode) {
     char folder[4096];
     snprintf(folder, sizeof folder, "%s", path);
-    for (char *at = strchr(folder + 1, '/'); at; at = strchr(at + 1, '/')) {
+    size_t output = strlen(order("ATB_OUTPUT_DIR"));
+    for (char *at = strchr(folder + output, '/'); at; at = strchr(at + 1, '/')) {
         *at = 0;
         mkdir(folder, 0750);
         *at = '/';

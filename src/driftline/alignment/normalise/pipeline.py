@@ -180,7 +180,7 @@ def after_matching(plan: Plan, seen: Views, options: AlignOptions) -> Plan:
         )
         # Ranks are reconciled one by one, and many of them say the same.
         notes = tuple(dict.fromkeys((*plan.notes, *rules.notes)))
-        plan = _without_sources(plan._replace(pairs=pairs, notes=notes))
+        plan = _without_sources(plan._replace(pairs=pairs, notes=notes, left_out=rules.left_out))
     # Masks come last, because they must fit the shapes that are really compared.
     if options.masks:
         from driftline.alignment.reconcile.masks import masked

@@ -83,7 +83,7 @@ def _join_axis(sources: Sequence[Source], how: AxisPlacement) -> Source:
             raise DoesNotFit(f"terms of a sum have different shapes: {shapes_text(sources)}")
         return joined(sources, how.kind, 0, first)
     if how.kind != "shard":
-        raise DoesNotFit("nothing says how it lies")
+        raise DoesNotFit("how its parts are laid out over the ranks is not known")
     # Where there are more ranks than rows, the last ones hold nothing.
     full = [source for source in sources if 0 not in source.shape] or [sources[0]]
     first, axis = full[0].shape, how.axis

@@ -420,7 +420,9 @@ def dequantised(
             if obstacle := more.why_not(record):
                 why += f"in the {side} {obstacle}; dump the operator that quantises the input too"
             else:
-                why += f"no scale that fits lies beside it in the {side} (looked for {LOOKED_FOR} "
+                why += (
+                    f"the {side} has no scale of a fitting shape for it (looked for {LOOKED_FOR} "
+                )
                 why += f"at '{record.key.site}'); capture the scales too"
             return pair._replace(trouble=f"{why}, or write a dequantise step into a plan")
     return pair

@@ -8,7 +8,7 @@ different shapes, with a reason if one is known.
 from __future__ import annotations
 
 from driftline.alignment.normalise.view import shapes_of
-from driftline.alignment.plan import Pair, Plan
+from driftline.alignment.plan import LeftOut, Pair, Plan
 from driftline.alignment.reconcile.layout import (
     Layouts,
     OperandLayouts,
@@ -50,6 +50,11 @@ class Reconciler:
         self._tokens = StepBatches(reference, candidate)
         self.notes = self._tokens.notes
         self._tiled = any(run.facts.tiled for run in self._runs)
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """Rows and tokens that were cut off although they are no pads."""
+        return tuple(self._tokens.left_out())
 
     def reconcile(self, pair: Pair) -> Pair:
         """The pair with recipes that make its sides comparable, or with the reason why not."""

@@ -8,7 +8,7 @@ token ids; without either, nothing is cut. `StepBatches` looks up what each step
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,14 +16,18 @@ import numpy.typing as npt
 
 from driftline.alignment.normalise.steps import counter_groups, counter_of, is_ids, read_ids
 from driftline.alignment.normalise.view import shapes_of, with_steps
-from driftline.alignment.plan import Pair
+from driftline.alignment.plan import LeftOut, Pair
 from driftline.alignment.recipe import Step
+from driftline.alignment.sites.site_graph import ROOTS
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 
 Shape = tuple[int, ...]
 Mask: TypeAlias = "npt.NDArray[np.bool_]"
 MASK_NAME = "attention_mask"
+_MOST_STEPS = 8
+_MOST_ELEMENTS = 1 << 26
+"""Elements of a model's input that are read to see whether its rows are repeated."""
 
 
 class Batch(NamedTuple):
@@ -138,6 +142,9 @@ class Common(NamedTuple):
         packed: The side that is a plain list of the other's unmasked tokens; empty for none.
         trouble: Why tokens cannot be compared with each other although they should.
         note: What is done, in words.
+        left: What of the reference and of the candidate has no partner and is no pad, in words.
+        repeated: The rows of the smaller side, as often as the larger side has them in its own
+            order; empty where rows are cut instead.
     """
 
     rows: int
@@ -146,6 +153,8 @@ class Common(NamedTuple):
     packed: str = ""
     trouble: str = ""
     note: str = ""
+    left: tuple[str, str] = ("", "")
+    repeated: tuple[int, ...] = ()
 
 
 def common_part(reference: Batch, candidate: Batch) -> Common | None:
@@ -164,7 +173,7 @@ def common_part(reference: Batch, candidate: Batch) -> Common | None:
     if reference.tokens == candidate.tokens:
         first = "the first row" if rows == 1 else f"the first {rows} rows"
         note = "" if reference.rows == candidate.rows else f"{first} of the larger batch"
-        return uncut._replace(note=note)
+        return uncut._replace(note=note, left=_rows_left(reference, candidate))
     # A transposed batch has the same number of tokens, and nothing says so for sure.
     if (reference.rows, reference.tokens) == (
         candidate.tokens,
@@ -183,7 +192,33 @@ def common_part(reference: Batch, candidate: Batch) -> Common | None:
     cut = (kept, full) if longer is reference else (full, kept)
     side = "reference" if longer is reference else "candidate"
     note = f"tokens {kept[0]}:{kept[1]} of {longer.tokens} in the {side}, {why}"
-    return Common(rows, *cut, note=note)
+    left = _rows_left(reference, candidate)
+    if not why.startswith(_PADS):
+        first, last = (kept[1], longer.tokens) if kept[0] == 0 else (0, kept[0])
+        words = f"{_numbered('token', first, last)} of {longer.tokens}"
+        side_words = (words, "") if longer is reference else ("", words)
+        left = (_joined(left[0], side_words[0]), _joined(left[1], side_words[1]))
+    return Common(rows, *cut, note=note, left=left)
+
+
+def _joined(first: str, second: str) -> str:
+    return " and ".join(filter(None, (first, second)))
+
+
+def _rows_left(reference: Batch, candidate: Batch) -> tuple[str, str]:
+    """The rows that only one side has, in words, for either side."""
+    if reference.rows == candidate.rows or reference.flat or candidate.flat:
+        return "", ""
+    more, fewer = sorted((reference.rows, candidate.rows), reverse=True)
+    words = f"{_numbered('row', fewer, more)} of {more}"
+    return (words, "") if reference.rows > candidate.rows else ("", words)
+
+
+def _numbered(word: str, first: int, stop: int) -> str:
+    return f"{word} {first}" if stop - first == 1 else f"{word}s {first}-{stop - 1}"
+
+
+_PADS = "the rest is pads"
 
 
 def _kept(longer: Batch, shorter: Batch, rows: int) -> tuple[tuple[int, int] | None, str]:
@@ -193,9 +228,9 @@ def _kept(longer: Batch, shorter: Batch, rows: int) -> tuple[tuple[int, int] | N
     if longer.mask is not None:
         mask = longer.mask[:rows]
         if not mask[:, shorter.tokens :].any():
-            return right, "the rest is pads on the right by its attention_mask"
+            return right, f"{_PADS} on the right by its attention_mask"
         if not mask[:, :surplus].any():
-            return left, "the rest is pads on the left by its attention_mask"
+            return left, f"{_PADS} on the left by its attention_mask"
         return None, f"its attention_mask keeps more than {shorter.tokens} tokens"
     if longer.ids is not None and shorter.ids is not None:
         longer_ids, shorter_ids = longer.ids[:rows], shorter.ids[:rows]
@@ -214,7 +249,7 @@ def _kept(longer: Batch, shorter: Batch, rows: int) -> tuple[tuple[int, int] | N
     # Without ids or a mask, a list that is several times as long is taken for a larger batch.
     if longer.flat and shorter.flat and longer.tokens % shorter.tokens == 0:
         times = longer.tokens // shorter.tokens
-        return right, f"taken for a batch {times} times as large"
+        return right, f"treated as a batch {times} times as large"
     if longer.flat and longer.ids is None:
         return None, ""
     return None, "neither an attention_mask nor token ids say on which side the pads are"
@@ -247,6 +282,10 @@ def cut(pair: Pair, reference: Batch, candidate: Batch, common: Common) -> Pair 
         # Each axis that differs must be one that the batch explains; any other is a
         # finding.
         if axis == 0 and (a, b) == (reference.rows, candidate.rows):
+            if common.repeated:
+                (left if a < b else right).append(Step("select", 0, numbers=common.repeated))
+                shape[0] = max(a, b)
+                continue
             kept = ((0, common.rows), (0, common.rows))
         elif (a, b) == (reference.tokens, candidate.tokens) and not common.trouble:
             kept = (common.reference, common.candidate)
@@ -346,6 +385,8 @@ class StepBatches:
         self._counters: list[dict[str, str]] = [{}, {}]
         self._batches: dict[tuple[int, Place], Batch | None] = {}
         self._common: dict[tuple[Place, Place], Common | None] = {}
+        # Side and words → steps it is true of, and elements of compared tensors.
+        self._left: dict[tuple[str, str], tuple[set[int], list[int]]] = {}
         self.notes: list[str] = []
 
     def cut(self, pair: Pair) -> tuple[Pair | None, str]:
@@ -354,7 +395,30 @@ class StepBatches:
         common = self.common(pair)
         if reference is None or candidate is None or common is None:
             return None, ""
-        return cut(pair, reference, candidate, common), common.trouble
+        cut_pair = cut(pair, reference, candidate, common)
+        if cut_pair is not None and any(common.left):
+            self._count_left(cut_pair, common)
+        return cut_pair, common.trouble
+
+    def _count_left(self, pair: Pair, common: Common) -> None:
+        """Add up what a pair leaves out of either side."""
+        whole = (pair.reference.shape, pair.candidate.shape)
+        for side, words, own, compared in zip(
+            ("reference", "candidate"), common.left, whole, shapes_of(pair), strict=True
+        ):
+            if words:
+                steps, elements = self._left.setdefault((side, words), (set(), [0]))
+                steps.add(pair.reference.key.step)
+                elements[0] += max(0, math.prod(own) - math.prod(compared))
+
+    def left_out(self) -> Iterator[LeftOut]:
+        """What was cut off although it is no pad, each with the steps it is true of."""
+        for (side, words), (steps, elements) in self._left.items():
+            numbers = sorted(steps)
+            shown = ", ".join(map(str, numbers[:_MOST_STEPS]))
+            more = f" and {len(numbers) - _MOST_STEPS} more" if len(numbers) > _MOST_STEPS else ""
+            when = f" in step{'s' if len(numbers) > 1 else ''} {shown}{more}"
+            yield LeftOut(side, words + (when if numbers != [0] else ""), elements[0])
 
     def batches(self, pair: Pair) -> tuple[Batch | None, Batch | None]:
         """The batches of both sides of a pair; None where they are not known."""
@@ -401,6 +465,8 @@ class StepBatches:
         common = common_part(reference, candidate)
         if common is None:
             return None
+        if any(common.left) and reference.tokens == candidate.tokens:
+            common = self._with_repeats(places, reference, candidate, common)
         step = places[0][0]
         # Noted once for each step, because the result is cached by the caller.
         sizes = f"{_size(reference)} tokens in the reference, {_size(candidate)} in the candidate"
@@ -409,6 +475,54 @@ class StepBatches:
         elif common.note:
             self.notes.append(f"step {step}: {sizes}; compared: {common.note}")
         return common
+
+    def _with_repeats(
+        self, places: tuple[Place, Place], reference: Batch, candidate: Batch, common: Common
+    ) -> Common:
+        """Repeat the smaller side if the larger one works on the same rows several times."""
+        side = 0 if reference.rows > candidate.rows else 1
+        larger, smaller = sorted((reference.rows, candidate.rows), reverse=True)
+        records = (self._records[side] or {}).get(places[side], ())
+        repeated = repeated_rows(self._runs[side], records, larger, smaller)
+        if not repeated:
+            return common
+        names = ("reference", "candidate")
+        note = f"the {names[1 - side]} repeated, as the {names[side]}'s inputs repeat their rows"
+        return common._replace(rows=larger, repeated=repeated, left=("", ""), note=note)
+
+
+def repeated_rows(
+    run: Run, records: Iterable[Record], larger: int, smaller: int
+) -> tuple[int, ...]:
+    """Which of the first rows every row of a step's inputs repeats; empty if one is another.
+
+    Args:
+        run: The run that holds the values.
+        records: The records of that step, in execution order.
+        larger: Number of rows of this run's batch.
+        smaller: Number of rows that may be repeated in it.
+    """
+    if not smaller or larger % smaller:
+        return ()
+    inputs = [record for record in records if record.key.port == "input"]
+    # The model's own inputs; where it has none, those of what ran first.
+    own = [record for record in inputs if record.key.site in ROOTS] or inputs[:1]
+    batched = [record for record in own if record.shape[:1] == (larger,)]
+    orders = [
+        tuple(row % smaller for row in range(larger)),
+        tuple(row // (larger // smaller) for row in range(larger)),
+    ]
+    for record in batched:
+        if record.kept != "full" or run.lost(record) or math.prod(record.shape) > _MOST_ELEMENTS:
+            return ()
+        words = np.ascontiguousarray(run.raw(record)).view(np.uint8).reshape(larger, -1)
+        # Every row against the first row that should be the same.
+        orders = [
+            order
+            for order in orders
+            if np.array_equal(words[[order.index(row) for row in order]], words)
+        ]
+    return orders[0] if batched and orders else ()
 
 
 def _size(batch: Batch) -> str:

@@ -177,7 +177,7 @@ def match_fx(
     for node in fx.values():
         for record in node.records:
             matching.partner_reasons.setdefault(
-                record.key, "no tensor of the GE dump stands for it"
+                record.key, "no tensor of the GE dump corresponds to it"
             )
     return matching
 
@@ -228,7 +228,7 @@ def _outputs(
     for record, tensor in zip(operator.outputs, made, strict=True):
         name = graph.fx_tensor(tensor)
         if name is None:
-            _explain(matching, [record], "no FX tensor stands for it")
+            _explain(matching, [record], "no FX tensor corresponds to it")
             continue
         node = fx.get(name[0])
         partner = at_slot(node.outputs, name[1]) if node is not None else None
@@ -507,7 +507,7 @@ def _nothing_matched(side: _Side) -> BadInput:
         )
     return BadInput(
         f"{side.run.name} has no graph text that says which FX tensor is which",
-        hint="dynamo_original_graph_*.txt lies beside the dump's first folder; "
+        hint="dynamo_original_graph_*.txt is next to the dump's first folder; "
         "give the folder that holds both",
     )
 

@@ -27,9 +27,12 @@ from driftline.alignment.rules.module_borders import (
     MADE,
     SIGNATURE,
     Draft,
+    digests_of_pairs,
     is_square,
+    pair_by_bytes,
     pair_outputs,
     pair_time_first,
+    signature,
     without_tuple_positions,
 )
 from driftline.alignment.sites.kinds import kind_of, same_kind
@@ -338,7 +341,7 @@ def _by_value(draft: Draft, reference: ExportedGraph, candidate: ExportedGraph) 
                 continue
             for record in own_outputs.get(site, ()) if name in candidate_values else ():
                 for other in others.get(candidate_values[name], ()):
-                    same = record.key.step == other.key.step and _signature(record) == _signature(
+                    same = record.key.step == other.key.step and signature(record) == signature(
                         other
                     )
                     if same and id(record) in draft.missing and id(other) in draft.extra:
@@ -462,11 +465,9 @@ def _inputs(draft: Draft) -> None:
     known maker is never paired with an input of another maker.
     """
     partner: dict[_Call, _Call] = {}
-    twins: dict[tuple[int, str], set[str]] = defaultdict(set)
+    twins = digests_of_pairs(draft)
     for pair in draft.pairs:
         partner.setdefault(_call(pair.reference), _call(pair.candidate))
-        if pair.reference.digest and pair.candidate.digest:
-            twins[pair.reference.key.step, pair.reference.digest].add(pair.candidate.digest)
     for call in _calls(draft.missing.values(), draft.extra.values()):
         # A module whose output is computed nowhere in the graph still has inputs to compare.
         partner.setdefault(call, call)
@@ -478,23 +479,12 @@ def _inputs(draft: Draft) -> None:
     made = set[str]().union(*twins.values())
     for call, own in reference_calls.items():
         others = list(candidate_calls.get(partner.get(call, call), ()))
-        own = list(own)
-        for record in list(own):
-            digests = twins.get((record.key.step, record.digest), set())
-            same = [
-                option
-                for option in others
-                if option.digest in digests and option.shape == record.shape
-            ]
-            if same:
-                draft.pair(record, same[0], MADE)
-                own.remove(record)
-                others.remove(same[0])
+        pair_by_bytes(draft, own, others, twins)
         for record in own:
             # Signature pairs are guesses, so each side must have exactly one tensor of
             # that signature.
-            rivals = [option for option in own if _signature(option) == _signature(record)]
-            alike = [option for option in others if _signature(option) == _signature(record)]
+            rivals = [option for option in own if signature(option) == signature(record)]
+            alike = [option for option in others if signature(option) == signature(record)]
             unknown = (record.key.step, record.digest) not in twins
             unknown = unknown and not any(map(is_square, (record, *alike)))
             if unknown and len(rivals) == len(alike) == 1 and alike[0].digest not in made:
@@ -511,10 +501,6 @@ def _by_call(records: Iterable[Record]) -> dict[_Call, list[Record]]:
         if record.key.port == "input" and record.key.phase == "forward":
             inputs[_call(record)].append(record)
     return inputs
-
-
-def _signature(record: Record) -> tuple[tuple[int, ...], str]:
-    return record.shape, record.dtype
 
 
 def _same_bytes(

@@ -94,8 +94,8 @@ class Interleaving:
             shared = members[0].features != members[1].features  # several queries share a key
             what = "rank" if ranks == heads else "group" if shared else "head"
             self._notes.append(
-                f"the fused q, k and v {where} lie {what} by {what} ({heads} {what}s): so cut all "
-                "three agree, one after the other none does"
+                f"the fused q, k and v {where} are stored {what} by {what} ({heads} {what}s): cut "
+                "in this way all three agree, cut one after the other none does"
             )
         return self._known[about]
 
@@ -381,7 +381,7 @@ def parts_of(
     """
     # A wrong cut would look like a fault of the model, so an unknown layout is refused.
     if len(members) == 3 and holder.startswith(OWN_LAYOUT):
-        return [], f"the qkv of {holder} lies in an order of its own; a plan can say which"
+        return [], f"the order of q, k and v inside {holder} is not known; a plan can state it"
     # Members of different sizes: several queries share a key.
     same_size = len({member.features for member in members}) == 1
     sizes = tuple(member.features for member in members)

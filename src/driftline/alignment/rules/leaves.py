@@ -265,7 +265,7 @@ def _solve(
         result.notes.append(
             f"{len(reference)} sites from '{reference[0].site}' on and {len(candidate)} from "
             f"'{candidate[0].site}' on are too many, and too different, "
-            "to align by structure; --map tells which is which"
+            "to align by structure; --map says which is which"
         )
         return []
     links = [

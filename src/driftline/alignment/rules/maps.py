@@ -56,7 +56,7 @@ def parse_map(text: str) -> tuple[str, str]:
     left, equals, right = (part.strip() for part in text.partition("="))
     if not equals or not left or not right:
         raise BadInput(
-            f"--map '{text}' says not what stands for what",
+            f"--map '{text}' does not name two sites",
             hint="write REFERENCE=CANDIDATE, such as --map 'model.*=*'",
         )
     if right.count("*") not in (0, left.count("*")) or ("*" in left and "*" not in right):
@@ -103,7 +103,7 @@ def link_sites(
             if (other := owner_of.get(partner)) is not None:
                 raise BadInput(
                     f"--map gives '{partner}' to '{other}' and to '{site}'",
-                    hint="each site of the candidate can stand for one of the reference",
+                    hint="each site of the candidate can be paired with one of the reference",
                 )
             links[site] = partner
             owner_of[partner] = site
@@ -167,7 +167,7 @@ def _pairs(file: Path, table: object) -> tuple[tuple[str, str], ...]:
     for name, value in cast("Mapping[str, Any]", table).items():
         if not isinstance(value, str) or not value:
             raise BadFile(
-                f"{file}: '{name}' stands for {str(value)[:60]!r}, not for a site",
+                f"{file}: '{name}' is mapped to {str(value)[:60]!r}, not to a site",
                 hint='write "reference site" = "candidate site"; quote names that have dots',
             )
         pairs.append(parse_map(f"{name}={value}"))
@@ -200,6 +200,38 @@ def _with_slot(word: str) -> tuple[str, tuple[str, str] | None]:
     if file is None or not file.start():
         return word, None
     return word[: file.start()], (_PORTS[file.group(1)], file.group(2) or "0")
+
+
+def unmatched(
+    maps: Sequence[ClassMap], reference: Iterable[Record], candidate: Iterable[Record]
+) -> list[str]:
+    """A sentence for every entry that says nothing about these two runs."""
+    sides = [{record.class_name for record in side} for side in (reference, candidate)]
+    every = sides[0] | sides[1]
+    notes: list[str] = []
+    entries: dict[str, list[str]] = {}
+    for entry in maps:
+        # The classes of one list are alternatives: one that is there is enough.
+        entries.setdefault(entry.left, []).append(entry.right)
+    for name, partners in entries.items():
+        if any(
+            _fits(name, own) and any(_fits(partner, other) for partner in partners)
+            for own, other in (sides, sides[::-1])
+        ):
+            continue
+        unknown = [word for word in (name, *partners) if not _fits(word, every)]
+        listed = " or ".join(f"'{partner}'" for partner in partners)
+        if unknown:
+            why = f"no class of either side is called '{unknown[0]}'; "
+            why += did_you_mean(unknown[0], every)
+        else:
+            why = "both are on the same side"
+        notes.append(f"the entry '{name}' for {listed} changes nothing: {why}")
+    return notes
+
+
+def _fits(word: str, classes: Iterable[str]) -> bool:
+    return any(word in name for name in classes)
 
 
 def link_classes(

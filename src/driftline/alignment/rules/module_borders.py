@@ -15,14 +15,13 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from driftline.alignment.plan import Pair, Plan, Rule
+from driftline.alignment.plan import NO_NODE, Pair, Plan, Rule
 from driftline.alignment.recipe import Recipe, Step, start
 from driftline.alignment.sites.compiled_graphs import FARTHEST, RESHAPES, Graphs, Match, Matching
 from driftline.graphs.sources.exported import ROOT, ExportedGraph
 from driftline.graphs.sources.graph_files import Graph, GraphNode
 from driftline.runs.records import Record
 
-NO_NODE = "no node of the compiled graphs stems from it"
 OF_A_MODULE = 0.95
 _Side = tuple[int, int, int, str, int, str, tuple[int, ...]]
 """Rank, process, step, site, visit, port and shape."""
@@ -51,7 +50,7 @@ def pair_modules(records: Sequence[Record], graphs: Graphs, matching: Matching) 
         # A module split over several graphs has no single set of nodes, so nothing leaves
         # "it".
         if len({graphs.piece(graph) for graph in holders}) > 1:
-            matching.reasons[key] = "its nodes lie in several graphs: none of them is the module"
+            matching.reasons[key] = "its nodes are in several graphs, so none of them is the module"
             continue
         for graph in holders:
             calls = borders[id(graph)][key.port][key.site]
@@ -189,6 +188,8 @@ def reshaped(record: Record, shape: tuple[int, ...], *, anyhow: bool = False) ->
 
 
 MADE, SIGNATURE = 0.95, 0.9
+Twins = dict[tuple[int, str], set[str]]
+"""Step and digest of a reference's tensor to digests of the candidate's that are paired with it."""
 """Confidence of a pair by maker, and of a pair by signature (shape and dtype)."""
 _RECURRENT = ("LSTM", "GRU", "RNN")
 _Call = tuple[int, int, int, str, int]
@@ -244,6 +245,26 @@ def without_tuple_positions(plan: Plan, graph: ExportedGraph, *, exported_first:
     )
 
 
+def digests_of_pairs(draft: Draft) -> Twins:
+    """Digests of paired tensors, which translate one run's bytes into the other's."""
+    twins: Twins = defaultdict(set)
+    for pair in draft.pairs:
+        if pair.reference.digest and pair.candidate.digest:
+            twins[pair.reference.key.step, pair.reference.digest].add(pair.candidate.digest)
+    return twins
+
+
+def pair_by_bytes(draft: Draft, own: list[Record], others: list[Record], twins: Twins) -> None:
+    """Pair tensors of one call whose bytes are paired elsewhere, and take them off both lists."""
+    for record in list(own):
+        digests = twins.get((record.key.step, record.digest), set())
+        same = [o for o in others if o.digest in digests and o.shape == record.shape]
+        if same:
+            draft.pair(record, same[0], MADE)
+            own.remove(record)
+            others.remove(same[0])
+
+
 def pair_outputs(draft: Draft, *, by_signature: bool) -> None:
     """Pair outputs of one call whose bytes are paired elsewhere.
 
@@ -251,11 +272,7 @@ def pair_outputs(draft: Draft, *, by_signature: bool) -> None:
         draft: The plan so far.
         by_signature: Also pair outputs whose signature is unique on both sides.
     """
-    twins: dict[tuple[int, str], set[str]] = defaultdict(set)
-    # Digests of paired tensors translate one run's bytes into the other's.
-    for pair in draft.pairs:
-        if pair.reference.digest and pair.candidate.digest:
-            twins[pair.reference.key.step, pair.reference.digest].add(pair.candidate.digest)
+    twins = digests_of_pairs(draft)
     reference_calls, candidate_calls = (
         _by_call(draft.missing.values()),
         _by_call(draft.extra.values()),
@@ -263,25 +280,15 @@ def pair_outputs(draft: Draft, *, by_signature: bool) -> None:
     made = set[str]().union(*twins.values())
     for call, own in reference_calls.items():
         others = list(candidate_calls.get(call, ()))
-        for record in list(own):
-            digests = twins.get((record.key.step, record.digest), set())
-            same = [
-                option
-                for option in others
-                if option.digest in digests and option.shape == record.shape
-            ]
-            if same:
-                draft.pair(record, same[0], MADE)
-                own.remove(record)
-                others.remove(same[0])
+        pair_by_bytes(draft, own, others, twins)
         # Counted after pairs by value were removed: what remains of one signature is the
         # only choice.
-        looks = Counter(map(_signature, own)), Counter(map(_signature, others))
+        looks = Counter(map(signature, own)), Counter(map(signature, others))
         for record in own if by_signature else ():
-            look = _signature(record)
+            look = signature(record)
             unknown = (record.key.step, record.digest) not in twins and not is_square(record)
             if unknown and looks[0][look] == looks[1][look] == 1:
-                other = next(option for option in others if _signature(option) == look)
+                other = next(option for option in others if signature(option) == look)
                 if other.digest not in made:
                     draft.pair(record, other, SIGNATURE)
 
@@ -347,5 +354,6 @@ def _call(record: Record) -> _Call:
     return (key.rank, key.process, key.step, key.site, key.visit)
 
 
-def _signature(record: Record) -> tuple[tuple[int, ...], str]:
+def signature(record: Record) -> tuple[tuple[int, ...], str]:
+    """What two tensors without names have in common if they may be one."""
     return record.shape, record.dtype

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from driftline.alignment.annotate.compiled_graphs import Owners
-from driftline.alignment.plan import Pair, Plan
-from driftline.alignment.rules.module_borders import NO_NODE, pair_modules, reshaped
+from driftline.alignment.plan import NO_NODE, NOT_KEPT, Pair, Plan
+from driftline.alignment.rules.module_borders import pair_modules, reshaped
 from driftline.alignment.rules.names import pair_by_name
 from driftline.alignment.sites.compiled_graphs import (
     SAVED,
@@ -176,7 +176,6 @@ def _executions(graphs: Graphs) -> dict[tuple[int, int], int]:
 
 _Input = tuple[Piece, str, str, str, tuple[int, ...], int, int]
 _READ = "a parameter, which kernels only read (--level params records it)"
-_TAKEN = "what an operator takes; a run of graphs keeps what nodes give"
 
 
 class _OwnerPairs(NamedTuple):
@@ -296,13 +295,13 @@ def _notes(side: str, graphs: Graphs | None) -> Iterator[str]:
     inside = len(results) - exact
     yield (
         f"the {side} ran inductor's kernels of {what}: {exact} of their results are the value of "
-        f"one node, and only those are paired; {inside} lie inside a fusion"
+        f"one node, and only those are paired; {inside} are inside a fusion"
     )
     if recomputed := sum(bool(value.inside) for value in graphs.values):
         yield (
-            f"{recomputed} values of nodes inside the {side}'s fusions were computed beside the "
-            "kernels, node by node, from what those were given: they show what inductor takes "
-            "operators apart into, the kernels' own results what was generated from it"
+            f"{recomputed} values of nodes inside the {side}'s fusions were computed separately, "
+            "node by node, from the inputs of the kernels: they show what inductor decomposes "
+            "operators into; the results of the kernels show what it generated from that"
         )
 
 
@@ -435,7 +434,7 @@ def _plain(records: Sequence[Record], graphs: Graphs) -> Matching:
     # Inputs of operators are outputs of others and are compared there.
     for record in records:
         if record.key.port == "input" and "/" in record.key.site and record.key not in paired:
-            matching.reasons[record.key] = _TAKEN
+            matching.reasons[record.key] = NOT_KEPT
     for value in graphs.values:
         if id(value.record) not in matched:
             reason = why_unpaired(value) or "the other run has no tensor for this node"

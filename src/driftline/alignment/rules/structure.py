@@ -25,7 +25,7 @@ from driftline.alignment.rules.fused_projections import (
 )
 from driftline.alignment.rules.leaves import Link, link_leaves
 from driftline.alignment.rules.same_value import ForwardedInputs
-from driftline.alignment.sites.kinds import MAPPED
+from driftline.alignment.sites.kinds import MAPPED, is_known
 from driftline.alignment.sites.roles import infer_elementwise_kinds, infer_roles
 from driftline.alignment.sites.site_graph import (
     Call,
@@ -115,6 +115,7 @@ def align_by_structure(
     fingerprints = Fingerprints(reference, candidate)
     interleaving = Interleaving(reference, candidate, conclusion.notes)
     reference_flows, candidate_flows = Dataflows(reference), Dataflows(candidate)
+    by_kind = any(run.facts.order == "registration" for run in (reference, candidate))
     for frame, other in _frames(reference_frames, candidate_frames):
         reference_records, candidate_records = (
             _in_order(reference_frames[frame]),
@@ -140,7 +141,7 @@ def align_by_structure(
             if not any(call.class_name.startswith("Elewise") for call in other_side):
                 with_bias(side)
         if outline not in solved:
-            solved[outline] = _solve(a, b, anchors, fingerprints)
+            solved[outline] = _solve(a, b, anchors, fingerprints, by_kind=by_kind)
             conclusion.notes.extend(solved[outline].notes)
         for rest_pair in pair_rest(mapped, a, b, free):
             conclusion.pairs.append(Pair(*rest_pair, "structure", WEIGHTS))
@@ -164,7 +165,10 @@ def _apply_class_map(
             [call for call in side if call.leaf and any(word in call.class_name for word in words)]
             for side in (reference, candidate)
         ]
-        if all(sides):
+        # Classes that are known to do the same work need no word of the user; and one more kind
+        # would set them apart from others that do it, too.
+        kinds = {call.kind for side in sides for call in side}
+        if all(sides) and len(kinds) > 1:
             for call in (*sides[0], *sides[1]):
                 call.kind = f"{MAPPED} {number}"
 
@@ -217,6 +221,8 @@ def _solve(
     candidate: list[Call],
     anchors: Mapping[_Name, _Name],
     fingerprints: Fingerprints,
+    *,
+    by_kind: bool = False,
 ) -> _Solution:
     """Link the calls of two frames: leaves, then containers, then sites without a call."""
     by_name = {(call.site, call.visit): call for call in candidate}
@@ -233,6 +239,9 @@ def _solve(
         )
 
     sequences = _leaf_sequences(reference, candidate, paired)
+    if by_kind:
+        # Modules as they were registered: only those of one kind are in the order of their calls.
+        sequences = _sorted_by_kind(sequences[0]), _sorted_by_kind(sequences[1])
     anchored = [pair for pair in fixed if pair[0].leaf and pair[1].leaf]
     leaves = link_leaves(*sequences, anchored, alike)
     links = list(leaves.links)
@@ -274,6 +283,11 @@ def _leaf_sequences(
         sides = [[call for call in side if call.called] for side in sides]
     # Fuse before aligning, so that both sequences have the same units.
     return fuse_alike(in_family_order(sides[0]), in_family_order(sides[1]), paired)
+
+
+def _sorted_by_kind(calls: Sequence[Call]) -> list[Call]:
+    """Calls of one kind together, in their own order; all norms are one kind, unknown ones last."""
+    return sorted(calls, key=lambda call: (not is_known(call.kind), call.kind.partition(".")[0]))
 
 
 def _named_link(link: Link) -> _NamedLink:

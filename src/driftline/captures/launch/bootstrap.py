@@ -57,7 +57,14 @@ def send_message(plan_path: str, kind: str, text: str) -> None:
     folder = plan_path.rpartition("/")[0]
     name = f"{folder}/messages/{kind}.{os.getpid()}.{time.time_ns():x}"
     # O_EXCL: the folder is private to the launch, and a name is never used twice.
-    os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+    try:
+        file = os.open(name, flags, 0o600)
+    except OSError:
+        if not _give_up_spare():
+            raise
+        file = os.open(name, flags, 0o600)
+    os.close(file)
     if text:
         # Threads of the program may open and close files meanwhile. Not at the top: most processes
         # leave nothing but an empty message.
@@ -65,6 +72,42 @@ def send_message(plan_path: str, kind: str, text: str) -> None:
 
         with OwnedFile(name) as file:
             file.append_all(text.encode("utf-8", "replace"))
+
+
+_spare: list[tuple[int, int, int]] = []
+_SPARE_FROM = 40
+"""Above the numbers that a program may know by heart, and below any usual limit."""
+
+
+def keep_spare(plan_path: str) -> None:
+    """Keep a descriptor back, so that a program that has no more can still be reported.
+
+    It leads to the plan, a file that nobody else opens: whether it is still ours can be seen.
+    """
+    import fcntl  # only on systems that programs are launched on
+
+    file = os.open(plan_path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        about = os.fstat(file)
+        spare = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _SPARE_FROM)
+        _spare.append((spare, about.st_dev, about.st_ino))
+    finally:
+        os.close(file)
+
+
+def _give_up_spare() -> bool:
+    """Close the descriptor that was kept back; False if there is none, or it is not ours now."""
+    if not _spare:
+        return False
+    file, device, inode = _spare.pop()
+    try:
+        about = os.fstat(file)
+        if (about.st_dev, about.st_ino) != (device, inode):
+            return False
+        os.close(file)
+    except OSError:  # the program has closed it
+        return False
+    return True
 
 
 class ImportWatch:

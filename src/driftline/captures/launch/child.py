@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -46,25 +48,113 @@ def require_command(argv: Sequence[str], env: Mapping[str, str]) -> None:
         raise NoSuchCommand(f"command not found: {argv[0]}", hint=hint)
 
 
-def run_child(argv: Sequence[str], env: Mapping[str, str], *, to_stderr: bool = False) -> int:
+def run_child(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    to_stderr: bool = False,
+    folder: Path | None = None,
+    unseen: UnseenPythons | None = None,
+) -> int:
     """Run to the end. Returns what a shell would report: its status, or 128 + the signal.
 
     Args:
         argv: The command, word by word.
         env: Its environment.
         to_stderr: Send what it prints to standard error; standard output is for the report.
+        folder: Where it runs; the present folder when not given.
+        unseen: Told of the program's process, to look for Pythons that capture cannot reach.
     """
     try:
-        child = subprocess.Popen(list(argv), env=dict(env), stdout=_STDERR if to_stderr else None)
+        child = subprocess.Popen(
+            list(argv), env=dict(env), stdout=_STDERR if to_stderr else None, cwd=folder
+        )
     except OSError as problem:
         raise NoSuchCommand(
             f"cannot run {argv[0]}: {problem.strerror or problem}",
             hint="a script without a '#!' line needs its interpreter: bash script.sh",
         ) from None
     with _signals_shared_with(child):
+        if unseen is not None:
+            unseen.watch(child.pid)
         code = child.wait()
     # Popen reports a signal as its negative number.
     return 128 - code if code < 0 else code
+
+
+class UnseenPythons:
+    """Python processes of a program that were started without the variables of capture.
+
+    Such a process is missed: `env -i python worker.py`, a job system that clears the environment, a
+    container. They are looked for where the system lists processes, four times a second; one that
+    lives shorter than that has no time to import a framework either. Those that have left their
+    parents (daemons) cannot be told from others and are not counted.
+    """
+
+    _EVERY = 0.25
+
+    def __init__(self, variable: str) -> None:
+        """variable: Name of the variable that every reached process has."""
+        self._variable = variable.encode() + b"="
+        self._root = 0
+        self._seen: dict[tuple[int, str], str] = {}
+        self._stop = threading.Event()
+
+    def watch(self, pid: int) -> None:
+        """Begin to look at what descends from a process."""
+        if not Path("/proc/self/environ").exists():  # not on every system
+            return
+        self._root = pid
+        threading.Thread(target=self._loop, name="driftline-children", daemon=True).start()
+
+    def commands(self) -> list[str]:
+        """Command lines of those that were missed, secrets hidden; stops looking."""
+        self._stop.set()
+        return list(self._seen.values())
+
+    def _loop(self) -> None:
+        while not self._stop.wait(self._EVERY):
+            with contextlib.suppress(OSError, ValueError):
+                for pid in _descendants(self._root):
+                    self._look_at(pid)
+
+    def _look_at(self, pid: int) -> None:
+        place = Path("/proc", str(pid))
+        try:
+            if not (place / "exe").readlink().name.startswith("python"):
+                return
+            variables = (place / "environ").read_bytes().split(b"\0")
+            if any(variable.startswith(self._variable) for variable in variables):
+                return
+            words = (place / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")[:-1]
+            started = (place / "stat").read_text().rpartition(")")[2].split()[19]
+        except (OSError, IndexError):  # it has ended meanwhile, or belongs to somebody else
+            return
+        from driftline.runs.redaction import redact_argv
+
+        self._seen.setdefault((pid, started), shlex.join(redact_argv(words))[:_LONGEST_COMMAND])
+
+
+_LONGEST_COMMAND = 120
+
+
+def _descendants(root: int) -> list[int]:
+    """Processes that were started by a process, or by those it started."""
+    children: dict[int, list[int]] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                # The name in parentheses may contain blanks, so fields are counted after it.
+                fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
+                children.setdefault(int(fields[1]), []).append(int(entry.name))
+            except (OSError, ValueError, IndexError):
+                continue
+    pids, waiting = [root], [root]
+    while waiting:
+        inner = children.get(waiting.pop(), [])
+        pids += inner
+        waiting += inner
+    return pids
 
 
 @contextlib.contextmanager

@@ -183,7 +183,9 @@ def _finish_tree(plan: CapturePlan, root: Path) -> list[str]:
         pid = folder.name.partition("_")[2] or folder.name
         if calls or sheets:
             trouble += write_sheets(root, pid, calls, sheets, wanted, file_of)
-        for path in (*side_files, folder / f"{SHEET}{CALLS}"):
+        # With the tensors of operators their parameters are kept: `opcheck` takes them from here.
+        kept = wanted.operations and plan.wants_tensors
+        for path in (*side_files, *(() if kept else (folder / f"{SHEET}{CALLS}",))):
             path.unlink(missing_ok=True)
         # The ait layout has a tree only where model or layer was asked for.
         if not plan.wants_tensors and not wanted.layers:

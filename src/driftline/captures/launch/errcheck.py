@@ -118,6 +118,10 @@ def check_command(argv: Sequence[str], plan: WatchPlan, *, need_probe: bool = Tr
             remarks.append(str(problem))
             plan = replace(plan, engine="torch")
     _require_writable(Path(plan.output))
+    made: list[Path] = []
+    if plan.engine == "atb":
+        # The probe makes no folder: without one it gives up silently, and nothing would be found.
+        made = _make_folder(Path(plan.output))
     # The probe appends to files of earlier runs; only what is new is this program's.
     before = _results(plan)
     # A process that stops at a finding has to know up to which parent it may send signals.
@@ -140,7 +144,28 @@ def check_command(argv: Sequence[str], plan: WatchPlan, *, need_probe: bool = Tr
     outcome = judge(plan, status, messages, watched, findings, stopped, remarks)
     if plan.engine == "atb":
         outcome = _beside_torch(outcome, _found_by_probe(plan, before))
+    for folder in made:
+        # Without a finding nothing is left behind.
+        with contextlib.suppress(OSError):
+            folder.rmdir()
     return outcome
+
+
+def _make_folder(folder: Path) -> list[Path]:
+    """Make a folder; those that were not there before, the innermost first.
+
+    Raises:
+        BadInput: It cannot be made.
+    """
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise BadInput(
+            f"cannot make the folder {folder}: {problem.strerror or problem}",
+            hint="choose another output with -o",
+        ) from None
+    return missing
 
 
 def judge(

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self, cast, get_args
 
 from driftline.captures import framework
 from driftline.captures.errcheck.findings import TYPES
+from driftline.captures.model_facts import FactOptions
 from driftline.captures.options import Budgets, Reduction
 from driftline.captures.selection import Selection, require_visible
 from driftline.errors import BadInput, did_you_mean
@@ -63,6 +64,7 @@ class CapturePlan:
             by one, or the kernels that inductor makes of them; empty is nothing.
         fusion: For inductor: whether kernels may be fused.
         budgets: Memory for tensors of devices, and what happens when it is used up.
+        facts: What of the models is described besides their tensors.
     """
 
     output: str
@@ -83,6 +85,7 @@ class CapturePlan:
     budgets: Budgets = field(default_factory=Budgets)
     graph: GraphEngine = ""
     fusion: bool = True
+    facts: FactOptions = field(default_factory=FactOptions)
 
     # Checked here, before the program starts, because it may run for an hour.
     def __post_init__(self) -> None:
@@ -116,10 +119,12 @@ class CapturePlan:
                 f"{what} stays on this machine, and -o is an address elsewhere",
                 hint="give a folder, and copy it afterwards; or --layout run --engine torch",
             )
-        # The files of the ait layout have no field for a reduction.
-        if self.layout == "ait" and self.wants_tensors and self.reduction.kept != "full":
+        # Its statistics.csv has figures and shapes, and no field for any other reduction.
+        kept = self.reduction.kept
+        if self.layout == "ait" and self.wants_tensors and kept in ("digest", "sample"):
             raise BadInput(
-                f"the ait layout holds whole tensors, it has no place for '{self.reduction}'",
+                f"the ait layout holds tensors, summaries or descriptions, and has no place for "
+                f"'{self.reduction}'",
                 hint="leave out --layout ait; a run holds every reduction",
             )
 
@@ -184,6 +189,7 @@ class CapturePlan:
                 **({"shard_bytes": self.shard_bytes} if self.shard_bytes else {}),
                 **({"graph": self.graph, "fusion": self.fusion} if self.graph else {}),
                 **({"budgets": self.budgets._asdict()} if self.budgets != Budgets() else {}),
+                **({"facts": self.facts._asdict()} if self.facts != FactOptions() else {}),
             },
             indent=2,
             ensure_ascii=False,
@@ -224,6 +230,7 @@ class CapturePlan:
             graph=data.get("graph", ""),
             fusion=data.get("fusion", True),
             budgets=Budgets(**data.get("budgets", {})),
+            facts=FactOptions(**data.get("facts", {})),
         )
 
 

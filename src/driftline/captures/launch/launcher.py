@@ -26,15 +26,22 @@ from driftline.captures.launch.atb import (
     gather_atb,
     not_for_the_probe,
 )
-from driftline.captures.launch.child import require_command, run_child
+from driftline.captures.launch.child import UnseenPythons, require_command, run_child
 from driftline.captures.launch.derived_files import Sheets, draw_atb, finish_sheets
 from driftline.captures.launch.environment import build_environment
 from driftline.captures.launch.jobs import CapturePlan
 from driftline.captures.launch.messages import Messages, Place, read_messages
-from driftline.captures.launch.outcome import Harvest, explain_empty_dump, gather
-from driftline.errors import EXIT_COULD_NOT, EXIT_FINE, AlreadyThere, BadInput, DriftlineError
+from driftline.captures.launch.outcome import (
+    Harvest,
+    explain_empty_dump,
+    gather,
+    process_trees,
+    unseen_words,
+)
+from driftline.errors import EXIT_COULD_NOT, EXIT_FINE, BadInput, DriftlineError
 from driftline.runs.layout import MANIFEST
 from driftline.runs.provenance import hold_path
+from driftline.runs.scope import note_end
 
 if TYPE_CHECKING:
     from driftline.runs.stores.upload import Sending, Sent
@@ -85,8 +92,9 @@ class Outcome:
         """Sentences of processes and of the run, each once."""
         reported = [note for report in self.messages.reports for note in report.notes]
         probes = [] if self.atb is None else [*not_for_the_probe(self.plan), *self.atb.trouble]
+        missed = [text for text in unseen_words(self.messages.unseen) if text not in self.reason]
         return tuple(
-            dict.fromkeys([*reported, *self.harvest.events, *self.sheets.trouble, *probes])
+            dict.fromkeys([*reported, *self.harvest.events, *self.sheets.trouble, *probes, *missed])
         )
 
 
@@ -131,6 +139,8 @@ def run_command(
         if sending is not None:
             sending.abandon()
         raise
+    # A second dump into ait's tree adds the folders of its processes, as the original does.
+    earlier = process_trees(plan) if plan.layout == "ait" else frozenset[Path]()
     # The lock lasts until everything below has been read and sent.
     lock = _hold(plan)
     # Earlier dumps in the same folder are not this program's work.
@@ -141,16 +151,21 @@ def run_command(
         try:
             if sending is not None:
                 sending.begin()
-            status = run_child(argv, program_environment.environment(base))
+            unseen = UnseenPythons(settings.LAUNCH)
+            status = run_child(argv, program_environment.environment(base), unseen=unseen)
         # The command could not be started, so nothing of the attempt is kept.
         except BadInput:
             if sending is not None:
                 sending.abandon()
             clear_empty_output(plan)
             raise
-        messages = read_messages(program_environment.messages)
+        messages = replace(
+            read_messages(program_environment.messages), unseen=tuple(unseen.commands())
+        )
     sheets = finish_sheets(plan)
-    outcome = judge(plan, status, messages, gather(plan), sheets)
+    if plan.layout == "run" and (Path(plan.output) / MANIFEST).is_file():
+        note_end(Path(plan.output), status)
+    outcome = judge(plan, status, messages, gather(plan, earlier), sheets)
     if plan.engine == "atb":
         outcome = beside_torch(outcome, gather_atb(plan, already))
         if "onnx" in plan.types and outcome.atb is not None:
@@ -223,14 +238,10 @@ def prepare_output(plan: CapturePlan, *, force: bool) -> None:
         return
     tree = output / "ait_dump"
     try:
-        if tree.exists():
-            if not force:
-                raise AlreadyThere(
-                    f"'{tree}' exists",
-                    hint="choose another output with -o, or --force to replace it",
-                )
+        # Processes write folders of their own there, so nothing that exists is overwritten.
+        if force and tree.exists():
             shutil.rmtree(tree)
-        tree.mkdir(parents=True)
+        tree.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise BadInput(
             f"cannot write to '{output}': {problem.strerror or problem}",

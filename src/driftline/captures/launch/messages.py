@@ -40,6 +40,7 @@ class ProcessReport:
         bytes: Bytes the sink took over.
         places: Modules seen, for patterns that matched nothing.
         notes: Sentences for the person.
+        failure: Why tensors could not be written, as the system says it; empty if they could.
     """
 
     pid: int
@@ -51,6 +52,7 @@ class ProcessReport:
     bytes: int = 0
     places: tuple[Place, ...] = ()
     notes: tuple[str, ...] = ()
+    failure: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -69,6 +71,7 @@ class ProcessReport:
             bytes=int(data["bytes"]),
             places=tuple(Place(**place) for place in data["places"]),
             notes=tuple(map(str, data["notes"])),
+            failure=str(data.get("failure", "")),
         )
 
 
@@ -87,6 +90,7 @@ class Messages:
         apart: Frameworks that were imported and that this command cannot do its work with.
         absent: Frameworks that were asked for and are not installed.
         unasked: Frameworks that were imported and that nobody asked to look at.
+        unseen: Commands of Python processes that had not the variables of capture.
     """
 
     reached: int = 0
@@ -99,6 +103,7 @@ class Messages:
     apart: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     unasked: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
 
     @property
     def places(self) -> set[Place]:

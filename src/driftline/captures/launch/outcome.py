@@ -6,7 +6,9 @@ names the first that was not reached. Prints nothing.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from driftline.captures.events import is_shown
 from driftline.captures.launch.jobs import TORCH_LISTS, CapturePlan
 from driftline.captures.launch.messages import Messages
 from driftline.errors import BadInput, DriftlineError
+from driftline.runs.layout import MANIFEST
 
 if TYPE_CHECKING:
     from driftline.runs.run import Loss
@@ -44,11 +47,22 @@ class Harvest:
     refused: tuple[str, str] = ("", "")
 
 
-def gather(plan: CapturePlan) -> Harvest:
-    """Count what a plan's program left."""
+def process_trees(plan: CapturePlan) -> frozenset[Path]:
+    """Folders of processes in ait's tree at the plan's output."""
+    tree = Path(plan.output) / "ait_dump" / "torch_tensors"
+    return frozenset(path for path in tree.glob("*") if path.is_dir())
+
+
+def gather(plan: CapturePlan, already: frozenset[Path] = frozenset()) -> Harvest:
+    """Count what a plan's program left.
+
+    Args:
+        plan: What was asked for.
+        already: Folders of processes that earlier programs left.
+    """
     output = Path(plan.output)
     if plan.layout == "ait":
-        return _gather_tree(output / "ait_dump" / "torch_tensors")
+        return _gather_tree(process_trees(plan) - already)
     if not output.is_dir():
         return Harvest()
     return _gather_run(output)
@@ -89,26 +103,31 @@ def _in_short(losses: Sequence[Loss]) -> Iterable[str]:
             yield str(those[0])
         else:
             yield f"{len(those)} tensors without values, {those[0].where} the first: {reason}"
-    yield from (str(loss) for loss in losses if loss.key is None)
+    # Why nothing at all was captured is said by `explain_empty_dump`, which knows more.
+    yield from (str(loss) for loss in losses if loss.key is None and loss.where != MANIFEST)
 
 
-def _gather_tree(root: Path) -> Harvest:
-    # Folders: process, step, site, file.
-    files = list(root.glob("*/*/*/*.pth"))
+def _gather_tree(processes: frozenset[Path]) -> Harvest:
+    # Folders below a process: step, site, file.
+    files = [path for folder in processes for path in folder.glob("*/*/*.pth")]
+    sheets = [path for folder in processes for path in folder.glob("*/*/statistics.csv")]
+    described = sum(len(path.read_bytes().splitlines()) - 1 for path in sheets)
     return Harvest(
-        tensors=len(files),
+        tensors=len(files) + described,
         bytes=sum(path.stat().st_size for path in files),
-        processes=tuple(sorted(path.name for path in root.glob("*") if path.is_dir())),
+        processes=tuple(sorted(path.name for path in processes)),
         steps=tuple(
-            sorted({int(f.parts[-3]) for f in files if f.parts[-3].isdigit()}),
+            sorted({int(f.parts[-3]) for f in (*files, *sheets) if f.parts[-3].isdigit()}),
         ),
-        topologies=len(list(root.glob("*/model_tree.json"))),
-        events=tuple(dict.fromkeys(_events_of_tree(root))),
+        topologies=sum((folder / "model_tree.json").is_file() for folder in processes),
+        events=tuple(dict.fromkeys(_events_of_tree(processes))),
     )
 
 
-def _events_of_tree(root: Path) -> Iterable[str]:
-    for path in sorted(root.glob("*/driftline_events.jsonl")):
+def _events_of_tree(processes: Iterable[Path]) -> Iterable[str]:
+    for path in sorted(folder / "driftline_events.jsonl" for folder in processes):
+        if not path.is_file():
+            continue
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 event: Any = json.loads(line)
@@ -143,10 +162,25 @@ def explain_empty_dump(
     wanted = [report for report in messages.reports if plan.selection.takes_rank(report.rank)]
     handed_over = sum(report.tensors for report in wanted)
     if handed_over and plan.wants_tensors:
+        # The system's own words: a full disk, too many open files, no permission.
+        failure = next((report.failure for report in wanted if report.failure), "")
+        why = failure.removeprefix("could not be written: ")
         return (
-            f"nothing was captured: none of {handed_over} tensors could be written",
-            f"is the disk of '{plan.output}' full, or was the folder taken away?",
+            f"nothing was captured: none of {handed_over} tensors could be written"
+            + (f" ({why})" if why else ""),
+            f"make room on the disk of '{plan.output}', or choose another with -o"
+            if os.strerror(errno.ENOSPC) in why
+            else f"is the disk of '{plan.output}' full, or was the folder taken away?",
         )
+    notes = [note for report in messages.reports for note in report.notes]
+    if fault := next((note for note in notes if note.startswith("capture failed")), ""):
+        if os.strerror(errno.EMFILE) in fault:
+            return (
+                f"nothing was captured: {os.strerror(errno.EMFILE).lower()} in the program, so "
+                "that its run could not be begun",
+                "ulimit -n 4096 allows more of them; does the program close what it opens?",
+            )
+        return f"nothing was captured: {fault}", "the program itself was not disturbed"
     if unmatched:
         return (
             f"nothing was captured: {unmatched[0]}",
@@ -191,7 +225,7 @@ def _explain_filters(
         ran = say_steps(skipped)
         return (
             f"nothing was captured: {ran} ran, and none of them is selected",
-            f"select one of them: -er {skipped[0]},{skipped[-1]}",
+            f"select one of them: --step {skipped[0]}; or all steps: --step '*'",
         )
     ranks = sorted({report.rank for report in messages.reports})
     if not any(plan.selection.takes_rank(rank) for rank in ranks):
@@ -243,6 +277,8 @@ def explain_no_start(messages: Messages) -> tuple[str, str]:
             "driftline captures programs on Python 3.11 or newer",
         )
     # Isolated interpreters skip both ways in which the bootstrap is found.
+    if messages.reached == 0 and messages.unseen:
+        return f"nothing was captured: {unseen_words(messages.unseen)[0]}", ""
     if messages.reached == 0:
         return (
             "nothing was captured: no Python process could be reached",
@@ -273,6 +309,19 @@ def explain_no_start(messages: Messages) -> tuple[str, str]:
         f"nothing was captured: {some} ran, none imported torch or paddle",
         "is this the command that runs the model?",
     )
+
+
+def unseen_words(commands: Sequence[str]) -> list[str]:
+    """A sentence about Python processes that capture could not reach; none without any."""
+    if not commands:
+        return []
+    first = commands[0]
+    if len(commands) == 1:
+        text = f"1 Python process had an environment of its own and was not seen ({first})"
+    else:
+        text = f"{len(commands)} Python processes had an environment of their own and were not seen"
+        text += f" ({first}, ...)"
+    return [f"{text}; hand DRIFTLINE_LAUNCH and PYTHONPATH on"]
 
 
 def _filters_in_words(plan: CapturePlan) -> str:

@@ -27,9 +27,11 @@ from driftline import settings
 from driftline.captures.errcheck.findings import Finding, FindingsFile, headroom_rows
 from driftline.captures.events import is_sent
 from driftline.captures.framework import FRAMEWORKS
-from driftline.captures.launch.bootstrap import send_message
+from driftline.captures.launch.bootstrap import keep_spare, send_message
 from driftline.captures.launch.jobs import TORCH_LISTS, CapturePlan, WatchPlan, is_watch_plan
 from driftline.captures.launch.messages import MOST_PLACES, Place, ProcessReport
+from driftline.captures.model_facts import GOODBYE, FactOptions
+from driftline.captures.module_calls import exception_words
 from driftline.captures.options import Reduction
 from driftline.errors import BadInput
 from driftline.runs.layout import SHARD_BYTES
@@ -82,6 +84,8 @@ def begin(plan_path: str, framework: str) -> None:
         launched = Launched(plan, plan_path, framework)
     launched.start()
     send_message(plan_path, "started", framework)
+    with contextlib.suppress(OSError, ImportError):
+        keep_spare(plan_path)
 
 
 def _stand_on_real_ground() -> None:
@@ -134,6 +138,9 @@ class Launched:
             device_backend.budgets = plan.budgets
         # Imported by the program's thread: a fork must not find another thread inside an import.
         self.session.recorder.prepare = lambda: importlib.import_module("driftline.runs.writer")
+        # Experiments change what a model computes, and other layouts have no place for facts.
+        if plan.layout == "run" and not plan.experiment:
+            self.session.describe_models(plan.facts)
         self.experiment: Experiment | None = None
         if plan.experiment:
             kind = EXPERIMENTS[plan.experiment["kind"]]
@@ -142,7 +149,9 @@ class Launched:
             self._say_what_is_not_there()
             return
         # Whoever keeps operators whole can have them executed again, which takes their parameters.
-        again = self.session.replayable and plan.layout == "run" and not plan.experiment
+        # In ait's tree operators are kept where their csv was asked for.
+        listed = plan.layout == "run" or "op" in plan.types
+        again = self.session.replayable and listed and not plan.experiment
         self.session.for_replay = again
         if plan.wants_calls or again:
             write = functools.partial(self.sink.sheet, CALLS)
@@ -194,6 +203,10 @@ class Launched:
         if not self.session.execution_order:
             # A data worker, forked from a process that knows a model: its tree is not its own.
             self.sink.tree_is_enough = False
+        # Set by the interpreter for an exception that nobody caught, before it ends.
+        error = getattr(sys, "last_value", None)
+        if isinstance(error, BaseException):
+            self.session.exception = exception_words(error)
         self.session.stop()
         if self.experiment is not None:
             with contextlib.suppress(OSError):
@@ -215,6 +228,7 @@ class Launched:
             bytes=self.sink.bytes_written,
             places=tuple(places[:MOST_PLACES]),
             notes=tuple(message for kind, message in self.sink.waiting_events if is_sent(kind)),
+            failure=self.sink.failure,
         )
 
     def _end_with_multiprocessing(self) -> None:
@@ -314,7 +328,7 @@ class Launched:
 def _at_most(seconds: float, act: Callable[[], None]) -> None:
     """Do something in a thread and wait so long: what holds it up must not keep a process alive."""
     try:
-        thread = threading.Thread(target=act, name="driftline-goodbye", daemon=True)
+        thread = threading.Thread(target=act, name=GOODBYE, daemon=True)
         thread.start()
         thread.join(seconds)
     except RuntimeError:  # no threads any more: the interpreter is ending
@@ -348,6 +362,7 @@ class Watched(Launched):
                 max_bytes=watch.max_bytes,
                 log_level=watch.log_level,
                 command=watch.command,
+                facts=FactOptions(model=False),
             ),
             plan_path,
         )
@@ -398,7 +413,6 @@ class Watched(Launched):
         self.reporter.after_fork()
 
     def _make_sink(self) -> Sink:
-        from driftline.captures.torch.framework import facts
         from driftline.runs.writer import RunWriter
 
         rank, world_size = self._rank()
@@ -410,7 +424,7 @@ class Watched(Launched):
             max_bytes=max(1, self.plan.max_bytes // max(1, world_size)),
             seal_at_exit=False,
         )
-        writer.describe(**facts())
+        writer.describe(**self._provenance().facts())
         return writer
 
     def _found(self, finding: Finding) -> None:

@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from driftline.captures.model_facts import FactOptions
 from driftline.captures.onnxruntime import model_file, sessions
 from driftline.captures.onnxruntime.capture import Budget, ModelCapture
 from driftline.captures.onnxruntime.graph import Graph
 from driftline.captures.onnxruntime.inputs import Source, feeds_of
+from driftline.captures.onnxruntime.model_facts import write_model_facts
 from driftline.captures.onnxruntime.sessions import Level
 from driftline.captures.onnxruntime.tensors import look
 from driftline.captures.onnxruntime.topology import facts
@@ -84,6 +86,8 @@ def capture_onnx(
     max_bytes: int | None = None,
     force: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    model_facts: bool = True,
+    weight_facts: bool = True,
 ) -> OnnxCapture:
     """Run an ONNX model with ONNX Runtime and keep what its nodes computed.
 
@@ -113,6 +117,8 @@ def capture_onnx(
         max_bytes: Store no more tensor bytes than this.
         force: Replace a run that is there already.
         progress: Called with (done, in all) tensors.
+        model_facts: Also describe the model: nodes and initializers; see docs/model-facts.md.
+        weight_facts: With it, also digests and samples of its weights.
 
     Raises:
         NotInstalled: onnxruntime or onnx is missing; the sentence has the install line.
@@ -179,6 +185,7 @@ def capture_onnx(
             Budget(memory, values_at_once),
             progress,
         )
+        write_model_facts(sink, file, work.traced, FactOptions(model_facts, weight_facts))
         return OnnxCapture(
             written,
             sink.tensors_written,

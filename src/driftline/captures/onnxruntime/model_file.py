@@ -9,7 +9,6 @@ so that its graph costs what its nodes cost. Knows the wire format of protobuf a
 from __future__ import annotations
 
 import math
-import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from driftline.errors import BadFile, NotInstalled
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
 from driftline.registry import require
+from driftline.runs.mapped_file import map_file, map_range
 
 INSTALL = "driftline[onnxruntime]"
 SMALL = 1024
@@ -74,7 +74,7 @@ def load_graph(path: Path) -> Any:
         with path.open("rb") as file:
             if not os.fstat(file.fileno()).st_size:
                 raise BadFile(f"'{path}' is empty", hint="give an .onnx file")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            with map_file(file.fileno(), str(path)) as data:
                 text = _without_values(memoryview(data))
     except OSError as error:
         raise BadFile(
@@ -170,7 +170,8 @@ def external_files(model: Any) -> list[str]:
     """The files beside a model that hold values of its tensors, as it names them."""
     return sorted(
         {
-            entry.value
+            # What is no UTF-8 comes as bytes; a name on disk may be any.
+            entry.value if isinstance(entry.value, str) else os.fsdecode(entry.value)
             for tensor in model.graph.initializer
             for entry in tensor.external_data
             if entry.key == "location"
@@ -187,7 +188,13 @@ def check_external(path: Path, model: Any) -> list[Path]:
     files: list[Path] = []
     for name in external_files(model):
         folder = path.parent.resolve()
-        place = (folder / name).resolve()
+        try:
+            place = (folder / name).resolve()
+        except (OSError, ValueError, RuntimeError):  # a zero byte, or a loop of links
+            raise BadFile(
+                f"'{path.name}' keeps weights in {name!r:.80}, which is no name of a file",
+                hint="export the model again",
+            ) from None
         # A model file may come from anywhere: it must not make Driftline read other files.
         if not place.is_relative_to(folder):
             raise BadFile(
@@ -210,7 +217,7 @@ def digest_of(files: list[Path]) -> str:
         # An empty file cannot be mapped.
         if not path.stat().st_size:
             continue
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with path.open("rb") as file, map_file(file.fileno(), str(path)) as data:
             view = np.frombuffer(data, np.uint8)
             parts.append(kernel.digest(view))
             # The map cannot be closed while an array looks into it.
@@ -248,13 +255,7 @@ class Weights:
             # An empty region cannot be mapped either.
             if not size:
                 return np.empty(0, np.uint8)
-            return np.memmap(
-                self._folder / where["location"],
-                np.uint8,
-                "r",
-                offset=int(where.get("offset", 0)),
-                shape=(size,),
-            )
+            return map_range(self._folder / where["location"], int(where.get("offset", 0)), size)
         if tensor.raw_data:
             return np.frombuffer(tensor.raw_data, np.uint8)
         array: AnyArray = np.asarray(protobuf().numpy_helper.to_array(tensor))

@@ -208,7 +208,7 @@ def _session(path: Path, options: Any, plan: SessionPlan, name: str) -> Any:
 def _refused(error: Exception, name: str) -> BadFile:
     text = message_of(error)
     kind = type(error).__name__
-    hint = "driftline says no more than ONNX Runtime does; is the file whole?"
+    hint = "this is what ONNX Runtime says; is the file complete?"
     lower = text.lower()
     if kind == "NotImplemented" or any(words in lower for words in _NO_OPERATOR):
         hint = (

@@ -147,7 +147,10 @@ def _enter(
     clock = session.clock
     # A recomputation belongs to the step whose backward pass asks for it.
     if not stack and not recompute:
+        session.begin_run()
         clock.enter(place, layer)
+        if session.model_facts is not None:
+            session.guarded("model facts", session.model_facts.before_root, place, layer)
     step = clock.step_of(place.root)
     visit = session.count_visit(place.site, step, recompute=recompute)
     frame = Frame(place, layer, visit, step, recompute=recompute)

@@ -24,6 +24,7 @@ from driftline.captures.session import Adapter, Session
 from driftline.runs.sinks import JSON
 
 if TYPE_CHECKING:
+    from driftline.captures.model_facts import FactOptions
     from driftline.runs.sinks import Sink
 
 # Imported by level, because wrapping optimizers costs programs that need no gradients.
@@ -92,6 +93,12 @@ class PaddleSession(Session):
         from driftline.captures.paddle import module_calls
 
         module_calls.unwatch(self)
+
+    def describe_models(self, options: FactOptions) -> None:
+        # Loaded on use: the saving hook needs none of it.
+        from driftline.captures.paddle.model_facts import PaddleFacts
+
+        self.model_facts = PaddleFacts(self, options) if options.model else None
 
     def undisturbed(self) -> AbstractContextManager[None]:
         return undisturbed()

@@ -72,14 +72,17 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def class_name_of(module: nn.Module) -> str:
+def class_of(module: nn.Module) -> type:
     """The class the program wrote; `fully_shard` and `parametrize` put their own in front."""
     kind = type(module)
     sharded = any(base.__name__ == "FSDPModule" for base in kind.__bases__)
-    if sharded or "parametrizations" in module._modules:
-        # Both derive a new class from the program's; the program's own is the last base.
-        return kind.__bases__[-1].__name__
-    return kind.__name__
+    # Both derive a new class from the program's; the program's own is the last base.
+    return kind.__bases__[-1] if sharded or "parametrizations" in module._modules else kind
+
+
+def class_name_of(module: nn.Module) -> str:
+    """Name of the class the program wrote."""
+    return class_of(module).__name__
 
 
 def is_transparent(module: nn.Module) -> bool:

@@ -267,7 +267,10 @@ def enter(
         return None
     # A recomputation belongs to the step whose backward pass asks for it.
     if not stack and not recompute:
+        session.begin_run()
         session.clock.enter(place, module)
+        if session.model_facts is not None:
+            session.guarded("model facts", session.model_facts.before_root, place, module)
     root = place.root
     step = session.clock.now if root.helper else root.step
     frame = Frame(
@@ -318,6 +321,8 @@ def leave(session: CaptureSession, stack: list[Frame], frame: Frame, result: Any
         for tap in taps:
             session.guarded(frame.site, tap.on_forward, frame, frame.inputs, tensors)
     if len(stack) == 1:
+        if session.model_facts is not None:
+            session.guarded("model facts", session.model_facts.after_root, frame, result)
         session.root_done()
 
 

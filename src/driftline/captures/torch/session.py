@@ -29,6 +29,7 @@ from driftline.captures.torch.tensors import snapshot, undisturbed
 from driftline.runs.sinks import JSON
 
 if TYPE_CHECKING:
+    from driftline.captures.model_facts import FactOptions
     from driftline.runs.sinks import Sink
 __all__ = [
     "LEVELS",
@@ -157,6 +158,12 @@ class CaptureSession(Session):
 
     def undisturbed(self) -> AbstractContextManager[None]:
         return undisturbed()
+
+    def describe_models(self, options: FactOptions) -> None:
+        # Loaded on use: experiments and the error check need none of it.
+        from driftline.captures.torch.model_facts import TorchFacts
+
+        self.model_facts = TorchFacts(self, options) if options.model else None
 
     def tree(self) -> dict[str, JSON]:
         with undisturbed():  # even reading a shape shows in the program's own modes

@@ -42,6 +42,9 @@ _NAMES: dict[torch.dtype, str] = {}
 _SIMPLE: dict[torch.dtype, tuple[str, int]] = {}
 """Name and bytes per element of the dtypes met; those whose elements torch counts as we do."""
 
+LARGEST_EXPANSION = 256 << 20
+"""Bytes up to which a view that repeats its elements (`expand`) is written out like any tensor. A
+larger one is summarised from its elements: a mask of 10^6 x 10^6 would take 4 TB."""
 _CPU = "cpu"
 _STRIDED = torch.strided
 _is_functional: Callable[[torch.Tensor], bool] = torch.__dict__["_is_functional_tensor"]
@@ -173,8 +176,12 @@ def _any_snapshot(tensor: torch.Tensor, *, values: bool) -> Snapshot | Refusal |
     count = tensor.numel()
     device = tensor.device
     on_host = device.type == _CPU
-    address, length, owner = 0, _NOTHING, tensor
+    address, length, owner, repeats = 0, _NOTHING, tensor, 1
     if values:
+        if count * tensor.element_size() > LARGEST_EXPANSION:
+            tensor = _unrepeated(tensor)
+            repeats = count // max(1, tensor.numel())
+            count = tensor.numel()
         owner = _in_order(tensor, on_host=on_host)
         length = count * owner.element_size()
         if length:
@@ -197,14 +204,27 @@ def _any_snapshot(tensor: torch.Tensor, *, values: bool) -> Snapshot | Refusal |
         count,
         placement,
         owner,
+        repeats,
     )
+
+
+def _unrepeated(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the elements that a view repeats, each once; the tensor itself if it repeats none.
+
+    Only axes of stride 0 repeat; other views that overlap themselves are rare and small.
+    """
+    once = tensor
+    for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            once = once.detach().narrow(axis, 0, 1)
+    return once
 
 
 def on_device(tensor: torch.Tensor) -> Snapshot | Refusal | None:
     """Describe a tensor of a device whose values are taken there; `owner` is a plain tensor.
 
     None for what only the way over the host understands: zeros without memory, packed halves of
-    bytes, results that are still under way.
+    bytes, large views that repeat their elements, results that are still under way.
     """
     placement = ""
     if type(tensor) in _ORDINARY:
@@ -223,6 +243,9 @@ def on_device(tensor: torch.Tensor) -> Snapshot | Refusal | None:
     if not dtype:
         return Refusal(f"{tensor.dtype} elements are not understood")
     if is_zero(tensor) or DTYPES[dtype].bits < 8:
+        return None
+    large = tensor.numel() * tensor.element_size() > LARGEST_EXPANSION
+    if large and _unrepeated(tensor) is not tensor:
         return None
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.detach().resolve_conj().resolve_neg()

@@ -80,7 +80,7 @@ def calibrate(
         if table.verdict == "fail":
             # Taken all the same: only the user knows whether the limits or the runs were wrong.
             warning = printable(f"{path} did not pass when it was compared ({table.finding})")
-            print(f"driftline: {warning}; it is taken for clean all the same", file=sys.stderr)
+            print(f"driftline: {warning}; it is used as a clean run all the same", file=sys.stderr)
     made = script.step(
         "thresholds",
         calibrate_tables,

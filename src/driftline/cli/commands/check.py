@@ -45,7 +45,6 @@ def check(
     from driftline.comparison.pipeline import check as judge_again
     from driftline.comparison.table.files import is_table, open_table
     from driftline.comparison.table.table import Table
-    from driftline.comparison.verdict.judge import exit_code
     from driftline.decoding.files.layer_files import table_to_judge
 
     thresholds = None
@@ -76,4 +75,4 @@ def check(
     script.end(judged)
     if not output.quiet:
         print_table(judged, output, command="check")
-    return exit_code(judged)
+    return output.exit_code(judged.verdict)

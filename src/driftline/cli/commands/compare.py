@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from driftline.cli import python_script as script
 from driftline.cli.options import (
     ALIGNMENT,
+    EVIDENCE,
     LIMITS,
     OUTPUT,
     SELECTION,
@@ -26,7 +27,14 @@ from driftline.cli.options import (
 )
 from driftline.cli.output import print_table, refuse_overwriting, write_table
 from driftline.cli.progress import progress_bar
-from driftline.errors import EXIT_FINE, AlreadyThere, BadInput, DriftlineError
+from driftline.errors import (
+    EXIT_COULD_NOT,
+    EXIT_DIFFERENT,
+    EXIT_FINE,
+    AlreadyThere,
+    BadInput,
+    DriftlineError,
+)
 
 if TYPE_CHECKING:
     from driftline.alignment.plan import Plan
@@ -69,11 +77,22 @@ class CompareLimits(LimitOptions):
         metric: Measure this too: sqnr (dB), kl, or a Python function of your own; may be repeated.
         rtol: Every element must keep |c - r| <= atol + rtol |r|.
         atol: See --rtol.
+        replay: What `driftline replay CAND` wrote: what each module adds by itself.
+        noise: What `driftline noise` wrote, or another trusted run; may be repeated.
+        bisect: What `driftline bisect --format json` printed: proves what a site explains.
     """
 
     metric: Annotated[list[str] | None, Parameter(metavar="NAME|FILE.py:FUNC")] = None
     rtol: Annotated[float | None, Parameter(metavar="X")] = None
     atol: Annotated[float | None, Parameter(metavar="X")] = None
+    replay: Annotated[Path | None, Parameter(metavar="DIR", group=EVIDENCE)] = None
+    noise: Annotated[list[Path] | None, URLS, Parameter(metavar="DIR", group=EVIDENCE)] = None
+    bisect: Annotated[Path | None, Parameter(metavar="FILE.json", group=EVIDENCE)] = None
+
+    def evidence(self) -> dict[str, Any]:
+        """Arguments of `driftline.compare` that say where evidence lies; only what was given."""
+        given = {"replay": self.replay, "noise": self.noise, "bisect": self.bisect}
+        return {name: value for name, value in given.items() if value}
 
     def keywords(self, metrics: Sequence[str]) -> dict[str, Any]:
         """Arguments of `driftline.compare` that say what is measured and what is allowed."""
@@ -183,6 +202,8 @@ class CompareOutput(OutputOptions):
         csv: Also write the rows to this file.
         dry_run: Print what would be compared with what; reads no tensor but masks and token ids.
         log_level: debug also prints the plan, warning only what does not agree, error nothing.
+        fail_on_differences: Exit 1 also where all tensors agree and the models differ: in
+            attributes, code, weights, mode, process or training.
     """
 
     csv: Annotated[Path | None, Parameter(metavar="FILE")] = None
@@ -191,6 +212,7 @@ class CompareOutput(OutputOptions):
         Literal["debug", "info", "warning", "warn", "error"] | None,
         Parameter(name=("--log-level", "-l")),
     ] = None
+    fail_on_differences: bool = False
 
     @property
     def is_silent(self) -> bool:
@@ -233,9 +255,9 @@ def compare(
         driftline compare ref cand
         driftline compare a.npy b.pt --max relative_l2=0.01
 
-    Prints which tensors differ by more than the coarser number format of the two sides explains,
-    and which one is first. Exit code 1 if any does, 2 if nothing could be compared. With -gp and
-    -mp it also writes ait_cmp_report_{timestamp}.csv into the folder -o, or into this one.
+    Says which site adds more error than its number format and what it was given explain, and which
+    one is first. Exit code 1 if any does, 2 if too little was compared to tell. With -gp
+    and -mp it also writes ait_cmp_report_{timestamp}.csv into the folder -o, or into this one.
 
     Args:
         reference: What is right: a run, a dump of another program, or a tensor file.
@@ -245,6 +267,11 @@ def compare(
     paths = _two_paths(reference, candidate, ait)
     if workers.shard is not None:
         _check_shard(workers.shard, output, ait)
+        if limits.evidence():
+            raise BadInput(
+                "a shard is measured, and not judged: evidence is for the whole comparison",
+                hint="driftline report TABLE --replay DIR judges the merged table with it",
+            )
     # With -gp and -mp, -o means what it means to ait: the folder of its report.
     folder = None if ait.writes_ait_report else output.output
     report_folder = (output.output or Path()) if ait.writes_ait_report else None
@@ -282,6 +309,7 @@ def compare(
             "executor": _executor(workers, quiet=output.is_silent),
             "planned": _announce(output),
             "progress": progress,
+            **limits.evidence(),
         }
         if workers.shard is not None:
             return _compare_shard(pair, workers.shard, options, output)
@@ -294,9 +322,42 @@ def compare(
     script.end(table)
     if not output.is_silent and not (output.only_warns and table.verdict == "pass"):
         print_table(table, output)
-    from driftline.comparison.verdict.judge import exit_code
+    if report_folder is not None and table.verdict == "incomplete":
+        return _ait_exit_code(table, limits.min_coverage)
+    code = output.exit_code(table.verdict)
+    return _differences_code(table, output) if code == EXIT_FINE else code
 
-    return exit_code(table)
+
+def _differences_code(table: Table, output: CompareOutput) -> int:
+    """The exit code of tensors that agree: differences of the models count only if asked for."""
+    from driftline.comparison.differences.difference import counted
+
+    if not output.fail_on_differences:
+        return EXIT_FINE
+    if table.differences is None:
+        if not output.is_silent:
+            print(
+                "driftline: --fail-on-differences: a run has no facts about its model; dump it "
+                "without --no-model-facts",
+                file=sys.stderr,
+            )
+        return EXIT_COULD_NOT
+    number = counted(table.differences)
+    if number and not output.is_silent:
+        print(f"driftline: exit 1: the models differ in {number} points", file=sys.stderr)
+    return EXIT_DIFFERENT if number else EXIT_FINE
+
+
+def _ait_exit_code(table: Table, min_coverage: float | None) -> int:
+    """The code of ait's own command line, whose scripts know no INCOMPLETE.
+
+    1 where less was compared than was asked for, or a tensor could not be read; else 0.
+    """
+    from driftline.comparison.table.row import LOST
+
+    too_little = min_coverage is not None and table.coverage.share < min_coverage
+    unread = any(LOST in row.reason for row in table.rows)
+    return EXIT_DIFFERENT if too_little or unread else EXIT_FINE
 
 
 def _refuse_old_plan(path: Path | None, *, force: bool) -> None:

@@ -26,7 +26,7 @@ from driftline.cli.options import (
     spelt,
 )
 from driftline.cli.progress import progress_bar
-from driftline.errors import EXIT_DIFFERENT, EXIT_FINE
+from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE
 
 if TYPE_CHECKING:
     from driftline.decoding.layers import LayersResult
@@ -325,7 +325,7 @@ def layer_metrics(
     MAX_NEW_TOKENS, OUTPUT_PATH and SHARE_GPT_DATASET_PATH in the environment are taken where the
     option is not given; without any, prompts are in ~/share_gpt.json. All combinations of several
     values are run; what is there already is not computed again. Exit code 1 if anything is NaN, or
-    infinite on one side only.
+    infinite on one side only; 2 if a part never reached the backend that was to compile it.
 
     Args:
         mode: generate: token by token, with a cache; model-forward: one call on the prompts.
@@ -366,6 +366,9 @@ def _run_layers(tasks: list[LayerOptions], *, quiet: bool) -> int:
             sys.stdout.flush()
         if result.nonfinite or any(layer.nan for layer in result.layers):
             code = EXIT_DIFFERENT
+        # A difference that was found says more than a part that could not be judged.
+        elif result.not_run and code != EXIT_DIFFERENT:
+            code = EXIT_COULD_NOT
     script.end(*results)
     return code
 
@@ -385,29 +388,45 @@ def _layers_summary(result: LayersResult) -> str:
     options = result.options
     layers = result.layers
     steps = counted(options.new_tokens, "iteration") if options.mode == "generate" else "one call"
-    farthest = max(layers, key=lambda layer: layer.abs_diff)
-    most_turned = min(layers, key=lambda layer: layer.cos_sim)
+    # A layer of which no row is a number has no figure that could be the largest.
+    numbers = [layer for layer in layers if layer.rows > layer.nonfinite]
     lines = [
         f"{options.prefix}: {counted(len(layers), 'layer')}, "
         f"{counted(sum(layer.rows for layer in layers), 'row')} of {steps} ({options.mode})",
         f"  reference {options.reference}; candidate {options.candidate}",
-        f"  largest average abs_diff {number(farthest.abs_diff)} at {farthest.layer}",
-        f"  smallest cos_sim {most_turned.cos_sim:.8g} at {most_turned.layer}",
     ]
+    if numbers:
+        farthest = max(numbers, key=lambda layer: layer.abs_diff)
+        most_turned = min(numbers, key=lambda layer: layer.cos_sim)
+        lines += [
+            f"  largest average abs_diff {number(farthest.abs_diff)} at {farthest.layer}",
+            f"  smallest cos_sim {most_turned.cos_sim:.8g} at {most_turned.layer}",
+        ]
+    if len(numbers) < len(layers):
+        without = next(layer for layer in layers if layer.rows <= layer.nonfinite)
+        lines.append(
+            f"  FAIL: {counted(len(layers) - len(numbers), 'layer')} of {len(layers)} without a "
+            f"single row of numbers, first {without.layer}"
+        )
+    if result.not_run:
+        lines.append(
+            f"  INCOMPLETE: {counted(len(result.not_run), 'part')} never reached the backend, "
+            f"first {result.not_run[0]}"
+        )
     if result.table is not None and result.table.finding:
         lines.append(f"  {result.table.finding}")
-    nonfinite = result.nonfinite
-    if nonfinite:
-        rows = sum(layer.nonfinite for layer in nonfinite)
+    one_sided = [layer for layer in layers if layer.one_sided]
+    if one_sided:
+        elements = sum(layer.one_sided for layer in one_sided)
         lines.append(
-            f"  NaN or infinite on one side: {counted(rows, 'row')} of "
-            f"{counted(len(nonfinite), 'layer')}, first {nonfinite[0].layer}"
+            f"  NaN or infinite on one side: {counted(elements, 'element')} of "
+            f"{counted(len(one_sided), 'layer')}, first {one_sided[0].layer}"
         )
     both_nan = [layer for layer in layers if layer.nan]
     if both_nan:
         elements = sum(layer.nan for layer in both_nan)
         lines.append(
-            f"  NaN on both sides, in no figure: {counted(elements, 'element')} "
+            f"  NaN on both sides: {counted(elements, 'element')} "
             f"of {counted(len(both_nan), 'layer')}, first {both_nan[0].layer}"
         )
     lines += [f"  {note}" for note in result.notes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
@@ -14,7 +14,9 @@ from driftline.cli.options import (
     OUTPUT,
     URLS,
     AlignmentOptions,
+    DiagnosisFormat,
     EvidenceOptions,
+    ExitOptions,
     RepeatEvidenceOptions,
     ThreadOptions,
     place,
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 @Parameter(name="*", group=OUTPUT)
 @dataclass(frozen=True)
-class DiagnosisOutput:
+class DiagnosisOutput(ExitOptions):
     """Where the finding goes.
 
     Attributes:
@@ -41,7 +43,7 @@ class DiagnosisOutput:
         force: Replace output that is there already.
     """
 
-    format: Literal["table", "json", "markdown", "github", "junit"] = "table"
+    format: DiagnosisFormat = "table"
     repro: Annotated[Path | None, Parameter(metavar="DIR")] = None
     all: bool = False
     quiet: Annotated[bool, Parameter(name=("--quiet", "-q"))] = False
@@ -106,8 +108,14 @@ def diagnose(
     if not output.quiet:
         from driftline.reporting import writers
 
-        writers.diagnosis(diagnosis, output.format, sys.stdout, everything=output.all)
-    return diagnosis.exit_code
+        writers.diagnosis(
+            diagnosis,
+            output.format,
+            sys.stdout,
+            everything=output.all,
+            allow_incomplete=output.allow_incomplete,
+        )
+    return output.exit_code(diagnosis.verdict)
 
 
 def _diagnose_table(path: Path, evidence: EvidenceOptions, repro: Path | None) -> Diagnosis:

@@ -7,18 +7,15 @@ spellings of `ait llm dump` are names like any other; what they mean is in `adap
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from driftline.captures.launch.atb import AtbHarvest
 from driftline.captures.launch.jobs import FRAMEWORKS, CapturePlan, DumpType, Level
-from driftline.captures.launch.launcher import Outcome, run_command
 from driftline.captures.launch.outcome import say_steps
+from driftline.captures.model_facts import FactOptions
 from driftline.captures.options import Budgets, Reduction, WhenFull, budgets_from
 from driftline.captures.selection import Selection, patterns
 from driftline.cli import python_script as script
@@ -44,7 +41,12 @@ from driftline.cli.options import (
 from driftline.cli.output import refuse_memory, run_place, short_path, unsent_lines
 from driftline.errors import EXIT_FINE, BadInput
 from driftline.runs.layout import SENT_SHARD_BYTES
+from driftline.runs.scope import ending_words
 from driftline.units import size_of, size_text
+
+if TYPE_CHECKING:
+    from driftline.captures.launch.atb import AtbHarvest
+    from driftline.captures.launch.launcher import Outcome
 
 # More would push the sentence that matters off the screen; all are in the run.
 MOST_NOTES = 8
@@ -64,8 +66,8 @@ class FilterOptions:
         execute_range: Steps, as pairs with both ends included: 3,5,7,7 is 3, 4, 5 and 7. Default:
             step 0.
         child: With -ids: also everything below those modules.
-        time: Take inputs 0 before the call, 1 after it, 2 both. Not given: inputs before, outputs
-            after.
+        time: Take inputs 0 before the call, 1 after it, 2 both; 3, or not given: inputs before,
+            outputs after.
         opname: Only modules whose class or own name begins like this, in any case; comma list.
         part: 0 inputs, 1 outputs, 2 both.
         device: Only tensors on the device with this index, and those on the CPU.
@@ -82,7 +84,9 @@ class FilterOptions:
     child: Annotated[
         str, Parameter(name=("--save-operation-child", "-child"), metavar="true|false")
     ] = "true"
-    time: Annotated[Literal["0", "1", "2"] | None, Parameter(name=("--save-time", "-time"))] = None
+    time: Annotated[
+        Literal["0", "1", "2", "3"] | None, Parameter(name=("--save-time", "-time"))
+    ] = None
     opname: Annotated[
         list[str] | None, SEVERAL, Parameter(name=("--operation-name", "-opname"), metavar="NAMES")
     ] = None
@@ -106,7 +110,7 @@ class FilterOptions:
             ids=split_names(self.ids),
             children=yes_or_no("-child", self.child),
             opnames=split_names(self.opname),
-            time=None if self.time is None else int(self.time),
+            time=None if self.time in (None, "3") else int(self.time),
             part=int(self.part),
             device=self.device,
         )
@@ -144,6 +148,8 @@ class AmountOptions:
         when_full: What happens when the run is written more slowly than that: the program waits, or
             tensors are dropped and counted.
         save_tiling: Also tiling data, which ATB programs have; torch has none, which is noted.
+        no_model_facts: Do not describe the models: attributes, code, state, training.
+        no_weights: Describe the models without digests and samples of their weights.
     """
 
     type_: Annotated[
@@ -158,6 +164,8 @@ class AmountOptions:
     host_budget: Annotated[str, Parameter(metavar="SIZE")] = ""
     when_full: WhenFull = "wait"
     save_tiling: Annotated[bool, Parameter(name=("--save-tiling", "-tiling"))] = False
+    no_model_facts: bool = False
+    no_weights: bool = False
 
     def reduction(self) -> Reduction:
         """How much of each tensor."""
@@ -182,6 +190,10 @@ class AmountOptions:
             # Where operators are listed and tensors stored, theirs are stored, too.
             usual.append("ops")
         return tuple(dict.fromkeys(self.level or usual))
+
+    def facts(self) -> FactOptions:
+        """What of the models is described besides their tensors."""
+        return FactOptions(not self.no_model_facts, not self.no_weights)
 
     def budgets(self) -> Budgets:
         """Memory for tensors of devices, from sizes as people write them."""
@@ -238,7 +250,7 @@ def dump(
 
     Every Python process that the program starts and that imports torch is captured: scripts,
     `python -m`, shell scripts, torchrun, subprocesses. The program keeps its terminal, input and
-    exit status. Step 0 is captured unless -er or --step says otherwise. An ONNX model needs no
+    exit status. Step 0 is captured unless --step (or -er) says otherwise. An ONNX model needs no
     program:
 
         driftline dump --engine onnxruntime --model m.onnx --inputs x.npz -o cand
@@ -263,13 +275,18 @@ def dump(
         # Every input file is a step: all of them, unless some were chosen.
         if not filters.execute_range and not modules.step:
             selection = replace(selection, steps=())
-        kept = OnnxAmount(selection, amount.reduction(), amount.level or (), amount.max_bytes)
+        kept = OnnxAmount(
+            selection, amount.reduction(), amount.level or (), amount.max_bytes, amount.facts()
+        )
         return dump_onnx(model, kept, output)
     argv = start.command(program, "dump")
     plan, need_probe = _capture_plan(argv, selection, engine, amount, output)
     if output.dry_run and not script.is_script():
         print(plan.to_json())
         return EXIT_FINE
+    # Loaded late: with it comes numpy, which `dump --help` should not wait for.
+    from driftline.captures.launch.launcher import run_command
+
     outcome = script.step(
         "outcome", run_command, argv, plan, force=output.force, need_probe=need_probe
     )
@@ -311,6 +328,7 @@ def _capture_plan(
         url=url,
         shard_bytes=SENT_SHARD_BYTES if url else 0,
         budgets=amount.budgets(),
+        facts=amount.facts(),
     )
     return plan, need_probe
 
@@ -320,7 +338,7 @@ def summary(outcome: Outcome) -> list[str]:
     plan, harvest = outcome.plan, outcome.harvest
     lines: list[str] = []
     if outcome.program_status and plan.says("error"):
-        lines.append(f"driftline: the program {_ending(outcome.program_status)}")
+        lines.append(f"driftline: the program {ending_words(outcome.program_status)}")
     if outcome.reason:
         if plan.says("critical"):
             lines.append(f"driftline: {outcome.reason}")
@@ -331,15 +349,40 @@ def summary(outcome: Outcome) -> list[str]:
             lines.append(f"driftline: {_captured_text(outcome)}")
         else:
             lines += _captured_lines_of_both(outcome, outcome.atb)
+    if plan.says("debug"):
+        lines += _details(outcome)
     if plan.says("warning"):
         lines += _warnings(outcome)
     if outcome.sent is not None and outcome.sent.reason and plan.says("critical"):
         lines += unsent_lines(outcome.sent, plan.url)
     elif harvest.tensors and plan.says("info") and plan.layout == "run":
         run = plan.url or short_path(plan.output)
-        lines.append(f"  next: driftline compare {shlex.quote(run)} ANOTHER_RUN")
+        word = shlex.quote(run)
+        lines.append(
+            f"  next: driftline compare {word} CANDIDATE (if this is the candidate: driftline "
+            f"compare REFERENCE {word})"
+        )
     if lines and lines[0].startswith("  "):  # the line these belong to was not wanted
         lines[0] = f"driftline: {lines[0].strip()}"
+    return lines
+
+
+def _details(outcome: Outcome) -> list[str]:
+    """What `-l debug` adds: the plan, and every process by itself."""
+    plan = outcome.plan
+    lines = [
+        f"  debug: command: {shlex.join(plan.command)}",
+        f"  debug: engine {plan.engine}, frameworks {', '.join(plan.frameworks)}, "
+        f"levels {', '.join(plan.levels)}, types {', '.join(plan.types)}, kept {plan.reduction}",
+        f"  debug: selection: {plan.selection}",
+        f"  debug: {outcome.messages.started} processes began to capture",
+    ]
+    lines += [
+        f"  debug: rank {report.rank}: {report.calls} module calls, {report.tensors} tensors, "
+        f"{say_steps(sorted(report.steps_seen))} ran"
+        for report in outcome.messages.reports
+    ]
+    lines += [f"  debug: folder {name}" for name in outcome.harvest.processes]
     return lines
 
 
@@ -407,18 +450,9 @@ def _captured_lines_of_both(outcome: Outcome, atb: AtbHarvest) -> list[str]:
 def _skipped_steps(outcome: Outcome) -> str:
     steps = outcome.skipped_steps
     verb = "ran and was" if len(steps) == 1 else "ran and were"
-    ran = {*steps, *outcome.harvest.steps}
-    first, last = min(ran), max(ran)
+    first, last = min(steps), max(steps)
+    some = f"{first}-{last}" if first != last else f"{first}"
     return (
         f"{say_steps(steps)} {verb} not selected ({len(steps)} in all); "
-        f"select all of them with -er {first},{last}, or --step '*'"
+        f"select all steps with --step '*', or these with --step {some}"
     )
-
-
-def _ending(status: int) -> str:
-    """How a program ended, from its status as a shell reports it."""
-    # A shell adds 128 to the signal; larger numbers may still be a plain status.
-    if status > 128:
-        with suppress(ValueError):
-            return f"was ended by signal {status - 128} ({signal.Signals(status - 128).name})"
-    return f"ended with status {status}"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from cyclopts import Parameter
 
 from driftline.captures.launch.jobs import Layout, LogLevel
+from driftline.captures.model_facts import FactOptions
 from driftline.captures.options import Reduction
 from driftline.captures.selection import Selection
 from driftline.cli import python_script as script
@@ -107,6 +108,7 @@ class OnnxAmount:
     reduction: Reduction
     levels: Sequence[str]
     max_bytes: str
+    facts: FactOptions
 
 
 def is_onnx(engine: str | None, model: OnnxOptions) -> bool:
@@ -209,6 +211,9 @@ def _capture_options(model: OnnxOptions, amount: OnnxAmount, *, force: bool) -> 
         "levels": tuple(amount.levels) or ("modules", "ops"),
         "max_bytes": size_of(amount.max_bytes) if amount.max_bytes else None,
         "force": force,
+        # Defaults are left out, so that a printed plan shows what was asked for.
+        **({} if amount.facts.model else {"model_facts": False}),
+        **({} if amount.facts.weights else {"weight_facts": False}),
     }
 
 
@@ -303,6 +308,6 @@ def _summary(captured: OnnxCapture, model: OnnxOptions, place: str) -> list[str]
     lines += [f"  note: {note}" for note in captured.notes]
     from driftline.runs.stores.addresses import memory_warning
 
-    next_command = f"next: driftline compare ANOTHER_RUN {shlex.quote(place)}"
+    next_command = f"next: driftline compare REFERENCE {shlex.quote(place)}"
     lines.append(f"  {memory_warning(place) or next_command}")
     return lines

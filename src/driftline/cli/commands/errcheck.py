@@ -28,7 +28,7 @@ from driftline.cli.options import (
 )
 from driftline.cli.output import short_path
 from driftline.errors import BadInput
-from driftline.units import size_of
+from driftline.units import csv_cell, size_of
 
 # The first findings are the causes; the others follow from them, and are in the files.
 MOST_SHOWN = 10
@@ -153,6 +153,18 @@ def messages(outcome: WatchOutcome) -> list[str]:
     elif plan.says("info"):
         lines.append(f"driftline: {_summary(outcome)}")
         lines += _headroom_lines(outcome)
+    if plan.says("debug"):
+        lines += [
+            f"  debug: command: {shlex.join(plan.command)}",
+            f"  debug: engine {plan.engine}, level {plan.level}, types {', '.join(plan.types)}, "
+            f"output {plan.output}",
+            f"  debug: {outcome.calls} calls in {outcome.processes} processes, "
+            f"{outcome.propagators} propagated, {outcome.silent} processes without a report",
+        ]
+        lines += [
+            f"  debug: headroom of {site}, {dtype}: largest magnitude {largest:.4g}"
+            for site, dtype, largest, _ in outcome.headroom[:MOST_SITES]
+        ]
     if plan.says("warning"):
         lines += [f"  note: {text}" for text in outcome.remarks[:MOST_SHOWN]]
     if outcome.findings and plan.says("info") and Path(plan.folder).is_dir():
@@ -204,7 +216,7 @@ def _summary(outcome: WatchOutcome) -> str:
     total = count + len(outcome.atb or ())
     text += f": {_count(total, 'finding')}"
     if outcome.propagators:
-        text += f"; {_count(outcome.propagators, plan.level)} only handed on what was there"
+        text += f"; {_count(outcome.propagators, plan.level)} only passed on what was there"
     if outcome.repeats:
         text += f"; {outcome.repeats} more of the same at the same sites"
     if outcome.silent and processes and outcome.stopped is None:
@@ -238,6 +250,7 @@ def write_headroom(path: Path, outcome: WatchOutcome) -> None:
             table = csv.writer(file)
             table.writerow(("site", "dtype", "largest_magnitude", "headroom_bits"))
             for site, dtype, largest, bits in outcome.headroom:
-                table.writerow((site, dtype, repr(largest), "" if bits is None else f"{bits:.3f}"))
+                headroom = "" if bits is None else f"{bits:.3f}"
+                table.writerow((csv_cell(site), dtype, repr(largest), headroom))
     except OSError as error:
         raise BadInput(f"cannot write {path}: {error.strerror or error}") from None

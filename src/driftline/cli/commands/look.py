@@ -10,7 +10,7 @@ import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from cyclopts import Parameter
 
@@ -20,15 +20,18 @@ from driftline.cli.options import (
     URLS,
     AlignmentOptions,
     EvidenceOptions,
+    ExitOptions,
     PageEvidenceOptions,
     RepeatEvidenceOptions,
+    RunFormat,
     ThreadOptions,
     place,
 )
 from driftline.cli.progress import progress_bar
-from driftline.errors import EXIT_DIFFERENT, EXIT_FINE, AlreadyThere, BadInput
+from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE, AlreadyThere, BadInput
 
 if TYPE_CHECKING:
+    from driftline.comparison.table.row import Verdict
     from driftline.comparison.table.table import Table
     from driftline.reporting.view import View
     from driftline.runs.run import Run
@@ -56,7 +59,7 @@ class ShowOptions:
 
     tensors: bool = False
     site: Annotated[list[str] | None, Parameter(metavar="GLOB")] = None
-    format: Literal["table", "json", "csv", "markdown"] = "table"
+    format: RunFormat = "table"
     all: bool = False
 
     @property
@@ -67,12 +70,17 @@ class ShowOptions:
 
 def show(
     path: Annotated[Path, URLS, place("PATH")],
+    candidate: Annotated[Path | None, URLS, place("CAND")] = None,
     /,
     *,
     options: ShowOptions = ShowOptions(),
     verify: bool = False,
+    differences: bool = False,
 ) -> int:
     """Look at a run, a comparison table, a thresholds file or a tensor file.
+
+        driftline show run
+        driftline show ref cand --differences
 
     A run shows where it comes from, its module tree with the ids that `dump -ids` takes, and what
     is missing from it. A folder that `compare -o` wrote shows the comparison again.
@@ -80,8 +88,13 @@ def show(
     Args:
         path: A run, a dump of another program, a comparison's folder, a thresholds file, or a
             tensor file.
+        candidate: With --differences: the other run.
         verify: Read every byte of a run and say which are not those that were captured; exit 1.
+        differences: Say in what the models of two runs differ: attributes, code, state, training;
+            no tensor is read.
     """
+    if differences or candidate is not None:
+        return _show_differences(path, candidate, options, asked=differences)
     from driftline.comparison.table.files import TABLE_FILE, is_table, open_table
 
     # These two are known by their files; whatever is left is opened as a run.
@@ -95,6 +108,37 @@ def show(
 
     run = script.step("run", open_run, path)
     return _verify(run) if verify else _show_run(run, options)
+
+
+def _show_differences(
+    reference: Path, candidate: Path | None, options: ShowOptions, *, asked: bool
+) -> int:
+    if candidate is None or not asked:
+        raise BadInput(
+            "two runs are shown by their differences",
+            hint="driftline show REF CAND --differences; driftline compare REF CAND for tensors",
+        )
+    from driftline.comparison.differences.find import differences_of
+    from driftline.formats.registry import open_run
+    from driftline.reporting.views import differences as report
+
+    runs = script.part(open_run, reference), script.part(open_run, candidate)
+    differences = script.step("differences", differences_of, *runs)
+    if options.format == "json":
+        from driftline.comparison.differences.difference import as_json
+        from driftline.reporting import writers as json_report
+
+        document = script.part(as_json, differences)
+        script.act(json_report.write_json, document, sys.stdout)
+    elif options.format == "csv":
+        from driftline.reporting import writers
+
+        script.act(writers.write_csv, script.part(report.sheet, differences), sys.stdout)
+    else:
+        view = script.part(report.view, differences, str(reference), str(candidate))
+        _print_view(view, options)
+    script.end()
+    return EXIT_FINE
 
 
 def _verify(run: Run) -> int:
@@ -164,19 +208,14 @@ def _show_run(run: Run, options: ShowOptions) -> int:
 
 
 def _print_view(view: View, options: ShowOptions) -> None:
-    if options.format == "markdown":
-        from driftline.reporting import markdown
+    from driftline.reporting.writers import write_view
 
-        script.act(print, script.part(markdown.paint, view), end="")
-    else:
-        from driftline.reporting import terminal
-
-        script.act(terminal.show, view)
+    script.act(write_view, view, options.format, sys.stdout)
 
 
 @Parameter(name="*", group=OUTPUT)
 @dataclass(frozen=True)
-class PageOptions:
+class PageOptions(ExitOptions):
     """The file that is written.
 
     Attributes:
@@ -228,7 +267,7 @@ def report(
 
     The file opens from disk, without a network and without Driftline. It holds the verdict, the
     error along the depth, every row, and pictures of the worst tensors. Exit code 0 if it was
-    written, whatever it says.
+    written, whatever it says; with --bisect-exit that of the verdict.
 
     Args:
         subject: A comparison (`driftline compare -o`), a folder of `driftline metrics`,
@@ -270,6 +309,10 @@ def report(
             f"driftline: the report is in {written} ({shown}); open it in a browser",
             file=sys.stderr,
         )
+    if page.bisect_exit:
+        from driftline.reporting.html.page import page_verdict
+
+        return page.exit_code(cast("Verdict", page_verdict(Path(written))))
     return EXIT_FINE
 
 
@@ -416,14 +459,34 @@ def topology(
     return EXIT_FINE
 
 
-def doctor(*, format: Literal["table", "json"] = "table") -> int:
+def doctor(
+    *,
+    format: Literal["table", "json"] = "table",
+    ascend: bool = False,
+    aiu: bool = False,
+    output: Annotated[Path | None, Parameter(name=("--output", "-o"), metavar="FILE")] = None,
+) -> int:
     """Print versions, the kernel path and the devices of this machine.
 
-    torch is asked about its devices only if it is installed.
+        driftline doctor --ascend
+        driftline doctor --aiu
+
+    torch is asked about its devices only if it is installed. With --ascend or --aiu the hardware
+    is looked at step by step, up to the first thing that is missing, and a small report is written
+    to send to us: our tests have stand-ins only. Exit code 2 if something is missing.
 
     Args:
         format: How to print it.
+        ascend: Toolkit, ATB library, its probe, torch on the NPU, torchair.
+        aiu: The AIU's package and backend, a first graph, ibm-fms.
+        output: The report. Default: driftline_ascend_report.json or driftline_aiu_report.json.
     """
+    if ascend or aiu:
+        from driftline.cli.commands.setup import check_hardware
+
+        fine = script.step("fine", check_hardware, ascend=ascend, aiu=aiu, output=output)
+        script.end(fine)
+        return EXIT_FINE if fine else EXIT_COULD_NOT
     facts = script.step("facts", environment_facts)
     script.end(facts)
     if format == "json":

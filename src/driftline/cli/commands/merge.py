@@ -43,7 +43,6 @@ def merge(
     from driftline.comparison.shards import merge as merge_parts
     from driftline.comparison.shards import remarks
     from driftline.comparison.table.part import open_parts
-    from driftline.comparison.verdict.judge import exit_code
 
     if script.is_script():
         table = script.step("table", merge_parts, list(parts))
@@ -57,4 +56,4 @@ def merge(
     script.end(table)
     if not output.quiet:
         print_table(table, output)
-    return exit_code(table)
+    return output.exit_code(table.verdict)

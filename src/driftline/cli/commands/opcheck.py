@@ -223,22 +223,18 @@ def _exit_code(report: Report) -> int:
 
 
 def _print_report(report: Report, output: OperatorOutput) -> None:
-    from driftline.reporting import markdown, terminal, writers
+    from driftline.reporting import writers
+    from driftline.reporting.ci import of_operators
     from driftline.reporting.views import operators
 
-    if output.format in ("github", "junit"):
-        from driftline.reporting.ci import of_operators
-        from driftline.reporting.writers import checks
-
-        checks(of_operators(report), output.format, sys.stdout)
-    elif output.format == "json":
-        writers.write_json(operators.document(report), sys.stdout, indent=1)
-    elif output.format == "csv":
-        operators.print_csv(report, sys.stdout)
-    elif output.format == "markdown":
-        sys.stdout.write(markdown.paint(operators.view(report, everything=output.all)))
-    else:
-        terminal.show(operators.view(report, everything=output.all))
+    writers.write(
+        output.format,
+        sys.stdout,
+        view=lambda: operators.view(report, everything=output.all),
+        checks=lambda: of_operators(report),
+        csv=lambda stream: operators.print_csv(report, stream),
+        json=lambda stream: writers.write_json(operators.document(report), stream, indent=1),
+    )
 
 
 def _write_csv(report: Report, output: OperatorOutput) -> Path | None:
@@ -252,8 +248,10 @@ def _write_csv(report: Report, output: OperatorOutput) -> Path | None:
 
 def _print_files(checked: OperatorCheck, csv_file: Path | None, output: OperatorOutput) -> None:
     """What was written where; to stderr where stdout is for a program."""
+    from driftline.reporting.writers import WRITERS
+
     # A table or a page may end with these lines; JSON may not.
-    stream = sys.stdout if output.format in ("table", "markdown") else sys.stderr
+    stream = sys.stdout if WRITERS[output.format].takes == "view" else sys.stderr
     if csv_file is not None:
         print(f"written to {csv_file}", file=stream)
     for path in checked.scripts:

@@ -20,6 +20,7 @@ from driftline.errors import EXIT_FINE, BadInput
 from driftline.formats.registry import open_run
 from driftline.reporting.formatting import spark
 from driftline.reporting.terminal import written_for
+from driftline.units import csv_cell, visible
 
 # A screen of them; --all shows the rest.
 MOST_SHOWN = 20
@@ -68,7 +69,7 @@ def trend(
         _write_csv(course)
     else:
         for line in lines(course, everything=all):
-            print(written_for(sys.stdout, line))
+            print(written_for(sys.stdout, visible(line)))
     return EXIT_FINE
 
 
@@ -124,6 +125,4 @@ def _write_csv(course: Trend) -> None:
     writer.writerow(["site", "port", "slot", course.over.removesuffix("s"), course.figure])
     for series in course.series:
         for point, value in zip(course.points, series.values, strict=True):
-            writer.writerow(
-                [series.site, series.port, series.slot, point, "" if value is None else value]
-            )
+            writer.writerow(map(csv_cell, (series.site, series.port, series.slot, point, value)))

@@ -18,6 +18,7 @@ from driftline.cli.options import (
     PROMPTS,
     TARGETS,
     DecoderOptions,
+    VerdictFormat,
     WorkerOptions,
     spelt,
 )
@@ -26,8 +27,6 @@ from driftline.errors import EXIT_DIFFERENT, EXIT_FINE, BadInput
 if TYPE_CHECKING:
     from driftline.decoding.options import ValidateOptions
     from driftline.decoding.validate import Verdict
-
-Format = Literal["table", "markdown", "github", "junit"]
 
 
 @Parameter(name="*", group=MODEL)
@@ -143,7 +142,7 @@ class ValidateOutput:
     output: Annotated[Path | None, Parameter(name=("--output", "-o"), metavar="DIR")] = None
     explain: bool = False
     timing: Literal["e2e", "per-token"] | None = None
-    format: Format = "table"
+    format: VerdictFormat = "table"
 
 
 def validate(
@@ -314,18 +313,13 @@ def _write_script(
     script.end(*separate)
 
 
-def _print_verdicts(
-    verdicts: list[Verdict], format: Literal["markdown", "github", "junit"]
-) -> None:
+def _print_verdicts(verdicts: list[Verdict], format: str) -> None:
     from driftline.decoding.validate import lines_of
-    from driftline.reporting import markdown, writers
+    from driftline.reporting import writers
     from driftline.reporting.ci import of_verdicts
 
     checks = of_verdicts(verdicts, lines_of)
-    if format == "markdown":
-        sys.stdout.write(markdown.paint(checks.summary))
-    else:
-        writers.checks(checks, format, sys.stdout)
+    writers.write(format, sys.stdout, view=lambda: checks.summary, checks=lambda: checks)
 
 
 def _print_line(line: str) -> None:

@@ -25,9 +25,7 @@ from driftline.comparison.evidence.context import (
 )
 from driftline.comparison.evidence.rules import (
     CANCELLED,
-    CANCELLED_COLUMN,
     SUMMED,
-    SUMMED_COLUMN,
     is_cancelled_over_limit,
     is_sum_over_limit,
 )
@@ -65,8 +63,6 @@ _LARGEST_SUM = 1 << 26
 
 class SummedElements:
     """Says how large what a sum added up was, where a graph or a run of operators tells."""
-
-    columns = (SUMMED_COLUMN,)
 
     def __init__(self, context: EvidenceContext) -> None:
         self._sides = Sums(context.runs[0]), Sums(context.runs[1])
@@ -226,8 +222,6 @@ _BY_CHANNEL = ("BatchNorm", "SyncBatchNorm", "GroupNorm", "InstanceNorm")
 
 class CancelledInModule:
     """Says how large an error rounding explains of a gradient that cancelled inside a module."""
-
-    columns = (CANCELLED_COLUMN,)
 
     def __init__(self, context: EvidenceContext) -> None:
         self._context = context

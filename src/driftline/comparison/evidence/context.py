@@ -17,7 +17,7 @@ import numpy as np
 from driftline.alignment.plan import Pair
 from driftline.comparison.measure.operands import F64, ValuePair, open_arrays
 from driftline.comparison.measure.pair_rows import has_recipe, incompatibility, paired
-from driftline.comparison.table.row import Column, Number, Row
+from driftline.comparison.table.row import Number, Row
 from driftline.errors import DriftlineError
 from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
@@ -32,11 +32,6 @@ _NOTHING: Mapping[str, Number] = {}
 
 class EvidenceRule(Protocol):
     """Looks up one kind of evidence; made for one context, so that it may remember what it read."""
-
-    @property
-    def columns(self) -> tuple[Column, ...]:
-        """What it may add to a row."""
-        ...
 
     def wants(self, row: Row) -> bool:
         """Whether it has anything to look up for a row. Reads no tensor."""

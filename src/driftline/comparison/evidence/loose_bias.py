@@ -23,7 +23,6 @@ import numpy.typing as npt
 from driftline.alignment.plan import Pair
 from driftline.comparison.evidence.context import LARGEST_DECODED, EvidenceContext
 from driftline.comparison.evidence.rules import (
-    BEYOND_COLUMN,
     GRADIENTS,
     is_bias,
     is_output_over_limit,
@@ -75,8 +74,6 @@ def earlier(gradients: Sequence[int], step: int) -> Callable[[int], bool]:
 
 class BiasShift:
     """Says what is left of an output's error without a bias that moved by itself."""
-
-    columns = (BEYOND_COLUMN,)
 
     def __init__(self, context: EvidenceContext) -> None:
         self._context = context

@@ -25,10 +25,8 @@ from driftline.alignment.plan import Pair
 from driftline.comparison.evidence.cancelling import Sums
 from driftline.comparison.evidence.context import EvidenceContext, relative_error
 from driftline.comparison.evidence.rules import (
-    BEYOND_ROUNDING_COLUMN,
     GRADIENTS,
     SUMMED,
-    SUMMED_COLUMN,
     is_operator_over_limit,
 )
 from driftline.comparison.measure.operands import F64
@@ -69,8 +67,6 @@ _Call = tuple[str, int, int, int, int, str]
 
 class OptimizerRounding:
     """Says what is left of an error without elements whose gradient is nothing but rounding."""
-
-    columns = (SUMMED_COLUMN, BEYOND_ROUNDING_COLUMN)
 
     def __init__(self, context: EvidenceContext) -> None:
         self._context = context

@@ -10,15 +10,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from driftline.alignment.plan import Pair
 from driftline.comparison.table.row import Column, Row
 from driftline.comparison.table.table import is_spooled, like_storage
 from driftline.comparison.tolerance.defaults import LIMITS, METRIC, coarsest
-from driftline.comparison.tolerance.tolerance import BEYOND, BEYOND_ROUNDING
+from driftline.comparison.tolerance.tolerance import (
+    ADDED,
+    ADDED_ALLOWED,
+    BEYOND,
+    BEYOND_ROUNDING,
+)
 from driftline.numerics.dtypes import DType
+from driftline.registry import Address
 from driftline.runs.run import Run
 
 if TYPE_CHECKING:
@@ -35,13 +41,40 @@ CANCELLED_COLUMN = Column(CANCELLED, "none", "what rounding explains of gradient
 BEYOND_ROUNDING_COLUMN = Column(
     BEYOND_ROUNDING, "lower", "relative L2 without elements whose gradient is rounding"
 )
+ADDED_PROJECTION = "added_projection"
+ADDED_BY_OWN_WEIGHTS = "added_by_own_weights"
+ADDED_COLUMNS = (
+    Column(ADDED, "none", "||c - f|| / ||f||, f the reference's leaf on the candidate's input"),
+    Column(ADDED_ALLOWED, "none", "what the candidate's number formats explain of added_error"),
+    Column(ADDED_PROJECTION, "none", "<c - f, f> / <f, f>"),
+    Column(ADDED_BY_OWN_WEIGHTS, "none", "added_error with the candidate's weights in f"),
+)
+"""Of leaves that were computed again (`recomputed.py`); what they decide, `verdict` says."""
+BEYOND_OUTPUTS = "beyond_outputs"
+BEYOND_OUTPUTS_COLUMN = Column(
+    BEYOND_OUTPUTS, "none", "relative L2 of a loss's gradient without what the output explains"
+)
+_MODEL = ("(root)", "", "(program)")
+"""Names that captures give to the model itself."""
 _FEW = 16
 """So many roundings are nobody's fault."""
+_ROUNDINGS, _SHARE = 2.0, 0.25
+"""A leaf is computed again from so many roundings, and this share of its format's limit, on: less
+convicts nobody, and a comparison need not wait for it."""
 
 
 def needs_evidence(row: Row) -> bool:
     """Whether any evidence is looked for."""
-    return is_output_over_limit(row) or is_operator_over_limit(row) or is_cancelled_over_limit(row)
+    return any(source.applies(row) for source in SOURCES if not source.needs_weights)
+
+
+def needs_or_is_leaf(row: Row) -> bool:
+    """The same where weights are in the runs: leaves can be computed again."""
+    return any(source.applies(row) for source in SOURCES)
+
+
+def _has_weights(pairs: Sequence[Pair]) -> bool:
+    return any(pair.reference.key.port == "param" for pair in pairs)
 
 
 def any_needs_evidence(
@@ -88,6 +121,24 @@ def is_cancelled_over_limit(row: Row) -> bool:
     return ("Norm" in row.class_name or row.class_name.endswith("Softmax")) and _is_far(row)
 
 
+def is_arriving_gradient_off(row: Row) -> bool:
+    """A gradient that arrives at the output of the model, and that no limit of its format holds."""
+    return row.key.port == "grad_output" and row.key.site in _MODEL and _is_far(row)
+
+
+def is_leaf_beyond_rounding(row: Row) -> bool:
+    """An output of a module that differs by more than its own rounding could make it."""
+    if row.key.port != "output" or row.key.phase != "forward" or row.basis != "values":
+        return False
+    if "/" in row.key.site or row.metrics.get("one_sided"):
+        return False
+    dtype = coarsest((row.reference_dtype, row.candidate_dtype))
+    if dtype is None:
+        return False
+    least = max(_ROUNDINGS * dtype.unit_roundoff, _SHARE * LIMITS[dtype.name])
+    return least < row.metrics.get(METRIC, 0.0) < math.inf
+
+
 def is_bias(slot: str) -> bool:
     """Whether a parameter is a layer's bias; `b_0` is Paddle's name of it."""
     return slot in ("bias", "b_0")
@@ -102,6 +153,58 @@ def _is_far(row: Row) -> bool:
         return False
     dtype = coarsest((row.reference_dtype, row.candidate_dtype))
     return dtype is not None and LIMITS[dtype.name] < row.metrics.get(METRIC, 0.0) < math.inf
+
+
+# --- the table of rules
+
+
+class EvidenceSource(NamedTuple):
+    """A rule of evidence.
+
+    Attributes:
+        rule: The class of the rule (`context.EvidenceRule`), loaded when a row needs it.
+        applies: Whether the rule may have something to look up for a row; cheap, reads no tensor.
+        columns: Columns that are shown wherever a row has them.
+        needs_weights: Whether it needs weights in the runs.
+    """
+
+    rule: Address
+    applies: Callable[[Row], bool]
+    columns: tuple[Column, ...] = ()
+    needs_weights: bool = False
+
+
+_HERE = "driftline.comparison.evidence"
+# Sums before optimizers: a sum that is known leaves nothing to follow through an optimizer.
+SOURCES: tuple[EvidenceSource, ...] = (
+    # The column of this one is shown only where it decides.
+    EvidenceSource(Address(f"{_HERE}.loose_bias:BiasShift"), is_output_over_limit),
+    EvidenceSource(
+        Address(f"{_HERE}.cancelling:SummedElements"), is_sum_over_limit, (SUMMED_COLUMN,)
+    ),
+    EvidenceSource(
+        Address(f"{_HERE}.optimizer_rounding:OptimizerRounding"),
+        is_operator_over_limit,
+        (SUMMED_COLUMN, BEYOND_ROUNDING_COLUMN),
+    ),
+    EvidenceSource(
+        Address(f"{_HERE}.cancelling:CancelledInModule"),
+        is_cancelled_over_limit,
+        (CANCELLED_COLUMN,),
+    ),
+    EvidenceSource(
+        Address(f"{_HERE}.loss_gradient:LossGradient"),
+        is_arriving_gradient_off,
+        (BEYOND_OUTPUTS_COLUMN,),
+    ),
+    EvidenceSource(
+        Address(f"{_HERE}.recomputed:RecomputedLeaf"),
+        is_leaf_beyond_rounding,
+        ADDED_COLUMNS,
+        needs_weights=True,
+    ),
+)
+COLUMNS = tuple(dict.fromkeys(column for source in SOURCES for column in source.columns))
 
 
 # --- looking it up
@@ -124,36 +227,29 @@ def with_evidence(
         return rows
     if isinstance(pairs, tuple):  # all of them are held already
         return like_storage(rows, _looked_up(list(rows), pairs, reference, candidate))
-    return rows.changed_by_process(_OfOneProcess(pairs, reference, candidate))
+    leaves = "param" in rows.ports
+    return rows.changed_by_process(_OfOneProcess(pairs, reference, candidate, leaves=leaves))
 
 
 def _looked_up(
     rows: Sequence[Row], pairs: Sequence[Pair], reference: Run, candidate: Run
 ) -> Sequence[Row]:
-    if not any(map(needs_evidence, rows)):
+    needs = needs_or_is_leaf if _has_weights(pairs) else needs_evidence
+    if not any(map(needs, rows)):
         return rows
     # Loaded only here: what reads graphs and tensors is not needed where all rows hold.
-    from driftline.comparison.evidence.cancelling import CancelledInModule, SummedElements
-    from driftline.comparison.evidence.context import EvidenceContext, EvidenceRule, add_evidence
-    from driftline.comparison.evidence.loose_bias import BiasShift
-    from driftline.comparison.evidence.optimizer_rounding import OptimizerRounding
+    from driftline.comparison.evidence.context import EvidenceContext, add_evidence
 
-    context = EvidenceContext(
-        [row for row in rows if needs_evidence(row)], pairs, reference, candidate
-    )
-    # Sums before optimizers: a sum that is known leaves nothing to follow through an optimizer.
-    rules: tuple[EvidenceRule, ...] = (
-        BiasShift(context),
-        SummedElements(context),
-        CancelledInModule(context),
-        OptimizerRounding(context),
-    )
-    return add_evidence(rows, context, rules)
+    context = EvidenceContext([row for row in rows if needs(row)], pairs, reference, candidate)
+    return add_evidence(rows, context, [source.rule.load()(context) for source in SOURCES])
 
 
 def _may_be_asked(rows: RowSpool) -> bool:
     """Whether any row of a long table is one that evidence is looked for."""
-    if not rows.has_operators and rows.ports.isdisjoint((*GRADIENTS, "grad_input")):
+    if "param" in rows.ports:
+        return any(map(needs_or_is_leaf, rows))
+    kinds = (*GRADIENTS, "grad_input", "grad_output")
+    if not rows.has_operators and rows.ports.isdisjoint(kinds):
         return False
     if not any_needs_evidence(rows.largest, after_the_first_step=rows.after_the_first_step):
         return False  # known without reading them again
@@ -163,8 +259,11 @@ def _may_be_asked(rows: RowSpool) -> bool:
 class _OfOneProcess:
     """Looks up what rows of one process need; a step or a sum is of one process alone."""
 
-    def __init__(self, pairs: Sequence[Pair], reference: Run, candidate: Run) -> None:
+    def __init__(
+        self, pairs: Sequence[Pair], reference: Run, candidate: Run, *, leaves: bool
+    ) -> None:
         self._runs = (reference, candidate)
+        self._needs = needs_or_is_leaf if leaves else needs_evidence
         self._processes: Iterator[tuple[tuple[int, int], Iterator[Pair]]] = itertools.groupby(
             pairs, key=lambda pair: (pair.reference.key.rank, pair.reference.key.process)
         )
@@ -176,7 +275,7 @@ class _OfOneProcess:
             self._next = next(self._processes, None)
         if self._next is None or self._next[0] != place:
             return rows  # what is alone comes at the end
-        if not any(map(needs_evidence, rows)):
+        if not any(map(self._needs, rows)):
             return rows  # the pairs are not gathered
         pairs = list(self._next[1])
         self._next = next(self._processes, None)

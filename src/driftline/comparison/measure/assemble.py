@@ -12,8 +12,10 @@ from driftline.comparison.measure.pair_rows import inside_of, lone
 from driftline.comparison.metrics.catalogue import Metric
 from driftline.comparison.table.row import Column, Row
 from driftline.comparison.table.table import Side, Table, like_storage
+from driftline.runs.layout import folder_name
 from driftline.runs.records import Record
 from driftline.runs.run import Run
+from driftline.runs.scope import scope_of
 
 _ABOUT = ("id", "command", "argv", "created", "git")
 _ABOUT_PROCESS = ("versions", "framework", "devices", "default_dtype", "seed")
@@ -138,11 +140,34 @@ def sides_of(plan: Plan, reference: Run, candidate: Run) -> tuple[Side, Side]:
 
     Of a side that has not all that the other has it is told what its program raised.
     """
-    reference_side = _side(reference, lacks=bool(plan.extra))
-    return reference_side, _side(candidate, lacks=bool(plan.missing))
+    seen = _seen_places(plan)
+    return (
+        _side(reference, "reference", plan, seen[0], lacks=bool(plan.extra)),
+        _side(candidate, "candidate", plan, seen[1], lacks=bool(plan.missing)),
+    )
 
 
-def _side(run: Run, *, lacks: bool) -> Side:
+_Places = set[tuple[int, int]]
+
+
+def _seen_places(plan: Plan) -> tuple[_Places, _Places] | tuple[None, None]:
+    """Processes of either side that a pair uses, recipes included; None where nobody asks."""
+    # A long plan pairs by name alone, and ranks were chosen where some are selected.
+    if not isinstance(plan.pairs, tuple) or any(word.startswith("rank") for word in plan.selected):
+        return None, None
+    seen: tuple[_Places, _Places] = (set(), set())
+    for reference, candidate, _, _, our_recipe, their_recipe, *_ in plan.pairs:
+        for places, record, recipe in (
+            (seen[0], reference, our_recipe),
+            (seen[1], candidate, their_recipe),
+        ):
+            places.add((record.key.rank, record.key.process))
+            if recipe is not None:
+                places.update((source.key.rank, source.key.process) for source in recipe.records)
+    return seen
+
+
+def _side(run: Run, name: str, plan: Plan, seen: _Places | None, *, lacks: bool) -> Side:
     manifest: Mapping[str, Any] = run.manifest
     processes = run.processes()
     # What the program said of itself goes before what its launcher said.
@@ -156,4 +181,15 @@ def _side(run: Run, *, lacks: bool) -> Side:
         raised = (str(event.get("message", ""))[:_LONGEST] for event in exceptions)
         # All ranks of a job often raise the same exception.
         losses += itertools.islice(dict.fromkeys(raised), _RAISED)
-    return Side(run.name, about, tuple(losses), run.ordered)
+    alone = plan.missing if name == "reference" else plan.extra
+    held = {(record.key.rank, record.key.process) for record in alone}
+    return Side(
+        run.name,
+        about,
+        tuple(losses),
+        run.ordered,
+        scope_of(run),
+        tuple(part._replace(side="") for part in plan.left_out if part.side == name),
+        () if seen is None else tuple(folder_name(*place) for place in sorted(held - seen)),
+        plan.selected,
+    )

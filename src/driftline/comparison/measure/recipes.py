@@ -1,8 +1,7 @@
 """Recipes carried out: stored tensors become the one that can be set against the other side's.
 
-Elements travel as the raw words they are stored in (bfloat16 and the 8-bit floats have no numpy
-type, and need none to be moved); only sums and dequantised values are computed, in float64 block by
-block, and come out as float32. Knows nothing of why a recipe is what it is.
+Reads the sources from a run and lets `alignment.recipe_steps` do the steps; a large result is made
+and measured some rows at a time. Does not know why a recipe is what it is.
 
 Memory: a result is one copy of the tensor in its storage type; steps before it are views. Packed
 4-bit elements take a byte each on the way.
@@ -11,26 +10,20 @@ Memory: a result is one copy of the tensor in its storage type; steps before it 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from driftline.alignment.plan import Pair
-from driftline.alignment.recipe import JOINING, Recipe, Source, Step, is_packing, start
+from driftline.alignment.recipe import Recipe, Source, start
+from driftline.alignment.recipe_steps import STEPS, Part, Step, Storage, apply_step, dims, fold
 from driftline.alignment.reconcile.layout import are_weights
 from driftline.comparison.measure.operands import ValuePair
 from driftline.comparison.metrics.catalogue import KNOWN
 from driftline.errors import BadInput
-from driftline.numerics.dtypes import DTYPES, DType, to_float64, unpack_nibbles, value_table
+from driftline.numerics.dtypes import DTYPES, DType, unpack_nibbles
 from driftline.runs.run import Run
-
-_ROWS = 1 << 20
-"""Elements that are decoded to float64 at a time."""
-
-F64 = npt.NDArray[np.float64]
-Storage = npt.NDArray[Any]
 
 
 class RecipeResult(NamedTuple):
@@ -56,7 +49,7 @@ def apply_recipe(run: Run, recipe: Recipe) -> RecipeResult:
     words, dtype = made(run, recipe)
     if words.shape != recipe.shape:
         raise BadInput(
-            f"the recipe '{recipe}' gives {_dims(words.shape)}, the plan says {_dims(recipe.shape)}"
+            f"the recipe '{recipe}' gives {dims(words.shape)}, the plan says {dims(recipe.shape)}"
         )
     # The kernel reads flat storage, two 4-bit codes to a byte.
     flat = np.ascontiguousarray(words).reshape(-1)
@@ -73,8 +66,8 @@ def open_recipes(reference: Run, candidate: Run, pair: Pair) -> ValuePair:
     candidate_result = apply_recipe(candidate, pair.candidate_recipe or start(pair.candidate))
     if reference_result.shape != candidate_result.shape:
         raise BadInput(
-            f"the shapes differ: {_dims(reference_result.shape)} against "
-            f"{_dims(candidate_result.shape)}, after "
+            f"the shapes differ: {dims(reference_result.shape)} against "
+            f"{dims(candidate_result.shape)}, after "
             f"{pair.reference_recipe or 'nothing'} and {pair.candidate_recipe or 'nothing'}"
         )
     count = math.prod(reference_result.shape)
@@ -106,39 +99,20 @@ def transpose_hint(pair: Pair, values: ValuePair, relative_l2: float) -> str:
         return ""
     return (
         f"ambiguous: transposed it would agree better (relative_l2 {transposed_error:.3g}), and "
-        "being square its shape cannot say how it lies; a plan with a transpose step decides"
+        "its shape is square, so it does not show the layout; a plan with a transpose step decides"
     )
 
 
-def made(run: Run, recipe: Recipe) -> tuple[Storage, DType]:
+def made(run: Run, recipe: Recipe) -> Part:
     """The words of a recipe's result: an array of its shape, often a view; 4-bit codes unpacked.
 
     Raises:
         DriftlineError: As `apply_recipe`.
     """
-    parts = [_taken(run, source) for source in recipe.sources]
-    steps = recipe.steps
-    # Joining comes first in every recipe: later steps have one tensor to work on.
-    if steps and steps[0].kind in JOINING:
-        words, dtype = _joined(steps[0], parts)
-        steps = steps[1:]
-    elif len(parts) == 1:
-        words, dtype = parts[0]
-    else:
-        raise BadInput(f"the recipe '{recipe}' has {len(parts)} sources and does not join them")
-    for step in steps:
-        if step.kind == "lowfloat":
-            words, dtype = _low_floats(words, dtype)
-        elif step.kind == "unpack":
-            words, dtype = _unpacked(step, words, dtype)
-        elif step.kind == "times":
-            words, dtype = _times(step, words, dtype)
-        else:
-            words = _done(step, words)
-    return words, dtype
+    return fold(recipe.steps, [_stored(run, source) for source in recipe.sources], apply_step)
 
 
-def _taken(run: Run, source: Source) -> tuple[Storage, DType]:
+def _stored(run: Run, source: Source) -> Part:
     if isinstance(source, Recipe):
         return made(run, source)
     if source.kept != "full":
@@ -160,213 +134,11 @@ def _taken(run: Run, source: Source) -> tuple[Storage, DType]:
     return words.reshape(source.shape), dtype
 
 
-def _done(step: Step, words: Storage) -> Storage:
-    """One step on one tensor; a view wherever numpy has one."""
-    shape = words.shape
-    # Plans may be edited by hand: each step checks that it fits.
-    if step.kind in ("split", "trim", "select") and not 0 <= step.axis < len(shape):
-        raise BadInput(f"{step} does not fit {_dims(shape)}: it has no axis {step.axis}")
-    if step.kind in ("split", "trim"):
-        if not 0 <= step.start <= step.stop <= shape[step.axis]:
-            raise BadInput(f"{step} does not fit {_dims(shape)}")
-        return words[(slice(None),) * step.axis + (slice(step.start, step.stop),)]
-    if step.kind == "transpose":
-        if sorted(step.numbers) != list(range(len(shape))):
-            raise BadInput(f"{step} does not fit {_dims(shape)}")
-        return words.transpose(step.numbers)
-    if step.kind == "reshape":
-        if math.prod(step.numbers) != math.prod(shape) or any(n < 0 for n in step.numbers):
-            raise BadInput(f"{step} does not fit {_dims(shape)}")
-        return words.reshape(step.numbers)
-    if step.kind == "select":
-        if step.numbers and not 0 <= min(step.numbers) <= max(step.numbers) < shape[step.axis]:
-            raise BadInput(f"{step} does not fit {_dims(shape)}")
-        return np.take(words, np.asarray(step.numbers, np.intp), axis=step.axis)
-    raise BadInput(f"{step} joins tensors, so it must be the first step")
-
-
-def _joined(step: Step, parts: Sequence[tuple[Storage, DType]]) -> tuple[Storage, DType]:
-    if step.kind == "dequantise":
-        return _dequantised(step, parts)
-    shapes = [words.shape for words, _ in parts]
-    if step.kind in ("sum", "mean"):
-        if len(set(shapes)) != 1:
-            raise BadInput(f"tensors of {_all(shapes)} cannot be added up")
-        return _sum(parts, 1.0 if step.kind == "sum" else 1 / len(parts))
-    rest = {(*shape[: step.axis], *shape[step.axis + 1 :]) for shape in shapes}
-    if not 0 <= step.axis < min(map(len, shapes)) or len(rest) != 1:
-        raise BadInput(f"tensors of {_all(shapes)} cannot be joined along axis {step.axis}")
-    if len({dtype.name for _, dtype in parts}) == 1:
-        return np.concatenate([words for words, _ in parts], axis=step.axis), parts[0][1]
-    common = _common([dtype for _, dtype in parts])
-    converted = [_as(words, dtype, common) for words, dtype in parts]
-    return np.concatenate(converted, axis=step.axis), common
-
-
-def _times(step: Step, words: Storage, dtype: DType) -> tuple[Storage, DType]:
-    return _sum([(words, dtype)], 1.0 if step.factor is None else step.factor)
-
-
-def _sum(parts: Sequence[tuple[Storage, DType]], factor: float = 1.0) -> tuple[Storage, DType]:
-    """Added up in float64 (integers: in int64) and multiplied, rounded once at the end."""
-    common = _common([dtype for _, dtype in parts])
-    # A mean of integers is no integer.
-    if factor != 1.0 and common.kind in ("int", "uint"):
-        common = DTYPES["float64"]
-    shape = parts[0][0].shape
-    flats = [(np.ascontiguousarray(words).reshape(-1), dtype) for words, dtype in parts]
-    total = np.empty(math.prod(shape), common.storage)
-    # Block by block: float64 copies of all parts at once could be larger than memory.
-    for offset in range(0, total.size, _ROWS):
-        block = slice(offset, offset + _ROWS)
-        if common.kind in ("int", "uint"):
-            total[block] = sum(_as(words[block], dtype, common) for words, dtype in flats)
-        else:
-            numbers = sum(_decoded(words[block], dtype) for words, dtype in flats)
-            total[block] = numbers * factor
-    return total.reshape(shape), common
-
-
-def _dequantised(step: Step, parts: Sequence[tuple[Storage, DType]]) -> tuple[Storage, DType]:
-    """`(values - zero point) * scale`, rounded once: what a float32 product gives, too."""
-    if not (1 if step.factor is not None else 2) <= len(parts) <= 3:
-        raise BadInput("dequantise takes values, a scale and perhaps a zero point")
-    words, dtype = parts[0]
-    shape = words.shape
-    others = [_spread(_decoded(part, kind), shape, step.axis) for part, kind in parts[1:]]
-    result = np.empty(shape, np.float32)
-    rows = shape[0] if shape else 1
-    # As many rows as keep the float64 block small.
-    height = max(1, _ROWS // max(1, math.prod(shape[1:])))
-    for first_row in range(0, rows, height):
-        block = slice(first_row, first_row + height) if shape else ()
-        numbers = _decoded(words[block], dtype)
-        if len(others) == 2:
-            numbers = numbers - others[1].rows(block)
-        if step.zero:
-            numbers = numbers - step.zero
-        # A scale may be infinite in a damaged dump; the row then says so, not numpy.
-        with np.errstate(over="ignore", invalid="ignore"):
-            if others:
-                numbers = numbers * others[0].rows(block)
-            result[block] = numbers if step.factor is None else numbers * step.factor
-    return result, DTYPES["float32"]
-
-
-def _low_floats(words: Storage, dtype: DType) -> tuple[Storage, DType]:
-    """The float32 in the low half of 64-bit words, as the operators of ATB take scales."""
-    if dtype.name not in ("int64", "uint64"):
-        raise BadInput(f"lowfloat takes words of 64 bits, not {dtype.name}")
-    low = (np.ascontiguousarray(words).view(np.uint64) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
-    return low.view(np.float32).reshape(words.shape), DTYPES["float32"]
-
-
-def _unpacked(step: Step, words: Storage, dtype: DType) -> tuple[Storage, DType]:
-    """The codes in words of 32 bits, one after the other along an axis, as uint8."""
-    if dtype.name not in ("int32", "uint32") or not is_packing(step.numbers):
-        raise BadInput(f"{step} takes words of 32 bits and 4, 8 or 16 places, not {dtype.name}")
-    if not 0 <= step.axis < words.ndim:
-        raise BadInput(f"{step} does not fit {_dims(words.shape)}: it has no axis {step.axis}")
-    bits = 32 // len(step.numbers)
-    unsigned = np.ascontiguousarray(words).view(np.uint32)
-    mask = np.uint32((1 << bits) - 1)
-    codes = [
-        (unsigned >> np.uint32(bits * place) & mask).astype(np.uint8) for place in step.numbers
-    ]
-    axis = step.axis
-    shape = (*words.shape[:axis], words.shape[axis] * len(codes), *words.shape[axis + 1 :])
-    return np.stack(codes, axis=axis + 1).reshape(shape), DTYPES["uint8"]
-
-
-class _Spread(NamedTuple):
-    """Scales laid over a tensor without being written out: each axis repeated so many times."""
-
-    values: F64
-    repeats: tuple[int, ...]
-
-    def rows(self, block: slice | tuple[()]) -> F64:
-        """What lies over these rows of the tensor."""
-        values = self.values
-        if isinstance(block, slice) and values.shape[0] > 1:
-            step = self.repeats[0]
-            first = block.start // step
-            values = np.repeat(values[first : -(-block.stop // step)], step, axis=0)
-            begin = block.start - first * step
-            values = values[begin : begin + block.stop - block.start]
-        for axis, times in enumerate(self.repeats[1:], 1):
-            if times > 1 and values.shape[axis] > 1:
-                values = np.repeat(values, times, axis=axis)
-        return values
-
-
-def _spread(scale: F64, shape: tuple[int, ...], axis: int) -> _Spread:
-    """One scale for all, one per element of `axis`, or one per group along every axis."""
-    if scale.size == 1:
-        return _Spread(scale.reshape((1,) * len(shape)), (1,) * len(shape))
-    # A column or row of scales means the same as a flat list of them.
-    if scale.ndim != len(shape) and max(scale.shape) == scale.size:
-        scale = scale.reshape(-1)
-    if scale.ndim == 1 and 0 <= axis < len(shape):
-        scale = scale.reshape(*(-1 if dimension == axis else 1 for dimension in range(len(shape))))
-    fits = scale.ndim == len(shape) and all(
-        size and extent % size == 0 for extent, size in zip(shape, scale.shape, strict=True)
-    )
-    if not fits:
-        raise BadInput(f"scales of {_dims(scale.shape)} do not fit values of {_dims(shape)}")
-    repeats = tuple(extent // size for extent, size in zip(shape, scale.shape, strict=True))
-    return _Spread(scale, repeats)
-
-
-def _common(dtypes: Sequence[DType]) -> DType:
-    """What holds sums of and mixtures of these: their own type where it is wide, else float32."""
-    kinds = {dtype.kind for dtype in dtypes}
-    if "complex" in kinds or "bits" in kinds:
-        raise BadInput(f"{' and '.join(dtype.name for dtype in dtypes)} cannot be computed with")
-    if kinds <= {"int", "uint", "bool"}:
-        return DTYPES["int64"]
-    # float32 cannot hold every int32, and must not lose digits of a float64.
-    wide = any(dtype.bits == 64 or dtype.name in ("int32", "uint32") for dtype in dtypes)
-    return DTYPES["float64" if wide else "float32"]
-
-
-def _as(words: Storage, dtype: DType, common: DType) -> Storage:
-    if common.kind == "int":
-        return (_signed(words) if dtype.name == "int4" else words).astype(np.int64)
-    numbers = _decoded(words, dtype)
-    if dtype.lowest and dtype.bits >= 16:  # it means minus infinity in a mask, and must go on to
-        numbers = np.where(numbers == dtype.lowest, common.lowest, numbers)
-    return numbers.astype(common.storage)
-
-
-def _decoded(words: Storage, dtype: DType) -> F64:
-    """Words as numbers, in their shape; a 4-bit code is one byte here, not half of one."""
-    if dtype.kind in ("complex", "bits"):
-        raise BadInput(f"{dtype.name} cannot be computed with")
-    if dtype.bits == 4:
-        if dtype.kind != "float":
-            return (_signed(words) if dtype.kind == "int" else words).astype(np.float64)
-        return value_table(dtype.name)[words.astype(np.intp)]
-    return to_float64(np.ascontiguousarray(words), dtype).astype(np.float64, copy=False)
-
-
-def _signed(codes: Storage) -> npt.NDArray[np.int8]:
-    numbers = codes.astype(np.int8)
-    return np.where(numbers > 7, numbers - 16, numbers).astype(np.int8)
-
-
 def _packed(codes: Storage) -> Storage:
     """Two codes to a byte, low nibble first, as the kernel reads them."""
     even = codes if codes.size % 2 == 0 else np.append(codes, np.uint8(0))
     nibbles = even.astype(np.uint8, copy=False)
     return nibbles[0::2] | (nibbles[1::2] << 4)
-
-
-def _all(shapes: Sequence[tuple[int, ...]]) -> str:
-    return " and ".join(dict.fromkeys(map(_dims, shapes)))
-
-
-def _dims(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
 
 
 # Large gathered tensors, made and measured some rows at a time, so that none is ever whole.
@@ -415,10 +187,7 @@ def rows_of(source: Source, start: int, stop: int) -> Recipe | None:
             return None
         return Recipe((source,), (Step("split", 0, start, stop),), shape)
     # Only steps that keep rows apart allow to make some rows alone.
-    joins = bool(source.steps) and source.steps[0].kind in JOINING
-    if joins and source.steps[0].kind == "dequantise":
-        return None
-    if any(not _keeps_rows(step) for step in source.steps[joins:]):
+    if not all(STEPS[step.kind].keeps_rows(step) for step in source.steps):
         return None
     inner: list[Recipe] = []
     for part, begin, end in _parts(source, start, stop):
@@ -426,10 +195,6 @@ def rows_of(source: Source, start: int, stop: int) -> Recipe | None:
             return None
         inner.append(rows)
     return Recipe(tuple(inner), source.steps, shape)
-
-
-def _keeps_rows(step: Step) -> bool:
-    return step.kind == "times" or (step.kind in ("select", "split", "trim") and step.axis > 0)
 
 
 def _parts(source: Recipe, start: int, stop: int) -> Iterator[tuple[Source, int, int]]:

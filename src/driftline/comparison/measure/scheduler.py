@@ -40,6 +40,7 @@ from driftline.errors import DriftlineError, Unreachable
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES, DType
 from driftline.numerics.fields import PairMoments
+from driftline.runs import mapped_file
 from driftline.runs.records import Record
 from driftline.runs.run import Memory, Run
 
@@ -280,6 +281,8 @@ _LARGE = 64 << 20
 """Float64 copies of tensors beyond this many bytes are made by one thread at a time."""
 _MAPPED = 1 << 29
 """Elements of both sides' large tensors after which mapped files are let go; 4 GB of float32."""
+_TRIES = 3
+"""Measurements of a pair whose file becomes shorter meanwhile."""
 _FETCHING = 8
 """Threads where values come from another machine: most of the time they wait for it."""
 
@@ -441,13 +444,34 @@ class _Work:
         # An error of the program itself, not of a pair: those are rows.
         if self.failure is not None:
             raise self.failure
+        self._refuse_cut_off()
         return [row for row in self.rows if row is not None]
+
+    def _refuse_cut_off(self) -> None:
+        """Rows of tensors whose files became shorter by less than a page, which no fault shows."""
+        for side, run in enumerate((self.reference, self.candidate)):
+            cut_off = run.cut_off()
+            if cut_off is None:
+                continue
+            for index, (pair, row) in enumerate(zip(self.pairs, self.rows, strict=True)):
+                recipe = (pair.reference_recipe, pair.candidate_recipe)[side]
+                own = (pair.reference, pair.candidate)[side]
+                records = recipe.records if recipe is not None else (own,)
+                reasons = [reason for record in records if (reason := cut_off(record))]
+                if row is not None and reasons and row.status != "incomparable":
+                    self.rows[index] = paired(pair)._replace(
+                        status="incomparable", reason=reasons[0]
+                    )
 
     def _small_ones(self) -> None:
         try:
             rows = self.quick.rows([self.pairs[index] for index in self.small])
+            faults = mapped_file.faults()
             for index, row in zip(self.small, rows, strict=True):
-                self._finish(index, row or self._row(index, 0, 1))
+                measured = row or self._row(index, 0, 1)
+                if faults != (now := mapped_file.faults()):
+                    faults, measured = now, self._measured_again(index, 0, 1)
+                self._finish(index, measured)
         except BaseException as bug:
             self.failure = bug
 
@@ -455,11 +479,31 @@ class _Work:
         try:
             while self.failure is None and (ticket := next(self.ticket)) < len(self.units):
                 size, index, block, blocks = self.units[ticket]
+                faults = mapped_file.faults()
                 row = self.quick.row(self.pairs[index]) if index in self.usual else None
-                self._finish(index, row or self._row(index, block, blocks))
+                row = row or self._row(index, block, blocks)
+                if faults != mapped_file.faults():
+                    row = self._measured_again(index, block, blocks)
+                self._finish(index, row)
                 self._looked_at(size)
         except BaseException as bug:  # carried to the calling thread, which raises it
             self.failure = bug
+
+    def _measured_again(self, index: int, block: int, blocks: int) -> Row | None:
+        """The row of a pair during whose measurement a mapped file became shorter.
+
+        Perhaps it was another pair's file. The files are opened anew, and that of a tensor that is
+        cut says so.
+        """
+        for _ in range(_TRIES):
+            self.reference.release()
+            self.candidate.release()
+            faults = mapped_file.faults()
+            row = self._row(index, block, blocks)
+            if faults == mapped_file.faults():
+                return row
+        reason = "its file became shorter again and again while it was read"
+        return paired(self.pairs[index])._replace(status="incomparable", reason=reason)
 
     def _looked_at(self, elements: int) -> None:
         """Let go of mapped pages now and then: wherever memory is limited they count as ours."""

@@ -333,8 +333,8 @@ def _place(source: Source, cuts: Cuts, factor: float, placed: dict[Cuts, list[Te
     if not isinstance(source, Recipe):
         if source.summary is None:
             raise BadInput(
-                f"{source.key} was kept as {source.kept}; beside summaries only a summary can be "
-                "used"
+                f"{source.key} was kept as {source.kept}; it can be joined with summaries only "
+                "if it has one"
             )
         placed.setdefault(cuts, []).append((source.summary, factor, source.key.rank))
         return

@@ -20,6 +20,7 @@ from driftline.comparison.table.row import JSON, ROW_FIELDS, Number, Row
 from driftline.comparison.table.table import Table, is_spooled
 from driftline.errors import AlreadyThere, BadFile, BadInput
 from driftline.registry import require
+from driftline.units import csv_cell
 
 if TYPE_CHECKING:
     from _typeshed import StrPath
@@ -176,7 +177,11 @@ def _write_files(table: Table, folder: Path) -> None:
     # Row by row: all of them at once would take ten times the memory of the table.
     encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
     with (folder / TABLE_FILE).open("w", encoding="utf-8", buffering=1 << 20) as stream:
-        stream.write(encode(table.head_as_json())[:-1] + ROWS)
+        head = table.head_as_json()
+        # For judging again; people and programs that read JSON from a pipe have no use for it.
+        if structure := table.structure.as_json():
+            head["structure"] = structure
+        stream.write(encode(head)[:-1] + ROWS)
         write_rows(table.rows, stream)
         stream.write("]}\n")
 
@@ -300,8 +305,8 @@ class _CellText(dict[JSON, str]):
     """
 
     def __missing__(self, cell: JSON) -> str:
-        text = "" if cell is None else str(cell)
-        if "," in text or '"' in text or "\n" in text or "\r" in text:
+        text = csv_cell(cell)
+        if "," in text or '"' in text or "\n" in text:
             text = '"' + text.replace('"', '""') + '"'
         if len(self) < _MOST_CELLS:
             self[cell] = text

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 from driftline.alignment.plan import Plan
 from driftline.comparison.table.files import ROWS, RowText, write_rows
 from driftline.comparison.table.row import JSON, Column, Row
+from driftline.comparison.table.structure import NO_STRUCTURE, Structure
 from driftline.comparison.table.table import Side, Table
 from driftline.errors import AlreadyThere, BadFile, BadInput
 from driftline.execution.slicing import Shard
@@ -48,6 +49,7 @@ class Part:
         missing: Rows of tensors that only the reference has; those are the first shard's.
         extra: The same of the candidate.
         masked: Rows of these pairs that were measured again without pads, for those that may fail.
+        structure: What the runs know of their model; the first shard's.
         source: The file it was read from.
     """
 
@@ -65,6 +67,7 @@ class Part:
     missing: tuple[Row, ...] = ()
     extra: tuple[Row, ...] = ()
     masked: tuple[Row, ...] = ()
+    structure: Structure = NO_STRUCTURE
     source: str = field(default="", compare=False)
 
     @property
@@ -133,6 +136,7 @@ class Part:
             **{name: shown[name] for name in ("metrics", "reference", "candidate")},
             "notes": list(self.notes),
             "places": _ranges(self.places),
+            **({"structure": self.structure.as_json()} if self.structure != NO_STRUCTURE else {}),
         }
 
     @classmethod
@@ -187,6 +191,7 @@ class Part:
                 _rows(top["missing"]),
                 _rows(top["extra"]),
                 _rows(top.get("masked", [])),
+                Structure.from_json(top.get("structure", {})),
                 source,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as trouble:

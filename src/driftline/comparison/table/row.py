@@ -14,7 +14,7 @@ from driftline.runs.records import Moment, Phase, Port, TensorKey
 
 Status: TypeAlias = Literal["pass", "fail", "incomparable", "missing", "extra", "unjudged"]
 """`unjudged` is a measured row before gating; a table that left `gating/` has none."""
-Verdict: TypeAlias = Literal["pass", "fail", "incomparable", "unjudged"]
+Verdict: TypeAlias = Literal["pass", "fail", "incomplete", "incomparable", "unjudged"]
 Direction: TypeAlias = Literal["lower", "higher", "zero", "none"]
 """Which way is better; `zero` is nearest to 0, `none` a description that no limit can be put on."""
 Basis: TypeAlias = Literal["values", "sample", "summary", "digest", "describe", ""]
@@ -27,6 +27,12 @@ STATUSES: tuple[Status, ...] = ("fail", "incomparable", "missing", "extra", "pas
 
 LOST = "the values are lost"
 """Begins or ends the reason of a row of which a side should have values and has none."""
+
+NOT_RUN = "not run by the backend"
+"""Begins the reason of a row whose values are there, but were computed by something else."""
+
+NO_THRESHOLD = "the thresholds do not speak of it"
+"""Begins the reason of a row that was measured, but that nothing says a limit for."""
 
 FUSION = "fusion"
 """In place of a rule: a lone tensor that the other side computes inside a fused node."""
@@ -62,6 +68,23 @@ class Column(NamedTuple):
         if self.direction == "zero":
             return abs(value) <= limit
         return False
+
+
+Tensors: TypeAlias = tuple[
+    TensorKey,
+    tuple[str, str, str],
+    tuple[int | None, int | None, int | None],
+    str,
+    str,
+]
+"""What a row compares: key, where the candidate has it, both recipes."""
+
+
+def tensors_of(row: Row) -> Tensors:
+    """What a row compares. Parts of a fused tensor, and copies on ranks, have one key together."""
+    place = (row.candidate_site, row.candidate_port, row.candidate_slot)
+    moment = (row.candidate_step, row.candidate_visit, row.candidate_rank)
+    return row.key, place, moment, row.reference_recipe, row.candidate_recipe
 
 
 MANY = 4_096

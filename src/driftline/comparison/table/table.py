@@ -13,13 +13,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 
+from driftline.alignment.plan import LeftOut
+from driftline.comparison.differences.difference import Difference
+from driftline.comparison.table.covered import Covered
 from driftline.comparison.table.row import JSON, STATUSES, Column, Row, Verdict, number_to_json
+from driftline.comparison.table.structure import NO_STRUCTURE, Structure
 from driftline.errors import BadFile
+from driftline.runs.scope import RunScope
 
 if TYPE_CHECKING:
     from _typeshed import StrPath
 
     from driftline.comparison.table.row_spool import RowSpool
+    from driftline.comparison.verdict.site_judgement import SiteJudgement
 
 __all__ = ["SCHEMA", "Column", "Coverage", "Row", "Side", "Table"]
 
@@ -105,20 +111,38 @@ class Side(NamedTuple):
         about: What the manifest says of the run (id, command, versions), redacted there.
         losses: What the run itself knows to be missing from it.
         ordered: Whether its order is one of execution, which that of a tensor file is not.
+        scope: How far the run reaches: how its program ended, which steps ran.
+        left_out: Rows and tokens of it that compared tensors have and the other side has not.
+        unseen: Its processes of which nothing was set against anything, as `rank1`.
+        selected: What only some of both runs was compared by, in words.
     """
 
     path: str = ""
     about: Mapping[str, JSON] = _NOTHING
     losses: tuple[str, ...] = ()
     ordered: bool = True
+    scope: RunScope = RunScope()
+    left_out: tuple[LeftOut, ...] = ()
+    unseen: tuple[str, ...] = ()
+    selected: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, JSON]:
-        return {
+        shown: dict[str, JSON] = {
             "path": self.path,
             "about": dict(self.about),
             "losses": list(self.losses),
             "ordered": self.ordered,
         }
+        # Left out where there is nothing to say, so that files are as those of earlier versions.
+        if self.scope != RunScope():
+            shown["scope"] = self.scope.to_json()
+        if self.left_out:
+            shown["left_out"] = [[part.words, part.elements] for part in self.left_out]
+        if self.unseen:
+            shown["unseen"] = list(self.unseen)
+        if self.selected:
+            shown["selected"] = list(self.selected)
+        return shown
 
     @classmethod
     def from_json(cls, shown: Mapping[str, JSON]) -> Side:
@@ -127,6 +151,13 @@ class Side(NamedTuple):
             dict(shown.get("about", {})),
             tuple(shown.get("losses", ())),
             bool(shown.get("ordered", True)),
+            RunScope.from_json(shown.get("scope")),
+            tuple(
+                LeftOut("", str(words), int(elements))
+                for words, elements in shown.get("left_out", ())
+            ),
+            tuple(map(str, shown.get("unseen", ()))),
+            tuple(map(str, shown.get("selected", ()))),
         )
 
 
@@ -141,7 +172,8 @@ class Table:
         rows: In the reference's execution order, rank after rank; extra rows come last. A tuple, or
             for a long table a sequence that reads them from a file as they are asked for.
         columns: What the metrics of the rows mean.
-        verdict: pass, fail, or incomparable when not one pair could be compared.
+        verdict: pass; fail; incomplete when what was compared agrees and is not enough to tell;
+            or incomparable when not one pair could be compared.
         first: The failing row where the drift starts, in execution order; None when no row fails.
         first_site: The site to look at: `first`'s own, or the enclosing module when an input was
             already wrong and no captured output says so; empty when no row fails.
@@ -150,6 +182,11 @@ class Table:
         reference: Where the reference came from.
         candidate: Where the candidate came from.
         notes: What alignment concluded about the runs as wholes, one sentence each.
+        differences: What differs between the two models, in the order to read it; None if a run has
+            no facts about its model.
+        structure: What the runs know of their model, for whoever judges the table again.
+        judgement: How its sites stand, where sites were judged; not written to files.
+        covered: How far it reaches, in calls, steps, elements and ranks; None before it is judged.
     """
 
     rows: Sequence[Row]
@@ -162,6 +199,10 @@ class Table:
     reference: Side = _NOWHERE
     candidate: Side = _NOWHERE
     notes: tuple[str, ...] = ()
+    differences: tuple[Difference, ...] | None = None
+    structure: Structure = NO_STRUCTURE
+    judgement: SiteJudgement | None = field(default=None, compare=False, repr=False)
+    covered: Covered | None = None
 
     def changed(self, **fields: Any) -> Table:
         """The same table with other values for some of its fields."""
@@ -219,7 +260,10 @@ class Table:
             "verdict": self.verdict,
             "first_site": self.first_site or None,
             "finding": self.finding,
-            "coverage": self.coverage.as_json(),
+            "coverage": {
+                **self.coverage.as_json(),
+                **({} if self.covered is None else self.covered.as_json()),
+            },
             "first_row": None if self.first is None else self._position(self.first),
             "limits": _json_safe(dict(self.limits)),
             "metrics": {
@@ -233,7 +277,13 @@ class Table:
             "reference": _json_safe(self.reference.as_json()),
             "candidate": _json_safe(self.candidate.as_json()),
             "notes": list(self.notes),
+            **self._differences_as_json(),
         }
+
+    def _differences_as_json(self) -> dict[str, JSON]:
+        if self.differences is None:
+            return {}
+        return {"differences": _json_safe([each.as_json() for each in self.differences])}
 
     @classmethod
     def from_json(cls, shown: JSON, *, source: str = "table", rows: bool = True) -> Table:
@@ -279,6 +329,9 @@ class Table:
                 reference=Side.from_json(top.get("reference", {})),
                 candidate=Side.from_json(top.get("candidate", {})),
                 notes=tuple(map(str, top.get("notes", ()))),
+                differences=_differences(top.get("differences")),
+                structure=Structure.from_json(top.get("structure", {})),
+                covered=Covered.from_json(top.get("coverage")),
             )
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as trouble:
             raise BadFile(
@@ -296,6 +349,17 @@ class Table:
         return next(
             (index for index, row in enumerate(self.rows) if row is wanted or row == wanted), None
         )
+
+
+def _differences(shown: JSON) -> tuple[Difference, ...] | None:
+    # Tables of earlier versions, and of runs without facts, have none.
+    if not isinstance(shown, list):
+        return None
+    return tuple(
+        Difference.from_json(cast("dict[str, Any]", entry))
+        for entry in cast("list[JSON]", shown)
+        if isinstance(entry, dict)
+    )
 
 
 def is_spooled(rows: Sequence[Row]) -> TypeGuard[RowSpool]:

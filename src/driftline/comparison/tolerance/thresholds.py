@@ -447,7 +447,7 @@ def thresholds_from_json(shown: JSON, *, source: str = "") -> Thresholds:
         plain = {(entry.metric, entry.site): entry for entry in _plain(top)}
         notes = _odd_zeros(top)
         return Thresholds(str(top["model_id"]), tuple(plain.values()), path=source, notes=notes)
-    except (KeyError, TypeError, ValueError, AttributeError) as trouble:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as trouble:
         raise BadFile(f"{called} is a damaged thresholds file: {trouble}") from None
 
 

@@ -23,14 +23,31 @@ BEYOND = "beyond_bias"
 """Metric: what is left of an output's error without a bias that has no gradient."""
 BEYOND_ROUNDING = "beyond_rounding"
 """Metric: what is left of an error without elements whose gradient is nothing but rounding."""
+ADDED = "added_error"
+"""Metric of an output: its relative error against the reference's function on the candidate's own
+input, computed in float64. What arrives at the site has no part in it."""
+ADDED_ALLOWED = "added_allowed"
+"""Metric of an output that has `added_error`: how much of it the site's number format explains."""
+HALF = "half_error"
+"""Metric of a suspect: its relative error on that half of the tokens where it is smaller, without
+tokens that a router sent elsewhere at a near tie."""
+REST = "rest_error"
+"""Metric of a suspect: its relative error without tokens that a router sent elsewhere."""
 SUMMED_GRADIENTS = "of the gradients it sums"
 SUMMED_ELEMENTS = "of the elements it sums"
 BESIDE_WEIGHT = "beside the weight's gradient"
 WHAT_CANCELS = "of the gradients that cancel"
 AS_CANCELLED = "as a gradient that cancels"
 AS_GIVEN = "as what it is given"
+EXPLAINED = "as its inputs bring"
+"""Ends `limit_from` of a row that passes because of what its site was given."""
+NEAR_SMALLEST_STEP = "near its smallest step"
+AS_ITS_GRADIENT = "as the gradient it is made of"
 
-_OTHERS = (SUMMED_GRADIENTS, SUMMED_ELEMENTS, BESIDE_WEIGHT, AS_GIVEN, WHAT_CANCELS, AS_CANCELLED)
+_OTHERS = (
+    *(SUMMED_GRADIENTS, SUMMED_ELEMENTS, BESIDE_WEIGHT, AS_GIVEN, WHAT_CANCELS, AS_CANCELLED),
+    *(NEAR_SMALLEST_STEP, AS_ITS_GRADIENT),
+)
 
 
 def is_on_another_scale(row: Row) -> bool:
@@ -78,7 +95,8 @@ class Tolerance:
         rtol: With `atol`, the element-wise test `|c - r| <= atol + rtol |r|`; any element outside
             fails its row. None when the test was not asked for.
         atol: See `rtol`.
-        min_coverage: The share of all tensors that must have been compared, 0 to 1.
+        min_coverage: The share of all tensors that must have been compared, 0 to 1; None asks for
+            nine tenths of the calls of leaves instead.
         thresholds: Limits of each layer, from clean runs, in place of the per-dtype defaults. A
             tensor they do not speak of is not judged by them.
         slack: How many times its threshold a tensor may reach.
@@ -91,7 +109,7 @@ class Tolerance:
         limits: tuple[Limit, ...] = (),
         rtol: float | None = None,
         atol: float | None = None,
-        min_coverage: float = 0.0,
+        min_coverage: float | None = None,
         thresholds: Thresholds | None = None,
         slack: float = 1.0,
     ) -> None:
@@ -104,7 +122,7 @@ class Tolerance:
         for name, value in (("rtol", self.rtol), ("atol", self.atol)):
             if value is not None and not value >= 0.0:
                 raise BadInput(f"{name} is {value}; it must be 0 or more")
-        if not 0.0 <= self.min_coverage <= 1.0:
+        if self.min_coverage is not None and not 0.0 <= self.min_coverage <= 1.0:
             raise BadInput(
                 f"the minimal coverage is {self.min_coverage}; it must lie between 0 and 1",
                 hint="0.95 asks for 95 % of all tensors",
@@ -151,7 +169,7 @@ class Tolerance:
 
     def __str__(self) -> str:
         if not self.explicit:
-            return "limits of the coarser dtype of the two sides"
+            return "limits for the lower precision of the two dtypes"
         parts = [f"{limit.metric} {limit.value:g}" for limit in self.limits]
         if self.elementwise:
             parts.insert(0, f"|c - r| <= {self.atol or 0:g} + {self.rtol or 0:g} |r|")

@@ -41,7 +41,11 @@ class Divergence(NamedTuple):
 
 
 def find_divergence(
-    rows: Sequence[Row], *, ordered: bool = True, counts: RowCounts | None = None
+    rows: Sequence[Row],
+    *,
+    ordered: bool = True,
+    counts: RowCounts | None = None,
+    follow: bool = True,
 ) -> Divergence:
     """Find where the drift starts; without a failing row, say how close the worst one came.
 
@@ -49,6 +53,8 @@ def find_divergence(
         rows: Judged.
         ordered: Whether their order is one of execution.
         counts: What was counted while they were judged; counted now when not given.
+        follow: Whether to look for the origin among rows that hold their limits only just; where
+            sites were judged, the first row that fails is where error is added.
     """
     if counts is None:
         counts = RowCounts()
@@ -58,7 +64,7 @@ def find_divergence(
     if first is None:
         return Divergence(None, "", _all_fine(counts))
     if ordered:
-        site, where = _locate_origin(first, rows)
+        site, where = _locate_origin(first, rows, follow=follow)
     else:
         what = "differs" if compared == 1 else "is the first in the file that differs"
         site, where = first.key.site, f"'{first.key.site}' {what}"
@@ -88,17 +94,22 @@ def _shortened(fused: str) -> str:
     return f"{', '.join(words[:_MOST_FUSED])} and {len(words) - _MOST_FUSED} more"
 
 
-def _locate_origin(first: Row, rows: Sequence[Row]) -> tuple[str, str]:
+def _locate_origin(first: Row, rows: Sequence[Row], *, follow: bool) -> tuple[str, str]:
     """The site to look at, and a sentence about it."""
     key = first.key
     name = _named(key.site, first)
     when = f" in step {key.step}" if key.step else ""
     rank = key.rank if first.candidate_rank is None else first.candidate_rank
     when += f" on rank {rank}" if rank else ""
+    # A conversion of the compiler is held against what it was given.
+    if key.port == "input" and first.candidate_port == "output" and not first.candidate_site:
+        return key.site, f"the drift starts at {name}{when}, in its output: not what it was given"
     if key.port == "param":
         return key.site, f"the parameter '{key.slot}' of {name} differs already{when}"
-    if key.port == "output" and (arrived := _inherited_drift(first, _nearly_outside(first, rows))):
-        return _locate_maker(arrived, first, rows, when)
+    if follow and key.port == "output":
+        arrived = _inherited_drift(first, _nearly_outside(first, rows))
+        if arrived is not None:
+            return _locate_maker(arrived, first, rows, when)
     if key.port != "input":
         # Another writer's run may have ports of its own.
         what = _PLACES.get(key.port, f"its {key.port}") + (
@@ -231,13 +242,16 @@ def _all_fine(counts: RowCounts) -> str:
     if counts.bare:
         return f"{share}, {counts.bare} by max, min, mean and l2 alone; no difference shows"
     worst = counts.closest
+    if counts.explained:
+        share += f", {counts.explained} over the limit of the format as their inputs explain"
     if worst is None or worst.severity == 0.0:
-        return f"{share}, none differs"
+        return f"{share}, no other differs" if counts.explained else f"{share}, none differs"
     sources = {"user": "asked for", "thresholds": "allowed by its threshold"}
     whose = sources.get(worst.limit_from, f"allowed for {worst.limit_from}")
     about = "estimated " if worst.decided_by in worst.estimated else ""
+    others = "no other" if counts.explained else "none"
     return (
-        f"{share}, none outside its limit; the closest is '{worst.key.site}' "
+        f"{share}, {others} outside its limit; the closest is '{worst.key.site}' "
         f"{worst.key.port} with {about}{worst.decided_by} {worst.metrics[worst.decided_by]:.3g} "
         f"of {worst.limit:g} {whose}"
     )

@@ -21,7 +21,12 @@ from driftline.comparison.evidence.rules import GRADIENTS, is_bias
 from driftline.comparison.table.row import Row
 from driftline.comparison.table.table import is_spooled
 from driftline.comparison.tolerance.defaults import METRIC, QUANTISED
-from driftline.comparison.tolerance.tolerance import AS_CANCELLED, SUMMED_GRADIENTS, WHAT_CANCELS
+from driftline.comparison.tolerance.tolerance import (
+    AS_CANCELLED,
+    AS_ITS_GRADIENT,
+    SUMMED_GRADIENTS,
+    WHAT_CANCELS,
+)
 from driftline.numerics.dtypes import DTYPES, DType, coarser
 
 _PORTS = ("grad_output", "grad_input", *GRADIENTS)
@@ -213,6 +218,13 @@ class Quantised:
                     if sizes in others.get(call, ()):
                         self._known.setdefault(call, dtype)
 
+    def sites(self) -> dict[str, float]:
+        """Relative error that every such site may have."""
+        allowed: dict[str, float] = {}
+        for (*_, site), code_type in self._known.items():
+            allowed[site] = max(allowed.get(site, 0.0), QUANTISED[code_type])
+        return allowed
+
     def at(self, row: Row) -> str:
         """The integer type of a row's own site; empty for an ordinary one."""
         return self._known.get(_ours(row), "") if self._known else ""
@@ -340,7 +352,7 @@ class Inherited:
             share = limit * math.sqrt(square) / left
             if share > limit:
                 return Inheritance(share, SUMMED_GRADIENTS)
-        return Inheritance(limit, "as the gradient it is made of") if limit else None
+        return Inheritance(limit, AS_ITS_GRADIENT) if limit else None
 
 
 class Unrelated(Inherited):

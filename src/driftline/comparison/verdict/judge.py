@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING
 from driftline.comparison.evidence.replicas import GAP, SAME
 from driftline.comparison.evidence.rules import (
     BEYOND_COLUMN,
-    BEYOND_ROUNDING_COLUMN,
     CANCELLED,
-    CANCELLED_COLUMN,
+    COLUMNS,
     SUMMED,
-    SUMMED_COLUMN,
 )
-from driftline.comparison.table.row import Column, Row, Verdict
+from driftline.comparison.table.row import NO_THRESHOLD, Column, Row
 from driftline.comparison.table.table import Table, is_spooled, like_storage
 from driftline.comparison.tolerance.defaults import (
     LIMITS,
@@ -32,11 +30,22 @@ from driftline.comparison.tolerance.defaults import (
 from driftline.comparison.tolerance.tolerance import (
     BEYOND,
     BEYOND_ROUNDING,
+    HALF,
+    NEAR_SMALLEST_STEP,
+    REST,
     SUMMED_ELEMENTS,
     WHAT_CANCELS,
     Tolerance,
 )
-from driftline.comparison.verdict.divergence import find_divergence
+from driftline.comparison.verdict.certain_failures import (
+    CertainFailure,
+    certain_failure,
+    holds_nothing_finite,
+)
+from driftline.comparison.verdict.coverage import covered_by
+from driftline.comparison.verdict.decision import EXIT_CODES, Facts, decide
+from driftline.comparison.verdict.divergence import Divergence, find_divergence
+from driftline.comparison.verdict.growth import with_containers
 from driftline.comparison.verdict.inheritance import (
     Inheritance,
     Inherited,
@@ -45,9 +54,11 @@ from driftline.comparison.verdict.inheritance import (
     quantised_row,
     reference_norm,
 )
+from driftline.comparison.verdict.site_judgement import NO_EVIDENCE, SettledRows, SiteJudgement
+from driftline.comparison.verdict.status import Evidence
 from driftline.comparison.verdict.verdict import RowCounts
-from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE, BadInput
-from driftline.numerics.dtypes import DType
+from driftline.errors import BadInput
+from driftline.numerics.dtypes import DTYPES, DType
 
 if TYPE_CHECKING:
     from driftline.comparison.tolerance.thresholds import Thresholds
@@ -56,21 +67,35 @@ _WRITTEN_INTO = (
     "one side took it before the call, the other after it: the operator may have written into it"
 )
 
-NO_THRESHOLD = "the thresholds do not speak of it"
-"""Reason of a row that was measured, but that nothing says a limit for."""
 _THRESHOLDS_NOTE = "thresholds: "
 """Begins the notes of a table that are about thresholds."""
 _WHOSE = {"user": "asked for", "exact": "exact", "thresholds": "by its threshold"}
 
 
-def judge(table: Table, tolerance: Tolerance | None = None) -> Table:
+_EVIDENCE_COLUMNS = (
+    *COLUMNS,
+    Column(HALF, "none", "relative L2 on the half of the tokens where it is smaller"),
+    Column(REST, "none", "relative L2 without tokens that a router sent elsewhere"),
+)
+"""Columns that a table has only where a row has them."""
+
+
+def judge(
+    table: Table, tolerance: Tolerance | None = None, evidence: Evidence = NO_EVIDENCE
+) -> Table:
     """The same table with every row's status decided, the verdict, and where the drift starts.
+
+    Args:
+        table: What was measured.
+        tolerance: What is allowed; the limits of number formats, and what sites add, when not
+            given.
+        evidence: What is known of its sites besides.
 
     Raises:
         BadInput: The tolerance has thresholds that fit no layer of this table.
     """
     allowed = tolerance or Tolerance()
-    judged = _judge_table(table, allowed)
+    judged = _judge_table(table, allowed, evidence)
     if allowed.thresholds is None:
         return judged
     return _with_threshold_notes(judged, allowed.thresholds)
@@ -92,12 +117,13 @@ def over_own_limit(table: Table, tolerance: Tolerance) -> Iterator[Row]:
             yield row
 
 
-def _judge_table(table: Table, allowed: Tolerance) -> Table:
+def _judge_table(table: Table, allowed: Tolerance, evidence: Evidence) -> Table:
     columns = {column.name: column for column in table.columns}
     ordered = table.reference.ordered
     in_turn = is_spooled(table.rows) and table.rows.in_turn
     # Tensors of a file have no order: nothing is upstream of anything.
-    inherited = Inherited(Quantised(table.rows), in_turn=in_turn) if ordered else Unrelated()
+    quantised = Quantised(table.rows) if ordered else None
+    inherited = Unrelated() if quantised is None else Inherited(quantised, in_turn=in_turn)
     counts = RowCounts()
     # Counted while they pass by: a long table is read from its file once.
     rows = like_storage(table.rows, counts.watch(_judged(table.rows, allowed, columns, inherited)))
@@ -113,46 +139,78 @@ def _judge_table(table: Table, allowed: Tolerance) -> Table:
             counts.take(row)
         if BEYOND in counts.deciding and BEYOND not in columns:
             table = table.changed(columns=(*table.columns, BEYOND_COLUMN))
-    for column in (SUMMED_COLUMN, BEYOND_ROUNDING_COLUMN, CANCELLED_COLUMN):
+    for column in _EVIDENCE_COLUMNS:
         if column.name not in columns and _has(rows, column.name):
             table = table.changed(columns=(*table.columns, column))
-    coverage = table.changed(rows=rows).coverage
-    first, first_site, finding = find_divergence(rows, ordered=ordered, counts=counts)
-    verdict: Verdict = "pass"
-    if not coverage.compared:
-        verdict = "incomparable"
-        finding = f"nothing could be compared: {coverage}"
-        if why := counts.incomparable:
-            finding += f"; '{why.key.site}' {why.key.port}, for one: {why.reason}"
-    # A failing row decides before coverage does: it is the more useful answer.
-    elif first is not None:
-        verdict = "fail"
-    # Inputs that agree say nothing about what was computed of them.
-    elif counts.only_inputs:
-        verdict = "incomparable"
-        finding = f"only inputs could be compared, and no output of the reference: {coverage}"
-    elif not coverage.share >= allowed.min_coverage:
-        verdict = "fail"
-        finding = (
-            f"only {coverage.share:.1%} of the tensors were compared, "
-            f"{allowed.min_coverage:.1%} are asked for; what was compared agrees"
-        )
-    elif unread := counts.first_unread:
-        verdict = "fail"
-        single = counts.unread == 1
-        finding = (
-            f"{counts.unread} tensor{'' if single else 's'} could not be read, '{unread.key.site}' "
-            f"{unread.key.port}{'' if single else ' for one'} ({unread.reason}); "
-            "what was compared agrees"
-        )
+    judgement = certain = None
+    # Whoever asks for limits has them; tensors of a file have no sites that made them.
+    if quantised is not None and not allowed.explicit:
+        structure = table.structure
+        if integer_sites := quantised.sites():
+            merged = {**with_containers(integer_sites), **structure.quantised}
+            structure = structure._replace(quantised=merged)
+        settled = SettledRows(rows, structure, evidence)
+        certain = settled.overruled(certain_failure(rows))
+        if counts.failing or settled.may_differ or certain is not None:
+            counts = RowCounts()
+            rows = like_storage(rows, counts.watch(_with_certain(settled, certain)))
+        judgement = settled.judgement
+    table = table.changed(rows=rows, judgement=judgement)
+    divergence = find_divergence(rows, ordered=ordered, counts=counts, follow=judgement is None)
+    divergence = _reworded(divergence, rows, counts, judgement, certain)
+    covered = covered_by(counts.calls, table.reference, table.candidate)
+    sides = (table.reference, table.candidate)
+    decision = decide(Facts(counts, table.coverage, divergence, allowed, judgement, covered, sides))
     return table.changed(
-        rows=rows,
-        verdict=verdict,
-        first=first,
-        first_site=first_site,
-        finding=finding,
+        verdict=decision.verdict,
+        first=divergence.first,
+        first_site=divergence.site,
+        finding=decision.finding,
         limits={**allowed.as_json(), "said": str(allowed)},
+        covered=covered,
     )
+
+
+def _reworded(
+    divergence: Divergence,
+    rows: Sequence[Row],
+    counts: RowCounts,
+    judgement: SiteJudgement | None,
+    certain: CertainFailure | None,
+) -> Divergence:
+    """The finding, with what is known besides of where error is added and what would have shown."""
+    if certain is not None:
+        scope = f"{counts.failing} of {counts.compared} compared tensors fail"
+        first = next((row for row in rows if row.key == certain.row.key), certain.row)
+        return Divergence(first, certain.site, f"{certain.sentence}; {scope}")
+    if judgement is None:
+        return divergence
+    finding = divergence.finding
+    # Where nothing differs at all, anything would have shown.
+    differs = counts.explained or (counts.closest is not None and counts.closest.severity > 0.0)
+    if divergence.first is None and differs:
+        finding += f"; {judgement.power}"
+    if judgement.pattern is not None:
+        finding = f"{judgement.pattern.sentence}; {finding}"
+    if jump := judgement.largest_jump:
+        finding += f"; {jump}"
+    return divergence._replace(finding=finding)
+
+
+def _with_certain(rows: Iterable[Row], certain: CertainFailure | None) -> Iterator[Row]:
+    """The rows, of which the one that shows a certain failure fails."""
+    for row in rows:
+        if certain is None or row.status != "pass" or row.key != certain.row.key:
+            yield row
+        else:
+            yield row.judged(
+                "fail",
+                certain.sentence,
+                decided_by=row.decided_by,
+                limit=row.limit,
+                limit_from=row.limit_from,
+                severity=math.inf,
+            )
 
 
 def _with_threshold_notes(judged: Table, thresholds: Thresholds) -> Table:
@@ -204,10 +262,8 @@ def _with_threshold_notes(judged: Table, thresholds: Thresholds) -> Table:
 
 
 def exit_code(table: Table) -> int:
-    """0: what was compared agrees; 1: numbers differ or too little was covered; 2: nothing was."""
-    if table.verdict == "pass":
-        return EXIT_FINE
-    return EXIT_DIFFERENT if table.verdict == "fail" else EXIT_COULD_NOT
+    """0: what was compared agrees; 1: numbers differ; 2: too little was compared to tell."""
+    return EXIT_CODES[table.verdict]
 
 
 def _has(rows: Sequence[Row], metric: str) -> bool:
@@ -250,6 +306,16 @@ def _fails_always(row: Row) -> Row | None:
             limit_from="always",
             severity=math.inf,
         )
+    # Nothing was compared here, so nothing was shown.
+    if holds_nothing_finite(row):
+        return row.judged(
+            "fail",
+            f"neither side has a finite number; {_counts(row)}",
+            decided_by="reference_nan",
+            limit=0.0,
+            limit_from="always",
+            severity=math.inf,
+        )
     # Copies of one tensor must agree among themselves, however near the reference they are.
     gap = float(row.metrics.get(GAP, 0.0))
     if gap > (allowed_gap := SAME.get(row.candidate_dtype, 0.0)):
@@ -272,6 +338,9 @@ def _judge(
     inherited: Inherited,
 ) -> Row:
     """One compared row, whatever was said of it before."""
+    # True where something may be seen, or zero where nothing is added: numbers cannot compare that.
+    if not allowed.explicit and row.key.port == "input" and _is_mask_of_two_kinds(row):
+        return row.judged("incomparable", "a mask of booleans on one side, of floats on the other")
     if (failing := _fails_always(row)) is not None:
         return failing
     exact = is_exact(row.reference_dtype), is_exact(row.candidate_dtype)
@@ -309,13 +378,21 @@ def _judge(
     return judged
 
 
+def _is_mask_of_two_kinds(row: Row) -> bool:
+    types = (row.reference_dtype, row.candidate_dtype)
+    if "bool" not in types:
+        return False
+    other = DTYPES.get(types[types.index("bool") - 1])
+    return other is not None and other.is_floating
+
+
 def _wider(row: Row, working: DType, inherited: Inherited) -> Iterator[Inheritance]:
     """Limits beyond the format's own that a row may have for a reason."""
     # A candidate that is zero throughout is a finding, whatever its format can hold.
     if row.metrics.get("candidate_l2"):
         count = math.prod(row.reference_shape or ())
         steps = with_smallest_steps(working, count, reference_norm(row))
-        yield Inheritance(steps, "near its smallest step")
+        yield Inheritance(steps, NEAR_SMALLEST_STEP)
     if (made_of := inherited.for_gradient(row)) is not None:
         yield made_of
     if row.metrics.get(CANCELLED):

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from driftline.comparison.table.row import LOST, Row
+from driftline.comparison.table.row import LOST, NOT_RUN, Row
+from driftline.comparison.tolerance.tolerance import EXPLAINED
+from driftline.comparison.verdict.coverage import CallCounts
 
 
 def execution(row: Row) -> tuple[int, int, int, int]:
@@ -25,21 +27,29 @@ class RowCounts:
         first: The first that fails, in execution order.
         inside: How many are alone because they lie inside a fusion.
         bare: How many were compared by statistics that count no NaN and no Inf.
+        explained: How many are over the limit of their format, and explained by their inputs.
         closest: Of those that keep a limit, the one that is nearest to it.
         unread: How many could not be read.
         first_unread: The first of them.
+        not_run: How many were computed by something else than the backend in question.
+        first_not_run: The first of them.
         incomparable: The first that could not be compared.
         only_inputs: Whether outputs are there, and nothing but inputs was compared.
         deciding: The metrics that decided.
+        calls: Calls of either side, and how many of them are covered.
     """
 
     def __init__(self) -> None:
         self.rows = self.compared = self.failing = self.inside = self.bare = self.unread = 0
+        self.not_run = 0
+        self.explained = 0
         self.first: Row | None = None
         self.closest: Row | None = None
         self.first_unread: Row | None = None
+        self.first_not_run: Row | None = None
         self.incomparable: Row | None = None
         self.deciding: set[str] = set()
+        self.calls = CallCounts()
         self._outputs = self._others = False
 
     @property
@@ -55,6 +65,7 @@ class RowCounts:
     def take(self, row: Row) -> None:
         status, port = row.status, row.key.port
         self.rows += 1
+        self.calls.take(row)
         # Extra outputs belong to the candidate; the question is what of the reference was
         # compared.
         if port == "output" and status != "extra":
@@ -63,6 +74,9 @@ class RowCounts:
         if LOST in row.reason:
             self.unread += 1
             self.first_unread = self.first_unread or row
+        if row.reason.startswith(NOT_RUN):
+            self.not_run += 1
+            self.first_not_run = self.first_not_run or row
         if status in ("pass", "fail", "unjudged"):
             self._compared(row)
         elif status == "incomparable":
@@ -84,6 +98,9 @@ class RowCounts:
             # in time.
             if self.first is None or execution(row) < execution(self.first):
                 self.first = row
+        # What its inputs explain is over its limit, and not near it.
+        elif row.limit_from.endswith(EXPLAINED):
+            self.explained += 1
         elif (
             row.status == "pass"
             and row.limit

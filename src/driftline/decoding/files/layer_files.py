@@ -51,6 +51,7 @@ class LayerSum(NamedTuple):
         rows: Rows that count.
         nonfinite: Rows that are NaN: non-finite on one side only, or altogether.
         nan: Elements that are NaN on both sides.
+        one_sided: Elements that are NaN or infinite on one side only.
         abs_diff: Mean over all other rows.
         largest: Of abs_diff, over all other rows.
         cos_sim: Smallest over all other rows.
@@ -62,11 +63,12 @@ class LayerSum(NamedTuple):
     rows: int = 0
     nonfinite: int = 0
     nan: int = 0
+    one_sided: int = 0
     abs_diff: float = 0.0
     largest: float = 0.0
     cos_sim: float = math.inf
 
-    def with_rows(self, abs_diff: Any, cos_sim: Any, nan: int = 0) -> LayerSum:
+    def with_rows(self, abs_diff: Any, cos_sim: Any, nan: int = 0, one_sided: int = 0) -> LayerSum:
         # A running mean over finite rows: rows themselves are not kept.
         counted = self.rows - self.nonfinite
         good = ~np.isnan(abs_diff)
@@ -78,6 +80,7 @@ class LayerSum(NamedTuple):
             rows=self.rows + len(abs_diff),
             nonfinite=self.nonfinite + len(abs_diff) - count,
             nan=self.nan + nan,
+            one_sided=self.one_sided + one_sided,
             abs_diff=self.abs_diff + (mean - self.abs_diff) * count / total if total else 0.0,
             largest=max(self.largest, float(abs_diff[good].max(initial=0.0))),
             cos_sim=min(self.cos_sim, float(cos_sim[good].min(initial=math.inf))),
@@ -110,7 +113,10 @@ class LayerFiles:
             self._numbers[site] = len(self.sums)
             self.sums[site] = LayerSum(file_layer(site, self._library), site)
         number = self._numbers[site]
-        self.sums[site] = self.sums[site].with_rows(metrics.abs_diff, metrics.cos_sim, metrics.nan)
+        one_sided = int(metrics.row.metrics.get("one_sided", 0))
+        self.sums[site] = self.sums[site].with_rows(
+            metrics.abs_diff, metrics.cos_sim, metrics.nan, one_sided
+        )
         differences = metrics.abs_diff
         if self._elements and metrics.elements is not None:
             differences = metrics.elements

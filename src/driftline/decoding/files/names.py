@@ -6,8 +6,11 @@ Nothing is opened here.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from driftline.decoding.models.paged_cache import FP8
@@ -97,6 +100,44 @@ def parse_name(name: str) -> FileName | None:
         return None
     new, batch, length = (int(match[part]) for part in ("new", "batch", "length"))
     return FileName(match["model"], new, batch, length, match["dtype"], match["rest"])
+
+
+def hashed_prefixes(model: str, new_tokens: int, batch_size: int, length: int) -> list[str]:
+    """What newer versions of the documented tools name the files of a shape: digests.
+
+    A digest of every spelling that is known: of names and values in alphabetical order, as its two
+    scripts spell them, and of the readable name, as one version did.
+
+    >>> hashed_prefixes("acme/tiny", 8, 1, 64)[0][:16]
+    'f7ab8ce0d69811a0'
+    """
+    texts: list[str] = []
+    common = {
+        "batch-size": batch_size,
+        "max-new-tokens": new_tokens,
+        "model-id": flat_name(model),
+    }
+    for length_name in ("seq-length", "seq-len"):
+        for dtype in ("fp16", "fp32"):
+            for attention in ({"attn-type": "sdpa"}, {}):
+                fields = {**common, **attention, "dtype": dtype, length_name: length}
+                texts.append("_".join(f"{name}-{fields[name]}" for name in sorted(fields)))
+    for dtype in ("fp16", "fp32"):
+        readable = file_prefix(model, new_tokens, batch_size, length, dtype)
+        texts += [readable, f"{readable}_attn-type-sdpa"]
+    return [hashlib.sha256(text.encode()).hexdigest() for text in texts]
+
+
+def find_hashed(folder: Path, prefixes: Sequence[str], side: Side, seed: int) -> Path | None:
+    """The outputs of one side and round under a digest, of the newest version; None if there are
+    none."""
+    ending = f".{side}_validation_info.{seed}.out"
+    for prefix in prefixes:
+        # `{digest}_{version}`, and the digest alone in one version.
+        hits = [*folder.glob(f"{prefix}_*{ending}"), *folder.glob(f"{prefix}{ending}")]
+        if hits:
+            return max(hits, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name[65:])])
+    return None
 
 
 def out_name(prefix: str, side: Side, seed: int) -> str:

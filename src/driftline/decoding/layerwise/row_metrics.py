@@ -44,6 +44,8 @@ _NARROW = 256
 """Elements of a row up to which rows are measured together: 2 us each for 128, not 6."""
 _BLOCK = 1 << 16
 """Elements that are measured together; float64 copies of them stay in the cache."""
+_FIGURES = ("relative_l2", "cosine", "max_abs_error", "mean_abs_error")
+"""Of the table, those that say how far two outputs are apart."""
 _SHARE = 1 << 19
 """Elements that are worth a thread."""
 
@@ -213,6 +215,11 @@ def measure_rows(
     every = _elements(values, places, width) if elements else None
     # What is NaN on one side only is in `one_sided`, and makes its row NaN.
     nan = min(sum(part.r_nan for part in parts), sum(part.c_nan for part in parts))
+    if nan:
+        # A layer that gives NaN on both sides agrees in nothing: no figure of it may pass.
+        unknown = {name: math.nan for name in _FIGURES if name in row.metrics}
+        reason = f"elements that are NaN on both sides: {nan}"
+        row = row._replace(metrics={**row.metrics, **unknown}, reason=reason)
     return RowMetrics(row, counts, abs_diff, cos_sim, every, nan)
 
 

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from driftline.comparison.measure.pair_rows import lone
+from driftline.comparison.measure.pair_rows import lone, paired
 from driftline.comparison.metrics.catalogue import STANDARD, Metric
-from driftline.comparison.table.row import Row
+from driftline.comparison.table.row import NOT_RUN, Row
+from driftline.decoding.files.names import ROOT
 from driftline.decoding.layerwise.rendezvous import Event, Rendezvous
 from driftline.decoding.layerwise.row_metrics import RowMetrics, Span, measure_rows, token_rows
 from driftline.decoding.models.compilation import room_for_graphs
@@ -102,7 +103,9 @@ def walk_layers(
     # Both models get their inputs from one text, so neither can read another one.
     text = _Text(batch, count)
     measurement = _Measurement(
-        take, elements, progress, count * len(list(reference.module.modules()))
+        _Take(take, elements, _Backends(reference, candidate)),
+        progress,
+        count * len(list(reference.module.modules())),
     )
     rendezvous = Rendezvous(measurement.take_pair)
     reference_thread = _Thread()
@@ -238,28 +241,64 @@ class _Text:
         self.positions[:, end] = self.after + step
 
 
+class _Backends:
+    """Which outputs of the two models their backends did not compute."""
+
+    def __init__(self, *models: DecoderModel) -> None:
+        self._units = [{unit.site or ROOT: unit for unit in model.units} for model in models]
+
+    def refusal(self, site: str) -> str:
+        """Why an output cannot be taken for the backend's; empty if it can."""
+        for side, units in zip(("reference", "candidate"), self._units, strict=True):
+            for place in _places_above(site) if units else ():
+                unit = units.get(place)
+                if unit is not None and unit.missed:
+                    part = "" if place == site else f" '{place}', which it is part of"
+                    return (
+                        f"{NOT_RUN} of the {side}: torch.compile gave {unit.backend} no graph "
+                        f"of it{part}"
+                    )
+        return ""
+
+
+def _places_above(site: str) -> list[str]:
+    """A site, everything that it is part of, and the model."""
+    words = site.split(".")
+    return [*(".".join(words[:count]) for count in range(len(words), 0, -1)), ROOT]
+
+
+class _Take(NamedTuple):
+    """Where the metrics go, whether every element is wanted, and what may be measured at all."""
+
+    metrics: Take
+    elements: bool
+    backends: _Backends
+
+
 class _Measurement:
     """Measures the pairs as they meet."""
 
-    def __init__(self, take: Take, elements: bool, progress: Progress | None, total: int) -> None:
+    def __init__(self, take: _Take, progress: Progress | None, total: int) -> None:
         self.span = Span(np.ones((1, 1), np.bool_))
         self.rows: list[Row] = []
         self._take = take
-        self._elements = elements
         self._progress = progress
         self._total = total
         self._done = 0
         self._before = ("", -1, -1)
 
     def take_pair(self, pair: Pair, reference: Bytes, candidate: Bytes) -> None:
+        if why := self._take.backends.refusal(pair.candidate.key.site):
+            self.rows.append(paired(pair)._replace(status="incomparable", reason=why))
+            return
         counts = None
         if pair.reference.shape == pair.candidate.shape:
             counts = token_rows(pair.reference.shape, pair.reference.key.slot, self.span)
         metrics = measure_rows(
-            pair, reference, candidate, counts, TABLE_METRICS, elements=self._elements
+            pair, reference, candidate, counts, TABLE_METRICS, elements=self._take.elements
         )
         self.rows.append(metrics.row)
-        self._take(metrics)
+        self._take.metrics(metrics)
         key = pair.reference.key
         call = (key.site, key.step, key.visit)
         # An output may be a tuple: its parts are one call of the module.

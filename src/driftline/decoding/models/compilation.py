@@ -1,18 +1,21 @@
 """How a model is executed: compiled part by part, and with how many threads.
 
 Inside a compiled graph no layer has an output of its own. A model compiled as a whole shows only
-its logits; compiled block by block, every block's output can be captured.
+its logits; compiled block by block, every block's output can be captured. What each part's backend
+was given is counted by `backend_graphs`.
 """
 
 # torch, transformers, fms and pyarrow are only partly annotated.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from driftline.decoding.models.backend_graphs import compile_unit, undo_unit
 from driftline.decoding.models.decoder import DecoderModel
 from driftline.decoding.models.targets import ready
 
@@ -33,12 +36,31 @@ def compile_parts(model: DecoderModel, unit: Unit) -> int:
     backend = ready(model.target).backend
     if not backend or unit == "model":
         return 0
-    # What `nn.Module.compile` sets; without it a call is the plain one.
-    cast(Any, model.module)._compiled_call_impl = None
-    parts = list(_blocks(model.module) if unit == "block" else _leaves(model.module))
-    for part in parts:
-        part.compile(backend=backend, dynamic=True if model.target.dynamic else None)
-    return len(parts)
+    undo_unit(model.module)
+    _own_modules(model.module)
+    chosen = _blocks(model.module) if unit == "block" else _leaves(model.module)
+    parts = {id(part) for part in chosen}
+    # A part that has several names is one part: it is compiled once, under the first.
+    named: list[tuple[str, nn.Module]] = list(cast(Any, model.module).named_modules())
+    model.units = [
+        compile_unit(part, site, backend, dynamic=model.target.dynamic)
+        for site, part in named
+        if id(part) in parts
+    ]
+    return len(model.units)
+
+
+def _own_modules(module: nn.Module) -> None:
+    """Replace modules that a library may share among its models by copies.
+
+    Some libraries have one activation for all models: compiled for one, it would be so for all.
+    """
+    copies: dict[int, nn.Module] = {}
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if not any(True for _ in child.children()) and not child.state_dict():
+                copies.setdefault(id(child), copy.deepcopy(child))
+                setattr(parent, name, copies[id(child)])
 
 
 @contextmanager

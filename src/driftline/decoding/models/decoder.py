@@ -13,6 +13,12 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
+from driftline.decoding.models.backend_graphs import (
+    CompiledUnit,
+    GraphCount,
+    compile_unit,
+    count_graphs,
+)
 from driftline.decoding.models.paged_cache import (
     MATH_FP8,
     PAGED,
@@ -22,6 +28,7 @@ from driftline.decoding.models.paged_cache import (
     paged_arguments,
 )
 from driftline.decoding.models.targets import Target, ready
+from driftline.errors import DriftlineError
 
 if TYPE_CHECKING:
     import torch
@@ -49,10 +56,12 @@ class DecoderModel:
         name: What file names are made of: the id or path it is known by.
         eos_ids: Every id that ends a text, by the model's configuration.
         vocabulary: How many logits a position has.
+        context: How many positions it was made for; 0 if its configuration does not say.
         target: Where it runs.
         library: Who made it.
         device: Where its inputs go.
         caches: Whether earlier positions are remembered; if not, every token reads the whole text.
+        units: The parts that are compiled; none if the target is not.
     """
 
     def __init__(
@@ -73,16 +82,37 @@ class DecoderModel:
         self.device = place.device
         self.eos_ids = tuple(sorted({*_eos_ids(module), *eos_ids}))
         self.vocabulary = _vocabulary(self.config)
+        self.context = _context(self.config)
         takes = inspect.signature(module.forward).parameters
         self._takes = frozenset(takes)
         self._takes_anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
         self.caches = library == "fms" or "past_key_values" in takes
+        self.units: list[CompiledUnit] = []
         # Compiled in place, so that hooks and names of the module stay what they were.
         if place.backend:
-            module.compile(backend=place.backend, dynamic=True if target.dynamic else None)
+            self.units = [compile_unit(module, "", place.backend, dynamic=target.dynamic)]
 
     def __str__(self) -> str:
         return f"{self.name} ({self.target})"
+
+    @property
+    def graphs(self) -> GraphCount:
+        """What the backend was given, up to now."""
+        return count_graphs(self.units)
+
+    def require_compiled(self) -> None:
+        """Refuse the results of a compiled model of which the backend never saw a graph.
+
+        Raises:
+            DriftlineError: It ran without its backend.
+        """
+        if any(unit.calls for unit in self.units) and not self.graphs.graphs:
+            raise DriftlineError(
+                f"no graph of {self.name} reached the backend {self.target.compile}: it ran "
+                "without it, so nothing can be said about the device",
+                hint="is torch.compile switched off (TORCHDYNAMO_DISABLE)? TORCH_LOGS=+dynamo says "
+                "why it makes no graph",
+            )
 
     def forward(
         self,
@@ -192,6 +222,13 @@ def ended_by(ends: Sequence[int]) -> str:
     """
     few = ", ".join(map(str, ends[:4]))
     return f"ids {few}" + (f", … of {len(ends)}" if len(ends) > 4 else "")
+
+
+def _context(config: Any) -> int:
+    inner = config.get_text_config() if hasattr(config, "get_text_config") else config
+    names = ("max_position_embeddings", "n_positions", "max_expected_seq_len")
+    sizes = [getattr(inner, name, None) for name in names]
+    return next((size for size in sizes if isinstance(size, int) and size > 0), 0)
 
 
 def _vocabulary(config: Any) -> int:

@@ -134,6 +134,8 @@ def load_model(source: ModelSource, target: Target, *, distributed: bool = False
     place = ready(target)
     find_model(location, source.architecture)
     find_library(source.architecture, source.library, target)
+    if not source.as_written:
+        _require_decoder(source)
     load = _from_fms if kind == "fms" else _from_transformers
     with _as_one_sentence(location), _no_progress_bars():
         module = load(source, target, distributed=distributed)
@@ -148,6 +150,30 @@ def load_model(source: ModelSource, target: Target, *, distributed: bool = False
         library=kind,
         eos_ids=ends,
     )
+
+
+def _require_decoder(source: ModelSource) -> None:
+    """Refuse a model that sees all of its input: its logits are of no next token.
+
+    Raises:
+        BadInput: It is an encoder, by its configuration.
+    """
+    if source.architecture not in ("", HF_ARCHITECTURE):
+        return  # one that ibm-fms names itself has no such configuration
+    transformers = require("transformers", install=TRANSFORMERS)
+    with _as_one_sentence(source.location):
+        config: Any = transformers.AutoConfig.from_pretrained(source.location)
+    auto = require("transformers.models.auto.modeling_auto", install=TRANSFORMERS)
+    # Libraries make a decoder of an encoder's weights without a word: it still sees the future.
+    encoders: Any = getattr(auto, "MODEL_FOR_MASKED_LM_MAPPING_NAMES", {})
+    if config.model_type in encoders and not getattr(config, "is_decoder", False):
+        named = (getattr(config, "architectures", None) or [config.model_type])[0]
+        raise BadInput(
+            f"{source.location} is no decoder: a {named} sees all of its input, and says no next "
+            "token",
+            hint="expectations of such models: pytest --pyargs "
+            "driftline.suites.test_model_expectations::TestAIUModelsTupleOutput",
+        )
 
 
 def find_model(source: str, architecture: str = "") -> None:

@@ -8,6 +8,8 @@ that a spelling mistake is reported without starting a framework. Knows nothing 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from driftline.errors import BadInput, DriftlineError, NotInstalled, did_you_mean
@@ -59,6 +61,25 @@ class Target(NamedTuple):
         if self.attention:
             words.append(f"attention={self.attention}")
         return ",".join(words)
+
+    @property
+    def words(self) -> str:
+        """Where it runs, in which format and by what, for people.
+
+        >>> Target("aiu", "fp16", "sendnn").words, Target().words
+        ('aiu in fp16, compiled by sendnn', 'cpu in fp32, not compiled')
+        """
+        how = f"compiled by {self.compile}" if self.compile else "not compiled"
+        return f"{self.device} in {self.dtype}, {how}"
+
+    @property
+    def is_aiu(self) -> bool:
+        return self.device.partition(":")[0] == "aiu"
+
+
+def where_line(reference: Target, candidate: Target) -> str:
+    """The first line of every command that runs models: what runs where."""
+    return f"reference: {reference.words}; candidate: {candidate.words}"
 
 
 class Place(NamedTuple):
@@ -138,6 +159,22 @@ def default_targets(default_dtype: str = "fp16") -> tuple[Target, Target]:
     # Without a GPU two number formats of the CPU are compared, so that the command still runs.
     device = "cuda" if torch_module.cuda.is_available() else "cpu"
     return Target("cpu", "fp32"), Target(device, dtype_name(default_dtype))
+
+
+def suite_targets(default_dtype: str = "fp16") -> tuple[Target, Target]:
+    """Reference and candidate of the suites that were made for the AIU: it, where there is one."""
+    reference, candidate = default_targets(default_dtype)
+    if _aiu_is_here():
+        candidate = Target("aiu", candidate.dtype, AIU_BACKEND)
+    return reference, candidate
+
+
+def _aiu_is_here() -> bool:
+    """Whether the AIU's package can be imported, or somebody has registered its backend."""
+    if find_spec(AIU_PACKAGE) is not None:
+        return True
+    # Compilers are not imported for the question alone: that takes seconds.
+    return "torch._dynamo" in sys.modules and AIU_BACKEND in _backends()
 
 
 def ready(target: Target) -> Place:

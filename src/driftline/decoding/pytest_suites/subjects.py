@@ -18,7 +18,7 @@ import numpy as np
 from driftline.comparison.tolerance.thresholds import load_thresholds
 from driftline.decoding.models.decoder import DecoderModel
 from driftline.decoding.models.loading import ModelSource, load_model
-from driftline.decoding.models.targets import DTYPES, Target, default_targets, parse_target
+from driftline.decoding.models.targets import DTYPES, Target, parse_target, suite_targets
 from driftline.decoding.prompts import PAD, Padded, Prompt, pad_left
 from driftline.errors import BadInput
 from driftline.testing.expectations.expectations import (
@@ -44,6 +44,13 @@ class SuiteOptions(NamedTuple):
     library: str = ""
     micro_layers: str = ""
     thresholds: str = ""
+
+    @property
+    def where(self) -> Target:
+        """Where the models run: what the user says, else the AIU, else a GPU, else the CPU."""
+        if self.target:
+            return parse_target(self.target, dtype=DTYPE)
+        return suite_targets(DTYPE)[1]
 
 
 class Loaded(NamedTuple):
@@ -76,9 +83,7 @@ def load(name: str, options: SuiteOptions, *, tuple_output: bool) -> Loaded:
     Raises:
         BadInput: The model, the target or the number of layers cannot mean anything.
     """
-    target = (
-        parse_target(options.target, dtype=DTYPE) if options.target else default_targets(DTYPE)[1]
-    )
+    target = options.where
     layers = _layers(options.micro_layers)
     source = ModelSource(
         name,
@@ -108,7 +113,7 @@ def load(name: str, options: SuiteOptions, *, tuple_output: bool) -> Loaded:
     }
     subject = Subject(
         name,
-        lambda: _checked(name, model.module(**arguments), tuple_output=tuple_output),
+        lambda: _output_of(model, arguments, tuple_output=tuple_output),
         model.module,
         np.asarray(batch.mask[0].numpy(), np.bool_),
         facts,
@@ -160,11 +165,14 @@ def _arguments(model: DecoderModel, batch: Padded, *, causal: bool) -> dict[str,
     return arguments | {name: value for name, value in optional.items() if name in takes}
 
 
-def _checked(name: str, output: Any, *, tuple_output: bool) -> Any:
+def _output_of(model: DecoderModel, arguments: dict[str, Any], *, tuple_output: bool) -> Any:
+    output = model.module(**arguments)
+    # What was not computed by the device's compiler is no expectation of the device.
+    model.require_compiled()
     count = len(tensors_of(output))
     if not tuple_output and count > 1:
         raise BadInput(
-            f"{name} gives {count} tensors; a decoder gives one",
+            f"{model.name} gives {count} tensors; a decoder gives one",
             hint="name it under --driftline-tuple-output-models, for TestAIUModelsTupleOutput",
         )
     return output

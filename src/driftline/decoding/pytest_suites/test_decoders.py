@@ -12,6 +12,7 @@ no model named, the test is skipped.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 
@@ -19,7 +20,14 @@ from driftline import settings
 from driftline.decoding.option_reader import validate_options
 from driftline.decoding.options import ValidateOptions
 from driftline.decoding.pipeline import Session, no_report
-from driftline.decoding.validate import SPLIT_NOTE, Verdict, layer_lines, lines_of, validate
+from driftline.decoding.validate import (
+    SPLIT_NOTE,
+    Verdict,
+    layer_lines,
+    lines_of,
+    validate,
+    where_text,
+)
 from driftline.errors import DriftlineError
 
 _NO_MODEL = (
@@ -73,6 +81,15 @@ def test_common_shapes(
             failure_rate = rate.rate
             message = f"failure rate for {rate.called} was too high: {failure_rate}"
             assert failure_rate < threshold, message
+
+
+def _where(item: pytest.Item) -> str:
+    options = cast(Any, item).callspec.params.get("options")
+    return where_text(options) if isinstance(options, ValidateOptions) else ""
+
+
+# The plugin prints it before the first test: pytest shows no output of tests that pass.
+cast(Any, test_common_shapes).driftline_where = _where
 
 
 def _print_findings(options: ValidateOptions, verdict: Verdict, session: Session) -> None:

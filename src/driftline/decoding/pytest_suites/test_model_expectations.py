@@ -34,6 +34,13 @@ _loaded: dict[tuple[str, SuiteOptions, bool], Loaded] = {}
 UNFUSED = "All AIU models are already unfused"
 
 
+def _options(config: pytest.Config) -> SuiteOptions:
+    options = SuiteOptions(*(setting(config, word) for word in SuiteOptions._fields))
+    if options.thresholds:
+        options = options._replace(thresholds=str(path_setting(config, "thresholds", "")))
+    return options
+
+
 class ModelExpectations:
     """What both suites share; the subclasses say which models, and how they are called."""
 
@@ -53,15 +60,24 @@ class ModelExpectations:
         if "capture_expectation" in metafunc.fixturenames:
             metafunc.parametrize("capture_expectation", [captures(metafunc.config)])
 
+    @staticmethod
+    def driftline_where(item: pytest.Item) -> str:
+        """What runs where; the plugin prints it before the first test."""
+        if not item.get_closest_marker("skip"):
+            try:
+                target = _options(item.config).where
+            except DriftlineError:  # the tests say what is wrong with it
+                return ""
+            line = f"models on {target.words}"
+            return line if target.is_aiu else f"{line} (no AIU is involved)"
+        return ""
+
     @classmethod
     def teardown_class(cls) -> None:
         _loaded.clear()
 
     def _model(self, request: pytest.FixtureRequest, name: str) -> Loaded:
-        config = request.config
-        options = SuiteOptions(*(setting(config, word) for word in SuiteOptions._fields))
-        if options.thresholds:
-            options = options._replace(thresholds=str(path_setting(config, "thresholds", "")))
+        options = _options(request.config)
         key = (name, options, self.tuple_output)
         if key not in _loaded:
             _loaded.clear()  # before the next is loaded: two large models may not fit

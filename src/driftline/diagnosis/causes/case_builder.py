@@ -12,16 +12,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from driftline.alignment.plan import Plan
+from driftline.alignment.plan import Pair, Plan
+from driftline.comparison.evidence.error_stats import index, read_whole
+from driftline.comparison.measure.recipes import open_recipes
+from driftline.comparison.verdict.dataflow import transfers_of
+from driftline.comparison.verdict.sites import FINE, Call, Place, Site, contains
+from driftline.comparison.verdict.status import SiteStatus
 from driftline.diagnosis.causes.case import F64, Case, Codes, Flags
 from driftline.diagnosis.causes.linear_solve import implied_input
 from driftline.diagnosis.causes.registry import RULES_FOR_INPUTS, Clue, best_clue
-from driftline.diagnosis.dataflow import passed_to_parts
-from driftline.diagnosis.error_stats import index, read_whole
 from driftline.diagnosis.evidence.files import Replay
 from driftline.diagnosis.evidence.replay import ReplayResult
-from driftline.diagnosis.sites import FINE, Call, Place, Site, contains
-from driftline.diagnosis.status import SiteStatus
+from driftline.errors import DriftlineError
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
@@ -155,10 +157,12 @@ class _CaseBuilder:
             for other, site in self.sites.items()
             if other == place or contains(place.site, other.site)
         }
-        passed_on = passed_to_parts(near).get(place)
         call = standing.call
         best: tuple[float, Call] | None = None
-        for handed in passed_on.calls if passed_on is not None else ():
+        for transfer in transfers_of(near)[place]:
+            handed = transfer.call
+            if handed.outs[0].key.port != "input":
+                continue
             if (handed.step, handed.rank) != (call.step, call.rank):
                 continue
             ratio = handed.error / max(math.hypot(handed.error_in, handed.unit / 2.0), 1e-300)
@@ -219,10 +223,15 @@ class _CaseBuilder:
         self, key: TensorKey, site: Site, standing: SiteStatus, judged: ReplayResult | None
     ) -> Case | None:
         pair = self.pairs.get(key)
-        if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
+        if pair is None:
             return None
         record = pair.candidate
-        c = read_whole(self.runs.candidate, record)
+        changed = pair.reference_recipe is not None or pair.candidate_recipe is not None
+        if changed and key.port != "param":
+            return None
+        # A weight that another framework stores turned is compared as it is used.
+        used = self._as_used(pair) if changed else None
+        c = read_whole(self.runs.candidate, record) if used is None else used[1]
         exact = self.exact.get(record.key)
         right = None
         # The exact replay is a better reference: it has the candidate's own input.
@@ -230,7 +239,7 @@ class _CaseBuilder:
             right = read_whole(self.runs.replay.exact, exact)
         replayed = right is not None
         if right is None:
-            right = read_whole(self.runs.reference, pair.reference)
+            right = read_whole(self.runs.reference, pair.reference) if used is None else used[0]
         if c is None or right is None or c.shape != right.shape or c.ndim == 0:
             return None
         dtype = DTYPES[record.dtype]
@@ -263,6 +272,17 @@ class _CaseBuilder:
             self._parts(record, record.key.site),
             self._codes(record),
         )
+
+    def _as_used(self, pair: Pair) -> tuple[F64, F64] | None:
+        """Both sides of a parameter after their recipes; None where they cannot be had."""
+        try:
+            values = open_recipes(self.runs.reference, self.runs.candidate, pair)
+            reference, candidate = values.decoded()
+        except (DriftlineError, OSError, ValueError):
+            return None
+        recipe = pair.reference_recipe or pair.candidate_recipe
+        shape = values.shape or (recipe.shape if recipe is not None else ())
+        return reference.reshape(shape), candidate.reshape(shape)
 
     def _inputs(self, record: Record) -> dict[str, F64]:
         """Floating-point inputs of the candidate's site in this call."""

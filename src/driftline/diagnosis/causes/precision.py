@@ -7,10 +7,10 @@ import re
 
 import numpy as np
 
+from driftline.comparison.evidence.error_stats import GRIDS, rounded
+from driftline.comparison.verdict.sites import FINE
 from driftline.diagnosis.causes.case import F64, Case, Clue
 from driftline.diagnosis.causes.linear_solve import solved_inputs
-from driftline.diagnosis.error_stats import GRIDS, rounded
-from driftline.diagnosis.sites import FINE
 
 UNITS = {
     "float16": 2.0**-11,

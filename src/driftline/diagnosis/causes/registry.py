@@ -87,6 +87,10 @@ _TABLE = (
           freedom=12),
     Cause("low-precision", (low_precision,), "arithmetic in a coarser format than declared",
           "lower precision than declared", freedom=13),
+    Cause("setting", (), "the models differ in a setting of the module: an attribute, a mode",
+          "another setting"),
+    Cause("weights", (), "the models differ in the weights of the module", "other weights"),
+    Cause("code", (), "the models differ in the code of the module", "other code"),
     Cause("noise", (), "nothing but rounding"),
     Cause("unknown", (), "none of the known kinds fits clearly"),
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
+from driftline.comparison.evidence.error_stats import rounded
+from driftline.comparison.evidence.leaf_functions import ACTIVATIONS
 from driftline.diagnosis.causes.case import F64, Case, Clue
-from driftline.diagnosis.error_stats import rounded
 from driftline.numerics.dtypes import DTYPES
 
 
@@ -222,38 +223,7 @@ def _against(bias: F64, b: F64, otherwise: str) -> tuple[str, str]:
 # Activations: the candidate is f(x) where the reference is g(x).
 
 
-_erf = np.frompyfunc(math.erf, 1, 1)
 _SAMPLE = 1 << 16
-
-
-def _sigmoid(x: F64) -> F64:
-    return 0.5 * (1.0 + np.tanh(0.5 * x))
-
-
-def _gelu(x: F64) -> F64:
-    return 0.5 * x * (1.0 + np.asarray(_erf(x / math.sqrt(2.0)), dtype=np.float64))
-
-
-def _gelu_tanh(x: F64) -> F64:
-    return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
-
-
-FUNCTIONS: dict[str, Callable[[F64], F64]] = {
-    "relu": lambda x: np.maximum(x, 0.0),
-    "gelu": _gelu,
-    "gelu (tanh)": _gelu_tanh,
-    "gelu (sigmoid)": lambda x: x * _sigmoid(1.702 * x),
-    "silu": lambda x: x * _sigmoid(x),
-    "sigmoid": _sigmoid,
-    "tanh": np.tanh,
-    "relu squared": lambda x: np.maximum(x, 0.0) ** 2,
-    "leaky relu": lambda x: np.where(x > 0.0, x, 0.01 * x),
-    "elu": lambda x: np.where(x > 0.0, x, np.expm1(np.minimum(x, 0.0))),
-    "softplus": lambda x: np.logaddexp(x, 0.0),
-    "mish": lambda x: x * np.tanh(np.logaddexp(x, 0.0)),
-    "hard swish": lambda x: x * np.clip(x + 3.0, 0.0, 6.0) / 6.0,
-    "no activation": lambda x: x,
-}
 
 
 COARSE = ("float16", "bfloat16")
@@ -308,7 +278,7 @@ def _fitted(case: Case, x: F64, r: F64, c: F64) -> Clue | None:
         return None
     size = float(np.sum(r * r))
     slack = (3.0 * max(case.noise, case.unit)) ** 2
-    made = {label: function(x) for label, function in FUNCTIONS.items()}
+    made = {label: function(x) for label, function in ACTIVATIONS.items()}
     right = min(made, key=lambda label: float(np.sum((made[label] - r) ** 2)))
     if float(np.sum((made[right] - r) ** 2)) > max(slack, 1e-6) * size:
         return None

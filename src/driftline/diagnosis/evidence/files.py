@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
-from driftline.diagnosis.error_stats import NOTHING, Effect
-from driftline.diagnosis.sites import contains
+from driftline.alignment.plan import Plan
+from driftline.comparison.evidence.error_stats import NOTHING, Effect
+from driftline.comparison.verdict.sites import contains
 from driftline.errors import BadFile, BadInput, BadRun
 from driftline.formats.registry import open_run
 from driftline.runs.local_files import is_inside, read_object, reason_of
@@ -274,6 +275,14 @@ class Substitution(NamedTuple):
 
     def as_evidence(self) -> dict[str, Any]:
         return self._asdict()
+
+
+def renamed(proof: Substitution, plan: Plan) -> Substitution:
+    """The bisection with the reference's name of its site, as findings use those names."""
+    for pair in plan.pairs:
+        if pair.candidate.key.port == "output" and pair.candidate.key.site == proof.site:
+            return proof._replace(site=pair.reference.key.site)
+    return proof
 
 
 def open_bisection(source: Mapping[str, Any] | StrPath) -> Substitution:

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from driftline.alignment.plan import Plan
-from driftline.diagnosis.causes.values import FUNCTIONS, GRID, grid_share
-from driftline.diagnosis.error_stats import (
+from driftline.comparison.evidence.error_stats import (
     F64,
     Effect,
     Sums,
@@ -33,10 +32,15 @@ from driftline.diagnosis.error_stats import (
     sums,
     without_worst,
 )
+from driftline.comparison.evidence.leaf_functions import ACTIVATIONS
+from driftline.comparison.evidence.routing_changes import sites_with_choices
+from driftline.comparison.pipeline import Comparison
+from driftline.comparison.verdict.growth import quantised_sites
+from driftline.comparison.verdict.module_kinds import attends
+from driftline.comparison.verdict.sites import FINE, ancestors, parts_of
+from driftline.diagnosis.causes.values import GRID, grid_share
 from driftline.diagnosis.evidence.files import Replay, ReplayedSite
-from driftline.diagnosis.module_kinds import attends
-from driftline.diagnosis.routing_changes import sites_with_choices
-from driftline.diagnosis.sites import FINE, ancestors, parts_of
+from driftline.errors import BadInput
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
@@ -161,7 +165,7 @@ def _others(x: F64, right: F64) -> list[tuple[str, F64]]:
     """Known functions that differ from the reference's too little to show in the error's size."""
     if x.shape != right.shape or len(x) < 8:
         return []
-    made = {name: function(x) for name, function in FUNCTIONS.items()}
+    made = {name: function(x) for name, function in ACTIVATIONS.items()}
     size = float(np.sum(right * right))
     is_one = min(made, key=lambda name: float(np.sum((made[name] - right) ** 2)))
     # The reference itself must be a known function, otherwise its difference to others means
@@ -465,6 +469,38 @@ def judge(
         elif any(record.key in exact for record in records):
             judged[name] = _judged_site(context, name, records, about)
     return judged
+
+
+def judge_replay(comparison: Comparison, replay: Replay) -> dict[str, ReplayResult]:
+    """Judge every replayed site of a comparison's candidate, by the reference's names.
+
+    Raises:
+        BadInput: The replay is of another run.
+    """
+    candidate, plan = comparison.candidate, comparison.plan
+    own = str(candidate.manifest.get("id") or "")
+    if own and replay.of and own != replay.of:
+        raise BadInput(
+            f"the replay was made for another run than '{candidate.name}'",
+            hint="driftline replay CAND makes one for this run",
+        )
+    judged = judge(candidate, replay, allowed=quantised_sites(comparison.reference, candidate))
+    if not judged:
+        raise BadInput(
+            "the replay has no tensor in common with the candidate",
+            hint='it was made for another run: driftline replay CAND --exec "..." -o REPLAY',
+        )
+    # A replay with a mask of another kind is another computation, whatever numbers it gave.
+    for site, why in inputs_of_other_kinds(plan, replay.sites).items():
+        if site in judged:
+            judged[site] = ReplayResult(False, trouble=why)
+    # Findings go by the reference's names.
+    names = {
+        pair.candidate.key.site: pair.reference.key.site
+        for pair in plan.pairs
+        if pair.candidate.key.port == "output"
+    }
+    return {names.get(site, site): judgement for site, judgement in judged.items()}
 
 
 class _Context(NamedTuple):

@@ -58,6 +58,10 @@ _NO_ACL = "no acl label belongs to it"
 _NO_PTA = "no pta label belongs to it"
 
 
+Couple = tuple[Label | None, Label | None]
+"""A pta label and its acl label; one of them may be missing."""
+
+
 class Outcome(NamedTuple):
     """One round that was compared.
 
@@ -112,15 +116,22 @@ def report_tasks(
     """
     outcomes: list[Outcome] = []
     with _turn(store):
-        rounds: dict[str, list[Label]] = {}
-        for label in read_labels(store):
-            rounds.setdefault(label.task, []).append(label)
-        # A process reports the rounds that it took part in; others report theirs.
-        for task in rounds if tasks is None else tasks:
-            couples = paired(rounds.get(task, ()))
-            sides = [_opened(store, pta, acl) for pta, acl in couples]
-            table = _measured(sides, task, threads)
+        rounds = rounds_of(read_labels(store))
+        # A process reports the rounds that it took part in, and those where its labels found
+        # their partners; others report theirs.
+        chosen = [
+            task
+            for task, couples in rounds.items()
+            if tasks is None or not couples or any(_of_tasks(pair, tasks) for pair in couples)
+        ]
+        for task in chosen:
             csv = folder / f"{file_stem(task) if task else ''}_cmp_result.csv"
+            if not rounds[task]:
+                # All its labels have found their partners in another process's round since.
+                csv.unlink(missing_ok=True)
+                continue
+            sides = [_opened(store, pta, acl) for pta, acl in rounds[task]]
+            table = _measured(sides, task, threads)
             try:
                 write_whole(csv, COLUMNS, _lines(table, sides))
             except OSError as trouble:
@@ -132,6 +143,45 @@ def report_tasks(
     return outcomes
 
 
+def rounds_of(labels: Sequence[Label]) -> dict[str, list[Couple]]:
+    """The couples of every round, in the order in which rounds began.
+
+    `set_task_id()` names a round after its process. Two processes that both call it set labels of
+    one id in rounds of two names; where such a label has no partner in its own round, it is looked
+    for in rounds of the same number of other processes. The couple belongs to the `pta` label's.
+    """
+    by_task: dict[str, list[Label]] = {}
+    for label in labels:
+        by_task.setdefault(label.task, []).append(label)
+    rounds = {task: paired(own) for task, own in by_task.items()}
+    waiting: dict[tuple[str, str], list[tuple[str, Couple]]] = {}
+    for task, couples in rounds.items():
+        for couple in couples:
+            if couple[0] is None and couple[1] is not None:
+                place = (_number(task), couple[1].data_id)
+                waiting.setdefault(place, []).append((task, couple))
+    for task, couples in rounds.items():
+        for index, (pta, acl) in enumerate(couples):
+            if pta is None or acl is not None:
+                continue
+            lone = waiting.get((_number(task), pta.data_id), [])
+            other = next((entry for entry in lone if entry[0] != task), None)
+            if other is not None:
+                lone.remove(other)
+                rounds[other[0]].remove(other[1])
+                couples[index] = pta, other[1][1]
+    return rounds
+
+
+def _number(task: str) -> str:
+    """Which round of its process a task is: `{pid}_{number}`."""
+    return task.rpartition("_")[2]
+
+
+def _of_tasks(couple: Couple, tasks: Sequence[str]) -> bool:
+    return any(label is not None and label.task in tasks for label in couple)
+
+
 @contextmanager
 def _turn(store: Path) -> Generator[None]:
     """One process at a time; the system lets go of the lock of a process that dies."""
@@ -141,7 +191,7 @@ def _turn(store: Path) -> Generator[None]:
         yield
 
 
-def paired(labels: Sequence[Label]) -> list[tuple[Label | None, Label | None]]:
+def paired(labels: Sequence[Label]) -> list[Couple]:
     """Couples of one round, (pta, acl), in the order of their first label.
 
     Of one id, the nth `pta` belongs to the nth `acl` of the same process; what is left over finds
@@ -151,7 +201,7 @@ def paired(labels: Sequence[Label]) -> list[tuple[Label | None, Label | None]]:
     for label in labels:
         sides = groups.setdefault(label.data_id, {"pta": [], "acl": []})
         sides[label.source].append(label)
-    couples: list[tuple[Label | None, Label | None]] = []
+    couples: list[Couple] = []
     for sides in groups.values():
         own: list[tuple[Label, Label]] = []
         # Ranks use the same ids, so a partner in the same process is the right one.
@@ -249,7 +299,15 @@ def _measured(couples: Sequence[Sides], task: str, threads: int | None) -> Table
             extra.append(candidate.add(key, order, acl, acl.shape))
             reasons["candidate", key] = _NO_PTA
     plan = Plan(tuple(pairs), tuple(missing), tuple(extra), reasons=reasons)
-    return run_comparison(reference, candidate, CompareOptions.of(threads=threads), plan=plan)
+    table = run_comparison(reference, candidate, CompareOptions.of(threads=threads), plan=plan)
+    lone = len(missing) + len(extra)
+    # Somebody asked for every one of these comparisons by name.
+    if lone and table.verdict == "pass":
+        count = "1 label has" if lone == 1 else f"{lone} labels have"
+        first = (*missing, *extra)[0].key.site
+        finding = f"{count} no partner, '{first}'{'' if lone == 1 else ' for one'}"
+        table = table.changed(verdict="incomplete", finding=f"{finding}; {table.finding}")
+    return table
 
 
 def _keys(couples: Sequence[Sides]) -> list[TensorKey]:
@@ -280,7 +338,7 @@ def _lines(table: Table, couples: Sequence[Sides]) -> Iterator[list[Cell]]:
                 readable = bool(side.dtype)
                 line += [
                     side.path,
-                    f"torch.{side.dtype}" if readable else "",
+                    side.dtype if readable else "",
                     listed(side.shape) if readable else "",
                 ]
         line.append(str(row.compared))

@@ -31,6 +31,7 @@ from driftline.formats.registry import open_file
 from driftline.formats.tensors import safetensors
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.local_files import open_inside, reason_of
+from driftline.runs.mapped_file import map_range
 from driftline.runs.owned_file import OwnedFile
 
 STORE = "cmp_dump_data"
@@ -349,6 +350,5 @@ def _raw(path: Path, expected: tuple[str, tuple[int, ...]], refused: BadFile) ->
 
 def _bytes(path: Path, storage: str) -> npt.NDArray[Any]:
     # An empty file cannot be mapped.
-    if not path.stat().st_size:
-        return np.empty(0, storage)
-    return np.memmap(path, np.uint8, "r").view(np.ndarray).view(storage)
+    size = path.stat().st_size
+    return map_range(path, 0, size).view(storage) if size else np.empty(0, storage)

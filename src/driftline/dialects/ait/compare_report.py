@@ -29,6 +29,7 @@ from driftline.errors import BadInput, DriftlineError
 from driftline.numerics.dtypes import DTYPES, to_float64
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run, kept_elements
+from driftline.units import csv_cell
 
 COLUMNS = (
     "token_id",
@@ -122,7 +123,7 @@ def write_whole(goal: Path, header: Sequence[str], rows: Iterable[Sequence[Cell]
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace", newline="") as out:
             writer = csv.writer(out, lineterminator="\n")
             writer.writerow(header)
-            writer.writerows(rows)
+            writer.writerows(map(csv_cell, row) for row in rows)
         Path(scratch).chmod(0o666 & ~_umask())  # mkstemp makes files for their owner alone
         Path(scratch).replace(goal)
     except BaseException:

@@ -4,8 +4,8 @@
     {dump_path}/ait_dump/torch_tensors/{device}_{pid}/{token}/{module path}/{file}.pth
 
 Each file is one `torch.save` of one plain CPU tensor, loadable with `weights_only=True`. Names are
-made by `file_stem`; docs/seed-differences.md lists where they go beyond the original. Only values
-are written: a tensor that was reduced to a summary or a digest has no file.
+made by `file_stem`; docs/seed-differences.md lists where they go beyond the original. A tensor that
+was reduced to a summary or a description is a line of its module's `statistics.csv`.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -29,6 +29,11 @@ from driftline.runs.sinks import JSON, Bytes
 
 TENSORS = Path("ait_dump") / "torch_tensors"
 EVENTS = "driftline_events.jsonl"
+STATISTICS = "statistics.csv"
+STATISTICS_COLUMNS = (
+    *("NodeName", "NodeType", "InputOutput", "Index", "DataType", "Shape"),
+    *("Max", "Min", "Mean", "L2Norm"),
+)
 # Pieces below this size are collected and written together.
 _SMALL = 1 << 16
 SHEET = "driftline_"
@@ -41,12 +46,14 @@ _LONGEST_NAME = 200  # a file system allows 255 bytes; suffix and extension come
 
 
 def module_folder(site: str) -> str:
-    """`root`, `root.layers.0.mlp`: ait's name of a module path.
+    """`root`, `root.layers.0.mlp`: ait's name of a module path; an operator stands behind `@`.
 
-    >>> module_folder("(root)"), module_folder("layers.0")
-    ('root', 'root.layers.0')
+    >>> module_folder("(root)"), module_folder("layers.0"), module_folder("layers.0/aten.add")
+    ('root', 'root.layers.0', 'root.layers.0@aten.add')
     """
-    return _safe(ROOT if site in ("", RUN_ROOT) else f"{ROOT}.{site}")
+    module, _, operator = site.partition("/")
+    name = ROOT if module in ("", RUN_ROOT) else f"{ROOT}.{module}"
+    return _safe(f"{name}@{operator}" if operator else name)
 
 
 def file_stem(key: TensorKey, alias: str = "", *, alone: bool = False) -> str:
@@ -90,6 +97,25 @@ def _safe(name: str) -> str:
     if len(plain) > _LONGEST_NAME:
         plain = plain[:_LONGEST_NAME]
     return "_" if plain in ("", ".", "..") else plain
+
+
+def _statistics_line(record: Record) -> str:
+    """NodeName, NodeType, InputOutput, Index, DataType, Shape, Max, Min, Mean, L2Norm."""
+    key, summary = record.key, record.summary
+    figures = ["N/A"] * 4
+    if summary is not None:
+        figures = [repr(float(f)) for f in (summary.max, summary.min, summary.mean, summary.l2)]
+    position = (record.alias or key.slot).rpartition(".")[2]
+    cells = [
+        module_folder(key.site),
+        _safe(record.class_name),
+        key.port.capitalize(),
+        position if position.isdigit() else "0",
+        f"torch.{record.dtype}",
+        f'"{list(record.shape)}"',
+        *figures,
+    ]
+    return ",".join(cells)
 
 
 def find_file(folder: Path, call: Call, port: str, tensor: CallTensor) -> str:
@@ -138,6 +164,7 @@ class AitTree:
         self._tensors = 0
         self._broken = False
         self._capped = False
+        self._told_of_repeats = False
         self._early_events: list[str] = []
 
     @property
@@ -154,13 +181,13 @@ class AitTree:
         return self._folder
 
     def put(self, record: Record, data: Bytes | None) -> None:
-        # The tree holds values only; summaries have no file there.
-        if data is None or record.kept not in ("full", "sample"):
-            return
         with self._lock:
             if self._broken or self._capped:
                 return
             self._ensure_folder(record.device)
+            if data is None or record.kept not in ("full", "sample"):
+                self._describe(record)
+                return
             # Checked before the write, so that the limit is never exceeded.
             if self._max_bytes and self._bytes + data.nbytes > self._max_bytes:
                 self._capped = True
@@ -175,6 +202,29 @@ class AitTree:
             if self._save(tensor, self._path_of(record)):
                 self._bytes += data.nbytes
                 self._tensors += 1
+
+    def _describe(self, record: Record) -> None:
+        """A tensor without values is a line of its module's statistics.csv."""
+        key = record.key
+        if key.port not in ("input", "output") or self._folder is None:
+            return
+        # The original's lines have no place for a second call, nor for another moment.
+        if key.visit or key.phase != usual_phase(key.port) or key.moment != usual_moment(key.port):
+            if not self._told_of_repeats:
+                self._told_of_repeats = True
+                self.event(
+                    "refused", f"{STATISTICS} has a line for the first call of a module only"
+                )
+            return
+        path = self._folder / str(key.step) / module_folder(key.site) / STATISTICS
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            heading = "" if path.exists() else f"{','.join(STATISTICS_COLUMNS)}\n"
+            with OwnedFile(path, "append") as file:
+                file.append_all(f"{heading}{_statistics_line(record)}\n".encode())
+            self._tensors += 1
+        except OSError as problem:
+            self._give_up(problem)
 
     def event(self, kind: str, message: str, **details: JSON) -> None:
         line = json.dumps({"kind": kind, "message": message, **details}, ensure_ascii=False)

@@ -145,6 +145,9 @@ class _Saver:
         leaves = self.engine.leaves(model)
         # A micro step is one call of the first leaf that takes part in the forward pass.
         counter = next((leaf for leaf in leaves if leaf.called), None)
+        if counter is None:
+            # Cells of a recurrent layer are leaves that nobody calls: the model's own calls count.
+            self.engine.after_forward(model, self._count_micro_step)
         for leaf in leaves:
             if leaf is counter:
                 self.engine.after_forward(leaf.layer, self._count_micro_step)

@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from driftline.errors import BadFile
-from driftline.formats.ait import module_tree, statistics
+from driftline.formats.ait import execution, module_tree, statistics
 from driftline.formats.ait.module_tree import Place, places_of, topology_of
 from driftline.formats.dump_run import Leaf, TreeRun, refuse_several
 from driftline.formats.folder import Folder, natural
 from driftline.formats.tensor_files import describe, leaf
+from driftline.runs.facts import Order
 from driftline.runs.local_files import folders_in, reason_of
 from driftline.runs.records import TensorKey
+from driftline.runs.sidecars.calls import CALLS
 
 NAME = "ait torch dump"
 TORCH = "torch_tensors"
@@ -30,6 +33,8 @@ GOLDEN = "golden_tensor"
 TREE = "model_tree.json"
 METADATA = "metadata.json"
 STATISTICS = "statistics.csv"
+SHEET = "driftline_"
+"""Before the names of our own files in the folder of a process."""
 LARGEST_JSON = 1 << 28
 _ROOTS = ("ait_dump", "msit_dump")
 _BY_HAND = re.compile(r"\d+_\d+")
@@ -69,16 +74,36 @@ def open(path: Path) -> TreeRun:
         numbers[rank] += 1
     if not reader.leaves:
         raise BadFile(f"{path} is laid out like a dump of `ait llm` and holds no tensor")
-    return TreeRun(
+    run = AitRun(
         path,
         NAME,
         reader.leaves,
-        # Files have no order of their own; the module tree lists modules as they were registered.
-        order="registration" if reader.topologies else "none",
+        order=reader.order,
         topologies=reader.topologies,
         events=reader.events,
         facts=reader.facts,
     )
+    run.folders = reader.folders
+    return run
+
+
+class AitRun(TreeRun):
+    """A dump of `ait llm`, and the list of calls that our own dumps of operators have beside it."""
+
+    folders: Mapping[tuple[int, int], Path] = MappingProxyType({})
+
+    def sheets(self, rank: int = 0, process: int = 0) -> list[str]:
+        folder = self.folders.get((rank, process))
+        return [CALLS] if folder is not None and (folder / f"{SHEET}{CALLS}").is_file() else []
+
+    def sheet(self, name: str, rank: int = 0, process: int = 0) -> str:
+        folder = self.folders.get((rank, process))
+        if folder is None or name != CALLS:
+            return ""
+        try:
+            return Folder(folder).read(f"{SHEET}{CALLS}", LARGEST_JSON).decode("utf-8", "replace")
+        except OSError:
+            return ""
 
 
 def _processes(path: Path) -> Iterator[_Process]:
@@ -142,12 +167,23 @@ class _Reader:
         self.events: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
         self._prefixes: dict[Path, str | None] = {}
+        self._all_in_order = True
+        self.folders: dict[tuple[int, int], Path] = {}
+
+    @property
+    def order(self) -> Order:
+        """What the order of the leaves means."""
+        # Files have no order of their own; the module tree lists modules as they were registered.
+        if not self.topologies:
+            return "none"
+        return "execution" if self._all_in_order else "registration"
 
     def note(self, message: str, rank: int, process: int) -> None:
         self.events.append({"kind": "dump", "message": message, "rank": rank, "process": process})
 
     def read(self, process: _Process, rank: int, number: int) -> None:
         folder = Folder(process.folder)
+        self.folders[rank, number] = process.folder
         places: dict[str, Place] = {}
         roots = self._tree(folder, rank, number)
         if roots:
@@ -161,7 +197,13 @@ class _Reader:
                 for name in folder.files(token, named=_is_tensor):
                     ordered += self._file(folder, name, places, int(token), rank, number)
         ordered.sort(key=lambda entry: entry[0])
-        self.leaves += [entry for _, entry in ordered]
+        steps: dict[int, list[Leaf]] = {}
+        for _, entry in ordered:
+            steps.setdefault(entry.record.key.step, []).append(entry)
+        for leaves in steps.values():
+            in_order = execution.in_order(leaves)
+            self._all_in_order &= in_order is not None
+            self.leaves += in_order or leaves
         for text in folder.not_entered:
             self.note(text, rank, number)
 

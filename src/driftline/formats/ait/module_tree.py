@@ -19,6 +19,7 @@ ROOT = "root"
 RUN_ROOT = "(root)"
 """What a run calls the model itself."""
 _DEVICE = re.compile(r"[A-Za-z]+(\d*)_-?\d+(?:\.\d+)?|\d+_[A-Za-z]+(\d*)")
+_OPERATOR = re.compile(r"(root(?:\..+)?)_(aten\.\w+)")
 _POSITIONS = re.compile(r"\d+(?:_\d+)*")
 # `param_grad_w` must not be read as the port `param` with the slot `grad_w`.
 _LONGEST_FIRST = tuple(sorted(PORTS, key=len, reverse=True))
@@ -36,14 +37,20 @@ def rank_of(folder: str) -> int:
 
 
 def site_of(folder: str) -> str:
-    """The site of a module's folder.
+    """The site of a module's folder, or of an operator's inside it.
 
-    >>> site_of("root"), site_of("root.model.norm")
-    ('(root)', 'model.norm')
+    >>> site_of("root"), site_of("root.model.norm"), site_of("root.model.norm@aten.mul")
+    ('(root)', 'model.norm', 'model.norm/aten.mul')
+    >>> site_of("root.layers.0_aten.add"), site_of("root._root__aten.mean")  # as 0.1.0 wrote them
+    ('layers.0/aten.add', '(root)/aten.mean')
     """
-    if folder == ROOT:
-        return RUN_ROOT
-    return folder.removeprefix(f"{ROOT}.")
+    module, sign, operator = folder.partition("@")
+    if not sign and (old := _OPERATOR.fullmatch(folder)) is not None:
+        module, operator = old[1], old[2]
+        if module == f"{ROOT}._root_":
+            module = ROOT
+    site = RUN_ROOT if module == ROOT else module.removeprefix(f"{ROOT}.")
+    return f"{site}/{operator}" if operator else site
 
 
 def key_of(stem: str, site: str, step: int, rank: int, process: int) -> TensorKey | None:

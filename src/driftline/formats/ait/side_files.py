@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from driftline.errors import DriftlineError
-from driftline.formats.ascend.atb.tables import read_profile
 from driftline.registry import Address
 from driftline.runs.run import Run
 from driftline.runs.sidecars.calls import CALLS, GRAPHS, Call, CallTensor, read_calls
 from driftline.runs.sidecars.operator_sheets import (
     FOLDERS,
     OPERATIONS,
+    READ_TIMES,
     kind_of_sheet,
     operation_sheet,
 )
+from driftline.units import csv_cell
 
 # Model names become file names, on any file system.
 _UNSAFE = re.compile(r"[^0-9A-Za-z_.+@=#-]")
@@ -157,9 +158,9 @@ def write_sheets(
 
 def statistic_table(text: str) -> str:
     """Times by operator as the table that later versions of the original write."""
-    table = read_profile(text, "")
+    table = READ_TIMES.load()(text, "")
     lines = [",".join(("opname", *table.headings[1:]))]
-    lines += [",".join("" if cell is None else str(cell) for cell in row) for row in table.lines]
+    lines += [",".join(map(csv_cell, row)) for row in table.lines]
     return "\n".join(lines) + "\n"
 
 

@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import numpy as np
 
 from driftline.errors import AlreadyThere, BadInput, DriftlineError, Unreachable
-from driftline.formats.ait.side_files import convert_sheets
-from driftline.formats.ascend.atb.export import NAME as ATB
-from driftline.formats.ascend.atb.export import AtbTree
 from driftline.formats.convert import targets
 from driftline.formats.convert.atomic_folder import atomic_folder
 from driftline.formats.convert.targets import FilePerTensor, TensorList, write_safetensors
 from driftline.formats.registry import open_run
 from driftline.numerics.dtypes import DTYPES
 from driftline.registry import Address, require
+from driftline.runs.layout import MODEL, WEIGHTS
 from driftline.runs.local_files import reason_of
 from driftline.runs.provenance import check_room, create_run
 from driftline.runs.records import Record, TensorKey
@@ -40,8 +38,11 @@ if TYPE_CHECKING:
 Target = Literal["run", "npy", "pt", "safetensors", "ait"]
 Progress = Callable[[int, int], None]
 
-# By address, because formats must not import dialects.
+# By address: the layouts of other tools are loaded when somebody asks for one.
 AIT_TREE = Address("driftline.dialects.ait.dump_tree:AitTree")
+AIT_SHEETS = Address("driftline.formats.ait.side_files:convert_sheets")
+OWN_TREES = {"atb": Address("driftline.formats.ascend.atb.export:AtbTree")}
+"""Formats whose dumps `--to ait` writes back in a layout of their own."""
 # Mapped pages count as this process's memory until the run lets them go.
 _RELEASE_AFTER = 256 << 20
 # Facts of a process, copied beside those of the run; with `only_ranks`, a reader does not report
@@ -103,6 +104,9 @@ class Conversion:
             for name in self.run.sheets(rank, process):
                 writer.sheet(name, self.run.sheet(name, rank, process))
                 self.sheets += 1
+            for name in (MODEL, WEIGHTS):
+                if text := self.run.sheet(name, rank, process):
+                    writer.sheet(name, text)
             try:
                 for record in records:
                     self._put(writer, record)
@@ -175,10 +179,10 @@ class Conversion:
             self.written += 1
             self._step()
 
-    def into_atb(self) -> None:
-        """The tree that an ATB dump has; our other sink writes that of torch modules."""
+    def _into_own_tree(self, tree_of: Any) -> None:
+        """The tree that the dump had; the other one is that of torch modules."""
         for rank, process, records in self._parts():
-            tree = AtbTree(self.place, rank, process, os.getpid())
+            tree = tree_of(self.place, rank, process, os.getpid())
             for record in records:
                 if not self._has_values(record):
                     continue
@@ -193,8 +197,8 @@ class Conversion:
 
     def into_ait(self) -> None:
         # A tree of torch modules cannot hold ATB's operations; they get their own layout.
-        if self.run.facts.first_format == ATB:
-            self.into_atb()
+        if (own := OWN_TREES.get(self.run.facts.first_format)) is not None:
+            self._into_own_tree(own.load())
             return
         require("torch", install="driftline[torch]")
         tree_of = AIT_TREE.load()
@@ -226,7 +230,7 @@ class Conversion:
                 self._step()
             if self.run.sheets(rank, process):
                 tree.open()
-                self.sheets += convert_sheets(self.run, rank, process, tree.folder)
+                self.sheets += AIT_SHEETS.load()(self.run, rank, process, tree.folder)
             tree.close()
 
     # ---- shared by all targets

@@ -20,9 +20,9 @@ from numpy.lib import format as npy_format
 from driftline.errors import BadFile
 from driftline.formats.dump_run import Member
 from driftline.numerics.dtypes import DTYPES
+from driftline.runs.mapped_file import map_range
 
 NAME = "npy"
-SUFFIXES = (".npy",)
 MAGIC = b"\x93NUMPY"
 _VERSION_1 = MAGIC + b"\x01\x00"
 HEADER_BYTES = 12 + 65_535
@@ -31,7 +31,7 @@ HEADER_BYTES = 12 + 65_535
 
 def sniff(path: Path) -> bool:
     with path.open("rb") as stream:
-        return stream.read(len(MAGIC)) == MAGIC or path.suffix.lower() in SUFFIXES
+        return stream.read(len(MAGIC)) == MAGIC
 
 
 def members(path: Path) -> list[Member]:
@@ -166,5 +166,4 @@ def usual_header(start: bytes) -> Header | None:
 def _fetch(path: Path, header: Header) -> np.ndarray[Any, np.dtype[Any]]:
     if header.byte_count == 0:
         return np.empty(0, DTYPES[header.name].storage)
-    raw = np.memmap(path, np.uint8, "r", offset=header.offset, shape=(header.byte_count,))
-    return header.flat(raw.view(np.ndarray))
+    return header.flat(map_range(path, header.offset, header.byte_count))

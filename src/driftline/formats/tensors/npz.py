@@ -14,9 +14,9 @@ import numpy as np
 from driftline.errors import BadFile
 from driftline.formats.dump_run import Member
 from driftline.formats.tensors import npy
+from driftline.runs.mapped_file import map_range
 
 NAME = "npz"
-SUFFIXES = (".npz",)
 MOST_MEMBERS = 1_000_000
 MOST_INFLATION = 1_100
 """deflate cannot do better than 1032 to 1: a file that claims more lies or overlaps itself."""
@@ -29,17 +29,21 @@ _ENCRYPTED = 0x1
 
 def sniff(path: Path) -> bool:
     """A zip whose members are arrays (a zip of `data.pkl` is torch's)."""
-    # Also a damaged one: `members` gives the reason.
-    if path.suffix.lower() in SUFFIXES:
-        return True
-    if not zipfile.is_zipfile(path):
-        return False
+    names = names_in_zip(path)
+    return bool(names) and all(name.endswith(".npy") for name in names)
+
+
+def names_in_zip(path: Path) -> list[str]:
+    """Names of a zip's members; empty for a file that is no zip."""
+    # Only a zip that begins the file: a tensor file may end with bytes that look like one.
+    with path.open("rb") as stream:
+        if stream.read(4) != b"PK\x03\x04":
+            return []
     try:
         with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        return False
-    return bool(names) and all(name.endswith(".npy") for name in names)
+            return archive.namelist()
+    except Exception:  # a damaged directory raises half a dozen kinds, struct.error among them
+        return []
 
 
 def members(path: Path) -> list[Member]:
@@ -130,5 +134,4 @@ def _mapped(
     start = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length + header.offset
     if start + header.byte_count > path.stat().st_size:
         raise BadFile(f"{path}: member '{info.filename}' is cut short")
-    mapped = np.memmap(path, np.uint8, "r", offset=start, shape=(header.byte_count,))
-    return mapped.view(np.ndarray)
+    return map_range(path, start, header.byte_count)

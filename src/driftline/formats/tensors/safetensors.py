@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import mmap
 import re
 from pathlib import Path
 from typing import Any, cast
@@ -19,36 +18,24 @@ import numpy as np
 from driftline.errors import BadFile
 from driftline.formats.dump_run import Member
 from driftline.numerics.dtypes import DTYPES
+from driftline.runs.mapped_file import map_file
 
 NAME = "safetensors"
-SUFFIXES = (".safetensors",)
 # The limit of the safetensors package itself.
 LARGEST_HEADER = 100_000_000
 _LENGTH_FIELD = 8
 _PADDING = re.compile(r"__pad\d+")
 """Driftline's own shards fill their gaps with entries of this name; they are no tensors."""
 
+# Beyond the tags that we write: types that other writers have tags for, and not every reader knows.
 _TAGS: dict[str, str] = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
+    **{dtype.safetensors: name for name, dtype in DTYPES.items()},
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
     "F4": "float4_e2m1fn_x2",
     "C64": "complex64",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
     "U8": "uint8",
-    "BOOL": "bool",
 }
 
 
@@ -56,10 +43,8 @@ def sniff(path: Path) -> bool:
     """A length field that is followed by the opening brace of an object."""
     with path.open("rb") as stream:
         start = stream.read(_LENGTH_FIELD + 1)
-    return path.suffix.lower() in SUFFIXES or (
-        # A header below 4 GB has four zero bytes here, which text files have not.
-        len(start) == _LENGTH_FIELD + 1 and start[-1:] == b"{" and start[4:8] == b"\0\0\0\0"
-    )
+    # A header below 4 GB has four zero bytes here, which text files have not.
+    return len(start) == _LENGTH_FIELD + 1 and start[-1:] == b"{" and start[4:8] == b"\0\0\0\0"
 
 
 def members(path: Path) -> list[Member]:
@@ -81,7 +66,7 @@ def members(path: Path) -> list[Member]:
     for begin, stop, name, _, _ in entries:
         # Empty tensors may lie anywhere.
         if begin < end and stop > begin:
-            raise BadFile(f"{path}: tensor '{name}' lies over the one before it")
+            raise BadFile(f"{path}: tensor '{name}' overlaps the one before it")
         end = max(end, stop)
     if not entries:
         return []
@@ -169,7 +154,7 @@ def _brief(trouble: BaseException) -> str:
 
 def _mapped(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     with path.open("rb") as stream:
-        return np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        return np.frombuffer(map_file(stream.fileno(), str(path)), np.uint8)
 
 
 def _slice(

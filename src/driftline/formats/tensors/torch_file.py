@@ -20,14 +20,15 @@ import numpy as np
 
 from driftline.errors import BadFile
 from driftline.formats.dump_run import Member
+from driftline.formats.tensors.npz import names_in_zip
 from driftline.numerics.dtypes import DTYPES
 from driftline.registry import require
+from driftline.runs.mapped_file import Guard
 
 if TYPE_CHECKING:
     import torch
 
 NAME = "torch"
-SUFFIXES = (".pt", ".pth", ".ckpt")
 INSTALL = "driftline[torch]"
 DEEPEST = 64
 MOST_CONTAINERS = 200_000
@@ -38,19 +39,11 @@ _LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 
 
 def sniff(path: Path) -> bool:
-    """By its name, a zip with torch's `data.pkl`, or the magic number of the older layout."""
-    if path.suffix.lower() in SUFFIXES:
-        return True
+    """A zip with torch's `data.pkl`, or the magic number of the older layout."""
     with path.open("rb") as stream:
         if stream.read(len(_LEGACY_MAGIC)) == _LEGACY_MAGIC:
             return True
-    if not zipfile.is_zipfile(path):
-        return False
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return any(name.endswith("/data.pkl") for name in archive.namelist())
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        return False
+    return any(name.endswith("/data.pkl") for name in names_in_zip(path))
 
 
 def members(path: Path) -> list[Member]:
@@ -63,7 +56,7 @@ def members(path: Path) -> list[Member]:
     torch_module = require("torch", install=INSTALL)
     loaded = _load(path, torch_module)
     return [
-        _member(part, plain)
+        _member(path, part, plain)
         for name, tensor in _tensors(path, loaded, torch_module)
         for part, plain in _parts(name, tensor, torch_module)
     ]
@@ -151,7 +144,7 @@ def _tensors(path: Path, loaded: Any, torch_module: Any) -> Iterator[tuple[str, 
     yield from walk(loaded, "", ())
 
 
-def _member(name: str, tensor: torch.Tensor) -> Member:
+def _member(path: Path, name: str, tensor: torch.Tensor) -> Member:
     dtype = str(tensor.dtype).removeprefix("torch.")
     layout = str(tensor.layout).removeprefix("torch.")
     trouble = ""
@@ -168,12 +161,18 @@ def _member(name: str, tensor: torch.Tensor) -> Member:
     shape = tuple(int(size) for size in tensor.shape)
     if not trouble and DTYPES[dtype].bits == 4 and shape:
         shape = (*shape[:-1], shape[-1] * 2)  # torch counts the bytes of packed pairs
-    return Member(name, dtype, shape, functools.partial(_fetch, tensor, dtype), trouble)
+    guard = None
+    if not trouble and tensor.device.type == "cpu":
+        # torch maps the file itself; this only says where, so that a file that is cut is survived.
+        storage = tensor.untyped_storage()
+        guard = Guard(storage.data_ptr(), storage.nbytes(), str(path))
+    return Member(name, dtype, shape, functools.partial(_fetch, tensor, dtype, guard), trouble)
 
 
-def _fetch(tensor: torch.Tensor, dtype: str) -> np.ndarray[Any, np.dtype[Any]]:
+def _fetch(tensor: torch.Tensor, dtype: str, guard: object) -> np.ndarray[Any, np.dtype[Any]]:
     import torch
 
+    del guard  # lives as long as the tensor
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     raw = cast(Any, plain.view(torch.uint8).numpy())
     return raw.view(DTYPES[dtype].storage)

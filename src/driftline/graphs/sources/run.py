@@ -15,6 +15,8 @@ from driftline.graphs.model import DEEPEST, MOST_NODES, Graph, GraphNode, Tensor
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 
+BETWEEN = "BetweenModules"
+"""Kind of the node that stands for what a container computes outside of its modules."""
 _LARGEST_READ = 64 << 20
 """Tensors above this many bytes are not read to look for equal ones."""
 
@@ -101,6 +103,11 @@ def _by_bytes(run: Run, records: Sequence[Record]) -> Graph:
             call.outputs.append(name)
         if same[0]:
             names[same] = name
+    # Without values nothing says which tensor is which, so nothing says what lies between modules;
+    # and nodes of a compiler's graph have nothing between them.
+    if names and "graphs" not in run.manifest:
+        made = {name for call in calls.values() for name in call.outputs}
+        _connect(tops, None, made)
     nodes = tuple(_node(call) for call in tops)
     name, kind = "program", "Program"
     outputs: tuple[str, ...] = ()
@@ -110,6 +117,50 @@ def _by_bytes(run: Run, records: Sequence[Record]) -> Graph:
         outputs = nodes[0].outputs
         nodes = nodes[0].children or nodes
     return Graph(name, kind, nodes, (), outputs, tensors, "torch")
+
+
+def _connect(calls: list[_Call], holder: _Call | None, made: set[str]) -> None:
+    """Add a node where a container computes something between its modules.
+
+    A residual sum, say, is no module: its result is an input that nobody gave, or an output that
+    nothing inside made. It is drawn as one node that reads what no module has read so far.
+    """
+    given = set[str]() if holder is None else set(holder.inputs)
+    # With operators captured, everything that is computed is a node already.
+    if any("/" in call.site for call in calls):
+        for call in calls:
+            _connect(call.children, call, made)
+        return
+    result: list[_Call] = []
+    unread: dict[str, None] = {}
+    last: list[str] = list(given)
+
+    def between(outputs: list[str]) -> None:
+        site = "" if holder is None else holder.site
+        number = sum(call.kind == BETWEEN for call in result)
+        name = f"{site}.between{number}" if site and site != "(root)" else f"between{number}"
+        node = _Call(name, BETWEEN, (name, 0))
+        node.inputs, node.outputs = list(unread) or list(last), outputs
+        unread.clear()
+        result.append(node)
+
+    for call in sorted(calls, key=lambda call: call.last):
+        unknown = [name for name in call.inputs if name not in made and name not in given]
+        # The first module of a program reads the program's own inputs.
+        if unknown and (result or holder is not None) and (unread or last):
+            between(unknown)
+        for name in call.inputs:
+            unread.pop(name, None)
+        result.append(call)
+        unread.update(dict.fromkeys(call.outputs))
+        last = call.outputs or last
+        _connect(call.children, call, made)
+    inner = {name for call in calls for name in (*call.outputs, *call.made())}
+    if holder is not None and calls:
+        computed = [name for name in holder.outputs if name not in inner and name not in given]
+        if computed:
+            between(computed)
+    calls[:] = result
 
 
 def _nested(calls: Sequence[_Call]) -> list[_Call]:

@@ -8,7 +8,11 @@
  * Three figures are looked up only where they can change, because they cost more than all others together:
  *  - the greatest ULP distance, in blocks with an element that can exceed the greatest so far (see UlpLimits);
  *  - positions, in blocks that hold a new first or greatest one;
- *  - the sum of squares about the mean, by a second pass over a block where the first one's sums would lose digits. */
+ *  - the sum of squares about the mean, by a second pass over a block where the first one's sums would lose digits.
+ *
+ * Chains of float32 were 2.4 to 3.3 times as fast on normal data and 4 to 5 times as slow on masked tensors, and a
+ * cosine in bfloat16 could be off by 2e-2. Two tensors of 1 GiB take 0.2 s of processor time more (0.34 to 0.55 s). One
+ * translation unit per instruction set takes 8 s of compiler time; one per dtype pair took 43. */
 
 typedef uint64_t U __attribute__((vector_size(8 * LANES)));
 typedef int64_t L __attribute__((vector_size(8 * LANES)));

@@ -85,7 +85,7 @@ def is_foreach(func: Any) -> bool:
 def no_answer(func: Any, param: Mapping[str, Any]) -> str:
     """Why the operator's result cannot be checked; empty if it can."""
     if plain_name(func) in _UNFILLED:
-        return "it gives memory that nobody has written"
+        return "it returns memory that was not written"
     if torch.Tag.nondeterministic_seeded in func.tags and not _switched_off(func, param):
         return "it draws random numbers"
     return ""

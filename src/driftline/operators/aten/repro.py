@@ -33,7 +33,7 @@ _UNSAFE = re.compile(r"[^\w.()-]+", re.ASCII)
 
 _HEAD = '''"""{title}
 
-Written by `driftline opcheck --repro`. Needs torch, numpy and tensors.npz, which lies beside it:
+Written by `driftline opcheck --repro`. Needs torch, numpy and tensors.npz from the same folder:
 
     python repro.py [DEVICE]
 

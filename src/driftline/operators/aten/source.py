@@ -11,6 +11,7 @@ import importlib
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from driftline.errors import BadInput
@@ -127,9 +128,9 @@ def _joined(call: Call, rank: int, process: int, held: Mapping[_Key, Record]) ->
     read: dict[str, Record] = {}
     for tensor in call.inputs:
         # Parameters are captured once under a port of their own, not with every call.
-        record = held.get((*place, "input", tensor.slot)) or held.get(
-            (*place, "param", tensor.slot)
-        )
+        # Where arguments are files, they are known by their position.
+        keys = ((port, slot) for port in ("input", "param") for slot in (tensor.slot, tensor.alias))
+        record = next((held[(*place, *key)] for key in keys if (*place, *key) in held), None)
         if record is not None:
             read[tensor.slot] = record
     made = {
@@ -184,6 +185,8 @@ class AtenSource:
         from driftline.operators.aten.rerun import device_of
 
         self.device = device_of(options.device) if options.rerun else ""
+        if options.csv is not None:
+            listed = _named_by_csv(listed, options.csv)
         self._listed = [
             entry for entry in listed if options.wants(entry.call.op_type, entry.call.ids)
         ]
@@ -233,6 +236,25 @@ class AtenSource:
         listed_call = next(entry for entry in self._listed if entry.call is checked.call)
         failing = [row.slot for row in checked.rows if row.status == "fail"]
         return reproduction_of(self.run, listed_call, failing)
+
+
+def _named_by_csv(calls: Sequence[ListedCall], csv: Path) -> list[ListedCall]:
+    """The calls that the operation csv of a torch dump names by site and visit.
+
+    Raises:
+        BadInput: It names none of them.
+    """
+    from driftline.operators.atb.tensors import listed
+
+    lines = listed(csv)
+    named = {(param.get("site"), param.get("visit")) for line in lines if (param := line.param)}
+    chosen = [entry for entry in calls if (entry.call.site, entry.call.visit) in named]
+    if not chosen:
+        raise BadInput(
+            f"{csv} lists {len(lines)} operators, and none of those that were dumped",
+            hint="an operation csv belongs to the process that its folder is named after",
+        )
+    return chosen
 
 
 def _imported(module: str) -> None:

@@ -84,7 +84,7 @@ def decoder_folder(
     tables = [
         open_table(path) for group in groups.values() for path in group["tables"] if is_table(path)
     ]
-    order = ("fail", "incomparable", "unjudged", "pass")
+    order = ("fail", "incomparable", "incomplete", "unjudged", "pass")
     # The page shows one comparison of layers: the worst.
     tables.sort(key=lambda table: order.index(table.verdict))
     if tables:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from driftline import __version__
+from driftline.comparison.table.covered import spans
 from driftline.comparison.table.files import metric_names
 from driftline.comparison.table.row import Row
 from driftline.comparison.table.table import Side, Table
@@ -25,6 +26,7 @@ from driftline.reporting.html.page import Array, singles
 from driftline.runs.run import Run
 
 if TYPE_CHECKING:
+    from driftline.comparison.differences.difference import Difference
     from driftline.diagnosis.result import Diagnosis
 
 
@@ -311,7 +313,8 @@ def sides(table: Table, reference: Run | None = None, candidate: Run | None = No
                     "weight": kind if reference_value and candidate_value else "other",
                 }
             )
-    # What can change numbers is listed first.
+    # What can change numbers is listed first, the models before the machines they ran on.
+    differences = [*model_differences(table.differences or ()), *differences]
     differences.sort(key=lambda difference: difference["weight"] != "numbers")
     # Two runs of the same folder name need their whole paths to be told apart.
     short = _short(table.reference.path) != _short(table.candidate.path)
@@ -321,6 +324,30 @@ def sides(table: Table, reference: Run | None = None, candidate: Run | None = No
         "differences": differences,
         "same": same,
     }
+
+
+def model_differences(differences: Sequence[Difference]) -> list[dict[str, str]]:
+    """Differences of the models, as the page lists them; what explains nothing is folded."""
+    listed: list[dict[str, str]] = []
+    for difference in differences:
+        more = len(difference.sites) - 1
+        what = difference.path or difference.kind
+        if difference.kind == "code":
+            what = f"code of {difference.class_name}.{difference.name}"
+        near = difference.counts and difference.position != "elsewhere"
+        same = difference.reference == difference.candidate
+        listed.append(
+            {
+                "what": f"{what} and {more} more" if more > 0 else what,
+                "reference": difference.reference,
+                # Two values of one format: what became of them says more than the format.
+                "candidate": difference.change if same else difference.candidate,
+                "weight": "numbers" if near else "other",
+                "explains": difference.explains,
+                "position": difference.position,
+            }
+        )
+    return listed
 
 
 def _short(path: str) -> str:
@@ -582,8 +609,17 @@ def _verdict(
         "failing": len(table.failing),
         "limits": limits_text if isinstance(limits_text, str) else "",
         "notes": [*table.notes, *losses, *notes],
-        "tiles": _tiles(table),
+        "tiles": [*_step_tiles(table), *_tiles(table)],
     }
+
+
+def _step_tiles(table: Table) -> list[list[str]]:
+    """Which steps were compared of those that ran, where that is not all of them."""
+    covered = table.covered
+    if covered is None or not min(covered.ran) > len(covered.steps) > 0:
+        return []
+    ran = " and ".join(dict.fromkeys(map(str, covered.ran)))
+    return [["Steps", f"{spans(covered.steps)} of {ran}", "the others ran and were not captured"]]
 
 
 def _tiles(table: Table) -> list[list[str]]:

@@ -14,13 +14,14 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from html import escape
+from html import escape as escape_markup
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
 
 from driftline.errors import BadFile
+from driftline.units import visible
 
 MAGIC = b"DLP1"
 _TYPES = {"f64": "<f8", "f32": "<f4", "i32": "<i4", "u32": "<u4", "u16": "<u2", "u8": "u1"}
@@ -149,11 +150,14 @@ def singles(values: Array) -> Array:
 
 
 _BUNDLE = Path(__file__).parent / "bundle"
+_VERDICT_WITHIN = 400
+"""Characters at the beginning of a page in which its verdict stands."""
 _SHOWN = 6
 """Differences in the headline."""
 _WORDS = {
     "pass": ("Pass", "✓"),
     "fail": ("Fail", "✕"),
+    "incomplete": ("Incomplete", "?"),
     "incomparable": ("Not comparable", "?"),
     "unjudged": ("Not judged", "?"),
 }
@@ -209,6 +213,18 @@ def _page(document: Mapping[str, Any], source: Literal["embedded", "remote"], da
 """
 
 
+def escape(text: str) -> str:
+    """A text of somebody's run for the page's own markup: no tag, and no control character."""
+    return escape_markup(visible(text))
+
+
+def page_verdict(path: Path) -> str:
+    """The verdict that a written page shows; empty if the file is no such page."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        beginning = file.read(_VERDICT_WITHIN)
+    return beginning.partition('data-verdict="')[2].partition('"')[0]
+
+
 def _hashed(text: str) -> str:
     digest = hashlib.sha256(text.encode("utf-8")).digest()
     return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
@@ -219,12 +235,14 @@ def _headline(document: Mapping[str, Any]) -> str:
     status = str(verdict["status"])
     word, sign = _WORDS.get(status, (status, "?"))
     coverage = verdict["coverage"]
-    total = sum(int(count) for count in coverage.values())
+    total = _tensors(coverage)
     tiles: list[tuple[str, str, str]] = []
     # A page of a text model may have no tensors; tiles of zeros would mislead.
     if total:
         left = [
-            f"{count} {what}" for what, count in coverage.items() if count and what != "compared"
+            f"{count} {what.replace('_', ' ')}"
+            for what, count in coverage.items()
+            if count and what != "compared"
         ]
         tiles.append(
             ("Compared", f"{coverage['compared']:,} of {total:,} tensors", ", ".join(left))
@@ -250,13 +268,18 @@ def _headline(document: Mapping[str, Any]) -> str:
 </header>"""
 
 
+def _tensors(coverage: Mapping[str, int]) -> int:
+    """How many tensors there are; those inside a fusion are among the missing and extra ones."""
+    return sum(int(count) for what, count in coverage.items() if what != "inside_fusion")
+
+
 def _differences(sides: Mapping[str, Any]) -> str:
     """The few differences between the runs that may matter; the page lists all of them."""
     telling = [
         difference for difference in sides["differences"] if difference["weight"] == "numbers"
     ]
     lines = "".join(
-        f'<tr><th scope="row">{_breakable(difference["what"])}</th>'
+        f'<tr><th scope="row">{_breakable(difference["what"])}{_explains(difference)}</th>'
         f"<td>{escape(str(difference['reference']))}</td><td>{escape(str(difference['candidate']))}</td></tr>"
         for difference in telling[:_SHOWN]
     )
@@ -269,6 +292,12 @@ def _differences(sides: Mapping[str, Any]) -> str:
         '<table class="plain differences"><thead><tr><th></th><th scope="col">reference</th>'
         f'<th scope="col">candidate</th></tr></thead><tbody>{lines}</tbody></table>{rest}</aside>'
     )
+
+
+def _explains(difference: Mapping[str, Any]) -> str:
+    """What a difference of the models would explain, under its name."""
+    text = str(difference.get("explains") or "")
+    return f"<br><small>{escape(text)}</small>" if text else ""
 
 
 def _sentence(verdict: Mapping[str, Any]) -> str:
@@ -286,7 +315,9 @@ def _sentence(verdict: Mapping[str, Any]) -> str:
     if status == "pass" and verdict.get("kind") == "operators":
         return "Every checked operator computes what it should"
     coverage = verdict["coverage"]
-    if status == "pass" and sum(coverage.values()):
+    if status == "incomplete":
+        return "Not enough was compared to tell"
+    if status == "pass" and _tensors(coverage):
         if coverage.get("incomparable") or coverage.get("missing"):
             return "What could be compared agrees"  # a stranger must not read that all of it does
         return "The two runs agree"
@@ -312,7 +343,8 @@ def _lede(verdict: Mapping[str, Any]) -> str:
         sentence = f"in {rest}" if comma else text
         lines.append(sentence.replace("<=", "≤").replace(">=", "≥"))
         return f'<p class="lede">{" · ".join(escape(line) for line in lines)}</p>'
-    if verdict["status"] == "pass" and sum(verdict["coverage"].values()):
+    agrees = verdict["status"] == "pass" and _tensors(verdict["coverage"])
+    if agrees or verdict["status"] == "incomplete":
         text = str(verdict["sentence"])
         return f'<p class="lede">{escape(text[:1].upper() + text[1:])}</p>'
     rest = str(verdict["sentence"]).partition(": ")[2]  # the rest of a long headline

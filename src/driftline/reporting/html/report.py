@@ -16,20 +16,19 @@ from driftline.alignment.align import AlignOptions, align_runs
 from driftline.alignment.plan import Pair, Plan
 from driftline.comparison.measure.scheduler import Progress
 from driftline.comparison.options import CompareOptions, Execution
-from driftline.comparison.pipeline import Measurer, prepare
+from driftline.comparison.pipeline import (
+    Comparison,
+    EvidenceSources,
+    Measurer,
+    judge_again,
+    prepare,
+)
 from driftline.comparison.table.files import TABLE_FILE, is_table, open_table
 from driftline.comparison.table.row import Row
 from driftline.comparison.table.table import Side, Table
-from driftline.diagnosis.api import compare_noise
+from driftline.diagnosis.api import NOTHING_GATHERED, GatheredEvidence, gather_evidence
 from driftline.diagnosis.causes.case_builder import Runs
-from driftline.diagnosis.evidence.files import (
-    Evidence,
-    Replay,
-    Substitution,
-    open_bisection,
-    open_replay,
-)
-from driftline.diagnosis.evidence.noise import Variant
+from driftline.diagnosis.evidence.files import Evidence, Replay
 from driftline.diagnosis.pipeline import Assembly
 from driftline.diagnosis.result import Diagnosis
 from driftline.errors import AlreadyThere, BadInput, DriftlineError
@@ -91,6 +90,11 @@ class PageOptions:
     title: str = ""
     threads: int | None = None
     progress: Progress | None = None
+
+    @property
+    def evidence(self) -> EvidenceSources:
+        """Where evidence lies besides the two runs."""
+        return EvidenceSources(self.replay, self.noise, self.bisect)
 
     @property
     def compared_by(self) -> CompareOptions:
@@ -196,13 +200,11 @@ def page_of(
     notes: list[str] = []
     compared = _compared(subject, candidate, wanted, measurer, notes)
     table, reference_run, candidate_run = compared.table, compared.reference, compared.candidate
-    trusted = _noise_variants(reference_run, wanted)
     runs = _diagnosis_runs(compared, wanted)
-    proof = None if wanted.bisect is None else open_bisection(wanted.bisect)
     diagnosed = None
     # Diagnosis judges by the relative error; tables of other metrics cannot be diagnosed.
     if wanted.diagnosis and table.rows and table.column("relative_l2") is not None:
-        diagnosed = _diagnose(table, trusted, runs, proof, notes)
+        diagnosed = _diagnose(compared, runs, notes)
     pairs = _pairs(table, compared.plan) if compared.plan is not None else {}
     drawn: dict[int, Mapping[str, Any]] = {}
     if wanted.pictures and reference_run is not None and candidate_run is not None:
@@ -216,7 +218,7 @@ def page_of(
         reference=reference_run,
         candidate=candidate_run,
         diagnosis=diagnosed,
-        noise=[variant.table for variant in trusted],
+        noise=[variant.table for variant in compared.evidence.variants],
         flow=flow,
         pictures=drawn,
         decoder=compared.decoder,
@@ -234,6 +236,7 @@ class _Compared(NamedTuple):
     reference: Run | None
     candidate: Run | None
     plan: Plan | None
+    evidence: GatheredEvidence
 
 
 def _compared(
@@ -250,37 +253,49 @@ def _compared(
         tolerance = CompareOptions.of(thresholds=wanted.thresholds).tolerance
         judged_by = replace(wanted.compared_by, tolerance=tolerance)
         comparison = prepare(_opened(subject), _opened(candidate), judged_by)
-        table = comparison.judged(measurer, wanted.progress)
+        evidence = gather_evidence(comparison, wanted.evidence)
+        table = comparison.judged(measurer, wanted.progress, evidence.evidence)
         return _Compared(
             table,
             layers_of(table),
             comparison.reference,
             comparison.candidate,
             comparison.plan,
+            evidence,
         )
     # A comparison made before keeps its rows; only pictures and causes need the runs again.
     table, decoder = _open_comparison(subject, wanted.thresholds, wanted.tokenizer)
     first, second = _runs_of(table, subject)
     if first is not None and second is not None:
         plan = align_runs(first, second, wanted.compared_by.paired_by)
-        return _Compared(table, decoder, first, second, plan)
+        evidence = NOTHING_GATHERED
+        # Further evidence changes what is known of the sites, and so the verdict.
+        if wanted.evidence != EvidenceSources():
+            comparison = Comparison(first, second, plan, wanted.compared_by)
+            evidence = gather_evidence(comparison, wanted.evidence)
+            table = judge_again(table, evidence=evidence.evidence)
+        return _Compared(table, decoder, first, second, plan, evidence)
+    # Evidence without runs would be ignored, and the user would not notice.
+    if wanted.noise:
+        raise BadInput(
+            "noise runs are compared with the reference, which is not there",
+            hint="give the two runs: driftline report REF CAND --noise DIR",
+        )
     # Operator checks and text models never had two runs, so nothing is missing there.
     if table.rows and not decoder and table.limits.get("kind") is None:
         notes.append(
             "the two runs were not found where the comparison says, or have changed since: "
             "there are no pictures of tensors here, and no cause is named"
         )
-    return _Compared(table, decoder, first, second, None)
+    return _Compared(table, decoder, first, second, None, NOTHING_GATHERED)
 
 
 def _diagnosis_runs(compared: _Compared, wanted: PageOptions) -> Runs | None:
     """Both runs with the evidence about them, for the diagnosis."""
     reference, candidate, plan = compared.reference, compared.candidate, compared.plan
     if plan is not None and reference is not None and candidate is not None:
-        played = None if wanted.replay is None else open_replay(wanted.replay)
-        return Runs(
-            reference, candidate, played, [_opened(repeat) for repeat in wanted.repeats], plan
-        )
+        repeats = [_opened(repeat) for repeat in wanted.repeats]
+        return Runs(reference, candidate, compared.evidence.replay, repeats, plan)
     # Evidence without runs would be ignored, and the user would not notice.
     if wanted.replay is not None or wanted.repeats or wanted.bisect is not None:
         raise BadInput(
@@ -371,29 +386,15 @@ def _modified_time(home: Path) -> float:
     return table.stat().st_mtime
 
 
-def _noise_variants(reference: Run | None, wanted: PageOptions) -> list[Variant]:
-    """Trusted runs compared with the reference."""
-    if not wanted.noise:
-        return []
-    if reference is None:
-        raise BadInput(
-            "noise runs are compared with the reference, which is not there",
-            hint="give the two runs: driftline report REF CAND --noise DIR",
-        )
-    return compare_noise(reference, wanted.noise, wanted.compared_by)
-
-
-def _diagnose(
-    table: Table,
-    trusted: Sequence[Variant],
-    runs: Runs | None,
-    proof: Substitution | None,
-    notes: list[str],
-) -> Diagnosis | None:
+def _diagnose(compared: _Compared, runs: Runs | None, notes: list[str]) -> Diagnosis | None:
+    evidence, table = compared.evidence, compared.table
     try:
-        diagnosis = Assembly(table, trusted, runs, proof).diagnosis()
+        # A table from a file, or one of other limits, has no judgement of its sites.
+        if table.judgement is None:
+            table = judge_again(table, evidence=evidence.evidence)
+        diagnosis = Assembly(table, evidence.variants, runs, evidence.proof).diagnosis()
     except DriftlineError as trouble:
-        if proof is not None or (runs is not None and runs.replay is not None):
+        if evidence.proof is not None or evidence.replay is not None:
             raise  # evidence that the user gave must not be dropped in silence
         notes.append(f"no diagnosis: {trouble}")
         return None

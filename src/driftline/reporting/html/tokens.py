@@ -98,8 +98,9 @@ def read_tokens(path: Path) -> Tokens:
             name: np.asarray(table[name].to_numpy(zero_copy_only=False), np.float64)
             for name in SCORES
         }
-    except (OSError, ValueError, KeyError, TypeError) as trouble:
-        raise BadFile(f"{path} is no table of token scores: {trouble}") from None
+    except Exception as trouble:  # arrow has kinds of its own for what it cannot read
+        reason = str(trouble).partition("\n")[0][:200] or type(trouble).__name__
+        raise BadFile(f"{path} is no table of token scores: {reason}") from None
     return Tokens(places, names, scores)
 
 

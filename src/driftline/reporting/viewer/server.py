@@ -7,12 +7,14 @@ and other methods are refused before anything is done. No part of an address eve
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import json
 import secrets
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from html import escape
@@ -27,6 +29,7 @@ from driftline.reporting.html.page import pack, remote_page
 from driftline.reporting.html.tensors.pair import Region
 from driftline.reporting.html.tensors.statistics import Scale
 from driftline.reporting.viewer.session import RunsChanged, Session
+from driftline.runs import mapped_file
 
 # Tensors of a model are confidential: no other machine may connect.
 HOST = "127.0.0.1"
@@ -37,8 +40,10 @@ _READERS = 32
 """Connections at a time; a browser takes six."""
 _MOST_WORKING = 4
 """Answers that are made at a time."""
-_READ_TIMEOUT = 30.0
-"""Seconds a connection may keep silent."""
+_READ_TIMEOUT = 10.0
+"""Seconds a connection may keep silent, and all that it may take to send one question."""
+_ROOM_TIMEOUT = 0.5
+"""Seconds until the connection that makes room for another one has gone."""
 # No other page may frame, read or cache what the viewer sends.
 _HEADERS = {
     "Content-Security-Policy": "frame-ancestors 'none'",
@@ -127,6 +132,9 @@ class Server(ThreadingHTTPServer):
         self.token = secrets.token_urlsafe(24)
         self.readers = threading.BoundedSemaphore(_READERS)
         self.working = threading.BoundedSemaphore(_MOST_WORKING)
+        # Connections whose next question is not here yet, the longest waiting first.
+        self._waiting: dict[socket.socket, float] = {}
+        self._waiting_lock = threading.Lock()
         super().__init__((HOST, port), _Handler)
 
     @property
@@ -149,16 +157,48 @@ class Server(ThreadingHTTPServer):
         self.server_name, self.server_port = HOST, self.port
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        # Refused at once: waiting connections would hold threads.
-        if not self.readers.acquire(blocking=False):
+        # Connections that have asked nothing yet must not keep out one that will: the longest
+        # waiting makes room. Where all are being answered, one more is refused at once.
+        free = self.readers.acquire(blocking=False)
+        if not free and self._end_waiting(older_than=0.0, most=1):
+            free = self.readers.acquire(timeout=_ROOM_TIMEOUT)
+        if not free:
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
+
+    def waits(self, connection: socket.socket) -> None:
+        """A question is expected on this connection from now on."""
+        with self._waiting_lock:
+            self._waiting.pop(connection, None)
+            self._waiting[connection] = time.monotonic()
+
+    def waits_no_more(self, connection: socket.socket) -> None:
+        """Its question is complete, or it is closed."""
+        with self._waiting_lock:
+            self._waiting.pop(connection, None)
+
+    def service_actions(self) -> None:
+        # A timeout of the socket begins anew with every byte, so one byte a second would last.
+        self._end_waiting(older_than=_READ_TIMEOUT, most=_READERS)
+
+    def _end_waiting(self, *, older_than: float, most: int) -> int:
+        """Ends connections that have waited so long; how many there were."""
+        with self._waiting_lock:
+            until = time.monotonic() - older_than
+            ended = [one for one, since in self._waiting.items() if since <= until][:most]
+            for connection in ended:
+                del self._waiting[connection]
+                # Its thread, which reads it, sees its end; only the thread closes it.
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            return len(ended)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.waits_no_more(request)
             self.readers.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -222,6 +262,15 @@ class _Handler(BaseHTTPRequestHandler):
         super().setup()
         # Small answers must not wait for the next packet.
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
+
+    def handle_one_request(self) -> None:
+        self.server.waits(self.connection)
+        super().handle_one_request()
+
+    def parse_request(self) -> bool:
+        complete = super().parse_request()  # reads the headers
+        self.server.waits_no_more(self.connection)
+        return complete
 
     def do_GET(self) -> None:
         address, _, query_string = self.path.partition("?")
@@ -307,7 +356,10 @@ class _Handler(BaseHTTPRequestHandler):
         query = {name: texts[-1] for name, texts in words.items()}
         # Few at a time: each answer may read millions of elements.
         with self.server.working:
+            faults = mapped_file.faults()
             content = pack(endpoint(session, query))
+        if faults != mapped_file.faults():
+            raise RunsChanged("a file became shorter while it was read", hint="reload the page")
         self._send(200, _BINARY, content)
 
     def _send_problem(self, status: int, sentence: str, hint: str = "") -> None:

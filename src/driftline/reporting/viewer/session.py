@@ -176,7 +176,7 @@ class Session:
         return page
 
     def _cut_off(self) -> Path | None:
-        """A mapped file that has lost bytes: to read them would end the process."""
+        """A mapped file that has lost bytes, which read as zeros now."""
         for path, size in self._sizes.items():
             try:
                 if path.stat().st_size < size:

@@ -23,6 +23,7 @@ from driftline.reporting.view import (
     Tree,
     View,
 )
+from driftline.reporting.views import differences
 
 _NEIGHBOURS = 3
 _ERROR = "relative_l2"
@@ -193,9 +194,13 @@ def view(table: Table, *, everything: bool = False) -> View:
         table: A judged table.
         everything: All rows rather than the worst, all missing ones rather than the first.
     """
-    blocks: list[Block] = [headline(table)]
+    blocks: list[Block] = [
+        headline(table),
+        *differences.remark(table.differences, table.verdict),
+    ]
     if table.first is not None and table.reference.ordered:
         blocks.append(Tree("", (where(table),)))
+    blocks += differences.blocks(table.differences, everything=everything)
     blocks += along_depth(table)
     coverage = table.coverage
     if coverage.compared:
@@ -206,7 +211,7 @@ def view(table: Table, *, everything: bool = False) -> View:
     if allowed := _allowed(table):
         blocks.append(Sentence(allowed, "quiet"))
     others: tuple[tuple[Status, str], ...] = (
-        ("incomparable", "Incomparable: on both sides, but not to be set against each other"),
+        ("incomparable", "Incomparable: on both sides, but they cannot be compared"),
         ("missing", "Missing: in the reference only"),
         ("extra", "Extra: in the candidate only"),
     )
@@ -229,7 +234,7 @@ def headline(table: Table) -> Sentence:
     """The verdict and the finding."""
     tones: dict[str, Tone] = {"pass": "good", "fail": "bad"}
     return Sentence(
-        f"{table.verdict.upper()}: {table.finding or 'nothing was said about it'}",
+        f"{table.verdict.upper()}: {table.finding or 'no finding'}",
         tones.get(table.verdict, "doubtful"),
     )
 

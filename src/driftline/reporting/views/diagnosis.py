@@ -6,6 +6,7 @@ import math
 
 from driftline.diagnosis.result import STATUSES, Diagnosis, SiteFinding
 from driftline.reporting.view import Block, Facts, Grid, Heading, Line, Sentence, Tone, Value, View
+from driftline.reporting.views import differences
 
 SHOWN = 12
 _TONES: dict[str, Tone] = {
@@ -16,15 +17,23 @@ _TONES: dict[str, Tone] = {
     "clean": "plain",
     "unknown": "doubtful",
 }
-_VERDICTS: dict[str, Tone] = {"pass": "good", "fail": "bad", "incomparable": "doubtful"}
+_VERDICTS: dict[str, Tone] = {
+    "pass": "good",
+    "fail": "bad",
+    "incomplete": "doubtful",
+    "incomparable": "doubtful",
+}
 
 
 def view(diagnosis: Diagnosis, *, everything: bool = False, most: int = SHOWN) -> View:
     """The view for people: every site with `everything`, otherwise the `most` important ones."""
+    headline = _headline(diagnosis)
     blocks: list[Block] = [
-        Sentence(f"{diagnosis.verdict}: {_headline(diagnosis)}", _VERDICTS[diagnosis.verdict])
+        Sentence(f"{diagnosis.verdict}: {headline}", _VERDICTS[diagnosis.verdict])
     ]
-    blocks += [Sentence(sentence) for sentence in diagnosis.sentences]
+    blocks += [Sentence(sentence) for sentence in diagnosis.sentences if sentence != headline]
+    blocks += differences.remark(diagnosis.differences, diagnosis.verdict)
+    blocks += differences.blocks(diagnosis.differences, everything=everything)
     blocks.append(Facts(tuple(_facts(diagnosis))))
     if diagnosis.sites:
         blocks.append(_grid(diagnosis, everything, most))
@@ -33,12 +42,20 @@ def view(diagnosis: Diagnosis, *, everything: bool = False, most: int = SHOWN) -
 
 
 def _headline(diagnosis: Diagnosis) -> str:
+    # A failure that no site is to blame for: its sentence says all there is to say.
+    if diagnosis.verdict == "fail" and not diagnosis.culprits and diagnosis.sentences:
+        return diagnosis.sentences[0]
     if diagnosis.first_site:
         more = len(diagnosis.culprits) - 1
         also = f" (and {more} more)" if more else ""
-        return f"the drift starts at {_site(diagnosis.first_site)}{also}, cause: {diagnosis.cause}"
+        starts = f"the drift starts at {_site(diagnosis.first_site)}{also}"
+        if pattern := diagnosis.evidence.get("pattern"):
+            starts = f"{pattern}; {starts}"
+        return f"{starts}, cause: {diagnosis.cause}"
     if diagnosis.verdict == "pass":
         return "no site errs beyond noise"
+    if diagnosis.verdict == "incomplete":
+        return "what was compared agrees, and is not enough to tell"
     if diagnosis.evidence.get("suspects"):
         return f"{_site(diagnosis.evidence['suspects'][0])} is off, and does not agree with itself"
     return "nothing could be judged"

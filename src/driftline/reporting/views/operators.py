@@ -16,6 +16,7 @@ from driftline.operators.api import OperatorCheck
 from driftline.operators.result import METRICS, Coverage, Metric, OutputRow
 from driftline.reporting.formatting import counted, shape
 from driftline.reporting.view import Block, Grid, Heading, Line, Sentence, Tone, Value, View
+from driftline.units import csv_cell
 
 SHOWN = 20
 COLUMNS = (
@@ -243,7 +244,7 @@ def print_csv(report: Report, stream: TextIO) -> None:
         name for metric in METRICS if metric in report.metrics for name in _OPTIONAL[metric]
     ]
     writer.writerow((*COLUMNS, *optional, *OWN_COLUMNS))
-    writer.writerows(_line(row, report.metrics) for row in report.rows)
+    writer.writerows(map(csv_cell, _line(row, report.metrics)) for row in report.rows)
 
 
 def _line(row: OutputRow, metrics: Collection[Metric]) -> list[str]:

@@ -23,6 +23,7 @@ from driftline.reporting.view import Block, Facts, Grid, Heading, Line, Sentence
 from driftline.reporting.views.run_tables import tables_of
 from driftline.runs.records import Record
 from driftline.runs.run import Run
+from driftline.runs.scope import RunScope, ending_words, scope_of
 
 # About two screens; `--all` shows every one.
 SHOWN_MODULES = 80
@@ -210,9 +211,11 @@ def view(
         everything: Nothing is left out for length.
     """
     records = select(run, globs)
-    blocks: list[Block] = [
+    scope = scope_of(run)
+    blocks: list[Block] = [Sentence(text, "bad") for text in _endings(scope)]
+    blocks += [
         Sentence(f"{run.name}: {counted(len(run), 'tensor')}", "strong"),
-        Facts(tuple(_facts(run, records))),
+        Facts((*_program_facts(scope), *_facts(run, records))),
     ]
     if tensors or globs:
         blocks.append(_tensor_grid(run, records, everything))
@@ -229,6 +232,24 @@ def view(
         blocks.append(Sentence(f"... and {len(losses) - SHOWN_LOSSES} more (--all)", "quiet"))
     blocks += [Sentence(text, "doubtful") for text in _warnings(run)]
     return View(tuple(blocks))
+
+
+def _endings(scope: RunScope) -> Iterator[str]:
+    """How a program ended that did not end well; said first, because all else depends on it."""
+    if scope.ending:
+        yield f"the program {scope.ending}"
+    for step in scope.unfinished:
+        yield f"it left {step} unfinished"
+
+
+def _program_facts(scope: RunScope) -> Iterator[tuple[str, str]]:
+    """What is known of the program as a whole: its end, its steps, what was left out."""
+    if scope.status is not None:
+        yield "program", ending_words(scope.status)
+    if scope.steps_ran:
+        yield "steps that ran", str(scope.steps_ran)
+    if scope.filters:
+        yield "captured only", "; ".join(scope.filters)
 
 
 def document(run: Run, *, globs: Sequence[str] = (), tensors: bool = False) -> dict[str, Any]:
@@ -248,6 +269,7 @@ def document(run: Run, *, globs: Sequence[str] = (), tensors: bool = False) -> d
             for ids, site, class_name, count in modules_of(run, records)
         ],
         "losses": [str(loss) for loss in run.losses],
+        "scope": scope_of(run).to_json(),
     }
     if tables := tables_of(run):
         shown["tables"] = [
@@ -441,7 +463,7 @@ def _summary(run: Run, record: Record) -> Summary | None:
 def _warnings(run: Run) -> list[str]:
     """What the program's own run noted, the same words once."""
     # These events are bookkeeping, not warnings.
-    quiet = ("step", "label", "estimate")
+    quiet = ("step", "label", "estimate", "ended")
     texts = Counter(
         f"{event.get('kind')}: {event.get('message')}"
         for event in run.events()

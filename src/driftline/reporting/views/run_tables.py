@@ -7,13 +7,16 @@ by the same readers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from driftline.formats.ascend.atb.tables import OperationLine, read_operations, read_profile
 from driftline.formats.dump_run import DumpTable, TreeRun
 from driftline.graphs.sources.graph_files import Graph, read_graphs
 from driftline.runs.run import Run
 from driftline.runs.sidecars.calls import GRAPHS
-from driftline.runs.sidecars.operator_sheets import kind_of_sheet
+from driftline.runs.sidecars.operator_sheets import READ_OPERATIONS, READ_TIMES, kind_of_sheet
+
+if TYPE_CHECKING:
+    from driftline.formats.ascend.atb.tables import OperationLine
 
 
 def tables_of(run: Run) -> Sequence[DumpTable]:
@@ -37,11 +40,11 @@ def tables_of(run: Run) -> Sequence[DumpTable]:
             step = name.rpartition("_")[2].partition(".")[0]
             where = f"step {step}, rank {rank}" if rank or process else f"step {step}"
             if kind == "operation_statistic":
-                tables.append(read_profile(text, f"Times of operators in µs ({where})"))
+                tables.append(READ_TIMES.load()(text, f"Times of operators in µs ({where})"))
             elif kind == "kernel_tensors":
-                tables.append(_run_kernels(read_operations(text, int(step)), where))
+                tables.append(_run_kernels(READ_OPERATIONS.load()(text, int(step)), where))
             else:
-                tables.append(_operators(read_operations(text, int(step)), where))
+                tables.append(_operators(READ_OPERATIONS.load()(text, int(step)), where))
     return tables
 
 

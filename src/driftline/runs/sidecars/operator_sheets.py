@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from driftline.registry import Address
 from driftline.runs.sidecars.calls import CALLS, GRAPHS, Call, CallTensor
 
 OPERATIONS = "operation_tensors_{}.csv"
@@ -24,6 +25,9 @@ FOLDERS = {
     "operation_statistic": "cpu_profiling",
 }
 """Folder of each kind in a dump of ait; below it comes a folder with the process's number."""
+# Their grammar is ATB's, and so are their readers; by address, because runs import no format.
+READ_OPERATIONS = Address("driftline.formats.ascend.atb.tables:read_operations")
+READ_TIMES = Address("driftline.formats.ascend.atb.tables:read_profile")
 _NAME = re.compile(r"(operation_tensors|kernel_tensors|operation_statistic)_(\d{1,9})\.(csv|txt)")
 HEADER = (
     "CaseNum|CaseName|OpName|OpParam|InNum|InDType|InFormat|InShape|OutNum|OutDType|OutFormat|"

@@ -70,7 +70,7 @@ def url_of(path: StrPath) -> str | None:
         return None
     scheme, rest = match[1], match[2]
     if scheme.lower() in _LOCAL:
-        raise BadInput(f"'{text}' lies on this machine", hint=f"give its path: {unquote(rest)}")
+        raise BadInput(f"'{text}' is on this machine", hint=f"give its path: {unquote(rest)}")
     parts = rest.split("/")
     if not rest.strip("/") or ".." in parts:
         raise BadInput(f"'{shown(text)}' names no folder", hint=f"such as {scheme}://BUCKET/FOLDER")

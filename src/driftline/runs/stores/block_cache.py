@@ -2,6 +2,8 @@
 
 Small tensors are stored next to each other, so one block brings many of them. Neighbouring blocks
 are fetched in one request. Large tensors bypass the cache, so that they do not displace the rest.
+Fetched bytes are aligned in memory as in a mapped file: how sums are grouped depends on the
+alignment of the first element, so figures of a remote run are those of a local one to the last bit.
 """
 
 from __future__ import annotations

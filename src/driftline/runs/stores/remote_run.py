@@ -78,8 +78,8 @@ def _no_run(store: Store, names: Mapping[str, int | None]) -> BadRun:
     if names:
         return BadRun(
             f"{store.name} is no run of driftline",
-            hint="dumps of other programs are read from this machine: copy it here, or where it "
-            "lies: driftline convert DUMP -o RUN, driftline push RUN URL",
+            hint="dumps of other programs are read from this machine: copy it here, or there: "
+            "driftline convert DUMP -o RUN, driftline push RUN URL",
         )
     if (size := store.size("")) is not None:
         return BadRun(
@@ -218,6 +218,10 @@ class RemoteShards:
         # The address that the whole tensor would have: callers of a window stay inside it.
         address = address_of(memoryview(content)) + offset - start
         return Memory(address, blob.length, content)
+
+    def shortened(self) -> dict[str, int]:
+        """Nothing: an object that is fetched in parts is checked with each part."""
+        return {}
 
     def release(self) -> None:
         self._files.blocks.release()

@@ -305,7 +305,7 @@ class Store:
                 f"{self.name}: no credentials that are accepted there were found",
                 hint=f"set {variables}"
                 if variables
-                else "see how fsspec is told them for this store",
+                else "see fsspec's documentation on credentials of this store",
             ) from trouble
         if code == 403 or isinstance(trouble, PermissionError) or _DENIED.search(words):
             raise BadRun(

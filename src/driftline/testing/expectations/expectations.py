@@ -583,7 +583,7 @@ def _another_experiment(kept: Kept, now: Mapping[str, Any]) -> list[str]:
 def _changed_facts(kept: Kept, facts: Mapping[str, Any], dtype: str) -> list[str]:
     # Files of other tools have none.
     if not kept.fingerprint:
-        return ["nothing is known of where it was captured: it has no fingerprint"]
+        return ["where it was captured is not known: it has no fingerprint"]
     now: dict[str, Any] = {**environment(), **facts, **({"dtype": dtype} if dtype else {})}
     before = kept.fingerprint
     changed = [

@@ -109,6 +109,17 @@ def _refuse_a_model_as_root(config: pytest.Config) -> None:
             )
 
 
+def pytest_report_collectionfinish(items: list[pytest.Item]) -> list[str]:
+    """Before the first test of a suite that runs models: what runs where."""
+    lines: list[str] = []
+    for item in items:
+        holder = getattr(item, "cls", None) or getattr(item, "function", None)
+        where = getattr(holder, "driftline_where", None)
+        if where is not None:
+            lines.append(where(item))
+    return [f"driftline: {line}" for line in dict.fromkeys(lines) if line]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     result = yield

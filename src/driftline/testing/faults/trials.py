@@ -229,7 +229,7 @@ def planted(
         changed=setting.fault is None or not torch.equal(output, unharmed),
         reference=reference,
         candidate=candidate,
-        replay=_replayed(source, candidate, setting.format),
+        replay=replayed(source, candidate, setting.format),
         noise=[
             _captured(*_on(reference_device, Specimen(model, inputs)), name)[0]
             for name, model, inputs in trusted(plain.model, plain.inputs, setting.format, without)
@@ -255,7 +255,8 @@ def _captured(model: nn.Module, inputs: Mapping[str, Any], name: str) -> tuple[R
     return sink.run(), output
 
 
-def _replayed(source: Specimen, candidate: Run, name: str) -> Replay:
+def replayed(source: Specimen, candidate: Run, name: str) -> Replay:
+    """The reference's modules on the inputs of a candidate's run, in float32 and in its format."""
     integers = name in INTEGERS
     exact, native, report = _applied(source.model, source.inputs, candidate, keep_all=integers)
     if integers:

@@ -306,7 +306,7 @@ class GraphTap:
         if self.engine == "inductor":
             counts += f", kernels: {recorder.kernels}"
             if recorder.inside:
-                counts += f"; {recorder.inside} values inside of fusions were computed beside them"
+                counts += f"; {recorder.inside} values inside of fusions were computed separately"
         session.event("graphs", f"{option}: {what} ({counts})", **self.counts())
         if recorder.off:
             examples = [

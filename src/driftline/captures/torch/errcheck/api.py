@@ -108,6 +108,7 @@ def make_watch(
         raise BadInput(f"there is no level '{level}'", hint=did_you_mean(level, LEVELS))
     # Without levels the session records nothing by itself; the tap below does the work.
     session = CaptureSession(sink, levels=(), model=model, rank=rank)
+    session.begins_early = False  # a watch that finds nothing leaves no run
     reporter = Reporter(session, options, file, after)
     # Imported by level: the operator level loads much of torch.
     if level == "operator":

@@ -19,8 +19,10 @@ from torch import nn
 
 from driftline.captures.torch.layers import is_compiled
 from driftline.diagnosis.experiments.live.repeat import same_bits
+from driftline.errors import BadFile
 from driftline.graphs.module_tree import ModuleTree
 from driftline.numerics.dtypes import DTYPES
+from driftline.runs import mapped_file
 from driftline.runs.records import Record
 from driftline.runs.run import Memory, Run
 
@@ -159,6 +161,7 @@ def tensor_of(
     dtype = torch_dtype(record.dtype)
     if dtype is None:
         raise ValueError(f"{record.key} has {record.dtype} elements, which torch has not")
+    faults = mapped_file.faults()
     memory = run.memory(record) if record.kept == "full" else None
     # Sampled or compressed tensors have no plain memory; they are decoded into a copy.
     if memory is None:
@@ -172,7 +175,10 @@ def tensor_of(
         vars(window)["owner"] = memory.owner  # the tensor holds the window, and that the memory
     flat = torch.frombuffer(window, dtype=dtype).reshape(record.shape)
     value = flat.to(device, wide if wide is not None and dtype.is_floating_point else dtype)
-    return value.clone() if own and value.data_ptr() == flat.data_ptr() else value
+    value = value.clone() if own and value.data_ptr() == flat.data_ptr() else value
+    if own and mapped_file.faults() != faults:
+        raise BadFile(f"{record.key} has no values: its file became shorter while it was read")
+    return value
 
 
 @functools.cache

@@ -180,7 +180,7 @@ class AtbRun(TreeRun):
             for text, count in self._notes.items()
         ]
         for torch_dump in torch_dumps_beside(path.resolve(), place.root):
-            text = f"{torch_dump} is a torch dump beside this one; open it by its own path"
+            text = f"{torch_dump} is a torch dump next to this one; open it by its own path"
             self._events.append({"kind": "note", "message": text})
 
     def source(self, record: Record) -> str:

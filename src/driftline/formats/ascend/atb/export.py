@@ -19,7 +19,6 @@ from driftline.formats.convert.targets import safe_name
 from driftline.runs.records import Record
 from driftline.runs.run import Storage
 
-NAME = "atb"
 _ND = 2
 # Recoded types are left out: their values would change when written back.
 _CODES = {kind.dtype: code for code, kind in ACL_TYPES.items() if kind.dtype and not kind.recoded}

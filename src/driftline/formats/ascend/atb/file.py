@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import math
-import mmap
 import os
 import re
 import stat
@@ -42,6 +41,7 @@ from driftline.formats.dump_run import Leaf, Member, TreeRun
 from driftline.numerics.dtypes import DTYPES, unpack_nibbles
 from driftline.numerics.fields import Summary
 from driftline.runs.local_files import reason_of
+from driftline.runs.mapped_file import map_file
 from driftline.runs.records import Record, TensorKey
 
 START = b"$Version="
@@ -250,7 +250,6 @@ def _dims(values: dict[str, str]) -> tuple[int, ...]:
 AnyArray = np.ndarray[Any, np.dtype[Any]]
 
 NAME = "atb-bin"
-SUFFIXES = (".bin",)
 FILE_NAME = re.compile(r"(in|out)[tT]ensor(\d{1,6})(?:_(\w{1,200}))?\.bin")
 _WORTH_MAPPING = 16_384
 """Reading fewer bytes than this is cheaper than mapping them."""
@@ -263,7 +262,7 @@ def sniff(path: Path) -> bool:
         return True
     with path.open("rb") as stream:
         start = stream.read(len(START))
-    return start == START or (not start and path.suffix.lower() in SUFFIXES)
+    return start == START or (not start and path.suffix.lower() == ".bin")
 
 
 def members(path: Path) -> list[Member]:
@@ -417,12 +416,12 @@ def _bytes(path: Path | str, header: Header) -> np.ndarray[Any, np.dtype[np.uint
     except OSError as trouble:
         raise BadFile(f"{path} cannot be read: {reason_of(trouble)}") from None
     try:
-        # A file that shrank would end the process when the mapping is touched. A pipe has no size.
+        # Values of a file that shrank would be read with the old shape. A pipe has no size.
         if os.fstat(file).st_size != header.start + header.length:
             raise BadFile(f"{path} has changed since it was opened")
         if header.length < _WORTH_MAPPING:
             return np.frombuffer(os.pread(file, header.length, header.start), np.uint8)
-        mapped = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+        mapped = map_file(file, str(path))
     finally:
         os.close(file)
     return np.frombuffer(mapped, np.uint8, header.length, header.start)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -209,6 +210,8 @@ class _Dump:
         self.texts_read: list[str] = []
         self._typed = list(self.folder.real.parts[-LEVELS:])
         self._texts: list[GraphText] = []
+        self._parsed_texts: dict[str, list[GraphNode]] = {}
+        self._graph_positions: dict[str, int] | None = None
         self._files: dict[tuple[Place, str], list[_DumpedFile]] = defaultdict(list)
         self._collect()
         self._texts += self._texts_above()
@@ -260,7 +263,9 @@ class _Dump:
         try:
             header = operator_file.read_header(self.folder, file)
         except (Malformed, OSError):
-            self.note("warning", f"{file}: left alone, its name and its content say nothing")
+            self.note(
+                "warning", f"{file}: skipped, neither its name nor its content is that of a dump"
+            )
             return
         op = OpFile("", flat(header.op_name) or file, 0, header.dump_time)
         self._files[place, flat(op.op_name)].append(_DumpedFile(place, file, op))
@@ -348,13 +353,41 @@ class _Dump:
                 self.note(
                     "warning",
                     f"{candidates[0].file}: the larger of {len(candidates)} files of one operator "
-                    f"and step; left alone: {losers}" + (", ..." if len(candidates) > 4 else ""),
+                    f"and step; skipped: {losers}" + (", ..." if len(candidates) > 4 else ""),
                 )
             kept.append(candidates[0])
         # Time stamps have microseconds; tasks of the same microsecond are ordered by
         # number.
         kept.sort(key=lambda dumped: (dumped.op.stamp, dumped.op.task, dumped.file))
-        return kept
+        ordered: list[_DumpedFile] = []
+        for _, group in groupby(kept, key=lambda dumped: (dumped.place, dumped.op.stamp)):
+            ordered += self._as_in_graph(list(group))
+        return ordered
+
+    def _as_in_graph(self, files: list[_DumpedFile]) -> list[_DumpedFile]:
+        """Operators of one time stamp: a graph says which of them feeds which, numbers do not."""
+        if len(files) < 2:
+            return files
+        positions = self._positions()
+        known = [
+            (index, place)
+            for index, dumped in enumerate(files)
+            if (place := _position_of(dumped.op.op_name, positions)) is not None
+        ]
+        ordered = list(files)
+        # Operators that no graph lists keep their places among the others.
+        for (slot, _), (index, _) in zip(
+            known, sorted(known, key=lambda entry: entry[1]), strict=True
+        ):
+            ordered[slot] = files[index]
+        return ordered
+
+    def _positions(self) -> dict[str, int]:
+        """Position of every operator, by its name in file names, behind all that feed it."""
+        if self._graph_positions is None:
+            nodes = self._nodes(self._texts, self._parsed_texts)
+            self._graph_positions = _topological(nodes)
+        return self._graph_positions
 
     def _size(self, file: str) -> int:
         try:
@@ -407,14 +440,13 @@ class _Dump:
         for place, _ in self._files:
             process = self.processes[place.rank, place.session]
             graphs[place.rank, process][place.graph, place.graph_id] = place.session
-        parsed: dict[str, list[GraphNode]] = {}
         topologies: dict[tuple[int, int], dict[str, Any]] = {}
         for owner, named in sorted(graphs.items()):
             described: list[dict[str, Any]] = []
             ordered = sorted(named, key=lambda graph: [natural(part) for part in graph])
             for index, graph in enumerate(ordered):
                 texts = self._texts_of(graph, index, len(ordered), owner[0], named[graph])
-                nodes = self._nodes(texts, parsed)
+                nodes = self._nodes(texts, self._parsed_texts)
                 source = ", ".join(text.file for text in texts)
                 described.append(as_json(graph[0], self.prefixes[graph], source, "ge", nodes))
             topologies[owner] = topology(described, classes[owner])
@@ -466,6 +498,38 @@ class _Dump:
             return []
         self.texts_read.append(text.file)
         return nodes
+
+
+def _topological(nodes: Sequence[GraphNode]) -> dict[str, int]:
+    """Position of each operator; one that is part of a circle stands where the text lists it."""
+    feeds: dict[str, list[str]] = {node.name: [] for node in nodes}
+    waits = {node.name: 0 for node in nodes}
+    for node in nodes:
+        for maker in {maker for maker, _ in node.inputs if maker in feeds}:
+            feeds[maker].append(node.name)
+            waits[node.name] += 1
+    ready = deque(name for name, count in waits.items() if not count)
+    order: dict[str, int] = {}
+    while ready:
+        name = ready.popleft()
+        order[name] = len(order)
+        for reader in feeds[name]:
+            waits[reader] -= 1
+            if not waits[reader]:
+                ready.append(reader)
+    for node in nodes:
+        order.setdefault(node.name, len(order))
+    return {flat(name): place for name, place in order.items()}
+
+
+def _position_of(op_name: str, positions: Mapping[str, int]) -> int | None:
+    """The position of an operator, or of the first one inside a fused operator."""
+    name = flat(op_name)
+    if name in positions:
+        return positions[name]
+    # The names of a fused operator's parts stand one behind the other.
+    starts = [known for known in positions if known and name.startswith(known)]
+    return positions[max(starts, key=len)] if starts else None
 
 
 def _rank_of(text: GraphText) -> int | None:

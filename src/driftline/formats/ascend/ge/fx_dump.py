@@ -136,7 +136,7 @@ def _collected(folder: Folder, events: list[dict[str, Any]]) -> list[_TensorFile
                 # A folder of thousands of other files would drown the warnings that
                 # matter.
                 if strange <= 20:
-                    events.append(_warning(f"{file}: left alone, its name is not an FX dump's"))
+                    events.append(_warning(f"{file}: skipped, its name is not that of an FX dump"))
             continue
         if head not in places:
             inner = head.split("/") if head else []

@@ -348,7 +348,7 @@ def _old_file(file: int, size: int) -> GeFile | None:
 def _checked(header: GeFile, size: int) -> GeFile:
     """Bytes beyond what the header accounts for would make every offset doubtful."""
     if header.total < size:
-        raise Malformed(f"{size - header.total} bytes follow the data that its header speaks of")
+        raise Malformed(f"{size - header.total} bytes follow the data that its header describes")
     return header._replace(size=size)
 
 
@@ -409,7 +409,7 @@ def _laid_out(
         moved, note = None, f"{kind.name} in {layout} is left as it is stored"
     elif moved is None and layout not in PLAIN and original not in (None, stored) and elements:
         note = (
-            f"{layout} of {stored} is left as it is stored: nobody says how it becomes {original}"
+            f"{layout} of {stored} is left as it is stored: how it becomes {original} is not known"
         )
     return ReadingPlan(
         kind.dtype, moved.shape if moved else stored, kind, elements, moved, note=note

@@ -1,0 +1,1 @@
+"""Real bugs of public projects as small programs, and what each way of judging says of them."""

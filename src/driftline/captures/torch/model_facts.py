@@ -1,0 +1,558 @@
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+"""Torch models as data: modules, parameters, buffers, configurations, and the state of the process.
+
+Written before a model's first call, and again where something has changed since: its mode, its
+modules, or what a new look finds at steps 1, 2, 4, 8, ... Looking at a module reads `__dict__` and
+registered state only. Values of parameters are read by a thread (`captures.weight_facts`); those of
+buffers at once, because a forward pass may change them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from driftline.captures.calls import Frame
+from driftline.captures.model_facts import (
+    GOODBYE,
+    FactOptions,
+    FactsFile,
+    attributes_of,
+    class_line,
+    flat_config,
+    looks_like_config,
+    qualified,
+)
+from driftline.captures.naming import ROOT, Place, Root
+from driftline.captures.recorder import Pending, Refusal, Snapshot
+from driftline.captures.torch.layers import children, class_of, unwrapped
+from driftline.captures.torch.tensors import dtype_name, recording, snapshot, undisturbed
+from driftline.captures.torch.training_facts import TrainingFacts
+from driftline.captures.weight_facts import Weight, WeightReader
+from driftline.runs.sidecars.model_facts import (
+    MODEL,
+    MOST_SAMPLES,
+    WEIGHTS,
+    grid_indices,
+    line_of,
+    tensor_path,
+)
+from driftline.runs.sinks import Sheets
+
+if TYPE_CHECKING:
+    from driftline.captures.torch.session import CaptureSession
+
+_OWN_TABLES = frozenset(nn.Module().__dict__) | {"forward"}
+"""What every module has in its `__dict__`: tables of hooks and children, no attributes."""
+_HOOKS = {
+    "forward": "_forward_hooks",
+    "forward_pre": "_forward_pre_hooks",
+    "backward": "_backward_hooks",
+    "backward_pre": "_backward_pre_hooks",
+}
+_MOST_MODULES = 200_000
+_MOST_MODELS = 64
+"""A program that makes models by the hundred is described by its first ones."""
+_AT_ONCE = 4 << 20
+"""Bytes of buffers that are read before the call: a forward pass may change them."""
+_LAST_SECONDS = 1.0
+_SHARE = 50
+"""A new look at a model may take one part in so many of the time since the last one."""
+
+
+class _Known:
+    """What was written of one model.
+
+    Attributes:
+        revision: How many times it was found changed.
+        training: Mode of its root when it was last looked at.
+        places: How many modules the process had then.
+        lines: Line of each module and tensor, by its place in the model.
+        looked: When it was last looked at, and how long that took.
+    """
+
+    __slots__ = ("lines", "looked", "places", "revision", "took", "training")
+
+    def __init__(self) -> None:
+        self.revision = 0
+        self.training: bool | None = None
+        self.places = 0
+        self.lines: dict[str, str] = {}
+        self.looked = 0.0
+        self.took = 0.0
+
+
+class TorchFacts:
+    """Describes the models of one session; see `Session.model_facts` for when it is called."""
+
+    def __init__(self, session: CaptureSession, options: FactOptions) -> None:
+        self._session = session
+        self._options = options
+        self.file = FactsFile(self._write, lambda: session.recorder.tensors > 0)
+        self._weights = WeightReader(self.file.add, _to_half, undisturbed)
+        self._training = TrainingFacts(session, self.file, self.path_of, self._weights.wait)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._known: dict[int, tuple[Root, _Known]] = {}
+        self._paths: dict[int, tuple[weakref.ref[Any], str]] = {}
+        self._classes: set[type] = set()
+        self._configs: set[int] = set()
+        self._mode: tuple[Any, ...] = ()
+        self._state: dict[str, Any] = {}
+
+    # --- life, as the session calls it
+
+    def install(self) -> None:
+        self._training.install()
+
+    def remove(self) -> None:
+        self._training.remove()
+
+    def after_fork(self) -> None:
+        """This is a forked child: what was written is the parent's, and so is the thread."""
+        self._weights.forget()
+        self.file = FactsFile(self._write, lambda: self._session.recorder.tensors > 0)
+        self._weights = WeightReader(self.file.add, _to_half, undisturbed)
+        self._training.after_fork(self.file, self._weights.wait)
+        self._reset()
+
+    def before_root(self, place: Place, module: nn.Module) -> None:
+        """A model is about to be called: look whether anything about it is new."""
+        # Cheap questions first: this runs for every call of a model.
+        mode = _mode()
+        if mode != self._mode:
+            self._mode = mode
+            self._write_process()
+        self._training.called(module, helper=place.root.helper)
+        root = place.root
+        entry = self._known.get(id(root))
+        known = entry[1] if entry is not None else None
+        if known is None:
+            if len(self._known) >= _MOST_MODELS:
+                return
+            known = _Known()
+            self._known[id(root)] = root, known
+            self._describe(root, known)
+        elif (
+            (place.is_root and module.training is not known.training)
+            or self._session.names.count != known.places
+            or self._is_due(root, known)
+        ):
+            self._describe(root, known)
+
+    def after_root(self, frame: Frame, result: Any) -> None:
+        """A model was called: its result may be the loss."""
+        self._training.returned(result, frame.site, helper=frame.place.root.helper)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+    def finish(self) -> None:
+        """The capture ends: wait for the weights, and write what is left."""
+        for root, known in list(self._known.values()):
+            # After a single step there is nothing that the first look has not seen.
+            if root.step > 0 and self._is_affordable(known):
+                self._session.guarded("model facts", self._describe, root, known)
+        self._training.finish()
+        if any(recompute for _, recompute in self._session._visits):
+            text = line_of("process", values={"recomputes_forward": True}, step=0)
+            self.file.add(MODEL, text)
+        # A program that leaves by `os._exit` gives the capture two seconds in all.
+        leaving = threading.current_thread().name == GOODBYE
+        self._weights.wait(_LAST_SECONDS if leaving else None)
+        self.file.flush()
+
+    def path_of(self, tensor: Any) -> str:
+        """`site.name` of a parameter; empty for one that belongs to no model that was seen."""
+        entry = self._paths.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else ""
+
+    def _write(self, name: str, text: str) -> None:
+        sink = self._session.recorder.sink
+        if isinstance(sink, Sheets):
+            sink.sheet(name, text)
+
+    # --- models
+
+    def _is_due(self, root: Root, known: _Known) -> bool:
+        """Whether a model that seems unchanged gets a new look, at steps 1, 2, 4, 8, ..."""
+        step = root.step
+        if step == 0 or step & (step - 1):
+            return False
+        return self._is_affordable(known)
+
+    def _is_affordable(self, known: _Known) -> bool:
+        """A model of many modules is looked at seldom enough not to be felt."""
+        return time.monotonic() - known.looked > _SHARE * known.took
+
+    def _describe(self, root: Root, known: _Known) -> None:
+        model = root.module()
+        if model is None:
+            return
+        begun = time.monotonic()
+        first = not known.lines
+        new_weights: list[tuple[str, str, torch.Tensor, bool]] = []
+        lines: dict[str, str] = {}
+        self._write_process()
+        with undisturbed():
+            number = list(self._known).index(id(root))
+            if first:
+                text = line_of("model", model=number, framework="torch", site=root.prefix or ROOT)
+                self.file.add(MODEL, text)
+            step = self._session.clock.now
+            revision = {} if first else {"revision": known.revision + 1, "step": step}
+            for key, line in self._lines(model, root, new_weights, revision):
+                lines[key] = line
+            self._write_lines(known, lines, revision)
+            if first:
+                # Read once: later values are what training made of them.
+                self._read_weights(new_weights)
+        known.training = model.training
+        known.places = self._session.names.count
+        known.looked = time.monotonic()
+        known.took = known.looked - begun
+
+    def _write_lines(self, known: _Known, lines: dict[str, str], revision: dict[str, int]) -> None:
+        """Write all lines at first, and later those that are not as they were."""
+        plain = {key: _without_revision(line) for key, line in lines.items()}
+        if not revision:
+            self.file.add(MODEL, "".join(lines.values()))
+        else:
+            changed = [lines[key] for key, line in plain.items() if known.lines.get(key) != line]
+            gone = [key for key in known.lines if key not in plain]
+            changed += [line_of("gone", site=key.partition("\0")[0], **revision) for key in gone]
+            if changed:
+                known.revision += 1
+                self.file.add(MODEL, "".join(changed))
+        known.lines = plain
+
+    def _lines(
+        self,
+        model: nn.Module,
+        root: Root,
+        weights: list[tuple[str, str, torch.Tensor, bool]],
+        revision: dict[str, int],
+    ) -> Iterator[tuple[str, str]]:
+        names = self._session.names
+        seen: set[int] = set()
+        memory: dict[Any, str] = {}
+        waiting: list[tuple[nn.Module, str]] = [(model, root.prefix or ROOT)]
+        while waiting and len(seen) < _MOST_MODULES:
+            module, path = waiting.pop()
+            module = unwrapped(module)
+            # A module that is used twice, or holds itself, is described once.
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            place = names.known(module)
+            site = place.site if place is not None else path
+            yield site, self._module_line(module, site, revision)
+            for name, tensor, is_buffer, note in _held(module):
+                owned = site, name, is_buffer
+                yield (
+                    f"{site}\0{name}",
+                    self._tensor_line(tensor, owned, note, memory, weights, revision),
+                )
+            base = "" if site == ROOT else site + "."
+            below = [
+                (child, base + name)
+                for name, child in list(children(module))
+                if name != "parametrizations"
+            ]
+            waiting.extend(reversed(below))
+        if waiting:
+            text = f"only the first {_MOST_MODULES} modules are described"
+            self.file.add(MODEL, line_of("note", text=text))
+
+    def _module_line(self, module: nn.Module, site: str, revision: dict[str, int]) -> str:
+        kind, table = class_of(module), module.__dict__
+        if kind not in self._classes:
+            self._classes.add(kind)
+            self._session.guarded(site, lambda: self.file.add(MODEL, class_line(kind)))
+        attributes = attributes_of(table, _OWN_TABLES)
+        for name, value in list(table.items()):
+            if name not in _OWN_TABLES and looks_like_config(name, value):
+                prefix = "" if site == ROOT else site
+                if values := flat_config(value, self._configs, prefix):
+                    self.file.add(MODEL, line_of("config", site=site, name=name, values=values))
+        own_forward = table.get("forward")
+        return line_of(
+            "module",
+            site=site,
+            **{"class": f"{kind.__module__}.{kind.__qualname__}"},
+            mode="train" if table.get("training") else "eval",
+            attributes=attributes.scalars,
+            functions=attributes.functions,
+            hooks=_hooks(table),
+            forward="" if own_forward is None else qualified(own_forward),
+            **revision,
+        )
+
+    def _tensor_line(
+        self,
+        tensor: torch.Tensor,
+        owned: tuple[str, str, bool],
+        note: str,
+        memory: dict[Any, str],
+        weights: list[tuple[str, str, torch.Tensor, bool]],
+        revision: dict[str, int],
+    ) -> str:
+        site, name, is_buffer = owned
+        path = tensor_path(site, name)
+        about = _described(tensor)
+        tied = ""
+        if not note and not about.get("unreadable"):
+            key = _memory_of(tensor)
+            tied = memory.setdefault(key, path) if key is not None else path
+            tied = "" if tied == path else tied
+            if not tied:
+                weights.append((site, name, tensor, is_buffer))
+        if not is_buffer:
+            self._paths.setdefault(id(tensor), (weakref.ref(tensor), path))
+        # A parametrization's tensor is not the parameter: its values are made at each call.
+        unreadable = note or about.pop("unreadable", "")
+        fields = {**about, "buffer": is_buffer, "tied": tied, "unreadable": unreadable}
+        return line_of("tensor", site=site, name=name, **fields, **revision)
+
+    # --- weights
+
+    def _read_weights(self, tensors: list[tuple[str, str, torch.Tensor, bool]]) -> None:
+        if not self._options.weights:
+            return
+        later: list[Weight] = []
+        at_once = 0
+        for site, name, tensor, is_buffer in tensors:
+            size = tensor.numel() * tensor.element_size()
+            weight = Weight(site, name, _Reading(tensor), size)
+            on_host = tensor.device.type == "cpu"
+            if not on_host or (is_buffer and at_once + size <= _AT_ONCE):
+                # A device's tensors: only samples leave it, while nothing else runs on them.
+                at_once += size if on_host else 0
+                full = on_host or tensor.numel() <= MOST_SAMPLES
+                line = self._weights.line(weight, full=full)
+                self.file.add(WEIGHTS, line)
+            else:
+                later.append(weight)
+        if later:
+            self._weights.begin(later)
+
+    # --- the process
+
+    def _write_process(self) -> None:
+        """Write the state of the process where it has changed."""
+        state = process_state()
+        if state != self._state:
+            self._state = state
+            step = self._session.clock.now
+            self.file.add(MODEL, line_of("process", values=state, step=step))
+
+
+def _without_revision(line: str) -> str:
+    head, mark, _ = line.rpartition(',"revision":')
+    return head + "}\n" if mark else line
+
+
+class _Reading:
+    """Reads one tensor later, unless it has changed or is gone by then."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Weak, because capture must not keep a model alive that the program dropped.
+        self._tensor = weakref.ref(tensor)
+        self._version = _version(tensor)
+
+    def __call__(self) -> Snapshot | Refusal:
+        tensor = self._tensor()
+        if tensor is None:
+            return Refusal("the model was freed before its weights were read")
+        if _version(tensor) != self._version:
+            return Refusal("it was changed before it was read")
+        return _read(tensor) if tensor.device.type == "cpu" else _sampled_on_device(tensor)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:  # tensors of inference mode keep no count
+        return -1
+
+
+def _sampled_on_device(tensor: torch.Tensor) -> Snapshot | Refusal:
+    """A snapshot of which only the sampled elements were fetched; the others are zeros."""
+    shot = snapshot(tensor, values=False)
+    if isinstance(shot, Refusal | Pending):
+        return shot if isinstance(shot, Refusal) else Refusal("its values are under way")
+    if recording():
+        return Refusal("a CUDA graph is being recorded")
+    local = getattr(tensor, "_local_tensor", tensor).detach()
+    if local.numel() <= MOST_SAMPLES or not local.dim():
+        return _read(local.cpu())
+    indices = [torch.from_numpy(index).to(local.device) for index in grid_indices(shot.shape)]
+    grid = local[torch.meshgrid(*indices, indexing="ij")].cpu()
+    # Untouched pages of a large array take no memory, so the holes cost nothing.
+    host = torch.zeros(shot.shape, dtype=local.dtype)
+    host[torch.meshgrid(*[index.cpu() for index in indices], indexing="ij")] = grid
+    return _read(host)
+
+
+def _read(tensor: torch.Tensor) -> Snapshot | Refusal:
+    shot = snapshot(tensor)
+    if isinstance(shot, Pending):
+        return Refusal("it is the result of a collective that is under way")
+    return shot
+
+
+def _to_half(values: npt.NDArray[np.float32], out: npt.NDArray[np.float16]) -> None:
+    # In pieces below torch's grain: its worker threads are the program's.
+    source, target = torch.from_numpy(values), torch.from_numpy(out)
+    for start in range(0, len(values), 32768):
+        target[start : start + 32768].copy_(source[start : start + 32768])
+
+
+def _hooks(table: dict[str, Any]) -> dict[str, list[str]]:
+    hooks: dict[str, list[str]] = {}
+    for kind, attribute in _HOOKS.items():
+        functions = table.get(attribute)
+        if functions:
+            names = [
+                qualified(function) or type(function).__name__
+                for function in list(functions.values())
+            ]
+            # Our own hooks are no part of the model.
+            if names := [name for name in names if not name.startswith("driftline.")]:
+                hooks[kind] = names
+    return hooks
+
+
+def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool, str]]:
+    """Name, tensor, whether it is a buffer, and why its values mean nothing, of a module's own."""
+    for name, parameter in list(module._parameters.items()):
+        if parameter is not None:
+            yield name, parameter, False, ""
+    for name, buffer in list(module._buffers.items()):
+        if buffer is not None:
+            yield name, buffer, True, ""
+    # Tensors that nobody registered: neither moved nor trained nor saved with the model.
+    for name, value in list(module.__dict__.items()):
+        if issubclass(type(value), torch.Tensor):
+            yield name, value, not issubclass(type(value), nn.Parameter), ""
+    # A scripted module's own table of parts has no `get`.
+    made = dict(children(module)).get("parametrizations")
+    for name, parametrization in list(children(made)) if made is not None else ():
+        for original in list(parametrization._parameters.values()):
+            if original is not None:
+                steps = ", ".join(class_of(step).__name__ for _, step in children(parametrization))
+                yield name, original, False, f"not readable: computed by {steps}"
+                break
+
+
+def _described(tensor: torch.Tensor) -> dict[str, Any]:
+    """Shape, dtype and device of a parameter or buffer; of a DTensor those of the local shard."""
+    lazy = nn.parameter.is_lazy(tensor)
+    if lazy:
+        return {"dtype": dtype_name(tensor.dtype), "unreadable": "not readable: lazy"}
+    requires_grad = bool(tensor.requires_grad)
+    shot = snapshot(tensor, values=False)
+    if isinstance(shot, Snapshot):
+        about = {
+            "dtype": shot.dtype,
+            "shape": list(shot.shape),
+            "device": shot.device,
+            "placement": shot.placement,
+            "requires_grad": requires_grad,
+        }
+        if tensor.is_meta:
+            about["unreadable"] = "not readable: on the meta device"
+        return about
+    reason = shot.reason if isinstance(shot, Refusal) else "under way"
+    return {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "device": str(tensor.device),
+        "requires_grad": requires_grad,
+        "unreadable": f"not readable: {reason}",
+    }
+
+
+def _memory_of(tensor: torch.Tensor) -> Any:
+    """What two names of one tensor have in common; None for a tensor without memory."""
+    try:
+        address = tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return id(tensor)
+    if not address or not tensor.numel():
+        return id(tensor) if tensor.numel() else None
+    return address, tuple(tensor.shape), tensor.dtype, tuple(tensor.stride())
+
+
+# The state of the process.
+
+
+_autocast_enabled: Callable[..., bool] = torch.is_autocast_enabled
+
+
+def _mode() -> tuple[Any, ...]:
+    """What may change from call to call; some microseconds."""
+    return (
+        _autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        _autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        torch.is_inference_mode_enabled(),
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+    )
+
+
+def process_state() -> dict[str, Any]:
+    """Switches of torch that can change a number. Asking wakes no device and draws no number."""
+    from driftline.captures.torch.framework import tf32_allowed
+
+    cuda: Any = torch.backends.cuda
+    state: dict[str, Any] = {
+        "default_dtype": _plain(torch.get_default_dtype()),
+        "autocast_cpu": _autocast("cpu"),
+        "autocast_cuda": _autocast("cuda"),
+        "inference_mode": torch.is_inference_mode_enabled(),
+        "grad_enabled": torch.is_grad_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "seed": int(torch.initial_seed()),
+        "mkldnn": bool(torch.backends.mkldnn.enabled),
+    }
+    if torch.version.cuda:
+        state["tf32"] = tf32_allowed()
+        state["cudnn_benchmark"] = bool(torch.backends.cudnn.benchmark)
+        state["cudnn_deterministic"] = bool(torch.backends.cudnn.deterministic)
+    backends = ("flash", "mem_efficient", "math", "cudnn")
+    state["sdpa_allowed"] = [
+        name
+        for name in backends
+        if (ask := getattr(cuda, f"{name}_sdp_enabled", None)) is not None and ask()
+    ]
+    for name in (
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+    ):
+        value = getattr(cuda.matmul, name, None)
+        if isinstance(value, bool):
+            state[name] = value
+    return state
+
+
+def _autocast(device: str) -> str:
+    return _plain(torch.get_autocast_dtype(device)) if _autocast_enabled(device) else "off"
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

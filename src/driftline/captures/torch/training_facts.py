@@ -1,0 +1,391 @@
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+"""How a torch program trains, as data: optimizer, scheduler, scaler, clipping, loss, calls.
+
+Groups and their values are written at an optimizer's first step and again when they change. The
+loss is the tensor that a backward pass begins at, with the functions that made it. The order of
+calls between two updates is written when it changes: a gradient that is clipped before it is
+unscaled, or never set to zero, shows there.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from driftline.captures.model_facts import FactsFile, attributes_of
+from driftline.captures.patching import PatchSet
+from driftline.captures.torch.operators.dispatch import break_graphs
+from driftline.captures.torch.tensors import undisturbed
+from driftline.runs.sidecars.model_facts import MODEL, line_of
+
+if TYPE_CHECKING:
+    from driftline.captures.torch.session import CaptureSession
+
+_MOST_RECORDS = 100_000
+_MOST_CALLS = 64
+_MOST_NAMES = 50_000
+_MOST_NODES = 48
+# Losses of devices are read together: each reading alone would wait for the device.
+_MOST_WAITING = 64
+_PASSED_BY = ("torch.", "accelerate.", "lightning.", "driftline.", "functools")
+"""Modules between a program's own line and the call of `backward`."""
+_SAVED = (
+    "_saved_ignore_index",
+    "_saved_reduction",
+    "_saved_label_smoothing",
+    "_saved_beta",
+    "_saved_delta",
+    "_saved_margin",
+    "_saved_dim",
+)
+"""Numbers that nodes of losses keep. Tensors are not asked for: hooks of the program may run."""
+_autograd: Any = torch.autograd
+_sequence_number: Callable[[], int] = _autograd._get_sequence_nr
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class TrainingFacts:
+    """Watches how the models of a session are trained.
+
+    Args:
+        session: Counts the steps.
+        file: Takes the lines.
+        path_of: `site.name` of a parameter.
+        wait: Returns when no thread reads weights any more: an optimizer is about to change them.
+    """
+
+    def __init__(
+        self,
+        session: CaptureSession,
+        file: FactsFile,
+        path_of: Callable[[Any], str],
+        wait: Callable[[], None],
+    ) -> None:
+        self._session = session
+        self._path_of = path_of
+        self._patches = PatchSet()
+        self._handles: list[Any] = []
+        self._lock = threading.Lock()
+        self.after_fork(file, wait)
+
+    def after_fork(self, file: FactsFile, wait: Callable[[], None]) -> None:
+        self._file = file
+        self._wait = wait
+        self._optimizers: dict[int, tuple[weakref.ref[Any], int, Any]] = {}
+        self._order: list[str] = []
+        self._written_order: list[str] = []
+        self._returned: tuple[weakref.ref[Any], str] | None = None
+        self._first_node = 0
+        self._losses: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        self._clipping: dict[str, Any] = {}
+        self._records = 0
+        self._searched = False
+
+    def install(self) -> None:
+        pre = functools.partial(_guarded, weakref.ref(self), "_before_step")
+        post = functools.partial(_guarded, weakref.ref(self), "_after_step")
+        self._handles = [
+            register_optimizer_step_pre_hook(_hook_of(pre)),
+            register_optimizer_step_post_hook(_hook_of(post)),
+        ]
+        me: weakref.ref[TrainingFacts] = weakref.ref(self)
+        replace = self._patches.replace
+        replace(torch.autograd, "backward", lambda f: _noticed(f, me, "_backward"))
+        for owner in (nn.utils, nn.utils.clip_grad):
+            for name in ("clip_grad_norm_", "clip_grad_value_"):
+                replace(owner, name, lambda f, name=name: _noticed(f, me, "_clip", name))
+        replace(torch.optim.Optimizer, "zero_grad", lambda f: _noticed(f, me, "_note", "zero_grad"))
+        scaler = torch.amp.GradScaler
+        replace(scaler, "unscale_", lambda f: _noticed(f, me, "_note", "unscale"))
+        replace(scaler, "update", lambda f: _noticed(f, me, "_note", "update_scale"))
+
+    def remove(self) -> None:
+        self._patches.restore()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def finish(self) -> None:
+        self._read_losses()
+        if self._order:
+            self._write_order(final=True)
+
+    # --- what the session tells
+
+    def called(self, module: nn.Module, *, helper: bool) -> None:
+        """A model is about to be called."""
+        if not helper and module.training and torch.is_grad_enabled():
+            self._noted("forward")
+
+    def returned(self, result: Any, site: str, *, helper: bool) -> None:
+        """A model was called: remember what a loss is made of from now on."""
+        if not torch.is_grad_enabled():
+            return
+        if not helper:
+            self._first_node = _sequence_number()
+        loss = result
+        if issubclass(type(result), dict):
+            loss = result.get("loss")
+        elif issubclass(type(result), (tuple, list)) and len(result):
+            loss = result[0]
+        if issubclass(type(loss), torch.Tensor) and loss.numel() == 1:
+            self._returned = weakref.ref(loss), site
+
+    # --- what patches tell
+
+    def _note(self, args: Any, kwargs: Any, result: Any, word: str) -> None:
+        del args, kwargs, result
+        self._noted(word)
+
+    def _noted(self, word: str) -> None:
+        if len(self._order) < _MOST_CALLS:
+            self._order.append(word)
+
+    def _clip(self, args: Any, kwargs: Any, result: Any, name: str) -> None:
+        self._noted("clip")
+        words = ("parameters", "max_norm" if "norm" in name else "clip_value", "norm_type")
+        given = {**dict(zip(words, args, strict=False)), **kwargs}
+        given.pop("parameters", None)
+        values = {"function": name, **attributes_of(given).scalars}
+        if values != self._clipping:
+            self._clipping = values
+            norm = None
+            if issubclass(type(result), torch.Tensor) and result.device.type == "cpu":
+                norm = float(result.detach())
+            step = self._session.clock.concluding
+            self._write(
+                "clipping", step=step, values=values, norm=None if norm is None else repr(norm)
+            )
+
+    def _backward(self, args: Any, kwargs: Any, result: Any) -> None:
+        del result
+        # Reentrant checkpoints call it inside of a backward pass.
+        tensors = args[0] if args else kwargs.get("tensors")
+        if _graph_task() != -1 or tensors is None:
+            return
+        self._noted("backward")
+        loss: Any = tensors
+        if not issubclass(type(tensors), torch.Tensor):
+            loss = next(iter(tensors), None)
+        if not issubclass(type(loss), torch.Tensor) or self._records >= _MOST_RECORDS:
+            return
+        with undisturbed():
+            self._loss(loss)
+
+    def _loss(self, loss: torch.Tensor) -> None:
+        fields: dict[str, Any] = {
+            "step": self._session.clock.concluding,
+            "dtype": str(loss.dtype).removeprefix("torch."),
+            "shape": list(loss.shape),
+            "functions": self._graph_of(loss),
+            "caller": _caller(),
+        }
+        if self._returned is not None and self._returned[0]() is loss:
+            fields["site"] = self._returned[1]
+        if loss.device.type == "cpu" and loss.numel() == 1:
+            self._write("loss", value=repr(float(loss.detach())), **fields)
+            return
+        # The sum stands for a loss of several numbers; a device is asked for it later.
+        self._losses.append((loss.detach().double().sum(), fields))
+        if len(self._losses) >= _MOST_WAITING:
+            self._read_losses()
+
+    def _read_losses(self) -> None:
+        waiting, self._losses = self._losses, []
+        for value, fields in waiting:
+            self._write("loss", value=repr(float(value)), **fields)
+
+    def _graph_of(self, loss: torch.Tensor) -> list[str]:
+        """Names of the functions between the model's results and the loss, nearest the loss first.
+
+        Of a loss that the model itself made, the last ones.
+        """
+        names: list[str] = []
+        waiting, seen = [loss.grad_fn], set[int]()
+        while waiting and len(names) < _MOST_NODES:
+            node = waiting.pop(0)
+            if node is None or id(node) in seen:
+                continue
+            seen.add(id(node))
+            # Nodes of the model itself are older than its result.
+            if names and node._sequence_nr() < self._first_node:
+                continue
+            names.append(_node_text(node))
+            waiting += [following for following, _ in node.next_functions]
+        return names
+
+    def _before_step(self, optimizer: Any) -> None:
+        """An optimizer is about to change weights: no thread may read them now."""
+        del optimizer
+        self._wait()
+
+    def _after_step(self, optimizer: Any) -> None:
+        with undisturbed():
+            self._noted("step")
+            groups = [_group_values(group) for group in optimizer.param_groups]
+            entry = self._optimizers.get(id(optimizer))
+            step = self._session.clock.concluding
+            if entry is None or entry[0]() is not optimizer:
+                number = len(self._optimizers)
+                self._optimizers[id(optimizer)] = weakref.ref(optimizer), number, groups
+                self._write_optimizer(optimizer, number, groups, step)
+                if not self._searched:
+                    self._searched = True
+                    self._search()
+            elif entry[2] != groups:
+                self._optimizers[id(optimizer)] = entry[0], entry[1], groups
+                changed = [
+                    {"values": {n: v for n, v in new.items() if old.get(n, self) != v}}
+                    for old, new in zip(entry[2], groups, strict=False)
+                ]
+                self._write("optimizer", number=entry[1], step=step, groups=changed)
+            self._write_order()
+
+    def _write_optimizer(
+        self, optimizer: Any, number: int, groups: list[dict[str, Any]], step: int
+    ) -> None:
+        kind = type(optimizer)
+        room = _MOST_NAMES
+        listed: list[dict[str, Any]] = []
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            parameters = list(group["params"])
+            names = [self._path_of(parameter) for parameter in parameters[:room]]
+            room -= len(names)
+            known = [name for name in names if name]
+            unknown = len(parameters) - len(known)
+            listed.append(
+                {"values": values, "names": known, **({"unknown": unknown} if unknown else {})}
+            )
+        self._write(
+            "optimizer",
+            number=number,
+            step=step,
+            **{"class": f"{kind.__module__}.{kind.__qualname__}"},
+            groups=listed,
+        )
+
+    def _search(self) -> None:
+        """Schedulers and scalers are known by nobody: living objects are asked, once."""
+        scheduler: Any = torch.optim.lr_scheduler.LRScheduler
+        scaler: Any = torch.amp.GradScaler
+        objects = gc.get_objects()
+        wanted = {kind for kind in set(map(type, objects)) if issubclass(kind, (scheduler, scaler))}
+        if not wanted:
+            return
+        for thing in [thing for thing in objects if type(thing) in wanted][:16]:
+            kind = type(thing)
+            about = attributes_of(thing.__dict__, frozenset({"optimizer"}))
+            self._write(
+                "scheduler" if issubclass(kind, scheduler) else "scaler",
+                **{"class": f"{kind.__module__}.{kind.__qualname__}"},
+                values={**about.scalars, **about.functions},
+                step=self._session.clock.concluding,
+            )
+
+    def _write_order(self, *, final: bool = False) -> None:
+        order, self._order = self._order, []
+        if order != self._written_order and not (final and "backward" not in order):
+            self._written_order = order
+            self._write("order", step=self._session.clock.concluding, calls=order)
+
+    def _write(self, kind: str, **fields: Any) -> None:
+        if self._records < _MOST_RECORDS:
+            self._records += 1
+            self._file.add(MODEL, line_of(kind, **fields))
+
+
+def _group_values(group: dict[str, Any]) -> dict[str, Any]:
+    """Values of a parameter group; a learning rate may be a tensor."""
+    plain = {
+        name: float(value.detach())
+        if issubclass(type(value), torch.Tensor)
+        and value.numel() == 1
+        and value.device.type == "cpu"
+        else value
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }
+    return attributes_of(plain).scalars
+
+
+def _node_text(node: Any) -> str:
+    text = node.name()
+    # torch shows negative numbers as the unsigned ones of the same bits.
+    saved: list[str] = []
+    for name in _SAVED:
+        value: Any = getattr(node, name, None)
+        if type(value) in (int, float, bool):
+            signed = value - (1 << 64) if value >= 1 << 63 else value
+            saved.append(f"{name.removeprefix('_saved_')}={signed}")
+    return f"{text}({', '.join(saved)})" if saved else text
+
+
+def _caller() -> str:
+    """The program's own function and line that began the backward pass."""
+    for frame in _frames():
+        module = frame.f_globals.get("__name__", "")
+        if not str(module).startswith(_PASSED_BY):
+            code = frame.f_code
+            return f"{module}.{getattr(code, 'co_qualname', code.co_name)}:{frame.f_lineno}"
+    return ""
+
+
+def _frames() -> Iterator[Any]:
+    frame: Any = sys._getframe(2)
+    for _ in range(40):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
+
+
+def _noticed(function: Any, me: weakref.ref[TrainingFacts], method: str, *words: str) -> Any:
+    """A function that tells the watcher of each call, after it for clipping, else before it."""
+
+    @functools.wraps(function)
+    def noticed(*args: Any, **kwargs: Any) -> Any:
+        # Inside a graph that is being compiled it is the plain function.
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        if method != "_clip":
+            _tell(me, method, args, kwargs, None, *words)
+            return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        _tell(me, method, args, kwargs, result, *words)
+        return result
+
+    return noticed
+
+
+def _tell(me: weakref.ref[TrainingFacts], method: str, *args: Any) -> None:
+    watcher = me()
+    if watcher is not None and watcher._session.running:
+        watcher._session.guarded("training facts", getattr(watcher, method), *args)
+
+
+def _guarded(me: weakref.ref[TrainingFacts], method: str, optimizer: Any) -> None:
+    watcher = me()
+    if watcher is not None and watcher._session.running:
+        watcher._session.guarded("training facts", getattr(watcher, method), optimizer)
+
+
+def _hook_of(act: Callable[[Any], None]) -> Any:
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        act(optimizer)
+
+    break_graphs(hook)  # a step may be compiled, hooks and all
+    return hook

@@ -1,0 +1,317 @@
+"""Setting up: `driftline compat install`, and the hardware checks of `driftline doctor`.
+
+`compat install` lays the scripts and test modules of IBM's and Paddle's documents into a folder, so
+that their command lines run as they are written. The checks look at a machine step by step, up to
+the first thing that is missing, and leave a report that can be sent.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from driftline import settings
+from driftline.cli import python_script as script
+from driftline.cli.options import place
+from driftline.errors import EXIT_FINE, AlreadyThere, BadInput, DriftlineError
+
+# --- scripts and test modules under the names that documents give them
+
+COMMAND_OF = {
+    "generate_metrics": "metrics",
+    "generate_layers_metrics": "layer-metrics",
+    "get_thresholds": "thresholds",
+    "hook_result_checker": "check-hooks",
+}
+"""Scripts of other tools, and the command that answers each."""
+_SCRIPT = '''"""{name}.py, answered by Driftline; laid here by `driftline compat install`."""
+
+import sys
+
+from driftline.cli.commands.setup import run_script
+
+if __name__ == "__main__":
+    sys.exit(run_script("{name}", sys.argv[1:]))
+'''
+_SUITE = '''"""{name}.py, answered by Driftline; laid here by `driftline compat install`."""
+
+from driftline.suites.{name} import *{more}
+'''
+_MODELS = """
+
+# Models that are expected of, by id or folder; options of the command line win over them.
+decoder_models = []
+tuple_output_models = []
+"""
+SCRIPTS = {
+    "generate_metrics": ("", "scripts"),
+    "generate_layers_metrics": ("", "scripts"),
+    "get_thresholds": ("", "tests/resources"),
+    "hook_result_checker": ("",),
+}
+"""Folders where the documents start each script from."""
+SUITES = {"test_decoders": "", "test_model_expectations": _MODELS}
+
+
+def compat(
+    what: Annotated[Literal["install"], place("install")],
+    folder: Annotated[Path, place("DIR")],
+    /,
+    *,
+    force: bool = False,
+) -> int:
+    """Lay the scripts and test modules of other tools' documents into a folder.
+
+        driftline compat install aiu-fms-testing-utils
+        cd aiu-fms-testing-utils
+        python generate_metrics.py --architecture=hf_pretrained --model_path=$MODEL_PATH …
+        pytest tests/models/test_decoders.py -vv
+
+    The files are a few lines each and call Driftline. Modules that programs import (`ait_llm`,
+    `msquickcmp`, `saving_hook`) come with the package driftline-compat instead.
+
+    Args:
+        what: install.
+        folder: Where they go; it is made.
+        force: Replace files that are there.
+    """
+    del what
+    paths = script.step("paths", install_scripts, folder, force=force)
+    script.end(paths)
+    for path in paths:
+        print(path)
+    return EXIT_FINE
+
+
+def install_scripts(folder: Path, *, force: bool = False) -> list[Path]:
+    """Write the files that `compat install` lays into a folder; their paths.
+
+    Raises:
+        AlreadyThere: A file of another tool is there.
+        BadInput: The folder cannot be written.
+    """
+    files = {
+        folder / place / f"{name}.py": _SCRIPT.format(name=name)
+        for name, places in SCRIPTS.items()
+        for place in places
+    }
+    for name, more in SUITES.items():
+        files[folder / "tests" / "models" / f"{name}.py"] = _SUITE.format(name=name, more=more)
+    # All are looked at before one is written: half of them would be worse than none.
+    for path, text in files.items():
+        if path.exists() and not force and path.read_text(errors="replace") != text:
+            raise AlreadyThere(f"{path} is there", hint="give another folder, or --force")
+    try:
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    except OSError as trouble:
+        raise BadInput(f"{folder} cannot be written: {trouble.strerror or trouble}") from None
+    return list(files)
+
+
+def run_script(name: str, words: Sequence[str]) -> int:
+    """Answer a script of another tool by its name."""
+    from driftline.cli.main import main
+
+    given = list(words)
+    # The document's script loads models through ibm-fms, whose layers have the documented names.
+    named = any(word == "--library" or word.startswith("--library=") for word in given)
+    if name == "generate_layers_metrics" and not named and not {"-h", "--help"} & set(given):
+        given += ["--library", "fms"]
+    return main([COMMAND_OF[name], *given])
+
+
+# --- hardware, step by step
+
+
+class Step(NamedTuple):
+    """One thing that was looked at.
+
+    Attributes:
+        name: What it is.
+        fine: Whether it is as it should be; None if it was not looked at.
+        text: What was found.
+        hint: What to do next; empty if nothing.
+    """
+
+    name: str
+    fine: bool | None
+    text: str
+    hint: str = ""
+
+
+Check = Callable[[], str]
+"""Returns what was found, or raises DriftlineError with what to do."""
+
+
+def walk_steps(checks: Mapping[str, Check]) -> Iterator[Step]:
+    """Carry out checks in their order; what comes after the first that fails is not looked at."""
+    failed = False
+    for name, check in checks.items():
+        if failed:
+            yield Step(name, None, "not looked at")
+            continue
+        try:
+            yield Step(name, True, check())
+        except DriftlineError as trouble:
+            failed = True
+            yield Step(name, False, str(trouble), trouble.hint)
+        # A vendor's package may raise anything while it is imported.
+        except Exception as trouble:
+            failed = True
+            lines = str(trouble).strip().splitlines() or [""]
+            yield Step(name, False, f"{type(trouble).__name__}: {lines[0][:200]}")
+
+
+def report_hardware(kind: str, checks: Mapping[str, Check], output: Path) -> list[Step]:
+    """Carry out the checks of one kind of hardware and write the report.
+
+    Raises:
+        BadInput: The report cannot be written.
+    """
+    steps = list(walk_steps(checks))
+    report = {
+        "format": "driftline-hardware-report",
+        "kind": kind,
+        "steps": [step._asdict() for step in steps],
+        # Versions only: nothing of the user's files or environment.
+        "versions": {name: _version(name) for name in _PACKAGES if _version(name)},
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+    try:
+        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    except OSError as trouble:
+        raise BadInput(f"{output} cannot be written: {trouble.strerror or trouble}") from None
+    return steps
+
+
+def print_steps(steps: Sequence[Step], output: Path) -> bool:
+    """Print the steps; whether all are fine."""
+    marks = {True: "ok", False: "FAILED", None: "-"}
+    for step in steps:
+        print(f"{marks[step.fine]:<8}{step.name}: {step.text}")
+        if step.hint:
+            print(f"{'':<8}  next: {step.hint}")
+    print(f"report in {output}; please attach it when you write to us")
+    return all(step.fine for step in steps)
+
+
+_PACKAGES = (
+    *("driftline", "torch", "torch_npu", "torchair", "torch_sendnn", "ibm-fms", "transformers"),
+    *("numpy", "onnxruntime"),
+)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def ascend_checks() -> dict[str, Check]:
+    """What `dump`, `errcheck` and `opcheck -rerun` need of an Ascend machine, in their order."""
+    from driftline.captures.launch.atb import find_probe
+
+    environment = settings.environment()
+
+    def toolkit() -> str:
+        folder = environment.get(settings.ASCEND_TOOLKIT) or settings.ASCEND_TOOLKIT_DEFAULT
+        if not Path(folder).is_dir():
+            raise BadInput(
+                f"there is no folder {folder}", hint="source the toolkit's set_env.sh first"
+            )
+        return folder
+
+    def library() -> str:
+        home = environment.get(settings.ATB_HOME, "")
+        path = Path(home) / "lib" / "libatb.so"
+        if not home or not path.is_file():
+            raise BadInput(
+                f"{settings.ATB_HOME} is not set" if not home else f"there is no {path}",
+                hint="source the ATB library's set_env.sh; without it only saved dumps can be read",
+            )
+        return str(path)
+
+    def adapter() -> str:
+        from driftline.decoding.models.targets import Target, ready
+
+        return f"torch computes on {ready(Target('npu')).device}"
+
+    def graphs() -> str:
+        if find_spec("torchair") is None:
+            raise BadInput(
+                "torchair cannot be imported: graphs of GE cannot be dumped here",
+                hint="install torchair as its maker describes; FX graphs need no torchair",
+            )
+        return "torchair can be imported"
+
+    return {
+        "toolkit": toolkit,
+        "ATB library": library,
+        "probe": lambda: str(find_probe(environment)),
+        "torch on the NPU": adapter,
+        "torchair": graphs,
+    }
+
+
+def aiu_checks() -> dict[str, Check]:
+    """What `validate` and `layer-metrics --candidate device=aiu` need, in their order."""
+    from driftline.decoding.models.targets import AIU_BACKEND, Target, ready
+
+    target = Target("aiu", "fp16", AIU_BACKEND)
+
+    def compiled() -> str:
+        import torch
+
+        from driftline.decoding.models.backend_graphs import compile_unit
+
+        layer = torch.nn.Linear(64, 64).half().eval()
+        given = torch.ones(2, 64, dtype=torch.float16)
+        with torch.inference_mode():
+            wanted = layer(given).float()
+            unit = compile_unit(layer, "", AIU_BACKEND, dynamic=False)
+            made = layer(given).float()
+        if not unit.graphs:
+            raise BadInput(
+                f"torch.compile gave {AIU_BACKEND} no graph of a linear layer",
+                hint="TORCH_LOGS=+dynamo says why",
+            )
+        error = float((made - wanted).norm() / wanted.norm())
+        if not error < 0.02:
+            raise BadInput(f"a linear layer on the AIU is off by {error:.3g} (relative l2)")
+        return f"a linear layer was compiled and agrees (relative l2 {error:.3g})"
+
+    def models() -> str:
+        if find_spec("fms") is None:
+            raise BadInput("ibm-fms cannot be imported", hint="pip install 'driftline[fms]'")
+        return "ibm-fms can be imported"
+
+    def package() -> str:
+        ready(target)
+        return f"torch.compile knows the backend {AIU_BACKEND}"
+
+    return {"package and backend": package, "a first graph": compiled, "models": models}
+
+
+def check_hardware(*, ascend: bool, aiu: bool, output: Path | None) -> bool:
+    """Look at the hardware that is named; whether all is fine."""
+    fine = True
+    wanted: list[tuple[str, Callable[[], dict[str, Any]]]] = []
+    wanted += [("ascend", ascend_checks)] if ascend else []
+    wanted += [("aiu", aiu_checks)] if aiu else []
+    if output is not None and len(wanted) > 1:
+        raise BadInput("--output names one report", hint="give --ascend or --aiu")
+    for kind, checks in wanted:
+        path = output or Path(f"driftline_{kind}_report.json")
+        fine = print_steps(report_hardware(kind, checks(), path), path) and fine
+    sys.stdout.flush()
+    return fine

@@ -1,0 +1,153 @@
+"""One difference between two models, as a value with its JSON form and its sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias, cast
+
+Kind: TypeAlias = Literal[
+    "attribute",
+    "class",
+    "code",
+    "config",
+    "function",
+    "hook",
+    "mode",
+    "module",
+    "parameter",
+    "buffer",
+    "process",
+    "optimizer",
+    "scheduler",
+    "scaler",
+    "clipping",
+    "order",
+    "loss",
+]
+Position: TypeAlias = Literal["at", "upstream", "elsewhere", ""]
+"""Where it lies as seen from the first divergence; empty where nothing diverges."""
+_POSITIONS: tuple[Position, ...] = ("at", "upstream", "elsewhere", "")
+_SAID_BY_VALUES = ("dtype", "shape", "tied", "missing", "extra", "class", "requires_grad")
+"""Relations that the two values already tell."""
+SCHEMA = "driftline.differences/1"
+MOST_SITES = 64
+ABSENT = "(absent)"
+"""Stands for a value that one side does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something in which two models differ.
+
+    Attributes:
+        kind: What it is a difference of.
+        site: The module, by the reference's name; empty for the process and for training.
+        name: Attribute, tensor, option or function.
+        reference: The reference's value, as text.
+        candidate: The candidate's value.
+        relation: For weights and buffers: rounded, different, unrelated, dtype, shape, tied,
+            transposed, permuted, missing, extra, requires_grad.
+        distance: For values: relative distance of the candidate's from the reference's.
+        sites: All modules that have the same difference, the first one included.
+        class_name: Class of the module.
+        source: `file:line` for code.
+        explains: What it would explain, in a sentence.
+        counts: Whether it is a difference of the models; False for what is expected, such as
+            weights rounded to the candidate's number format, other devices or threads.
+        position: Where it lies as seen from the first divergence.
+    """
+
+    kind: Kind
+    site: str
+    name: str
+    reference: str = ""
+    candidate: str = ""
+    relation: str = ""
+    distance: float | None = None
+    sites: tuple[str, ...] = ()
+    class_name: str = ""
+    source: str = ""
+    explains: str = ""
+    counts: bool = True
+    position: Position = ""
+
+    @property
+    def path(self) -> str:
+        """`site.name`, as a program would write it."""
+        if not self.site or self.site == "(root)":
+            return self.name
+        return f"{self.site}.{self.name}" if self.name else self.site
+
+    @property
+    def change(self) -> str:
+        """The two values, or what became of a weight."""
+        values = f"{self.reference} → {self.candidate}" if self.reference != self.candidate else ""
+        words = "" if self.relation in _SAID_BY_VALUES else self.relation
+        if self.distance is not None:
+            words = f"{words} values, {self.distance:.2g} apart" if words == "different" else words
+        return ", ".join(filter(None, (values, words)))
+
+    @property
+    def sentence(self) -> str:
+        """One line: what differs, and where else."""
+        more = len(self.sites) - 1
+        others = f" (and {more} more)" if more > 0 else ""
+        where = f" [{self.source}]" if self.source else ""
+        return f"{self.path}: {self.change}{others}{where}"
+
+    def moved(self, position: Position, explains: str = "") -> Difference:
+        """The same difference, seen from a first divergence."""
+        return replace(self, position=position, explains=explains or self.explains)
+
+    def as_json(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "kind": self.kind,
+            "site": self.site or None,
+            "name": self.name,
+            "reference": self.reference,
+            "candidate": self.candidate,
+            "relation": self.relation,
+            "distance": self.distance,
+            "sites": list(self.sites[:MOST_SITES]),
+            "count": max(1, len(self.sites)),
+            "class": self.class_name,
+            "source": self.source,
+            "explains": self.explains,
+            "counts": self.counts,
+            "position": self.position,
+        }
+        return {name: value for name, value in fields.items() if value not in ("", None, [])}
+
+    @classmethod
+    def from_json(cls, shown: Mapping[str, Any]) -> Difference:
+        """The inverse of `as_json`; the file may come from anywhere."""
+        distance = shown.get("distance")
+        position = shown.get("position", "")
+        sites = shown.get("sites", ())
+        return cls(
+            cast("Kind", str(shown.get("kind", "attribute"))),
+            str(shown.get("site") or ""),
+            str(shown.get("name", "")),
+            str(shown.get("reference", "")),
+            str(shown.get("candidate", "")),
+            str(shown.get("relation", "")),
+            float(distance) if isinstance(distance, int | float) else None,
+            tuple(map(str, cast("Sequence[Any]", sites))) if isinstance(sites, list) else (),
+            str(shown.get("class", "")),
+            str(shown.get("source", "")),
+            str(shown.get("explains", "")),
+            shown.get("counts") is not False,
+            position if position in _POSITIONS else "",
+        )
+
+
+def counted(differences: Sequence[Difference]) -> int:
+    """How many of them are differences of the models."""
+    return sum(difference.counts for difference in differences)
+
+
+def as_json(differences: Sequence[Difference] | None) -> dict[str, Any]:
+    """The document of `driftline show REF CAND --differences --format json`."""
+    listed = None if differences is None else [each.as_json() for each in differences]
+    return {"schema": SCHEMA, "counted": counted(differences or ()), "differences": listed}

@@ -1,0 +1,228 @@
+"""Finds the differences of two runs' models, and orders them as seen from the first divergence.
+
+`differences_of` reads the facts of two runs. `placed` says of each difference whether it lies at or
+upstream of where the drift starts, and what it would explain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from driftline.comparison.differences.difference import ABSENT, Difference, Position
+from driftline.comparison.differences.models import (
+    ModelPair,
+    Names,
+    folded,
+    names_by_prefix,
+)
+from driftline.comparison.differences.training import of_config, of_process, of_training
+from driftline.runs.sidecars.model_facts import read_model_facts
+
+if TYPE_CHECKING:
+    from driftline.alignment.plan import Plan
+    from driftline.comparison.table.row import Row
+    from driftline.comparison.table.table import Table
+    from driftline.runs.run import Run
+
+MOST = 1000
+"""Differences of two runs that are listed; models that differ in more have little in common."""
+_TRAINING = frozenset({"optimizer", "scheduler", "scaler", "clipping", "order"})
+_AFTER_UPDATE = ("param", "param_grad", "optimizer_grad")
+
+
+def differences_of(
+    reference: Run, candidate: Run, plan: Plan | None = None
+) -> tuple[Difference, ...] | None:
+    """What differs between the models of two runs; None if one of them has no facts.
+
+    Args:
+        reference: What is right.
+        candidate: What is in question.
+        plan: What belongs together, where names do not say it.
+    """
+    first, second = read_model_facts(reference), read_model_facts(candidate)
+    if not first or not second:
+        return None
+    names = names_by_prefix(first, second)
+    if plan is not None:
+        # What alignment concluded from structure is more than equal beginnings of names.
+        by_plan = {
+            pair.candidate.key.site: pair.reference.key.site
+            for pair in plan.pairs
+            if pair.candidate.key.port == "output"
+        }
+        names = Names({**names.to_reference, **by_plan})
+    same_ranks = reference.facts.world == candidate.facts.world
+    pair = ModelPair(first, second, names, same_ranks=same_ranks)
+    differences = [
+        *pair.differences(),
+        *of_config(pair),
+        *of_process(first, second),
+        *of_training(pair),
+    ]
+    listed = folded(differences)[:MOST]
+    return tuple(difference.moved("", explanation(difference)) for difference in listed)
+
+
+def placed(
+    differences: Sequence[Difference], table: Table, first: Row | None = None, home: str = ""
+) -> tuple[Difference, ...]:
+    """Differences in the order to read them: at the first divergence, upstream of it, the rest.
+
+    Args:
+        differences: What differs.
+        table: The rows, in order of execution.
+        first: The row where the drift starts; the table's own if not given.
+        home: The site to look at; the table's own if not given.
+    """
+    first = first or table.first
+    step, rank = (0, 0) if first is None else (first.step, first.rank)
+    order: dict[str, int] = {}
+    for row in table.rows:
+        if row.step == step and row.rank == rank:
+            order.setdefault(row.site, row.order)
+    view = _View(order, home or table.first_site or (first.site if first else ""), first)
+    moved = [view.placed(difference) for difference in differences]
+    nearness = {"at": 0, "upstream": 1, "elsewhere": 2, "": 3}
+    return tuple(sorted(moved, key=lambda d: (not d.counts, nearness[d.position])))
+
+
+class _View:
+    """Sees differences from the first divergence.
+
+    Args:
+        order: Site → when it first ran.
+        home: The site where the drift starts; empty if nothing diverges.
+        first: The first row that is off.
+    """
+
+    def __init__(self, order: Mapping[str, int], home: str, first: Row | None) -> None:
+        self._order = order
+        self._home = home
+        self._start = math.inf
+        self._updated = self._graded = False
+        if first is not None:
+            self._start = order.get(home, first.order)
+            # The weights of a later step, and what an optimizer is given, follow its settings.
+            self._updated = first.step > 0 or first.port in _AFTER_UPDATE
+            self._graded = self._updated or first.port.startswith("grad_")
+        # When each module, or something inside it, first ran.
+        self._begins: dict[str, int] = {}
+        for site, number in order.items():
+            name = site.partition("/")[0]
+            while name:
+                self._begins[name] = min(number, self._begins.get(name, number))
+                name = name.rpartition(".")[0]
+
+    def placed(self, difference: Difference) -> Difference:
+        sites = difference.sites or ((difference.site,) if difference.site else ())
+        at = [site for site in sites if self._home and _is_at(site, self._home)]
+        # A folded difference is shown by the module that matters: here, or where it first acts.
+        ran = sorted(sites, key=lambda site: self._begins.get(site, math.inf))
+        nearest = at[:1] or ran[:1]
+        shown = replace(difference, site=nearest[0]) if nearest else difference
+        return shown.moved(self._position(difference, sites, bool(at)))
+
+    def _position(self, difference: Difference, sites: Sequence[str], at: bool) -> Position:
+        if not self._home:
+            return ""
+        if difference.kind in _TRAINING:
+            return "upstream" if self._updated else "elsewhere"
+        if difference.kind == "loss":
+            return "upstream" if self._graded else "elsewhere"
+        if at:
+            return "at"
+        if not sites:
+            return "upstream"
+        before = any(self._begins.get(site, math.inf) < self._start for site in sites)
+        return "upstream" if before else "elsewhere"
+
+
+def _is_at(site: str, home: str) -> bool:
+    """Whether a module is the one where the drift starts, or lies inside it."""
+    return site == home or site.startswith(f"{home}.") or home.startswith(f"{site}/")
+
+
+# What a difference would explain.
+
+
+_SENTENCES: Mapping[str, str] = {
+    "mode": "in training mode dropout is active and batch norms use the batch's own statistics",
+    "hook": "a hook may change what the module is given or returns",
+    "class": "another class computes another function",
+    "code": "the function itself changed",
+    "module": "what this module computes is missing on one side",
+    "function": "another function is called",
+    "config": "it reaches every module that reads it",
+    "process": "it changes the arithmetic of every module",
+    "optimizer": "the weights after the update differ, and every later step with them",
+    "scheduler": "learning rates differ, and the weights after the update",
+    "scaler": "gradients are scaled otherwise; infinite ones skip the update",
+    "clipping": "the gradients that the optimizer sees differ",
+    "order": "gradients are accumulated, scaled or clipped otherwise before the update",
+    "loss": "the loss and all gradients differ, the forward pass does not",
+}
+_WEIGHTS: Mapping[str, str] = {
+    "missing": "its term is missing from the result",
+    "extra": "a term is added that the reference does not have",
+    "tied": "the module computes with other values than those it shared",
+    "unrelated": "the module computes with values that were never loaded, or are another's",
+    "different": "the module's result differs by about as much",
+    "transposed": "the module computes with the transposed values",
+    "permuted": "channels, heads or rows have changed places",
+    "shape": "the weight is another one",
+    "dtype": "what is computed from it has the digits of that format",
+    "requires_grad": "the parameter is updated on one side only",
+}
+
+
+def explanation(difference: Difference) -> str:
+    """What a difference would explain, in a sentence; empty if nothing can be said."""
+    if difference.kind in ("parameter", "buffer"):
+        word = difference.relation.partition(" ")[0]
+        if word == "rounded":
+            if not difference.site:
+                return "a rounding in every weight: noise of that format"
+            return "what is computed from it has the digits of the coarser format"
+        return _WEIGHTS.get(word, "")
+    if difference.kind == "attribute":
+        return _attribute(difference)
+    if difference.kind == "loss" and difference.distance is not None:
+        return ""
+    return _SENTENCES.get(difference.kind, "")
+
+
+def _attribute(difference: Difference) -> str:
+    values = [_number(text) for text in (difference.reference, difference.candidate)]
+    if ABSENT in (difference.reference, difference.candidate):
+        return "the module has a setting that the other side lacks"
+    if None in values or not difference.name:
+        return "the module computes with another setting"
+    first, second = values
+    assert first is not None and second is not None
+    name = difference.name.lower()
+    # An epsilon is added to a variance: its effect depends on how small the variance is.
+    if "eps" in name and min(first, second) >= 0 and max(first, second) < 0.1:
+        return f"a normalised output that is smaller by {max(first, second):.2g} / (2 variance)"
+    if first and second and first != second:
+        return f"a factor of {second / first:.4g} wherever it multiplies"
+    return "the module computes with another setting"
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def summary(differences: Iterable[Difference], most: int = 3) -> str:
+    """The first differences in a few words: `embed_norm.eps, (root).training and 2 more`."""
+    names = [difference.path for difference in differences if difference.counts]
+    shown = [f"'{name}'" for name in names[:most]]
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(shown) + rest

@@ -1,0 +1,460 @@
+"""Two models module by module: classes, code, attributes, modes, hooks, parameters and buffers.
+
+Modules meet by their sites; a table of names may say which site of the candidate is which. Values
+that differ only by an address, a path, a device or a seed are no differences. Equal differences of
+repeated layers become one, with all their sites.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+from driftline.comparison.differences.difference import ABSENT, Difference, Kind
+from driftline.comparison.differences.weights import Relation, relation_of
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.sidecars.model_facts import (
+    CodeFacts,
+    ModelFacts,
+    ModuleFacts,
+    TensorFacts,
+    tensor_path,
+)
+
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{4,}")
+_PATH = re.compile(r"(?:[A-Za-z]:[\\/]|~[\\/]|\.{0,2}/|file:).*")
+_PATH_NAMES = re.compile(r"(?i)(?:path|dir|file|folder|root|name_or_path|cache)s?$")
+_DEVICE = re.compile(r"(?:cpu|cuda|xpu|mps|npu|hpu|meta|gpu|Place\(.*\))(?::\d+)?")
+_SEED = re.compile(r"(?i)(?:^|[_.])seeds?$")
+_VERSION = re.compile(r"(?i)(?:version|commit_hash|timestamp|created_at|date)$")
+_DIGITS = re.compile(r"\d+")
+_LIBRARIES = ("torch.", "paddle.")
+# Below this share of common names the two models are called differently throughout.
+_ENOUGH = 0.3
+
+
+class Names(NamedTuple):
+    """Which site of the candidate is which of the reference.
+
+    Attributes:
+        to_reference: Candidate's site → reference's site, where they differ.
+    """
+
+    to_reference: Mapping[str, str]
+
+    def of(self, site: str) -> str:
+        return self.to_reference.get(site, site)
+
+
+def names_by_prefix(reference: ModelFacts, candidate: ModelFacts) -> Names:
+    """Names of two models whose modules are the same but for what the names begin with.
+
+    `model.layers.0.mlp` of one may be `layers.0.mlp` of the other: the prefix that makes most names
+    meet is taken off or put on.
+    """
+    first, second = set(reference.modules), set(candidate.modules)
+    best, matched = "", len(first & second)
+    prefixes = {name.partition(".")[0] + "." for name in (*first, *second) if "." in name}
+    added = ""
+    for prefix in sorted(prefixes):
+        shorter = sum(prefix + name in first for name in second)
+        longer = sum(name.removeprefix(prefix) in first for name in second if prefix in name)
+        for count, put_on in ((shorter, True), (longer, False)):
+            if count > matched:
+                best, matched, added = prefix, count, prefix if put_on else ""
+    if not best:
+        return Names({})
+    return Names(
+        {
+            name: renamed
+            for name in second
+            if name not in first
+            and (renamed := added + name if added else name.removeprefix(best)) in first
+        }
+    )
+
+
+# Values.
+
+
+def is_same_value(name: str, reference: Any, candidate: Any) -> bool:
+    """Whether two values differ at most by an address, a path, a device or a seed.
+
+    >>> is_same_value("device", "cpu", "cuda:0"), is_same_value("eps", 1e-12, 1e-05)
+    (True, False)
+    """
+    if reference == candidate and type(reference) is type(candidate):
+        return True
+    if _SEED.search(name) or _VERSION.search(name):
+        return True
+    numbers = isinstance(reference, int | float) and isinstance(candidate, int | float)
+    if numbers and not isinstance(reference, bool) and not isinstance(candidate, bool):
+        return reference == candidate
+    if isinstance(reference, list) and isinstance(candidate, list):
+        first, second = cast("list[Any]", reference), cast("list[Any]", candidate)
+        pairs = zip(first, second, strict=False)
+        return len(first) == len(second) and all(is_same_value(name, a, b) for a, b in pairs)
+    if not isinstance(reference, str) or not isinstance(candidate, str):
+        return False
+    if _ADDRESS.sub("0x", reference) == _ADDRESS.sub("0x", candidate):
+        return True
+    if _DEVICE.fullmatch(reference) and _DEVICE.fullmatch(candidate):
+        return True
+    paths = [bool(_PATH.fullmatch(text)) for text in (reference, candidate)]
+    return all(paths) or (any(paths) and bool(_PATH_NAMES.search(name)))
+
+
+def shown(value: Any) -> str:
+    """A value as a difference prints it."""
+    if value is None:
+        return "None"
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, list):
+        return "(" + ", ".join(map(shown, cast("list[Any]", value))) + ")"
+    return str(value)
+
+
+# Modules.
+
+
+class ModelPair:
+    """Two models under comparison.
+
+    Args:
+        reference: Facts of the reference.
+        candidate: Facts of the candidate.
+        names: Which site is which.
+        same_ranks: Whether the processes hold the same part of their models; tensors of other
+            shards are not set against each other.
+    """
+
+    def __init__(
+        self,
+        reference: ModelFacts,
+        candidate: ModelFacts,
+        names: Names,
+        *,
+        same_ranks: bool = True,
+    ) -> None:
+        self.reference = reference
+        self.candidate = candidate
+        self.names = names
+        self.same_ranks = same_ranks
+        self.same_framework = reference.framework == candidate.framework
+        self._candidate_sites = {names.of(site): site for site in candidate.modules}
+        self._candidate_tensors = {
+            tensor_path(names.of(tensor.site), tensor.name): tensor
+            for tensor in candidate.tensors.values()
+        }
+        self.dtypes = self._model_dtypes()
+
+    def differences(self) -> Iterator[Difference]:
+        """All differences of modules and tensors, in the order of the reference's modules."""
+        matched = 0
+        lone: list[ModuleFacts] = []
+        for site, module in self.reference.modules.items():
+            other = self.candidate.modules.get(self._candidate_sites.get(site, ""))
+            if other is None:
+                lone.append(module)
+                continue
+            matched += 1
+            yield from self._module(module, other)
+        yield from self._code()
+        extra = [
+            module
+            for site, module in self.candidate.modules.items()
+            if self.names.of(site) not in self.reference.modules
+        ]
+        total = max(len(self.reference.modules), 1)
+        if matched < _ENOUGH * total:
+            yield Difference(
+                "module",
+                "",
+                "names of modules",
+                f"{total} modules",
+                f"{matched} of them by the same name",
+                counts=False,
+            )
+        else:
+            yield from _lone_modules(lone, "missing")
+            yield from _lone_modules(extra, "extra")
+        yield from self._tensors(named_alike=matched >= _ENOUGH * total)
+
+    def _module(self, module: ModuleFacts, other: ModuleFacts) -> Iterator[Difference]:
+        site, kind = module.site, module.short_class
+        same_class = module.short_class == other.short_class
+        if not same_class and self.same_framework:
+            yield Difference(
+                "class", site, "", kind, other.short_class, class_name=kind, relation="class"
+            )
+        if None not in (module.training, other.training) and module.training != other.training:
+            values = str(module.training), str(other.training)
+            yield Difference("mode", site, "training", *values, class_name=kind)
+        tables: tuple[tuple[Kind, Mapping[str, Any], Mapping[str, Any]], ...] = (
+            ("attribute", module.attributes, other.attributes),
+            ("function", module.functions, other.functions),
+        )
+        for what, first, second in tables:
+            for name in (*first, *(name for name in second if name not in first)):
+                # Another class has other attributes: only common ones say something.
+                if (name not in first or name not in second) and not same_class:
+                    continue
+                a, b = first.get(name, ABSENT), second.get(name, ABSENT)
+                if not self._is_same(name, a, b):
+                    values = shown(a), shown(b)
+                    yield Difference(what, site, name, *values, class_name=kind)
+        hooks = _listed(module.hooks), _listed(other.hooks)
+        if hooks[0] != hooks[1]:
+            yield Difference("hook", site, "hooks", *hooks, class_name=kind)
+        forwards = module.forward or "its class's", other.forward or "its class's"
+        if not self._is_same("forward", *forwards):
+            yield Difference("function", site, "forward", *forwards, class_name=kind)
+
+    def _is_same(self, name: str, first: Any, second: Any) -> bool:
+        if is_same_value(name, first, second):
+            return True
+        # A model in another number format says so in many attributes.
+        words = [str(value).removeprefix("torch.") for value in (first, second)]
+        return self.dtypes is not None and tuple(words) == self.dtypes
+
+    def _code(self) -> Iterator[Difference]:
+        sites: dict[tuple[str, str], list[str]] = {}
+        for site, module in self.reference.modules.items():
+            other = self.candidate.modules.get(self._candidate_sites.get(site, ""))
+            if other is not None and module.short_class == other.short_class:
+                sites.setdefault((module.class_name, other.class_name), []).append(site)
+        for (first, second), places in sites.items():
+            one, two = self.reference.classes.get(first), self.candidate.classes.get(second)
+            if one is None or two is None:
+                continue
+            short = first.rpartition(".")[2]
+            own = not first.startswith(_LIBRARIES)
+            for name in (*one.code, *(name for name in two.code if name not in one.code)):
+                difference = _code_change(name, one.code.get(name), two.code.get(name))
+                if difference is not None:
+                    yield Difference(
+                        "code",
+                        places[0],
+                        name,
+                        *difference[:2],
+                        sites=tuple(places),
+                        class_name=short,
+                        source=difference[2],
+                        # Another version of a library is not the program's change.
+                        counts=own,
+                    )
+            for name in (*one.constants, *(n for n in two.constants if n not in one.constants)):
+                a, b = one.constants.get(name, ABSENT), two.constants.get(name, ABSENT)
+                if own and not self._is_same(name, a, b):
+                    yield Difference(
+                        "attribute",
+                        places[0],
+                        name,
+                        shown(a),
+                        shown(b),
+                        sites=tuple(places),
+                        class_name=short,
+                    )
+
+    # --- parameters and buffers
+
+    def _model_dtypes(self) -> tuple[str, str] | None:
+        """The number formats that most of the weights have; None if they are the same."""
+        pairs: Counter[tuple[str, str]] = Counter()
+        for path, tensor in self.reference.tensors.items():
+            other = self._candidate_tensors.get(path)
+            floating = DTYPES.get(tensor.dtype)
+            if other is None or tensor.is_buffer or floating is None or not floating.is_floating:
+                continue
+            size = 1
+            for extent in tensor.shape:
+                size *= extent
+            pairs[tensor.dtype, other.dtype] += size
+        if not pairs:
+            return None
+        most = pairs.most_common(1)[0][0]
+        return most if most[0] != most[1] else None
+
+    def _tensors(self, *, named_alike: bool) -> Iterator[Difference]:
+        rounded: Counter[str] = Counter()
+        for path, tensor in self.reference.tensors.items():
+            other = self._candidate_tensors.get(path)
+            if other is not None:
+                yield from self._tensor(tensor, other, rounded)
+            elif named_alike and tensor.site in self._candidate_sites:
+                yield _lone_tensor(tensor, tensor.site, "missing")
+        for path, tensor in self._candidate_tensors.items():
+            site = self.names.of(tensor.site)
+            lone = path not in self.reference.tensors
+            if lone and named_alike and site in self.reference.modules:
+                yield _lone_tensor(tensor, site, "extra")
+        if self.dtypes is not None:
+            total = sum(rounded.values())
+            about = f"{rounded['rounded']} of {total} rounded to it" if total else ""
+            yield Difference(
+                "parameter", "", "number format of the weights", *self.dtypes, about, counts=False
+            )
+
+    def _tensor(
+        self, tensor: TensorFacts, other: TensorFacts, rounded: Counter[str]
+    ) -> Iterator[Difference]:
+        kind: Kind = "buffer" if tensor.is_buffer else "parameter"
+
+        def difference(first: str, second: str, word: str, **more: Any) -> Difference:
+            owner = self.reference.modules.get(tensor.site)
+            name = "" if owner is None else owner.short_class
+            return Difference(
+                kind, tensor.site, tensor.name, first, second, word, class_name=name, **more
+            )
+
+        tied = tensor.tied, self.renamed_path(other.tied)
+        if tied[0] != tied[1]:
+            words = [f"tied to {path}" if path else "not tied" for path in tied]
+            yield difference(words[0], words[1], "tied")
+        if tensor.requires_grad != other.requires_grad and not tensor.is_buffer:
+            words = ["trained" if t.requires_grad else "frozen" for t in (tensor, other)]
+            # Without training it changes no number.
+            trained = bool(self.reference.training or self.candidate.training)
+            yield difference(words[0], words[1], "requires_grad", counts=trained)
+        if tensor.unreadable or other.unreadable or not self.same_ranks:
+            return
+        relation = self._relation(tensor, other)
+        if tensor.shape != other.shape and relation.word != "transposed":
+            yield difference(shown(list(tensor.shape)), shown(list(other.shape)), "shape")
+            return
+        dtypes = tensor.dtype, other.dtype
+        converted = dtypes == self.dtypes
+        if dtypes[0] != dtypes[1]:
+            rounded[relation.word] += not tensor.is_buffer
+        expected = relation.word in ("same", "rounded", "")
+        if expected and (dtypes[0] == dtypes[1] or (converted and not tensor.is_buffer)):
+            if relation.word == "rounded" and dtypes[0] == dtypes[1]:
+                yield difference(
+                    *dtypes, f"rounded to {relation.detail}", distance=relation.distance
+                )
+            return
+        # A buffer in fewer digits is named: loaders keep frequencies and statistics in float32.
+        if expected and relation.word == "same" and converted:
+            return
+        detail = f" ({relation.detail})" if relation.word == "transposed" else ""
+        yield difference(
+            *dtypes,
+            relation.word + detail if relation.word not in ("", "same") else "dtype",
+            distance=relation.distance,
+        )
+
+    def _relation(self, tensor: TensorFacts, other: TensorFacts) -> Relation:
+        values = self.reference.weights, self.candidate.weights
+        # A tied tensor has its values under its first name.
+        first = values[0].get(tensor.tied or tensor.path)
+        second = values[1].get(other.tied or other.path)
+        if first is None or second is None:
+            return Relation("")
+        return relation_of(first, second)
+
+    def renamed_path(self, path: str) -> str:
+        site, _, name = path.rpartition(".")
+        return f"{self.names.of(site)}.{name}" if site else path
+
+
+def _code_change(
+    name: str, first: CodeFacts | None, second: CodeFacts | None
+) -> tuple[str, str, str] | None:
+    """What changed in a function: both sides in words, and the candidate's file and line."""
+    if first is None or second is None:
+        # Reached only from a changed function, which is reported by itself.
+        return None
+    if first.digest == second.digest:
+        return None
+    # Other versions of Python compile the same source differently.
+    if first.digest.partition(":")[0] != second.digest.partition(":")[0]:
+        return None
+    lines = _changed_line(first, second)
+    texts = [
+        f"{_file(code.file)}:{line}" for code, line in zip((first, second), lines, strict=True)
+    ]
+    return texts[0], texts[1], f"{second.file}:{lines[1]}"
+
+
+def _changed_line(first: CodeFacts, second: CodeFacts) -> tuple[int, int]:
+    """The first line that differs, on each side."""
+    numbers = list(first.lines), list(second.lines)
+    digests = list(first.lines.values()), list(second.lines.values())
+    matcher = difflib.SequenceMatcher(None, *digests, autojunk=False)
+    for tag, start, _, other, _ in matcher.get_opcodes():
+        if tag != "equal":
+            # An insertion at the end has no line of its own on the other side.
+            one = numbers[0][min(start, len(numbers[0]) - 1)] if numbers[0] else first.line
+            two = numbers[1][min(other, len(numbers[1]) - 1)] if numbers[1] else second.line
+            return one, two
+    return first.line, second.line
+
+
+def _file(path: str) -> str:
+    return path.replace("\\", "/").rpartition("/")[2]
+
+
+def _listed(hooks: Mapping[str, list[str]]) -> str:
+    texts = [f"{kind}: {', '.join(names)}" for kind, names in sorted(hooks.items())]
+    return "; ".join(texts) or "none"
+
+
+def _lone_modules(modules: Iterable[ModuleFacts], word: str) -> Iterator[Difference]:
+    """Modules that one side lacks, without what lies inside them."""
+    above: set[str] = set()
+    for module in modules:
+        parent = module.site.rpartition(".")[0]
+        while parent and parent not in above:
+            parent = parent.rpartition(".")[0]
+        above.add(module.site)
+        if not parent:
+            kind = module.short_class
+            values = (kind, ABSENT) if word == "missing" else (ABSENT, kind)
+            yield Difference("module", module.site, "", *values, word, class_name=kind)
+
+
+def _lone_tensor(tensor: TensorFacts, site: str, word: str) -> Difference:
+    kind: Kind = "buffer" if tensor.is_buffer else "parameter"
+    about = f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
+    values = (about, ABSENT) if word == "missing" else (ABSENT, about)
+    return Difference(kind, site, tensor.name, *values, word)
+
+
+# Repeated layers.
+
+
+def folded(differences: Iterable[Difference]) -> list[Difference]:
+    """Equal differences of repeated layers as one, with all their sites."""
+    groups: dict[tuple[Any, ...], list[Difference]] = {}
+    for difference in differences:
+        key: tuple[Any, ...] = (
+            difference.kind,
+            _DIGITS.sub("*", difference.name),
+            difference.reference,
+            difference.candidate,
+            difference.relation,
+            # A mode is set for a model as a whole, whatever its modules are.
+            "" if difference.kind == "mode" else difference.class_name,
+            difference.counts,
+            difference.source,
+        )
+        # Weights and code are told apart by their place in the layer.
+        if difference.kind in ("parameter", "buffer", "module", "class", "code"):
+            key += (_DIGITS.sub("*", difference.site),)
+        groups.setdefault(key, []).append(difference)
+    return [_one(group) for group in groups.values()]
+
+
+def _one(group: list[Difference]) -> Difference:
+    first = group[0]
+    sites = [site for difference in group for site in difference.sites or (difference.site,)]
+    distances = [d.distance for d in group if d.distance is not None]
+    distance = max(distances) if distances else None
+    if any(difference.class_name != first.class_name for difference in group):
+        first = replace(first, class_name="")
+    return replace(first, sites=tuple(dict.fromkeys(filter(None, sites))), distance=distance)

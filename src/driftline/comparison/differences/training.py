@@ -1,0 +1,282 @@
+"""Differences outside the modules: configuration, state of the process, optimizer, loss, order.
+
+Values of an optimizer's groups are compared for each parameter, because the same settings may be
+arranged in other groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from driftline.comparison.differences.difference import ABSENT, Difference, Kind
+from driftline.comparison.differences.models import ModelPair, is_same_value, shown
+from driftline.runs.sidecars.model_facts import ModelFacts
+
+_CONTEXT = frozenset(
+    {
+        "seed",
+        "threads",
+        "interop_threads",
+        "grad_enabled",
+        "inference_mode",
+        "deterministic_algorithms",
+        "cudnn_benchmark",
+        "cudnn_deterministic",
+        "recomputes_forward",
+        "device",
+    }
+)
+"""State of a process that differs between sound runs: shown, and not counted."""
+_SILENT = frozenset({"seed", "device"})
+"""And what is not even shown: two seeds or devices make no two models."""
+_MOST_NAMES = 6
+# Counters and results of a schedule; its learning rates are compared as the optimizer sees them.
+_PROGRESS = frozenset({"last_epoch", "_step_count", "_last_lr", "base_lrs", "_growth_tracker"})
+
+
+def of_config(pair: ModelPair) -> Iterator[Difference]:
+    """Configurations that speak for themselves, entry by entry."""
+    first, second = pair.reference.config, pair.candidate.config
+    if not first or not second:
+        return
+    for name in (*first, *(name for name in second if name not in first)):
+        a, b = first.get(name, ABSENT), second.get(name, ABSENT)
+        words = tuple(str(value).removeprefix("torch.") for value in (a, b))
+        converted = pair.dtypes is not None and words == pair.dtypes
+        if not is_same_value(name, a, b) and not converted:
+            yield Difference("config", "", name, shown(a), shown(b))
+
+
+def of_process(reference: ModelFacts, candidate: ModelFacts) -> Iterator[Difference]:
+    """Switches of the process that can change a number."""
+    first, second = reference.process, candidate.process
+    for name in first:
+        if name not in second or name in _SILENT:
+            continue
+        if not is_same_value(name, first[name], second[name]):
+            values = shown(first[name]), shown(second[name])
+            yield Difference("process", "", name, *values, counts=name not in _CONTEXT)
+
+
+def of_training(pair: ModelPair) -> Iterator[Difference]:
+    """Optimizers, schedulers, scalers, clipping, losses, and the order of their calls."""
+    first, second = _by_kind(pair.reference), _by_kind(pair.candidate)
+    if not (first and second):
+        return
+    yield from _optimizers(pair, first.get("optimizer", []), second.get("optimizer", []))
+    for kind in ("scheduler", "scaler", "clipping"):
+        yield from _settings(cast("Kind", kind), first.get(kind, []), second.get(kind, []))
+    yield from _orders(first.get("order", []), second.get("order", []))
+    yield from _losses(first.get("loss", []), second.get("loss", []))
+
+
+def _by_kind(facts: ModelFacts) -> dict[str, list[dict[str, Any]]]:
+    records: dict[str, list[dict[str, Any]]] = {}
+    for record in facts.training:
+        records.setdefault(str(record.get("kind")), []).append(record)
+    return records
+
+
+def _table(value: Any) -> Mapping[str, Any]:
+    return cast("Mapping[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+# Optimizers.
+
+
+def _optimizers(
+    pair: ModelPair, first: list[dict[str, Any]], second: list[dict[str, Any]]
+) -> Iterator[Difference]:
+    numbers = {record.get("number") for record in (*first, *second)}
+    for number in sorted(number for number in numbers if type(number) is int):
+        records = [[r for r in side if r.get("number") == number] for side in (first, second)]
+        classes = [
+            str(side[0].get("class", "")).rpartition(".")[2] if side else ABSENT for side in records
+        ]
+        if classes[0] != classes[1]:
+            yield Difference("optimizer", "", "class of the optimizer", classes[0], classes[1])
+        if ABSENT not in classes:
+            yield from _group_values(pair, records[0][0], records[1][0], classes[0])
+            yield from _later_values(records[0], records[1], classes[0])
+
+
+def _group_values(
+    pair: ModelPair, first: dict[str, Any], second: dict[str, Any], optimizer: str
+) -> Iterator[Difference]:
+    one, two = _values_by_parameter(first), _values_by_parameter(second)
+    two = {pair.renamed_path(path): values for path, values in two.items()}
+    changed: dict[tuple[str, str, str], list[str]] = {}
+    for path, values in one.items():
+        others = two.get(path)
+        if others is None:
+            changed.setdefault(("parameters", "updated", "not in the optimizer"), []).append(path)
+            continue
+        for name in values:
+            if name in others and not is_same_value(name, values[name], others[name]):
+                key = name, shown(values[name]), shown(others[name])
+                changed.setdefault(key, []).append(path)
+    for path in two:
+        if path not in one:
+            changed.setdefault(("parameters", "not in the optimizer", "updated"), []).append(path)
+    # Without names the groups are compared in their order.
+    if not one or not two:
+        groups = zip(_list(first.get("groups")), _list(second.get("groups")), strict=False)
+        for number, (group, other) in enumerate(groups):
+            a, b = _table(_table(group).get("values")), _table(_table(other).get("values"))
+            for name in a:
+                if name in b and not is_same_value(name, a[name], b[name]):
+                    key = name, shown(a[name]), shown(b[name])
+                    changed.setdefault(key, []).append(f"group {number}")
+    for (name, a, b), paths in changed.items():
+        everything = len(paths) == len(one)
+        listed = ", ".join(paths[:_MOST_NAMES]) + (", ..." if len(paths) > _MOST_NAMES else "")
+        where = "all parameters" if everything else f"{len(paths)} parameters: {listed}"
+        yield Difference("optimizer", "", f"{optimizer} {name}", a, b, f"for {where}")
+
+
+def _values_by_parameter(record: dict[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {
+        str(path): _table(_table(group).get("values"))
+        for group in _list(record.get("groups"))
+        for path in _list(_table(group).get("names"))
+    }
+
+
+def _later_values(
+    first: list[dict[str, Any]], second: list[dict[str, Any]], optimizer: str
+) -> Iterator[Difference]:
+    """Values that schedules set: the first step in which they differ."""
+    one, two = _schedule(first), _schedule(second)
+    start = {key: (one[key], two[key]) for key in one if key in two}
+    for (group, name), (values, others) in start.items():
+        # A difference from the first step on has been told.
+        if not is_same_value(name, values[min(values)], others[min(others)]):
+            continue
+        a, b = values[min(values)], others[min(others)]
+        for step in sorted({*values, *others}):
+            a, b = values.get(step, a), others.get(step, b)
+            if not _near(a, b):
+                label = f"{optimizer} {name} in group {group} from step {step}"
+                yield Difference("optimizer", "", label, shown(a), shown(b))
+                break
+
+
+def _near(first: Any, second: Any) -> bool:
+    numbers = isinstance(first, int | float) and isinstance(second, int | float)
+    # Schedules compute in float64; the last digits depend on the order of operations.
+    return math.isclose(first, second, rel_tol=1e-9) if numbers else first == second
+
+
+def _schedule(records: list[dict[str, Any]]) -> dict[tuple[int, str], dict[int, Any]]:
+    """(Group, value's name) → step → value."""
+    schedule: dict[tuple[int, str], dict[int, Any]] = {}
+    for record in records:
+        step = record.get("step")
+        for number, group in enumerate(_list(record.get("groups"))):
+            for name, value in _table(_table(group).get("values")).items():
+                schedule.setdefault((number, name), {})[step if type(step) is int else 0] = value
+    return schedule
+
+
+# Settings, order and loss.
+
+
+def _settings(
+    kind: Kind, first: list[dict[str, Any]], second: list[dict[str, Any]]
+) -> Iterator[Difference]:
+    if not first and not second:
+        return
+    if not first or not second:
+        present = (first or second)[0]
+        name = str(present.get("class", "")).rpartition(".")[2] or _settings_text(present)
+        values = (name, ABSENT) if first else (ABSENT, name)
+        yield Difference(kind, "", kind, *values)
+        return
+    # Objects that nobody refers to by name are compared in the order in which they were found.
+    for one, two in zip(first, second, strict=False):
+        classes = [str(record.get("class", "")).rpartition(".")[2] for record in (one, two)]
+        if classes[0] != classes[1]:
+            yield Difference(kind, "", "class", classes[0], classes[1])
+            continue
+        a, b = _table(one.get("values")), _table(two.get("values"))
+        for name in (*a, *(name for name in b if name not in a)):
+            values = a.get(name, ABSENT), b.get(name, ABSENT)
+            if name not in _PROGRESS and not is_same_value(name, *values):
+                label = f"{classes[0]} {name}".strip()
+                yield Difference(kind, "", label, shown(values[0]), shown(values[1]))
+
+
+def _settings_text(record: dict[str, Any]) -> str:
+    values = _table(record.get("values"))
+    return ", ".join(f"{name}={shown(value)}" for name, value in values.items())
+
+
+def _orders(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> Iterator[Difference]:
+    one, two = _order_by_step(first), _order_by_step(second)
+    for step in sorted({*one, *two}):
+        # An order holds until another one is written.
+        a = one[max(s for s in one if s <= step)] if any(s <= step for s in one) else []
+        b = two[max(s for s in two if s <= step)] if any(s <= step for s in two) else []
+        if a and b and a != b:
+            values = " ".join(a), " ".join(b)
+            yield Difference("order", "", f"calls of step {step}", *values)
+            return
+
+
+def _order_by_step(records: list[dict[str, Any]]) -> dict[int, list[str]]:
+    return {
+        step: [str(word) for word in _list(record.get("calls"))]
+        for record in records
+        if type(step := record.get("step", 0)) is int
+    }
+
+
+def _losses(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> Iterator[Difference]:
+    for one, two in zip(first, second, strict=False):
+        functions = [[str(name) for name in _list(r.get("functions"))] for r in (one, two)]
+        step = one.get("step", 0)
+        if functions[0] != functions[1]:
+            a = _unlike(functions[0], functions[1])
+            b = _unlike(functions[1], functions[0])
+            yield Difference("loss", "", f"functions of the loss in step {step}", a, b)
+            break
+    for one, two in zip(first, second, strict=False):
+        a, b = _number(one.get("value")), _number(two.get("value"))
+        if a is not None and b is not None and a != b:
+            size = abs(a) or 1.0
+            yield Difference(
+                "loss",
+                "",
+                f"loss in step {one.get('step', 0)}",
+                f"{a:.8g}",
+                f"{b:.8g}",
+                distance=abs(a - b) / size,
+                # Any other arithmetic gives another loss; which one is wrong the numbers say.
+                counts=False,
+            )
+            break
+
+
+def _unlike(functions: list[str], others: list[str]) -> str:
+    """The functions that the other side has not, or not as often."""
+    rest = list(others)
+    own: list[str] = []
+    for name in functions:
+        if name in rest:
+            rest.remove(name)
+        else:
+            own.append(name)
+    return ", ".join(own) or ABSENT
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None

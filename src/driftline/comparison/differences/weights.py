@@ -1,0 +1,195 @@
+"""Are two weights the same, rounded, transposed, permuted or different?
+
+Answered from what runs keep of weights: digests answer exactly; the 4096 samples and the sketch say
+how far apart two tensors are. No tensor is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.sidecars.model_facts import WeightValues, grid_of
+
+F64 = npt.NDArray[np.float64]
+# With so few samples two unrelated tensors may look alike by accident.
+_FEWEST = 32
+# Cosine below which two tensors of n samples have nothing in common, in units of 1/sqrt(n).
+_UNRELATED = 6.0
+_MOST_AXES = 5
+SIXTEEN_BITS = ("bfloat16", "float16")
+
+
+class Relation(NamedTuple):
+    """How one weight follows from another.
+
+    Attributes:
+        word: same, rounded, transposed, permuted, different, unrelated, or empty if not known.
+        distance: Relative distance; 0 for the same, None if not known.
+        detail: Which axes, or which number format.
+    """
+
+    word: str
+    distance: float | None = None
+    detail: str = ""
+
+
+def relation_of(reference: WeightValues, candidate: WeightValues) -> Relation:
+    """How the candidate's weight follows from the reference's."""
+    if reference.unreadable or candidate.unreadable:
+        return Relation("")
+    if reference.shape == candidate.shape:
+        return _of_same_shape(reference, candidate)
+    if sorted(reference.shape) != sorted(candidate.shape):
+        return Relation("")
+    axes = _transposition(reference, candidate)
+    return Relation("") if axes is None else Relation("transposed", None, f"axes {axes}")
+
+
+def _of_same_shape(reference: WeightValues, candidate: WeightValues) -> Relation:
+    if _same_bytes(reference, candidate):
+        return Relation("same", 0.0)
+    rounded = _rounding(reference, candidate)
+    if rounded is not None:
+        return rounded
+    axes = _transposition(reference, candidate)
+    if axes is not None:
+        return Relation("transposed", _distance(reference, candidate), f"axes {axes}")
+    if _same_elements(reference, candidate):
+        return Relation("permuted", _distance(reference, candidate))
+    return _apart(reference, candidate)
+
+
+def _same_bytes(reference: WeightValues, candidate: WeightValues) -> bool:
+    if reference.dtype != candidate.dtype:
+        return False
+    if reference.digest and candidate.digest and _alike(reference.digest, candidate.digest):
+        return reference.digest == candidate.digest
+    # Of a large model only samples were looked at.
+    return bool(reference.encoded) and reference.encoded == candidate.encoded
+
+
+def _alike(first: str, second: str) -> bool:
+    """Digests of different algorithms say nothing about each other."""
+    return first.partition(":")[0] == second.partition(":")[0]
+
+
+def _rounding(reference: WeightValues, candidate: WeightValues) -> Relation | None:
+    """Whether one holds the values of the other, rounded to a number format."""
+    first, second = reference.samples(), candidate.samples()
+    exact = first is not None and second is not None and np.array_equal(first, second)
+    distance = 0.0 if exact else _distance(reference, candidate)
+    for coarse, fine in ((candidate, reference), (reference, candidate)):
+        digest = fine.rounded.get(coarse.dtype)
+        if digest and coarse.digest and digest == coarse.digest:
+            word = "same" if exact else "rounded"
+            return Relation(word, distance, coarse.dtype)
+    if first is None or second is None:
+        return None
+    if exact and (reference.basis == "sample" or candidate.basis == "sample"):
+        return Relation("same", 0.0)
+    # Values of a coarse format that are stored in a finer one, or of which only samples were read.
+    # A few numbers of one format may be rounded ones by accident.
+    telling = reference.dtype != candidate.dtype or first.size >= _FEWEST
+    for coarse, fine in ((second, first), (first, second)) if telling else ():
+        for name in SIXTEEN_BITS:
+            if not exact and np.array_equal(_rounded(fine, name), coarse, equal_nan=True):
+                return Relation("rounded", distance, name)
+    if reference.dtype != candidate.dtype and exact:
+        return Relation("same", 0.0)
+    wide = {reference.dtype, candidate.dtype} == {"float64", "float32"}
+    if wide and np.array_equal(first.astype(np.float32), second.astype(np.float32)):
+        return Relation("rounded", distance, "float32")
+    return None
+
+
+def _rounded(values: F64, name: str) -> F64:
+    with np.errstate(over="ignore", invalid="ignore"):
+        single = values.astype(np.float32)
+        if name == "float16":
+            return single.astype(np.float16).astype(np.float64)
+        bits = single.view(np.uint32).astype(np.uint64)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        return bits.astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def _same_elements(reference: WeightValues, candidate: WeightValues) -> bool:
+    """Whether both have the same elements in some order, rounding aside."""
+    first, second = reference.unordered, candidate.unordered
+    if reference.dtype == candidate.dtype:
+        return bool(first.get("own")) and first.get("own") == second.get("own")
+    rounded = first.get("own" if reference.dtype == "bfloat16" else "bfloat16")
+    other = second.get("own" if candidate.dtype == "bfloat16" else "bfloat16")
+    return bool(rounded) and rounded == other
+
+
+def _transposition(reference: WeightValues, candidate: WeightValues) -> str | None:
+    """The order of axes in which the reference's values are the candidate's; None if in none."""
+    first, second = reference.samples(), candidate.samples()
+    if first is None or second is None or not 2 <= first.ndim <= _MOST_AXES:
+        return None
+    # Both have all of their values in the samples, or their elements must be the same as well.
+    complete = grid_of(reference.shape) == reference.shape
+    sampled = "sample" in (reference.basis, candidate.basis)
+    if not complete and not sampled and not _same_elements(reference, candidate):
+        return None
+    usual = tuple(range(first.ndim))
+    for axes in itertools.permutations(usual):
+        if axes == usual or tuple(reference.shape[axis] for axis in axes) != candidate.shape:
+            continue
+        turned = first.transpose(axes)
+        if np.ptp(first) > 0 and _equal_after_rounding(turned, second, candidate.dtype):
+            return ", ".join(map(str, axes))
+    return None
+
+
+def _equal_after_rounding(first: F64, second: F64, dtype: str) -> bool:
+    if np.array_equal(first, second, equal_nan=True):
+        return True
+    return dtype in SIXTEEN_BITS and np.array_equal(_rounded(first, dtype), second, equal_nan=True)
+
+
+def _distance(reference: WeightValues, candidate: WeightValues) -> float | None:
+    """Relative distance, from the samples, or from the sketches of all elements."""
+    first, second = reference.summary, candidate.summary
+    complete = grid_of(reference.shape) == reference.shape
+    if not complete and first is not None and second is not None:
+        sketches: Any = first.sketch, second.sketch
+        if sketches[0] and sketches[1] and reference.basis == candidate.basis == "all":
+            apart = np.asarray(sketches[1]) - np.asarray(sketches[0])
+            return _ratio(float(np.linalg.norm(apart)), float(first.l2))
+    samples = reference.samples(), candidate.samples()
+    if samples[0] is None or samples[1] is None or samples[0].shape != samples[1].shape:
+        return None
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = float(np.linalg.norm(samples[1] - samples[0]))
+    return _ratio(apart, float(np.linalg.norm(samples[0])))
+
+
+def _ratio(apart: float, size: float) -> float | None:
+    if not math.isfinite(apart) or not math.isfinite(size):
+        return None
+    if size == 0.0:
+        return 0.0 if apart == 0.0 else math.inf
+    return apart / size
+
+
+def _apart(reference: WeightValues, candidate: WeightValues) -> Relation:
+    distance = _distance(reference, candidate)
+    first, second = reference.samples(), candidate.samples()
+    dtype = DTYPES.get(candidate.dtype)
+    if first is not None and second is not None and dtype is not None and dtype.is_floating:
+        count = first.size
+        # Both are centred: two tensors of positive numbers point in the same direction anyway.
+        a, b = first - first.mean(), second - second.mean()
+        size = float(np.linalg.norm(a) * np.linalg.norm(b))
+        if count >= _FEWEST and size > 0.0 and math.isfinite(size):
+            cosine = float((a * b).sum()) / size
+            if abs(cosine) < _UNRELATED / math.sqrt(count) and (distance or 0.0) > 0.5:
+                return Relation("unrelated", distance)
+    return Relation("different", distance)

@@ -1,0 +1,566 @@
+"""Functions of leaf modules in numpy float64: linear, convolution, norms, embedding, activations.
+
+Which function a module computes is not read off its class. `possible_leaves` lists the functions
+that fit the shapes of its input, its output and its weights; whoever asks applies them to tensors
+of which the result is known and keeps the one that gives it. A leaf is computed for some rows of
+its input, and some channels and positions of its output, so that the cost does not depend on the
+size of the model. Knows no runs and judges nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from driftline.numerics.dtypes import DType, to_float64
+
+F64: TypeAlias = "npt.NDArray[np.float64]"
+Places: TypeAlias = "npt.NDArray[np.intp]"
+Shape: TypeAlias = tuple[int, ...]
+Attributes: TypeAlias = Mapping[str, Any]
+"""What is known of a module besides its tensors: `eps`, `stride`, `num_groups`; mostly nothing."""
+
+
+class Weight(NamedTuple):
+    """A stored parameter or buffer of which only the needed part is decoded.
+
+    Attributes:
+        raw: Storage values in the tensor's shape.
+        dtype: What they mean.
+        jitter: Relative size of a random change of every element, to see what rounding does.
+    """
+
+    raw: npt.NDArray[Any]
+    dtype: DType
+    jitter: float = 0.0
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.raw.shape)
+
+    def turned(self) -> Weight:
+        """The transposed matrix."""
+        return self._replace(raw=self.raw.T)
+
+    def values(self, part: Places | None = None) -> F64:
+        """Elements as float64, of some entries of the first axis or of all."""
+        raw = self.raw if part is None else self.raw[part]
+        return jittered(np.asarray(to_float64(raw, self.dtype), np.float64), self.jitter)
+
+
+def jittered(values: F64, size: float) -> F64:
+    """Values, each changed by a random share of itself of at most `size`; the same every time."""
+    if not size:
+        return values
+    # A fixed seed: two comparisons of the same runs must give the same figures.
+    return values * (1.0 + size * np.random.default_rng(7).uniform(-1.0, 1.0, values.shape))
+
+
+Weights: TypeAlias = Mapping[str, Weight]
+
+
+class Part(NamedTuple):
+    """What of a leaf's output is computed.
+
+    Attributes:
+        channels: Which output channels; all when None.
+        positions: Which flat positions behind the channel axis; all when None.
+    """
+
+    channels: Places | None = None
+    positions: Places | None = None
+
+
+class Leaf(Protocol):
+    """A function whose result is known from its input and its weights.
+
+    Attributes:
+        name: What it is called in messages.
+        leading: How many leading axes of input and output are rows, computed independently.
+        channel_axis: Which axis behind those holds the output channels that can be chosen; None
+            where a row is computed at once.
+        terms: Terms of its longest sum.
+        roundings: Roundings of the result that a right implementation may make.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def leading(self) -> int: ...
+    @property
+    def has_channels(self) -> bool: ...
+    @property
+    def terms(self) -> int: ...
+    @property
+    def roundings(self) -> float: ...
+
+    def computed(self, rows: F64, weights: Weights, part: Part) -> F64:
+        """The chosen part of the output for some rows of the input: [rows, channels, ...]."""
+        ...
+
+    def chosen(self, rows: F64, part: Part) -> F64:
+        """The same part of some rows of a stored output."""
+        ...
+
+
+def possible_leaves(
+    given: Shape,
+    integers: bool,
+    made: Shape,
+    weights: Mapping[str, Shape],
+    attributes: Attributes,
+) -> Iterator[Leaf]:
+    """Functions that could give an output of this shape, likely ones first.
+
+    Args:
+        given: Shape of the input.
+        integers: Whether the input holds integers.
+        made: Shape of the output.
+        weights: Shapes of the floating parameters and buffers, by name.
+        attributes: What is known of the module besides.
+    """
+    matrices = [(name, shape) for name, shape in weights.items() if len(shape) == 2]
+    kernels = [(name, shape) for name, shape in weights.items() if len(shape) >= 3]
+    vectors = [(name, shape) for name, shape in weights.items() if len(shape) <= 1]
+    if integers:
+        if len(weights) == 1 and matrices and made == (*given, matrices[0][1][1]):
+            yield Embedding(matrices[0][0], len(given))
+        return
+    if not given or not made:
+        return
+    if len(matrices) == 1 and not kernels and len(vectors) <= 1:
+        yield from _linears(given, made, matrices[0], vectors)
+    if len(kernels) == 1 and not matrices and len(vectors) <= 1:
+        yield from _convolutions(given, made, kernels[0], vectors, attributes)
+    if given != made:
+        return
+    if not matrices and not kernels:
+        yield from _norms(given, weights, attributes)
+    if not weights:
+        yield from _activations(len(given))
+
+
+# --- matrix products and lookups
+
+
+class Linear(NamedTuple):
+    """`x Wᵀ + b` over the last axis; `turned` where the weight is stored as [in, out]."""
+
+    weight: str
+    bias: str
+    leading: int
+    terms: int
+    turned: bool
+    name: str = "linear"
+    has_channels: bool = True
+    roundings: float = 1.0
+
+    def computed(self, rows: F64, weights: Weights, part: Part) -> F64:
+        stored = weights[self.weight]
+        matrix = (stored.turned() if self.turned else stored).values(part.channels)
+        result = rows @ matrix.T
+        return result + weights[self.bias].values(part.channels) if self.bias else result
+
+    def chosen(self, rows: F64, part: Part) -> F64:
+        return rows if part.channels is None else rows[:, part.channels]
+
+
+def _linears(
+    given: Shape, made: Shape, matrix: tuple[str, Shape], vectors: Sequence[tuple[str, Shape]]
+) -> Iterator[Linear]:
+    name, shape = matrix
+    if given[:-1] != made[:-1]:
+        return
+    if any(size != (made[-1],) for _, size in vectors):
+        return
+    bias = vectors[0][0] if vectors else ""
+    # torch keeps [out, in], Paddle and transformers' Conv1D [in, out]; a square one may be either.
+    for turned, wanted in ((False, (made[-1], given[-1])), (True, (given[-1], made[-1]))):
+        if shape == wanted:
+            yield Linear(name, bias, len(given) - 1, given[-1], turned)
+
+
+class Embedding(NamedTuple):
+    """Rows of a table, by number."""
+
+    weight: str
+    leading: int
+    name: str = "embedding"
+    has_channels: bool = False
+    terms: int = 1
+    roundings: float = 1.0
+
+    def computed(self, rows: F64, weights: Weights, part: Part) -> F64:
+        table = weights[self.weight]
+        places = rows.reshape(-1).astype(np.intp)
+        # A number outside the table has no row; torch raises there, other kernels read anything.
+        if places.size and not 0 <= int(places.min()) <= int(places.max()) < table.shape[0]:
+            raise ValueError("an index lies outside the table")
+        return table.values(places)
+
+    def chosen(self, rows: F64, part: Part) -> F64:
+        return rows
+
+
+# --- convolutions
+
+
+_MOST_WINDOWS = 6
+"""Combinations of stride, padding and dilation that are tried where nothing says them."""
+_LARGEST_WINDOW = 1 << 20
+"""Elements of all windows together."""
+
+
+class Convolution(NamedTuple):
+    """A convolution with zeros as padding, over any number of spatial axes."""
+
+    weight: str
+    bias: str
+    groups: int
+    stride: Shape
+    padding: Shape
+    dilation: Shape
+    terms: int
+    name: str = "convolution"
+    leading: int = 1
+    has_channels: bool = True
+    roundings: float = 1.0
+
+    def computed(self, rows: F64, weights: Weights, part: Part) -> F64:
+        kernel = weights[self.weight]
+        channels = _all(part.channels, kernel.shape[0])
+        windows = self._windows(rows, kernel.shape[2:], part.positions)
+        inside = kernel.shape[1]
+        per_group = kernel.shape[0] // self.groups
+        factors = kernel.values(channels).reshape(len(channels), -1)
+        result = np.empty((len(rows), len(channels), windows.shape[2]))
+        for group in np.unique(channels // per_group):
+            of_group = channels // per_group == group
+            part_of = windows[:, group * inside : (group + 1) * inside]
+            flat = np.moveaxis(part_of, 2, 1).reshape(len(rows), windows.shape[2], -1)
+            result[:, of_group] = np.moveaxis(flat @ factors[of_group].T, 2, 1)
+        if self.bias:
+            result += weights[self.bias].values(channels)[:, None]
+        return result
+
+    def _windows(self, rows: F64, size: Shape, positions: Places | None) -> F64:
+        """What every chosen output position sees: [rows, channels, positions, *size]."""
+        padded = np.pad(rows, [(0, 0), (0, 0), *((width, width) for width in self.padding)])
+        made = tuple(
+            (length - dilation * (width - 1) - 1) // stride + 1
+            for length, width, stride, dilation in zip(
+                padded.shape[2:], size, self.stride, self.dilation, strict=True
+            )
+        )
+        flat = _all(positions, math.prod(made))
+        if flat.size * rows.shape[0] * rows.shape[1] * math.prod(size) > 2 * _LARGEST_WINDOW:
+            raise ValueError("the windows are too large")
+        axes: list[Any] = []
+        for axis, start in enumerate(np.unravel_index(flat, made)):
+            within = self.dilation[axis] * np.arange(size[axis])
+            places = np.asarray(start)[:, None] * self.stride[axis] + within
+            # One axis of windows for all, one of its own for every spatial axis.
+            spread = [1] * (len(size) + 1)
+            spread[0], spread[axis + 1] = len(flat), size[axis]
+            axes.append(places.reshape(spread))
+        return padded[(slice(None), slice(None), *axes)]
+
+    def chosen(self, rows: F64, part: Part) -> F64:
+        return _of_images(rows, part)
+
+
+def _convolutions(
+    given: Shape,
+    made: Shape,
+    kernel: tuple[str, Shape],
+    vectors: Sequence[tuple[str, Shape]],
+    attributes: Attributes,
+) -> Iterator[Convolution]:
+    name, shape = kernel
+    if not len(given) == len(made) == len(shape) or made[:2] != (given[0], shape[0]):
+        return
+    if shape[1] < 1 or given[1] % shape[1] or any(size != (made[1],) for _, size in vectors):
+        return
+    groups = given[1] // shape[1]
+    if shape[0] % groups or any(size < 1 for size in (*given, *shape)):
+        return
+    spatial = [
+        islice(_axis_windows(*sizes), _MOST_WINDOWS)
+        for sizes in zip(given[2:], made[2:], shape[2:], strict=True)
+    ]
+    bias = vectors[0][0] if vectors else ""
+    terms = math.prod(shape[1:])
+    stated = _stated_window(attributes, len(shape) - 2)
+    # The nth choice of every axis together: axes of one kernel are mostly alike.
+    derived = [tuple(zip(*choice, strict=True)) for choice in zip(*spatial, strict=False)]
+    for stride, padding, dilation in [*([stated] if stated else []), *derived]:
+        yield Convolution(name, bias, groups, stride, padding, dilation, terms)
+
+
+def _axis_windows(given: int, made: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Stride, padding and dilation of an axis that give its length, usual ones first."""
+    for dilation in (1, 2, 4):
+        reach = dilation * (size - 1)
+        # Half the window, no padding at all, then everything between.
+        for padding in dict.fromkeys((reach // 2, 0, *range(1, reach + 1))):
+            left = given + 2 * padding - reach - 1
+            for stride in dict.fromkeys((1, 2, size, 4, 3)):
+                if left >= 0 and left // stride + 1 == made:
+                    yield stride, padding, dilation
+
+
+def _stated_window(attributes: Attributes, axes: int) -> tuple[Shape, Shape, Shape] | None:
+    """Stride, padding and dilation as the module itself says them; None where it does not."""
+    sizes: list[Shape] = []
+    for name in ("stride", "padding", "dilation"):
+        value = attributes.get(name)
+        if type(value) is int:
+            listed: list[Any] = [value] * axes
+        elif isinstance(value, (tuple, list)):
+            listed = list(cast("Sequence[Any]", value))
+        else:
+            return None
+        if len(listed) != axes:
+            return None
+        if not all(type(size) is int and 0 <= size < 1 << 16 for size in listed):
+            return None
+        sizes.append(tuple(map(int, listed)))
+    stride, padding, dilation = sizes
+    return (stride, padding, dilation) if min(*stride, *dilation) > 0 else None
+
+
+# --- norms
+
+
+_EPSILONS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3)
+"""Usual ones; tried where nothing says which it is."""
+_GROUPS = (32, 16, 8, 4, 2, 1)
+
+
+class RowNorm(NamedTuple):
+    """A norm over the last axes: less its mean or not, divided by its size, times a weight."""
+
+    weight: str
+    bias: str
+    leading: int
+    terms: int
+    epsilon: float
+    centred: bool
+    added: float = 0.0
+    has_channels: bool = False
+    # The normalised value, the product with the weight and the sum with the bias may be rounded.
+    roundings: float = 2.0
+
+    @property
+    def name(self) -> str:
+        return "layer norm" if self.centred else "RMS norm"
+
+    def computed(self, rows: F64, weights: Weights, part: Part) -> F64:
+        flat = rows.reshape(len(rows), -1)
+        if self.centred:
+            flat = flat - flat.mean(axis=1, keepdims=True)
+        size = np.sqrt(np.mean(flat * flat, axis=1, keepdims=True) + self.epsilon)
+        result = flat / size
+        if self.weight:
+            # Gemma keeps its weights less one.
+            result *= self.added + weights[self.weight].values().reshape(-1)
+        return result + weights[self.bias].values().reshape(-1) if self.bias else result
+
+    def chosen(self, rows: F64, part: Part) -> F64:
+        return rows.reshape(len(rows), -1)
+
+
+class ChannelNorm(NamedTuple):
+    """Every channel with its own stored mean and variance, as batch norms do in evaluation."""
+
+    weight: str
+    bias: str
+    mean: str
+    variance: str
+    epsilon: float
+    name: str = "batch norm"
+    leading: int = 1
+    has_channels: bool = True
+    terms: int = 1
+    roundings: float = 2.0
+
+    def computed(self, rows: F64, weights: Weights, part: Part) -> F64:
+        values = _of_images(rows, part)
+
+        def column(name: str) -> F64:
+            return weights[name].values(part.channels)[:, None]
+
+        result = (values - column(self.mean)) / np.sqrt(column(self.variance) + self.epsilon)
+        if self.weight:
+            result *= column(self.weight)
+        return result + column(self.bias) if self.bias else result
+
+    def chosen(self, rows: F64, part: Part) -> F64:
+        return _of_images(rows, part)
+
+
+class GroupNorm(NamedTuple):
+    """A norm over groups of channels with their positions; one channel each is an instance norm."""
+
+    weight: str
+    bias: str
+    groups: int
+    terms: int
+    epsilon: float
+    name: str = "group norm"
+    leading: int = 1
+    has_channels: bool = False
+    roundings: float = 2.0
+
+    def computed(self, rows: F64, weights: Weights, part: Part) -> F64:
+        grouped = rows.reshape(len(rows), self.groups, -1)
+        grouped = grouped - grouped.mean(axis=2, keepdims=True)
+        size = np.sqrt(np.mean(grouped * grouped, axis=2, keepdims=True) + self.epsilon)
+        result = (grouped / size).reshape(len(rows), rows.shape[1], -1)
+        if self.weight:
+            result *= weights[self.weight].values()[:, None]
+        return result + weights[self.bias].values()[:, None] if self.bias else result
+
+    def chosen(self, rows: F64, part: Part) -> F64:
+        return rows.reshape(len(rows), rows.shape[1], -1)
+
+
+def _norms(given: Shape, weights: Mapping[str, Shape], attributes: Attributes) -> Iterator[Leaf]:
+    """Norms that fit; the order of parameters is that of registration: weight, bias, statistics."""
+    epsilons = _epsilons(attributes)
+    names = list(weights)
+    shapes = set(weights.values())
+    if len(shapes) > 1 or len(names) > 4:
+        return
+    weight, bias = (*names, "", "")[:2]
+    shape = next(iter(shapes), given[-1:])
+    tail = len(shape)
+    if len(names) <= 2 and 0 < tail < len(given) and given[-tail:] == shape:
+        terms = math.prod(shape)
+        for epsilon in epsilons:
+            yield RowNorm(weight, bias, len(given) - tail, terms, epsilon, centred=True)
+            if not bias:
+                yield RowNorm(weight, "", len(given) - tail, terms, epsilon, centred=False)
+            if weight and not bias:
+                yield RowNorm(weight, "", len(given) - tail, terms, epsilon, False, 1.0)
+    if len(given) < 2 or tail != 1 or given[1:2] != shape:
+        return
+    if len(names) in (2, 4):
+        mean, variance = names[-2:]
+        first, second = (weight, bias) if len(names) == 4 else ("", "")
+        for epsilon in epsilons:
+            yield ChannelNorm(first, second, mean, variance, epsilon)
+    if len(names) <= 2 and len(given) > 2:
+        stated = attributes.get("num_groups")
+        stated_first = (stated,) if isinstance(stated, int) and stated > 0 else ()
+        for groups in dict.fromkeys((*stated_first, given[1], *_GROUPS)):
+            if given[1] % groups == 0:
+                terms = math.prod(given[1:]) // groups
+                for epsilon in epsilons[:2]:
+                    yield GroupNorm(weight, bias, groups, terms, epsilon)
+
+
+def _epsilons(attributes: Attributes) -> tuple[float, ...]:
+    for name in ("eps", "epsilon", "variance_epsilon", "_epsilon"):
+        value = attributes.get(name)
+        if isinstance(value, float) and 0.0 <= value < 1.0:
+            return (value,)
+    return _EPSILONS
+
+
+# --- activations
+
+
+class Activation(NamedTuple):
+    """A function of every element, or of every row of the last axis."""
+
+    name: str
+    function: Callable[[F64], F64]
+    leading: int
+    has_channels: bool = False
+    terms: int = 1
+    # Written out in steps, an activation rounds at each of them.
+    roundings: float = 3.0
+
+    def computed(self, rows: F64, weights: Weights, part: Part) -> F64:
+        return self.function(rows.reshape(len(rows), -1))
+
+    def chosen(self, rows: F64, part: Part) -> F64:
+        return rows.reshape(len(rows), -1)
+
+
+def _activations(axes: int) -> Iterator[Activation]:
+    for name, function in (*ACTIVATIONS.items(), *_ROW_FUNCTIONS.items()):
+        yield Activation(name, function, axes - 1)
+
+
+_erf = np.frompyfunc(math.erf, 1, 1)
+
+
+def _sigmoid(x: F64) -> F64:
+    return 0.5 * (1.0 + np.tanh(0.5 * x))
+
+
+def _gelu(x: F64) -> F64:
+    return 0.5 * x * (1.0 + np.asarray(_erf(x / math.sqrt(2.0)), dtype=np.float64))
+
+
+def _gelu_tanh(x: F64) -> F64:
+    return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def _softmax(x: F64) -> F64:
+    raised = np.exp(x - x.max(axis=-1, keepdims=True))
+    return raised / raised.sum(axis=-1, keepdims=True)
+
+
+ACTIVATIONS: dict[str, Callable[[F64], F64]] = {
+    "relu": lambda x: np.maximum(x, 0.0),
+    "gelu": _gelu,
+    "gelu (tanh)": _gelu_tanh,
+    "gelu (sigmoid)": lambda x: x * _sigmoid(1.702 * x),
+    "silu": lambda x: x * _sigmoid(x),
+    "sigmoid": _sigmoid,
+    "tanh": np.tanh,
+    "relu squared": lambda x: np.maximum(x, 0.0) ** 2,
+    "leaky relu": lambda x: np.where(x > 0.0, x, 0.01 * x),
+    "elu": lambda x: np.where(x > 0.0, x, np.expm1(np.minimum(x, 0.0))),
+    "softplus": lambda x: np.logaddexp(x, 0.0),
+    "mish": lambda x: x * np.tanh(np.logaddexp(x, 0.0)),
+    "hard swish": lambda x: x * np.clip(x + 3.0, 0.0, 6.0) / 6.0,
+    "no activation": lambda x: x,
+}
+"""Functions of single elements, by name."""
+_ROW_FUNCTIONS: dict[str, Callable[[F64], F64]] = {
+    "relu6": lambda x: np.clip(x, 0.0, 6.0),
+    "hard sigmoid": lambda x: np.clip(x + 3.0, 0.0, 6.0) / 6.0,
+    "leaky relu (0.2)": lambda x: np.where(x > 0.0, x, 0.2 * x),
+    "leaky relu (0.1)": lambda x: np.where(x > 0.0, x, 0.1 * x),
+    "softmax": _softmax,
+    "log softmax": lambda x: (
+        x
+        - x.max(axis=-1, keepdims=True)
+        - np.log(np.exp(x - x.max(axis=-1, keepdims=True)).sum(axis=-1, keepdims=True))
+    ),
+}
+"""Functions that only a leaf can be, not the cause of an error: a row at once, or rare ones."""
+
+
+# --- parts of outputs
+
+
+def _all(places: Places | None, count: int) -> Places:
+    return np.arange(count, dtype=np.intp) if places is None else places
+
+
+def _of_images(rows: F64, part: Part) -> F64:
+    """Chosen channels and positions of [rows, channels, *spatial], as [rows, channels, places]."""
+    flat = rows.reshape(len(rows), rows.shape[1], -1)
+    if part.channels is not None:
+        flat = flat[:, part.channels]
+    return flat if part.positions is None else flat[:, :, part.positions]

@@ -1,0 +1,207 @@
+"""A second look at tensors that make a site suspect: does each half of the tokens show the error?
+
+Sites are suspected because of sums over whole tensors. What shows on one half of the tokens only is
+an accident, unless it is far outside (a single token is off, and that is enough). Tokens that a
+router sent to other experts at a near tie, and what they reach, are left out if the error
+disappears with them. What was seen becomes two metrics of the tensor's row, so that a stored table
+is judged as its runs were. Decides no status: that is `verdict.status`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from driftline.alignment.plan import Pair, Plan
+from driftline.comparison.evidence.error_stats import (
+    F64,
+    NOTHING,
+    Effect,
+    Places,
+    chosen_rows,
+    effect_of,
+    halves,
+    is_readable,
+    read_rows,
+    sums,
+)
+from driftline.comparison.evidence.routing_changes import Flip, flips, rows_reached
+from driftline.comparison.table.row import Row, Tensors, tensors_of
+from driftline.comparison.tolerance.tolerance import HALF, REST
+from driftline.comparison.verdict.noise import NoiseFloor
+from driftline.comparison.verdict.status import SiteStatus, is_borne_out
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.run import Run
+
+ROUTERS = "routers sent"
+"""Begins the note about tokens that were sent to other experts."""
+# If this little of the error remains without the tokens that were routed elsewhere, the error
+# belonged to those tokens.
+_GONE = 0.3
+"""Share of the error that may be left without the flipped tokens."""
+
+
+class Look(NamedTuple):
+    """What a second look at a tensor has shown.
+
+    Attributes:
+        effect: The effect on all tokens that count.
+        halves: The effects on either half of them.
+        rest: Relative error of the tokens that count; 0 where rerouting reaches all of them.
+        is_routed: Whether tokens that were sent elsewhere were left out.
+    """
+
+    effect: Effect
+    halves: tuple[Effect, Effect]
+    rest: float
+    is_routed: bool = False
+
+    @property
+    def half(self) -> float:
+        """Relative error on the half where it is smaller."""
+        # Nothing is left to have an error.
+        if self.is_routed and self.rest == 0.0:
+            return 0.0
+        return min(effect.error for effect in self.halves)
+
+
+class SecondLook:
+    """Second looks at tensors of two runs; changed expert choices are searched once."""
+
+    def __init__(self, reference: Run, candidate: Run, plan: Plan) -> None:
+        self._reference = reference
+        self._candidate = candidate
+        self._plan = plan
+        self._pairs: dict[TensorKey, list[Pair]] | None = None
+        self._flips: list[Flip] | None = None
+        self._looks: dict[Tensors, Look | None] = {}
+
+    @property
+    def flips(self) -> Sequence[Flip]:
+        """Changed expert choices at near ties."""
+        if self._flips is None:
+            self._flips = flips(self._reference, self._candidate, self._plan)
+        return self._flips
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about what was left out, as far as anything was looked for."""
+        if not self._flips:
+            return []
+        tokens = sum(int(flip.rows.sum()) for flip in self._flips)
+        return [
+            f"{ROUTERS} {tokens} tokens to other experts at a near tie, first "
+            f"'{self._flips[0].router}': errors of those tokens alone were not counted"
+        ]
+
+    def at(self, row: Row) -> Look | None:
+        """A second look at the tensor of a row; None if its values are missing."""
+        tensors = tensors_of(row)
+        if tensors not in self._looks:
+            self._looks[tensors] = self._look(row)
+        return self._looks[tensors]
+
+    def acquittals(
+        self, suspects: Iterable[SiteStatus], floor: NoiseFloor | None
+    ) -> dict[Tensors, dict[str, float]]:
+        """Metrics of the tensors of suspects whom a second look acquits.
+
+        Args:
+            suspects: How they stand.
+            floor: What trusted runs do, where sites were judged by that.
+        """
+        metrics: dict[Tensors, dict[str, float]] = {}
+        for standing in suspects:
+            row = standing.call.worst
+            look = self.at(row)
+            if look is None or not math.isfinite(look.half) or not math.isfinite(look.rest):
+                continue
+            half = look.half
+            if standing.leaning:
+                leans = [lean_of(effect, row.key, floor) for effect in look.halves]
+                half = half if min(leans) > 1.0 else 0.0
+            if not is_borne_out(standing, half, look.rest):
+                metrics[tensors_of(row)] = {HALF: half, REST: look.rest}
+        return metrics
+
+    def _look(self, row: Row) -> Look | None:
+        sample = self._sampled_rows(row)
+        if sample is None:
+            return None
+        reference, places, r, c = sample
+        # Fewer than four rows cannot be divided into halves that mean anything.
+        if len(r) < 4:
+            return None
+        reached = rows_reached(self.flips, row.key.site, reference, reference.shape)
+        if reached is not None:
+            kept = ~reached[places]
+            if np.count_nonzero(kept) < 4:
+                return Look(NOTHING, (NOTHING, NOTHING), 0.0, is_routed=True)
+            rest = effect_of(sums(r[kept], c[kept]))
+            if rest.error <= _GONE * effect_of(sums(r, c)).error and not rest.nonfinite:
+                r, c = r[kept], c[kept]
+            else:
+                reached = None  # what is off is elsewhere too
+        row_sums = sums(r, c)
+        effect = effect_of(row_sums)
+        return Look(effect, halves(row_sums), effect.error, reached is not None)
+
+    def _sampled_rows(self, row: Row) -> tuple[Record, Places, F64, F64] | None:
+        """The reference's record of a row, which rows were sampled, and both sides."""
+        if self._pairs is None:
+            self._pairs = {}
+            for pair in self._plan.pairs:
+                self._pairs.setdefault(pair.reference.key, []).append(pair)
+        place = _candidate_place(row)
+        pair = next(
+            (pair for pair in self._pairs.get(row.key, ()) if _place(pair.candidate.key) == place),
+            None,
+        )
+        # Transformed pairs are skipped: their stored rows do not correspond one to one.
+        if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
+            return None
+        reference, candidate = pair.reference, pair.candidate
+        if not is_readable(self._reference, reference) or not is_readable(
+            self._candidate, candidate
+        ):
+            return None
+        if reference.shape != candidate.shape:
+            return None
+        places = chosen_rows(reference.shape)
+        r = read_rows(self._reference, reference, places)
+        c = read_rows(self._candidate, candidate, places)
+        return None if r is None or c is None else (reference, places, r, c)
+
+
+_Place: TypeAlias = tuple[str, str, str, int, int, int]
+"""Site, port, slot, step, visit, rank."""
+
+
+def _place(key: TensorKey) -> _Place:
+    return key.site, key.port, key.slot, key.step, key.visit, key.rank
+
+
+def _candidate_place(row: Row) -> _Place:
+    """Where the candidate has the tensor of a row; copies on ranks share one reference key."""
+    key = row.key
+    return (
+        row.candidate_site or key.site,
+        row.candidate_port or key.port,
+        row.candidate_slot or key.slot,
+        key.step if row.candidate_step is None else row.candidate_step,
+        key.visit if row.candidate_visit is None else row.candidate_visit,
+        key.rank if row.candidate_rank is None else row.candidate_rank,
+    )
+
+
+def lean_of(half: Effect, key: TensorKey, floor: NoiseFloor | None) -> float:
+    """How far the projection of a half lies outside the trusted span, in five standard errors."""
+    span = floor.leans.get(key) if floor is not None else None
+    if span is None or not half.projection_se > 0.0:
+        return 0.0
+    # The span always contains 0: being nearer to the reference than the trusted runs is no fault.
+    low, high = min(span[0], 0.0), max(span[1], 0.0)
+    return max(half.projection - high, low - half.projection, 0.0) / (5.0 * half.projection_se)

@@ -1,0 +1,344 @@
+"""Failures that no module is to blame for, or that need no weighing: each has its own sentence.
+
+    the inputs differ           nothing that is computed of them can be judged
+    codes that a module's code  positions, token ids and masks that a container hands to a part are
+    hands on differ             wrong before any arithmetic
+    NaN or Inf                  on one side only, or nothing finite on either
+    a wrong gradient arrives    the loss is another one; the model is not to blame
+
+Reads judged rows, once, in their order; reads no tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, TypeAlias
+
+from driftline.comparison.evidence.rules import BEYOND_OUTPUTS
+from driftline.comparison.table.row import Row
+from driftline.comparison.tolerance.defaults import LIMITS, METRIC, coarsest
+from driftline.numerics.dtypes import DTYPES
+
+Kind: TypeAlias = Literal["inputs", "codes", "nonfinite", "gradient"]
+ROOTS = ("(root)", "", "(program)")
+"""Names that different captures give to the model itself."""
+
+_FINE = 2.0**-20
+_CAST, _ORDERS = 4.0, 16.0
+"""Units of roundoff that the inputs of two programs may differ by: a coarse format is rounded to
+once or a few times, a fine one may have been computed in another order."""
+_TIES = 0.25
+"""Share of codes that may be another where rounding made them, by choosing at near ties."""
+_LOSS = 8.0
+"""Times the error of the output that the gradient of a loss may have, where nothing tells more."""
+_MOST_NAMED = 4
+
+_Moment: TypeAlias = tuple[int, int, int]
+"""Rank, process, step."""
+
+
+class CertainFailure(NamedTuple):
+    """Why a table fails, whatever its sites add.
+
+    Attributes:
+        kind: What is wrong.
+        row: The row that shows it.
+        site: The site to look at.
+        sentence: The finding.
+    """
+
+    kind: Kind
+    row: Row
+    site: str
+    sentence: str
+
+
+def certain_failure(rows: Iterable[Row]) -> CertainFailure | None:
+    """The first failure of this kind in the order of the list above; None if there is none."""
+    watch = _Watch()
+    for row in rows:
+        watch.take(row)
+    return watch.failure()
+
+
+class _Watch:
+    """What is remembered of the rows that passed by."""
+
+    def __init__(self) -> None:
+        self._inputs: list[Row] = []
+        self._codes: Row | None = None
+        self._container = ""
+        self._one_sided: Row | None = None
+        self._nothing: Row | None = None
+        self._arriving: list[Row] = []
+        self._outputs: dict[tuple[_Moment, str], Row] = {}
+        self._entered: dict[_Moment, set[str]] = {}
+        self._given: set[tuple[_Moment, str]] = set()
+        # Moments in which something that was computed of floats differs.
+        self._computed: set[_Moment] = set()
+        self._first_step: int | None = None
+        self._trains = False
+
+    def take(self, row: Row) -> None:
+        key = row.key
+        if key.port in ("param_grad", "optimizer_grad", "grad_output"):
+            self._trains = True
+        if key.phase == "recompute":
+            return
+        if self._first_step is None or key.step < self._first_step:
+            self._first_step = key.step
+        if _has_other_shape(row) and key.site in ROOTS:
+            self._inputs.append(row)
+        if not row.compared:
+            return
+        if row.decided_by == "one_sided" and row.status == "fail":
+            self._one_sided = _earlier(self._one_sided, row)
+        elif holds_nothing_finite(row):
+            self._nothing = _earlier(self._nothing, row)
+        if key.site in ROOTS:
+            self._of_root(row)
+        elif key.port == "input":
+            self._inner_input(row)
+        if key.port in ("input", "output"):
+            self._enter(row)
+
+    def _enter(self, row: Row) -> None:
+        moment, site = _moment(row), row.key.site
+        self._entered.setdefault(moment, set()).add(site)
+        if not _is_float(row):
+            return
+        if row.key.port == "input":
+            self._given.add((moment, site))
+        # An embedding that was cast is not computed: no choice hangs on its rounding.
+        elif row.metrics.get(METRIC, 0.0) > 0.0 and (moment, site) in self._given:
+            self._computed.add(moment)
+
+    def _of_root(self, row: Row) -> None:
+        key = row.key
+        if key.port == "input" and input_differs(row):
+            self._inputs.append(row)
+        elif key.port == "output" and _is_float(row):
+            self._outputs[_moment(row), key.slot] = row
+        elif key.port == "grad_output" and _is_float(row):
+            self._arriving.append(row)
+
+    def _inner_input(self, row: Row) -> None:
+        """Codes that a container's own code made of nothing that rounding reaches."""
+        different = row.metrics.get("different", 0)
+        if self._codes is not None or not different or _is_float(row) or row.status != "fail":
+            return
+        moment = _moment(row)
+        entered = self._entered.get(moment, set[str]())
+        if any(_moment(given) == moment for given in self._inputs):
+            return
+        share = different / max(math.prod(row.reference_shape or ()), 1)
+        # A router or a codebook chooses by what was computed, and may choose otherwise at a tie.
+        if moment in self._computed and share <= _TIES:
+            return
+        container = _enclosing(row.key.site, entered)
+        if container is not None:
+            self._codes, self._container = row, container
+
+    def failure(self) -> CertainFailure | None:
+        inputs = [row for row in self._inputs if self._counts(row)]
+        if inputs:
+            return _of_inputs(inputs)
+        if self._codes is not None:
+            return _of_codes(self._codes, self._container)
+        if self._one_sided is not None or self._nothing is not None:
+            return _of_nonfinite(self._one_sided, self._nothing)
+        for row in self._arriving:
+            made = self._outputs.get((_moment(row), row.key.slot))
+            if (beyond := gradient_excess(row, made)) > 1.0:
+                return _of_gradient(row, made, beyond)
+        return None
+
+    def _counts(self, row: Row) -> bool:
+        """Whether an input comes from outside: a decoder is fed what it made itself, later on."""
+        return row.key.step == self._first_step or self._trains
+
+
+# --- what counts as different
+
+
+def input_differs(row: Row) -> bool:
+    """Whether an input of a model is another one, by more than a cast or an order of summation."""
+    dtype = coarsest((row.reference_dtype, row.candidate_dtype))
+    if dtype is None or not (_is_float(row) and _is_float_name(row.candidate_dtype)):
+        # Integers and booleans; a mask of booleans beside one of floats says the same otherwise.
+        same_kind = _is_float_name(row.reference_dtype) == _is_float_name(row.candidate_dtype)
+        return same_kind and bool(row.metrics.get("different", 0))
+    error = float(row.metrics.get(METRIC, 0.0))
+    if row.metrics.get("one_sided"):
+        return True
+    units = _ORDERS if dtype.unit_roundoff <= _FINE else _CAST
+    return not error <= min(units * dtype.unit_roundoff, LIMITS[dtype.name])
+
+
+def holds_nothing_finite(row: Row) -> bool:
+    """Whether neither side has a finite element, so that nothing was compared at all.
+
+    A tensor of minus infinities is a mask to an operator, or an input; a module's result it is not.
+    """
+    metrics = row.metrics
+    # Most rows hold none, and are asked about in every comparison.
+    if not metrics.get("reference_nan") and not metrics.get("reference_inf"):
+        return False
+    count = math.prod(row.reference_shape) if row.reference_shape is not None else 0
+    if not count or not _is_float(row) or not _is_float_name(row.candidate_dtype):
+        return False
+    nans: list[float] = []
+    for side in ("reference", "candidate"):
+        nan, inf = metrics.get(f"{side}_nan"), metrics.get(f"{side}_inf")
+        if nan is None or inf is None or nan + inf < count:
+            return False
+        nans.append(nan)
+    is_result = row.key.port not in ("input", "param") and "/" not in row.key.site
+    return min(nans) > 0 or is_result
+
+
+def gradient_excess(row: Row, made: Row | None) -> float:
+    """Error of a gradient that arrives at the model's output over what the output explains of it.
+
+    Args:
+        row: Of the gradient.
+        made: Of the output that it is the gradient of; None if that was not compared.
+    """
+    dtype = coarsest((row.reference_dtype, row.candidate_dtype))
+    error = float(row.metrics.get(METRIC, math.nan))
+    if dtype is None or math.isnan(error):
+        return 0.0
+    # An output that other parts of the model read gets its gradient from these, in their format.
+    own = row.limit if row.decided_by == METRIC and row.limit is not None else 0.0
+    limit = max(LIMITS[dtype.name], own)
+    output_format = None
+    if made is not None:
+        output_format = coarsest((made.reference_dtype, made.candidate_dtype))
+    # The gradient of a loss in float32 is as coarse as the output that the loss was made of.
+    if output_format is not None:
+        limit = max(limit, LIMITS[output_format.name])
+    if BEYOND_OUTPUTS in row.metrics:
+        return min(error, float(row.metrics[BEYOND_OUTPUTS])) / limit
+    if made is None:
+        return 0.0
+    output = float(made.metrics.get(METRIC, math.nan))
+    if not math.isfinite(output):
+        return 0.0
+    # The gradient of a cross entropy moves by less than its largest element times the logits' move.
+    size = float(row.metrics.get("reference_l2", 0.0))
+    largest = max(abs(float(row.metrics.get(f"reference_{end}", 0.0))) for end in ("min", "max"))
+    moved = output * float(made.metrics.get("reference_l2", 0.0))
+    explained = largest * moved / size if size > 0.0 else math.inf
+    return error / max(limit, _LOSS * output, explained)
+
+
+# --- sentences
+
+
+def _of_inputs(rows: list[Row]) -> CertainFailure:
+    first = min(rows, key=lambda row: (row.key.step, row.order))
+    when = f" in step {first.key.step}" if first.key.step else ""
+    slots = list(dict.fromkeys(row.key.slot for row in rows))
+    others = [f"'{slot}'" for slot in slots if slot != first.key.slot]
+    more = ""
+    if others:
+        rest = len(others) - _MOST_NAMED
+        more = f"; so do {', '.join(others[:_MOST_NAMED])}" + (f" and {rest} more" * (rest > 0))
+    sentence = (
+        f"the inputs differ already{when}: '{first.key.slot}' of the model itself"
+        f"{_difference(first)}{more}; give both programs the same inputs"
+    )
+    return CertainFailure("inputs", first, first.key.site, sentence)
+
+
+def _difference(row: Row) -> str:
+    if not row.compared:
+        shapes = [list(shape or ()) for shape in (row.reference_shape, row.candidate_shape)]
+        return f" has shape {shapes[0]}, in the candidate {shapes[1]}"
+    if _is_float(row):
+        return f", relative_l2 {float(row.metrics.get(METRIC, math.nan)):.3g}"
+    count = math.prod(row.reference_shape or ())
+    return f", {int(row.metrics.get('different', 0))} of {count} elements differ"
+
+
+def _of_codes(row: Row, container: str) -> CertainFailure:
+    around = "the model itself" if container in ROOTS else f"'{container}'"
+    return CertainFailure(
+        "codes",
+        row,
+        container,
+        f"the drift starts inside {around}, in its own code before it calls '{row.key.site}': "
+        f"input '{row.key.slot}'{_difference(row)}",
+    )
+
+
+def _of_nonfinite(one_sided: Row | None, nothing: Row | None) -> CertainFailure:
+    first = nothing if one_sided is None else one_sided
+    if one_sided is not None and nothing is not None:
+        first = min(one_sided, nothing, key=lambda row: (row.key.step, row.order))
+    assert first is not None
+    name = "the model itself" if first.key.site in ROOTS else f"'{first.key.site}'"
+    if first is one_sided:
+        sentence = f"NaN or Inf begins at {name}, {first.key.port}: {first.reason}"
+    else:
+        sentence = (
+            f"neither side has a finite number in {name}, {first.key.port} '{first.key.slot}': "
+            "there is nothing to compare; look for NaN in the reference first"
+        )
+    return CertainFailure("nonfinite", first, first.key.site, sentence)
+
+
+def _of_gradient(row: Row, made: Row | None, beyond: float) -> CertainFailure:
+    output = float(made.metrics.get(METRIC, math.nan)) if made is not None else math.nan
+    agrees = f", while the output itself is off by {output:.3g} only" if output == output else ""
+    return CertainFailure(
+        "gradient",
+        row,
+        row.key.site,
+        "a wrong gradient arrives at the model's output: its relative_l2 is "
+        f"{float(row.metrics[METRIC]):.3g}{agrees}; look at the loss and at what is computed "
+        "behind the model",
+    )
+
+
+# --- small things
+
+
+def _is_float(row: Row) -> bool:
+    return _is_float_name(row.reference_dtype)
+
+
+def _is_float_name(name: str) -> bool:
+    dtype = DTYPES.get(name)
+    return dtype is not None and dtype.is_floating
+
+
+def _has_other_shape(row: Row) -> bool:
+    """An input that could not be compared because its shape is another one."""
+    return (
+        row.status == "incomparable"
+        and row.key.port == "input"
+        and row.reference_shape is not None
+        and row.candidate_shape is not None
+        and row.reference_shape != row.candidate_shape
+    )
+
+
+def _moment(row: Row) -> _Moment:
+    return row.key.rank, row.key.process, row.key.step
+
+
+def _earlier(first: Row | None, row: Row) -> Row:
+    if first is None or (row.key.step, row.order) < (first.key.step, first.order):
+        return row
+    return first
+
+
+def _enclosing(site: str, entered: set[str]) -> str | None:
+    """The nearest site around another that took part."""
+    while "." in site:
+        site = site.rpartition(".")[0]
+        if site in entered:
+            return site
+    return next((root for root in ROOTS if root in entered), None)

@@ -1,0 +1,451 @@
+"""How much of two models a comparison has covered: calls of leaves, model borders, steps.
+
+Counts rows as they pass by and holds one entry per site, however many steps there are. A call of a
+leaf is covered when its output was compared, or when it lies in a container smaller than a tenth
+of the model whose input and output were. What the verdict makes of that, `decision` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator, Mapping
+
+from driftline.alignment.plan import NO_NODE, NOT_KEPT, NOT_PLANNED
+from driftline.alignment.sites.site_graph import ROOTS
+from driftline.comparison.table.covered import Covered, LeafShare
+from driftline.comparison.table.row import NO_THRESHOLD, Row
+from driftline.comparison.table.table import Side
+from driftline.runs.scope import RANKS
+
+SMALL_CONTAINER = 0.1
+"""Share of the model's leaf calls below which a container stands for what is inside it."""
+
+# What a call of a leaf is known by: its output, and only where none was kept, something else.
+_KINDS = {
+    "output": 0,
+    "grad_input": 1,
+    "grad_output": 1,
+    "param_grad": 1,
+    "optimizer_grad": 1,
+    "input": 2,
+    "param": 3,
+}
+_OUTPUT, _INPUT = 0, 2
+_OTHER_KIND = 3
+_OUTSIDE = ("(program)/", "(backward)/")
+"""Begin the sites of operators that ran in no module: a loss, and what its gradient is made of."""
+_FEW_CALLS = 5
+"""Operators that a module has at least before it is too large to stand for them."""
+_Call = tuple[int, int, int, int]
+
+
+class _Site:
+    """Calls of one site, by the kind of tensor they are known by."""
+
+    __slots__ = ("calls", "compared", "counted", "last")
+
+    def __init__(self) -> None:
+        self.calls = [0, 0, 0, 0]
+        self.compared = [0, 0, 0, 0]
+        self.last: list[_Call | None] = [None, None, None, None]
+        self.counted = [False, False, False, False]
+
+    def take(self, kind: int, call: _Call, compared: bool) -> None:
+        # Tensors of one call are neighbours among those of its site.
+        if self.last[kind] != call:
+            self.last[kind] = call
+            self.calls[kind] += 1
+            self.counted[kind] = compared
+            self.compared[kind] += compared
+        elif compared and not self.counted[kind]:
+            self.counted[kind] = True
+            self.compared[kind] += 1
+
+    @property
+    def leaf(self) -> tuple[int, float]:
+        """Calls and covered calls, where this is a leaf."""
+        kind = next((kind for kind in range(len(self.calls)) if self.calls[kind]), _OUTPUT)
+        return self.calls[kind], float(self.compared[kind])
+
+    @property
+    def touched(self) -> float:
+        """Calls of which any tensor was compared, at most."""
+        return float(min(max(self.compared), self.leaf[0]))
+
+    @property
+    def bordered(self) -> float:
+        """The share of its calls whose input and output were both compared."""
+        if not self.calls[_INPUT] or not self.calls[_OUTPUT]:
+            return 0.0
+        return min(self.compared[kind] / self.calls[kind] for kind in (_INPUT, _OUTPUT))
+
+
+class SideCalls:
+    """The calls of one side, gathered row by row."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        # Lone tensors by step: they count when the other side has that step, too.
+        self._waiting: dict[int, list[tuple[str, str, _Call]]] = {}
+        self.sites: dict[str, _Site] = {}
+        # When the first output of each site came; of the reference only, whose order rows have.
+        self.first_output: dict[str, int] = {}
+        self.classes: dict[str, str] = {}
+        self.partners: dict[str, str] = {}
+        # Operators of the program around the model, which compiled graphs of the model cannot hold.
+        self.beside_graphs: set[str] = set()
+        self._containers: set[str] = set()
+        self._inside: dict[str, list[str]] | None = None
+        self._by_module: dict[str, list[str]] | None = None
+
+    def wait(self, site: str, port: str, call: _Call) -> None:
+        """Take a tensor without a partner, if it turns out that its step was compared."""
+        self._waiting.setdefault(call[2], []).append((site, port, call))
+
+    def finish(self, steps: Container[int]) -> None:
+        """All rows were taken, and these are the steps of which something was compared."""
+        for step, lone in self._waiting.items():
+            if step in steps:
+                for site, port, call in lone:
+                    self.take(site, port, call, False)
+        self._waiting.clear()
+        # A program without modules has nothing else: there every operator counts.
+        if any(not site.startswith(_OUTSIDE) for site in self.sites):
+            for site in self.beside_graphs:
+                if site in self.sites and not any(self.sites[site].compared):
+                    del self.sites[site]
+            self._inside = self._by_module = None
+        self.beside_graphs.clear()
+
+    def take(self, site: str, port: str, call: _Call, compared: bool) -> None:
+        entry = self.sites.get(site)
+        if entry is None:
+            entry = self.sites[site] = _Site()
+            self._inside = self._by_module = None
+        entry.take(_KINDS.get(port, _OTHER_KIND), call, compared)
+
+    def _leaves_inside(self) -> dict[str, list[str]]:
+        """Every container, with the leaves that lie in it at any depth."""
+        if self._inside is None:
+            holders: set[str] = set()
+            for site in self.sites:
+                for around in _around(site):
+                    if around in holders:
+                        break
+                    holders.add(around)
+            self._containers = {site for site in holders if site in self.sites}
+            if len(self.sites) > 1:
+                self._containers.update(site for site in ROOTS if site in self.sites)
+            inside: dict[str, list[str]] = {site: [] for site in self._containers}
+            for leaf in self.sites:
+                if leaf not in self._containers:
+                    for around in _around(leaf):
+                        if around in inside:
+                            inside[around].append(leaf)
+            self._inside = inside
+        return self._inside
+
+    def leaves(self) -> Iterator[str]:
+        inside = self._leaves_inside()
+        return (site for site in self.sites if site not in inside)
+
+    def calls_inside(self, site: str, *, operators: bool) -> tuple[int, float]:
+        """Calls of leaves in a container, and how many of them were compared.
+
+        Args:
+            site: The container.
+            operators: Whether operators count as leaves of their own, or only modules do.
+        """
+        calls, covered = 0, 0.0
+        for leaf in self._leaves_inside().get(site, ()):
+            if operators or "/" not in leaf:
+                count, compared = self.sites[leaf].leaf
+                calls, covered = calls + count, covered + compared
+        return calls, covered
+
+    @property
+    def has_operators(self) -> bool:
+        return any("/" in site for site in self.sites)
+
+    def share(self, *, modules: bool = True) -> LeafShare:
+        """How many of its leaf calls are covered, containers counted in.
+
+        Args:
+            modules: Whether both sides called modules. Nodes of graphs are fused and cut in ways
+                of their own: a short stretch between two that were compared counts as covered
+                there, and of a dump that holds inputs only any tensor of a call is enough.
+        """
+        calls, covered = 0, 0.0
+        missed: dict[str, float] = {}
+        has_outputs = any(entry.calls[_OUTPUT] for entry in self.sites.values())
+        for leaf in self.leaves():
+            count, compared = self.sites[leaf].leaf
+            if not modules:
+                # What a node gives that is fused with the next, only the next one has.
+                if has_outputs and not self.sites[leaf].calls[_OUTPUT]:
+                    continue
+                compared = self.sites[leaf].touched
+                if not compared and _moves_only(self.classes.get(leaf, "")):
+                    continue
+            calls, covered = calls + count, covered + compared
+            if compared < count:
+                missed[leaf] = count - compared
+        between = set[str]() if modules or not missed else self._between_compared(missed, calls)
+        for leaf, uncovered in missed.items():
+            share = 1.0 if leaf in between else self._container_share(leaf, calls)
+            covered += uncovered * share
+        return LeafShare(self.name, calls, covered)
+
+    def _between_compared(self, missed: Mapping[str, float], calls: int) -> set[str]:
+        """Leaves in short stretches of execution that begin and end with what was compared."""
+        most = max(SMALL_CONTAINER * calls, _FEW_CALLS)
+        found: set[str] = set()
+        stretch: list[str] = []
+        begun = self._border_compared(_INPUT)
+        leaves = set(self.leaves())
+        for site in sorted(self.first_output, key=self.first_output.__getitem__):
+            if site not in leaves:
+                continue
+            # Of a site that is called several times, some calls may be compared.
+            compared = self.sites[site].touched > 0
+            if compared:
+                if begun and sum(missed.get(leaf, 0.0) for leaf in stretch) < most:
+                    found.update(stretch)
+                stretch, begun = [], True
+            if site in missed:
+                stretch.append(site)
+        ended = begun and self._border_compared(_OUTPUT)
+        if ended and sum(missed.get(leaf, 0.0) for leaf in stretch) < most:
+            found.update(stretch)
+        return found
+
+    def _border_compared(self, kind: int) -> bool:
+        return any(self.sites[site].compared[kind] for site in ROOTS if site in self.sites)
+
+    def _container_share(self, leaf: str, calls: int) -> float:
+        """The share of a leaf's calls for which a small container around it stands."""
+        if "/" in leaf and self._beside_compared(leaf, calls):
+            return 1.0
+        for around in _around(leaf):
+            if around not in self._leaves_inside():
+                continue
+            size, _ = self.calls_inside(around, operators=True)
+            if size >= SMALL_CONTAINER * calls:
+                return 0.0
+            if (share := self.sites[around].bordered) > 0.0:
+                return share
+        return 0.0
+
+    def _beside_compared(self, operator: str, calls: int) -> bool:
+        """Whether an operator lies in a small module of which another operator was compared.
+
+        A module's operators are computed from each other: a fused kernel keeps some of them.
+        """
+        if self._by_module is None:
+            self._by_module = {}
+            for leaf in self.leaves():
+                if "/" in leaf:
+                    self._by_module.setdefault(leaf.rpartition("/")[0], []).append(leaf)
+        beside = [self.sites[leaf].leaf for leaf in self._by_module[operator.rpartition("/")[0]]]
+        size = sum(count for count, _ in beside)
+        return size < max(SMALL_CONTAINER * calls, _FEW_CALLS) and any(
+            compared for _, compared in beside
+        )
+
+
+def _moves_only(class_name: str) -> bool:
+    """Whether an operator computes nothing: it lays elements out otherwise, or takes some of them.
+
+    >>> _moves_only("aten.view.default"), _moves_only("Split"), _moves_only("aten.addmm.default")
+    (True, True, False)
+    """
+    words = class_name.lower().removeprefix("aten.").split(".")
+    return words[0].strip("_") in _MOVING
+
+
+_MOVING = frozenset(
+    (
+        *("view", "unsafe_view", "reshape", "flatten", "squeeze", "unsqueeze", "expand", "t"),
+        *("permute", "transpose", "split", "slice", "getitem", "select", "alias", "identity"),
+        *("clone", "detach", "contiguous", "placeholder", "constant", "reorderinput"),
+        *("reorderoutput", "cast", "unbind", "chunk", "split_with_sizes"),
+    )
+)
+
+
+def _around(site: str) -> Iterator[str]:
+    """The names of what may lie around a site, the nearest first, the model itself last.
+
+    >>> list(_around("layers.0.mlp/add"))
+    ['layers.0.mlp', 'layers.0', 'layers', '(root)', '']
+    """
+    rest = site
+    while (cut := max(rest.rfind("."), rest.rfind("/"))) > 0:
+        rest = rest[:cut]
+        yield rest
+    if site not in ROOTS:
+        yield from ROOTS
+
+
+def _is_gradient_sum(row: Row) -> bool:
+    """Whether a lone tensor belongs to a sum that autograd makes where a value is used twice.
+
+    No call of the model makes it: graphs hold it under another module, or under none.
+    """
+    return (
+        row.status in ("missing", "extra")
+        and row.key.phase == "backward"
+        and row.class_name.startswith("aten.add.")
+        and row.reason in (NO_NODE, NOT_KEPT)
+    )
+
+
+class CallCounts:
+    """What rows say of calls, steps and elements, gathered while they pass by."""
+
+    def __init__(self) -> None:
+        self.reference = SideCalls("reference")
+        self.candidate = SideCalls("candidate")
+        self.steps: set[int] = set()
+        self.lone_steps: tuple[set[int], set[int]] = (set(), set())
+        self.elements = 0
+        self._candidate_steps: set[int] = set()
+
+    def finish(self) -> None:
+        """All rows were taken."""
+        self.reference.finish(self.steps)
+        self.candidate.finish(self._candidate_steps)
+
+    def take(self, row: Row) -> None:
+        key, status = row.key, row.status
+        # What somebody left out on purpose is no part of the question.
+        if NOT_PLANNED in row.reason or row.reason.startswith(NO_THRESHOLD):
+            return
+        if _is_gradient_sum(row):
+            return
+        # What the other side computes inside a fused node is compared with that node; what a
+        # metric decided was compared, also where rounding keeps it from being right or wrong.
+        compared = (
+            status in ("pass", "fail", "unjudged") or row.inside_fusion or bool(row.decided_by)
+        )
+        call = (key.rank, key.process, key.step, key.visit)
+        if status != "extra" and key.port == "output":
+            self.reference.first_output.setdefault(key.site, row.order)
+        if "/" in key.site and row.class_name:
+            own = self.candidate if status == "extra" else self.reference
+            own.classes.setdefault(key.site, row.class_name)
+        if status in ("missing", "extra"):
+            side = self.reference if status == "missing" else self.candidate
+            if row.reason == NO_NODE and key.site.startswith(_OUTSIDE):
+                side.beside_graphs.add(key.site)
+            if compared:
+                side.take(key.site, key.port, call, True)
+            else:
+                side.wait(key.site, key.port, call)
+        else:
+            self.reference.take(key.site, key.port, call, compared)
+            self._take_candidate(row, compared)
+        if status in ("missing", "extra"):
+            self.lone_steps[status == "extra"].add(key.step)
+        elif compared:
+            self.steps.add(key.step)
+            self.elements += math.prod(row.reference_shape or ())
+
+    def _take_candidate(self, row: Row, compared: bool) -> None:
+        key = row.key
+        site, port = row.candidate_site or key.site, row.candidate_port or key.port
+        call = (
+            key.rank if row.candidate_rank is None else row.candidate_rank,
+            key.process,
+            key.step if row.candidate_step is None else row.candidate_step,
+            key.visit if row.candidate_visit is None else row.candidate_visit,
+        )
+        self.candidate.take(site, port, call, compared)
+        if compared:
+            self._candidate_steps.add(call[2])
+        if compared and port == "output" and key.port == "output":
+            self.reference.partners.setdefault(key.site, site)
+            self.candidate.partners.setdefault(site, key.site)
+
+
+def covered_by(counts: CallCounts, reference: Side, candidate: Side) -> Covered:
+    """What the rows of a table and the facts of its two runs say together."""
+    counts.finish()
+    leaves, unseen = _deciding_leaves(counts, reference, candidate)
+    sides = (("reference", reference), ("candidate", candidate))
+    missing, extra = (
+        tuple(sorted(lone - counts.steps)) if counts.steps else () for lone in counts.lone_steps
+    )
+    return Covered(
+        leaves,
+        unseen,
+        tuple(_borders(counts)),
+        tuple(sorted(counts.steps)),
+        missing,
+        extra,
+        (reference.scope.steps_ran, candidate.scope.steps_ran),
+        counts.elements,
+        sum(part.elements for _, side in sides for part in side.left_out),
+        tuple(f"{part.words} of the {name}" for name, side in sides for part in side.left_out),
+        tuple(
+            f"{', '.join(side.unseen)} of the {name}"
+            for (name, side), other in zip(sides, (candidate, reference), strict=True)
+            # Whoever captures some ranks only has left the others out on purpose.
+            if side.unseen and not any(word.startswith(RANKS) for word in other.scope.filters)
+        ),
+    )
+
+
+def _deciding_leaves(counts: CallCounts, reference: Side, candidate: Side) -> tuple[LeafShare, str]:
+    """The share of the coarser side, and what of it is a compiled region too large to stand alone.
+
+    Graphs are cut in ways of their own, and a dump of another tool may hold a part of a model:
+    either side's share is enough there.
+    """
+    modules = reference.scope.has_modules and candidate.scope.has_modules
+    pairs = (
+        (counts.reference, counts.candidate, reference),
+        (counts.candidate, counts.reference, candidate),
+    )
+    shares = [_share_of(own, other, side, modules=modules) for own, other, side in pairs]
+    if not modules:
+        return max(shares, key=lambda entry: entry[0].share)[:2]
+    # Fewer calls is coarser; of two alike, the one that is covered less.
+    return min(shares, key=lambda entry: (entry[2], entry[0].share))[:2]
+
+
+def _share_of(
+    own: SideCalls, other: SideCalls, side: Side, *, modules: bool
+) -> tuple[LeafShare, str, int]:
+    """The share of one side; a compiled region that hides many modules counts as those."""
+    share = own.share(modules=modules)
+    plain = share.calls
+    unseen = ""
+    total = sum(other.sites[leaf].leaf[0] for leaf in other.leaves() if "/" not in leaf)
+    for leaf in own.leaves() if modules else ():
+        partner = own.partners.get(leaf)
+        # A module of one call may have many parts elsewhere; compiled, it has them here, too.
+        if partner is None or not (leaf in ROOTS or leaf in side.scope.compiled):
+            continue
+        calls, compared = other.calls_inside(partner, operators=False)
+        counted, covered = own.sites[leaf].leaf
+        if calls > counted and calls >= SMALL_CONTAINER * total:
+            unseen = unseen or leaf
+            share = share._replace(
+                calls=share.calls - counted + calls, covered=share.covered - covered + compared
+            )
+    return share, unseen, plain
+
+
+def _borders(counts: CallCounts) -> Iterator[str]:
+    """Inputs and outputs of the model itself that both sides hold and that were not compared."""
+    for kind, word in ((_INPUT, "inputs"), (_OUTPUT, "outputs")):
+        held: list[bool] = []
+        for side in (counts.reference, counts.candidate):
+            roots = [side.sites[site] for site in ROOTS if site in side.sites]
+            held.append(any(root.calls[kind] for root in roots))
+            if any(root.compared[kind] for root in roots):
+                break
+        else:
+            if all(held):
+                yield word

@@ -1,0 +1,276 @@
+"""How errors flow: what a site's own code computes, and how much of an error reaches the end.
+
+A leaf computes its output of its inputs. A container computes what it passes to its parts (an
+attention's result goes into its output projection) and its own output; what its parts compute is
+not its own doing. For every site, this file lists these transfers: something that was made, and the
+worst of what it was made of. It also estimates which share of the final error goes back to the
+sites that introduced error.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from driftline.comparison.table.row import Row
+from driftline.comparison.verdict.module_kinds import is_smooth
+from driftline.comparison.verdict.noise import NoiseFloor
+from driftline.comparison.verdict.sites import (
+    ROOTS,
+    Call,
+    Direction,
+    Place,
+    Site,
+    ancestors,
+    error_of,
+    over_before,
+    role_of,
+)
+
+_Window: TypeAlias = tuple[Direction, str, int, int, int]
+"""Direction, container, rank, process, step."""
+
+
+class Transfer(NamedTuple):
+    """Something that a site's own code made, and what it was made of.
+
+    Attributes:
+        role: What it has in common with its siblings in other layers.
+        kind: What it has in common with everything of its class.
+        call: Its rows: what was made goes out, the worst of what it was made of goes in.
+        of_container: Whether a container made it, of its inputs and of what its parts gave.
+        is_same: Whether it is one of the tensors that it was made of, as far as numbers tell.
+    """
+
+    role: tuple[str, ...]
+    kind: tuple[str, ...]
+    call: Call
+    of_container: bool = False
+    is_same: bool = False
+
+
+class _Event(NamedTuple):
+    order: int
+    is_source: bool
+    row: Row
+
+
+_KINK = math.sqrt(2.0 / math.pi)
+"""Times the root of an activation's error that its gradient may be off by: where a rectifier's
+input has a normal distribution, such a share of its signs turns, and with them the gradient."""
+
+
+def transfers_of(
+    sites: Mapping[Place, Site], weights: Collection[str] = ()
+) -> dict[Place, list[Transfer]]:
+    """What the own code of every site made, call by call.
+
+    Args:
+        sites: All of them.
+        weights: Modules that hold a weight: what they compute has no kinks.
+    """
+    names: dict[Direction, set[str]] = {}
+    for place in sites:
+        names.setdefault(place.direction, set()).add(place.site)
+    parents = {place: _parent(place, names[place.direction]) for place in sites}
+    events = _events(sites, parents)
+    levels = _forward_levels(sites, parents)
+    made: dict[Place, list[Transfer]] = {}
+    for place, site in sites.items():
+        backward = place.direction == "backward"
+        transfers: list[Transfer] = []
+        ended: dict[tuple[int, int, int], int] = {}
+        for call in site.calls:
+            moment = (call.rank, call.process, call.step)
+            inside = _inside(events.get((place.direction, place.site, *moment), ()), call, ended)
+            level = levels.get((place.site, *moment), 0.0) if backward else 0.0
+            # A gradient is made of activations as well, and those carry the forward error.
+            if inside or (place.site not in weights and not is_smooth(site.class_name)):
+                level = max(level, _KINK * math.sqrt(level))
+            if inside:
+                transfers += _of_container(site, call, inside, level)
+            else:
+                is_same = _is_same(call)
+                if level > call.error_in or math.isnan(call.error_in):
+                    call = _with_level(call, level)
+                kind = (place.direction, site.class_name)
+                transfers.append(Transfer(site.role, kind, call, is_same=is_same))
+        made[place] = transfers
+    return made
+
+
+def _parent(place: Place, names: set[str]) -> str | None:
+    """The nearest captured site around another; modules in between were not captured."""
+    return next((outer for outer in ancestors(place.site) if outer in names), None)
+
+
+def _events(
+    sites: Mapping[Place, Site], parents: Mapping[Place, str | None]
+) -> dict[_Window, list[_Event]]:
+    """What went into and came out of the parts of every container, in order of execution."""
+    events: dict[_Window, list[_Event]] = {}
+    for place, site in sites.items():
+        parent = parents[place]
+        # Weights and optimizers have no containers that compute something.
+        if parent is None or place.direction not in ("forward", "backward"):
+            continue
+        for call in site.calls:
+            window = (place.direction, parent, call.rank, call.process, call.step)
+            listed = events.setdefault(window, [])
+            listed += [_Event(row.order, False, row) for row in call.ins]
+            # A parameter's gradient is handed to nobody inside the model.
+            listed += [
+                _Event(row.order, True, row) for row in call.outs if row.key.port != "param_grad"
+            ]
+    for listed in events.values():
+        listed.sort(key=lambda event: event[:2])
+    return events
+
+
+def _inside(
+    events: Sequence[_Event], call: Call, ended: dict[tuple[int, int, int], int]
+) -> Sequence[_Event]:
+    """Events of one call of a container."""
+    moment = (call.rank, call.process, call.step)
+    begin = call.begin
+    # Where a container was captured without inputs, its call begins after the one before it.
+    if not call.ins and not call.has_codes:
+        begin = min(begin, ended.get(moment, -1) + 1)
+    ended[moment] = call.order
+    if not events:
+        return ()
+    first = bisect_left(events, begin, key=lambda event: event.order)
+    return events[first : bisect_right(events, call.order, key=lambda event: event.order)]
+
+
+def _forward_levels(
+    sites: Mapping[Place, Site], parents: Mapping[Place, str | None]
+) -> dict[tuple[str, int, int, int], float]:
+    """Largest forward error at every site and its direct parts: gradients are made of these."""
+    levels: dict[tuple[str, int, int, int], float] = {}
+    if not any(place.direction == "backward" for place in sites):
+        return levels
+    for place, site in sites.items():
+        if place.direction != "forward":
+            continue
+        for call in site.calls:
+            errors = [error for error in (call.error, call.error_in) if math.isfinite(error)]
+            for name in (place.site, parents[place]):
+                if name is not None and errors:
+                    key = (name, call.rank, call.process, call.step)
+                    levels[key] = max(levels.get(key, 0.0), *errors)
+    return levels
+
+
+def _with_level(call: Call, level: float) -> Call:
+    raised = Call(call.step, call.rank, call.order, call.begin, call.ins, call.outs)
+    raised.error, raised.error_in = call.error, level
+    raised.process, raised.known_by, raised.length = call.process, call.known_by, call.length
+    return raised
+
+
+def _of_container(site: Site, call: Call, events: Sequence[_Event], level: float) -> list[Transfer]:
+    """One transfer for each tensor that was passed to a part, and one for each output."""
+    worst = max(call.ins, key=_badness, default=None)
+    sources = {_identity(row) for row in call.ins}
+    made: list[Transfer] = []
+
+    def add(row: Row, *part: str) -> None:
+        of = _transfer(call, row, worst, level)
+        # Tokens that are sorted by other choices lie elsewhere: nothing is to be compared.
+        if call.changed_codes and row.key.port == "input":
+            of.error_in = math.inf
+        tensor = (row.key.port, row.key.slot)
+        role = (*site.role, *part, *tensor)
+        kind = (site.place.direction, site.class_name, *part[1:], *tensor)
+        is_same = _identity(row) in sources
+        made.append(Transfer(role, kind, of, of_container=True, is_same=is_same))
+
+    for event in events:
+        if event.is_source:
+            sources.add(_identity(event.row))
+            if worst is None or _badness(event.row) > _badness(worst):
+                worst = event.row
+        else:
+            name = event.row.key.site
+            add(event.row, role_of(name), event.row.class_name, name.rpartition(".")[2])
+    for row in call.outs:
+        add(row)
+    return made
+
+
+def _is_same(call: Call) -> bool:
+    """Whether all that a leaf gives is something it was given."""
+    given = {_identity(row) for row in call.ins}
+    return bool(given) and all(_identity(row) in given for row in call.outs)
+
+
+def _identity(row: Row) -> tuple[object, ...]:
+    """Figures that two tensors have in common only if they are the same."""
+    metrics = row.metrics
+    return (
+        *(row.reference_shape or ()),
+        *(metrics.get(name) for name in ("relative_l2", "reference_l2", "candidate_l2")),
+    )
+
+
+def _badness(row: Row) -> tuple[bool, float]:
+    return bool(row.metrics.get("one_sided", 0)), error_of(row)
+
+
+def _transfer(call: Call, row: Row, source: Row | None, level: float) -> Call:
+    return Call(
+        call.step,
+        call.rank,
+        row.order,
+        call.begin,
+        [source] if source is not None else [],
+        [row],
+        error_in=max(level, error_of(source) if source is not None else 0.0),
+        error=error_of(row),
+        process=call.process,
+        length=call.length,
+    )
+
+
+# Share of the final output's error: an estimate from two energies.
+
+
+def final_error(
+    sites: Mapping[Place, Site], floor: NoiseFloor | None, first: Place | None
+) -> tuple[float, float]:
+    """Relative error of the final output, and how much of it noise explains."""
+    forward = [site for place, site in sites.items() if place.direction == "forward"]
+    if not forward:
+        return math.nan, math.nan
+    # The root is the end of the model even where a later output (of a loss, say) was captured.
+    last = max(forward, key=lambda site: (site.name in ROOTS, site.order))
+    call = last.worst
+    error = math.inf if call.one_sided else call.error
+    if floor is not None and floor.used:
+        floors = [floor.errors[row.key] for row in call.outs if row.key in floor.errors]
+        if floors:
+            return error, max(floors)
+    if first is None or first.direction != "forward":
+        return error, math.nan
+    # Rounding adds up along the depth as a random walk does: what was there before the first
+    # culprit, carried on to the end.
+    errors = [site.error for site in over_before(sites, first) if math.isfinite(site.error)]
+    further = min(math.sqrt(len(forward) / max(len(errors), 1)), 4.0)
+    return error, max(further * max(errors, default=0.0), call.unit)
+
+
+def explained(final: float, noise: float) -> float | None:
+    """Share of the final error's energy that the faults cause.
+
+    Noise and fault are unrelated, so their energies add up: what noise explains is subtracted.
+    """
+    if math.isnan(final) or math.isnan(noise):
+        return None
+    if not math.isfinite(final):
+        return 1.0
+    if final <= 0.0:
+        return 0.0
+    return round(min(max(1.0 - (noise / final) ** 2, 0.0), 1.0), 4)

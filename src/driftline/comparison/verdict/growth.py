@@ -1,0 +1,422 @@
+"""Evidence from two runs alone: does more error come out of a site than its input explains?
+
+Compares every site with its siblings in other layers and with the rounding of its format. Sites
+that compute with integers behind a float interface are recognised first, because their noise is
+that of eight bits: by class names, packed or integer weights, and weights that have disappeared
+from the module tree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+from driftline.alignment.plan import Plan
+from driftline.comparison.table.structure import NO_STRUCTURE, Flow, Structure
+from driftline.comparison.tolerance.defaults import LIMITS, QUANTISED, coarsest
+from driftline.comparison.tolerance.tolerance import is_on_another_scale
+from driftline.comparison.verdict.dataflow import Transfer
+from driftline.comparison.verdict.module_kinds import module_facts
+from driftline.comparison.verdict.sites import (
+    FINE,
+    Call,
+    Place,
+    Site,
+    ancestors,
+    error_of,
+    flow_of,
+    parts_of,
+)
+from driftline.graphs.module_tree import ModuleNode, ModuleTree
+from driftline.runs.run import Run
+from driftline.runs.scope import scope_of
+
+# Parts of class names and module names that quantisation libraries use.
+_WORDS = ("quant", "int8", "int4", "4bit", "8bit", "gptq", "awq")
+_PACKED = ("packed", *_WORDS)
+_WEIGHTS = ("weight", "qweight", "weight_packed", "codes")
+_NARROW = ("int", "uint", "float8", "float4")
+
+
+def structure_of(reference: Run, candidate: Run, plan: Plan) -> Structure:
+    """What two runs know of their model, as far as judging their sites needs it."""
+    facts = module_facts(reference)
+    made, given = set[str](), set[str]()
+    for pair in plan.pairs:
+        key = pair.reference.key
+        if key.port == "output":
+            made.add(key.site)
+        elif key.port == "input":
+            given.add(key.site)
+    # Who feeds whom is asked only of sites that were captured without their inputs, and reading it
+    # takes long.
+    flow: Flow = flow_of(reference, candidate, plan) if made - given else {}
+    quantised = quantised_sites(reference, candidate)
+    return Structure(flow, facts.weights, facts.inside, quantised)
+
+
+def quantised_sites(reference: Run, candidate: Run) -> dict[str, float]:
+    """Relative error allowed at each site that computes with integers; empty for most runs."""
+    reference_nodes, candidate_nodes = _nodes(reference), _nodes(candidate)
+    reference_weights = _weighted(reference_nodes)
+    candidate_weights = _weighted(candidate_nodes)
+    quantised = _packed(candidate_nodes) - _packed(reference_nodes)
+    classes: dict[str, set[str]] = {}
+    for record in candidate.records:
+        classes.setdefault(record.class_name, set()).add(record.key.site)
+    for name, sites in classes.items():
+        if any(word in name.lower() for word in _WORDS):
+            quantised |= sites
+    # A graph keeps its weights beside its nodes: there none has disappeared.
+    if any(node.parameters for node in candidate_nodes) or scope_of(candidate).has_modules:
+        gone = {
+            site
+            for site, count in reference_weights.items()
+            if count and candidate_weights.get(site) == 0
+        }
+        # A tied or lazily built weight may be missing too; packed ones go missing together.
+        if len(gone) >= 2:
+            quantised |= gone
+    return with_containers(dict.fromkeys(quantised, QUANTISED["int8"]))
+
+
+def with_containers(quantised: Mapping[str, float]) -> dict[str, float]:
+    """What sites that compute with integers may be off by, and what is around them."""
+    allowed = dict(quantised)
+    for site, error in quantised.items():
+        for outer in ancestors(site):
+            # A container adds up the errors of several such parts.
+            allowed[outer] = max(allowed.get(outer, 0.0), 2.0 * error)
+    return allowed
+
+
+def _packed(nodes: Sequence[ModuleNode]) -> set[str]:
+    """Modules that hold their weight as codes, or in a part that packs it."""
+    sites: set[str] = set()
+    for node in nodes:
+        holds = any(
+            parameter.name in _WEIGHTS and parameter.dtype.startswith(_NARROW)
+            for parameter in node.parameters
+        )
+        packs = any(
+            any(word in f"{name} {part.class_name}".lower() for word in _PACKED)
+            and not part.children
+            for name, part in node.children
+        )
+        if holds or packs:
+            sites.add(node.site)
+    return sites
+
+
+def _weighted(nodes: Sequence[ModuleNode]) -> dict[str, int]:
+    """How many parameters every module holds, by the module tree; empty without one."""
+    return {
+        node.site: sum(parameter.name == "weight" for parameter in node.parameters)
+        for node in nodes
+    }
+
+
+def _nodes(run: Run) -> list[ModuleNode]:
+    """Every module of the first process; none if the tree cannot be read."""
+    tree = run.topology()
+    if not tree:
+        return []
+    try:
+        return list(ModuleTree.from_json(tree).walk())
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return []
+
+
+# The growth of the error from input to output.
+
+
+_SIBLINGS = 3
+"""Members a role needs before its median means anything."""
+_APART = 8.0
+"""Units by which right implementations of one function differ, without any sum."""
+_OWN_CODE = 4
+"""Operations that a container's own code is taken to have: an attention has about so many."""
+# Growth allowed without siblings to compare with, and beyond the usual growth of siblings.
+ALONE = 8.0
+_LEAVES = (2.5, 1.45)
+_CONTAINERS = (3.0, 1.8)
+"""What the largest of three siblings, and of very many, may have over their median. Measured on
+clean models of 2 to 80 layers: leaves 1.0 to 1.2, the own code of attentions up to 2.2."""
+_SPREAD = 0.5
+"""Largest spread of siblings, in logarithms, that widens a limit: a larger one must not excuse
+everything."""
+_ENOUGH = 64
+"""Elements from which on the relative error of a tensor has a usual size."""
+FAULT = 0.2
+"""Relative error of a fault that a comparison must be able to see."""
+
+
+class Growth(NamedTuple):
+    """A site's error compared with what its input lets expect.
+
+    Attributes:
+        call: The call that is furthest out.
+        expected: Relative error that was to be expected there.
+        excess: Error over its limit; above 1 is outside.
+        siblings: How many others the expectation rests on.
+        limit: Relative error that is still explained there.
+        hides: Whether a fault of `FAULT` could hide in what is explained.
+        drowns: Whether it could hide in it even if no steps of integers were allowed for.
+    """
+
+    call: Call
+    expected: float
+    excess: float
+    siblings: int
+    limit: float = math.inf
+    hides: bool = False
+    drowns: bool = False
+
+
+def rounding(unit: float, parts: int, length: int = 1) -> float:
+    """Relative error that the arithmetic of a format explains in a site.
+
+    A leaf rounds its result once. Sums of n terms in two right orders differ by about the root of
+    n / 3 units (each partial sum is rounded); right functions differ by some units besides. Formats
+    of 16 bits and less add up in float32. Roundings of parts add up like a random walk.
+
+    Args:
+        unit: Unit roundoff of the coarsest format that takes part.
+        parts: How many sites lie in it.
+        length: Terms of its longest sum.
+    """
+    sums = min(unit, 2.0**-24) * math.sqrt(_APART**2 + length)
+    once = unit if unit > FINE else 0.0
+    return math.hypot(once, sums) * math.sqrt(1.0 + parts)
+
+
+def growths(
+    sites: Mapping[Place, Site],
+    transfers: Mapping[Place, Sequence[Transfer]],
+    structure: Structure = NO_STRUCTURE,
+) -> dict[Place, Growth]:
+    """For every site, the worst of what its own code made against what was to be expected.
+
+    Args:
+        sites: All of them.
+        transfers: What their own code made, from `transfers_of`.
+        structure: What the runs know of their model.
+    """
+    captured = parts_of(place.site for place in sites if place.direction == "forward")
+    roles: dict[tuple[str, ...], list[float]] = {}
+    kin: dict[tuple[str, ...], list[float]] = {}
+    measured: dict[Place, list[_Measured]] = {}
+    for place, made in transfers.items():
+        uncaptured, is_known = _interior(place.site, captured, structure)
+        own: list[_Measured] = []
+        logs: dict[tuple[tuple[str, ...], tuple[str, ...]], list[float]] = {}
+        for transfer in made:
+            parts = uncaptured + (_OWN_CODE if transfer.of_container else 0)
+            # Gradients of a few units of roundoff cancel where nobody sees it: in a softmax, at a
+            # rectifier, near the smallest step of a format.
+            is_plain = is_known and place.direction != "backward"
+            entry = _measured(transfer, parts, is_known=is_plain)
+            own.append(entry)
+            if math.isfinite(entry.grown):
+                logs.setdefault((transfer.role, transfer.kind), []).append(entry.grown)
+        measured[place] = own
+        # The median of a site's calls stands for it, so that a site called often has no more
+        # weight than others.
+        for (role, kind), values in logs.items():
+            roles.setdefault(role, []).append(median(values))
+            kin.setdefault(kind, []).append(median(values))
+    usual = {role: _usual(values) for role, values in roles.items()}
+    usual_kin = {kind: _usual(values, is_kin=True) for kind, values in kin.items()}
+    worst: dict[Place, Growth] = {}
+    for place, entries in measured.items():
+        least = structure.quantised.get(place.site, 0.0)
+        results: list[Growth] = []
+        for entry in entries:
+            others = usual.get(entry.transfer.role, _NO_SIBLINGS)
+            if others.sites < _SIBLINGS:
+                others = usual_kin.get(entry.transfer.kind, _NO_SIBLINGS)
+            results.append(_judged(entry, others, least))
+        best = max(results, key=lambda growth: growth.excess)
+        worst[place] = best._replace(
+            hides=any(growth.hides for growth in results),
+            drowns=any(growth.drowns for growth in results),
+        )
+    return worst
+
+
+def _interior(site: str, captured: Mapping[str, int], structure: Structure) -> tuple[int, bool]:
+    """How many modules lie in a site that were not captured; and whether that is known.
+
+    An operator has none. Of a site that the module tree does not know, nothing is known.
+    """
+    if "/" in site:
+        return 0, True
+    inside = structure.inside.get(site)
+    if inside is None:
+        return 0, False
+    return max(inside - captured.get(site, 0), 0), inside <= captured.get(site, 0)
+
+
+class _Measured(NamedTuple):
+    """A transfer with what was there without a fault.
+
+    Attributes:
+        transfer: It.
+        base: What came in, and the site's own rounding.
+        error: What is to be explained of its error.
+        grown: Logarithm of its error over that.
+        own: What the site's own arithmetic explains.
+        flat: What is allowed for the format where nobody knows what lies in the site; else 0.
+    """
+
+    transfer: Transfer
+    base: float
+    error: float
+    grown: float
+    own: float
+    flat: float
+
+
+def _measured(transfer: Transfer, parts: int, *, is_known: bool) -> _Measured:
+    call = transfer.call
+    # What has passed on a scale of its own is explained by more than its inputs.
+    error = max((error_of(row) for row in call.outs if not is_on_another_scale(row)), default=0.0)
+    own = rounding(call.unit, parts, call.length)
+    went_in = 0.0 if math.isnan(call.error_in) else call.error_in
+    base = math.hypot(went_in, 0.5 * own)
+    flat = 0.0 if is_known else flat_limit(call)
+    if not base > 0.0 or not math.isfinite(base):
+        grown = math.inf if error > 0.0 and math.isfinite(base) else 0.0
+    elif error > 0.0:
+        grown = math.log(error / base)
+    else:
+        grown = -math.inf
+    return _Measured(transfer, base, error, grown, own, flat)
+
+
+def flat_limit(call: Call) -> float:
+    """The largest limit of the formats of what was made."""
+    limits = [0.0]
+    for row in call.outs:
+        dtype = coarsest((row.reference_dtype, row.candidate_dtype))
+        if dtype is not None:
+            limits.append(LIMITS[dtype.name])
+    return max(limits)
+
+
+class _Usual(NamedTuple):
+    """How errors grow at like sites.
+
+    Attributes:
+        middle: Median of the growth, in logarithms.
+        spread: Its spread.
+        sites: How many sites there are.
+        is_kin: Whether they have only their class in common.
+    """
+
+    middle: float
+    spread: float
+    sites: int
+    is_kin: bool = False
+
+    def beyond(self, *, of_container: bool) -> float:
+        """How many times the median a site may have."""
+        if self.is_kin:
+            return _CONTAINERS[0]
+        few, many = _CONTAINERS if of_container else _LEAVES
+        return many + _SIBLINGS * (few - many) / self.sites
+
+
+_NO_SIBLINGS = _Usual(0.0, 0.0, 0)
+
+
+def _usual(values: Sequence[float], *, is_kin: bool = False) -> _Usual:
+    """How errors grow at like sites, from what each of them has."""
+    middle = median(values)
+    # 1.4826 turns a median absolute deviation into the standard deviation of a normal distribution.
+    spread = 1.4826 * median(abs(value - middle) for value in values)
+    return _Usual(middle, spread, len(values), is_kin)
+
+
+def _judged(entry: _Measured, usual: _Usual, least: float) -> Growth:
+    call, base = entry.transfer.call, entry.base
+    count = usual.sites
+    limit = ALONE * base
+    expected = base
+    if count >= _SIBLINGS:
+        middle = math.exp(max(usual.middle, -20.0))
+        expected = base * min(middle, ALONE)
+        among = base * middle * math.exp(3.0 * min(usual.spread, _SPREAD))
+        among *= usual.beyond(of_container=entry.transfer.of_container)
+        # Siblings narrow a limit, unless there is too little of a tensor for its error to have a
+        # usual size. They widen it up to the limit of the format only: what all of them add beyond
+        # that is an error of all of them.
+        if among >= limit:
+            limit = max(limit, min(among, flat_limit(call)))
+        elif max(math.prod(row.reference_shape or ()) for row in call.outs) >= _ENOUGH:
+            limit = among
+    without_steps = max(limit, 4.0 * entry.own, entry.flat)
+    limit = max(without_steps, least)
+    siblings = max(count - 1, 0)
+    # NaN or Inf that did not come in was made here, whatever the sizes are.
+    if call.one_sided and not call.one_sided_in:
+        return Growth(call, expected, math.inf, siblings, limit)
+    if not entry.grown > -math.inf:
+        return Growth(call, expected, 0.0, siblings, limit)
+    error = entry.error
+    # The same tensor under another name: nothing was computed, and nothing can hide in it.
+    if entry.transfer.is_same:
+        return Growth(call, expected, min(error / limit, 1.0) if limit else 0.0, siblings, limit)
+    excess = error / limit if limit > 0.0 else (math.inf if error > 0.0 else 0.0)
+    # No further run makes the steps of integers smaller: these hide a fault, and are no noise.
+    hides, drowns = _can_hide(error, limit), _can_hide(error, without_steps)
+    return Growth(call, expected, excess, siblings, limit, hides, drowns)
+
+
+def _can_hide(error: float, limit: float) -> bool:
+    """Whether a fault of `FAULT` beside an error stays within a limit."""
+    # Errors that have nothing to do with each other add up as energies.
+    return math.hypot(min(error, limit), FAULT) <= limit
+
+
+class Jump(NamedTuple):
+    """Where along the depth of a model the error of one kind of module jumps.
+
+    Attributes:
+        site: The first one after the jump.
+        before: Relative error of the one before it.
+        after: Its own.
+        usual: By how much the error grows from one to the next elsewhere, as a factor.
+    """
+
+    site: str
+    before: float
+    after: float
+    usual: float
+
+
+def jump_along_depth(sites: Mapping[Place, Site]) -> Jump | None:
+    """The clearest jump among the outputs of repeated containers; None if there is none."""
+    chains: dict[tuple[str, str, str], list[Site]] = {}
+    for site in sites.values():
+        if site.place.direction == "forward" and "*" in site.role[1]:
+            chains.setdefault(site.role, []).append(site)
+    best: tuple[float, Jump] | None = None
+    for chain in chains.values():
+        # Three layers have two steps, too few for a usual one.
+        if len(chain) < 4:
+            continue
+        logs = [math.log(max(site.error, 1e-12)) for site in chain if math.isfinite(site.error)]
+        if len(logs) != len(chain):
+            continue
+        steps = [b - a for a, b in pairwise(logs)]
+        middle = median(steps)
+        steepest = max(range(len(steps)), key=steps.__getitem__)
+        strength = steps[steepest] - middle
+        if strength > math.log(3.0) and (best is None or strength > best[0]):
+            before, after = chain[steepest].error, chain[steepest + 1].error
+            best = strength, Jump(chain[steepest + 1].name, before, after, math.exp(middle))
+    return best[1] if best else None

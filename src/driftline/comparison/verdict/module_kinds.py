@@ -1,0 +1,151 @@
+"""Kinds of modules by name, and the length of the longest sum in a module.
+
+The number of terms of a sum decides how much rounding is to be expected. It comes from the weights
+of the module tree (a Linear adds up its input channels, a convolution its window), from the class
+where there are no weights (softmax, means, matrix products), and from the input shapes. A site of
+which nothing is known counts as a sum of one term.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from driftline.comparison.table.row import Row
+from driftline.comparison.table.structure import Shape
+from driftline.graphs.module_tree import ModuleNode, ModuleTree
+from driftline.runs.run import Run
+
+# `Conv1D` of transformers is a matrix product, torch's `Conv1d` a convolution: only the case of the
+# last letter differs.
+_LOOKS_UP = re.compile(r"(?i)embedding|gather|take")
+_CONVOLVES = re.compile(r"(?i)conv(?!1d$)|conv\dd$")
+_MULTIPLIES = re.compile(r"(?i)linear|matmul|gemm|\bb?mm\b|addb?mm|einsum|dense|conv1d$")
+_ALONG_ROW = re.compile(r"(?i)norm|softmax|mean|\bsum\b|reduce")
+_SMOOTH = re.compile(r"(?i)norm|softmax|gelu|silu|swish|mish|tanh|sigmoid|softplus|linear|embed")
+_ATTENDS = re.compile(r"(?i)attention|attn|sdpa")
+
+
+def is_smooth(class_name: str) -> bool:
+    """Whether the derivative of what a module computes has no jumps, judged by its class name.
+
+    >>> is_smooth("LayerNorm"), is_smooth("ReLU")
+    (True, False)
+    """
+    return bool(_SMOOTH.search(class_name))
+
+
+def attends(class_name: str) -> bool:
+    """Whether a module is an attention, judged by its class name.
+
+    >>> attends("LlamaSdpaAttention"), attends("LlamaMLP")
+    (True, False)
+    """
+    return bool(_ATTENDS.search(class_name))
+
+
+def length_of(
+    class_name: str, weight: Shape | None, ins: Sequence[Row], outs: Sequence[Row]
+) -> int:
+    """Length of the longest sum in a call, from its class, its weight and what went in and out."""
+    input_shapes = [row.reference_shape for row in ins if row.reference_shape]
+    output_shapes = [row.reference_shape for row in outs if row.reference_shape]
+    return max(1, sum_length(class_name, weight, input_shapes, output_shapes))
+
+
+def sum_length(
+    class_name: str,
+    weight: Shape | None,
+    input_shapes: Sequence[Shape],
+    output_shapes: Sequence[Shape],
+) -> int:
+    """Number of terms of the longest sum of a call.
+
+    Args:
+        class_name: Of the module or operator.
+        weight: The shape of its weight; None if it holds none.
+        input_shapes: Shapes of the inputs.
+        output_shapes: Shapes of the outputs.
+
+    >>> sum_length("Linear", (256, 64), [(2, 40, 64)], [(2, 40, 256)])
+    64
+    >>> sum_length("Conv1D", (64, 256), [(2, 40, 64)], [(2, 40, 256)])
+    64
+    >>> sum_length("Conv2d", (8, 3, 16, 16), [(1, 3, 64, 64)], [(1, 8, 4, 4)])
+    768
+    >>> sum_length("Softmax", None, [(1, 8, 40, 40)], [(1, 8, 40, 40)])
+    40
+    >>> sum_length("SiLU", None, [(1, 8)], [(1, 8)])
+    1
+    """
+    row = max((shape[-1] for shape in input_shapes), default=0)
+    # Embeddings and gathers copy rows: nothing is added up, whatever the size of the weight.
+    if _LOOKS_UP.search(class_name):
+        return 1
+    if weight is not None and len(weight) >= 2:
+        if _CONVOLVES.search(class_name) and len(weight) >= 3:
+            return math.prod(weight[1:])
+        # Which axis is added up differs between libraries; the input's channels tell.
+        return row if row in weight else max(weight[-2:])
+    if weight is not None and len(weight) == 1:
+        # A weight of one axis belongs to a norm, whose mean runs over that axis.
+        return weight[0]
+    if _MULTIPLIES.search(class_name):
+        return input_shapes[0][-1] if input_shapes else row
+    if _ALONG_ROW.search(class_name):
+        return row or max((shape[-1] for shape in output_shapes), default=1)
+    if _ATTENDS.search(class_name):
+        # Scores are sums over a head's channels, results over the tokens that it sees.
+        tokens = max(
+            (shape[-2] for shape in (*input_shapes, *output_shapes) if len(shape) >= 3), default=1
+        )
+        return max(tokens, row)
+    return 1
+
+
+class ModuleFacts(NamedTuple):
+    """What module trees say of a run's modules, by site.
+
+    Attributes:
+        weights: Shape of the weight.
+        inside: How many modules that were called it contains, at any depth.
+    """
+
+    weights: dict[str, Shape]
+    inside: dict[str, int]
+
+
+def module_facts(run: Run) -> ModuleFacts:
+    """What the module trees of all processes of a run say."""
+    facts = ModuleFacts({}, {})
+    for rank, process in sorted({(r.key.rank, r.key.process) for r in run.records}):
+        tree = run.topology(rank, process)
+        if not tree:
+            continue
+        try:
+            modules = ModuleTree.from_json(tree)
+            nodes = list(modules.walk())
+        # Trees come from files of any origin; a damaged one only means that lengths are guessed
+        # from shapes.
+        except (AttributeError, KeyError, TypeError, ValueError):
+            continue
+        called = frozenset(modules.order)
+        for root in modules.roots:
+            _count_inside(root, called, facts.inside)
+        for node in nodes:
+            for parameter in node.parameters:
+                if parameter.name == "weight" and all(type(n) is int for n in parameter.shape):
+                    facts.weights.setdefault(node.site, parameter.shape)
+    return facts
+
+
+def _count_inside(node: ModuleNode, called: frozenset[str], inside: dict[str, int]) -> int:
+    """Count the called modules in a module; lists of modules are never called themselves."""
+    count = sum(
+        _count_inside(child, called, inside) + (not called or child.site in called)
+        for _, child in node.children
+    )
+    inside.setdefault(node.site, count)
+    return count

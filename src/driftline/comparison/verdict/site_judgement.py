@@ -1,0 +1,596 @@
+"""The judgement of sites: which of them add error, and what rows have to say after that.
+
+A row over the limit of its number format is no fault if its inputs bring that error; a row within
+it is one if its site has made the error. So sites are judged by what they add, by the strongest
+evidence there is for each (`status`), and rows follow: those of a site that adds error fail, those
+before it are explained, those after it keep what their own limit says.
+Reads rows and evidence only, no tensor and no run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from driftline.comparison.evidence.rules import ADDED_BY_OWN_WEIGHTS, ADDED_PROJECTION
+from driftline.comparison.table.row import Row, Tensors, tensors_of
+from driftline.comparison.table.structure import NO_STRUCTURE, Structure
+from driftline.comparison.table.table import is_spooled
+from driftline.comparison.tolerance.defaults import METRIC
+from driftline.comparison.tolerance.tolerance import ADDED, ADDED_ALLOWED, EXPLAINED, HALF, REST
+from driftline.comparison.verdict.certain_failures import CertainFailure
+from driftline.comparison.verdict.dataflow import Transfer, transfers_of
+from driftline.comparison.verdict.growth import ALONE, FAULT, Growth, growths
+from driftline.comparison.verdict.patterns import Pattern, like_sites, scaled_siblings
+from driftline.comparison.verdict.sites import (
+    DIRECTIONS,
+    ROOTS,
+    Place,
+    Site,
+    comparable_steps,
+    error_of,
+    innermost,
+    is_off,
+    sites_of,
+)
+from driftline.comparison.verdict.status import Evidence, SiteStatus, is_borne_out, site_statuses
+from driftline.comparison.verdict.verdict import execution
+
+_MOST_HIDING = 0.1
+"""Share of the sites at which a fault may hide before two runs cannot tell."""
+_LOOKS = 16
+"""Suspects that get a second look at once; beyond so many the first ones decide anyway."""
+_BEFORE = "what it was given was wrong before"
+_Moment: TypeAlias = tuple[str, int, int, int]
+"""Direction, rank, process, step."""
+Moment: TypeAlias = tuple[int, int, int, int]
+"""Step, order, rank, process, as things are executed."""
+_STEP = 2.0
+"""Times the root of a gradient's error that a parameter may be off by: an optimizer that divides by
+the size of a gradient turns signs where rounding is all there is of it, and the share of such
+elements grows with that error."""
+_JUMP = 2.0
+"""Times what the first culprit is over its limit: a larger jump is worth a word."""
+_TIES = 0.25
+"""Share of codes that may be another where rounding made them, by choosing at near ties."""
+NO_EVIDENCE = Evidence()
+
+
+@dataclass(frozen=True)
+class SiteJudgement:
+    """How every site of a table stands.
+
+    Attributes:
+        sites: All sites that can be judged, in order of execution.
+        transfers: What their own code made.
+        growth: Their errors against what was to be expected.
+        statuses: How they stand.
+        culprits: The innermost ones that introduce error, in order of execution.
+        evidence: What they were judged by besides the two runs.
+        note: Why steps were left out; empty if none were.
+        left_out: The first step that was left out, if any.
+        hiding: Sites at which a fault of `FAULT` would not show, and how many were judged.
+        drowning: Sites at which the error that arrives is why it would not show.
+        pattern: The fault that the first culprit shares with its siblings, if it does.
+        certain: A failure whatever sites add, and that no culprit comes before. NaN and Inf may be
+            what the first culprit made; for any other no site is to blame.
+    """
+
+    sites: Mapping[Place, Site]
+    transfers: Mapping[Place, Sequence[Transfer]]
+    growth: Mapping[Place, Growth]
+    statuses: Mapping[Place, SiteStatus]
+    culprits: tuple[Place, ...]
+    evidence: Evidence = NO_EVIDENCE
+    note: str = ""
+    left_out: int | None = None
+    hiding: tuple[int, int] = (0, 0)
+    drowning: int = 0
+    pattern: Pattern | None = None
+    certain: CertainFailure | None = None
+
+    def overruled(self, certain: CertainFailure) -> SiteJudgement:
+        """The same where a certain failure decides: what sites have wrong after it is inherited."""
+        if certain.kind != "inputs" and self.culprits:
+            begins = min(execution(self.statuses[place].call.worst) for place in self.culprits)
+            # A site that went wrong before may be what made it.
+            if begins < execution(certain.row):
+                return self
+            # NaN and Inf are what this very site made: it stays guilty, and its cause is asked for.
+            if certain.kind == "nonfinite" and begins == execution(certain.row):
+                return replace(self, certain=certain)
+        statuses = {
+            place: standing._replace(status="inherited", reason=_BEFORE)
+            if standing.status == "introduced"
+            else standing
+            for place, standing in self.statuses.items()
+        }
+        return replace(self, statuses=statuses, culprits=(), pattern=None, certain=certain)
+
+    @property
+    def first(self) -> SiteStatus | None:
+        """How the first culprit stands; None without one."""
+        return self.statuses[self.culprits[0]] if self.culprits else None
+
+    @property
+    def power(self) -> str:
+        """What a pass could have seen, in words."""
+        hidden, judged = self.hiding
+        seen = f"all {judged}" if not hidden else f"{judged - hidden} of {judged}"
+        if judged == 1:
+            seen = "the one" if not hidden else "no"
+        return f"a fault of {FAULT:.0%} would show at {seen} site{'' if judged == 1 else 's'}"
+
+    @property
+    def largest_jump(self) -> str:
+        """Where error is added that is far more than what the first culprit adds; else empty."""
+        first = self.first
+        if first is None or not math.isfinite(first.ratio):
+            return ""
+        place = max(self.culprits, key=lambda place: self.statuses[place].ratio)
+        standing = self.statuses[place]
+        if place == self.culprits[0] or standing.ratio < _JUMP * first.ratio:
+            return ""
+        grown = f"{standing.call.error_in:.2g} to {standing.call.error:.2g}"
+        return f"crosses the limit here; the largest jump is at '{place.site}' ({grown})"
+
+    @property
+    def undecided(self) -> str:
+        """A sentence, if a site that cannot be judged is off by other evidence; else empty."""
+        suspects = [place for place, standing in self.statuses.items() if standing.suspected]
+        if not suspects:
+            return ""
+        first = min(suspects, key=lambda place: self.sites[place].order)
+        return (
+            f"'{first.site}' is off beyond noise, but nothing can be concluded from it: "
+            f"{self.statuses[first].reason}"
+        )
+
+    @property
+    def unlocated(self) -> str:
+        """A sentence, if the final output is off beyond measured noise though no site is guilty."""
+        floor = self.evidence.floor
+        if self.culprits or floor is None or not floor.used:
+            return ""
+        forward = [site for place, site in self.sites.items() if place.direction == "forward"]
+        if not forward:
+            return ""
+        # The root is the end of the model even where a later output (of a loss) was captured.
+        last = max(forward, key=lambda site: (site.name in ROOTS, site.order))
+        rows = last.worst.outs
+        excess, row = max(
+            ((floor.excess(row) or 0.0, row) for row in rows), key=lambda entry: entry[0]
+        )
+        if not excess > 1.0:
+            return ""
+        return (
+            f"not located: the final output is off by {error_of(row):.3g}, {excess:.3g} times what "
+            "trusted runs allow, and no site is to blame: replay says what each adds by itself"
+        )
+
+    @property
+    def is_too_noisy(self) -> bool:
+        """Whether the error that arrives would hide a fault at too many sites."""
+        return self.drowning > _MOST_HIDING * self.hiding[1]
+
+    def suspects(self) -> list[SiteStatus]:
+        """Sites that are guilty by two runs or noise runs, the first of them.
+
+        Replay and recomputation have looked at a site by itself already, and weights are exact.
+        """
+        standings = [self.statuses[place] for place in self.culprits[:_LOOKS]]
+        return [standing for standing in standings if standing.by in ("noise", "growth")]
+
+    @property
+    def needs_second_look(self) -> bool:
+        """Whether tensors could acquit the first suspect: its error is not gross."""
+        return any(
+            not is_borne_out(standing, 0.0, standing.call.error) for standing in self.suspects()
+        )
+
+    @property
+    def begins(self) -> Moment | None:
+        """When the first thing was made that a culprit is guilty of, or that fails for certain."""
+        firsts = [self.statuses[place].call.worst for place in self.culprits]
+        if self.certain is not None:
+            firsts.append(self.certain.row)
+        return min(map(execution, firsts), default=None)
+
+    def rows(self, rows: Iterable[Row], before: Moment | None = None) -> Iterator[Row]:
+        """The rows of the table, judged by their own limits, as the sites let them stand.
+
+        Args:
+            rows: The rows.
+            before: When error was added in a step that was judged before these rows, if it was.
+        """
+        convicted: dict[Tensors, SiteStatus] = {}
+        for place in self.culprits:
+            standing = self.statuses[place]
+            convicted[tensors_of(standing.call.worst)] = standing
+        begins = min(filter(None, (self.begins, before)), default=None)
+        explained = self._explained()
+        made_before = _MadeBefore(self.sites)
+        for row in rows:
+            # A lone tensor of the candidate may have the key of a pair.
+            standing = convicted.get(tensors_of(row)) if convicted and row.compared else None
+            if standing is not None:
+                says_more = row.status != "fail" or standing.by == "recomputed"
+                yield _convicted(row, standing) if says_more else row
+            # What comes after a fault is red as far as its own limit says so.
+            elif row.status != "fail" or (begins is not None and execution(row) >= begins):
+                yield row
+            elif self.left_out is not None and row.key.step >= self.left_out:
+                yield _excused(row, self.note) if _is_by_format(row) else row
+            elif row.decided_by == "different":
+                yield _tie(row) if made_before.largest("forward", row) > 0.0 else row
+            elif not _is_by_format(row):
+                yield row
+            elif (brought := explained.get(tensors_of(row))) is not None:
+                yield _excused(row, _brought(brought))
+            else:
+                # A weight that a site is given as an input has no site that could be a culprit, and
+                # excuses nothing that is computed of it.
+                begins = min(filter(None, (begins, execution(row))))
+                yield row
+
+    def _explained(self) -> dict[Tensors, float]:
+        """What was made by sites that add no error of their own, and the error they were given."""
+        explained: dict[Tensors, float] = {}
+        for place, made in self.transfers.items():
+            if place.direction == "param" or self.statuses[place].status == "introduced":
+                continue
+            for transfer in made:
+                call = transfer.call
+                brought = 0.0 if math.isnan(call.error_in) else call.error_in
+                for row in call.outs:
+                    tensors = tensors_of(row)
+                    explained[tensors] = max(explained.get(tensors, 0.0), brought)
+        # What no captured container passed on was made of something that was captured before it.
+        made_before = _MadeBefore(self.sites)
+        learnt = _Learnt(self.sites)
+        for place, site in self.sites.items():
+            for call in site.calls:
+                for row in call.ins if place.site not in ROOTS else ():
+                    if tensors_of(row) in explained:
+                        continue
+                    before = made_before.largest(place.direction, row)
+                    if error_of(row) <= ALONE * before:
+                        explained[tensors_of(row)] = before
+                for row in call.outs if place.direction == "param" else ():
+                    given = learnt.gradient(row)
+                    if error_of(row) <= _STEP * math.sqrt(given):
+                        explained[tensors_of(row)] = given
+        return explained
+
+
+class _Learnt:
+    """Largest error of the gradients that an optimizer was given before a step."""
+
+    def __init__(self, sites: Mapping[Place, Site]) -> None:
+        self._errors: dict[tuple[str, str, int, int], list[tuple[int, float]]] = {}
+        for place, site in sites.items():
+            if place.direction not in ("backward", "optimizer"):
+                continue
+            for call in site.calls:
+                for row in call.outs:
+                    if row.key.port != "grad_input":
+                        self._errors.setdefault(_parameter(row), []).append(
+                            (row.key.step, float(row.metrics.get(METRIC, 0.0)))
+                        )
+
+    def gradient(self, row: Row) -> float:
+        """Of the parameter that a row is about; 0 before anything was learnt."""
+        errors = self._errors.get(_parameter(row), ())
+        return max((error for step, error in errors if step < row.key.step), default=0.0)
+
+
+def _parameter(row: Row) -> tuple[str, str, int, int]:
+    return row.key.site, row.key.slot, row.key.rank, row.key.process
+
+
+class _MadeBefore:
+    """Largest error of what was made until a moment of a step, in either direction."""
+
+    def __init__(self, sites: Mapping[Place, Site]) -> None:
+        made: dict[_Moment, list[tuple[int, float]]] = {}
+        for place, site in sites.items():
+            for call in site.calls:
+                for row in call.outs:
+                    moment = _moment(place.direction, row)
+                    made.setdefault(moment, []).append((row.order, error_of(row)))
+        self._made: dict[_Moment, tuple[list[int], list[float]]] = {}
+        for moment, entries in made.items():
+            entries.sort()
+            errors = list(itertools.accumulate((error for _, error in entries), max))
+            self._made[moment] = [order for order, _ in entries], errors
+
+    def largest(self, direction: str, row: Row) -> float:
+        """Largest error of what was made before a row; 0 where nothing was."""
+        orders, errors = self._made.get(_moment(direction, row), ((), ()))
+        position = bisect_left(orders, row.order)
+        return errors[position - 1] if position else 0.0
+
+
+def _moment(direction: str, row: Row) -> _Moment:
+    return direction, row.key.rank, row.key.process, row.key.step
+
+
+class SettledRows:
+    """The rows of a table as its sites let them stand, and the judgement of these.
+
+    A table in memory is judged as a whole; of a long one, one step of one process at a time, so
+    that no more of it is held. Siblings are then those of one step.
+
+    Attributes:
+        judgement: How the sites stand; of a long table complete when all rows have been read.
+            Of its steps it is the first that has a culprit, or else the first.
+    """
+
+    def __init__(self, rows: Sequence[Row], structure: Structure, evidence: Evidence) -> None:
+        self._rows = rows
+        self._structure = structure
+        self._evidence = evidence
+        self._in_groups = is_spooled(rows) and len(rows) > _AT_ONCE and rows.in_turn
+        self.judgement: SiteJudgement | None = None
+        if not self._in_groups:
+            held = [_slim(row) for row in rows] if is_spooled(rows) else rows
+            self.judgement = judge_sites(held, structure, evidence)
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether rows may stand otherwise than their own limits say, though none fails."""
+        return self._in_groups or (self.judgement is not None and bool(self.judgement.culprits))
+
+    def __iter__(self) -> Iterator[Row]:
+        if self._in_groups:
+            return self._by_step()
+        # Where a certain failure decides, what follows from it stays marked as over its limit.
+        if self.judgement is None or (self.judgement.certain and not self.judgement.culprits):
+            return iter(self._rows)
+        return self.judgement.rows(self._rows)
+
+    def overruled(self, certain: CertainFailure | None) -> CertainFailure | None:
+        """Let a certain failure decide, unless a site went wrong before it; gives what decides."""
+        if self.judgement is None or certain is None:
+            return certain
+        self.judgement = self.judgement.overruled(certain)
+        return self.judgement.certain
+
+    def _by_step(self) -> Iterator[Row]:
+        begins: Moment | None = None
+        hidden = drowning = judged = 0
+        learnt: dict[tuple[int, int], int] = {}
+        groups = itertools.groupby(
+            self._rows, key=lambda row: (row.key.rank, row.key.process, row.key.step)
+        )
+        for (rank, process, step), group in groups:
+            rows = list(group)
+            if learnt.get((rank, process), step) < step:
+                # Weights that were moved by other gradients compute other numbers.
+                note = f"the gradients of step {learnt[rank, process]} differ"
+                yield from (
+                    _excused(row, note) if _is_excusable(row, begins) else row for row in rows
+                )
+                continue
+            judgement = judge_sites([_slim(row) for row in rows], self._structure, self._evidence)
+            if any(row.key.port == "optimizer_grad" and is_off(row) for row in rows):
+                learnt.setdefault((rank, process), step)
+            if judgement is None:
+                yield from rows
+                continue
+            hidden, judged = hidden + judgement.hiding[0], judged + judgement.hiding[1]
+            drowning += judgement.drowning
+            if self.judgement is None or (judgement.culprits and not self.judgement.culprits):
+                self.judgement = judgement
+            settled = list(judgement.rows(rows, begins))
+            red = [execution(row) for row in settled if row.status == "fail" and _is_by_format(row)]
+            begins = min(filter(None, (begins, judgement.begins, *red)), default=None)
+            yield from settled
+        if self.judgement is not None:
+            self.judgement = replace(self.judgement, hiding=(hidden, judged), drowning=drowning)
+
+
+_AT_ONCE = 1 << 16
+"""Rows up to which a table that lies in a file is judged as a whole."""
+_NEEDED = frozenset(
+    {
+        *(METRIC, "reference_l2", "candidate_l2", "one_sided", "different", "projection"),
+        *("cosine", "max_rel_error", "reference_nan", "candidate_nan"),
+        *(HALF, REST, ADDED, ADDED_ALLOWED, ADDED_PROJECTION, ADDED_BY_OWN_WEIGHTS),
+    }
+)
+
+
+def _slim(row: Row) -> Row:
+    """A row with the figures that judging sites reads: a third of its memory."""
+    metrics = row.metrics
+    return row._replace(metrics={name: metrics[name] for name in _NEEDED if name in metrics})
+
+
+def _is_excusable(row: Row, begins: Moment | None) -> bool:
+    is_after = begins is not None and execution(row) >= begins
+    return row.status == "fail" and _is_by_format(row) and not is_after
+
+
+def judge_sites(
+    rows: Sequence[Row], structure: Structure = NO_STRUCTURE, evidence: Evidence = NO_EVIDENCE
+) -> SiteJudgement | None:
+    """Judge the sites of rows that are judged by their own limits; None without sites.
+
+    Args:
+        rows: The rows.
+        structure: What the runs know of their model.
+        evidence: What is known besides.
+    """
+    everything = sites_of(rows, structure)
+    if not everything:
+        return None
+    sites, note, left_out = comparable_steps(everything, rows)
+    if not sites:
+        return None
+    transfers = transfers_of(sites, structure.weights)
+    growth = growths(sites, transfers, structure)
+    statuses = site_statuses(sites, transfers, growth, evidence)
+    culprits = tuple(culprits_of(sites, statuses))
+    pattern = _scaled_before(sites, statuses, culprits)
+    if pattern is not None:
+        # Too small to convict one of them, and the same in all.
+        statuses = _with_pattern(statuses, pattern)
+        culprits = tuple(culprits_of(sites, statuses))
+    elif culprits:
+        excesses = {place: entry.ratio for place, entry in statuses.items()}
+        pattern = like_sites(sites, excesses, culprits[0])
+    # Power is a question for evidence that sees the error that arrives.
+    seen_by_growth = [
+        growth[place]
+        for place, standing in statuses.items()
+        if standing.by == "growth" and place.direction == "forward"
+    ]
+    forward = sum(place.direction == "forward" for place in statuses)
+    return SiteJudgement(
+        sites,
+        transfers,
+        growth,
+        statuses,
+        culprits,
+        evidence,
+        note,
+        left_out,
+        (sum(entry.hides for entry in seen_by_growth), forward),
+        sum(entry.drowns for entry in seen_by_growth),
+        pattern,
+    )
+
+
+_MEASURED = ("replay", "noise")
+"""Evidence that has measured how much a site may lean."""
+
+
+def _scaled_before(
+    sites: Mapping[Place, Site], statuses: Mapping[Place, SiteStatus], culprits: Sequence[Place]
+) -> Pattern | None:
+    """The first factor that siblings share, unless a culprit comes before it."""
+    for pattern in scaled_siblings(sites):
+        if culprits and sites[culprits[0]].order < sites[pattern.first].order:
+            return None
+        standings = [statuses[place] for place in pattern.members]
+        cleared = sum(
+            standing.by in _MEASURED and standing.status == "clean" for standing in standings
+        )
+        if 2 * cleared < len(standings):
+            return pattern
+    return None
+
+
+def _with_pattern(
+    statuses: Mapping[Place, SiteStatus], pattern: Pattern
+) -> dict[Place, SiteStatus]:
+    """Statuses where all members of a pattern are guilty of it."""
+    return {
+        place: standing._replace(
+            status="introduced", by="pattern", ratio=math.inf, reason=pattern.sentence
+        )
+        if place in pattern.members
+        else standing
+        for place, standing in statuses.items()
+    }
+
+
+def culprits_of(sites: Mapping[Place, Site], statuses: Mapping[Place, SiteStatus]) -> list[Place]:
+    """Innermost sites that introduce error, in order of execution."""
+    guilty = [place for place, standing in statuses.items() if standing.status == "introduced"]
+    inner: list[Place] = []
+    for direction in DIRECTIONS:
+        names = innermost(place.site for place in guilty if place.direction == direction)
+        inner += [Place(direction, name) for name in names]
+    inner.sort(key=lambda place: sites[place].order)
+    return inner
+
+
+def _is_by_format(row: Row) -> bool:
+    """Whether a failing row is over the limit of a number format, and nothing else is wrong."""
+    return (
+        row.decided_by == METRIC
+        and row.limit_from not in ("exact", "user", "thresholds", "always")
+        and math.isfinite(row.severity)
+    )
+
+
+def _brought(error: float) -> str:
+    if math.isinf(error):
+        return "other choices were made before it, at near ties"
+    return f"what it was made of is off by {error:.3g}, and its site adds no error"
+
+
+def _tie(row: Row) -> Row:
+    """Codes that were chosen by numbers which differ: choices between near equals may turn."""
+    different = float(row.metrics.get("different", math.inf))
+    if row.key.site in ROOTS and row.key.port == "input":
+        return row
+    if different > _TIES * math.prod(row.reference_shape or ()):
+        return row
+    return row.judged(
+        "pass",
+        f"{row.reason}: chosen by numbers that differ within what is explained",
+        decided_by=row.decided_by,
+        limit=row.limit,
+        limit_from=f"{row.limit_from}, {EXPLAINED}",
+        severity=1.0,
+    )
+
+
+def _excused(row: Row, why: str) -> Row:
+    value = float(row.metrics[METRIC])
+    return row.judged(
+        "pass",
+        f"{METRIC} {value:.3g}, over {row.limit:g} for {row.limit_from}: {why}",
+        decided_by=METRIC,
+        limit=row.limit,
+        limit_from=f"{row.limit_from}, {EXPLAINED}",
+        severity=1.0,
+    )
+
+
+def _convicted(row: Row, standing: SiteStatus) -> Row:
+    """The row of a site that adds error, where its own limit lets it pass or says less."""
+    if standing.by == "recomputed" and ADDED in row.metrics:
+        added, allowed = float(row.metrics[ADDED]), float(row.metrics[ADDED_ALLOWED])
+        return row.judged(
+            "fail",
+            f"its site adds {added:.3g} by itself, {allowed:.3g} explained by "
+            f"{_SOURCES[standing.by]}: {standing.reason}",
+            decided_by=ADDED,
+            limit=allowed,
+            limit_from=standing.by,
+            severity=standing.ratio,
+        )
+    value, call = float(row.metrics.get(METRIC, math.nan)), standing.call
+    limit = call.error / standing.ratio if standing.ratio > 0.0 else 0.0
+    explained = f"{limit:.3g} explained by {_SOURCES[standing.by]}"
+    if standing.by == "pattern":
+        explained = _SOURCES[standing.by]
+    if standing.by == "growth" and call.error_in > 0.0:
+        explained += f", which is off by {call.error_in:.2g}"
+    return row.judged(
+        "fail",
+        f"{METRIC} {value:.3g}, {explained}",
+        decided_by=METRIC,
+        limit=limit,
+        limit_from=standing.by,
+        severity=standing.ratio,
+    )
+
+
+_SOURCES = {
+    "growth": "its number format and what its site was given",
+    "noise": "trusted runs",
+    "replay": "the trusted module on the same input",
+    "recomputed": "its number format, on the same input",
+    "weights": "one rounding",
+    "bisect": "nothing: substitution proves it",
+    "pattern": "no rounding, because its siblings are off in the same direction",
+}

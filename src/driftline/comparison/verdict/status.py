@@ -1,0 +1,553 @@
+"""The status of every site: introduced, amplified, inherited, masked, clean or unknown.
+
+Replay decides where there is one, then the noise floor, then the growth of the error. Decides which
+site introduces error, which passes it on and which hides it. Reads no tensor and names no cause.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol, TypeAlias
+
+from driftline.comparison.tolerance.tolerance import HALF, REST
+from driftline.comparison.verdict.added_error import AddedError, added_error
+from driftline.comparison.verdict.dataflow import Transfer
+from driftline.comparison.verdict.growth import Growth, rounding
+from driftline.comparison.verdict.noise import NoiseFloor
+from driftline.comparison.verdict.sites import (
+    DIRECTIONS,
+    FINE,
+    Call,
+    Place,
+    Site,
+    ancestors,
+    contains,
+    error_of,
+    innermost,
+    over_before,
+    parts_of,
+    unit_of,
+)
+
+# An output must err clearly more than its input before the site is blamed; less is spread between
+# runs.
+_STEP_UP = 1.3
+# Growth by this factor is called amplified rather than inherited.
+_AMPLIFIED = 3.0
+# Required excess for tensors between parts, which vary more than outputs do.
+_SURE = 2.5
+_ORDERS = 2.0
+"""Factor on the difference that sums of this length may have: trusted runs on one device do not try
+the orders in which another device adds. (CUDA's fused attention in float32 errs by 1.6 times what
+eager attention does on either device.)"""
+_FOLDED = 8.0
+"""Units by which weights of a fine format may differ."""
+LEAN = 0.5
+"""Units of roundoff by which a projection may leave what trusted runs have."""
+
+
+Status: TypeAlias = Literal["introduced", "amplified", "inherited", "masked", "clean", "unknown"]
+"""Of a site: it makes the error, makes it larger, passes it on, hides it, has none beyond noise, or
+nothing can be said."""
+
+
+ROUTING_NOISE = "off only where a router chose other experts, at a near tie: arithmetic noise"
+ROUTING_REACHES_ALL = "a router chose other experts at a near tie, and that reaches all of it"
+
+
+class OwnError(Protocol):
+    """What an experiment measured of one site by itself, on the candidate's own input.
+
+    Replays of modules give it (`diagnosis.evidence.replay.ReplayResult`); whatever else applies the
+    reference's function to what the candidate's site was given can give it, too.
+    """
+
+    @property
+    def introduced(self) -> bool:
+        """Whether it errs by itself more than trusted executions do."""
+        ...
+
+    @property
+    def excess(self) -> float:
+        """Its error over what is allowed; above 1 is outside."""
+        ...
+
+    @property
+    def noise(self) -> float:
+        """Relative error of a trusted execution of the site."""
+        ...
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be said; empty otherwise."""
+        ...
+
+    @property
+    def own_code_only(self) -> bool:
+        """Whether what it passes to its parts was not looked at."""
+        ...
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing is known, and other evidence may convict the site."""
+        ...
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether nothing is known, and other evidence may at least suspect it."""
+        ...
+
+
+class SiteStatus(NamedTuple):
+    """How a site stands.
+
+    Attributes:
+        status: Its status.
+        by: Which evidence decided: replay, recomputed, noise, growth or weights.
+        ratio: What it errs by over what is allowed.
+        noise: What is expected there.
+        call: The call that decided.
+        reason: In words.
+        inside: The part of it that is to blame.
+        leaning: Whether the bias of its error is outside, not its size.
+        suspected: Of an unknown site: its status by other evidence, which would convict it if it
+            reproduced its own output.
+    """
+
+    status: Status
+    by: str
+    ratio: float
+    noise: float
+    call: Call
+    reason: str = ""
+    inside: str = ""
+    leaning: bool = False
+    suspected: SiteStatus | None = None
+
+
+_NO_REPLAY: Mapping[str, OwnError] = {}
+
+
+class Evidence(NamedTuple):
+    """What is known besides the two runs.
+
+    Attributes:
+        replayed: What replays say of sites by themselves, by the reference's names.
+        floor: What trusted runs do at every tensor.
+        proven: The site whose correction brings the final output back, by substitution; else empty.
+        proven_share: The share of the final error that goes with it.
+    """
+
+    replayed: Mapping[str, OwnError] = _NO_REPLAY
+    floor: NoiseFloor | None = None
+    proven: str = ""
+    proven_share: float = 0.0
+
+    @property
+    def has_noise(self) -> bool:
+        """Whether trusted runs have measured the noise of the candidate's format."""
+        return self.floor is not None and bool(self.floor.used)
+
+
+def site_statuses(
+    sites: Mapping[Place, Site],
+    transfers: Mapping[Place, Sequence[Transfer]],
+    growth: Mapping[Place, Growth],
+    evidence: Evidence,
+) -> dict[Place, SiteStatus]:
+    """Status of every site: own evidence first, then other evidence, then inheritance."""
+    statuses = _own_evidence(sites, transfers, growth, evidence)
+    # Replay is the better evidence: as soon as it convicts a site, weaker evidence may not add
+    # others.
+    if not any(
+        entry.by == "replay" and entry.status == "introduced" for entry in statuses.values()
+    ):
+        statuses |= _other_evidence(sites, statuses, growth, evidence)
+    statuses |= _proven(sites, statuses, evidence)
+    guilty = _first(statuses, sites)
+    # Without a culprit nothing can be inherited: such statuses are noise near the limit.
+    if guilty is None:
+        return {
+            place: standing._replace(status="clean")
+            if standing.status in ("amplified", "inherited", "masked")
+            else standing
+            for place, standing in statuses.items()
+        }
+    return _named_parts(_relative_to(guilty, sites, statuses))
+
+
+_PROVES = 0.5
+"""Share of the final error that must go with a site before substitution convicts it."""
+
+
+def _proven(
+    sites: Mapping[Place, Site], statuses: Mapping[Place, SiteStatus], evidence: Evidence
+) -> dict[Place, SiteStatus]:
+    """The site that substitution convicts, where all weaker evidence is silent about it."""
+    place = Place("forward", evidence.proven)
+    if not evidence.proven or evidence.proven_share < _PROVES or place not in sites:
+        return {}
+    for other, standing in statuses.items():
+        about = other == place or contains(place.site, other.site)
+        if standing.status == "introduced" and (about or contains(other.site, place.site)):
+            return {}
+    reason = f"with it corrected, {evidence.proven_share:.0%} of the final error is gone"
+    call = sites[place].worst
+    return {place: SiteStatus("introduced", "bisect", math.inf, math.nan, call, reason)}
+
+
+def _own_evidence(
+    sites: Mapping[Place, Site],
+    transfers: Mapping[Place, Sequence[Transfer]],
+    growth: Mapping[Place, Growth],
+    evidence: Evidence,
+) -> dict[Place, SiteStatus]:
+    """The status of every site by the best evidence there is for it."""
+    floor = evidence.floor
+    within = _within(sites, transfers, growth, evidence)
+    statuses: dict[Place, SiteStatus] = {}
+    for place, site in sites.items():
+        judgement = evidence.replayed.get(place.site) if place.direction == "forward" else None
+        if judgement is not None:
+            statuses[place] = _by_replay(site, judgement)
+            # Replay of a container's own code looks at its output only; what it passes to parts is
+            # judged apart.
+            if statuses[place].status == "clean" and place in within:
+                statuses[place] = within[place]
+        elif place.direction == "param":
+            statuses[place] = _weights(site)
+        elif (recomputed := _by_recomputation(site)) is not None:
+            statuses[place] = recomputed
+        elif floor is not None and floor.used and _known(floor, site):
+            statuses[place] = _confirmed(_by_noise(site, floor))
+        else:
+            statuses[place] = _confirmed(_by_growth(growth[place]))
+            # What is right about a container is told by its output, what is wrong by where it is.
+            if statuses[place].status == "clean":
+                statuses[place] = statuses[place]._replace(call=site.worst)
+    return statuses
+
+
+_TINY = 2.0
+"""Units of roundoff up to which a leaf is not computed again: it adds nothing to speak of."""
+
+
+def _by_recomputation(site: Site) -> SiteStatus | None:
+    """Status by what the reference's function gives on the candidate's own input; None if unknown.
+
+    Every call that differs must have been recomputed: one that was not may be the one that is off.
+    """
+    worst: tuple[AddedError, Call] | None = None
+    for call in site.calls:
+        for row in call.outs:
+            added = added_error(row)
+            if added is None:
+                if error_of(row) > _TINY * unit_of(row):
+                    return None
+            elif worst is None or added.ratio > worst[0].ratio:
+                worst = added, call
+    if worst is None:
+        return None
+    added, call = worst
+    status: Status = "introduced" if added.fault else "clean"
+    return SiteStatus(status, "recomputed", added.ratio, added.allowed, call, added.reason)
+
+
+_BY_ITSELF = ("replay", "recomputed", "bisect")
+"""Sources that say what a site adds, whatever it was given."""
+_GROSS = 4.0
+"""Times its limit: an error that one half of the tokens alone shows is no accident any more."""
+
+
+def _confirmed(standing: SiteStatus) -> SiteStatus:
+    """A suspicion, unless a second look at the tensor has shown that it is an accident."""
+    row = standing.call.worst
+    half, rest = row.metrics.get(HALF), row.metrics.get(REST)
+    if half is None or rest is None or is_borne_out(standing, float(half), float(rest)):
+        return standing
+    if rest == 0.0:
+        return standing._replace(status="unknown", reason=ROUTING_REACHES_ALL)
+    routed = rest < 0.999 * standing.call.error
+    reason = ROUTING_NOISE if routed else "seen on one half of the tokens only"
+    return standing._replace(status="clean", reason=reason)
+
+
+def is_borne_out(standing: SiteStatus, half: float, rest: float) -> bool:
+    """Whether a second look bears out a suspicion.
+
+    What shows on one half of the tokens only, and not grossly, is none of the site's doing; nor is
+    what lies in tokens that a router sent to other experts at a near tie.
+
+    Args:
+        standing: How the site stands without it.
+        half: Relative error on the half of the tokens where it is smaller.
+        rest: Relative error without tokens that were sent elsewhere.
+    """
+    if standing.status != "introduced" or not math.isfinite(standing.ratio):
+        return True
+    # A bias is as sure as the half that shows less of it.
+    if standing.leaning or not standing.ratio > 0.0:
+        return half > 0.0
+    limit = standing.call.error / standing.ratio
+    return half > limit or rest > _GROSS * limit
+
+
+def _relative_to(
+    guilty: Place, sites: Mapping[Place, Site], statuses: Mapping[Place, SiteStatus]
+) -> dict[Place, SiteStatus]:
+    """Judge every other site relative to the first culprit: what is off later inherits from it.
+
+    Statuses that rest on noise runs or on a conviction by replay are kept.
+    """
+    parts = parts_of(place.site for place in sites)
+    level = _level(sites, guilty)
+    return {
+        place: standing
+        if place == guilty
+        or standing.status == "unknown"
+        or standing.by == "noise"
+        or (standing.by in _BY_ITSELF and standing.status == "introduced")
+        or standing.call.outs[0].key.port == "input"
+        else _handed_on(standing, level, parts.get(place.site, 0))
+        for place, standing in statuses.items()
+    }
+
+
+def _other_evidence(
+    sites: Mapping[Place, Site],
+    statuses: Mapping[Place, SiteStatus],
+    growth: Mapping[Place, Growth],
+    evidence: Evidence,
+) -> dict[Place, SiteStatus]:
+    """Sites that replay cannot judge, and which noise runs or growth convict.
+
+    Only used where replay itself convicts no site. A site that these do not convict stays unknown,
+    and so does one that does not reproduce its own output; that one becomes a suspect.
+    """
+    floor = evidence.floor
+    convicted: dict[Place, SiteStatus] = {}
+    for place, site in sites.items():
+        judgement = evidence.replayed.get(place.site)
+        if statuses[place].status != "unknown" or judgement is None or not judgement.is_suspect:
+            continue
+        if floor is not None and floor.used and _known(floor, site):
+            standing = _confirmed(_by_noise(site, floor))
+        else:
+            standing = _confirmed(_by_growth(growth[place]))
+        if standing.status == "introduced" and not judgement.is_open:
+            convicted[place] = statuses[place]._replace(suspected=standing)
+        elif standing.status == "introduced":
+            why = f"replay says nothing of it ({judgement.trouble})"
+            reason = f"{standing.reason}; {why}" if standing.reason else why
+            convicted[place] = standing._replace(reason=reason)
+    return convicted
+
+
+def _within(
+    sites: Mapping[Place, Site],
+    transfers: Mapping[Place, Sequence[Transfer]],
+    growth: Mapping[Place, Growth],
+    evidence: Evidence,
+) -> dict[Place, SiteStatus]:
+    """Containers whose own code passes on more error than it was given.
+
+    Only examined where a replay of that code looked at its output alone.
+    """
+    floor = evidence.floor
+    reason = "what its own code hands to a part is off while nothing it was given is"
+    convicted: dict[Place, SiteStatus] = {}
+    for place, site in sites.items():
+        judgement = evidence.replayed.get(place.site) if place.direction == "forward" else None
+        if judgement is None or not judgement.own_code_only:
+            continue
+        handed = [
+            transfer.call
+            for transfer in transfers[place]
+            if transfer.of_container and transfer.call.outs[0].key.port == "input"
+        ]
+        if not handed:
+            continue
+        passed = Site(place, site.class_name, site.candidate_class, handed)
+        if floor is not None and floor.used and _known(floor, passed):
+            standing = _by_noise(passed, floor)
+        else:
+            standing = _by_growth(growth[place])
+            # Tensors between parts vary more than outputs do.
+            if standing.ratio <= _SURE or standing.call.outs[0].key.port != "input":
+                continue
+        if standing.status == "introduced":
+            convicted[place] = standing._replace(reason=reason)
+    return convicted
+
+
+def _by_replay(site: Site, judgement: OwnError) -> SiteStatus:
+    call = site.worst
+    if judgement.trouble:
+        return SiteStatus("unknown", "replay", math.nan, math.nan, call, judgement.trouble)
+    status: Status = "introduced" if judgement.introduced else "clean"
+    return SiteStatus(status, "replay", judgement.excess, judgement.noise, call)
+
+
+def _weights(site: Site) -> SiteStatus:
+    """Status of weights, which are rounded once and computed from nothing.
+
+    From the second step on an optimizer has computed them.
+    """
+    first = min(call.step for call in site.calls)
+    call = max((call for call in site.calls if call.step == first), key=lambda call: call.error)
+    # Merged or folded weights of a fine format were rounded more than once.
+    allowed = (_FOLDED if call.unit <= FINE else 1.01) * call.unit
+    # Codes with scales have steps of their own, and have passed by a limit for those.
+    rows = [
+        row for row in call.outs if row.status == "fail" or not row.limit_from.endswith("scales")
+    ]
+    over = max((float(row.metrics.get("max_rel_error", 0.0)) for row in rows), default=0.0)
+    error = max((error_of(row) for row in rows), default=0.0)
+    ratio = error / allowed if allowed > 0.0 else (math.inf if error > 0.0 else 0.0)
+    # A few elements of odd size can exceed the relative L2 of one rounding; both measures must be
+    # outside.
+    if ratio > 1.0 and over > 2.0 * call.unit:
+        return SiteStatus(
+            "introduced", "weights", ratio, call.unit / math.sqrt(3.0), call, "its weights differ"
+        )
+    return SiteStatus("clean", "weights", ratio, call.unit / math.sqrt(3.0), call)
+
+
+def _known(floor: NoiseFloor, site: Site) -> bool:
+    return any(floor.errors.get(row.key) is not None for call in site.calls for row in call.outs)
+
+
+def _by_noise(site: Site, floor: NoiseFloor) -> SiteStatus:
+    """Status by the noise floor: the worst call decides; inputs are measured by the same floor."""
+    best: tuple[float, SiteStatus] | None = None
+    for call in site.calls:
+        # Coarse formats round the result more than any order of a sum does: no allowance is needed.
+        least = _ORDERS * rounding(call.unit, 0, call.length) if call.unit <= FINE else 0.0
+        outs = [(floor.excess(row, least), row) for row in call.outs]
+        measured = [(value, row) for value, row in outs if value is not None]
+        if not measured:
+            continue
+        ins = [value for row in call.ins if (value := floor.excess(row, least)) is not None]
+        out, row = max(measured, key=lambda pair: pair[0])
+        # Captured inputs without a floor are unknown (NaN), no inputs at all mean that no error
+        # came in.
+        before = max(ins, default=0.0 if not call.ins else math.nan)
+        noise = floor.errors[row.key]
+        status: Status = "clean"
+        reason, leaning = "", False
+        if out > 1.0 and before > 1.0:
+            status = "amplified" if out > _AMPLIFIED * before else "inherited"
+        elif out > 1.0:
+            status = "introduced" if out > _STEP_UP * before or math.isnan(before) else "inherited"
+        elif before > 1.0:
+            status = "masked"
+        lean, lean_in = _leans(call, floor)
+        # The bias of an error shows faults that are smaller than noise, such as a wrong epsilon.
+        if status == "clean" and lean > LEAN and lean > 2.0 * lean_in:
+            status, reason = "introduced", "its error leans to one side as no trusted run's does"
+            out, leaning = lean / LEAN, True
+        # The status comes first, the excess second: an introduced error outranks any inherited one.
+        rank = _WEIGHT[status] * 1e9 + min(out, 1e8)
+        if best is None or rank > best[0]:
+            best = rank, SiteStatus(status, "noise", out, noise, call, reason, "", leaning)
+    assert best is not None
+    return best[1]
+
+
+_WEIGHT: dict[Status, int] = {
+    "introduced": 5,
+    "amplified": 4,
+    "inherited": 3,
+    "masked": 2,
+    "clean": 1,
+    "unknown": 0,
+}
+
+
+def _leans(call: Call, floor: NoiseFloor) -> tuple[float, float]:
+    return (
+        max((floor.lean(row) for row in call.outs), default=0.0),
+        max((floor.lean(row) for row in call.ins), default=0.0),
+    )
+
+
+def _by_growth(growth: Growth) -> SiteStatus:
+    status: Status = "introduced" if growth.excess > 1.0 else "clean"
+    return SiteStatus(status, "growth", growth.excess, growth.expected, growth.call)
+
+
+def _first(statuses: Mapping[Place, SiteStatus], sites: Mapping[Place, Site]) -> Place | None:
+    """The innermost site that introduces error, and of those the earliest."""
+    guilty = [place for place, standing in statuses.items() if standing.status == "introduced"]
+    if not guilty:
+        return None
+    inner: list[Place] = []
+    for direction in DIRECTIONS:
+        names = innermost(place.site for place in guilty if place.direction == direction)
+        inner += [Place(direction, name) for name in names]
+    return min(inner, key=lambda place: sites[place].order)
+
+
+def _level(sites: Mapping[Place, Site], guilty: Place) -> float:
+    """Largest relative error of what ended before the culprit: known to be without fault."""
+    begun = min(call.order for call in sites[guilty].calls)
+    errors = [
+        call.error
+        for site in over_before(sites, guilty)
+        for call in site.calls
+        if call.order < begun and math.isfinite(call.error)
+    ]
+    return max(errors, default=0.0)
+
+
+def _handed_on(standing: SiteStatus, level: float, parts: int) -> SiteStatus:
+    """Status of a site that is not proven guilty, from the error that comes in and goes out.
+
+    Args:
+        standing: Its status so far.
+        level: Error that was there before the first culprit.
+        parts: How many sites it contains.
+    """
+    call = standing.call
+
+    def beyond(error: float) -> bool:
+        return error > max(2.0 * level, 4.0 * rounding(call.unit, parts, call.length))
+
+    out, before = beyond(call.error), beyond(call.error_in)
+    # NaN and Inf have no size to compare: they count as beyond any level.
+    if not math.isfinite(call.error) or call.one_sided:
+        out, before = True, before or call.one_sided_in > 0
+    status: Status = "clean"
+    if out and before:
+        grown = call.error / call.error_in if call.error_in > 0.0 else math.inf
+        burst = grown > _AMPLIFIED and math.isfinite(call.error) and not call.one_sided_in
+        status = "amplified" if burst else "inherited"
+    elif out:
+        # Replay cleared it, so its own code received something wrong that is no captured tensor.
+        status = "inherited" if standing.by == "replay" else "introduced"
+    elif before:
+        status = "masked"
+    # A container is guilty by its own code only, never for what its parts did.
+    if status == "introduced" and standing.status != "introduced":
+        status = "inherited"
+    return standing._replace(status=status)
+
+
+def _named_parts(statuses: dict[Place, SiteStatus]) -> dict[Place, SiteStatus]:
+    """Let containers that err because of a part name that part."""
+    for direction in DIRECTIONS:
+        guilty = [
+            place.site
+            for place, standing in statuses.items()
+            if place.direction == direction and standing.status == "introduced"
+        ]
+        for name in innermost(guilty):
+            for outer in ancestors(name):
+                place = Place(direction, outer)
+                standing = statuses.get(place)
+                if standing is None or standing.inside:
+                    continue
+                if standing.status in ("introduced", "inherited", "amplified"):
+                    statuses[place] = standing._replace(inside=name)
+    return statuses

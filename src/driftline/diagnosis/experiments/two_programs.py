@@ -1,0 +1,309 @@
+"""`driftline diff`: two programs are dumped, compared, diagnosed and reported, in one go.
+
+Each program runs in a process of its own under `driftline dump`, with its own folder and its own
+variables, so nothing of ours or of the caller's changes. Everything lies in one folder; what a
+finished step left there is kept, so that a second call goes on where the first one stopped. What is
+judged and how, other packages know.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from driftline import settings
+from driftline.captures.launch.child import require_command, run_child
+from driftline.comparison.pipeline import compare
+from driftline.diagnosis.api import diagnose
+from driftline.errors import AlreadyThere, BadInput, DriftlineError
+from driftline.units import size_text
+
+if TYPE_CHECKING:
+    from driftline.comparison.table.table import Table
+    from driftline.diagnosis.result import Diagnosis
+
+SCHEMA = "driftline.diff/1"
+QUESTION = "diff.json"
+REFERENCE, CANDIDATE, REPLAY, TABLE, REPORT = "ref", "cand", "replay", "table", "report.html"
+# A second dump of about the same size must fit, with some room for tables and the report.
+ROOM = 1.2
+# A dump that takes longer says how far it is, so often.
+SECONDS_BETWEEN_LINES = 10.0
+
+
+@dataclass(frozen=True)
+class Program:
+    """One of the two programs.
+
+    Attributes:
+        argv: Its command, word by word.
+        variables: Environment variables it gets besides the usual ones.
+        revision: The git revision it runs at; empty for the files as they are.
+    """
+
+    argv: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    revision: str = ""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What came of it.
+
+    Attributes:
+        table: The comparison.
+        diagnosis: Where the drift starts and why.
+        report: The page.
+        notes: What could not be done, and what to do about it.
+    """
+
+    table: Table
+    diagnosis: Diagnosis
+    report: Path
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DiffOptions:
+    """How the two programs are looked at.
+
+    Attributes:
+        dump: Further words of `driftline dump`, the same for both.
+        replay: Whether a failing comparison is followed by a replay.
+        force: Begin anew, whatever is in the folder.
+    """
+
+    dump: tuple[str, ...] = ()
+    replay: bool = True
+    force: bool = False
+
+
+def diff_programs(
+    reference: Program,
+    candidate: Program,
+    output: Path,
+    options: DiffOptions | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Difference:
+    """Run two programs and say where they begin to disagree.
+
+    Args:
+        reference: What is right.
+        candidate: What is in question.
+        output: Folder of the runs, the comparison and the report.
+        options: How they are looked at.
+        progress: Called with a sentence when something begins, lasts or is over.
+
+    Raises:
+        AlreadyThere: The folder holds something else.
+        DriftlineError: A program that cannot be run, that failed, or whose model was not seen.
+    """
+    asked = options or DiffOptions()
+    say = progress or _silence
+    output = output.absolute()
+    for program in (reference, candidate):
+        # Before anything runs: a misspelt candidate should not cost a dump of the reference.
+        if not program.revision:
+            require_command(program.argv, {**settings.environment(), **program.variables})
+    _claim(reference, candidate, output, asked)
+    _dump(reference, output / REFERENCE, asked, say)
+    _require_room(output / REFERENCE, output / CANDIDATE)
+    _dump(candidate, output / CANDIDATE, asked, say)
+    say("comparing")
+    table = compare(output / REFERENCE, output / CANDIDATE)
+    table.write(output / TABLE, force=True)
+    notes: list[str] = []
+    replay = None
+    if table.verdict != "pass" and asked.replay:
+        say("replaying the reference's modules on the candidate's inputs")
+        replay = _replay(reference, output, asked, notes)
+    diagnosis = diagnose(output / REFERENCE, output / CANDIDATE, replay=replay)
+    say("writing the report")
+    # Loaded late: pages are the largest part of the package, and a program may fail before.
+    from driftline.reporting.html.report import report
+
+    page = report(
+        output / REFERENCE, output / CANDIDATE, output / REPORT, replay=replay, force=True
+    )
+    return Difference(table, diagnosis, Path(page), tuple(notes))
+
+
+def _silence(sentence: str) -> None:
+    del sentence
+
+
+def _claim(reference: Program, candidate: Program, output: Path, asked: DiffOptions) -> None:
+    """Take the folder: an empty one, or one that the same question was asked in before."""
+    question = {
+        "schema": SCHEMA,
+        "reference": asdict(reference),
+        "candidate": asdict(candidate),
+        "dump": list(asked.dump),
+    }
+    file = output / QUESTION
+    if output.exists() and any(output.iterdir()):
+        same = file.is_file() and _read(file) == json.loads(json.dumps(question))
+        if asked.force and file.is_file():
+            for name in (REFERENCE, CANDIDATE, REPLAY, TABLE):
+                shutil.rmtree(output / name, ignore_errors=True)
+        elif not same:
+            what = "another diff" if file.is_file() else "other files"
+            hint = "give another -o, or --force" if file.is_file() else "give another -o"
+            raise AlreadyThere(f"{output} holds {what}", hint=hint)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(question, indent=1), encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"cannot write {output}: {error.strerror}") from None
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _dump(program: Program, run: Path, asked: DiffOptions, say: Callable[[str], None]) -> None:
+    """Dump one program, unless a finished dump of it is there."""
+    side = "reference" if run.name == REFERENCE else "candidate"
+    finished = run.with_suffix(".finished")
+    if finished.exists() and run.is_dir() and not asked.force:
+        say(f"the {side} was dumped before: {run}")
+        return
+    finished.unlink(missing_ok=True)
+    say(f"dumping the {side}: {shlex.join(program.argv)}")
+    # What it would suggest next is what follows here anyway: only warnings are wanted.
+    words = ["dump", "--force", "--log-level", "warning", "-o", str(run), *asked.dump]
+    with _size_lines(run, side, say):
+        status = _run(program, words)
+    if status:
+        raise BadInput(
+            f"the {side} ended with status {status}",
+            hint="see what it printed above; the same command goes on from here",
+        )
+    finished.touch()
+    say(f"the {side} is in {run}, {size_text(_size(run))}")
+
+
+def _run(program: Program, words: Sequence[str]) -> int:
+    """Run `driftline WORDS -- PROGRAM` where the program belongs."""
+    variables = {**settings.environment(), **program.variables}
+    with _folder_of(program) as folder:
+        argv = list(program.argv)
+        # A path such as .venv/bin/python need not be part of a revision.
+        if folder is not None and os.sep in argv[0] and not (folder / argv[0]).exists():
+            argv[0] = str(Path(argv[0]).absolute())
+        require_command(argv, variables)
+        command = [sys.executable, "-m", "driftline", *words, "--", *argv]
+        return run_child(command, variables, folder=folder)
+
+
+@contextmanager
+def _folder_of(program: Program) -> Generator[Path | None, None, None]:
+    """The folder a program runs in: the present one, or a worktree of its revision."""
+    if not program.revision:
+        yield None
+        return
+    root = Path(_git("rev-parse", "--show-toplevel"))
+    place = Path.cwd().resolve().relative_to(root.resolve())
+    with tempfile.TemporaryDirectory(prefix="driftline-rev-") as folder:
+        tree = Path(folder) / "tree"
+        _git("worktree", "add", "--quiet", "--detach", str(tree), program.revision)
+        try:
+            inside = tree / place
+            if not inside.is_dir():
+                raise BadInput(f"revision {program.revision} has no folder {place}")
+            yield inside
+        finally:
+            _git("worktree", "remove", "--force", str(tree))
+
+
+def _git(*words: str) -> str:
+    try:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, check=False)
+    except OSError:
+        raise BadInput("--rev needs git", hint="give two commands instead") from None
+    if done.returncode:
+        reason = done.stderr.strip().splitlines()
+        raise BadInput(
+            f"git {words[0]} failed: {reason[-1] if reason else 'no reason given'}",
+            hint="--rev takes A..B, two revisions of the repository of this folder",
+        )
+    return done.stdout.strip()
+
+
+@contextmanager
+def _size_lines(run: Path, side: str, say: Callable[[str], None]) -> Generator[None, None, None]:
+    """While a dump takes long, a line from time to time: how long, and how much is written."""
+    over = threading.Event()
+    begun = time.monotonic()
+
+    def watch() -> None:
+        while not over.wait(SECONDS_BETWEEN_LINES):
+            seconds = time.monotonic() - begun
+            say(f"the {side} runs for {seconds:.0f} s, {size_text(_size(run))} written")
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        # A file may be renamed while we look.
+        with suppress(OSError):
+            total += path.lstat().st_size
+    return total
+
+
+def _require_room(first: Path, second: Path) -> None:
+    """The second dump is about as large as the first: does it fit?"""
+    if second.exists():
+        return
+    size, free = _size(first), shutil.disk_usage(first).free
+    if free < ROOM * size:
+        raise BadInput(
+            f"the reference took {size_text(size)}, the candidate needs about as much, and "
+            f"{size_text(free)} are free",
+            hint="give -o a place with more room, or keep less: --keep summary, --site, --step",
+        )
+
+
+def _replay(reference: Program, output: Path, asked: DiffOptions, notes: list[str]) -> Path | None:
+    """The reference's modules on the candidate's inputs; a refusal is a note."""
+    from driftline.diagnosis.experiments.replay import require_inputs
+    from driftline.formats.registry import open_run
+
+    replay, finished = output / REPLAY, (output / REPLAY).with_suffix(".finished")
+    if finished.exists() and replay.is_dir() and not asked.force:
+        return replay
+    try:
+        require_inputs(open_run(output / CANDIDATE))
+    except DriftlineError as error:
+        notes.append(f"no replay: {error}")
+        return None
+    words = ["replay", str(output / CANDIDATE), "--force", "-o", str(replay)]
+    if _run(reference, words):
+        notes.append("the replay failed, see above; the finding rests on the two runs alone")
+        shutil.rmtree(replay, ignore_errors=True)
+        return None
+    finished.touch()
+    return replay

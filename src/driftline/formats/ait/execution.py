@@ -1,0 +1,234 @@
+"""When the modules of an `ait llm` torch dump ran, worked out from what they read and gave.
+
+`model_tree.json` lists modules as the program registered them, which need not be the order in which
+it called them: transformers registers the norms of a block after its attention and its mlp. Two
+facts tell the order among the modules of one container:
+
+1. A module that reads another's output, byte by byte, ran after it.
+2. A module whose input nobody gave reads what was computed between modules (a residual sum, say),
+   of outputs that no module reads. So it ran after the modules that gave those, unless it ran
+   before them by 1.
+
+What these leave open stays as it was registered. Values are compared within one step of one dump
+only, so a fault of one side of a comparison cannot decide who its partner is.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from driftline.errors import DriftlineError
+from driftline.formats.dump_run import Leaf
+from driftline.numerics import kernel
+
+Call = tuple[str, int]
+"""Site and visit."""
+_ROOT = "(root)"
+_SAMPLE = 1 << 12
+"""Bytes at either end of a tensor that identify it within its step."""
+_MOST_TENSORS = 50_000
+"""Of one step; larger ones stay as they were registered rather than be read twice."""
+
+
+def in_order(leaves: Sequence[Leaf]) -> list[Leaf] | None:
+    """The leaves of one step of one process as they were computed; None if nothing shows it.
+
+    Args:
+        leaves: In the order of registration.
+    """
+    if not leaves or len(leaves) > _MOST_TENSORS:
+        return None
+    step = _Step(leaves)
+    if not step.can_be_ordered:
+        return None
+    moments = dict(step.moments())
+    return sorted(leaves, key=lambda leaf: moments[_call(leaf)][leaf.record.key.port != "input"])
+
+
+def _call(leaf: Leaf) -> Call:
+    return leaf.record.key.site, leaf.record.key.visit
+
+
+class _Step:
+    """What every call of one step read and gave, and which calls lie inside which."""
+
+    def __init__(self, leaves: Sequence[Leaf]) -> None:
+        self._reads: dict[Call, set[str]] = {}
+        self._gives: dict[Call, set[str]] = {}
+        for leaf in leaves:
+            reads = self._reads.setdefault(_call(leaf), set())
+            gives = self._gives.setdefault(_call(leaf), set())
+            port = leaf.record.key.port
+            if port in ("input", "output") and (text := _identity(leaf)):
+                (reads if port == "input" else gives).add(text)
+        self._given: dict[Call, set[str]] = {}
+        self._needed: dict[Call, set[str]] = {}
+        sites = {site for site, _ in self._reads}
+        self._visits = [site for site, visit in self._reads if visit]
+        self._inside: dict[str, list[Call]] = {}
+        self._around: dict[str, str] = {}
+        for call in self._reads:
+            holder = self._around.setdefault(call[0], _holder(call[0], sites))
+            self._inside.setdefault(holder, []).append(call)
+        self._readers: dict[str, set[str]] = {}
+        self._makers: dict[str, set[str]] = {}
+        for texts, table in ((self._reads, self._readers), (self._gives, self._makers)):
+            for (site, _), own in texts.items():
+                for text in own:
+                    table.setdefault(text, set()).add(site)
+
+    @property
+    def can_be_ordered(self) -> bool:
+        """Whether inputs were kept, and no container was called twice: whose calls are inside
+        which of its calls is then not known."""
+        return bool(self._readers) and not any(site in self._inside for site in self._visits)
+
+    def moments(self) -> Iterator[tuple[Call, tuple[int, int]]]:
+        """When each call began and ended."""
+        clock = 0
+        # An explicit stack instead of recursion: the nesting comes from a file.
+        stack: list[tuple[Call | None, int, Iterator[Call]]] = [(None, 0, self._sorted(""))]
+        while stack:
+            call, begun, below = stack[-1]
+            child = next(below, None)
+            clock += 1
+            if child is not None:
+                stack.append((child, clock, self._sorted(child[0])))
+                continue
+            stack.pop()
+            if call is not None:
+                yield call, (begun, clock)
+
+    def _sorted(self, holder: str) -> Iterator[Call]:
+        """The calls directly inside a container as they ran."""
+        calls = self._inside.get(holder, [])
+        before: dict[Call, set[Call]] = {call: set() for call in calls}
+        makers: dict[str, list[Call]] = {}
+        for call in calls:
+            for text in self._all_given(call):
+                makers.setdefault(text, []).append(call)
+        for call in calls:
+            for text in sorted(self._needs(call)):
+                for maker in makers.get(text, ()):
+                    if maker != call:
+                        _add(before, maker, call)
+        unread = [call for call in calls if self._is_unread(call)]
+        for call in calls:
+            if self._is_fed_by_nobody(call):
+                for other in unread:
+                    if other != call:
+                        _add(before, other, call)
+        return _topological(calls, before)
+
+    def _all_given(self, call: Call) -> set[str]:
+        """Outputs of a call and of everything inside it."""
+        if call not in self._given:
+            inner = (self._all_given(one) for one in self._of(call))
+            self._given[call] = self._gives[call].union(*inner)
+        return self._given[call]
+
+    def _needs(self, call: Call) -> set[str]:
+        """Inputs of a call and of everything inside it that are not made inside it."""
+        if call not in self._needed:
+            inner = self._of(call)
+            given = set[str]().union(*(self._all_given(one) for one in inner))
+            needed = set[str]().union(*(self._needs(one) for one in inner))
+            self._needed[call] = self._reads[call] | (needed - given)
+        return self._needed[call]
+
+    def _of(self, call: Call) -> list[Call]:
+        return self._inside.get(call[0], [])
+
+    def _is_unread(self, call: Call) -> bool:
+        """Whether nobody outside reads what a call gives, and no container hands it on."""
+        gives = self._gives[call]
+        above = set(self._above(call[0]))
+        return bool(gives) and all(
+            all(_is_inside(reader, call[0]) for reader in self._readers.get(text, ()))
+            and not above & self._makers[text]
+            for text in gives
+        )
+
+    def _is_fed_by_nobody(self, call: Call) -> bool:
+        """Whether none of a call's inputs is an output of another, or an input of a container."""
+        above = set(self._above(call[0]))
+        return not any(
+            any(not _is_inside(maker, call[0]) for maker in self._makers.get(text, ()))
+            or above & self._readers.get(text, set())
+            for text in self._needs(call)
+        )
+
+    def _above(self, site: str) -> Iterator[str]:
+        while site := self._around[site]:
+            yield site
+
+
+def _holder(site: str, sites: set[str]) -> str:
+    """The nearest container that was called; empty for the outermost module."""
+    if site == _ROOT:
+        return ""
+    while "." in site:
+        site = site.rpartition(".")[0]
+        if site in sites:
+            return site
+    return _ROOT if _ROOT in sites else ""
+
+
+def _is_inside(site: str, holder: str) -> bool:
+    return site == holder or site.startswith(f"{holder}.")
+
+
+def _add(before: dict[Call, set[Call]], earlier: Call, later: Call) -> None:
+    """One call runs before another, unless that contradicts what is known already."""
+    waiting, seen = [earlier], {earlier}
+    while waiting:
+        for call in before[waiting.pop()]:
+            if call == later:
+                return
+            if call not in seen:
+                seen.add(call)
+                waiting.append(call)
+    before[later].add(earlier)
+
+
+def _topological(calls: Sequence[Call], before: dict[Call, set[Call]]) -> Iterator[Call]:
+    """All calls, each after those that run before it; else as they were registered."""
+    place = {call: index for index, call in enumerate(calls)}
+    after: dict[Call, list[Call]] = {call: [] for call in calls}
+    waits = {call: len(before[call]) for call in calls}
+    for call in calls:
+        for earlier in before[call]:
+            after[earlier].append(call)
+    ready = [place[call] for call in calls if not waits[call]]
+    while ready:
+        call = calls[heapq.heappop(ready)]
+        yield call
+        for later in after[call]:
+            waits[later] -= 1
+            if not waits[later]:
+                heapq.heappush(ready, place[later])
+
+
+def _identity(leaf: Leaf) -> str:
+    """A text that is equal for equal tensors of a step; empty for one that many could equal."""
+    record = leaf.record
+    count = math.prod(record.shape)
+    # Vectors and constants are equal too often to say who made them.
+    if leaf.fetch is None or record.lost or len(record.shape) < 2 or not count:
+        return ""
+    try:
+        values = np.ascontiguousarray(leaf.fetch()).reshape(-1).view(np.uint8)
+    except (DriftlineError, OSError, ValueError):
+        return ""  # whoever reads it says why
+    ends = values
+    if values.size > 2 * _SAMPLE:
+        ends = np.concatenate((values[:_SAMPLE], values[-_SAMPLE:]))
+    width = values.size // count
+    if not width or not (ends[width:] != ends[:-width]).any():
+        return ""
+    # Only the number of elements counts: a view with other axes is the same tensor.
+    return f"{record.dtype} {count} {kernel.digest(ends)}"

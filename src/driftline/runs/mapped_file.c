@@ -1,0 +1,93 @@
+/* Reads of mapped files that survive the file becoming shorter.
+ *
+ * A page of a mapped file that is no longer in the file raises SIGBUS, which ends the process without a word. The
+ * handler here looks whether the address lies in a region that was announced. If so, the rest of the region becomes
+ * zeros, the fault is counted, and the read goes on; whoever reads asks for the count afterwards and throws the zeros
+ * away. Any other SIGBUS goes to whoever handled it before.
+ *
+ * A plain shared library for ctypes. Its only state is the table of regions and the old handler. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define EXPORT __attribute__((visibility("default")))
+#define MOST_REGIONS 4096 /* the handler looks through all of them; a process rarely has a thousand files open */
+
+typedef struct { _Atomic uintptr_t start, end, cut; } Region; /* `end` 0: free; `cut`: first lost address, 0 for none */
+
+static Region regions[MOST_REGIONS];
+static _Atomic int highest;
+static pthread_mutex_t change = PTHREAD_MUTEX_INITIALIZER;
+static struct sigaction before;
+static int installed;
+
+EXPORT _Atomic int64_t driftline_faults;
+
+/* Bumped whenever a signature changes: the binding refuses a library it does not know. */
+EXPORT int driftline_mapped_abi(void) { return 1; }
+
+static void hand_on(int number, siginfo_t *info, void *context) {
+  if (before.sa_flags & SA_SIGINFO) {
+    before.sa_sigaction(number, info, context);
+  } else if (before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN) {
+    /* The instruction is executed again, and this time the process ends as it would have without us. */
+    struct sigaction usual = {.sa_handler = SIG_DFL};
+    sigaction(number, &usual, NULL);
+  } else {
+    before.sa_handler(number);
+  }
+}
+
+static void handle(int number, siginfo_t *info, void *context) {
+  const uintptr_t address = (uintptr_t)info->si_addr;
+  const int count = atomic_load(&highest);
+  for (int i = 0; info->si_code > 0 && i < count; i++) { /* a code of 0 or less: sent by a process, not by a page */
+    Region *region = &regions[i];
+    const uintptr_t start = atomic_load(&region->start), end = atomic_load(&region->end);
+    if (address < start || address >= end) continue;
+    const uintptr_t page = address & ~((uintptr_t)sysconf(_SC_PAGESIZE) - 1);
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE;
+    if (mmap((void *)page, end - page, PROT_READ, flags, -1, 0) == MAP_FAILED) break;
+    uintptr_t cut = atomic_load(&region->cut);
+    while ((!cut || page < cut) && !atomic_compare_exchange_weak(&region->cut, &cut, page)) {
+    }
+    atomic_fetch_add(&driftline_faults, 1);
+    return;
+  }
+  hand_on(number, info, context);
+}
+
+/* Announce a region; its number, or -1 where no more fit. The first one installs the handler. */
+EXPORT int driftline_guard(uintptr_t start, uint64_t length) {
+  int number = -1;
+  pthread_mutex_lock(&change);
+  if (!installed) {
+    struct sigaction ours = {.sa_sigaction = handle, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER};
+    sigemptyset(&ours.sa_mask);
+    installed = sigaction(SIGBUS, &ours, &before) == 0;
+  }
+  for (int i = 0; installed && i < MOST_REGIONS && number < 0; i++)
+    if (!atomic_load(&regions[i].end)) number = i;
+  if (number >= 0) {
+    Region *region = &regions[number];
+    atomic_store(&region->cut, 0);
+    atomic_store(&region->start, start);
+    atomic_store(&region->end, start + length); /* last: from here on the handler believes it */
+    if (number >= atomic_load(&highest)) atomic_store(&highest, number + 1);
+  }
+  pthread_mutex_unlock(&change);
+  return number;
+}
+
+/* Whether a page of a region was lost. */
+EXPORT int driftline_was_cut(int number) { return atomic_load(&regions[number].cut) != 0; }
+
+/* Forget a region, before it is unmapped. */
+EXPORT void driftline_unguard(int number) {
+  atomic_store(&regions[number].end, 0);
+  atomic_store(&regions[number].start, 0);
+}

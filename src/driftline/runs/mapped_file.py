@@ -1,0 +1,135 @@
+"""Mapped files that may become shorter while they are read, without ending the process.
+
+Files are mapped, because a copy of every tensor would take a third of the time of a comparison. If
+a file is cut meanwhile, its lost pages read as zeros and `faults` counts up: whoever reads compares
+the count before and after, throws what was read away and opens the file again, which then says in
+words that it is too short (`comparison.measure.scheduler` does, per pair). What nobody noticed is
+reported at the end of the command, by the names in `cut_files`.
+
+Without the C library a file is mapped all the same, and a cut one ends the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from driftline.numerics.kernel import address_of, opened
+
+_ABI = 1
+_names: dict[int, str] = {}
+_cut: dict[str, None] = {}
+
+
+@functools.cache
+def _library() -> Any:
+    library = opened(Path(__file__).with_name("_mapped_file.so"), "driftline_mapped_abi", _ABI)
+    if library is not None:
+        library.driftline_guard.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+        library.driftline_was_cut.argtypes = library.driftline_unguard.argtypes = [ctypes.c_int]
+        library.driftline_unguard.restype = None
+    return library
+
+
+@functools.cache
+def _counter() -> Any:
+    library = _library()
+    return ctypes.c_int64(0) if library is None else ctypes.c_int64.in_dll(library, _FAULTS)
+
+
+_FAULTS = "driftline_faults"
+
+
+def faults() -> int:
+    """How many pages of mapped files were lost so far; compared before and after a reading."""
+    return _counter().value
+
+
+def cut_files() -> list[str]:
+    """Names of the files that became shorter while they were mapped, each once."""
+    library = _library()
+    for number, name in list(_names.items()):
+        if library.driftline_was_cut(number):
+            _cut[name] = None
+    return list(_cut)
+
+
+class Guard:
+    """Guards a mapped region, which must stay mapped, as long as this object lives."""
+
+    __slots__ = ("_number",)
+
+    def __init__(self, address: int, length: int, name: str) -> None:
+        library = _library()
+        self._number = -1 if library is None else library.driftline_guard(address, length)
+        if self._number >= 0:
+            _names[self._number] = name
+
+    def __del__(self) -> None:
+        number, self._number = self._number, -1
+        if number >= 0:
+            library = _library()
+            name = _names.pop(number, "")
+            if library.driftline_was_cut(number):
+                _cut[name] = None
+            library.driftline_unguard(number)
+
+
+class MappedFile(mmap.mmap):
+    """A file mapped for reading; guarded until it is unmapped."""
+
+    _guard: Guard | None = None
+
+    def __del__(self) -> None:  # runs before the memory is unmapped
+        self._guard = None
+
+    def close(self) -> None:
+        guard, self._guard = self._guard, None
+        try:
+            super().close()
+        except BufferError:  # somebody looks into it: it stays mapped
+            self._guard = guard
+            raise
+        del guard
+
+
+def map_file(file: int, name: str, *, length: int = 0, offset: int = 0) -> MappedFile:
+    """Maps an open file; the descriptor may be closed afterwards.
+
+    Args:
+        file: Descriptor, open for reading.
+        name: What messages call the file.
+        length: Number of bytes; 0 for all, which must be some.
+        offset: First byte, a multiple of the page size.
+
+    Raises:
+        OSError: It cannot be mapped.
+        ValueError: It is shorter than that, or empty.
+    """
+    mapped = MappedFile(file, length, access=mmap.ACCESS_READ, offset=offset)
+    mapped._guard = Guard(address_of(memoryview(mapped)), len(mapped), name)  # pyright: ignore[reportPrivateUsage]
+    return mapped
+
+
+def map_range(path: str | os.PathLike[str], start: int, length: int) -> npt.NDArray[np.uint8]:
+    """Some bytes of a file, mapped: a read-only array.
+
+    Raises:
+        OSError: It cannot be opened or mapped.
+        ValueError: It is shorter than that.
+    """
+    # The system maps whole pages only: begin at the page that holds the range.
+    page = start - start % mmap.ALLOCATIONGRANULARITY
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        mapped = map_file(file, os.fspath(path), length=start + length - page, offset=page)
+    finally:
+        os.close(file)
+    return np.frombuffer(mapped, np.uint8, length, start - page)

@@ -1,0 +1,260 @@
+"""How far a run reaches: how its program ended, which steps ran, what was left out or not seen.
+
+A comparison stores these facts in its table, because they limit what agreement means; `show` prints
+them. The launcher notes the end of a program here (`note_end`); what happened inside a process,
+the process itself stores in `process.json` under `capture`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from driftline.runs.layout import ORPHAN_EVENTS, folder_name
+
+if TYPE_CHECKING:
+    from driftline.runs.run import Run
+    from driftline.runs.sinks import JSON
+
+VERSION = 1
+"""Of the JSON form; a reader passes over fields that it does not know."""
+ENDED = "ended"
+"""Kind of the event that the launcher leaves when the program has ended."""
+LIMITING = (
+    # Parts of the model that were not seen.
+    *("compiled", "graph-unseen", "inside", "operators-unseen", "backward-unseen", "cuda-graph"),
+    # Tensors that ran past and were not kept, or not kept whole.
+    *("refused", "lost", "operator-lost", "gradient-lost", "parameters-lost", "too-large"),
+    *("limit", "disk", "dropped", "degraded", "device-failed", "calls-limit", "capture-fault"),
+)
+"""Kinds of events that say what a run cannot show."""
+_MOST_NOTES = 8
+_LONGEST = 300
+_MOST_STEPS = 1 << 40
+
+
+class RunScope(NamedTuple):
+    """How far one run reaches.
+
+    Attributes:
+        captured: Whether Driftline captured it; a dump of another tool says nothing of all this.
+        status: Exit status of its program as a shell reports it; None if it is not known.
+        exception: The exception that ended it, in words; empty for none.
+        unfinished: Steps that a process began and did not finish, in words.
+        unsealed: Processes that did not close their part: killed, or still running.
+        growing: Whether a process was still writing when the run was read.
+        steps_ran: How many steps ran, captured or not; 0 if it is not known.
+        filters: What its selection left out on purpose, in words.
+        notes: What the capture said that it could not see or keep.
+        compiled: Modules that were compiled, whose parts were therefore not seen.
+        ranks: How many ranks the job had; 0 if it is not known.
+        engine: What computed it, as far as known: torch, paddle, onnxruntime.
+    """
+
+    captured: bool = False
+    status: int | None = None
+    exception: str = ""
+    unfinished: tuple[str, ...] = ()
+    unsealed: tuple[str, ...] = ()
+    growing: bool = False
+    steps_ran: int = 0
+    filters: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    compiled: tuple[str, ...] = ()
+    ranks: int = 0
+    engine: str = ""
+
+    @property
+    def has_modules(self) -> bool:
+        """Whether modules were called, and not nodes of a graph, or what another tool kept."""
+        return self.captured and self.engine in ("torch", "paddle")
+
+    @property
+    def ending(self) -> str:
+        """How the program ended, in words; empty if it ended well or nothing is known."""
+        if self.growing:
+            return "is still running"
+        if self.exception:
+            return f"ended with {self.exception}"
+        if self.status:
+            return ending_words(self.status)
+        if self.unsealed:
+            return f"was killed before it closed its run ({', '.join(self.unsealed)})"
+        return ""
+
+    def to_json(self) -> dict[str, JSON]:
+        """The facts that differ from what nothing is known of."""
+        facts: dict[str, JSON] = {
+            name: list(cast("tuple[str, ...]", value)) if isinstance(value, tuple) else value
+            for name, value in self._asdict().items()
+            if value != RunScope._field_defaults[name]
+        }
+        return {"version": VERSION, **facts}
+
+    @classmethod
+    def from_json(cls, shown: Any) -> RunScope:
+        """The inverse of `to_json`; values that make no sense are passed over."""
+        if not isinstance(shown, Mapping):
+            return cls()
+        facts = cast("Mapping[str, Any]", shown)
+        status = facts.get("status")
+        return cls(
+            facts.get("captured") is True,
+            status if type(status) is int else None,
+            str(facts.get("exception") or ""),
+            _words(facts.get("unfinished")),
+            _words(facts.get("unsealed")),
+            facts.get("growing") is True,
+            _count(facts.get("steps_ran")),
+            _words(facts.get("filters")),
+            _words(facts.get("notes")),
+            _words(facts.get("compiled")),
+            _count(facts.get("ranks")),
+            str(facts.get("engine") or ""),
+        )
+
+
+def ending_words(status: int) -> str:
+    """How a program ended, from its status as a shell reports it.
+
+    >>> ending_words(3), ending_words(137)
+    ('ended with status 3', 'was ended by signal 9 (SIGKILL)')
+    """
+    # A shell adds 128 to the signal; larger numbers may still be a plain status.
+    if status > 128:
+        with contextlib.suppress(ValueError):
+            return f"was ended by signal {status - 128} ({signal.Signals(status - 128).name})"
+    return f"ended with status {status}"
+
+
+def note_end(folder: Path, status: int) -> None:
+    """Note the exit status of a program in its run; a disk that is full keeps it from that."""
+    from driftline.runs.owned_file import OwnedFile
+    from driftline.runs.provenance import event_line
+
+    line = event_line(ENDED, f"the program {ending_words(status)}", 0, {"status": status})
+    with contextlib.suppress(OSError), OwnedFile(folder / ORPHAN_EVENTS, "shared") as file:
+        file.append_all(line)
+
+
+def scope_of(run: Run) -> RunScope:
+    """The facts of a run; those of a view are the run's own."""
+    processes = run.processes()
+    own = [facts for facts in processes if _is_captured(run.manifest, facts)]
+    # A run in memory has no processes, and says of itself what a process says.
+    in_memory: Mapping[str, Any] = {}
+    if not processes and "capture" in run.manifest:
+        in_memory = run.manifest
+    if not own and not in_memory:
+        return RunScope()
+    captures = [_table(facts.get("capture")) for facts in (own or [in_memory])]
+    status: int | None = None
+    notes: dict[str, None] = {}
+    compiled: dict[str, None] = {}
+    raised: list[Mapping[str, Any]] = []
+    for event in run.events():
+        kind = event.get("kind")
+        details = _table(event.get("details"))
+        if kind == ENDED and type(details.get("status")) is int:
+            status = details["status"]
+        elif kind == "exception":
+            raised.append(event)
+        elif kind in LIMITING:
+            if len(notes) < _MOST_NOTES:
+                notes.setdefault(str(event.get("message", ""))[:_LONGEST])
+            if kind == "compiled" and isinstance(details.get("site"), str):
+                compiled.setdefault(details["site"])
+    unsealed = [facts for facts in own if facts.get("sealed") is not True]
+    exceptions = (str(capture.get("exception") or "") for capture in captures)
+    exception = next(filter(None, exceptions), "")
+    # A worker of a pool is killed by its parent once it has delivered; that is its usual end.
+    killed = [facts for facts in unsealed if not _is_pool_worker(facts, status)]
+    ended_well = status == 0 and not exception
+    return RunScope(
+        True,
+        status,
+        exception,
+        () if ended_well else tuple(_unfinished(own or [in_memory], raised)),
+        tuple(_name(facts) for facts in killed),
+        run.growing,
+        max((_count(capture.get("steps_ran")) for capture in captures), default=0),
+        tuple(_filters(captures[0], (own or [in_memory])[0])),
+        tuple(notes),
+        tuple(compiled),
+        run.facts.world,
+        run.facts.framework,
+    )
+
+
+def _is_captured(manifest: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    """Whether a process is one that Driftline watched, and no dump that it converted."""
+    return "sealed" in facts and "converted_from" not in manifest and "converted_from" not in facts
+
+
+def _is_pool_worker(facts: Mapping[str, Any], status: int | None) -> bool:
+    return status == 0 and _table(facts.get("capture")).get("daemon") is True
+
+
+def _unfinished(
+    processes: Iterable[Mapping[str, Any]], raised: Iterable[Mapping[str, Any]]
+) -> Iterable[str]:
+    """Steps whose model was left by an exception that ended the program."""
+    events = list(raised)
+    for facts in processes:
+        step = _table(facts.get("capture")).get("unfinished_step")
+        if type(step) is not int:
+            continue
+        place = (facts.get("rank", 0), facts.get("process", 0))
+        reasons = [
+            str(event.get("message"))[:_LONGEST]
+            for event in events
+            if _table(event.get("details")).get("step") == step
+            and (event.get("rank", 0), event.get("process", 0)) == place
+        ]
+        where = f" of {_name(facts)}" if place != (0, 0) else ""
+        yield f"step {step}{where}" + (f" ({reasons[-1]})" if reasons else "")
+
+
+def _filters(capture: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterable[str]:
+    """The selection in words, steps left out: those are told by their numbers."""
+    selection = dict(_table(capture.get("selection")))
+    # A rank that is known only when a program has begun is filtered when its files are made.
+    if facts.get("only_ranks"):
+        selection["ranks"] = facts["only_ranks"]
+    for name, value in selection.items():
+        if name == "steps":
+            continue
+        shown = ", ".join(map(str, cast("list[Any]", value))) if isinstance(value, list) else value
+        yield f"{_OPTIONS.get(name, name)} {shown}"[:_LONGEST]
+
+
+RANKS = "--rank"
+_OPTIONS = {
+    "sites": "--site",
+    "classes": "--class",
+    "ports": "ports",
+    "ranks": RANKS,
+    "ids": "-ids",
+    "opnames": "-opname",
+    "device": "-device",
+}
+
+
+def _name(facts: Mapping[str, Any]) -> str:
+    return folder_name(_count(facts.get("rank")), _count(facts.get("process")))
+
+
+def _table(value: Any) -> Mapping[str, Any]:
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+
+
+def _count(value: Any) -> int:
+    return value if type(value) is int and 0 <= value < _MOST_STEPS else 0
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    listed = cast("list[Any]", value) if isinstance(value, list) else []
+    return tuple(str(word)[:_LONGEST] for word in listed[:_MOST_NOTES])

@@ -1,0 +1,131 @@
+"""`driftline diff` as somebody uses it who has two commands and a question."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import os, sys
+import torch
+from torch import nn
+
+with open("runs.txt", "a") as file:
+    file.write("run\\n")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)).eval()
+inputs = torch.randn(4, 16)
+dtype = getattr(torch, os.environ.get("DTYPE", "float32"))
+model, inputs = model.to(dtype), inputs.to(dtype)
+if "--fault" in sys.argv:
+    model[2].weight.data *= 1.5
+if "--crash" in sys.argv:
+    sys.exit(3)
+with torch.no_grad():
+    model(inputs)
+"""
+
+
+def diff(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "driftline", "diff", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def command(*words: str) -> str:
+    return shlex.join([sys.executable, "infer.py", *words])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "infer.py").write_text(PROGRAM)
+    return tmp_path
+
+
+def test_a_fault_is_named_and_a_second_call_runs_nothing_again(folder: Path) -> None:
+    done = diff(folder, command(), command("--fault"))
+    assert done.returncode == 1, done.stderr
+    assert "FAIL" in done.stdout
+    assert "the drift starts at '2' (Linear)" in done.stdout
+    assert "the trusted module's own arithmetic" in done.stdout  # the replay was made
+    page = folder / "driftline-diff" / "report.html"
+    assert f"the report is in {page}" in done.stderr
+    assert "<html" in page.read_text()[:400]
+    # The reference twice (dump and replay), the candidate once.
+    assert (folder / "runs.txt").read_text().count("run") == 3
+
+    again = diff(folder, command(), command("--fault"))
+    assert again.returncode == 1
+    assert "the reference was dumped before" in again.stderr
+    assert (folder / "runs.txt").read_text().count("run") == 3
+    assert again.stdout == done.stdout
+
+    other = diff(folder, command("--fault"), command())
+    assert other.returncode == 2
+    assert "holds another diff" in other.stderr
+
+
+def test_one_command_under_two_sets_of_variables(folder: Path) -> None:
+    words = ("--env", "DTYPE=float32", "--env", "DTYPE=bfloat16", "-o", "formats")
+    done = diff(folder, command(), *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASS" in done.stdout
+    question = json.loads((folder / "formats" / "diff.json").read_text())
+    assert question["candidate"]["variables"] == {"DTYPE": "bfloat16"}
+    # Nothing failed, so nothing is replayed.
+    assert (folder / "runs.txt").read_text().count("run") == 2
+
+
+def test_two_revisions_of_one_repository(folder: Path) -> None:
+    def git(*words: str) -> None:
+        names = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        subprocess.run(["git", *names, *words], cwd=folder, check=True, capture_output=True)
+
+    git("init", "-q")
+    git("add", "infer.py")
+    git("commit", "-qm", "right")
+    (folder / "infer.py").write_text(PROGRAM.replace("nn.GELU()", "nn.ReLU()"))
+    git("commit", "-qam", "wrong")
+    done = diff(folder, command(), "--rev", "HEAD~1..HEAD", "--no-replay")
+    assert done.returncode == 1, done.stderr
+    assert "'1' (GELU)" in done.stdout
+    trees = subprocess.run(["git", "worktree", "list"], cwd=folder, capture_output=True, text=True)
+    assert len(trees.stdout.splitlines()) == 1
+
+
+def test_a_program_that_fails_ends_the_diff_with_a_sentence(folder: Path) -> None:
+    done = diff(folder, command("--crash"), command())
+    assert done.returncode == 2
+    assert "the reference ended with status 3" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((command(),), "one command and nothing that differs"),
+        ((command(), "--rev", "main"), "--rev takes A..B, not 'main'"),
+        ((command(), "--env", "DTYPE"), "--env takes NAME=VALUE, not 'DTYPE'"),
+        ((command(), "--env", "A=1", "--env", "A=2", "--env", "A=3"), "--env was given 3 times"),
+        ((command(), "nothing-of-this-name x"), "command not found: nothing-of-this-name"),
+        ((command(), command(), "-o", "."), "holds other files"),
+    ],
+)
+def test_questions_that_mean_nothing_are_refused(
+    folder: Path, words: tuple[str, ...], sentence: str
+) -> None:
+    done = diff(folder, *words)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr

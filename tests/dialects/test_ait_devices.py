@@ -1,0 +1,65 @@
+"""Dumps of several devices and of other batches: all is compared, or INCOMPLETE says what is not.
+
+As `driftline compare` and as `ait llm compare`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.atb_twins import Error, atb_twin, torch_twin, toy_decoder
+
+BIN = Path(sys.executable).parent
+PROMPT = np.array([[3, 1, 4, 1, 5]])
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("devices")
+    model = toy_decoder(layers=2)
+    for name, error in (("clean", None), ("faulty", Error(1))):
+        atb_twin(base / name, model, PROMPT, device=0, pid=1)
+        atb_twin(base / name, model, PROMPT, device=1, pid=2, error=error)
+    atb_twin(base / "single", model, PROMPT, device=0, pid=1)
+    torch_twin(base / "torch", model, PROMPT)
+    other = np.array([[2, 7, 1, 8, 2]])
+    atb_twin(base / "batch", model, np.concatenate((PROMPT, other)))
+    return base
+
+
+def compared(dumps: Path, folder: Path, golden: str, mine: str, spelling: str) -> str:
+    words = [str(BIN / "driftline"), "compare"]
+    if spelling == "theirs":
+        words = [str(BIN / "ait"), "llm", "compare"]
+    words += ["-gp", str(dumps / golden), "-mp", str(dumps / mine), "-o", str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    return " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("spelling", ["ours", "theirs"])
+def test_every_device_folder_is_compared(dumps: Path, tmp_path: Path, spelling: str) -> None:
+    assert compared(dumps, tmp_path, "clean", "clean", spelling).startswith("PASS")
+    text = compared(dumps, tmp_path, "clean", "faulty", spelling)
+    assert text.startswith("FAIL") and "on rank 1" in text
+
+
+@pytest.mark.parametrize(
+    ("golden", "mine", "words"),
+    [
+        ("clean", "single", "nothing of rank1 of the reference was compared"),
+        ("single", "faulty", "nothing of rank1 of the candidate was compared"),
+        ("torch", "faulty", "nothing of rank1 of the candidate was compared"),
+        ("torch", "batch", "not compared: row 1 of 2 of the candidate"),
+    ],
+)
+def test_what_is_not_compared_makes_it_incomplete(
+    dumps: Path, tmp_path: Path, golden: str, mine: str, words: str
+) -> None:
+    text = compared(dumps, tmp_path, golden, mine, "ours")
+    assert text.startswith("INCOMPLETE") and words in text

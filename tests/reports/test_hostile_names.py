@@ -1,0 +1,130 @@
+"""Names that steer terminals and spreadsheets: nothing that is printed or written obeys them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.writer import RunWriter
+from driftline.units import csv_cell
+
+ESC = "\x1b]0;owned\x07\x1b[2J"
+MARKED = tuple("=+-@'＝＋－＠\n")
+SITES = [f"evil{ESC}site", '=HYPERLINK("http://x","y")', "+1+1", "-2+3", "@SUM(A1)", "line\nend"]
+
+
+def write_run(path: Path, shift: float) -> Path:
+    writer = RunWriter(path, command=["python", f"x{ESC}.py"])
+    writer.topology({"roots": [{"site": f"evil{ESC}site", "class": f"Class{ESC}", "children": []}]})
+    for number, site in enumerate(SITES):
+        values = (np.arange(12, dtype=np.float32) + 1) * (1 + shift * number)
+        record = Record(TensorKey.of(site, "output"), 0, "float32", (3, 4), class_name=f"C{ESC}")
+        writer.put(record, values.view(np.uint8))
+    writer.event("warning", f"a sentence{ESC}")
+    writer.describe(device=f"gpu{ESC}")
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    place = tmp_path_factory.mktemp(f"runs{ESC[:6]}")
+    return str(write_run(place / "a", 0.0)), str(write_run(place / "b", 0.1))
+
+
+def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-m", "driftline", *words], cwd=cwd, capture_output=True, check=False
+    )
+
+
+COMMANDS = [
+    *(("compare", "A", "B", "--format", name) for name in ("table", "json", "csv", "markdown")),
+    *(("compare", "A", "B", "--format", name) for name in ("github", "junit")),
+    ("compare", "A", "B", "--all", "-o", "out", "--csv", "rows.csv", "--save-plan", "plan.toml"),
+    ("compare", "A", "B", "--dry-run"),
+    ("show", "A"),
+    ("show", "A", "--format", "json"),
+    ("show", "A", "--format", "csv"),
+    ("diagnose", "A", "B"),
+    ("trend", "A", "B"),
+    ("trend", "A", "B", "--format", "csv"),
+    ("report", "A", "B", "-o", "page.html"),
+    ("show", f"no{ESC}run"),
+    ("compare", "A", f"no{ESC}run"),
+    (f"no{ESC}command",),
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words)[:40])
+def test_no_escape_reaches_a_terminal_or_a_file(
+    words: tuple[str, ...], runs: tuple[str, str], tmp_path: Path
+) -> None:
+    places = {"A": runs[0], "B": runs[1]}
+    done = run(*(places.get(word, word) for word in words), cwd=tmp_path)
+    assert b"Traceback" not in done.stderr
+    for text in (done.stdout, done.stderr):
+        assert not re.search(rb"[\x00-\x08\x0b-\x1f\x7f]", text), text[:2000]
+    for path in tmp_path.rglob("*"):
+        # Parquet is binary, and its readers show a text as a text.
+        if path.is_file() and path.suffix != ".parquet":
+            assert b"\x1b" not in path.read_bytes(), path.name
+
+
+def test_a_spreadsheet_finds_no_formula_and_loses_no_name(
+    runs: tuple[str, str], tmp_path: Path
+) -> None:
+    done = run("compare", *runs, "--format", "csv", "--all", cwd=tmp_path)
+    rows = list(csv.DictReader(io.StringIO(done.stdout.decode())))
+    cells = [cell for row in rows for cell in row.values() if cell]
+    for cell in cells:
+        risky = cell[0] in "=+-@" and len(cell) > 1
+        assert not risky or re.fullmatch(r"[-+]?(\d[\d.]*(e[-+]?\d+)?|inf|nan)", cell), cell
+    assert {plain(row["site"]) for row in rows} == set(SITES)
+
+
+def plain(cell: str) -> str:
+    """What a cell stands for, as docs/table-format.md says."""
+    if not cell.startswith("'") or not (cell[1:].startswith(MARKED) or "\\" in cell):
+        return cell
+    escape = re.compile(r"\\\\|\\x([0-9a-f]{2})|\\u([0-9a-f]{4})")
+    return escape.sub(
+        lambda match: chr(int(match[1] or match[2], 16)) if match[1] or match[2] else "\\", cell[1:]
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *SITES,
+        "'",
+        "''",
+        "'=",
+        "'a\\b",
+        "'\\",
+        "'a'",
+        "a\\b",
+        "=a\\x1b",
+        "\\\x1b\\",
+        "\t",
+        "\r",
+        "-",
+        "-1.5",
+        "1e-3",
+        "",
+        "é",
+        "＝1",
+    ],
+)
+def test_every_cell_can_be_read_back(text: str) -> None:
+    cell = csv_cell(text)
+    assert plain(cell) == text
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", cell)

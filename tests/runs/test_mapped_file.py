@@ -1,0 +1,209 @@
+"""A file that becomes shorter while it is mapped: a sentence and a row, never a dead process."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from driftline.runs import mapped_file
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.writer import RunWriter
+
+pytestmark = pytest.mark.skipif(
+    not Path(mapped_file.__file__).with_name("_mapped_file.so").exists(),
+    reason="the C library was not built",
+)
+SIZE = 200_000
+"""Elements of a tensor: some hundred pages."""
+
+
+def write_run(path: Path, *, shift: float = 0.0, count: int = 6) -> Path:
+    writer = RunWriter(path)
+    for number in range(count):
+        values = np.linspace(number, number + 1 + shift, SIZE, dtype=np.float32)
+        record = Record(TensorKey.of(f"site.{number}", "output"), 0, "float32", (SIZE,))
+        writer.put(record, values.view(np.uint8))
+    writer.close()
+    return path
+
+
+CUTTING = """
+import os, sys
+from driftline.runs import local_files
+from driftline.cli.main import main
+
+real = local_files.Shards._map
+done = []
+
+def cut_after_mapping(self, shard):
+    content = real(self, shard)
+    path = self.root / self.name / shard
+    if sys.argv[1] in str(path) and not done:
+        done.append(path)
+        os.truncate(path, int(sys.argv[2]))
+    return content
+
+local_files.Shards._map = cut_after_mapping
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+def run_while_cut(
+    side: str, size: int, *words: str, timeout: float = 60
+) -> subprocess.CompletedProcess[str]:
+    """A command, with a shard of a run cut to a size right after it was mapped."""
+    command = [sys.executable, "-c", CUTTING, side, str(size), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Path, Path]:
+    return write_run(tmp_path / "good"), write_run(tmp_path / "short", shift=1e-3)
+
+
+@pytest.mark.parametrize("size", [300_000, 1_500_000])
+def test_compare_says_which_tensors_are_cut(runs: tuple[Path, Path], size: int) -> None:
+    done = run_while_cut("/short/", size, "compare", *map(str, runs), "--format", "csv", "--all")
+    assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
+    assert "tensors-00000.safetensors became shorter while it was read" in done.stderr
+    rows = [line for line in done.stdout.splitlines() if "site." in line]
+    cut = [line for line in rows if "incomparable" in line]
+    whole = (size - 262_144) // (4 * SIZE)  # tensors that lie in front of the cut
+    assert len(rows) == 6 and len(cut) == 6 - max(0, whole)
+    assert all("ends before its last byte" in line or "shorter" in line for line in cut)
+
+
+def test_a_cut_inside_the_last_page_is_no_row_of_zeros(runs: tuple[Path, Path]) -> None:
+    _, short = runs
+    whole = (short / "rank0" / "tensors-00000.safetensors").stat().st_size
+    words = ("compare", *map(str, runs), "--format", "csv", "--all")
+    done = run_while_cut("/short/", whole - 40, *words)
+    (last,) = (line for line in done.stdout.splitlines() if "site.5" in line)
+    assert "incomparable" in last and "became shorter while it was read" in last
+
+
+def test_a_report_survives(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    good, short = runs
+    page = tmp_path / "page.html"
+    done = run_while_cut("/short/", 300_000, "report", str(good), str(short), "-o", str(page))
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    assert "became shorter while it was read" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_count_of_faults_and_the_names(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"\1" * (1 << 20))
+    before = mapped_file.faults()
+    values = mapped_file.map_range(path, 5000, 1_000_000)
+    assert int(values.sum()) == 1_000_000 and mapped_file.faults() == before
+    os.truncate(path, 9000)
+    assert int(values.sum()) < 8192
+    assert mapped_file.faults() == before + 1
+    assert str(path) in mapped_file.cut_files()
+    del values
+    assert str(path) in mapped_file.cut_files()
+    # Other tests of this process must not read of it.
+    mapped_file._cut.clear()
+
+
+def test_another_programs_map_still_ends_as_it_would() -> None:
+    program = """
+import mmap, os, sys, tempfile
+from driftline.runs import mapped_file
+with tempfile.NamedTemporaryFile() as file:
+    file.write(b"1" * (1 << 20)); file.flush()
+    guarded = mapped_file.map_range(file.name, 0, 1000)
+    own = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    os.truncate(file.name, 0)
+    print(len(own[4096:8000]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGBUS
+
+
+def test_many_files_are_guarded_and_given_back(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"\1" * 8192)
+    before = len(mapped_file._names)
+    # More than the table has room for, one after the other and some at a time.
+    for _ in range(30):
+        some = [mapped_file.map_range(path, 0, 8192) for _ in range(200)]
+        assert len(mapped_file._names) == before + 200
+        del some
+    assert len(mapped_file._names) == before
+
+
+def test_a_torch_file_is_guarded_too(tmp_path: Path) -> None:
+    program = f"""
+import os, sys, torch
+from driftline import open_run
+from driftline.runs import mapped_file
+path = {str(tmp_path / "x.pt")!r}
+torch.save({{"a": torch.ones(1 << 20), "b": torch.ones(7)}}, path)
+run = open_run(path)
+os.truncate(path, 8192)
+print(float(run.get("a").float64().sum()) < 1e6, mapped_file.faults() > 0)
+print(run.cut_off()(run.records[0]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.startswith("True True"), done.stderr
+    assert "became shorter while it was read" in done.stdout
+
+
+def test_a_replayed_tensor_that_is_cut_is_refused(runs: tuple[Path, Path]) -> None:
+    program = f"""
+import os
+from driftline.diagnosis.experiments.live.captured_calls import tensor_of
+from driftline.runs.reader import open_run
+run = open_run({str(runs[1])!r})
+run.memory(run.records[0])
+os.truncate({str(runs[1] / "rank0" / "tensors-00000.safetensors")!r}, 300_000)
+try:
+    tensor_of(run, run.records[3])
+except Exception as refused:
+    print(type(refused).__name__, refused)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.startswith("BadFile"), done.stderr
+    assert "became shorter while it was read" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hundred_cuts_at_any_moment(tmp_path: Path) -> None:
+    """As a user meets it: a program writes a run anew while it is compared."""
+    dice = random.Random(30)
+    good, short = write_run(tmp_path / "good", count=40), tmp_path / "short"
+    write_run(short, shift=1e-3, count=40)
+    shard = short / "rank0" / "tensors-00000.safetensors"
+    content = shard.read_bytes()
+    words = [sys.executable, "-m", "driftline", "compare", str(good), str(short)]
+    seconds = []
+    for _ in range(3):
+        begin = time.monotonic()
+        subprocess.run(words, capture_output=True, check=False)
+        seconds.append(time.monotonic() - begin)
+    ends: list[int] = []
+    for _ in range(100):
+        shard.write_bytes(content)
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+            time.sleep(dice.uniform(0.3, 1.0) * min(seconds))
+            os.truncate(shard, dice.randrange(len(content)))
+            _, said = child.communicate()
+        ends.append(child.returncode)
+        assert child.returncode >= 0, said
+        assert b"Traceback" not in said
+    print(f"100 cuts, exit codes {sorted(set(ends))}, {ends.count(2)} noticed")

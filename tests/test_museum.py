@@ -1,0 +1,92 @@
+"""The museum of bugs that happened in public: cases are cited, repeatable, and really differ."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PROGRAM = """
+import importlib, json
+import torch
+from torch.nn.modules import module as hooks
+from benchmarks.museum.__main__ import FILES
+from benchmarks.museum.networks import CASES, DTYPES, Variant
+
+for name in FILES:
+    importlib.import_module(f"benchmarks.museum.cases.{name}")
+outputs = []
+hooks.register_module_forward_hook(
+    lambda module, inputs, output: outputs.append(output.detach().double())
+    if isinstance(output, torch.Tensor)
+    else None
+)
+
+def run(case, bad):
+    outputs.clear()
+    torch.manual_seed(0)
+    case.program(Variant(bad, DTYPES[case.formats[1]]))
+    return list(outputs)
+
+said = {}
+for name, case in CASES.items():
+    if case.ranks > 1:
+        said[name] = [case.url, True, True]
+        continue
+    good, again, bad = run(case, False), run(case, False), run(case, True)
+    said[name] = [
+        case.url,
+        all(torch.equal(a, b) for a, b in zip(good, again, strict=True)),
+        len(good) != len(bad) or not all(map(torch.equal, good, bad)),
+    ]
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[str, tuple[str, bool, bool]]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_there_are_forty_cases_of_eight_projects(cases: dict[str, tuple[str, bool, bool]]) -> None:
+    projects = {"/".join(url.split("/")[3:5]) for url, _, _ in cases.values()}
+    assert len(cases) >= 40
+    assert len(projects) >= 8
+    assert all(url.startswith("https://github.com/") for url, _, _ in cases.values())
+
+
+def test_a_right_program_does_the_same_twice(cases: dict[str, tuple[str, bool, bool]]) -> None:
+    assert [name for name, (_, repeats, _) in cases.items() if not repeats] == []
+
+
+def test_the_wrong_program_computes_something_else(
+    cases: dict[str, tuple[str, bool, bool]],
+) -> None:
+    assert [name for name, (_, _, differs) in cases.items() if not differs] == []
+
+
+def test_a_case_is_judged_through_the_command_line(tmp_path: Path) -> None:
+    table = tmp_path / "said.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks.museum", "--only", "one_not_added"),
+            *("--ways", "compare", "--json", str(table)),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    (said,) = json.loads(table.read_text())
+    assert said["compare"]["detected"]
+    assert said["compare"]["exact"]

@@ -1,0 +1,316 @@
+"""Failures with a first sentence of their own, through `compare` and `diagnose`, which must agree.
+
+Small programs of plain torch, captured to disk; one pair is dumped by `driftline dump` itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import driftline
+
+WIDTH, WORDS = 48, 64
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.act, self.down = (
+            nn.Linear(WIDTH, 96),
+            nn.GELU(),
+            nn.Linear(96, WIDTH),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int = 6) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(WORDS, WIDTH), nn.Embedding(120, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(depth))
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.first_position = 0
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        if positions is None:
+            positions = torch.arange(ids.shape[1])[None].expand_as(ids) + self.first_position
+        x = self.wte(ids) + self.wpe(positions)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> Model:
+    torch.manual_seed(0)
+    return Model().to(dtype)
+
+
+IDS = torch.randint(0, WORDS, (4, 30), generator=torch.Generator().manual_seed(0))
+LABELS = torch.randint(0, WORDS, (4, 30), generator=torch.Generator().manual_seed(1))
+Loss = Callable[[torch.Tensor], torch.Tensor]
+
+
+def captured(
+    model: nn.Module, path: Path, *given: Any, loss: Loss | None = None, params: bool = False
+) -> Path:
+    levels = ["modules", *(["gradients"] if loss else []), *(["params"] if params else [])]
+    with driftline.capture(model, path, levels=tuple(levels)), torch.set_grad_enabled(bool(loss)):
+        made = model(*given)
+        if loss is not None:
+            loss(made).backward()
+    return path
+
+
+def entropy(made: torch.Tensor, **options: Any) -> torch.Tensor:
+    return functional.cross_entropy(made.float().flatten(0, 1), LABELS.flatten(), **options)
+
+
+def findings(command: Callable[..., Any], *pair: Path) -> dict[str, tuple[int, str, str]]:
+    """Exit code, verdict and finding of `compare` and `diagnose`."""
+    answers: dict[str, tuple[int, str, str]] = {}
+    for verb in ("compare", "diagnose"):
+        said = command(verb, *pair, "--format", "json")
+        answer = json.loads(said.out)
+        finding = answer["finding"]
+        finding = finding if isinstance(finding, str) else " ".join(finding)
+        answers[verb] = said.code, answer["verdict"], finding
+    return answers
+
+
+def fails_with(command: Callable[..., Any], pair: tuple[Path, Path], *words: str) -> None:
+    for verb, (code, verdict, finding) in findings(command, *pair).items():
+        assert (code, verdict) == (1, "fail"), (verb, finding)
+        for word in words:
+            assert word.lower() in finding.lower(), (verb, finding)
+
+
+def test_position_ids_that_differ_are_inputs_and_not_a_wrong_embedding(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    """78 of 120 position ids are others: nobody may call `wpe` wrong for that."""
+    positions = torch.arange(30)[None].expand(4, 30).clone()
+    others = positions.clone()
+    others.view(-1)[:78] += 1
+    pair = (
+        captured(model_of(), tmp_path / "ref", IDS, positions),
+        captured(model_of(torch.bfloat16), tmp_path / "cand", IDS, others),
+    )
+    fails_with(command, pair, "the inputs differ already: 'positions'", "78 of 120 elements differ")
+    first = command("diagnose", *pair).out.splitlines()[0]
+    assert first.lower().startswith("fail: the inputs differ already"), first
+
+
+def test_positions_that_the_model_makes_are_its_own_code(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    other = model_of(torch.bfloat16)
+    other.first_position = 1
+    pair = (captured(model_of(), tmp_path / "ref", IDS), captured(other, tmp_path / "cand", IDS))
+    fails_with(command, pair, "in its own code before it calls 'wpe'", "120 of 120 elements differ")
+
+
+def test_token_ids_that_differ(command: Callable[..., Any], tmp_path: Path) -> None:
+    other = IDS.clone()
+    other[2, 5] = (other[2, 5] + 1) % WORDS
+    pair = (
+        captured(model_of(), tmp_path / "ref", IDS),
+        captured(model_of(), tmp_path / "cand", other),
+    )
+    fails_with(command, pair, "the inputs differ already: 'ids'", "1 of 120 elements differ")
+
+
+def test_floats_that_differ(command: Callable[..., Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Layer(), torch.randn(20, WIDTH)
+    pair = (
+        captured(model, tmp_path / "ref", x),
+        captured(copy.deepcopy(model).bfloat16(), tmp_path / "cand", (1.03 * x).bfloat16()),
+    )
+    fails_with(command, pair, "the inputs differ already: 'x'", "relative_l2 0.03")
+
+
+def test_inputs_of_another_shape(command: Callable[..., Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8))
+    pair = (
+        captured(model, tmp_path / "ref", torch.randn(6, 8)),
+        captured(model, tmp_path / "cand", torch.randn(2, 3, 4, 8)),
+    )
+    fails_with(
+        command, pair, "the inputs differ already: 'input'", "shape [6, 8], in the candidate"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_another_loss_is_a_wrong_gradient_that_arrives(
+    dtype: torch.dtype, command: Callable[..., Any], tmp_path: Path
+) -> None:
+    pair = (
+        captured(model_of(), tmp_path / "ref", IDS, loss=entropy),
+        captured(
+            model_of(dtype),
+            tmp_path / "cand",
+            IDS,
+            loss=lambda made: entropy(made, label_smoothing=0.1),
+        ),
+    )
+    fails_with(command, pair, "a wrong gradient arrives at the model's output", "look at the loss")
+
+
+def test_the_same_loss_is_no_fault(command: Callable[..., Any], tmp_path: Path) -> None:
+    pair = (
+        captured(model_of(), tmp_path / "ref", IDS, loss=entropy),
+        captured(model_of(torch.bfloat16), tmp_path / "cand", IDS, loss=entropy),
+    )
+    for verb, (code, verdict, finding) in findings(command, *pair).items():
+        assert (code, verdict) == (0, "pass"), (verb, finding)
+
+
+def test_nan_on_one_side_and_nan_on_both(command: Callable[..., Any], tmp_path: Path) -> None:
+    broken = model_of()
+    with torch.no_grad():
+        broken.layers[2].up.bias.fill_(torch.nan)
+    good = captured(model_of(), tmp_path / "good", IDS)
+    bad = captured(broken, tmp_path / "bad", IDS)
+    fails_with(command, (good, bad), "NaN or Inf begins at 'layers.2.up', output")
+    fails_with(
+        command,
+        (bad, captured(broken, tmp_path / "again", IDS)),
+        "neither side has a finite number in 'layers.2.up'",
+    )
+
+
+# --- recomputed leaves and patterns
+
+
+def spoiled(model: Model, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Model:
+    for path, module in model.named_modules():
+        if path.endswith(name):
+            module.register_forward_hook(lambda module, args, made: change(made))
+    return model
+
+
+def test_a_recomputed_leaf_is_convicted_below_the_flat_limit(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    """An error of 3 % in the middle of a bfloat16 model, below 5 %, and not in all layers."""
+    other = spoiled(model_of(torch.bfloat16), "layers.3.down", lambda made: made * 1.03)
+    pair = (
+        captured(model_of(), tmp_path / "ref", IDS, params=True),
+        captured(other, tmp_path / "cand", IDS, params=True),
+    )
+    fails_with(command, pair, "layers.3.down")
+    finding = findings(command, *pair)["compare"][2]
+    assert "by itself" in finding
+    assert "the reference's function gives something else on the same input" in finding
+
+
+def test_other_weights_are_said_to_be_so(command: Callable[..., Any], tmp_path: Path) -> None:
+    other = model_of()
+    with torch.no_grad():
+        other.layers[1].up.weight.mul_(1.02)
+    pair = (
+        captured(model_of(), tmp_path / "ref", IDS, params=True),
+        captured(other, tmp_path / "cand", IDS, params=True),
+    )
+    fails_with(command, pair, "layers.1.up")
+    compared = json.loads(command("compare", *pair, "--format", "json").out)
+    row = next(
+        row for row in compared["rows"] if (row["site"], row["port"]) == ("layers.1.up", "output")
+    )
+    assert row["added_by_own_weights"] < 1e-5 < row["added_error"]
+    assert "with other weights" in row["reason"]
+
+
+def test_a_format_that_is_too_coarse_asks_for_float32(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    class Cancels(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 16, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x))
+
+    torch.manual_seed(0)
+    model = Cancels()
+    with torch.no_grad():
+        model.first.bias.fill_(60.0)
+        model.second.weight -= model.second.weight.mean(1, keepdim=True)
+    x = torch.randn(40, WIDTH)
+    pair = (
+        captured(model, tmp_path / "ref", x, params=True),
+        captured(copy.deepcopy(model).bfloat16(), tmp_path / "cand", x.bfloat16(), params=True),
+    )
+    fails_with(command, pair, "second")
+    finding = findings(command, *pair)["compare"][2]
+    assert "bfloat16 is too coarse here" in finding and "keep it in float32 here" in finding
+
+
+def test_weights_in_the_runs_change_nothing_for_a_clean_pair(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    pair = (
+        captured(model_of(), tmp_path / "ref", IDS, params=True),
+        captured(model_of(torch.bfloat16), tmp_path / "cand", IDS, params=True),
+    )
+    for verb, (code, verdict, finding) in findings(command, *pair).items():
+        assert (code, verdict) == (0, "pass"), (verb, finding)
+
+
+@pytest.mark.parametrize("params", [False, True], ids=["two runs", "with weights"])
+def test_a_factor_in_every_layer_is_one_sentence(
+    params: bool, command: Callable[..., Any], tmp_path: Path
+) -> None:
+    other = spoiled(model_of(torch.bfloat16), ".down", lambda made: made * 1.05)
+    pair = (
+        captured(model_of(), tmp_path / "ref", IDS, params=params),
+        captured(other, tmp_path / "cand", IDS, params=params),
+    )
+    for verb in ("compare", "diagnose"):
+        said = command(verb, *pair)
+        assert said.code == 1
+        assert "all 6 `down`: scaled by 1.05" in said.out.splitlines()[0], said.out
+
+
+PROGRAM = """
+import sys, torch
+from torch import nn
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32)) for _ in range(4)))
+x = torch.randn(20, 32)
+if "wrong" in sys.argv:
+    model[2][0].eps = 0.1
+with torch.no_grad():
+    model(x)
+"""
+
+
+def test_dumped_programs_with_weights(command: Callable[..., Any], tmp_path: Path) -> None:
+    """A wrong epsilon, found by the norm computed again: dumped and compared as a person would."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    for name, words in (("ref", ()), ("cand", ("wrong",))):
+        said = command(
+            *("dump", "-o", tmp_path / name, "--level", "modules,params", "--exec"),
+            " ".join((sys.executable, str(tmp_path / "program.py"), *words)),
+        )
+        assert said.code == 0, said
+    fails_with(command, (tmp_path / "ref", tmp_path / "cand"), "2.0")
+    finding = findings(command, tmp_path / "ref", tmp_path / "cand")["compare"][2]
+    assert "gives something else on the same input" in finding
