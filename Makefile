@@ -63,8 +63,9 @@ chromium:
 
 # The workers fill the cores; threads that torch starts beside them would only wait for one, spinning.
 test test-all: export OMP_NUM_THREADS := 1
-# A file stays with one worker: what its tests share is made once.
-SHARED := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# A file stays with one worker: what its tests share is made once. A worker that dies ends the run: started
+# again, it would wait for ever for files that were given to the dead one.
+SHARED := -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: lint chromium
 	$(BIN)/python -m pytest $(SHARED) -m "not slow" -q

@@ -130,6 +130,26 @@ with tempfile.NamedTemporaryFile() as file:
     assert done.returncode == -signal.SIGBUS
 
 
+def test_a_library_that_takes_the_signal_for_itself_does_not_keep_it(tmp_path: Path) -> None:
+    """Paddle takes it when it is imported; faulthandler does, too, and starts faster."""
+    program = f"""
+import faulthandler, os
+from driftline.runs import mapped_file
+path = {str(tmp_path / "file")!r}
+with open(path, "wb") as file:
+    file.write(b"1" * (1 << 20))
+first = mapped_file.map_range(path, 0, 1 << 20)
+faulthandler.enable()
+second = mapped_file.map_range(path, 0, 1 << 20)
+os.truncate(path, 9000)
+print(int(second.sum()) < int(b"1"[0]) * 20_000, mapped_file.faults())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "True 1\n"), done.stderr
+
+
 def test_many_files_are_guarded_and_given_back(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"\1" * 8192)

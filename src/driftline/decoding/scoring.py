@@ -166,13 +166,13 @@ def score(
 
 def _without_common_infinities(*sides: tuple[AnyArray, DType]) -> tuple[AnyArray, AnyArray]:
     """Both sides, with the lowest number of their type where both are minus infinity."""
-    both = np.logical_and(*(_is_minus_infinity(*side) for side in sides))
+    infinite = np.logical_and(*(_is_minus_infinity(*side) for side in sides))
     lowest = [
         0xFF7F if dtype.name == "bfloat16" else np.finfo(values.dtype).min
         for values, dtype in sides
     ]
     first, second = (
-        np.where(both, np.array(low, values.dtype), values)
+        np.where(infinite, np.array(low, values.dtype), values)
         for (values, _), low in zip(sides, lowest, strict=True)
     )
     return first, second

@@ -166,7 +166,8 @@ def diagnose_table(table: Table, *, noise: Sequence[Table] = ()) -> Diagnosis:
         noise: Comparisons of trusted runs with the same reference.
     """
     variants = [
-        Variant(each.candidate.path or f"noise {at}", each) for at, each in enumerate(noise)
+        Variant(table_of_noise.candidate.path or f"noise {index}", table_of_noise)
+        for index, table_of_noise in enumerate(noise)
     ]
     floor = noise_floor(variants) if variants else None
     judged = judge_again(table, evidence=SiteEvidence(floor=floor))

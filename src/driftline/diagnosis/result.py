@@ -167,7 +167,9 @@ class Diagnosis:
             **(
                 {}
                 if self.differences is None
-                else {"differences": [_plain(each.as_json()) for each in self.differences]}
+                else {
+                    "differences": [_plain(difference.as_json()) for difference in self.differences]
+                }
             ),
         }
 

@@ -137,10 +137,10 @@ def _numbered(wanted: str) -> int:
     possible = available()
     chosen = wanted or possible[0]
     if chosen not in possible:
-        known = (*PATHS, NUMPY)
+        names = (*PATHS, NUMPY)
         raise BadInput(
             f"kernel path {chosen!r} "
-            + ("cannot run on this machine" if chosen in known else "is unknown"),
+            + ("cannot run on this machine" if chosen in names else "is unknown"),
             hint=did_you_mean(chosen, possible),
         )
     return -1 if chosen == NUMPY else PATHS.index(chosen)

@@ -100,8 +100,8 @@ def define(reference: F64, candidate: F64, tokens: I64, k: int) -> RowScores:
         ]
         for figure in figures:
             figure[odd] = np.nan
-        said = candidate[rows, tokens]
-        rank = 1 + (candidate > said[:, None]).sum(axis=1)
+        chosen = candidate[rows, tokens]
+        rank = 1 + (candidate > chosen[:, None]).sum(axis=1)
         # NaN sorts last either way; it is no choice.
         order = np.argsort(-reference, axis=1, kind="stable")[:, :k]
         choice = np.argmax(np.where(np.isnan(candidate), -np.inf, candidate), axis=1)
@@ -178,8 +178,8 @@ def score_rows(
     _ROOMS[:] = [room]
     counts = figures.view(np.int64)
     columns: list[AnyArray] = [
-        *(figures[:, at].copy() for at in range(5)),
-        *(counts[:, at].copy() for at in range(5, 11)),
+        *(figures[:, column].copy() for column in range(5)),
+        *(counts[:, column].copy() for column in range(5, 11)),
         top,
         r_top,
         c_top,

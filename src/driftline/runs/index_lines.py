@@ -353,7 +353,22 @@ def check_line(line: Line) -> int:
         raise BadLine(f"dtype {str(line.dtype)[:40]!r} is not known")
     if line.kept not in _KEPT:
         raise BadLine(f"kept is {str(line.kept)[:40]!r}")
-    shape: object = line.shape
+    elements = _checked_elements(line.shape)
+    stride = line.sample_stride
+    if stride != 1:
+        if _checked_count(stride, "sample_stride") < 1:
+            raise BadLine("sample_stride is 0")
+        elements = -(-elements // stride)
+    if line.summary is not None:
+        _check_summary(line.summary)
+    expected = DTYPES[line.dtype].byte_count(elements)
+    if line.shard != "":
+        _check_location(line, expected)
+    return expected
+
+
+def _checked_elements(shape: object) -> int:
+    """The number of elements of a shape that could be one."""
     if not isinstance(shape, list):
         raise BadLine("the shape is not a list")
     elements = 1
@@ -366,17 +381,7 @@ def check_line(line: Line) -> int:
         raise BadLine(f"the shape claims {elements:.3g} elements")
     if not elements and (trouble := shape_trouble(tuple(cast("list[int]", shape)))):
         raise BadLine(f"the line {trouble}")
-    stride = line.sample_stride
-    if stride != 1:
-        if _checked_count(stride, "sample_stride") < 1:
-            raise BadLine("sample_stride is 0")
-        elements = -(-elements // stride)
-    if line.summary is not None:
-        _check_summary(line.summary)
-    expected = DTYPES[line.dtype].byte_count(elements)
-    if line.shard != "":
-        _check_location(line, expected)
-    return expected
+    return elements
 
 
 def _check_location(line: Line, expected: int) -> None:

@@ -23,7 +23,7 @@ static Region regions[MOST_REGIONS];
 static _Atomic int highest;
 static pthread_mutex_t change = PTHREAD_MUTEX_INITIALIZER;
 static struct sigaction before;
-static int installed;
+static _Thread_local int handing_on;
 
 EXPORT _Atomic int64_t driftline_faults;
 
@@ -31,15 +31,18 @@ EXPORT _Atomic int64_t driftline_faults;
 EXPORT int driftline_mapped_abi(void) { return 1; }
 
 static void hand_on(int number, siginfo_t *info, void *context) {
-  if (before.sa_flags & SA_SIGINFO) {
-    before.sa_sigaction(number, info, context);
-  } else if (before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN) {
+  const int has_handler = (before.sa_flags & SA_SIGINFO) || (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN);
+  /* A handler that was there before us may itself hand on to us: the second time nobody wants the signal. */
+  if (!has_handler || handing_on) {
     /* The instruction is executed again, and this time the process ends as it would have without us. */
     struct sigaction usual = {.sa_handler = SIG_DFL};
     sigaction(number, &usual, NULL);
-  } else {
-    before.sa_handler(number);
+    return;
   }
+  handing_on = 1;
+  if (before.sa_flags & SA_SIGINFO) before.sa_sigaction(number, info, context);
+  else before.sa_handler(number);
+  handing_on = 0;
 }
 
 static void handle(int number, siginfo_t *info, void *context) {
@@ -61,15 +64,23 @@ static void handle(int number, siginfo_t *info, void *context) {
   hand_on(number, info, context);
 }
 
-/* Announce a region; its number, or -1 where no more fit. The first one installs the handler. */
+/* Make `handle` the handler of SIGBUS. Libraries that are loaded later put theirs in its place (Paddle does when it is
+ * imported), so this is asked for every region; 0.2 us. */
+static int install(void) {
+  struct sigaction current;
+  if (sigaction(SIGBUS, NULL, &current) != 0) return 0;
+  if ((current.sa_flags & SA_SIGINFO) && current.sa_sigaction == handle) return 1;
+  struct sigaction wanted = {.sa_sigaction = handle, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER};
+  sigemptyset(&wanted.sa_mask);
+  before = current; /* first: from the next line on the handler may need it */
+  return sigaction(SIGBUS, &wanted, NULL) == 0;
+}
+
+/* Announce a region; its number, or -1 where no more fit. */
 EXPORT int driftline_guard(uintptr_t start, uint64_t length) {
   int number = -1;
   pthread_mutex_lock(&change);
-  if (!installed) {
-    struct sigaction ours = {.sa_sigaction = handle, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER};
-    sigemptyset(&ours.sa_mask);
-    installed = sigaction(SIGBUS, &ours, &before) == 0;
-  }
+  const int installed = install();
   for (int i = 0; installed && i < MOST_REGIONS && number < 0; i++)
     if (!atomic_load(&regions[i].end)) number = i;
   if (number >= 0) {

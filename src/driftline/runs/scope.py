@@ -151,22 +151,7 @@ def scope_of(run: Run) -> RunScope:
     if not own and not in_memory:
         return RunScope()
     captures = [_table(facts.get("capture")) for facts in (own or [in_memory])]
-    status: int | None = None
-    notes: dict[str, None] = {}
-    compiled: dict[str, None] = {}
-    raised: list[Mapping[str, Any]] = []
-    for event in run.events():
-        kind = event.get("kind")
-        details = _table(event.get("details"))
-        if kind == ENDED and type(details.get("status")) is int:
-            status = details["status"]
-        elif kind == "exception":
-            raised.append(event)
-        elif kind in LIMITING:
-            if len(notes) < _MOST_NOTES:
-                notes.setdefault(str(event.get("message", ""))[:_LONGEST])
-            if kind == "compiled" and isinstance(details.get("site"), str):
-                compiled.setdefault(details["site"])
+    status, raised, notes, compiled = _told_by_events(run)
     unsealed = [facts for facts in own if facts.get("sealed") is not True]
     exceptions = (str(capture.get("exception") or "") for capture in captures)
     exception = next(filter(None, exceptions), "")
@@ -182,11 +167,41 @@ def scope_of(run: Run) -> RunScope:
         run.growing,
         max((_count(capture.get("steps_ran")) for capture in captures), default=0),
         tuple(_filters(captures[0], (own or [in_memory])[0])),
-        tuple(notes),
-        tuple(compiled),
+        notes,
+        compiled,
         run.facts.world,
         run.facts.framework,
     )
+
+
+class _Told(NamedTuple):
+    """What the events of a run say of how far it reaches."""
+
+    status: int | None
+    raised: tuple[Mapping[str, Any], ...]
+    notes: tuple[str, ...]
+    compiled: tuple[str, ...]
+
+
+def _told_by_events(run: Run) -> _Told:
+    status: int | None = None
+    # Dictionaries keep the order, and each note once.
+    notes: dict[str, None] = {}
+    compiled: dict[str, None] = {}
+    raised: list[Mapping[str, Any]] = []
+    for event in run.events():
+        kind = event.get("kind")
+        details = _table(event.get("details"))
+        if kind == ENDED and type(details.get("status")) is int:
+            status = details["status"]
+        elif kind == "exception":
+            raised.append(event)
+        elif kind in LIMITING:
+            if len(notes) < _MOST_NOTES:
+                notes.setdefault(str(event.get("message", ""))[:_LONGEST])
+            if kind == "compiled" and isinstance(details.get("site"), str):
+                compiled.setdefault(details["site"])
+    return _Told(status, tuple(raised), tuple(notes), tuple(compiled))
 
 
 def _is_captured(manifest: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:

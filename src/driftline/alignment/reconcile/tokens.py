@@ -279,19 +279,14 @@ def cut(pair: Pair, reference: Batch, candidate: Batch, common: Common) -> Pair 
     for axis, (a, b) in enumerate(zip(reference_shape, candidate_shape, strict=True)):
         if a == b:
             continue
-        # Each axis that differs must be one that the batch explains; any other is a
-        # finding.
-        if axis == 0 and (a, b) == (reference.rows, candidate.rows):
-            if common.repeated:
-                (left if a < b else right).append(Step("select", 0, numbers=common.repeated))
-                shape[0] = max(a, b)
-                continue
-            kept = ((0, common.rows), (0, common.rows))
-        elif (a, b) == (reference.tokens, candidate.tokens) and not common.trouble:
-            kept = (common.reference, common.candidate)
-        elif (cached := _cache(reference, candidate, a, b, common.rows)) is not None:
-            kept = cached
-        else:
+        is_batch = axis == 0 and (a, b) == (reference.rows, candidate.rows)
+        if is_batch and common.repeated:
+            (left if a < b else right).append(Step("select", 0, numbers=common.repeated))
+            shape[0] = max(a, b)
+            continue
+        # Each axis that differs must be one that the batch explains; any other is a finding.
+        kept = _kept_of_axis(reference, candidate, common, (a, b), is_batch=is_batch)
+        if kept is None:
             return None
         for steps, (begin, end), size in ((left, kept[0], a), (right, kept[1], b)):
             if (begin, end) != (0, size):
@@ -302,6 +297,17 @@ def cut(pair: Pair, reference: Batch, candidate: Batch, common: Common) -> Pair 
     if right:
         pair = with_steps(pair, "candidate", *right, shape=tuple(shape))
     return pair
+
+
+def _kept_of_axis(
+    reference: Batch, candidate: Batch, common: Common, sizes: tuple[int, int], *, is_batch: bool
+) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """The stretch of either side's axis that is compared; None if the batch does not explain it."""
+    if is_batch:
+        return (0, common.rows), (0, common.rows)
+    if sizes == (reference.tokens, candidate.tokens) and not common.trouble:
+        return common.reference, common.candidate
+    return _cache(reference, candidate, *sizes, common.rows)
 
 
 def _cache(

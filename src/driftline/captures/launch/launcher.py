@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -117,20 +117,7 @@ def run_command(
     """
     # Checked first, so that a misspelt command leaves nothing on disk.
     require_command(argv, settings.environment())
-    base = settings.environment()
-    without_probe = ""
-    if plan.engine == "atb":
-        try:
-            probe = find_probe(base)
-            base = atb_environment(plan, base, probe, timestamp=f"{datetime.now():%Y%m%d_%H%M%S}")
-        except NoProbe as problem:
-            if need_probe:
-                raise
-            without_probe = str(problem)
-            plan = replace(plan, engine="torch")
-    if plan.wants_profile:
-        # The profiler's library talks on the program's terminal otherwise.
-        base = {settings.PROFILER_LOG_LEVEL: "99", **base}
+    plan, base, without_probe = _engine_environment(plan, need_probe=need_probe)
     # The remote address is claimed before the local folder is made: it may be refused.
     sending = _begin_sending(plan, force=force)
     try:
@@ -167,14 +154,7 @@ def run_command(
         note_end(Path(plan.output), status)
     outcome = judge(plan, status, messages, gather(plan, earlier), sheets)
     if plan.engine == "atb":
-        outcome = beside_torch(outcome, gather_atb(plan, already))
-        if "onnx" in plan.types and outcome.atb is not None:
-            drawn = draw_atb(outcome.atb.roots)
-            side_files = Sheets(outcome.sheets.words, outcome.sheets.trouble + drawn.trouble)
-            also_written = (*outcome.atb.also_written, *drawn.words)
-            outcome = replace(
-                outcome, sheets=side_files, atb=replace(outcome.atb, also_written=also_written)
-            )
+        outcome = _with_atb(outcome, plan, already)
     empty = not outcome.harvest.tensors and not outcome.harvest.topologies and not sheets.words
     if sending is not None:
         if empty:
@@ -186,6 +166,38 @@ def run_command(
     if empty:
         clear_empty_output(plan)
     return replace(outcome, without_probe=without_probe)
+
+
+def _engine_environment(
+    plan: CapturePlan, *, need_probe: bool
+) -> tuple[CapturePlan, Mapping[str, str], str]:
+    """The plan as it can be carried out, the program's environment, and why there is no probe."""
+    base = settings.environment()
+    without_probe = ""
+    if plan.engine == "atb":
+        try:
+            probe = find_probe(base)
+            base = atb_environment(plan, base, probe, timestamp=f"{datetime.now():%Y%m%d_%H%M%S}")
+        except NoProbe as problem:
+            if need_probe:
+                raise
+            without_probe = str(problem)
+            plan = replace(plan, engine="torch")
+    if plan.wants_profile:
+        # The profiler's library talks on the program's terminal otherwise.
+        base = {settings.PROFILER_LOG_LEVEL: "99", **base}
+    return plan, base, without_probe
+
+
+def _with_atb(outcome: Outcome, plan: CapturePlan, already: frozenset[Path]) -> Outcome:
+    """Add what the ATB probe has written, and its graphs where they were asked for."""
+    outcome = beside_torch(outcome, gather_atb(plan, already))
+    if "onnx" not in plan.types or outcome.atb is None:
+        return outcome
+    drawn = draw_atb(outcome.atb.roots)
+    sheets = Sheets(outcome.sheets.words, outcome.sheets.trouble + drawn.trouble)
+    also_written = (*outcome.atb.also_written, *drawn.words)
+    return replace(outcome, sheets=sheets, atb=replace(outcome.atb, also_written=also_written))
 
 
 def _begin_sending(plan: CapturePlan, *, force: bool) -> Sending | None:

@@ -69,7 +69,7 @@ _SHARE = 50
 """A new look at a model may take one part in so many of the time since the last one."""
 
 
-class _Known:
+class _Described:
     """What was written of one model.
 
     Attributes:
@@ -103,7 +103,7 @@ class TorchFacts:
         self._reset()
 
     def _reset(self) -> None:
-        self._known: dict[int, tuple[Root, _Known]] = {}
+        self._described: dict[int, tuple[Root, _Described]] = {}
         self._paths: dict[int, tuple[weakref.ref[Any], str]] = {}
         self._classes: set[type] = set()
         self._configs: set[int] = set()
@@ -135,20 +135,20 @@ class TorchFacts:
             self._write_process()
         self._training.called(module, helper=place.root.helper)
         root = place.root
-        entry = self._known.get(id(root))
-        known = entry[1] if entry is not None else None
-        if known is None:
-            if len(self._known) >= _MOST_MODELS:
+        entry = self._described.get(id(root))
+        described = entry[1] if entry is not None else None
+        if described is None:
+            if len(self._described) >= _MOST_MODELS:
                 return
-            known = _Known()
-            self._known[id(root)] = root, known
-            self._describe(root, known)
+            described = _Described()
+            self._described[id(root)] = root, described
+            self._describe(root, described)
         elif (
-            (place.is_root and module.training is not known.training)
-            or self._session.names.count != known.places
-            or self._is_due(root, known)
+            (place.is_root and module.training is not described.training)
+            or self._session.names.count != described.places
+            or self._is_due(root, described)
         ):
-            self._describe(root, known)
+            self._describe(root, described)
 
     def after_root(self, frame: Frame, result: Any) -> None:
         """A model was called: its result may be the loss."""
@@ -159,10 +159,10 @@ class TorchFacts:
 
     def finish(self) -> None:
         """The capture ends: wait for the weights, and write what is left."""
-        for root, known in list(self._known.values()):
+        for root, described in list(self._described.values()):
             # After a single step there is nothing that the first look has not seen.
-            if root.step > 0 and self._is_affordable(known):
-                self._session.guarded("model facts", self._describe, root, known)
+            if root.step > 0 and self._is_affordable(described):
+                self._session.guarded("model facts", self._describe, root, described)
         self._training.finish()
         if any(recompute for _, recompute in self._session._visits):
             text = line_of("process", values={"recomputes_forward": True}, step=0)
@@ -184,57 +184,61 @@ class TorchFacts:
 
     # --- models
 
-    def _is_due(self, root: Root, known: _Known) -> bool:
+    def _is_due(self, root: Root, described: _Described) -> bool:
         """Whether a model that seems unchanged gets a new look, at steps 1, 2, 4, 8, ..."""
         step = root.step
         if step == 0 or step & (step - 1):
             return False
-        return self._is_affordable(known)
+        return self._is_affordable(described)
 
-    def _is_affordable(self, known: _Known) -> bool:
+    def _is_affordable(self, described: _Described) -> bool:
         """A model of many modules is looked at seldom enough not to be felt."""
-        return time.monotonic() - known.looked > _SHARE * known.took
+        return time.monotonic() - described.looked > _SHARE * described.took
 
-    def _describe(self, root: Root, known: _Known) -> None:
+    def _describe(self, root: Root, described: _Described) -> None:
         model = root.module()
         if model is None:
             return
         begun = time.monotonic()
-        first = not known.lines
+        first = not described.lines
         new_weights: list[tuple[str, str, torch.Tensor, bool]] = []
         lines: dict[str, str] = {}
         self._write_process()
         with undisturbed():
-            number = list(self._known).index(id(root))
+            number = list(self._described).index(id(root))
             if first:
                 text = line_of("model", model=number, framework="torch", site=root.prefix or ROOT)
                 self.file.add(MODEL, text)
             step = self._session.clock.now
-            revision = {} if first else {"revision": known.revision + 1, "step": step}
+            revision = {} if first else {"revision": described.revision + 1, "step": step}
             for key, line in self._lines(model, root, new_weights, revision):
                 lines[key] = line
-            self._write_lines(known, lines, revision)
+            self._write_lines(described, lines, revision)
             if first:
                 # Read once: later values are what training made of them.
                 self._read_weights(new_weights)
-        known.training = model.training
-        known.places = self._session.names.count
-        known.looked = time.monotonic()
-        known.took = known.looked - begun
+        described.training = model.training
+        described.places = self._session.names.count
+        described.looked = time.monotonic()
+        described.took = described.looked - begun
 
-    def _write_lines(self, known: _Known, lines: dict[str, str], revision: dict[str, int]) -> None:
+    def _write_lines(
+        self, described: _Described, lines: dict[str, str], revision: dict[str, int]
+    ) -> None:
         """Write all lines at first, and later those that are not as they were."""
         plain = {key: _without_revision(line) for key, line in lines.items()}
         if not revision:
             self.file.add(MODEL, "".join(lines.values()))
         else:
-            changed = [lines[key] for key, line in plain.items() if known.lines.get(key) != line]
-            gone = [key for key in known.lines if key not in plain]
+            changed = [
+                lines[key] for key, line in plain.items() if described.lines.get(key) != line
+            ]
+            gone = [key for key in described.lines if key not in plain]
             changed += [line_of("gone", site=key.partition("\0")[0], **revision) for key in gone]
             if changed:
-                known.revision += 1
+                described.revision += 1
                 self.file.add(MODEL, "".join(changed))
-        known.lines = plain
+        described.lines = plain
 
     def _lines(
         self,

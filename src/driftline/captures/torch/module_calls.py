@@ -267,10 +267,7 @@ def enter(
         return None
     # A recomputation belongs to the step whose backward pass asks for it.
     if not stack and not recompute:
-        session.begin_run()
-        session.clock.enter(place, module)
-        if session.model_facts is not None:
-            session.guarded("model facts", session.model_facts.before_root, place, module)
+        _enter_root(session, place, module)
     root = place.root
     step = session.clock.now if root.helper else root.step
     frame = Frame(
@@ -297,6 +294,14 @@ def enter(
         if taps:
             tell_taps(session, frame, outermost=len(stack) == 1)
     return frame
+
+
+def _enter_root(session: CaptureSession, place: Place, module: nn.Module) -> None:
+    """A model is about to run: its step begins, and it is described if it has changed."""
+    session.begin_run()
+    session.clock.enter(place, module)
+    if session.model_facts is not None:
+        session.guarded("model facts", session.model_facts.before_root, place, module)
 
 
 def leave(session: CaptureSession, stack: list[Frame], frame: Frame, result: Any) -> None:

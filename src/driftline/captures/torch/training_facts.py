@@ -157,9 +157,9 @@ class TrainingFacts:
     def _clip(self, args: Any, kwargs: Any, result: Any, name: str) -> None:
         self._noted("clip")
         words = ("parameters", "max_norm" if "norm" in name else "clip_value", "norm_type")
-        given = {**dict(zip(words, args, strict=False)), **kwargs}
-        given.pop("parameters", None)
-        values = {"function": name, **attributes_of(given).scalars}
+        arguments = {**dict(zip(words, args, strict=False)), **kwargs}
+        arguments.pop("parameters", None)
+        values = {"function": name, **attributes_of(arguments).scalars}
         if values != self._clipping:
             self._clipping = values
             norm = None
@@ -264,10 +264,10 @@ class TrainingFacts:
             parameters = list(group["params"])
             names = [self._path_of(parameter) for parameter in parameters[:room]]
             room -= len(names)
-            known = [name for name in names if name]
-            unknown = len(parameters) - len(known)
+            named = [name for name in names if name]
+            unknown = len(parameters) - len(named)
             listed.append(
-                {"values": values, "names": known, **({"unknown": unknown} if unknown else {})}
+                {"values": values, "names": named, **({"unknown": unknown} if unknown else {})}
             )
         self._write(
             "optimizer",

@@ -91,8 +91,8 @@ class CompareLimits(LimitOptions):
 
     def evidence(self) -> dict[str, Any]:
         """Arguments of `driftline.compare` that say where evidence lies; only what was given."""
-        given = {"replay": self.replay, "noise": self.noise, "bisect": self.bisect}
-        return {name: value for name, value in given.items() if value}
+        files = {"replay": self.replay, "noise": self.noise, "bisect": self.bisect}
+        return {name: value for name, value in files.items() if value}
 
     def keywords(self, metrics: Sequence[str]) -> dict[str, Any]:
         """Arguments of `driftline.compare` that say what is measured and what is allowed."""
@@ -267,11 +267,7 @@ def compare(
     paths = _two_paths(reference, candidate, ait)
     if workers.shard is not None:
         _check_shard(workers.shard, output, ait)
-        if limits.evidence():
-            raise BadInput(
-                "a shard is measured, and not judged: evidence is for the whole comparison",
-                hint="driftline report TABLE --replay DIR judges the merged table with it",
-            )
+        _refuse_evidence_for_shard(limits)
     # With -gp and -mp, -o means what it means to ait: the folder of its report.
     folder = None if ait.writes_ait_report else output.output
     report_folder = (output.output or Path()) if ait.writes_ait_report else None
@@ -326,6 +322,14 @@ def compare(
         return _ait_exit_code(table, limits.min_coverage)
     code = output.exit_code(table.verdict)
     return _differences_code(table, output) if code == EXIT_FINE else code
+
+
+def _refuse_evidence_for_shard(limits: CompareLimits) -> None:
+    if limits.evidence():
+        raise BadInput(
+            "a shard is measured, and not judged: evidence is for the whole comparison",
+            hint="driftline report TABLE --replay DIR judges the merged table with it",
+        )
 
 
 def _differences_code(table: Table, output: CompareOutput) -> int:

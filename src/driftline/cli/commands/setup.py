@@ -120,12 +120,12 @@ def run_script(name: str, words: Sequence[str]) -> int:
     """Answer a script of another tool by its name."""
     from driftline.cli.main import main
 
-    given = list(words)
+    arguments = list(words)
     # The document's script loads models through ibm-fms, whose layers have the documented names.
-    named = any(word == "--library" or word.startswith("--library=") for word in given)
-    if name == "generate_layers_metrics" and not named and not {"-h", "--help"} & set(given):
-        given += ["--library", "fms"]
-    return main([COMMAND_OF[name], *given])
+    named = any(word == "--library" or word.startswith("--library=") for word in arguments)
+    if name == "generate_layers_metrics" and not named and not {"-h", "--help"} & set(arguments):
+        arguments += ["--library", "fms"]
+    return main([COMMAND_OF[name], *arguments])
 
 
 # --- hardware, step by step
@@ -275,11 +275,11 @@ def aiu_checks() -> dict[str, Check]:
         from driftline.decoding.models.backend_graphs import compile_unit
 
         layer = torch.nn.Linear(64, 64).half().eval()
-        given = torch.ones(2, 64, dtype=torch.float16)
+        values = torch.ones(2, 64, dtype=torch.float16)
         with torch.inference_mode():
-            wanted = layer(given).float()
+            wanted = layer(values).float()
             unit = compile_unit(layer, "", AIU_BACKEND, dynamic=False)
-            made = layer(given).float()
+            made = layer(values).float()
         if not unit.graphs:
             raise BadInput(
                 f"torch.compile gave {AIU_BACKEND} no graph of a linear layer",

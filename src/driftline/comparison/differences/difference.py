@@ -149,5 +149,5 @@ def counted(differences: Sequence[Difference]) -> int:
 
 def as_json(differences: Sequence[Difference] | None) -> dict[str, Any]:
     """The document of `driftline show REF CAND --differences --format json`."""
-    listed = None if differences is None else [each.as_json() for each in differences]
+    listed = None if differences is None else [difference.as_json() for difference in differences]
     return {"schema": SCHEMA, "counted": counted(differences or ()), "differences": listed}

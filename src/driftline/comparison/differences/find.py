@@ -119,21 +119,23 @@ class _View:
 
     def placed(self, difference: Difference) -> Difference:
         sites = difference.sites or ((difference.site,) if difference.site else ())
-        at = [site for site in sites if self._home and _is_at(site, self._home)]
+        inside_home = [site for site in sites if self._home and _is_at(site, self._home)]
         # A folded difference is shown by the module that matters: here, or where it first acts.
         ran = sorted(sites, key=lambda site: self._begins.get(site, math.inf))
-        nearest = at[:1] or ran[:1]
+        nearest = inside_home[:1] or ran[:1]
         shown = replace(difference, site=nearest[0]) if nearest else difference
-        return shown.moved(self._position(difference, sites, bool(at)))
+        return shown.moved(self._position(difference, sites, bool(inside_home)))
 
-    def _position(self, difference: Difference, sites: Sequence[str], at: bool) -> Position:
+    def _position(
+        self, difference: Difference, sites: Sequence[str], inside_home: bool
+    ) -> Position:
         if not self._home:
             return ""
         if difference.kind in _TRAINING:
             return "upstream" if self._updated else "elsewhere"
         if difference.kind == "loss":
             return "upstream" if self._graded else "elsewhere"
-        if at:
+        if inside_home:
             return "at"
         if not sites:
             return "upstream"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -229,13 +229,13 @@ class ModelPair:
             if other is not None and module.short_class == other.short_class:
                 sites.setdefault((module.class_name, other.class_name), []).append(site)
         for (first, second), places in sites.items():
-            one, two = self.reference.classes.get(first), self.candidate.classes.get(second)
-            if one is None or two is None:
+            old, new = self.reference.classes.get(first), self.candidate.classes.get(second)
+            if old is None or new is None:
                 continue
             short = first.rpartition(".")[2]
             own = not first.startswith(_LIBRARIES)
-            for name in (*one.code, *(name for name in two.code if name not in one.code)):
-                difference = _code_change(name, one.code.get(name), two.code.get(name))
+            for name in (*old.code, *(name for name in new.code if name not in old.code)):
+                difference = _code_change(name, old.code.get(name), new.code.get(name))
                 if difference is not None:
                     yield Difference(
                         "code",
@@ -248,8 +248,8 @@ class ModelPair:
                         # Another version of a library is not the program's change.
                         counts=own,
                     )
-            for name in (*one.constants, *(n for n in two.constants if n not in one.constants)):
-                a, b = one.constants.get(name, ABSENT), two.constants.get(name, ABSENT)
+            for name in (*old.constants, *(n for n in new.constants if n not in old.constants)):
+                a, b = old.constants.get(name, ABSENT), new.constants.get(name, ABSENT)
                 if own and not self._is_same(name, a, b):
                     yield Difference(
                         "attribute",
@@ -312,15 +312,7 @@ class ModelPair:
                 kind, tensor.site, tensor.name, first, second, word, class_name=name, **more
             )
 
-        tied = tensor.tied, self.renamed_path(other.tied)
-        if tied[0] != tied[1]:
-            words = [f"tied to {path}" if path else "not tied" for path in tied]
-            yield difference(words[0], words[1], "tied")
-        if tensor.requires_grad != other.requires_grad and not tensor.is_buffer:
-            words = ["trained" if t.requires_grad else "frozen" for t in (tensor, other)]
-            # Without training it changes no number.
-            trained = bool(self.reference.training or self.candidate.training)
-            yield difference(words[0], words[1], "requires_grad", counts=trained)
+        yield from self._ties_and_training(tensor, other, difference)
         if tensor.unreadable or other.unreadable or not self.same_ranks:
             return
         relation = self._relation(tensor, other)
@@ -347,6 +339,19 @@ class ModelPair:
             relation.word + detail if relation.word not in ("", "same") else "dtype",
             distance=relation.distance,
         )
+
+    def _ties_and_training(
+        self, tensor: TensorFacts, other: TensorFacts, difference: Callable[..., Difference]
+    ) -> Iterator[Difference]:
+        tied = tensor.tied, self.renamed_path(other.tied)
+        if tied[0] != tied[1]:
+            words = [f"tied to {path}" if path else "not tied" for path in tied]
+            yield difference(words[0], words[1], "tied")
+        if tensor.requires_grad != other.requires_grad and not tensor.is_buffer:
+            words = ["trained" if t.requires_grad else "frozen" for t in (tensor, other)]
+            # Without training it changes no number.
+            trained = bool(self.reference.training or self.candidate.training)
+            yield difference(words[0], words[1], "requires_grad", counts=trained)
 
     def _relation(self, tensor: TensorFacts, other: TensorFacts) -> Relation:
         values = self.reference.weights, self.candidate.weights
@@ -389,9 +394,9 @@ def _changed_line(first: CodeFacts, second: CodeFacts) -> tuple[int, int]:
     for tag, start, _, other, _ in matcher.get_opcodes():
         if tag != "equal":
             # An insertion at the end has no line of its own on the other side.
-            one = numbers[0][min(start, len(numbers[0]) - 1)] if numbers[0] else first.line
-            two = numbers[1][min(other, len(numbers[1]) - 1)] if numbers[1] else second.line
-            return one, two
+            first_line = numbers[0][min(start, len(numbers[0]) - 1)] if numbers[0] else first.line
+            second_line = numbers[1][min(other, len(numbers[1]) - 1)] if numbers[1] else second.line
+            return first_line, second_line
     return first.line, second.line
 
 

@@ -109,11 +109,11 @@ def _optimizers(
 def _group_values(
     pair: ModelPair, first: dict[str, Any], second: dict[str, Any], optimizer: str
 ) -> Iterator[Difference]:
-    one, two = _values_by_parameter(first), _values_by_parameter(second)
-    two = {pair.renamed_path(path): values for path, values in two.items()}
+    first_values, second_values = _values_by_parameter(first), _values_by_parameter(second)
+    second_values = {pair.renamed_path(path): values for path, values in second_values.items()}
     changed: dict[tuple[str, str, str], list[str]] = {}
-    for path, values in one.items():
-        others = two.get(path)
+    for path, values in first_values.items():
+        others = second_values.get(path)
         if others is None:
             changed.setdefault(("parameters", "updated", "not in the optimizer"), []).append(path)
             continue
@@ -121,11 +121,11 @@ def _group_values(
             if name in others and not is_same_value(name, values[name], others[name]):
                 key = name, shown(values[name]), shown(others[name])
                 changed.setdefault(key, []).append(path)
-    for path in two:
-        if path not in one:
+    for path in second_values:
+        if path not in first_values:
             changed.setdefault(("parameters", "not in the optimizer", "updated"), []).append(path)
     # Without names the groups are compared in their order.
-    if not one or not two:
+    if not first_values or not second_values:
         groups = zip(_list(first.get("groups")), _list(second.get("groups")), strict=False)
         for number, (group, other) in enumerate(groups):
             a, b = _table(_table(group).get("values")), _table(_table(other).get("values"))
@@ -134,7 +134,7 @@ def _group_values(
                     key = name, shown(a[name]), shown(b[name])
                     changed.setdefault(key, []).append(f"group {number}")
     for (name, a, b), paths in changed.items():
-        everything = len(paths) == len(one)
+        everything = len(paths) == len(first_values)
         listed = ", ".join(paths[:_MOST_NAMES]) + (", ..." if len(paths) > _MOST_NAMES else "")
         where = "all parameters" if everything else f"{len(paths)} parameters: {listed}"
         yield Difference("optimizer", "", f"{optimizer} {name}", a, b, f"for {where}")
@@ -152,8 +152,8 @@ def _later_values(
     first: list[dict[str, Any]], second: list[dict[str, Any]], optimizer: str
 ) -> Iterator[Difference]:
     """Values that schedules set: the first step in which they differ."""
-    one, two = _schedule(first), _schedule(second)
-    start = {key: (one[key], two[key]) for key in one if key in two}
+    schedule, other_schedule = _schedule(first), _schedule(second)
+    start = {key: (schedule[key], other_schedule[key]) for key in schedule if key in other_schedule}
     for (group, name), (values, others) in start.items():
         # A difference from the first step on has been told.
         if not is_same_value(name, values[min(values)], others[min(others)]):
@@ -199,12 +199,12 @@ def _settings(
         yield Difference(kind, "", kind, *values)
         return
     # Objects that nobody refers to by name are compared in the order in which they were found.
-    for one, two in zip(first, second, strict=False):
-        classes = [str(record.get("class", "")).rpartition(".")[2] for record in (one, two)]
+    for record, other in zip(first, second, strict=False):
+        classes = [str(side.get("class", "")).rpartition(".")[2] for side in (record, other)]
         if classes[0] != classes[1]:
             yield Difference(kind, "", "class", classes[0], classes[1])
             continue
-        a, b = _table(one.get("values")), _table(two.get("values"))
+        a, b = _table(record.get("values")), _table(other.get("values"))
         for name in (*a, *(name for name in b if name not in a)):
             values = a.get(name, ABSENT), b.get(name, ABSENT)
             if name not in _PROGRESS and not is_same_value(name, *values):
@@ -218,11 +218,15 @@ def _settings_text(record: dict[str, Any]) -> str:
 
 
 def _orders(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> Iterator[Difference]:
-    one, two = _order_by_step(first), _order_by_step(second)
-    for step in sorted({*one, *two}):
+    orders, other_orders = _order_by_step(first), _order_by_step(second)
+    for step in sorted({*orders, *other_orders}):
         # An order holds until another one is written.
-        a = one[max(s for s in one if s <= step)] if any(s <= step for s in one) else []
-        b = two[max(s for s in two if s <= step)] if any(s <= step for s in two) else []
+        a = orders[max(s for s in orders if s <= step)] if any(s <= step for s in orders) else []
+        b = (
+            other_orders[max(s for s in other_orders if s <= step)]
+            if any(s <= step for s in other_orders)
+            else []
+        )
         if a and b and a != b:
             values = " ".join(a), " ".join(b)
             yield Difference("order", "", f"calls of step {step}", *values)
@@ -238,22 +242,24 @@ def _order_by_step(records: list[dict[str, Any]]) -> dict[int, list[str]]:
 
 
 def _losses(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> Iterator[Difference]:
-    for one, two in zip(first, second, strict=False):
-        functions = [[str(name) for name in _list(r.get("functions"))] for r in (one, two)]
-        step = one.get("step", 0)
+    for record, other in zip(first, second, strict=False):
+        functions = [
+            [str(name) for name in _list(side.get("functions"))] for side in (record, other)
+        ]
+        step = record.get("step", 0)
         if functions[0] != functions[1]:
             a = _unlike(functions[0], functions[1])
             b = _unlike(functions[1], functions[0])
             yield Difference("loss", "", f"functions of the loss in step {step}", a, b)
             break
-    for one, two in zip(first, second, strict=False):
-        a, b = _number(one.get("value")), _number(two.get("value"))
+    for record, other in zip(first, second, strict=False):
+        a, b = _number(record.get("value")), _number(other.get("value"))
         if a is not None and b is not None and a != b:
             size = abs(a) or 1.0
             yield Difference(
                 "loss",
                 "",
-                f"loss in step {one.get('step', 0)}",
+                f"loss in step {record.get('step', 0)}",
                 f"{a:.8g}",
                 f"{b:.8g}",
                 distance=abs(a - b) / size,

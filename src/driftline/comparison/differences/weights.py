@@ -84,11 +84,8 @@ def _rounding(reference: WeightValues, candidate: WeightValues) -> Relation | No
     first, second = reference.samples(), candidate.samples()
     exact = first is not None and second is not None and np.array_equal(first, second)
     distance = 0.0 if exact else _distance(reference, candidate)
-    for coarse, fine in ((candidate, reference), (reference, candidate)):
-        digest = fine.rounded.get(coarse.dtype)
-        if digest and coarse.digest and digest == coarse.digest:
-            word = "same" if exact else "rounded"
-            return Relation(word, distance, coarse.dtype)
+    if (coarse_dtype := _rounded_by_digest(reference, candidate)) is not None:
+        return Relation("same" if exact else "rounded", distance, coarse_dtype)
     if first is None or second is None:
         return None
     if exact and (reference.basis == "sample" or candidate.basis == "sample"):
@@ -105,6 +102,15 @@ def _rounding(reference: WeightValues, candidate: WeightValues) -> Relation | No
     wide = {reference.dtype, candidate.dtype} == {"float64", "float32"}
     if wide and np.array_equal(first.astype(np.float32), second.astype(np.float32)):
         return Relation("rounded", distance, "float32")
+    return None
+
+
+def _rounded_by_digest(reference: WeightValues, candidate: WeightValues) -> str | None:
+    """The format to which one side is the rounded other; None if their digests do not show it."""
+    for coarse, fine in ((candidate, reference), (reference, candidate)):
+        digest = fine.rounded.get(coarse.dtype)
+        if digest and coarse.digest and digest == coarse.digest:
+            return coarse.dtype
     return None
 
 

@@ -109,7 +109,7 @@ class Leaf(Protocol):
 
 
 def possible_leaves(
-    given: Shape,
+    input_shape: Shape,
     integers: bool,
     made: Shape,
     weights: Mapping[str, Shape],
@@ -128,21 +128,21 @@ def possible_leaves(
     kernels = [(name, shape) for name, shape in weights.items() if len(shape) >= 3]
     vectors = [(name, shape) for name, shape in weights.items() if len(shape) <= 1]
     if integers:
-        if len(weights) == 1 and matrices and made == (*given, matrices[0][1][1]):
-            yield Embedding(matrices[0][0], len(given))
+        if len(weights) == 1 and matrices and made == (*input_shape, matrices[0][1][1]):
+            yield Embedding(matrices[0][0], len(input_shape))
         return
-    if not given or not made:
+    if not input_shape or not made:
         return
     if len(matrices) == 1 and not kernels and len(vectors) <= 1:
-        yield from _linears(given, made, matrices[0], vectors)
+        yield from _linears(input_shape, made, matrices[0], vectors)
     if len(kernels) == 1 and not matrices and len(vectors) <= 1:
-        yield from _convolutions(given, made, kernels[0], vectors, attributes)
-    if given != made:
+        yield from _convolutions(input_shape, made, kernels[0], vectors, attributes)
+    if input_shape != made:
         return
     if not matrices and not kernels:
-        yield from _norms(given, weights, attributes)
+        yield from _norms(input_shape, weights, attributes)
     if not weights:
-        yield from _activations(len(given))
+        yield from _activations(len(input_shape))
 
 
 # --- matrix products and lookups
@@ -171,18 +171,21 @@ class Linear(NamedTuple):
 
 
 def _linears(
-    given: Shape, made: Shape, matrix: tuple[str, Shape], vectors: Sequence[tuple[str, Shape]]
+    input_shape: Shape, made: Shape, matrix: tuple[str, Shape], vectors: Sequence[tuple[str, Shape]]
 ) -> Iterator[Linear]:
     name, shape = matrix
-    if given[:-1] != made[:-1]:
+    if input_shape[:-1] != made[:-1]:
         return
     if any(size != (made[-1],) for _, size in vectors):
         return
     bias = vectors[0][0] if vectors else ""
     # torch keeps [out, in], Paddle and transformers' Conv1D [in, out]; a square one may be either.
-    for turned, wanted in ((False, (made[-1], given[-1])), (True, (given[-1], made[-1]))):
+    for turned, wanted in (
+        (False, (made[-1], input_shape[-1])),
+        (True, (input_shape[-1], made[-1])),
+    ):
         if shape == wanted:
-            yield Linear(name, bias, len(given) - 1, given[-1], turned)
+            yield Linear(name, bias, len(input_shape) - 1, input_shape[-1], turned)
 
 
 class Embedding(NamedTuple):
@@ -275,23 +278,23 @@ class Convolution(NamedTuple):
 
 
 def _convolutions(
-    given: Shape,
+    input_shape: Shape,
     made: Shape,
     kernel: tuple[str, Shape],
     vectors: Sequence[tuple[str, Shape]],
     attributes: Attributes,
 ) -> Iterator[Convolution]:
     name, shape = kernel
-    if not len(given) == len(made) == len(shape) or made[:2] != (given[0], shape[0]):
+    if not len(input_shape) == len(made) == len(shape) or made[:2] != (input_shape[0], shape[0]):
         return
-    if shape[1] < 1 or given[1] % shape[1] or any(size != (made[1],) for _, size in vectors):
+    if shape[1] < 1 or input_shape[1] % shape[1] or any(size != (made[1],) for _, size in vectors):
         return
-    groups = given[1] // shape[1]
-    if shape[0] % groups or any(size < 1 for size in (*given, *shape)):
+    groups = input_shape[1] // shape[1]
+    if shape[0] % groups or any(size < 1 for size in (*input_shape, *shape)):
         return
     spatial = [
         islice(_axis_windows(*sizes), _MOST_WINDOWS)
-        for sizes in zip(given[2:], made[2:], shape[2:], strict=True)
+        for sizes in zip(input_shape[2:], made[2:], shape[2:], strict=True)
     ]
     bias = vectors[0][0] if vectors else ""
     terms = math.prod(shape[1:])
@@ -302,13 +305,13 @@ def _convolutions(
         yield Convolution(name, bias, groups, stride, padding, dilation, terms)
 
 
-def _axis_windows(given: int, made: int, size: int) -> Iterator[tuple[int, int, int]]:
+def _axis_windows(input_size: int, made: int, size: int) -> Iterator[tuple[int, int, int]]:
     """Stride, padding and dilation of an axis that give its length, usual ones first."""
     for dilation in (1, 2, 4):
         reach = dilation * (size - 1)
         # Half the window, no padding at all, then everything between.
         for padding in dict.fromkeys((reach // 2, 0, *range(1, reach + 1))):
-            left = given + 2 * padding - reach - 1
+            left = input_size + 2 * padding - reach - 1
             for stride in dict.fromkeys((1, 2, size, 4, 3)):
                 if left >= 0 and left // stride + 1 == made:
                     yield stride, padding, dilation
@@ -430,7 +433,9 @@ class GroupNorm(NamedTuple):
         return rows.reshape(len(rows), rows.shape[1], -1)
 
 
-def _norms(given: Shape, weights: Mapping[str, Shape], attributes: Attributes) -> Iterator[Leaf]:
+def _norms(
+    input_shape: Shape, weights: Mapping[str, Shape], attributes: Attributes
+) -> Iterator[Leaf]:
     """Norms that fit; the order of parameters is that of registration: weight, bias, statistics."""
     epsilons = _epsilons(attributes)
     names = list(weights)
@@ -438,29 +443,37 @@ def _norms(given: Shape, weights: Mapping[str, Shape], attributes: Attributes) -
     if len(shapes) > 1 or len(names) > 4:
         return
     weight, bias = (*names, "", "")[:2]
-    shape = next(iter(shapes), given[-1:])
+    shape = next(iter(shapes), input_shape[-1:])
     tail = len(shape)
-    if len(names) <= 2 and 0 < tail < len(given) and given[-tail:] == shape:
+    if len(names) <= 2 and 0 < tail < len(input_shape) and input_shape[-tail:] == shape:
         terms = math.prod(shape)
         for epsilon in epsilons:
-            yield RowNorm(weight, bias, len(given) - tail, terms, epsilon, centred=True)
+            yield RowNorm(weight, bias, len(input_shape) - tail, terms, epsilon, centred=True)
             if not bias:
-                yield RowNorm(weight, "", len(given) - tail, terms, epsilon, centred=False)
+                yield RowNorm(weight, "", len(input_shape) - tail, terms, epsilon, centred=False)
             if weight and not bias:
-                yield RowNorm(weight, "", len(given) - tail, terms, epsilon, False, 1.0)
-    if len(given) < 2 or tail != 1 or given[1:2] != shape:
-        return
+                yield RowNorm(weight, "", len(input_shape) - tail, terms, epsilon, False, 1.0)
+    if len(input_shape) >= 2 and tail == 1 and input_shape[1:2] == shape:
+        yield from _channel_norms(input_shape, names, attributes)
+
+
+def _channel_norms(
+    input_shape: Shape, names: Sequence[str], attributes: Attributes
+) -> Iterator[Leaf]:
+    """Norms whose parameters have one value per channel."""
+    epsilons = _epsilons(attributes)
+    weight, bias = (*names, "", "")[:2]
     if len(names) in (2, 4):
         mean, variance = names[-2:]
         first, second = (weight, bias) if len(names) == 4 else ("", "")
         for epsilon in epsilons:
             yield ChannelNorm(first, second, mean, variance, epsilon)
-    if len(names) <= 2 and len(given) > 2:
+    if len(names) <= 2 and len(input_shape) > 2:
         stated = attributes.get("num_groups")
         stated_first = (stated,) if isinstance(stated, int) and stated > 0 else ()
-        for groups in dict.fromkeys((*stated_first, given[1], *_GROUPS)):
-            if given[1] % groups == 0:
-                terms = math.prod(given[1:]) // groups
+        for groups in dict.fromkeys((*stated_first, input_shape[1], *_GROUPS)):
+            if input_shape[1] % groups == 0:
+                terms = math.prod(input_shape[1:]) // groups
                 for epsilon in epsilons[:2]:
                     yield GroupNorm(weight, bias, groups, terms, epsilon)
 

@@ -355,9 +355,9 @@ def _layouts(own: Weights, wanted: Weights) -> Iterator[Weights]:
 
 def _chosen(leaf: Leaf, call: _Call) -> _Block | None:
     """An even sample of rows, channels and positions, with the place of the largest error."""
-    given, made = call.reference.given.shape, call.reference.made.shape
+    input_shape, made = call.reference.given.shape, call.reference.made.shape
     count = math.prod(made[: leaf.leading])
-    width, tail = math.prod(given[leaf.leading :]), made[leaf.leading :]
+    width, tail = math.prod(input_shape[leaf.leading :]), made[leaf.leading :]
     row, within = divmod(call.worst, math.prod(tail))
     channels = positions = None
     places = math.prod(tail[1:])
@@ -372,7 +372,9 @@ def _chosen(leaf: Leaf, call: _Call) -> _Block | None:
         positions = min(places, _POSITIONS)
         if isinstance(leaf, Convolution):
             channels = min(tail[0], _KERNELS)
-            window = width // math.prod(given[2:]) * (leaf.terms * leaf.groups) // given[1]
+            window = (
+                width // math.prod(input_shape[2:]) * (leaf.terms * leaf.groups) // input_shape[1]
+            )
             positions = max(min(positions, (1 << 18) // max(window, 1)), 1)
     elif width > _LARGEST_IMAGE:
         return None
@@ -415,7 +417,7 @@ def _rows(run: Run, record: Record, count: int, rows: Places | None = None) -> F
 class _Results(NamedTuple):
     """A part of a call: what was given, what a leaf makes of it, what is stored less that."""
 
-    given: F64
+    input_values: F64
     result: F64
     error: F64
     energy: float
@@ -424,18 +426,18 @@ class _Results(NamedTuple):
 def _results(leaf: Leaf, side: _Side, weights: Weights, block: _Block) -> _Results | None:
     """Apply a leaf to a stored input; None where nothing can be compared with what is stored."""
     count = math.prod(side.made.shape[: leaf.leading])
-    given = _rows(side.run, side.given, count, block.rows)
-    given = given.reshape(len(block.rows), *side.given.shape[leaf.leading :])
+    input_values = _rows(side.run, side.given, count, block.rows)
+    input_values = input_values.reshape(len(block.rows), *side.given.shape[leaf.leading :])
     made = _rows(side.run, side.made, count, block.rows)
     made = leaf.chosen(made.reshape(len(block.rows), *side.made.shape[leaf.leading :]), block.part)
-    result = leaf.computed(given, weights, block.part)
+    result = leaf.computed(input_values, weights, block.part)
     if result.shape != made.shape:
         return None
     energy = float(np.sum(result * result))
     error = made - result
     if not (math.isfinite(energy) and energy > 0.0 and np.isfinite(error).all()):
         return None
-    return _Results(given, result, error, energy)
+    return _Results(input_values, result, error, energy)
 
 
 def _error(leaf: Leaf, side: _Side, weights: Weights, block: _Block) -> float | None:
@@ -462,7 +464,7 @@ def _measured(
         made = _results(leaf, side, weights, block)
         if made is None:
             return None
-        rounding = _rounding(leaf, side, weights, block, (made.given, made.result), coarsest)
+        rounding = _rounding(leaf, side, weights, block, (made.input_values, made.result), coarsest)
     return _Measured(
         math.sqrt(float(np.sum(made.error**2)) / made.energy),
         rounding / math.sqrt(made.energy),
@@ -479,7 +481,7 @@ def _rounding(
     coarsest: float,
 ) -> float:
     """L2 of the error that right arithmetic in the formats of a call may have."""
-    given, result = computed
+    input_values, result = computed
     made_in, given_in = DTYPES[side.made.dtype], DTYPES[side.given.dtype]
     unit = made_in.unit_roundoff
     # A finer input is rounded on its way in (autocast), as finer weights are.
@@ -488,7 +490,7 @@ def _rounding(
         inputs = unit  # an activation in steps rounds something like its input again
     factors = max([unit, coarsest, *(weight.dtype.unit_roundoff for weight in weights.values())])
     changed = leaf.computed(
-        jittered(given, inputs),
+        jittered(input_values, inputs),
         {name: weight._replace(jitter=factors) for name, weight in weights.items()},
         block.part,
     )

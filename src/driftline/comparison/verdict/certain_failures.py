@@ -130,7 +130,7 @@ class _Watch:
             return
         moment = _moment(row)
         entered = self._entered.get(moment, set[str]())
-        if any(_moment(given) == moment for given in self._inputs):
+        if any(_moment(input_row) == moment for input_row in self._inputs):
             return
         share = different / max(math.prod(row.reference_shape or ()), 1)
         # A router or a codebook chooses by what was computed, and may choose otherwise at a tie.

@@ -199,7 +199,7 @@ class SideCalls:
     def _between_compared(self, missed: Mapping[str, float], calls: int) -> set[str]:
         """Leaves in short stretches of execution that begin and end with what was compared."""
         most = max(SMALL_CONTAINER * calls, _FEW_CALLS)
-        found: set[str] = set()
+        covered: set[str] = set()
         stretch: list[str] = []
         begun = self._border_compared(_INPUT)
         leaves = set(self.leaves())
@@ -210,14 +210,14 @@ class SideCalls:
             compared = self.sites[site].touched > 0
             if compared:
                 if begun and sum(missed.get(leaf, 0.0) for leaf in stretch) < most:
-                    found.update(stretch)
+                    covered.update(stretch)
                 stretch, begun = [], True
             if site in missed:
                 stretch.append(site)
         ended = begun and self._border_compared(_OUTPUT)
         if ended and sum(missed.get(leaf, 0.0) for leaf in stretch) < most:
-            found.update(stretch)
-        return found
+            covered.update(stretch)
+        return covered
 
     def _border_compared(self, kind: int) -> bool:
         return any(self.sites[site].compared[kind] for site in ROOTS if site in self.sites)
@@ -246,10 +246,10 @@ class SideCalls:
             for leaf in self.leaves():
                 if "/" in leaf:
                     self._by_module.setdefault(leaf.rpartition("/")[0], []).append(leaf)
-        beside = [self.sites[leaf].leaf for leaf in self._by_module[operator.rpartition("/")[0]]]
-        size = sum(count for count, _ in beside)
+        in_module = [self.sites[leaf].leaf for leaf in self._by_module[operator.rpartition("/")[0]]]
+        size = sum(count for count, _ in in_module)
         return size < max(SMALL_CONTAINER * calls, _FEW_CALLS) and any(
-            compared for _, compared in beside
+            compared for _, compared in in_module
         )
 
 

@@ -203,8 +203,8 @@ def _of_container(site: Site, call: Call, events: Sequence[_Event], level: float
 
 def _is_same(call: Call) -> bool:
     """Whether all that a leaf gives is something it was given."""
-    given = {_identity(row) for row in call.ins}
-    return bool(given) and all(_identity(row) in given for row in call.outs)
+    inputs = {_identity(row) for row in call.ins}
+    return bool(inputs) and all(_identity(row) in inputs for row in call.outs)
 
 
 def _identity(row: Row) -> tuple[object, ...]:

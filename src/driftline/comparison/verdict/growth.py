@@ -44,16 +44,16 @@ _NARROW = ("int", "uint", "float8", "float4")
 def structure_of(reference: Run, candidate: Run, plan: Plan) -> Structure:
     """What two runs know of their model, as far as judging their sites needs it."""
     facts = module_facts(reference)
-    made, given = set[str](), set[str]()
+    with_outputs, with_inputs = set[str](), set[str]()
     for pair in plan.pairs:
         key = pair.reference.key
         if key.port == "output":
-            made.add(key.site)
+            with_outputs.add(key.site)
         elif key.port == "input":
-            given.add(key.site)
+            with_inputs.add(key.site)
     # Who feeds whom is asked only of sites that were captured without their inputs, and reading it
     # takes long.
-    flow: Flow = flow_of(reference, candidate, plan) if made - given else {}
+    flow: Flow = flow_of(reference, candidate, plan) if with_outputs - with_inputs else {}
     quantised = quantised_sites(reference, candidate)
     return Structure(flow, facts.weights, facts.inside, quantised)
 

@@ -344,7 +344,7 @@ def _judge(
     if (failing := _fails_always(row)) is not None:
         return failing
     exact = is_exact(row.reference_dtype), is_exact(row.candidate_dtype)
-    codes, upstream = quantised_row(row), inherited.codes_of(row)
+    codes = quantised_row(row)
     # An explicit rtol asks for numbers, also of integers.
     if all(exact) and not codes and not allowed.elementwise:
         return _exact(row)
@@ -358,24 +358,32 @@ def _judge(
         judged = row.judged("incomparable", "no limit is known for these dtypes")
     else:
         column = columns.get(METRIC, Column(METRIC, "lower"))
-        source = working.name if working.name == own.name else f"{working.name} upstream"
-        limit = LIMITS[working.name]
-        if upstream and QUANTISED[upstream] > limit:
-            limit, source = QUANTISED[upstream], f"{upstream} upstream"
-        judged = _held(row, column, limit, source)
-        if judged.status == "fail" and reference_norm(row):
-            # The first reason that is enough is the one that is told.
-            for limit, why in _wider(row, working, inherited):
-                if (excused := _held(row, column, limit, f"{source}, {why}")).status == "pass":
-                    judged = excused
-                    break
-            else:
-                judged = inherited.rounding.judged(_beyond_rounding(judged))
+        judged = _judge_by_format(row, column, own, working, inherited)
     packed = "lowfloat" in row.reference_recipe or "lowfloat" in row.candidate_recipe
     if exact[0] != exact[1] and not codes and not packed:  # the numbers compare, the types do not
         note = f"{row.reference_dtype} against {row.candidate_dtype}, compared as numbers"
         return judged._replace(reason=f"{judged.reason}; {note}" if judged.reason else note)
     return judged
+
+
+def _judge_by_format(
+    row: Row, column: Column, own: DType, working: DType, inherited: Inherited
+) -> Row:
+    """A row of floats: held to its format's limit, or to a wider one that it has a reason for."""
+    source = working.name if working.name == own.name else f"{working.name} upstream"
+    limit = LIMITS[working.name]
+    upstream = inherited.codes_of(row)
+    if upstream and QUANTISED[upstream] > limit:
+        limit, source = QUANTISED[upstream], f"{upstream} upstream"
+    judged = _held(row, column, limit, source)
+    if judged.status != "fail" or not reference_norm(row):
+        return judged
+    # The first reason that is enough is the one that is told.
+    for limit, why in _wider(row, working, inherited):
+        excused = _held(row, column, limit, f"{source}, {why}")
+        if excused.status == "pass":
+            return excused
+    return inherited.rounding.judged(_beyond_rounding(judged))
 
 
 def _is_mask_of_two_kinds(row: Row) -> bool:

@@ -216,15 +216,19 @@ def _scaled(members: Sequence[Site]) -> Pattern | None:
     alike.sort(key=lambda entry: by_place[entry.place].order)
     factor, low, high = _factors([entry.lean for entry in clear])
     if math.isfinite(factor):
-        # Quiet siblings know it better than noisy ones.
-        weights = [entry.noise**-2 for entry in clear]
-        total = sum(entry.lean * weight for entry, weight in zip(clear, weights, strict=True))
-        factor = 1.0 + total / sum(weights)
+        factor = 1.0 + _weighted_lean(clear)
     places = tuple(entry.place for entry in alike)
     kind = places[0].site.rpartition(".")[2]
     if kind.isdigit():
         kind = members[0].class_name or kind
     return Pattern(places, len(leans), factor, low, high, usual, math.nan, kind, len(clear))
+
+
+def _weighted_lean(entries: Sequence[_Lean]) -> float:
+    """The mean lean; quiet siblings know it better than noisy ones."""
+    weights = [entry.noise**-2 for entry in entries]
+    total = sum(entry.lean * weight for entry, weight in zip(entries, weights, strict=True))
+    return total / sum(weights)
 
 
 def _factors(leans: Sequence[float]) -> tuple[float, float, float]:
@@ -259,13 +263,15 @@ def _of_call(call: Call) -> tuple[float, float] | None:
     lean = _projection(row)
     if lean is None or not call.ins:
         return None
-    given = [projection for other in call.ins if (projection := _projection(other)) is not None]
-    if not given:
+    input_projections = [
+        projection for other in call.ins if (projection := _projection(other)) is not None
+    ]
+    if not input_projections:
         return None
     across = _across(row) + max(_across(other) for other in call.ins)
     # What came in with a lean may go out with it (a linear) or without (a norm): the smaller change
     # of the two is what the site has added at least.
-    before = max(given, key=abs)
+    before = max(input_projections, key=abs)
     changes = (lean, lean - before)
     # A product of what was given goes as its square: twice the lean may come out of right code.
     noise = floor + across + _PRODUCT * abs(before)

@@ -261,9 +261,9 @@ class SiteJudgement:
                     if error_of(row) <= ALONE * before:
                         explained[tensors_of(row)] = before
                 for row in call.outs if place.direction == "param" else ():
-                    given = learnt.gradient(row)
-                    if error_of(row) <= _STEP * math.sqrt(given):
-                        explained[tensors_of(row)] = given
+                    gradient_error = learnt.gradient(row)
+                    if error_of(row) <= _STEP * math.sqrt(gradient_error):
+                        explained[tensors_of(row)] = gradient_error
         return explained
 
 

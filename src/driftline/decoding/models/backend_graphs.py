@@ -55,13 +55,13 @@ class CompiledUnit:
         """Whether the part computed something, and the backend never saw it."""
         return self.calls > 0 and not self.graphs and not self.hands_on
 
-    def called(self, given: Any, returned: Any) -> None:
+    def called(self, arguments: Any, returned: Any) -> None:
         """The part was called; what it was given and what it returned."""
         self.calls += 1
         if self.calls == 1:
             self.first_graphs = self.graphs
         if not self.graphs and self.hands_on:
-            places = {_place(tensor) for tensor in _tensors(given)}
+            places = {_place(tensor) for tensor in _tensors(arguments)}
             self.hands_on = all(_place(tensor) in places for tensor in _tensors(returned))
 
 

@@ -96,9 +96,9 @@ def _sentence(difference: Difference) -> str:
     if difference.reference == difference.candidate:
         far = f", {difference.distance:.2g} apart" if difference.distance is not None else ""
         return f"`{site}`: {what}{name} has {relation} values{far}"
-    said = f"{difference.candidate} in the candidate, {difference.reference} in the reference"
+    values = f"{difference.candidate} in the candidate, {difference.reference} in the reference"
     more = f", {relation}" if relation in ("unrelated", "different", "permuted") else ""
-    return f"`{site}`: {what}{name} is {said}{more}"
+    return f"`{site}`: {what}{name} is {values}{more}"
 
 
 # Proofs.

@@ -127,7 +127,7 @@ class _Step:
     def _all_given(self, call: Call) -> set[str]:
         """Outputs of a call and of everything inside it."""
         if call not in self._given:
-            inner = (self._all_given(one) for one in self._of(call))
+            inner = (self._all_given(inner_call) for inner_call in self._of(call))
             self._given[call] = self._gives[call].union(*inner)
         return self._given[call]
 
@@ -135,9 +135,9 @@ class _Step:
         """Inputs of a call and of everything inside it that are not made inside it."""
         if call not in self._needed:
             inner = self._of(call)
-            given = set[str]().union(*(self._all_given(one) for one in inner))
-            needed = set[str]().union(*(self._needs(one) for one in inner))
-            self._needed[call] = self._reads[call] | (needed - given)
+            made_inside = set[str]().union(*(self._all_given(inner_call) for inner_call in inner))
+            needed = set[str]().union(*(self._needs(inner_call) for inner_call in inner))
+            self._needed[call] = self._reads[call] | (needed - made_inside)
         return self._needed[call]
 
     def _of(self, call: Call) -> list[Call]:

@@ -34,15 +34,15 @@ class Line(NamedTuple):
     node_type: str
 
     def record(self, key: TensorKey, class_name: str) -> Record:
-        known = any(not math.isnan(figure) for figure in self.summary[1:6])
+        has_figures = any(not math.isnan(figure) for figure in self.summary[1:6])
         return Record(
             key,
             0,
             self.dtype,
             self.shape,
             class_name=class_name or self.node_type,
-            kept="summary" if known else "describe",
-            summary=self.summary if known else None,
+            kept="summary" if has_figures else "describe",
+            summary=self.summary if has_figures else None,
         )
 
 

@@ -125,7 +125,7 @@ def _connect(calls: list[_Call], holder: _Call | None, made: set[str]) -> None:
     A residual sum, say, is no module: its result is an input that nobody gave, or an output that
     nothing inside made. It is drawn as one node that reads what no module has read so far.
     """
-    given = set[str]() if holder is None else set(holder.inputs)
+    available = set[str]() if holder is None else set(holder.inputs)
     # With operators captured, everything that is computed is a node already.
     if any("/" in call.site for call in calls):
         for call in calls:
@@ -133,19 +133,14 @@ def _connect(calls: list[_Call], holder: _Call | None, made: set[str]) -> None:
         return
     result: list[_Call] = []
     unread: dict[str, None] = {}
-    last: list[str] = list(given)
+    last: list[str] = list(available)
 
     def between(outputs: list[str]) -> None:
-        site = "" if holder is None else holder.site
-        number = sum(call.kind == BETWEEN for call in result)
-        name = f"{site}.between{number}" if site and site != "(root)" else f"between{number}"
-        node = _Call(name, BETWEEN, (name, 0))
-        node.inputs, node.outputs = list(unread) or list(last), outputs
+        result.append(_between(holder, result, list(unread) or list(last), outputs))
         unread.clear()
-        result.append(node)
 
     for call in sorted(calls, key=lambda call: call.last):
-        unknown = [name for name in call.inputs if name not in made and name not in given]
+        unknown = [name for name in call.inputs if name not in made and name not in available]
         # The first module of a program reads the program's own inputs.
         if unknown and (result or holder is not None) and (unread or last):
             between(unknown)
@@ -155,12 +150,27 @@ def _connect(calls: list[_Call], holder: _Call | None, made: set[str]) -> None:
         unread.update(dict.fromkeys(call.outputs))
         last = call.outputs or last
         _connect(call.children, call, made)
-    inner = {name for call in calls for name in (*call.outputs, *call.made())}
-    if holder is not None and calls:
-        computed = [name for name in holder.outputs if name not in inner and name not in given]
-        if computed:
-            between(computed)
+    if holder is not None and calls and (computed := _computed_by(holder, calls, available)):
+        between(computed)
     calls[:] = result
+
+
+def _computed_by(holder: _Call, calls: Sequence[_Call], available: set[str]) -> list[str]:
+    """Outputs of a container that neither came in nor were made by a module inside it."""
+    inner = {name for call in calls for name in (*call.outputs, *call.made())}
+    return [name for name in holder.outputs if name not in inner | available]
+
+
+def _between(
+    holder: _Call | None, before: Sequence[_Call], inputs: list[str], outputs: list[str]
+) -> _Call:
+    """A node for what a container computes itself, numbered among those before it."""
+    site = "" if holder is None else holder.site
+    number = sum(call.kind == BETWEEN for call in before)
+    name = f"{site}.between{number}" if site and site != "(root)" else f"between{number}"
+    node = _Call(name, BETWEEN, (name, 0))
+    node.inputs, node.outputs = inputs, outputs
+    return node
 
 
 def _nested(calls: Sequence[_Call]) -> list[_Call]:

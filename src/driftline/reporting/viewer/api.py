@@ -178,9 +178,9 @@ def _server(
 def _watched(subject: Source, candidate: Run | StrPath | None) -> list[Path]:
     """Files and folders that may change under the page."""
     paths: list[Path] = []
-    for each in (subject, candidate):
-        if each is not None and not isinstance(each, (Run, Table)):
-            paths.append(Path(each))
+    for source in (subject, candidate):
+        if source is not None and not isinstance(source, (Run, Table)):
+            paths.append(Path(source))
     for path in tuple(paths):
         if path.name == TABLE_FILE or is_table(path):
             table = open_table(path)

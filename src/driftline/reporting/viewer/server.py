@@ -186,7 +186,9 @@ class Server(ThreadingHTTPServer):
         """Ends connections that have waited so long; how many there were."""
         with self._waiting_lock:
             until = time.monotonic() - older_than
-            ended = [one for one, since in self._waiting.items() if since <= until][:most]
+            ended = [connection for connection, since in self._waiting.items() if since <= until][
+                :most
+            ]
             for connection in ended:
                 del self._waiting[connection]
                 # Its thread, which reads it, sees its end; only the thread closes it.

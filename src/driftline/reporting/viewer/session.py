@@ -115,26 +115,26 @@ class Session:
     ) -> dict[str, Any]:
         """The error of a region, cell by cell."""
         pair = self._opened(row, generation)
-        found = error_map(
+        cells = error_map(
             pair,
             region,
             height=min(height, MOST_CELLS),
             width=min(width, MOST_CELLS),
             budget=BUDGET,
         )
-        inside = found.extent.region
+        inside = cells.extent.region
         return {
             "top": inside.top,
             "bottom": inside.bottom,
             "left": inside.left,
             "right": inside.right,
-            "height": found.height,
-            "width": found.width,
-            "max": singles(found.largest),
-            "mean": singles(found.mean),
-            "reference": singles(found.reference),
-            "candidate": singles(found.candidate),
-            "note": found.extent.note,
+            "height": cells.height,
+            "width": cells.width,
+            "max": singles(cells.largest),
+            "mean": singles(cells.mean),
+            "reference": singles(cells.reference),
+            "candidate": singles(cells.candidate),
+            "note": cells.extent.note,
         }
 
     def region(
@@ -154,16 +154,16 @@ class Session:
     def values(self, row: int, generation: int, region: Region) -> dict[str, Any]:
         """Both sides of a small region, element by element."""
         pair = self._opened(row, generation)
-        found = values(pair, region, most=MOST_VALUES)
-        rows = range(found["top"], found["top"] + found["height"])
-        return {**found, "names": [pair.row_name(each) for each in rows]}
+        block = values(pair, region, most=MOST_VALUES)
+        rows = range(block["top"], block["top"] + block["height"])
+        return {**block, "names": [pair.row_name(index) for index in rows]}
 
     def worst(self, row: int, generation: int) -> dict[str, Any]:
         """Where the error is largest, as far as that was looked at; the first element if not."""
         pair = self._opened(row, generation)
-        found = largest_errors(pair, count=1, budget=BUDGET) if pair.elements else []
-        at = found[0] if found else Element(0, 0, 0.0, 0.0)
-        return {"row": at.row, "column": at.column}
+        worst = largest_errors(pair, count=1, budget=BUDGET) if pair.elements else []
+        element = worst[0] if worst else Element(0, 0, 0.0, 0.0)
+        return {"row": element.row, "column": element.column}
 
     def _made(self) -> Page:
         seen = fingerprint(self._watched)  # before: what is written meanwhile is seen next time
@@ -195,10 +195,10 @@ class Session:
                 raise RunsChanged(
                     f"{short.name} has become shorter than it was", hint="reload the page"
                 )
-            found = self._pairs.get(row)
-            if found is not None:
+            opened = self._pairs.get(row)
+            if opened is not None:
                 self._pairs.move_to_end(row)
-                return found
+                return opened
             page = self.page
             if not 0 <= row < len(page.table.rows):
                 raise BadInput(f"the page has no row {row}")
@@ -216,7 +216,7 @@ class Session:
 
 def fingerprint(paths: Sequence[Path]) -> Fingerprint:
     """Names, sizes and times of the files that say what is in a run, or of all of a dump's."""
-    found: list[tuple[str, int, int]] = []
+    states: list[tuple[str, int, int]] = []
     for path in paths:
         indexes = [*path.glob(f"rank*/{INDEX}"), *path.glob(f"rank*/{PROCESS}")]
         if path.is_dir() and not indexes and not (path / MANIFEST).is_file():
@@ -226,17 +226,17 @@ def fingerprint(paths: Sequence[Path]) -> Fingerprint:
                 about = file.stat()
             except OSError:
                 continue
-            found.append((str(file), about.st_size, about.st_mtime_ns))
-    return tuple(sorted(found))
+            states.append((str(file), about.st_size, about.st_mtime_ns))
+    return tuple(sorted(states))
 
 
 def sizes_of(paths: Sequence[Path]) -> dict[Path, int]:
     """Files of tensors that are mapped while somebody looks, and how long they are."""
-    found = [path for path in paths if path.is_file()]
+    files = [path for path in paths if path.is_file()]
     for path in paths:
-        found += path.glob(f"rank*/{SHARDS}")
+        files += path.glob(f"rank*/{SHARDS}")
     sizes: dict[Path, int] = {}
-    for path in found:
+    for path in files:
         try:
             sizes[path] = path.stat().st_size
         except OSError:
@@ -245,9 +245,9 @@ def sizes_of(paths: Sequence[Path]) -> dict[Path, int]:
 
 
 def _everything(path: Path) -> list[Path]:
-    found: list[Path] = []
+    listed: list[Path] = []
     for folder, _, files in os.walk(path):
-        found += [Path(folder, name) for name in files]
-        if len(found) > _LISTED:
+        listed += [Path(folder, name) for name in files]
+        if len(listed) > _LISTED:
             break
-    return found[:_LISTED]
+    return listed[:_LISTED]

@@ -43,24 +43,14 @@ def where(table: Table) -> Branch:
     home = table.first_site or first.site
     parts = home.split(".") if home else [""]
     parent = ".".join(parts[:-1])
-    known = {row.site: None for row in table.rows if _belongs(row, first)}  # in their order
-    siblings = [site for site in known if site.rpartition(".")[0] == parent and site]
+    executed = {row.site: None for row in table.rows if _belongs(row, first)}  # in their order
+    siblings = [site for site in executed if site.rpartition(".")[0] == parent and site]
     if home not in siblings:
         siblings.append(home)
-    at = siblings.index(home)
-    near = siblings[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS + 1]
+    position = siblings.index(home)
+    near = siblings[max(0, position - _NEIGHBOURS) : position + _NEIGHBOURS + 1]
     shown = {*near, *(".".join(parts[:depth]) for depth in range(1, len(parts)))}
-    worst: dict[str, Row] = {}
-    heats: dict[str, float] = {}
-    for row in table.rows:
-        if not _belongs(row, first):
-            continue
-        if row.site in shown and (
-            row.site not in worst or _badness(row) > _badness(worst[row.site])
-        ):
-            worst[row.site] = row
-        if row.compared:
-            _heat(heats, shown, row)
+    worst, heats = _worst_and_heats(table, first, shown)
     branches = tuple(
         _leaf(site, worst.get(site), heats.get(site), site == home, parent) for site in near
     )
@@ -76,6 +66,24 @@ def where(table: Table) -> Branch:
         cells = (row.class_name,) if row and row.class_name else ()
         branches = (Branch(label, "", "quiet", branches, cells, heats.get(site)),)
     return branches[0] if len(branches) == 1 else Branch("(model)", "", "quiet", branches)
+
+
+def _worst_and_heats(
+    table: Table, first: Row, shown: set[str]
+) -> tuple[dict[str, Row], dict[str, float]]:
+    """The worst row of each site that is shown, and how near its parts came to their limits."""
+    worst: dict[str, Row] = {}
+    heats: dict[str, float] = {}
+    for row in table.rows:
+        if not _belongs(row, first):
+            continue
+        if row.site in shown and (
+            row.site not in worst or _badness(row) > _badness(worst[row.site])
+        ):
+            worst[row.site] = row
+        if row.compared:
+            _heat(heats, shown, row)
+    return worst, heats
 
 
 def along_depth(table: Table) -> list[Curve]:
@@ -98,16 +106,16 @@ def along_depth(table: Table) -> list[Curve]:
             _note(errors[side], row.site, float(row.metrics[_ERROR]))
     curves: list[Curve] = []
     for side, (direction, _) in enumerate(_SIDES):
-        found = errors[side] or nearness[side]
+        values = errors[side] or nearness[side]
         metric = _ERROR if errors[side] else "value over limit"
-        if len(found) >= _FEWEST and any(found.values()):
-            curves.append(_curve(found, direction, table, metric))
+        if len(values) >= _FEWEST and any(values.values()):
+            curves.append(_curve(values, direction, table, metric))
     return curves
 
 
-def _note(found: dict[str, float], site: str, value: float) -> None:
-    before = found.get(site)
-    found[site] = value if before is None else _larger(before, value)
+def _note(values: dict[str, float], site: str, value: float) -> None:
+    before = values.get(site)
+    values[site] = value if before is None else _larger(before, value)
 
 
 def classes(row: Row) -> str:
@@ -116,22 +124,22 @@ def classes(row: Row) -> str:
     return f"{row.class_name} → {other}" if other else row.class_name
 
 
-def _curve(found: dict[str, float], direction: str, table: Table, metric: str) -> Curve:
-    finite = [value for value in found.values() if math.isfinite(value)]
+def _curve(values: dict[str, float], direction: str, table: Table, metric: str) -> Curve:
+    finite = [value for value in values.values() if math.isfinite(value)]
     span = f"{number(min(finite))} to {number(max(finite))}" if finite else "not finite"
-    sites = list(found)
+    sites = list(values)
     home = table.first_site or (table.first.site if table.first else "")
     # The site itself, or where what runs inside it begins.
-    at = next((n for n, site in enumerate(sites) if site == home), None)
-    if at is None and home:
-        at = next((n for n, site in enumerate(sites) if site.startswith(f"{home}.")), None)
+    position = next((n for n, site in enumerate(sites) if site == home), None)
+    if position is None and home:
+        position = next((n for n, site in enumerate(sites) if site.startswith(f"{home}.")), None)
     title = f"{metric} along the depth{direction}: {len(sites)} sites, {span}"
-    return Curve(title, tuple(found.values()), at, home if at is not None else "")
+    return Curve(title, tuple(values.values()), position, home if position is not None else "")
 
 
 def _belongs(row: Row, first: Row) -> bool:
-    ours, theirs = row.key, first.key
-    return (ours.rank, ours.process, ours.step) == (theirs.rank, theirs.process, theirs.step)
+    key, other = row.key, first.key
+    return (key.rank, key.process, key.step) == (other.rank, other.process, other.step)
 
 
 def _heat(heats: dict[str, float], shown: set[str], row: Row) -> None:
@@ -143,11 +151,11 @@ def _heat(heats: dict[str, float], shown: set[str], row: Row) -> None:
         site = site.rpartition(".")[0]
 
 
-def _larger(one: float, other: float) -> float:
+def _larger(value: float, other: float) -> float:
     """NaN is beyond every number."""
-    if math.isnan(one) or math.isnan(other):
+    if math.isnan(value) or math.isnan(other):
         return math.nan
-    return max(one, other)
+    return max(value, other)
 
 
 def _badness(row: Row) -> tuple[bool, bool, float]:
@@ -223,8 +231,8 @@ def view(table: Table, *, everything: bool = False) -> View:
         Sentence(note if note.startswith("thresholds: ") else f"alignment: {note}", "doubtful")
         for note in table.notes
     ]
-    if said := _recipes(table):
-        blocks.append(Sentence(said, "doubtful"))
+    if words := _recipes(table):
+        blocks.append(Sentence(words, "doubtful"))
     for name, side in (("reference", table.reference), ("candidate", table.candidate)):
         blocks += [Sentence(f"{name} run: {loss}", "doubtful") for loss in side.losses]
     return View(tuple(blocks))
@@ -241,9 +249,9 @@ def headline(table: Table) -> Sentence:
 
 def _allowed(table: Table) -> str:
     """What the rows were held to: gating's own sentence, or the limits that occur in the rows."""
-    said = table.limits.get("said")
-    if isinstance(said, str) and said:
-        return said if said.startswith("limits") else f"limits: {said}"
+    words = table.limits.get("said")
+    if isinstance(words, str) and words:
+        return words if words.startswith("limits") else f"limits: {words}"
     sources = sorted({row.limit_from for row in table.rows if row.limit_from})
     return "limits from: " + ", ".join(sources) if sources else ""
 

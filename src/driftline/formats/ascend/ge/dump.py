@@ -369,7 +369,7 @@ class _Dump:
         if len(files) < 2:
             return files
         positions = self._positions()
-        known = [
+        placed = [
             (index, place)
             for index, dumped in enumerate(files)
             if (place := _position_of(dumped.op.op_name, positions)) is not None
@@ -377,7 +377,7 @@ class _Dump:
         ordered = list(files)
         # Operators that no graph lists keep their places among the others.
         for (slot, _), (index, _) in zip(
-            known, sorted(known, key=lambda entry: entry[1]), strict=True
+            placed, sorted(placed, key=lambda entry: entry[1]), strict=True
         ):
             ordered[slot] = files[index]
         return ordered
@@ -528,7 +528,7 @@ def _position_of(op_name: str, positions: Mapping[str, int]) -> int | None:
     if name in positions:
         return positions[name]
     # The names of a fused operator's parts stand one behind the other.
-    starts = [known for known in positions if known and name.startswith(known)]
+    starts = [operator for operator in positions if operator and name.startswith(operator)]
     return positions[max(starts, key=len)] if starts else None
 
 
