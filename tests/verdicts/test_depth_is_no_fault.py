@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from two_runs import decoder, runs_of
 
 import driftline
-from conftest import decoder, runs_of
 
 FORMATS = [torch.bfloat16, torch.float16]
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-
-from conftest import decoder, runs_of
+from two_runs import decoder, runs_of
 
 LAYERS, LAYER = 8, 5
 SITE = f"model.layers.{LAYER}"
