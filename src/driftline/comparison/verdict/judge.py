@@ -97,7 +97,7 @@ def judge(
     """
     allowed = tolerance or Tolerance()
     if evidence is None:
-        evidence = _kept_evidence(table)
+        evidence = kept_evidence(table)
     elif shown := evidence.as_json():
         table = table.changed(evidence=shown)
     judged = _judge_table(table, allowed, evidence)
@@ -106,8 +106,12 @@ def judge(
     return _with_threshold_notes(judged, allowed.thresholds)
 
 
-def _kept_evidence(table: Table) -> Evidence:
-    """What a table keeps of the experiments that it was judged by before."""
+def kept_evidence(table: Table) -> Evidence:
+    """What a table keeps of the experiments that it was judged by before.
+
+    Raises:
+        BadFile: It is damaged.
+    """
     if not table.evidence:
         return NO_EVIDENCE
     try:

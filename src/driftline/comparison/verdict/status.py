@@ -37,8 +37,6 @@ from driftline.comparison.verdict.sites import (
 _STEP_UP = 1.3
 # Growth by this factor is called amplified rather than inherited.
 _AMPLIFIED = 3.0
-# Required excess for tensors between parts, which vary more than outputs do.
-_SURE = 2.5
 _ORDERS = 2.0
 """Factor on the difference that sums of this length may have: trusted runs on one device do not try
 the orders in which another device adds. (CUDA's fused attention in float32 errs by 1.6 times what
@@ -361,11 +359,11 @@ def _within(
             continue
         passed = Site(place, site.class_name, site.candidate_class, handed)
         if floor is not None and floor.used and _known(floor, passed):
-            standing = _by_noise(passed, floor)
+            standing = _confirmed(_by_noise(passed, floor))
         else:
-            standing = _by_growth(growth[place])
-            # Tensors between parts vary more than outputs do.
-            if standing.ratio <= _SURE or standing.call.outs[0].key.port != "input":
+            standing = _confirmed(_by_growth(growth[place]))
+            # Its output was looked at by the replay.
+            if standing.call.outs[0].key.port != "input":
                 continue
         if standing.status == "introduced":
             convicted[place] = standing._replace(reason=reason)

@@ -496,6 +496,10 @@ def _judged_site(
     exact, native = context.exact, context.native
     unit, passed_on = context.coarsest[name], context.passed_on.get(name, ())
     tensors = [*records, *passed_on]
+    parts = context.parts.get(name, 0)
+    applied = "" if about is None else about.applied
+    # What it hands to its parts is judged by other evidence then.
+    blind = parts > 0 and not passed_on and applied != "whole"
     streams = _streams(context.candidate, context.replay, tensors, exact, native, unit)
     noise = None if streams or about is None else about.noise
     near = frozenset[str]() if about is None else about.near
@@ -504,16 +508,14 @@ def _judged_site(
     if noise and all(
         output.digest in near or _is_its_own(output, exact, native) for output in tensors
     ):
-        return _as_trusted(noise, unit, bool(passed_on))
+        return _as_trusted(noise, unit)._replace(own_code_only=blind, after_parts=bool(passed_on))
     # Own code was repeated with answered parts, so nothing inside was computed: it counts as a
     # leaf.
-    applied = "" if about is None else about.applied
     alone = applied == "own code"
     choices = 0 if alone else context.choices.get(name, 0)
     if choices > 1:
         # One token that goes another way early is seen by all later ones.
         return ReplayResult(False, trouble=CHOICES)
-    parts = context.parts.get(name, 0)
     settings = _SiteSettings(
         unit,
         0 if alone else parts,
@@ -532,7 +534,6 @@ def _judged_site(
             judgement = judgement._replace(
                 introduced=True, statistic="function", excess=other.excess, halves=other.halves
             )
-    blind = parts > 0 and not passed_on and applied != "whole"
     return judgement._replace(own_code_only=blind, after_parts=bool(passed_on))
 
 
@@ -544,25 +545,14 @@ def _is_its_own(
     return made is None or (bool(made.digest) and made.digest == record.digest)
 
 
-def _as_trusted(noise: Effect, unit: float, after_parts: bool) -> ReplayResult:
+def _as_trusted(noise: Effect, unit: float) -> ReplayResult:
     """The result of a site that equals the trusted module in its format, or is as good.
 
     Whatever is measured of it is measured of that module as well, and lies within its interval.
     """
     error = 0.0 if math.isnan(noise.error) else noise.error
     excess = Limits.of([noise], unit, 0, complete=True, allowed=0.0).excesses(noise)["error"]
-    return ReplayResult(
-        False,
-        "error",
-        excess,
-        (excess, excess),
-        noise,
-        error,
-        error,
-        error,
-        unit,
-        after_parts=after_parts,
-    )
+    return ReplayResult(False, "error", excess, (excess, excess), noise, error, error, error, unit)
 
 
 def _attending(candidate: Run) -> dict[str, int]:
