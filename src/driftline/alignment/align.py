@@ -253,6 +253,15 @@ def _by_compiled_graphs(plan: Plan, context: _Context) -> Plan:
     return with_lines(plan, *graphs) if plan.pairs else _refuse_unrelated(plan)
 
 
+def _by_operators(plan: Plan, context: _Context) -> Plan | None:
+    """Pairs of modules with the operators that ran in them, by the names of these."""
+    del context
+    from driftline.alignment.rules.module_operators import pair_modules_with_operators
+
+    pairs = pair_modules_with_operators(plan)
+    return _with_pairs(plan, pairs) if pairs else None
+
+
 def _both_have_more(plan: Plan) -> bool:
     """Whether both sides still have unpaired tensors: else no rule has anything to pair."""
     return bool(plan.missing and plan.extra)
@@ -511,6 +520,7 @@ RULES: tuple[MatchingRule, ...] = (
     # Compiled graphs end the matching: a tensor that they leave unpaired has no partner.
     MatchingRule("compiled calls", _has_compiled_graphs, _by_compiled_graphs, final=True),
     MatchingRule("name", _names_apply, _by_name),
+    MatchingRule("operators of modules", _order_applies, _by_operators),
     # An exported graph is asked after either kind of name: it needs some named pairs to start
     # from, and its own node names are stronger than normalised ones.
     MatchingRule("exported names", _more_names_apply, _by_export, final=True),

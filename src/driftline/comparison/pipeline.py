@@ -27,7 +27,7 @@ from driftline.comparison.measure.scheduler import Elementwise, Progress, measur
 from driftline.comparison.metrics.catalogue import STANDARD, Metric
 from driftline.comparison.options import CompareOptions, Limits
 from driftline.comparison.table.files import open_table
-from driftline.comparison.table.row import Column, Row, Tensors, tensors_of
+from driftline.comparison.table.row import Column, Row
 from driftline.comparison.table.structure import NO_STRUCTURE, Structure
 from driftline.comparison.table.table import Table
 from driftline.comparison.tolerance.tolerance import Limit, Tolerance, limits_from
@@ -42,6 +42,7 @@ from driftline.runs.run import Run
 if TYPE_CHECKING:
     from _typeshed import StrPath
 
+    from driftline.comparison.differences.difference import Difference
     from driftline.comparison.evidence.second_look import SecondLook
     from driftline.comparison.tolerance.thresholds import Thresholds
     from driftline.execution.jobs import Executor
@@ -307,59 +308,38 @@ class Comparison:
 
     def settled(self, table: Table, evidence: Evidence = NO_EVIDENCE) -> Table:
         """A measured table, judged; with whatever of the runs may excuse a failing row."""
+        from driftline.comparison.evidence.second_look import settle
+
+        judged = settle(
+            table,
+            lambda measured: judge(measured, self.options.tolerance, evidence),
+            self.second_look(),
+            self.masked,
+        )
+        return self.with_differences(judged)
+
+    def second_look(self) -> SecondLook:
+        """What looks again at tensors that make a site suspect."""
+        # Loaded late: the plan is printed before, while tensors are read already.
         from driftline.comparison.evidence.second_look import SecondLook
 
-        look = SecondLook(self.reference, self.candidate, self.plan)
-
-        def judge_looking(measured: Table) -> tuple[Table, Table]:
-            return judged_looking(
-                measured, lambda other: judge(other, self.options.tolerance, evidence), look
-            )
-
-        table, judged = judge_looking(table)
-        if judged.verdict != "fail":
-            return self.with_differences(judged)
-        # Pads are looked for only where something fails: they can excuse a row, never blame one.
-        masked = self.masked(row for row in judged.rows if row.status == "fail")
-        return self.with_differences(
-            _without_pads(judged, table, masked, lambda other: judge_looking(other)[1])
-        )
+        return SecondLook(self.reference, self.candidate, self.plan)
 
     def with_differences(self, table: Table) -> Table:
         """The table with what differs between the two models; it changes no verdict."""
-        # Loaded late: most runs of other tools have no facts about a model.
-        from driftline.comparison.differences.find import differences_of, placed
-
-        differences = differences_of(self.reference, self.candidate, self.plan)
+        differences = self.differences()
         if differences is None:
             return table
+        from driftline.comparison.differences.find import placed
+
         return table.changed(differences=placed(differences, table))
 
+    def differences(self) -> tuple[Difference, ...] | None:
+        """What differs between the two models; None if a run has no facts about its model."""
+        # Loaded late: most runs of other tools have no facts about a model.
+        from driftline.comparison.differences.find import differences_of
 
-def judged_looking(
-    table: Table, judge_table: Callable[[Table], Table], look: SecondLook
-) -> tuple[Table, Table]:
-    """A table with second looks at what makes its sites suspect, and the same, judged.
-
-    Repeats until no culprit is acquitted: dropping one may bring another to the front.
-    """
-    judged = judge_table(table)
-    acquitted: set[Tensors] = set()
-    while judged.judgement is not None:
-        metrics = look.acquittals(judged.judgement.suspects(), judged.judgement.evidence.floor)
-        # What was acquitted and is suspected again, for another tensor's sake, stays.
-        if not metrics.keys() - acquitted:
-            break
-        acquitted |= metrics.keys()
-        table = table.with_rows(
-            row._replace(metrics={**row.metrics, **seen})
-            if (seen := metrics.get(tensors_of(row))) is not None
-            else row
-            for row in table.rows
-        )
-        judged = judge_table(table)
-    notes = tuple(note for note in look.notes if note not in judged.notes)
-    return table, judged.changed(notes=(*judged.notes, *notes)) if notes else judged
+        return differences_of(self.reference, self.candidate, self.plan)
 
 
 class EvidenceSources(NamedTuple):
@@ -444,25 +424,6 @@ def run_comparison(
 
             gathered = gather_evidence(comparison, evidence).evidence
         return comparison.judged(by, progress, gathered)
-
-
-def judge_with_pads(table: Table, tolerance: Tolerance, masked: Iterable[Row] = ()) -> Table:
-    """Judge a measured table, with the rows that were measured again without pads, if any."""
-    judged = judge(table, tolerance)
-    if judged.verdict != "fail":
-        return judged
-    return _without_pads(judged, table, masked, lambda other: judge(other, tolerance))
-
-
-def _without_pads(
-    judged: Table, table: Table, masked: Iterable[Row], judge_table: Callable[[Table], Table]
-) -> Table:
-    rows = list(masked)
-    if not rows:
-        return judged
-    from driftline.comparison.evidence.padding import judged_without_pads
-
-    return judged_without_pads(judged, table, rows, judge_table)
 
 
 def without_collector(options: CompareOptions) -> AbstractContextManager[None]:
@@ -667,14 +628,24 @@ def check(
 
 
 def judge_again(
-    table: Table, tolerance: Tolerance | None = None, evidence: Evidence = NO_EVIDENCE
+    table: Table, tolerance: Tolerance | None = None, evidence: Evidence | None = None
 ) -> Table:
     """A table that was judged before, judged by another tolerance or other evidence.
+
+    Args:
+        table: The table.
+        tolerance: What is allowed; the default when not given.
+        evidence: What is known besides; what the table keeps, when not given.
 
     Raises:
         BadInput: Thresholds that speak of no layer of this table.
     """
-    return judge(table.with_rows(map(_unjudged, table.rows)), tolerance, evidence)
+    return judge(unjudged(table), tolerance, evidence)
+
+
+def unjudged(table: Table) -> Table:
+    """What was measured for a table, before it was judged."""
+    return table.with_rows(map(_unjudged, table.rows))
 
 
 def _unjudged(row: Row) -> Row:

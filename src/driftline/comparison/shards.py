@@ -15,6 +15,8 @@ import numpy as np
 
 from driftline import __version__
 from driftline.alignment.plan import Pair, Plan
+from driftline.comparison.differences.find import placed
+from driftline.comparison.evidence.second_look import EarlierLooks, Figures, settle
 from driftline.comparison.measure.assemble import in_order, in_turn, is_in_order, sides_of
 from driftline.comparison.measure.distribute import weight_of
 from driftline.comparison.measure.pair_rows import repeats_of
@@ -29,14 +31,14 @@ from driftline.comparison.pipeline import (
     Comparison,
     PairPlaces,
     Source,
-    judge_with_pads,
     prepare,
     without_collector,
 )
 from driftline.comparison.table.part import Part, open_parts, plan_digest
-from driftline.comparison.table.row import MANY, Row
+from driftline.comparison.table.row import MANY, Row, tensors_of
 from driftline.comparison.table.structure import NO_STRUCTURE
 from driftline.comparison.table.table import Table
+from driftline.comparison.verdict.judge import judge
 from driftline.errors import BadFile, BadInput
 from driftline.execution.slicing import Shard, parse_shard, slice_of
 from driftline.numerics import kernel
@@ -128,6 +130,13 @@ def _part(comparison: Comparison, shard: Shard, progress: Progress | None) -> Pa
     # Tensors without a partner belong to no pair; the first shard tells of them.
     own = PairPlaces(places, pairs_at(plan.pairs, places), with_lone=shard.number == 1)
     measured = comparison.measure(own, progress=progress)
+    look = comparison.second_look()
+    # Which sites are suspect only the table of all can say, and it has no tensors to look at.
+    judges_sites = not comparison.options.tolerance.explicit
+    looks = tuple(
+        (index, figures.half, figures.rest)
+        for index, figures in look.of_rows(measured.rows if judges_sites else ())
+    )
     # Versions go along: parts of different ones must not be merged in silence.
     return Part(
         shard,
@@ -144,6 +153,9 @@ def _part(comparison: Comparison, shard: Shard, progress: Progress | None) -> Pa
         tuple(measured.extra),
         tuple(comparison.masked_for_shard(measured)),
         comparison.structure() if shard.number == 1 else NO_STRUCTURE,
+        looks,
+        tuple(look.notes),
+        comparison.differences() if shard.number == 1 else None,
     )
 
 
@@ -205,9 +217,29 @@ def merge(parts: StrPath | Part | Sequence[StrPath | Part]) -> Table:
         notes=first.notes,
         structure=first.structure,
     )
-    # Which of these rows fail is known only now, with all rows in one table.
-    masked = itertools.chain.from_iterable(part.masked for part in shards)
-    return judge_with_pads(table, tolerance_from_json(first.tolerance, first.source), masked)
+    tolerance = tolerance_from_json(first.tolerance, first.source)
+    # Which rows fail, and which sites are suspect, is known only now, with all rows in one table.
+    judged = settle(
+        table,
+        lambda measured: judge(measured, tolerance),
+        _looks(shards),
+        lambda _: itertools.chain.from_iterable(part.masked for part in shards),
+    )
+    if first.differences is None:
+        return judged
+    return judged.changed(differences=placed(first.differences, judged))
+
+
+def _looks(parts: Sequence[Part]) -> EarlierLooks:
+    """The second looks that all shards have taken."""
+    figures = {
+        tensors_of(part.rows[place]): Figures(half, rest)
+        for part in parts
+        for place, half, rest in part.looks
+    }
+    return EarlierLooks(
+        figures, tuple(dict.fromkeys(note for part in parts for note in part.look_notes))
+    )
 
 
 def _in_their_places(parts: Sequence[Part]) -> tuple[Row, ...]:

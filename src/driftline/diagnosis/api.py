@@ -23,6 +23,7 @@ from driftline.comparison.pipeline import (
 )
 from driftline.comparison.table.table import Table
 from driftline.comparison.tolerance.tolerance import Tolerance
+from driftline.comparison.verdict.judge import kept_evidence
 from driftline.comparison.verdict.noise import Variant, noise_floor
 from driftline.comparison.verdict.status import Evidence as SiteEvidence
 from driftline.diagnosis.causes.case_builder import Runs
@@ -169,8 +170,10 @@ def diagnose_table(table: Table, *, noise: Sequence[Table] = ()) -> Diagnosis:
         Variant(table_of_noise.candidate.path or f"noise {index}", table_of_noise)
         for index, table_of_noise in enumerate(noise)
     ]
-    floor = noise_floor(variants) if variants else None
-    judged = judge_again(table, evidence=SiteEvidence(floor=floor))
+    evidence = None
+    if variants:
+        evidence = kept_evidence(table)._replace(floor=noise_floor(variants))
+    judged = judge_again(table, evidence=evidence)
     return with_differences(Assembly(judged, variants, None).diagnosis(), judged)
 
 

@@ -25,10 +25,10 @@ from driftline.comparison.evidence.error_stats import (
 from driftline.comparison.evidence.second_look import Look, lean_of
 from driftline.comparison.table.row import Row
 from driftline.comparison.verdict.noise import NoiseFloor, Variant, margin_of
+from driftline.comparison.verdict.own_error import ReplayResult
 from driftline.comparison.verdict.status import SiteStatus
 from driftline.diagnosis.causes.case_builder import NamedCause, Runs
 from driftline.diagnosis.causes.precision import TF32, convolves
-from driftline.diagnosis.evidence.replay import ReplayResult
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run

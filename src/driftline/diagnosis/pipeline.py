@@ -28,7 +28,6 @@ from driftline.diagnosis.confirmation import (
     noise_elsewhere,
 )
 from driftline.diagnosis.evidence.files import Substitution
-from driftline.diagnosis.evidence.replay import ReplayResult
 from driftline.diagnosis.result import Diagnosis, SiteFinding
 from driftline.diagnosis.texts import needs
 
@@ -77,11 +76,7 @@ class Assembly:
         self.notes = [judgement.note] if judgement is not None and judgement.note else []
         self.notes += [note for note in table.notes if note.startswith(ROUTERS)]
         self.floor: NoiseFloor | None = evidence.floor
-        self.judged = {
-            site: result
-            for site, result in evidence.replayed.items()
-            if isinstance(result, ReplayResult)
-        }
+        self.judged = evidence.replayed
         self.look: SecondLook | None = None
         if runs is not None:
             self.look = SecondLook(runs.reference, runs.candidate, runs.plan)

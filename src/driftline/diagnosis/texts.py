@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from driftline.comparison.table.table import Table
 from driftline.comparison.verdict.growth import jump_along_depth
 from driftline.comparison.verdict.noise import NoiseFloor
+from driftline.comparison.verdict.own_error import ReplayResult
 from driftline.comparison.verdict.sites import Place, Site
 from driftline.comparison.verdict.status import SiteStatus
 from driftline.diagnosis.causes.case_builder import NamedCause
 from driftline.diagnosis.causes.registry import CAUSES
 from driftline.diagnosis.confirmation import Confirmation
 from driftline.diagnosis.evidence.files import Substitution
-from driftline.diagnosis.evidence.replay import ReplayResult
 from driftline.diagnosis.result import SiteFinding
 
 if TYPE_CHECKING:

@@ -139,12 +139,19 @@ class _CallIndex:
         for origin in node.origins:
             # In-place operators have an underscore in eager mode; compilers trace the
             # plain one.
-            for name in (origin.name, f"{origin.name}_"):
+            for name in (origin.name, f"{origin.name}_", _EAGER.get(origin.name, "")):
                 calls = self._calls.get((step, node.module, name, node.phase))
                 if calls:
                     per_run = sum(self._totals[node.module, origin.name, node.phase].values())
                     yield origin, calls, per_run, ran
                     break
+
+
+_EAGER = {
+    "aten._native_batch_norm_legit_no_training": "aten.native_batch_norm",
+    "aten._native_batch_norm_legit_functional": "aten.native_batch_norm",
+}
+"""Operators that a compiler traces in place of those that eager mode dispatches."""
 
 
 def _totals(graphs: Graphs) -> dict[tuple[str, str, str], dict[Piece, int]]:

@@ -26,9 +26,11 @@ def check(
 
         driftline check table --thresholds tiny-thresholds.json
         driftline check table --max relative_l2=0.01
+        driftline check table
 
-    Reads no tensor: what was measured is in the table. Exit code 1 if a limit is broken, 2 if
-    nothing could be judged.
+    Reads no tensor: what was measured is in the table, and so is what a replay, noise runs or a
+    bisection had to say. Without any limit it gives the verdict of `compare`. Exit code 1 if a
+    limit is broken, 2 if too little could be judged.
 
     Args:
         table: A folder that `driftline compare -o` wrote, or one of layer files (.abs_diff.csv,
@@ -37,23 +39,25 @@ def check(
             by about half of all clean runs: allow 2 or more there.
         model: Refuse thresholds for another model than this.
     """
-    if limits.thresholds is None and not limits.words:
-        raise BadInput(
-            "nothing says what is allowed",
-            hint="--thresholds FILE.json, --max relative_l2=0.01 or --min cosine=0.999",
-        )
     from driftline.comparison.pipeline import check as judge_again
     from driftline.comparison.table.files import is_table, open_table
     from driftline.comparison.table.table import Table
     from driftline.decoding.files.layer_files import table_to_judge
 
+    of_runs = is_table(table) and table.suffix != ".layers"
+    # Figures of layers have no number format that would say what is allowed.
+    if not of_runs and limits.thresholds is None and not limits.words:
+        raise BadInput(
+            "nothing says what is allowed",
+            hint="--thresholds FILE.json, --max relative_l2=0.01 or --min cosine=0.999",
+        )
     thresholds = None
     if limits.thresholds is not None:
         from driftline.comparison.tolerance.thresholds import load_thresholds
 
         thresholds = script.part(load_thresholds, limits.thresholds, model=model)
     # What layer-metrics wrote is a table, too; but thresholds say which statistic of its files.
-    if is_table(table) and table.suffix != ".layers":
+    if of_runs:
         measured = script.part(open_table, table)
     else:
         measured = script.part(table_to_judge, table, thresholds)

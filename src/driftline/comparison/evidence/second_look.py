@@ -10,8 +10,8 @@ is judged as its runs were. Decides no status: that is `verdict.status`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -30,8 +30,10 @@ from driftline.comparison.evidence.error_stats import (
 )
 from driftline.comparison.evidence.routing_changes import Flip, flips, rows_reached
 from driftline.comparison.table.row import Row, Tensors, tensors_of
+from driftline.comparison.table.table import Table
 from driftline.comparison.tolerance.tolerance import HALF, REST
 from driftline.comparison.verdict.noise import NoiseFloor
+from driftline.comparison.verdict.sites import error_of, unit_of
 from driftline.comparison.verdict.status import SiteStatus, is_borne_out
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
@@ -68,6 +70,123 @@ class Look(NamedTuple):
         return min(effect.error for effect in self.halves)
 
 
+class Figures(NamedTuple):
+    """What a second look comes to.
+
+    Attributes:
+        half: Relative error on the half of the tokens where it is smaller.
+        rest: Relative error of the tokens that count.
+    """
+
+    half: float
+    rest: float
+
+
+class Looks(Protocol):
+    """Second looks: at tensors, or taken before."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Sentences about what was left out, as far as anything was looked for."""
+        ...
+
+    def figures(self, standing: SiteStatus, floor: NoiseFloor | None) -> Figures | None:
+        """Errors that a second look shows of a suspect; None if there is no look at it."""
+        ...
+
+
+def acquittals(
+    looks: Looks, suspects: Iterable[SiteStatus], floor: NoiseFloor | None
+) -> dict[Tensors, dict[str, float]]:
+    """Metrics of the tensors of suspects whom a second look acquits.
+
+    Args:
+        looks: Who looks.
+        suspects: How they stand.
+        floor: What trusted runs do, where sites were judged by that.
+    """
+    metrics: dict[Tensors, dict[str, float]] = {}
+    for standing in suspects:
+        figures = looks.figures(standing, floor)
+        if figures is None or not all(map(math.isfinite, figures)):
+            continue
+        if not is_borne_out(standing, *figures):
+            metrics[tensors_of(standing.call.worst)] = {HALF: figures.half, REST: figures.rest}
+    return metrics
+
+
+def settle(
+    table: Table,
+    judge_table: Callable[[Table], Table],
+    looks: Looks,
+    masked: Callable[[Iterable[Row]], Iterable[Row]],
+) -> Table:
+    """A measured table, judged; with whatever of the runs may excuse a failing row.
+
+    Args:
+        table: What was measured.
+        judge_table: Judges it.
+        looks: Second looks at what makes sites suspect.
+        masked: Gives rows that were measured again without pads, for rows that fail.
+    """
+    table, judged = _judged_looking(table, judge_table, looks)
+    if judged.verdict != "fail":
+        return judged
+    # Pads are looked for only where something fails: they can excuse a row, never blame one.
+    without_pads = list(masked(row for row in judged.rows if row.status == "fail"))
+    if not without_pads:
+        return judged
+    from driftline.comparison.evidence.padding import judged_without_pads
+
+    return judged_without_pads(
+        judged, table, without_pads, lambda other: _judged_looking(other, judge_table, looks)[1]
+    )
+
+
+def _judged_looking(
+    table: Table, judge_table: Callable[[Table], Table], looks: Looks
+) -> tuple[Table, Table]:
+    """A table with second looks at what makes its sites suspect, and the same, judged.
+
+    Repeats until no culprit is acquitted: dropping one may bring another to the front.
+    """
+    judged = judge_table(table)
+    acquitted: set[Tensors] = set()
+    while judged.judgement is not None:
+        judgement = judged.judgement
+        metrics = acquittals(looks, judgement.suspects(), judgement.evidence.floor)
+        # What was acquitted and is suspected again, for another tensor's sake, stays.
+        if not metrics.keys() - acquitted:
+            break
+        acquitted |= metrics.keys()
+        table = table.with_rows(
+            row._replace(metrics={**row.metrics, **seen})
+            if (seen := metrics.get(tensors_of(row))) is not None
+            else row
+            for row in table.rows
+        )
+        judged = judge_table(table)
+    notes = tuple(note for note in looks.notes if note not in judged.notes)
+    return table, judged.changed(notes=(*judged.notes, *notes)) if notes else judged
+
+
+class EarlierLooks:
+    """Second looks that were taken where the tensors were, by the shards of a comparison."""
+
+    def __init__(self, figures: Mapping[Tensors, Figures], notes: Sequence[str]) -> None:
+        self._figures = figures
+        self._notes = notes
+        self._asked = False
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return self._notes if self._asked else ()
+
+    def figures(self, standing: SiteStatus, floor: NoiseFloor | None) -> Figures | None:
+        self._asked = True
+        return self._figures.get(tensors_of(standing.call.worst))
+
+
 class SecondLook:
     """Second looks at tensors of two runs; changed expert choices are searched once."""
 
@@ -97,6 +216,14 @@ class SecondLook:
             f"'{self._flips[0].router}': errors of those tokens alone were not counted"
         ]
 
+    def of_rows(self, rows: Iterable[Row]) -> Iterator[tuple[int, Figures]]:
+        """Second looks at all rows that a judgement of the whole table may suspect, by place."""
+        for place, row in enumerate(rows):
+            if may_be_suspect(row) and (look := self.at(row)) is not None:
+                yield place, Figures(look.half, look.rest)
+                # One tensor at a time: a shard may hold very many.
+                self._looks.clear()
+
     def at(self, row: Row) -> Look | None:
         """A second look at the tensor of a row; None if its values are missing."""
         tensors = tensors_of(row)
@@ -104,28 +231,22 @@ class SecondLook:
             self._looks[tensors] = self._look(row)
         return self._looks[tensors]
 
-    def acquittals(
-        self, suspects: Iterable[SiteStatus], floor: NoiseFloor | None
-    ) -> dict[Tensors, dict[str, float]]:
-        """Metrics of the tensors of suspects whom a second look acquits.
+    def figures(self, standing: SiteStatus, floor: NoiseFloor | None) -> Figures | None:
+        """Errors that a second look shows of a suspect; None if its values are missing.
 
         Args:
-            suspects: How they stand.
+            standing: How it stands.
             floor: What trusted runs do, where sites were judged by that.
         """
-        metrics: dict[Tensors, dict[str, float]] = {}
-        for standing in suspects:
-            row = standing.call.worst
-            look = self.at(row)
-            if look is None or not math.isfinite(look.half) or not math.isfinite(look.rest):
-                continue
-            half = look.half
-            if standing.leaning:
-                leans = [lean_of(effect, row.key, floor) for effect in look.halves]
-                half = half if min(leans) > 1.0 else 0.0
-            if not is_borne_out(standing, half, look.rest):
-                metrics[tensors_of(row)] = {HALF: half, REST: look.rest}
-        return metrics
+        row = standing.call.worst
+        look = self.at(row)
+        if look is None:
+            return None
+        half = look.half
+        if standing.leaning:
+            leans = [lean_of(effect, row.key, floor) for effect in look.halves]
+            half = half if min(leans) > 1.0 else 0.0
+        return Figures(half, look.rest)
 
     def _look(self, row: Row) -> Look | None:
         sample = self._sampled_rows(row)
@@ -174,6 +295,11 @@ class SecondLook:
         r = read_rows(self._reference, reference, places)
         c = read_rows(self._candidate, candidate, places)
         return None if r is None or c is None else (reference, places, r, c)
+
+
+def may_be_suspect(row: Row) -> bool:
+    """Whether a site may be suspected for this tensor: it is off by more than one rounding."""
+    return row.compared and row.basis == "values" and not error_of(row) <= unit_of(row)
 
 
 _Place: TypeAlias = tuple[str, str, str, int, int, int]

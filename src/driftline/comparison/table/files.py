@@ -181,6 +181,8 @@ def _write_files(table: Table, folder: Path) -> None:
         # For judging again; people and programs that read JSON from a pipe have no use for it.
         if structure := table.structure.as_json():
             head["structure"] = structure
+        if table.evidence:
+            head["evidence"] = dict(table.evidence)
         stream.write(encode(head)[:-1] + ROWS)
         write_rows(table.rows, stream)
         stream.write("]}\n")

@@ -15,8 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from driftline.alignment.plan import Plan
+from driftline.comparison.differences.difference import Difference
 from driftline.comparison.table.files import ROWS, RowText, write_rows
-from driftline.comparison.table.row import JSON, Column, Row
+from driftline.comparison.table.row import (
+    JSON,
+    Column,
+    Row,
+    number_from_json,
+    number_to_json,
+)
 from driftline.comparison.table.structure import NO_STRUCTURE, Structure
 from driftline.comparison.table.table import Side, Table
 from driftline.errors import AlreadyThere, BadFile, BadInput
@@ -50,6 +57,10 @@ class Part:
         extra: The same of the candidate.
         masked: Rows of these pairs that were measured again without pads, for those that may fail.
         structure: What the runs know of their model; the first shard's.
+        looks: Second looks at the rows that may make a site suspect: the row's place among these,
+            the error on the better half of its tokens, that of the tokens that count.
+        look_notes: What the second looks have to say.
+        differences: What differs between the two models; the first shard's.
         source: The file it was read from.
     """
 
@@ -68,6 +79,9 @@ class Part:
     extra: tuple[Row, ...] = ()
     masked: tuple[Row, ...] = ()
     structure: Structure = NO_STRUCTURE
+    looks: tuple[tuple[int, float, float], ...] = ()
+    look_notes: tuple[str, ...] = ()
+    differences: tuple[Difference, ...] | None = None
     source: str = field(default="", compare=False)
 
     @property
@@ -123,7 +137,13 @@ class Part:
     def head_as_json(self) -> dict[str, JSON]:
         """The same without its rows, which come last."""
         # Columns and sides are written as a table has them; one reader for both.
-        frame = Table((), self.columns, reference=self.reference, candidate=self.candidate)
+        frame = Table(
+            (),
+            self.columns,
+            reference=self.reference,
+            candidate=self.candidate,
+            differences=self.differences,
+        )
         shown = frame.as_json()
         return {
             "schema": SCHEMA,
@@ -137,7 +157,13 @@ class Part:
             "notes": list(self.notes),
             "places": _ranges(self.places),
             **({"structure": self.structure.as_json()} if self.structure != NO_STRUCTURE else {}),
+            **({"looks": self._looks()} if self.looks else {}),
+            **({"look_notes": list(self.look_notes)} if self.look_notes else {}),
+            **({"differences": shown["differences"]} if "differences" in shown else {}),
         }
+
+    def _looks(self) -> list[list[JSON]]:
+        return [[place, *map(number_to_json, figures)] for place, *figures in self.looks]
 
     @classmethod
     def from_json(cls, shown: JSON, source: str, rows: Sequence[Row] | None = None) -> Part:
@@ -168,6 +194,7 @@ class Part:
             frame = Table.from_json(
                 {
                     **{name: top[name] for name in ("metrics", "reference", "candidate", "notes")},
+                    "differences": top.get("differences"),
                     # Read by the reader of tables, which wants a schema and a
                     # verdict.
                     "schema": "driftline.table/1",
@@ -192,12 +219,25 @@ class Part:
                 _rows(top["extra"]),
                 _rows(top.get("masked", [])),
                 Structure.from_json(top.get("structure", {})),
+                _looks_from(top.get("looks", ()), len(rows)),
+                tuple(map(str, top.get("look_notes", ()))),
+                frame.differences,
                 source,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as trouble:
             raise BadFile(
                 f"{source} is a damaged part of a comparison: {type(trouble).__name__}: {trouble}"
             ) from trouble
+
+
+def _looks_from(shown: JSON, rows: int) -> tuple[tuple[int, float, float], ...]:
+    looks = tuple(
+        (int(place), float(number_from_json(half)), float(number_from_json(rest)))
+        for place, half, rest in shown
+    )
+    if not all(0 <= place < rows for place, _, _ in looks):
+        raise ValueError("second looks at rows that are not there")
+    return looks
 
 
 _HOW = "`driftline compare REF CAND --shard 1/8 -o DIR` writes one"

@@ -185,6 +185,7 @@ class Table:
         differences: What differs between the two models, in the order to read it; None if a run has
             no facts about its model.
         structure: What the runs know of their model, for whoever judges the table again.
+        evidence: What experiments have shown of its sites, for the same: as judging wrote it.
         judgement: How its sites stand, where sites were judged; not written to files.
         covered: How far it reaches, in calls, steps, elements and ranks; None before it is judged.
     """
@@ -201,6 +202,7 @@ class Table:
     notes: tuple[str, ...] = ()
     differences: tuple[Difference, ...] | None = None
     structure: Structure = NO_STRUCTURE
+    evidence: Mapping[str, JSON] = field(default_factory=dict[str, JSON])
     judgement: SiteJudgement | None = field(default=None, compare=False, repr=False)
     covered: Covered | None = None
 
@@ -331,6 +333,7 @@ class Table:
                 notes=tuple(map(str, top.get("notes", ()))),
                 differences=_differences(top.get("differences")),
                 structure=Structure.from_json(top.get("structure", {})),
+                evidence=dict(top.get("evidence", {})),
                 covered=Covered.from_json(top.get("coverage")),
             )
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as trouble:

@@ -57,7 +57,7 @@ from driftline.comparison.verdict.inheritance import (
 from driftline.comparison.verdict.site_judgement import NO_EVIDENCE, SettledRows, SiteJudgement
 from driftline.comparison.verdict.status import Evidence
 from driftline.comparison.verdict.verdict import RowCounts
-from driftline.errors import BadInput
+from driftline.errors import BadFile, BadInput
 from driftline.numerics.dtypes import DTYPES, DType
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ _EVIDENCE_COLUMNS = (
 
 
 def judge(
-    table: Table, tolerance: Tolerance | None = None, evidence: Evidence = NO_EVIDENCE
+    table: Table, tolerance: Tolerance | None = None, evidence: Evidence | None = None
 ) -> Table:
     """The same table with every row's status decided, the verdict, and where the drift starts.
 
@@ -89,16 +89,35 @@ def judge(
         table: What was measured.
         tolerance: What is allowed; the limits of number formats, and what sites add, when not
             given.
-        evidence: What is known of its sites besides.
+        evidence: What is known of its sites besides; what the table keeps, when not given.
 
     Raises:
         BadInput: The tolerance has thresholds that fit no layer of this table.
+        BadFile: The evidence that the table keeps is damaged.
     """
     allowed = tolerance or Tolerance()
+    if evidence is None:
+        evidence = kept_evidence(table)
+    elif shown := evidence.as_json():
+        table = table.changed(evidence=shown)
     judged = _judge_table(table, allowed, evidence)
     if allowed.thresholds is None:
         return judged
     return _with_threshold_notes(judged, allowed.thresholds)
+
+
+def kept_evidence(table: Table) -> Evidence:
+    """What a table keeps of the experiments that it was judged by before.
+
+    Raises:
+        BadFile: It is damaged.
+    """
+    if not table.evidence:
+        return NO_EVIDENCE
+    try:
+        return Evidence.from_json(table.evidence)
+    except (KeyError, TypeError, ValueError) as trouble:
+        raise BadFile(f"the evidence of this table is damaged: {trouble}") from trouble
 
 
 def over_own_limit(table: Table, tolerance: Tolerance) -> Iterator[Row]:

@@ -13,7 +13,7 @@ from statistics import median
 from typing import NamedTuple
 
 from driftline.alignment.plan import Plan
-from driftline.comparison.table.row import Row
+from driftline.comparison.table.row import JSON, Row, number_from_json, number_to_json
 from driftline.comparison.table.table import Table
 from driftline.comparison.tolerance.defaults import LIMITS, coarsest
 from driftline.comparison.verdict.sites import FINE, error_of, is_floating, same_kind, unit_of
@@ -65,6 +65,46 @@ class NoiseFloor(NamedTuple):
     used: tuple[str, ...]
     excluded: tuple[tuple[str, str], ...]
     measured: Mapping[str, Mapping[TensorKey, float]]
+
+    def as_json(self) -> dict[str, JSON]:
+        """What judging needs of it; what single runs measured is not kept."""
+        return {
+            "errors": [
+                [*key, number_to_json(error), *map(number_to_json, self.leans.get(key, ()))]
+                for key, error in self.errors.items()
+            ],
+            "margin": self.margin,
+            "used": list(self.used),
+            "excluded": [list(entry) for entry in self.excluded],
+        }
+
+    @classmethod
+    def from_json(cls, shown: Mapping[str, JSON]) -> NoiseFloor:
+        """The inverse of `as_json`.
+
+        Raises:
+            KeyError: A value is missing.
+            TypeError: A value is of another kind than `as_json` writes.
+            ValueError: The same.
+        """
+        errors: dict[TensorKey, float] = {}
+        leans: dict[TensorKey, tuple[float, float]] = {}
+        size = len(TensorKey._fields)
+        for entry in shown["errors"]:
+            key = TensorKey(*entry[:size])
+            error, *span = (float(number_from_json(number)) for number in entry[size:])
+            errors[key] = error
+            if span:
+                low, high = span
+                leans[key] = low, high
+        return cls(
+            errors,
+            leans,
+            float(shown["margin"]),
+            tuple(map(str, shown["used"])),
+            tuple((str(name), str(reason)) for name, reason in shown["excluded"]),
+            {},
+        )
 
     def excess(self, row: Row, least: float = 0.0) -> float | None:
         """Error of a row over what is allowed; None if no trusted run has the tensor.

@@ -442,7 +442,13 @@ def judge_sites(
         statuses = _with_pattern(statuses, pattern)
         culprits = tuple(culprits_of(sites, statuses))
     elif culprits:
-        excesses = {place: entry.ratio for place, entry in statuses.items()}
+        # Trusted runs tell apart who adds error and who was given it; other ratios are of what is
+        # added.
+        excesses = {
+            place: entry.ratio
+            for place, entry in statuses.items()
+            if entry.by != "noise" or entry.status == "introduced"
+        }
         pattern = like_sites(sites, excesses, culprits[0])
     # Power is a question for evidence that sees the error that arrives.
     seen_by_growth = [

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
+from driftline.comparison.table.row import JSON
 from driftline.comparison.tolerance.tolerance import HALF, REST
 from driftline.comparison.verdict.added_error import AddedError, added_error
 from driftline.comparison.verdict.dataflow import Transfer
 from driftline.comparison.verdict.growth import Growth, rounding
 from driftline.comparison.verdict.noise import NoiseFloor
+from driftline.comparison.verdict.own_error import ReplayResult
 from driftline.comparison.verdict.sites import (
     DIRECTIONS,
     FINE,
@@ -35,8 +37,6 @@ from driftline.comparison.verdict.sites import (
 _STEP_UP = 1.3
 # Growth by this factor is called amplified rather than inherited.
 _AMPLIFIED = 3.0
-# Required excess for tensors between parts, which vary more than outputs do.
-_SURE = 2.5
 _ORDERS = 2.0
 """Factor on the difference that sums of this length may have: trusted runs on one device do not try
 the orders in which another device adds. (CUDA's fused attention in float32 errs by 1.6 times what
@@ -54,49 +54,6 @@ nothing can be said."""
 
 ROUTING_NOISE = "off only where a router chose other experts, at a near tie: arithmetic noise"
 ROUTING_REACHES_ALL = "a router chose other experts at a near tie, and that reaches all of it"
-
-
-class OwnError(Protocol):
-    """What an experiment measured of one site by itself, on the candidate's own input.
-
-    Replays of modules give it (`diagnosis.evidence.replay.ReplayResult`); whatever else applies the
-    reference's function to what the candidate's site was given can give it, too.
-    """
-
-    @property
-    def introduced(self) -> bool:
-        """Whether it errs by itself more than trusted executions do."""
-        ...
-
-    @property
-    def excess(self) -> float:
-        """Its error over what is allowed; above 1 is outside."""
-        ...
-
-    @property
-    def noise(self) -> float:
-        """Relative error of a trusted execution of the site."""
-        ...
-
-    @property
-    def trouble(self) -> str:
-        """Why nothing can be said; empty otherwise."""
-        ...
-
-    @property
-    def own_code_only(self) -> bool:
-        """Whether what it passes to its parts was not looked at."""
-        ...
-
-    @property
-    def is_open(self) -> bool:
-        """Whether nothing is known, and other evidence may convict the site."""
-        ...
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether nothing is known, and other evidence may at least suspect it."""
-        ...
 
 
 class SiteStatus(NamedTuple):
@@ -126,7 +83,7 @@ class SiteStatus(NamedTuple):
     suspected: SiteStatus | None = None
 
 
-_NO_REPLAY: Mapping[str, OwnError] = {}
+_NO_REPLAY: Mapping[str, ReplayResult] = {}
 
 
 class Evidence(NamedTuple):
@@ -139,10 +96,42 @@ class Evidence(NamedTuple):
         proven_share: The share of the final error that goes with it.
     """
 
-    replayed: Mapping[str, OwnError] = _NO_REPLAY
+    replayed: Mapping[str, ReplayResult] = _NO_REPLAY
     floor: NoiseFloor | None = None
     proven: str = ""
     proven_share: float = 0.0
+
+    def as_json(self) -> dict[str, JSON]:
+        """What a table keeps of it; nothing where there is none.
+
+        Lists of pairs, no objects: a module may have any name, also that of a key that readers of
+        long tables look for.
+        """
+        shown: dict[str, JSON] = {}
+        if self.replayed:
+            shown["replayed"] = [[site, entry.as_json()] for site, entry in self.replayed.items()]
+        if self.floor is not None:
+            shown["floor"] = self.floor.as_json()
+        if self.proven:
+            shown["proven"] = [self.proven, self.proven_share]
+        return shown
+
+    @classmethod
+    def from_json(cls, shown: Mapping[str, JSON]) -> Evidence:
+        """The inverse of `as_json`.
+
+        Raises:
+            KeyError: A value is missing.
+            TypeError: A value is of another kind than `as_json` writes.
+            ValueError: The same.
+        """
+        site, share = shown.get("proven", ("", 0.0))
+        return cls(
+            {str(name): ReplayResult.from_json(entry) for name, entry in shown.get("replayed", ())},
+            NoiseFloor.from_json(shown["floor"]) if "floor" in shown else None,
+            str(site),
+            float(share),
+        )
 
     @property
     def has_noise(self) -> bool:
@@ -370,18 +359,18 @@ def _within(
             continue
         passed = Site(place, site.class_name, site.candidate_class, handed)
         if floor is not None and floor.used and _known(floor, passed):
-            standing = _by_noise(passed, floor)
+            standing = _confirmed(_by_noise(passed, floor))
         else:
-            standing = _by_growth(growth[place])
-            # Tensors between parts vary more than outputs do.
-            if standing.ratio <= _SURE or standing.call.outs[0].key.port != "input":
+            standing = _confirmed(_by_growth(growth[place]))
+            # Its output was looked at by the replay.
+            if standing.call.outs[0].key.port != "input":
                 continue
         if standing.status == "introduced":
             convicted[place] = standing._replace(reason=reason)
     return convicted
 
 
-def _by_replay(site: Site, judgement: OwnError) -> SiteStatus:
+def _by_replay(site: Site, judgement: ReplayResult) -> SiteStatus:
     call = site.worst
     if judgement.trouble:
         return SiteStatus("unknown", "replay", math.nan, math.nan, call, judgement.trouble)

@@ -16,13 +16,13 @@ from driftline.alignment.plan import Pair, Plan
 from driftline.comparison.evidence.error_stats import index, read_whole
 from driftline.comparison.measure.recipes import open_recipes
 from driftline.comparison.verdict.dataflow import transfers_of
+from driftline.comparison.verdict.own_error import ReplayResult
 from driftline.comparison.verdict.sites import FINE, Call, Place, Site, contains
 from driftline.comparison.verdict.status import SiteStatus
 from driftline.diagnosis.causes.case import F64, Case, Codes, Flags
 from driftline.diagnosis.causes.linear_solve import implied_input
 from driftline.diagnosis.causes.registry import RULES_FOR_INPUTS, Clue, best_clue
 from driftline.diagnosis.evidence.files import Replay
-from driftline.diagnosis.evidence.replay import ReplayResult
 from driftline.errors import DriftlineError
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record, TensorKey

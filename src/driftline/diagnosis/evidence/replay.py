@@ -37,6 +37,7 @@ from driftline.comparison.evidence.routing_changes import sites_with_choices
 from driftline.comparison.pipeline import Comparison
 from driftline.comparison.verdict.growth import quantised_sites
 from driftline.comparison.verdict.module_kinds import attends
+from driftline.comparison.verdict.own_error import CHOICES, ReplayResult
 from driftline.comparison.verdict.sites import FINE, ancestors, parts_of
 from driftline.diagnosis.causes.values import GRID, grid_share
 from driftline.diagnosis.evidence.files import Replay, ReplayedSite
@@ -357,60 +358,7 @@ GROSS = 4.0
 
 # Share of the worst tokens that is left out where a router inside may choose either way.
 _FLIPS = 0.08
-_CHOICES = "choices inside it (of experts) may fall either way by rounding; its parts are judged"
 _NORM = re.compile(r"(?i)norm")
-
-
-class ReplayResult(NamedTuple):
-    """What replay says about one site.
-
-    Attributes:
-        introduced: Whether it errs by itself more than trusted executions do.
-        statistic: What is furthest outside: error, projection, offset, worst_row or nonfinite.
-        excess: That, in units of its limit; above 1 is outside.
-        halves: The same on either half of the rows.
-        effect: The candidate's effect.
-        low: The least that trusted executions have of that statistic (error: of noise).
-        high: The most they have.
-        noise: Relative error of the trusted execution that errs most.
-        unit: Unit roundoff of the candidate's format.
-        slot: Which output.
-        own_code_only: Whether its output alone was looked at while its own code was repeated: what
-            it hands to its parts is then not known from here.
-        after_parts: Whether what it hands to its parts was looked at, too: an error of its output
-            is then made after that.
-        trouble: Why nothing can be said; empty otherwise.
-        failed: Whether that is because it does not give its own output on its own inputs.
-    """
-
-    introduced: bool
-    statistic: str = ""
-    excess: float = 0.0
-    halves: tuple[float, float] = (0.0, 0.0)
-    effect: Effect | None = None
-    low: float = math.nan
-    high: float = math.nan
-    noise: float = math.nan
-    unit: float = 0.0
-    slot: str = "0"
-    own_code_only: bool = False
-    after_parts: bool = False
-    trouble: str = ""
-    failed: bool = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether nothing is known from replay, and other evidence may convict the site.
-
-        Choices that can fall either way and random numbers err without any fault. A module that
-        does not reproduce itself is not guilty by any evidence: its right output is not known.
-        """
-        return self.is_suspect and not self.failed
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether other evidence may at least suspect it."""
-        return bool(self.trouble) and self.trouble != _CHOICES and "random" not in self.trouble
 
 
 class _Stream(NamedTuple):
@@ -548,6 +496,10 @@ def _judged_site(
     exact, native = context.exact, context.native
     unit, passed_on = context.coarsest[name], context.passed_on.get(name, ())
     tensors = [*records, *passed_on]
+    parts = context.parts.get(name, 0)
+    applied = "" if about is None else about.applied
+    # What it hands to its parts is judged by other evidence then.
+    blind = parts > 0 and not passed_on and applied != "whole"
     streams = _streams(context.candidate, context.replay, tensors, exact, native, unit)
     noise = None if streams or about is None else about.noise
     near = frozenset[str]() if about is None else about.near
@@ -556,16 +508,14 @@ def _judged_site(
     if noise and all(
         output.digest in near or _is_its_own(output, exact, native) for output in tensors
     ):
-        return _as_trusted(noise, unit, bool(passed_on))
+        return _as_trusted(noise, unit)._replace(own_code_only=blind, after_parts=bool(passed_on))
     # Own code was repeated with answered parts, so nothing inside was computed: it counts as a
     # leaf.
-    applied = "" if about is None else about.applied
     alone = applied == "own code"
     choices = 0 if alone else context.choices.get(name, 0)
     if choices > 1:
         # One token that goes another way early is seen by all later ones.
-        return ReplayResult(False, trouble=_CHOICES)
-    parts = context.parts.get(name, 0)
+        return ReplayResult(False, trouble=CHOICES)
     settings = _SiteSettings(
         unit,
         0 if alone else parts,
@@ -584,7 +534,6 @@ def _judged_site(
             judgement = judgement._replace(
                 introduced=True, statistic="function", excess=other.excess, halves=other.halves
             )
-    blind = parts > 0 and not passed_on and applied != "whole"
     return judgement._replace(own_code_only=blind, after_parts=bool(passed_on))
 
 
@@ -596,25 +545,14 @@ def _is_its_own(
     return made is None or (bool(made.digest) and made.digest == record.digest)
 
 
-def _as_trusted(noise: Effect, unit: float, after_parts: bool) -> ReplayResult:
+def _as_trusted(noise: Effect, unit: float) -> ReplayResult:
     """The result of a site that equals the trusted module in its format, or is as good.
 
     Whatever is measured of it is measured of that module as well, and lies within its interval.
     """
     error = 0.0 if math.isnan(noise.error) else noise.error
     excess = Limits.of([noise], unit, 0, complete=True, allowed=0.0).excesses(noise)["error"]
-    return ReplayResult(
-        False,
-        "error",
-        excess,
-        (excess, excess),
-        noise,
-        error,
-        error,
-        error,
-        unit,
-        after_parts=after_parts,
-    )
+    return ReplayResult(False, "error", excess, (excess, excess), noise, error, error, error, unit)
 
 
 def _attending(candidate: Run) -> dict[str, int]:

@@ -22,6 +22,7 @@ from driftline.comparison.pipeline import (
     Measurer,
     judge_again,
     prepare,
+    unjudged,
 )
 from driftline.comparison.table.files import TABLE_FILE, is_table, open_table
 from driftline.comparison.table.row import Row
@@ -273,7 +274,7 @@ def _compared(
         if wanted.evidence != EvidenceSources():
             comparison = Comparison(first, second, plan, wanted.compared_by)
             evidence = gather_evidence(comparison, wanted.evidence)
-            table = judge_again(table, evidence=evidence.evidence)
+            table = comparison.settled(unjudged(table), evidence.evidence)
         return _Compared(table, decoder, first, second, plan, evidence)
     # Evidence without runs would be ignored, and the user would not notice.
     if wanted.noise:
@@ -391,7 +392,7 @@ def _diagnose(compared: _Compared, runs: Runs | None, notes: list[str]) -> Diagn
     try:
         # A table from a file, or one of other limits, has no judgement of its sites.
         if table.judgement is None:
-            table = judge_again(table, evidence=evidence.evidence)
+            table = judge_again(table)
         diagnosis = Assembly(table, evidence.variants, runs, evidence.proof).diagnosis()
     except DriftlineError as trouble:
         if evidence.proof is not None or evidence.replay is not None:
