@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from driftline.captures.onnxruntime.graph import QUANTISED, Graph, Lineage
+from driftline.captures.onnxruntime.graph import Graph, Lineage
 from driftline.captures.onnxruntime.scopes import ROOT, ModuleCall, Names, module_calls, root_call
 from driftline.captures.onnxruntime.tensors import TYPES
 from driftline.captures.selection import Selection
@@ -136,12 +136,7 @@ def _module_observations(
             Observation(call.site, "input", value, value, call.class_name, call.visit)
             for value in present
         )
-        # Of integers only the nodes know what they mean.
-        left = [
-            value
-            for value in call.outputs
-            if value in traced.optimised.maker and not value.endswith(QUANTISED)
-        ]
+        left = [value for value in call.outputs if value in traced.optimised.maker]
         for value in left:
             slot = slot_of(value, call)
             # In front: calls come outermost first, and an inner module ends before the outer ones.

@@ -7,16 +7,15 @@ that gives or takes it. Knows graphs and modules; no session, no run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from driftline.captures.onnxruntime import model_file
-from driftline.captures.onnxruntime.graph import Node
+from driftline.captures.onnxruntime.graph import Graph, Node
 from driftline.captures.onnxruntime.recorder import Observation, TracedGraph, slot_of
 from driftline.captures.onnxruntime.scopes import MERGED, ROOT, ModuleCall, root_call
 from driftline.captures.onnxruntime.sessions import SessionPlan
-from driftline.captures.onnxruntime.stored_forms import codes_of
 from driftline.captures.onnxruntime.torch_calls import count, line_ends, results, weighted_nodes
 from driftline.graphs.module_tree import ModuleNode, ModuleTree
 from driftline.runs.sinks import JSON
@@ -27,6 +26,8 @@ Place = tuple[str, int, str]
 """A module, which call of it, and the port."""
 Tensor = tuple[str, int, str, str]
 """A place and the slot there."""
+Meanings = Mapping[tuple[str, str, str], tuple[float, float]]
+"""Site, port and slot of integers → their scale and zero point."""
 
 
 class Fusion(NamedTuple):
@@ -154,7 +155,10 @@ def ids_of(tree: ModuleTree) -> dict[str, str]:
 
 
 def topology(
-    traced: TracedGraph, tree: ModuleTree, observations: Sequence[Observation]
+    traced: TracedGraph,
+    tree: ModuleTree,
+    observations: Sequence[Observation],
+    meanings: Meanings,
 ) -> dict[str, Any]:
     """The tree with the edges of the optimised graph, and what its nodes stand for."""
     nodes: list[dict[str, Any]] = []
@@ -196,15 +200,21 @@ def topology(
                 }
                 for fusion in fused_nodes
             ],
-            "codes": {
-                traced.site(value): [code.of, code.scale, code.zero, code.dtype]
-                for value, code in codes_of(traced.exported).items()
-                if traced.exported.has_value(value)
-            },
+            "integers": [[*place, *meaning] for place, meaning in meanings.items()],
+            "reads": _reads(traced.exported),
             "reworked": {c.site: traced.site(c.reworked) for c in traced.modules if c.reworked},
             "works": weighted_nodes(traced.exported, traced.names),
         },
     }
+
+
+def _reads(graph: Graph) -> list[list[Any]]:
+    """Every node of the exported graph: its name, what it reads, what it makes."""
+    return [
+        [node.name, graph.data_inputs(node), [value for value in node.outputs if value]]
+        for node in graph.nodes
+        if node.name and node.op != "Constant"
+    ]
 
 
 def _edges(traced: TracedGraph) -> list[list[str]]:
