@@ -58,7 +58,7 @@ def decode_integers(run: Run) -> Run:
     records: list[Record] = []
     for record in run.records:
         key = record.key
-        meaning = graph.integers.get((key.site, key.port, key.slot))
+        meaning = graph.integers.get((key.site, key.visit, key.port, key.slot))
         stored = origins.get(key, record)
         # A scale of 0 is a damaged entry.
         if meaning is None or not meaning[0] or not isinstance(stored, Record):

@@ -660,11 +660,13 @@ def _names_fit(
     if reference is not None and candidate is not None:
         modules = [sites[0] - set(reference.nodes), sites[1] - set(candidate.nodes)]
         values = reference.values().keys() & candidate.values().keys()
+        same_nodes = len(reference.reads.keys() & candidate.reads.keys())
         return (
             # `shared` leaves out the root, which both graphs have: hence one less.
             2 * len(shared) >= min(map(len, named)) - 1
             or len(modules[0] & modules[1] - {ROOT}) * 2 >= min(map(len, modules)) > 1
             or 2 * len(values) >= min(len(reference.nodes), len(candidate.nodes))
+            or 2 * same_nodes >= min(len(reference.reads), len(candidate.reads)) > 1
         )
     own, others = (sites[0], named[0]) if reference is not None else (sites[1], sites[0])
     nodes = (reference or candidate or ExportedGraph({}, {})).nodes

@@ -198,7 +198,7 @@ class ModelCapture:
     def _meanings(self, selected: Sequence[Observation]) -> Meanings:
         """What the integers among the recorded tensors mean."""
         return {
-            (seen.site, seen.port, seen.slot): (code.scale, code.zero)
+            (seen.site, seen.visit, seen.port, seen.slot): (code.scale, code.zero)
             for seen in selected
             # What a caller gives is recorded as it was given.
             if (code := self._codes.get(seen.value)) is not None and not _is_given(seen)

@@ -10,7 +10,7 @@ Integers are then one more form in which a value is stored. Knows graphs; no ses
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from driftline.captures.onnxruntime.graph import Graph, Node
@@ -21,8 +21,10 @@ from driftline.captures.onnxruntime.tensors import TYPES
 _GENERATED = re.compile(
     r"(_quantized|_QuantizeLinear_Output|_DequantizeLinear_Output|_QuantizeLinear_Input)$"
 )
-_REWRITTEN = re.compile(r"(_token_\d+|_quant)$")
+_REWRITTEN = re.compile(r"(_token_\d+|_quant|/MatMulAddFusion(_MatMul)?)$")
 """What a quantiser and ONNX Runtime append to the name of a node that they replace."""
+_PRODUCT = re.compile(r"(?P<product>.+/MatMulAddFusion)(_MatMul)?$")
+"""A product that ONNX Runtime has joined with the sum behind it; `_MatMul` if it was parted again."""
 _SMALLEST = {"uint8": 0.0, "int8": -128.0, "uint16": 0.0, "int16": -32768.0, "uint4": 0.0}
 # Operators that may give numbers below zero, so that integers without a sign clip them.
 _SIGNED = frozenset(
@@ -129,14 +131,67 @@ def float_view(graph: Graph, file_names: dict[str, str] | None = None) -> FloatV
     """
     rewriter = _Rewriter(graph, file_names or {})
     if not rewriter.is_quantised:
-        return FloatView(graph, {}, {}, {}, {})
+        return FloatView(_unflattened(graph), {}, {}, {}, {})
     view = rewriter.view()
+    view = view._replace(graph=_unflattened(view.graph))
     # An operator that is not known here may read the integers for what they are: then nothing is
     # rewritten, and integers stay integers.
     made = view.graph
     is_closed = all(made.has_value(v) for node in made.nodes for v in node.inputs if v)
     is_closed = is_closed and all(made.has_value(v) for v in made.outputs)
     return view if is_closed else FloatView(graph, {}, {}, {}, {})
+
+
+def _unflattened(graph: Graph) -> Graph:
+    """A graph without the reshapes that ONNX Runtime puts around a product and its bias.
+
+    It makes one Gemm of them, which takes matrices only. What goes in and comes out has its axes
+    before and after the reshapes, under the names of the exporter.
+    """
+    products = {node.name for node in graph.nodes if _PRODUCT.match(plain_token(node.name))}
+    if not products:
+        return graph
+    gone: set[int] = set()
+    replaced: dict[int, Node] = {}
+    for number, node in enumerate(graph.nodes):
+        match = _PRODUCT.match(plain_token(node.name))
+        maker = graph.maker.get(node.inputs[0], -1) if node.inputs else -1
+        if match is None or maker < 0 or graph.nodes[maker].op != "Reshape":
+            continue
+        end, bias = _with_sum(number, f"{match['product']}_Add", graph)
+        last = _only_reader(end, graph)
+        if last is None or graph.nodes[last].op != "Reshape":
+            continue
+        inputs = (graph.nodes[maker].inputs[0], *node.inputs[1:], *bias)
+        # In the place of the last one: what it reads has been made by then.
+        replaced[last] = node._replace(inputs=inputs, outputs=graph.nodes[last].outputs)
+        gone |= {number, end}
+        if all(_PRODUCT.match(plain_token(graph.nodes[n].name)) for n in graph.behind(graph.nodes[maker])):
+            gone.add(maker)
+    nodes = [replaced.get(n, node) for n, node in enumerate(graph.nodes) if n not in gone]
+    made = graph.rewritten(nodes, {}, graph.clipped)
+    is_closed = all(made.has_value(v) for node in nodes for v in node.inputs if v)
+    return made if is_closed and all(map(made.has_value, made.outputs)) else graph
+
+
+def plain_token(node_name: str) -> str:
+    """The name of a node without what makes it the only one of its name."""
+    return re.sub(r"(_quant|_token_\d+)+$", "", node_name)
+
+
+def _with_sum(number: int, name: str, graph: Graph) -> tuple[int, tuple[str, ...]]:
+    """The node that adds the bias of a product, and the bias; the product itself if it does."""
+    reader = _only_reader(number, graph)
+    if reader is None or graph.nodes[reader].name != name:
+        return number, ()
+    made = graph.nodes[number].outputs[0]
+    return reader, tuple(value for value in graph.nodes[reader].inputs if value != made)
+
+
+def _only_reader(number: int, graph: Graph) -> int | None:
+    made = graph.nodes[number].outputs[0]
+    readers = graph.readers.get(made, [])
+    return readers[0] if len(readers) == 1 and made not in graph.outputs else None
 
 
 class _Rewriter:
@@ -192,8 +247,9 @@ class _Rewriter:
             after = self._after.get(value, [])
             members = [member for member in (before, value, *after) if member]
             known = next((file_names[m] for m in members if m in file_names), "")
-            name = known or self._name(before, value, after)
-            self._names |= {member: name for member in members if member != name}
+            # A value that is rounded twice, to other integers, is one value.
+            name = self._names.get(before, "") or known or self._name(before, value, after)
+            self._names |= dict.fromkeys(members, name)
 
     def _name(self, before: str, value: str, after: list[str]) -> str:
         given_back = [name for name in after if name in self._graph.outputs]
@@ -225,8 +281,9 @@ class _Rewriter:
                 floats = [*self._after.get(integers, ()), self._before.get(integers, "")]
                 holders.setdefault(value, next(name for name in (*floats, integers) if name))
         clipped = self._clipped(nodes, codes)
-        graph = self._graph.rewritten(nodes, self._names, clipped)
-        return FloatView(graph, self._names, holders, codes, weights)
+        names = {old: new for old, new in self._names.items() if old != new}
+        graph = self._graph.rewritten(nodes, names, clipped)
+        return FloatView(graph, names, holders, codes, weights)
 
     def _code(self, integers: str, scale_name: str, zero_name: str) -> Code | None:
         graph = self._graph
@@ -250,6 +307,13 @@ class _Rewriter:
     def _nodes(self) -> Iterator[Node]:
         sums: dict[str, Node] = {}
         scales: set[str] = set()
+        # Sums of a convolution become its result only when its bias was added, by another node.
+        biased: dict[str, Node] = {}
+        shaped = {
+            node.outputs[0]: node.inputs[0]
+            for node in self._graph.nodes
+            if node.op == "Reshape" and set(node.inputs) <= self._graph.constants
+        }
         for node in self._graph.nodes:
             if node.op in ("QuantizeLinear", "DequantizeLinear"):
                 continue
@@ -259,7 +323,7 @@ class _Rewriter:
             elif node.op in _SUMS_OF_INTEGERS:
                 self._name_weights(node.inputs[:2])
                 sums[node.outputs[0]] = node._replace(
-                    name=plain_name(node.name),
+                    name=plain_token(node.name),
                     op=_SUMS_OF_INTEGERS[node.op],
                     inputs=tuple(map(self._plain, node.inputs[:2])),
                 )
@@ -267,11 +331,30 @@ class _Rewriter:
                 sums[node.outputs[0]] = sums[node.inputs[0]]
             elif node.op == "Mul" and any(value in sums for value in node.inputs):
                 made = next(sums[value] for value in node.inputs if value in sums)
-                yield made._replace(outputs=tuple(map(self._plain, node.outputs)))
+                made = made._replace(outputs=tuple(map(self._plain, node.outputs)))
+                if made.op == "Conv" and self._is_biased(node.outputs[0], shaped):
+                    biased[node.outputs[0]] = made
+                else:
+                    yield made
+            elif node.op == "Add" and any(value in biased for value in node.inputs):
+                made = next(biased[value] for value in node.inputs if value in biased)
+                bias = next(shaped.get(v, v) for v in node.inputs if v not in biased)
+                yield made._replace(
+                    inputs=(*made.inputs, bias), outputs=tuple(map(self._plain, node.outputs))
+                )
             elif node.op == "Mul" and self._multiplies_scales(node, scales):
                 scales.update(node.outputs)
             else:
                 yield self._float_node(node)
+
+    def _is_biased(self, value: str, shaped: Mapping[str, str]) -> bool:
+        """Whether all that reads a value is the node that adds a bias of one axis to it."""
+        readers = [self._graph.nodes[number] for number in self._graph.readers.get(value, ())]
+        return len(readers) == 1 and readers[0].op == "Add" and any(
+            other in shaped or other in self._graph.constants
+            for other in readers[0].inputs
+            if other != value
+        )
 
     def _multiplies_scales(self, node: Node, scales: set[str]) -> bool:
         constants = self._graph.constants
@@ -289,8 +372,8 @@ class _Rewriter:
         if about is not None:
             places = [p for p in (*about.operands, *about.others) if p < len(node.inputs)]
             inputs = tuple(node.inputs[place] for place in places)
-            self._name_weights(inputs)
-            node = node._replace(name=plain_name(node.name), op=about.op)
+            node = node._replace(name=plain_token(node.name), op=about.op)
+        self._name_weights(inputs)
         return node._replace(
             inputs=tuple(self._plain(value) for value in inputs),
             outputs=tuple(self._plain(value) for value in node.outputs),

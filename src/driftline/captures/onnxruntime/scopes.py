@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import NamedTuple, cast
 
 from driftline.captures.onnxruntime.graph import Graph, Node
+from driftline.captures.onnxruntime.quantised import plain_name
 
 ROOT = "(root)"
 _SCOPES = "pkg.torch.onnx.name_scopes"
@@ -72,8 +73,9 @@ def scope_of(node: Node) -> Scope:
         return Scope(
             paths, kinds, names[-1], classes[-1] if classes else "", _line(node.about.get(_STACK))
         )
-    if "/" in node.name:
-        return Scope(_around(node.name.split("/")[:-1]), operator=node.name.rpartition("/")[2])
+    name = plain_name(node.name)
+    if "/" in name:
+        return Scope(_around(name.split("/")[:-1]), operator=name.rpartition("/")[2])
     return NOWHERE
 
 
@@ -128,8 +130,9 @@ class Names:
         self._graph = graph
         self.placed_by_weight: set[int] = set()
         self.guessed: set[int] = set()
-        if self.has_scopes:
+        if self.has_scopes or not any(scope.modules for scope in self.scopes):
             self._place_by_weights()
+        if self.has_scopes or self.placed_by_weight:
             self._place_silent_nodes()
         self._sites: dict[str, str] = {}
         self._taken: set[str] = set()
@@ -355,6 +358,9 @@ def _calls(numbers: Sequence[int], scopes: Sequence[Scope]) -> list[list[int]]:
         for start in range(0, len(stretch), len(unit))
     ]
     alike = all([scopes[number].target for number in piece] == called for piece in pieces)
+    # Nodes of one call of torch's graph may lie apart, too: a product, and the sum with its bias.
+    operators = [{scopes[number].operator for number in piece} for piece in pieces]
+    alike = alike and sum(map(len, operators)) == len(set[str]().union(*operators))
     # Without targets nothing tells a second call from a module whose nodes lie apart.
     return pieces if len(stretches) > 1 and all(called) and alike else [list(numbers)]
 
@@ -383,8 +389,7 @@ def _call(
     # What a rectifier may have been worked into is not what the module gives.
     outputs = {value: None for value in outputs if value not in graph.clipped}
     reworked = ""
-    last = numbers[-1]
-    if names.scopes[last].module == path and _is_reworked(last, graph, names):
+    if is_leaf and any(_is_reworked(number, graph, names) for number in numbers):
         # A container may end with it too: what it gives is right.
         reworked = next(iter(outputs)) if len(outputs) == 1 else ""
         outputs = {}
@@ -398,7 +403,7 @@ def _is_reworked(number: int, graph: Graph, names: Names) -> bool:
     node = graph.nodes[number]
     if node.op not in _CONVOLUTIONS:
         return False
-    if not names.has_scopes:
+    if number not in names.placed_by_weight and not names.has_scopes:
         # torch's older exporter gives weights that it has computed a name of their own.
         return any(value.startswith(_ANONYMOUS) for value in node.inputs[1:2])
     module = names.scopes[number].module

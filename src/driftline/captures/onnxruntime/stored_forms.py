@@ -264,10 +264,6 @@ def usual(value: Any, stored: Stored, block: int, like: tuple[int, ...] = ()) ->
 
 # Integers that ONNX Runtime computes with under a name of its own.
 
-_INTEGER_NODES = ("Conv", "Gemm", "MatMul", "Add", "Mul", "MaxPool", "NhwcMaxPool", "AveragePool")
-_POOLS = ("GlobalAveragePool", "Concat", "Softmax", "Sigmoid", "LeakyRelu", "ReduceMean")
-
-
 def integer_values(exported: FloatView, optimised: FloatView) -> dict[str, Stored]:
     """Value of the exported graph → the one that holds its integers in the optimised graph.
 
@@ -293,7 +289,7 @@ def integer_values(exported: FloatView, optimised: FloatView) -> dict[str, Store
             if inputs[0] not in last and token not in plain_graph.maker:
                 last.add(token)
             continue
-        if node.op not in (*_INTEGER_NODES, *_POOLS) or token in plain_graph.maker:
+        if token in plain_graph.maker:
             continue
         # Once channels are last they stay last until a transpose turns them back.
         is_last = node.channels_last or node.op.startswith("Nhwc") or not last.isdisjoint(inputs)

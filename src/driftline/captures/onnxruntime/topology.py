@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from driftline.captures.onnxruntime import model_file
 from driftline.captures.onnxruntime.graph import Graph, Node
+from driftline.captures.onnxruntime.quantised import plain_name
 from driftline.captures.onnxruntime.recorder import Observation, TracedGraph, slot_of
 from driftline.captures.onnxruntime.scopes import MERGED, ROOT, ModuleCall, root_call
 from driftline.captures.onnxruntime.sessions import SessionPlan
@@ -26,8 +27,8 @@ Place = tuple[str, int, str]
 """A module, which call of it, and the port."""
 Tensor = tuple[str, int, str, str]
 """A place and the slot there."""
-Meanings = Mapping[tuple[str, str, str], tuple[float, float]]
-"""Site, port and slot of integers → their scale and zero point."""
+Meanings = Mapping[Tensor, tuple[float, float]]
+"""Where integers were recorded → their scale and zero point."""
 
 
 class Fusion(NamedTuple):
@@ -211,7 +212,7 @@ def topology(
 def _reads(graph: Graph) -> list[list[Any]]:
     """Every node of the exported graph: its name, what it reads, what it makes."""
     return [
-        [node.name, graph.data_inputs(node), [value for value in node.outputs if value]]
+        [plain_name(node.name), graph.data_inputs(node), [value for value in node.outputs if value]]
         for node in graph.nodes
         if node.name and node.op != "Constant"
     ]

@@ -46,7 +46,7 @@ class ExportedGraph(NamedTuple):
         inside: Site of a value that is no longer computed → the fused node that contains it.
         weighted_nodes: Nodes that use weights, in the order of the exported file.
         folded_norms: Convolution with a folded batch norm → the node that computes both.
-        integers: Site, port and slot of integers → their scale and zero point.
+        integers: Where integers were recorded → their scale and zero point.
         reads: Name of a node of the exported file → the values that it reads, and those it makes.
         fusions: Nodes that contain several modules.
         makers: Site of any output of a node → the node.
@@ -56,7 +56,7 @@ class ExportedGraph(NamedTuple):
     inside: Mapping[str, str]
     weighted_nodes: Sequence[Mapping[str, Any]] = ()
     folded_norms: Mapping[str, str] = {}
-    integers: Mapping[tuple[str, str, str], tuple[float, float]] = {}
+    integers: Mapping[Tensor, tuple[float, float]] = {}
     reads: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
     fusions: Sequence[Fusion] = ()
     makers: Mapping[str, Mapping[str, Any]] = {}
@@ -145,10 +145,11 @@ def _fusion(data: Mapping[str, Any]) -> Fusion:
     )
 
 
-def _integers(entry: object) -> tuple[tuple[str, str, str], tuple[float, float]]:
-    site, port, slot, scale, zero = (*listed(entry), "", "", "", 0.0, 0.0)[:5]
+def _integers(entry: object) -> tuple[Tensor, tuple[float, float]]:
+    site, visit, port, slot, scale, zero = (*listed(entry), "", 0, "", "", 0.0, 0.0)[:6]
     numbers = [float(n) if isinstance(n, int | float) else 0.0 for n in (scale, zero)]
-    return (str(site), str(port), str(slot)), (numbers[0], numbers[1])
+    visit = visit if _whole(visit) else 0
+    return (str(site), visit, str(port), str(slot)), (numbers[0], numbers[1])
 
 
 def _read(entry: object) -> tuple[str, tuple[tuple[str, ...], tuple[str, ...]]]:
