@@ -1,10 +1,12 @@
-"""Integers shown as the numbers they stand for: packed weights, and what a quantised graph computes.
+"""Integers shown as the numbers they stand for: values of quantised graphs, and packed weights.
 
-A quantised graph says for each tensor of integers its scale and zero point (`decode_integers`).
-The rest of this file is about weights packed into words of 32 bits (GPTQ, AWQ). Such a module has no `weight`. It has `qweight`, several codes to a word, `qzeros`, packed as well,
-`scales` for groups of inputs, and with GPTQ `g_idx`, the group of every input. The view replaces
-them by one `weight` of shape [out, in], with the recipe that computes it. Which tensor it is paired
-with is decided by the matching rules.
+A quantised graph says the scale and zero point of each tensor of integers (`decode_integers`).
+
+The rest is about weights packed into words of 32 bits (GPTQ, AWQ). Such a module has no `weight`.
+It has `qweight`, several codes to a word, `qzeros`, packed as well, `scales` for groups of inputs,
+and with GPTQ `g_idx`, the group of every input. The view replaces them by one `weight` of shape
+[out, in], with the recipe that computes it. Which tensor it is paired with is decided by the
+matching rules.
 """
 
 from __future__ import annotations
@@ -69,9 +71,7 @@ def decode_integers(run: Run) -> Run:
         origins[key] = Gathered(Recipe((stored,), (step,), record.shape))
         # Equal integers with one scale are equal numbers: rules that ask for equal bytes still may.
         digest = record.digest and f"{record.digest} times {scale} minus {zero}"
-        records.append(
-            record._replace(dtype="float32", digest=digest, blob=None, summary=None)
-        )
+        records.append(record._replace(dtype="float32", digest=digest, blob=None, summary=None))
     base = run.base if isinstance(run, AlignedView) else run
     return AlignedView(base, records, origins, excluded_of(run))
 

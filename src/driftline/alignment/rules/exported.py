@@ -21,7 +21,6 @@ import numpy as np
 
 from driftline.alignment.annotate.fusions import with_fusions
 from driftline.alignment.plan import Pair, Plan
-from driftline.alignment.recipe import Recipe, Step
 from driftline.alignment.rules.leaves import align_sequences
 from driftline.alignment.rules.module_borders import (
     MADE,

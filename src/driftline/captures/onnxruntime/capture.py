@@ -9,6 +9,7 @@ stand for is decided in `graph`, `scopes` and `recorder`.
 # pyright: reportUnknownArgumentType=false
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,10 +37,17 @@ from driftline.captures.onnxruntime.stored_forms import (
     flat_values,
     integer_values,
     usual,
+    weight_rounding,
     widened_values,
 )
 from driftline.captures.onnxruntime.tensors import look
-from driftline.captures.onnxruntime.topology import Meanings, ids_of, module_tree, topology
+from driftline.captures.onnxruntime.topology import (
+    Integers,
+    Meanings,
+    ids_of,
+    module_tree,
+    topology,
+)
 from driftline.captures.recorder import Recorder, Refusal, Snapshot, TensorAddress
 from driftline.captures.selection import Selection
 from driftline.errors import BadInput
@@ -50,6 +58,11 @@ from driftline.runs.sinks import Sink
 Progress = Callable[[int, int], None]
 # Beginnings of operator types that compute with integers.
 _INTEGERS = ("QLinear", "QGemm", "QAttention", "MatMulInteger", "ConvInteger", "DynamicQuantizeM")
+
+
+ROUNDED_WHILE_IT_RUNS = 0.01
+"""Relative error of rounding to 255 steps between the smallest and the largest element: 0.004 of
+uniform values, 0.007 to 0.012 of normal ones."""
 
 
 class Budget(NamedTuple):
@@ -70,6 +83,7 @@ class ModelCapture:
     def __init__(self, file: Path, plan: SessionPlan, exported: FloatView, folder: Path) -> None:
         self._plan = plan
         self._name = file.name
+        self._file = file
         optimised_model = sessions.optimise(file, plan, folder)
         self._path = optimised_model.path
         self._plain: Any = optimised_model.session
@@ -165,7 +179,8 @@ class ModelCapture:
         Returns:
             How often each step was executed, and whether all gave what was expected.
         """
-        sink.topology(topology(self.traced, self._tree, selected, self._meanings(selected)))
+        integers = Integers(self._meanings(selected), self._rounded())
+        sink.topology(topology(self.traced, self._tree, selected, integers))
         self._say_unseen(recorder)
         executions = 0
         faithful = True
@@ -203,6 +218,22 @@ class ModelCapture:
             # What a caller gives is recorded as it was given.
             if (code := self._codes.get(seen.value)) is not None and not _is_given(seen)
         }
+
+    def _rounded(self) -> dict[str, float]:
+        """What rounding of weights, and of what nodes are given, explains at every site."""
+        errors: dict[str, float] = {}
+        file = Weights(self._file) if any(n.integers for n in self.traced.exported.nodes) else None
+        for node in self.traced.exported.nodes:
+            own = [weight_rounding(file.read(name)) for name in node.integers] if file else []
+            if node.rounds:
+                own.append(ROUNDED_WHILE_IT_RUNS)
+            error = math.hypot(*own)
+            for value in node.outputs if error else ():
+                site = self.traced.site(value)
+                module = self.traced.names.scope(value).module
+                for place in dict.fromkeys((site, *([module] if module else []))):
+                    errors[place] = math.hypot(errors.get(place, 0.0), error)
+        return errors
 
     def _values(
         self,

@@ -34,6 +34,9 @@ class Node(NamedTuple):
         subgraphs: How many graphs it holds: bodies of loops and branches.
         activation: The activation that was worked into it; empty for none.
         channels_last: It takes and gives images with their channels last.
+        ran_as: Its type in the file, if that computes with integers what `op` does with floats.
+        integers: Names of weights that it takes as integers.
+        rounds: It rounds what it is given to integers, with a scale that it computes.
     """
 
     name: str
@@ -45,6 +48,14 @@ class Node(NamedTuple):
     subgraphs: int = 0
     activation: str = ""
     channels_last: bool = False
+    ran_as: str = ""
+    integers: tuple[str, ...] = ()
+    rounds: bool = False
+
+    @property
+    def shown_op(self) -> str:
+        """Its type, as the file has it."""
+        return self.ran_as or self.op
 
 
 class Graph:

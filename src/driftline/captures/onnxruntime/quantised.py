@@ -24,7 +24,7 @@ _GENERATED = re.compile(
 _REWRITTEN = re.compile(r"(_token_\d+|_quant|/MatMulAddFusion(_MatMul)?)$")
 """What a quantiser and ONNX Runtime append to the name of a node that they replace."""
 _PRODUCT = re.compile(r"(?P<product>.+/MatMulAddFusion)(_MatMul)?$")
-"""A product that ONNX Runtime has joined with the sum behind it; `_MatMul` if it was parted again."""
+"""A product that ONNX Runtime joined with the sum behind it; `_MatMul` if it was parted again."""
 _SMALLEST = {"uint8": 0.0, "int8": -128.0, "uint16": 0.0, "int16": -32768.0, "uint4": 0.0}
 # Operators that may give numbers below zero, so that integers without a sign clip them.
 _SIGNED = frozenset(
@@ -166,7 +166,10 @@ def _unflattened(graph: Graph) -> Graph:
         # In the place of the last one: what it reads has been made by then.
         replaced[last] = node._replace(inputs=inputs, outputs=graph.nodes[last].outputs)
         gone |= {number, end}
-        if all(_PRODUCT.match(plain_token(graph.nodes[n].name)) for n in graph.behind(graph.nodes[maker])):
+        if all(
+            _PRODUCT.match(plain_token(graph.nodes[n].name))
+            for n in graph.behind(graph.nodes[maker])
+        ):
             gone.add(maker)
     nodes = [replaced.get(n, node) for n, node in enumerate(graph.nodes) if n not in gone]
     made = graph.rewritten(nodes, {}, graph.clipped)
@@ -205,6 +208,7 @@ class _Rewriter:
         self._after: dict[str, list[str]] = {}
         self._scale_of: dict[str, tuple[str, str]] = {}
         self._read_triples()
+        self._integers_of = {float_: q for q, floats in self._after.items() for float_ in floats}
         self.is_quantised = bool(self._scale_of) or any(
             node.op in ("DynamicQuantizeLinear", *_SUMS_OF_INTEGERS) for node in graph.nodes
         )
@@ -292,7 +296,7 @@ class _Rewriter:
         if scale is None or zero is None:
             return None
         kind = graph.types.get(zero_name) or graph.types.get(integers) or 2
-        return Code(scale, zero, scale_name, zero == _SMALLEST.get(TYPES.get(kind, ""), None))
+        return Code(scale, zero, scale_name, zero == _SMALLEST.get(TYPES.get(kind, "")))
 
     def _clipped(self, nodes: Iterable[Node], codes: dict[str, Code]) -> frozenset[str]:
         """Values whose rounding cuts off what is below zero: a rectifier may be worked into it."""
@@ -326,6 +330,9 @@ class _Rewriter:
                     name=plain_token(node.name),
                     op=_SUMS_OF_INTEGERS[node.op],
                     inputs=tuple(map(self._plain, node.inputs[:2])),
+                    ran_as=node.op,
+                    integers=tuple(v for v in node.inputs[:2] if v in self._graph.constants),
+                    rounds=True,
                 )
             elif node.op == "Cast" and node.inputs[0] in sums:
                 sums[node.outputs[0]] = sums[node.inputs[0]]
@@ -350,16 +357,20 @@ class _Rewriter:
     def _is_biased(self, value: str, shaped: Mapping[str, str]) -> bool:
         """Whether all that reads a value is the node that adds a bias of one axis to it."""
         readers = [self._graph.nodes[number] for number in self._graph.readers.get(value, ())]
-        return len(readers) == 1 and readers[0].op == "Add" and any(
-            other in shaped or other in self._graph.constants
-            for other in readers[0].inputs
-            if other != value
+        return (
+            len(readers) == 1
+            and readers[0].op == "Add"
+            and any(
+                other in shaped or other in self._graph.constants
+                for other in readers[0].inputs
+                if other != value
+            )
         )
 
     def _multiplies_scales(self, node: Node, scales: set[str]) -> bool:
         constants = self._graph.constants
         is_scale = [value in scales for value in node.inputs]
-        return any(is_scale) and all(s or v in constants for s, v in zip(is_scale, node.inputs))
+        return any(is_scale) and constants.issuperset(v for v in node.inputs if v not in scales)
 
     def _name_weights(self, values: Iterable[str]) -> None:
         for value in values:
@@ -372,9 +383,16 @@ class _Rewriter:
         if about is not None:
             places = [p for p in (*about.operands, *about.others) if p < len(node.inputs)]
             inputs = tuple(node.inputs[place] for place in places)
-            node = node._replace(name=plain_token(node.name), op=about.op)
+            node = node._replace(name=plain_token(node.name), op=about.op, ran_as=node.op)
         self._name_weights(inputs)
+        integers = tuple(
+            stored
+            for value in inputs
+            if (stored := self._integers_of.get(value, value)) in self._graph.constants
+            and stored in self._scale_of
+        )
         return node._replace(
             inputs=tuple(self._plain(value) for value in inputs),
             outputs=tuple(self._plain(value) for value in node.outputs),
+            integers=integers,
         )

@@ -83,17 +83,18 @@ def observations_of(traced: TracedGraph, levels: Sequence[str]) -> list[Observat
         site = traced.site(made[0])
         if "params" in levels:
             observations += [
-                _parameter(value, site, node.op, number, traced)
+                _parameter(value, site, node.shown_op, number, traced)
                 for value in dict.fromkeys(node.inputs)
                 if value in traced.optimised.weights
             ]
         if "ops" in levels:
             observations += [
-                Observation(site, "input", value, value, node.op)
+                Observation(site, "input", value, value, node.shown_op)
                 for value in traced.optimised.data_inputs(node)
             ]
             observations += [
-                Observation(traced.site(value), "output", "0", value, node.op) for value in made
+                Observation(traced.site(value), "output", "0", value, node.shown_op)
+                for value in made
             ]
         observations += after.get(number, [])
     if "modules" in levels:

@@ -145,7 +145,7 @@ class Names:
                     self._name(value, scope, node, output)
 
     def _place_by_weights(self) -> None:
-        """Nodes that a quantiser has replaced and said nothing of: where their weights come from."""
+        """Nodes that say nothing of themselves, and have weights: where these come from."""
         for number, node in enumerate(self._graph.nodes):
             if self.scopes[number] is not NOWHERE:
                 continue

@@ -10,6 +10,7 @@ follows from the node's name together with its inputs. A value that fits nothing
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -264,6 +265,7 @@ def usual(value: Any, stored: Stored, block: int, like: tuple[int, ...] = ()) ->
 
 # Integers that ONNX Runtime computes with under a name of its own.
 
+
 def integer_values(exported: FloatView, optimised: FloatView) -> dict[str, Stored]:
     """Value of the exported graph → the one that holds its integers in the optimised graph.
 
@@ -309,3 +311,18 @@ def integer_values(exported: FloatView, optimised: FloatView) -> dict[str, Store
                     stored_by_value.setdefault(value, Stored(token, channels_last=is_last))
                 break
     return stored_by_value
+
+
+def weight_rounding(weight: HostTensor | None) -> float:
+    """Relative error that rounding a weight to its integers explains.
+
+    One step of any scale is 1 among the integers, and rounding to it is off by the root of a
+    twelfth; so the integers alone say how much that is of the weight.
+    """
+    if weight is None or not weight.data.size or weight.dtype not in ("int8", "uint8"):
+        return 0.0
+    integers = weight.data.view(weight.dtype).astype(np.float64)
+    if weight.dtype == "uint8":
+        integers -= np.median(integers)  # their zero point is in the middle of a weight
+    size = float(np.sqrt(np.mean(np.square(integers))))
+    return 1.0 / (math.sqrt(12.0) * size) if size else 0.0

@@ -31,6 +31,18 @@ Meanings = Mapping[Tensor, tuple[float, float]]
 """Where integers were recorded → their scale and zero point."""
 
 
+class Integers(NamedTuple):
+    """What a run computes with integers.
+
+    Attributes:
+        meanings: What recorded integers mean.
+        rounded: Site → relative error that rounding its weights, or what it is given, explains.
+    """
+
+    meanings: Meanings
+    rounded: Mapping[str, float]
+
+
 class Fusion(NamedTuple):
     """A node that computes what several nodes of the exported graph did.
 
@@ -64,7 +76,7 @@ def fusions(traced: TracedGraph) -> list[Fusion]:
     return [
         Fusion(
             traced.site(values[-1]),
-            traced.optimised.nodes[number].op,
+            traced.optimised.nodes[number].shown_op,
             tuple(held),
             tuple(dict.fromkeys(place for value in values for place in deliveries.get(value, ()))),
         )
@@ -159,7 +171,7 @@ def topology(
     traced: TracedGraph,
     tree: ModuleTree,
     observations: Sequence[Observation],
-    meanings: Meanings,
+    integers: Integers,
 ) -> dict[str, Any]:
     """The tree with the edges of the optimised graph, and what its nodes stand for."""
     nodes: list[dict[str, Any]] = []
@@ -201,7 +213,8 @@ def topology(
                 }
                 for fusion in fused_nodes
             ],
-            "integers": [[*place, *meaning] for place, meaning in meanings.items()],
+            "integers": [[*place, *meaning] for place, meaning in integers.meanings.items()],
+            "rounded": [[site, error] for site, error in integers.rounded.items()],
             "reads": _reads(traced.exported),
             "reworked": {c.site: traced.site(c.reworked) for c in traced.modules if c.reworked},
             "works": weighted_nodes(traced.exported, traced.names),
@@ -237,7 +250,7 @@ def _edges(traced: TracedGraph) -> list[list[str]]:
 def _described(node: Node, made: Sequence[str], traced: TracedGraph) -> dict[str, Any]:
     about: dict[str, Any] = {
         "site": traced.site(made[0]),
-        "class": node.op,
+        "class": node.shown_op,
         "name": node.name,
         "values": list(made),
     }

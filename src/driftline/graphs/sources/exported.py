@@ -47,6 +47,7 @@ class ExportedGraph(NamedTuple):
         weighted_nodes: Nodes that use weights, in the order of the exported file.
         folded_norms: Convolution with a folded batch norm → the node that computes both.
         integers: Where integers were recorded → their scale and zero point.
+        rounded: Site → relative error that rounding of weights to integers explains there.
         reads: Name of a node of the exported file → the values that it reads, and those it makes.
         fusions: Nodes that contain several modules.
         makers: Site of any output of a node → the node.
@@ -57,6 +58,7 @@ class ExportedGraph(NamedTuple):
     weighted_nodes: Sequence[Mapping[str, Any]] = ()
     folded_norms: Mapping[str, str] = {}
     integers: Mapping[Tensor, tuple[float, float]] = {}
+    rounded: Mapping[str, float] = {}
     reads: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
     fusions: Sequence[Fusion] = ()
     makers: Mapping[str, Mapping[str, Any]] = {}
@@ -124,6 +126,11 @@ def exported_graph(run: Run) -> ExportedGraph | None:
         [_object(work) for work in listed(data.get("works"))],
         _object(data.get("reworked")),
         dict(map(_integers, listed(data.get("integers")))),
+        {
+            str(entry[0]): float(entry[1])
+            for entry in map(listed, listed(data.get("rounded")))
+            if len(entry) == 2 and isinstance(entry[1], int | float)
+        },
         dict(_read(entry) for entry in listed(data.get("reads"))),
         [_fusion(_object(fusion)) for fusion in listed(data.get("fusions"))],
         {str(output): node for node in nodes.values() for output in listed(node.get("outputs"))},
