@@ -119,6 +119,10 @@ class ModelCapture:
             lineage_of(exported.graph, view.graph),
         )
         self._tree = module_tree(self.traced)
+        self._misread = [
+            (self.traced.site(value), self.traced.names.scope(value).module, sentence)
+            for value, sentence in exported.misread.items()
+        ]
         self._session: tuple[int, Any] | None = None
         self._weights: Weights | None = None
         self._no_tensors: set[str] = set()
@@ -179,7 +183,7 @@ class ModelCapture:
         Returns:
             How often each step was executed, and whether all gave what was expected.
         """
-        integers = Integers(self._meanings(selected), self._rounded())
+        integers = Integers(self._meanings(selected), self._rounded(), self._misread)
         sink.topology(topology(self.traced, self._tree, selected, integers))
         self._say_unseen(recorder)
         executions = 0

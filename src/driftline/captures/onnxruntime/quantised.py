@@ -99,6 +99,8 @@ class FloatView(NamedTuple):
         holders: Value here → the one of the file that holds it, where they differ.
         codes: Value here → meaning of its integers, if its holder has integers.
         weights: Weight here → how the file stores it.
+        misread: Value here → how the node that makes it reads integers for other numbers than they
+            were made of.
     """
 
     graph: Graph
@@ -106,9 +108,7 @@ class FloatView(NamedTuple):
     holders: dict[str, str]
     codes: dict[str, Code]
     weights: dict[str, CodedWeight]
-
-    def code(self, value: str) -> Code | None:
-        return self.codes.get(value)
+    misread: dict[str, str]
 
 
 def plain_name(node_name: str) -> str:
@@ -131,7 +131,7 @@ def float_view(graph: Graph, file_names: dict[str, str] | None = None) -> FloatV
     """
     rewriter = _Rewriter(graph, file_names or {})
     if not rewriter.is_quantised:
-        return FloatView(_unflattened(graph), {}, {}, {}, {})
+        return FloatView(_unflattened(graph), {}, {}, {}, {}, {})
     view = rewriter.view()
     view = view._replace(graph=_unflattened(view.graph))
     # An operator that is not known here may read the integers for what they are: then nothing is
@@ -139,7 +139,7 @@ def float_view(graph: Graph, file_names: dict[str, str] | None = None) -> FloatV
     made = view.graph
     is_closed = all(made.has_value(v) for node in made.nodes for v in node.inputs if v)
     is_closed = is_closed and all(made.has_value(v) for v in made.outputs)
-    return view if is_closed else FloatView(graph, {}, {}, {}, {})
+    return view if is_closed else FloatView(graph, {}, {}, {}, {}, {})
 
 
 def _unflattened(graph: Graph) -> Graph:
@@ -207,6 +207,9 @@ class _Rewriter:
         self._before: dict[str, str] = {}
         self._after: dict[str, list[str]] = {}
         self._scale_of: dict[str, tuple[str, str]] = {}
+        # Node, integers, scale and zero point, as nodes read them.
+        self._read: list[tuple[int, str, str, str]] = []
+        self._made_with: dict[str, tuple[str, str]] = {}
         self._read_triples()
         self._integers_of = {float_: q for q, floats in self._after.items() for float_ in floats}
         self.is_quantised = bool(self._scale_of) or any(
@@ -217,31 +220,54 @@ class _Rewriter:
 
     def _read_triples(self) -> None:
         """Integers, scale and zero point, as nodes name them; who made the integers knows best."""
-        readers: list[tuple[str, str, str]] = []
-        for node in self._graph.nodes:
+        for number, node in enumerate(self._graph.nodes):
             inputs = (*node.inputs, "", "")
             if node.op == "QuantizeLinear" and len(node.inputs) > 1 and node.outputs:
                 self._before[node.outputs[0]] = node.inputs[0]
                 self._scale_of[node.outputs[0]] = (inputs[1], inputs[2])
             elif node.op == "DequantizeLinear" and len(node.inputs) > 1 and node.outputs:
                 self._after.setdefault(node.inputs[0], []).append(node.outputs[0])
-                readers.append((inputs[0], inputs[1], inputs[2]))
+                self._read.append((number, inputs[0], inputs[1], inputs[2]))
             elif (about := _OPERATORS.get(node.op)) is not None:
-                readers += [
-                    (inputs[place], inputs[place + 1], inputs[place + 2])
+                self._read += [
+                    (number, inputs[place], inputs[place + 1], inputs[place + 2])
                     for place in about.operands
                     if place + 2 < len(inputs)
                 ]
                 if -1 < about.result < len(node.inputs) and node.inputs[about.result]:
                     scale = (inputs[about.result], inputs[about.result + 1])
                     self._scale_of[node.outputs[0]] = scale
-        for integers, scale, zero in readers:
+        self._pass_on()
+        self._made_with = dict(self._scale_of)
+        for _, integers, scale, zero in self._read:
             self._scale_of.setdefault(integers, (scale, zero))
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """A pool gives integers of the scale that it was given."""
         for node in self._graph.nodes:
-            # A pool gives integers of the scale that it was given.
             if node.op in _MOVES and node.inputs and node.inputs[0] in self._scale_of:
                 for value in node.outputs:
                     self._scale_of.setdefault(value, self._scale_of[node.inputs[0]])
+
+    def _misread(self) -> dict[str, str]:
+        misread: dict[str, str] = {}
+        scalars = self._graph.scalars
+        for number, integers, scale, zero in self._read:
+            made_scale, made_zero = self._made_with.get(integers, (scale, zero))
+            for word, made, read in (("scale", made_scale, scale), ("zero point", made_zero, zero)):
+                numbers = scalars.get(made), scalars.get(read)
+                if None in numbers or numbers[0] == numbers[1]:
+                    continue
+                sentence = (
+                    f"reads '{self._plain(integers)}' with the {word} {numbers[1]:.6g}, "
+                    f"and it was made with {numbers[0]:.6g}"
+                )
+                node = self._graph.nodes[number]
+                after = self._graph.behind(node) if node.op == "DequantizeLinear" else []
+                takers = [self._graph.nodes[reader] for reader in after] or [node]
+                misread |= {self._plain(taker.outputs[0]): sentence for taker in takers}
+        return misread
 
     def _name_values(self, file_names: dict[str, str]) -> None:
         """One name for a tensor before it is rounded, as integers, and as floats again."""
@@ -287,7 +313,7 @@ class _Rewriter:
         clipped = self._clipped(nodes, codes)
         names = {old: new for old, new in self._names.items() if old != new}
         graph = self._graph.rewritten(nodes, names, clipped)
-        return FloatView(graph, names, holders, codes, weights)
+        return FloatView(graph, names, holders, codes, weights, self._misread())
 
     def _code(self, integers: str, scale_name: str, zero_name: str) -> Code | None:
         graph = self._graph

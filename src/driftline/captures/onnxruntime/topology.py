@@ -37,10 +37,13 @@ class Integers(NamedTuple):
     Attributes:
         meanings: What recorded integers mean.
         rounded: Site → relative error that rounding its weights, or what it is given, explains.
+        misread: Site and module of a node that reads integers for other numbers than they were made
+            of, and how.
     """
 
     meanings: Meanings
     rounded: Mapping[str, float]
+    misread: Sequence[tuple[str, str, str]] = ()
 
 
 class Fusion(NamedTuple):
@@ -214,6 +217,7 @@ def topology(
                 for fusion in fused_nodes
             ],
             "integers": [[*place, *meaning] for place, meaning in integers.meanings.items()],
+            "misread": [list(entry) for entry in integers.misread],
             "rounded": [[site, error] for site, error in integers.rounded.items()],
             "reads": _reads(traced.exported),
             "reworked": {c.site: traced.site(c.reworked) for c in traced.modules if c.reworked},

@@ -58,7 +58,24 @@ def structure_of(reference: Run, candidate: Run, plan: Plan) -> Structure:
     quantised = quantised_sites(reference, candidate)
     for site, error in with_containers(rounded_sites(candidate, plan)).items():
         quantised[site] = max(quantised.get(site, 0.0), error)
-    return Structure(flow, facts.weights, facts.inside, quantised)
+    misread = misread_sites(reference, candidate, plan)
+    return Structure(flow, facts.weights, facts.inside, quantised, misread)
+
+
+def misread_sites(reference: Run, candidate: Run, plan: Plan) -> dict[str, str]:
+    """Sites of the candidate that read integers for other numbers than they were made of."""
+    graph, other = exported_graph(candidate), exported_graph(reference)
+    if graph is None or not graph.misread:
+        return {}
+    # What both files do is what their author wanted.
+    intended = {sentence for *_, sentence in other.misread} if other is not None else set[str]()
+    compared = {pair.reference.key.site for pair in plan.pairs}
+    partner = {pair.candidate.key.site: pair.reference.key.site for pair in plan.pairs}
+    return {
+        (module if module in compared else partner.get(site, module or site)): sentence
+        for site, module, sentence in graph.misread
+        if sentence not in intended
+    }
 
 
 def rounded_sites(candidate: Run, plan: Plan) -> dict[str, float]:

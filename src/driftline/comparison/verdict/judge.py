@@ -154,7 +154,7 @@ def _judge_table(table: Table, allowed: Tolerance, evidence: Evidence) -> Table:
                 merged[site] = math.hypot(merged.get(site, 0.0), error)
             structure = structure._replace(quantised=merged)
         settled = SettledRows(rows, structure, evidence)
-        certain = settled.overruled(certain_failure(rows))
+        certain = settled.overruled(certain_failure(rows, structure.misread))
         if counts.failing or settled.may_differ or certain is not None:
             counts = RowCounts()
             rows = like_storage(rows, counts.watch(_with_certain(settled, certain)))

@@ -48,6 +48,8 @@ class ExportedGraph(NamedTuple):
         folded_norms: Convolution with a folded batch norm → the node that computes both.
         integers: Where integers were recorded → their scale and zero point.
         rounded: Site → relative error that rounding of weights to integers explains there.
+        misread: Site and module of nodes that read integers for other numbers than they were made
+            of, and how.
         reads: Name of a node of the exported file → the values that it reads, and those it makes.
         fusions: Nodes that contain several modules.
         makers: Site of any output of a node → the node.
@@ -59,6 +61,7 @@ class ExportedGraph(NamedTuple):
     folded_norms: Mapping[str, str] = {}
     integers: Mapping[Tensor, tuple[float, float]] = {}
     rounded: Mapping[str, float] = {}
+    misread: Sequence[tuple[str, str, str]] = ()
     reads: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
     fusions: Sequence[Fusion] = ()
     makers: Mapping[str, Mapping[str, Any]] = {}
@@ -131,6 +134,11 @@ def exported_graph(run: Run) -> ExportedGraph | None:
             for entry in map(listed, listed(data.get("rounded")))
             if len(entry) == 2 and isinstance(entry[1], int | float)
         },
+        [
+            (str(entry[0]), str(entry[1]), str(entry[2]))
+            for entry in map(listed, listed(data.get("misread")))
+            if len(entry) == 3
+        ],
         dict(_read(entry) for entry in listed(data.get("reads"))),
         [_fusion(_object(fusion)) for fusion in listed(data.get("fusions"))],
         {str(output): node for node in nodes.values() for output in listed(node.get("outputs"))},
