@@ -1,9 +1,12 @@
-"""Weights packed into words of 32 bits (GPTQ, AWQ), shown as the matrices they stand for.
+"""Integers shown as the numbers they stand for: values of quantised graphs, and packed weights.
 
-Such a module has no `weight`. It has `qweight`, several codes to a word, `qzeros`, packed as well,
-`scales` for groups of inputs, and with GPTQ `g_idx`, the group of every input. The view replaces
-them by one `weight` of shape [out, in], with the recipe that computes it. Which tensor it is paired
-with is decided by the matching rules.
+A quantised graph says the scale and zero point of each tensor of integers (`decode_integers`).
+
+The rest is about weights packed into words of 32 bits (GPTQ, AWQ). Such a module has no `weight`.
+It has `qweight`, several codes to a word, `qzeros`, packed as well, `scales` for groups of inputs,
+and with GPTQ `g_idx`, the group of every input. The view replaces them by one `weight` of shape
+[out, in], with the recipe that computes it. Which tensor it is paired with is decided by the
+matching rules.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from driftline.alignment.normalise.view import (
 )
 from driftline.alignment.recipe import Recipe, Source, Step
 from driftline.errors import DriftlineError
+from driftline.graphs.sources.exported import exported_graph
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
@@ -45,6 +49,31 @@ def unpack_weights(reference: Run, candidate: Run) -> tuple[Run, Run]:
     if alike:
         return reference, candidate  # codes are equal or not
     return _seen(reference, reference_modules), _seen(candidate, candidate_modules)
+
+
+def decode_integers(run: Run) -> Run:
+    """A run of a quantised graph with its integers as the numbers they stand for."""
+    graph = exported_graph(run)
+    if graph is None or not graph.integers:
+        return run
+    origins: dict[TensorKey, Origin] = dict(origins_of(run))
+    records: list[Record] = []
+    for record in run.records:
+        key = record.key
+        meaning = graph.integers.get((key.site, key.visit, key.port, key.slot))
+        stored = origins.get(key, record)
+        # A scale of 0 is a damaged entry.
+        if meaning is None or not meaning[0] or not isinstance(stored, Record):
+            records.append(record)
+            continue
+        scale, zero = meaning
+        step = Step("dequantise", factor=scale, zero=zero)
+        origins[key] = Gathered(Recipe((stored,), (step,), record.shape))
+        # Equal integers with one scale are equal numbers: rules that ask for equal bytes still may.
+        digest = record.digest and f"{record.digest} times {scale} minus {zero}"
+        records.append(record._replace(dtype="float32", digest=digest, blob=None, summary=None))
+    base = run.base if isinstance(run, AlignedView) else run
+    return AlignedView(base, records, origins, excluded_of(run))
 
 
 def _modules(run: Run) -> dict[TensorKey, _Parts]:

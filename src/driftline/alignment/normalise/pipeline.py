@@ -90,6 +90,8 @@ PLAIN = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
 _CODES = frozenset({"int8", "int4"})
+_INTEGERS = frozenset({"int8", "uint8", "int16", "uint16", "int4", "uint4"})
+"""Types that a quantised graph may compute with."""
 WEIGHTS = frozenset({"param", "param_grad", "optimizer_grad"})
 
 
@@ -138,6 +140,14 @@ def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Vi
         from driftline.alignment.normalise.encodings import unpack_weights
 
         reference, candidate = unpack_weights(reference, candidate)
+    if any(
+        record.dtype in _INTEGERS and record.key.port in ("input", "output")
+        for run in (reference, candidate)
+        for record in run.records
+    ):
+        from driftline.alignment.normalise.encodings import decode_integers
+
+        reference, candidate = decode_integers(reference), decode_integers(candidate)
     return Views(reference, candidate, tuple(notes))
 
 

@@ -21,7 +21,6 @@ import numpy as np
 
 from driftline.alignment.annotate.fusions import with_fusions
 from driftline.alignment.plan import Pair, Plan
-from driftline.alignment.recipe import Recipe, Step
 from driftline.alignment.rules.leaves import align_sequences
 from driftline.alignment.rules.module_borders import (
     MADE,
@@ -219,8 +218,6 @@ def _matched(
 SAME_BYTES, IN_ORDER = 0.9, 0.7
 """Confidence of tensors with the same bytes, and of layers that are paired in order."""
 
-_DEQUANTISED = "_DequantizeLinear_Output"
-"""Suffix that onnxruntime.quantization gives to a value after quantising and dequantising it."""
 _Call = tuple[int, int, int, str, int]
 """Rank, process, step, site and visit."""
 _Bytes = tuple[int, int, int, str, tuple[int, ...]]
@@ -242,7 +239,6 @@ def pair_exported(
     # each branch goes from what names say to what bytes say.
     if reference is not None and candidate is not None:
         _by_value(draft, reference, candidate)
-        _by_code(draft, reference, candidate)
         for graph, turned in ((reference, False), (candidate, True)):
             _fused(graph, draft, turned)
         _same_bytes(draft, exported_first=False, only_modules=reference)
@@ -310,15 +306,13 @@ def without_uncertain_pairs(
         if graph is None:
             return plan
         return without_tuple_positions(plan, graph, exported_first=reference is not None)
-    # A value that only one graph rounds has another content under the same name.
-    rounded = reference.quantised() ^ candidate.quantised()
-    sites = {site for value, site in reference.values().items() if value in rounded}
+    partners = partner_values(reference, candidate)
+    made = {site: value for value, site in reference.values().items()}
+    others = {site: value for value, site in candidate.values().items()}
     loose = [
         pair
         for pair in plan.pairs
-        if pair.by == "name"
-        and pair.reference.key.port == "output"
-        and pair.reference.key.site in sites
+        if pair.by == "name" and not _agree(pair, partners, (made, others))
     ]
     gone = {id(pair) for pair in loose}
     return plan._replace(
@@ -328,66 +322,83 @@ def without_uncertain_pairs(
     )
 
 
+def _agree(
+    pair: Pair, partners: Mapping[str, str], made: tuple[Mapping[str, str], Mapping[str, str]]
+) -> bool:
+    """Whether two tensors of nodes that are called alike are the same value by their readers."""
+    if pair.reference.key.port == "input":
+        value, other = pair.reference.key.slot, pair.candidate.key.slot
+    else:
+        value, other = (
+            sites.get(record.key.site, "")
+            for sites, record in zip(made, (pair.reference, pair.candidate), strict=True)
+        )
+    return not other or partners.get(other, value) == value
+
+
+def partner_values(reference: ExportedGraph, candidate: ExportedGraph) -> dict[str, str]:
+    """Value of the candidate's file → the value of the reference's file that it stands for.
+
+    A value is what its readers take: a node of the same name reads the same thing in both files.
+    A quantiser drops a rectifier behind a convolution, because integers without a sign do its work;
+    the convolution's value then keeps its name and is the rectifier's. Where no node of that name
+    reads it, its own name says what it is.
+    """
+    taken: dict[str, set[str]] = defaultdict(set)
+    for name, (inputs, _) in candidate.reads.items():
+        others = reference.reads.get(name, ((), ()))[0]
+        if len(inputs) == len(others):
+            for value, other in zip(inputs, others, strict=True):
+                taken[value].add(other)
+    partners = {value: next(iter(found)) for value, found in taken.items() if len(found) == 1}
+    made = {value for _, outputs in reference.reads.values() for value in outputs}
+    for name, (inputs, outputs) in candidate.reads.items():
+        for value in (*inputs, *outputs):
+            if value not in partners and value in made:
+                partners[value] = value
+        # Nobody reads it under a name that both have: who makes it says what it is.
+        others = reference.reads.get(name, ((), ()))[1]
+        for value, other in zip(outputs, others, strict=False):
+            partners.setdefault(value, other)
+    return partners
+
+
 def _by_value(draft: Draft, reference: ExportedGraph, candidate: ExportedGraph) -> None:
-    """Pair outputs of nodes by value names; a quantised value by the value it represents."""
-    reference_values, candidate_values = reference.values(), candidate.values()
-    rounded = reference.quantised() ^ candidate.quantised()
+    """Pair the outputs and inputs of nodes by the values of the two files that they are."""
+    own_sites, other_sites = reference.values(), candidate.values()
     own_outputs, others = _outputs(draft.missing.values()), _outputs(draft.extra.values())
-    # onnxruntime's quantiser appends a suffix to the values it rounds, so names are tried with
-    # and without it.
-    for value, site in reference_values.items():
-        for name in (f"{value}{_DEQUANTISED}", value, value.removesuffix(_DEQUANTISED)):
-            if name == value and value in rounded:
-                continue
-            for record in own_outputs.get(site, ()) if name in candidate_values else ():
-                for other in others.get(candidate_values[name], ()):
-                    same = record.key.step == other.key.step and signature(record) == signature(
-                        other
-                    )
-                    if same and id(record) in draft.missing and id(other) in draft.extra:
-                        draft.pair(record, other, 1.0)
+    own_inputs = _inputs_by_value(draft.missing.values())
+    other_inputs = _inputs_by_value(draft.extra.values())
+    for value, partner in partner_values(reference, candidate).items():
+        made = others.get(other_sites.get(value, ""), [])
+        read = other_inputs.get(value, [])
+        for record in own_outputs.get(own_sites.get(partner, ""), ()):
+            _pair_first(draft, record, (*made, *read))
+        for record in own_inputs.get(partner, ()):
+            # The input of the same node first; any reader of the value has the same bytes.
+            same = [other for other in read if other.key.site == record.key.site]
+            _pair_first(draft, record, (*same, *read, *made))
 
 
-def _by_code(draft: Draft, reference: ExportedGraph, candidate: ExportedGraph) -> None:
-    """Pair a value with its quantised codes on the other side."""
-    for graph, other, codes_first in ((reference, candidate, True), (candidate, reference, False)):
-        coded = _outputs((draft.missing if codes_first else draft.extra).values())
-        plain = _outputs((draft.extra if codes_first else draft.missing).values())
-        read_by_value = _inputs_by_value((draft.extra if codes_first else draft.missing).values())
-        makers = other.values()
-        for site, about in graph.codes.items():
-            # The topology comes from a file that others write: a short or mistyped
-            # entry is skipped.
-            of, scale, zero, dtype = (*listed(about), "", None, None, "")[:4]
-            if site in other.codes or not isinstance(scale, float) or not isinstance(zero, float):
-                continue
-            for record in coded.get(site, ()):
-                for value in (
-                    *plain.get(makers.get(str(of), ""), ()),
-                    *read_by_value.get(str(of), ()),
-                ):
-                    if record.shape == value.shape and record.key.step == value.key.step:
-                        # onnxruntime may turn int8 codes into uint8 while it optimises, which moves
-                        # the zero point by 128.
-                        step = Step("dequantise", factor=scale, zero=zero + _shift(dtype, record))
-                        draft.pair_decoded(
-                            record, value, Recipe((record,), (step,), record.shape), codes_first
-                        )
+def _pair_first(draft: Draft, record: Record, others: Sequence[Record]) -> None:
+    """Pair a tensor with the first of some that hold one value; a free one, if there is any."""
+    alike = [
+        other
+        for other in others
+        if other.key.step == record.key.step and signature(other) == signature(record)
+    ]
+    if alike and id(record) in draft.missing:
+        free = [other for other in alike if id(other) in draft.extra]
+        draft.pair(record, (free or alike)[0], 1.0)
 
 
 def _inputs_by_value(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Inputs of nodes by value name."""
+    """Inputs of nodes and modules by value name."""
     by_value: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        if record.key.port == "input" and "/" in record.key.site:
+        if record.key.port == "input":
             by_value[record.key.slot].append(record)
     return by_value
-
-
-def _shift(dtype: object, record: Record) -> float:
-    """Shift of the zero point where int8 became uint8, or the other way round."""
-    moved = {("int8", "uint8"): 128.0, ("uint8", "int8"): -128.0}
-    return moved.get((str(dtype), record.dtype), 0.0)
 
 
 def _outputs(records: Iterable[Record]) -> dict[str, list[Record]]:
@@ -648,11 +659,13 @@ def _names_fit(
     if reference is not None and candidate is not None:
         modules = [sites[0] - set(reference.nodes), sites[1] - set(candidate.nodes)]
         values = reference.values().keys() & candidate.values().keys()
+        same_nodes = len(reference.reads.keys() & candidate.reads.keys())
         return (
             # `shared` leaves out the root, which both graphs have: hence one less.
             2 * len(shared) >= min(map(len, named)) - 1
             or len(modules[0] & modules[1] - {ROOT}) * 2 >= min(map(len, modules)) > 1
             or 2 * len(values) >= min(len(reference.nodes), len(candidate.nodes))
+            or 2 * same_nodes >= min(len(reference.reads), len(candidate.reads)) > 1
         )
     own, others = (sites[0], named[0]) if reference is not None else (sites[1], sites[0])
     nodes = (reference or candidate or ExportedGraph({}, {})).nodes

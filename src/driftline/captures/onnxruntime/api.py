@@ -20,6 +20,7 @@ from driftline.captures.onnxruntime.capture import Budget, ModelCapture
 from driftline.captures.onnxruntime.graph import Graph
 from driftline.captures.onnxruntime.inputs import Source, feeds_of
 from driftline.captures.onnxruntime.model_facts import write_model_facts
+from driftline.captures.onnxruntime.quantised import float_view
 from driftline.captures.onnxruntime.sessions import Level
 from driftline.captures.onnxruntime.tensors import look
 from driftline.captures.onnxruntime.topology import facts
@@ -146,7 +147,8 @@ def capture_onnx(
     file = Path(model)
     proto = model_file.load_graph(file)
     files = [file, *model_file.check_external(file, proto)]
-    exported = Graph(proto)
+    exported = float_view(Graph(proto))
+    exported_nodes = len(proto.graph.node)
     # The protobuf of a large graph takes as much memory again as the graph made of it.
     del proto
     writes = isinstance(path, str | os.PathLike)
@@ -192,7 +194,7 @@ def capture_onnx(
             sink.bytes_written,
             tuple(step for step, _ in feeds),
             len(work.traced.optimised.nodes),
-            len(exported.nodes),
+            exported_nodes,
             executions,
             faithful,
             _notes(sink, work, faithful=faithful),

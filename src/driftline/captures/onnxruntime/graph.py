@@ -9,14 +9,13 @@ protobuf of a model and nothing of sessions.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from driftline.captures.onnxruntime import model_file
 
-QUANTISED = "_quantized"
-"""How onnxruntime.quantization calls the integers of a tensor."""
 _TEXT = 8
 _ACTIVATION = "activation"
 
@@ -35,6 +34,9 @@ class Node(NamedTuple):
         subgraphs: How many graphs it holds: bodies of loops and branches.
         activation: The activation that was worked into it; empty for none.
         channels_last: It takes and gives images with their channels last.
+        ran_as: Its type in the file, if that computes with integers what `op` does with floats.
+        integers: Names of weights that it takes as integers.
+        rounds: It rounds what it is given to integers, with a scale that it computes.
     """
 
     name: str
@@ -46,6 +48,14 @@ class Node(NamedTuple):
     subgraphs: int = 0
     activation: str = ""
     channels_last: bool = False
+    ran_as: str = ""
+    integers: tuple[str, ...] = ()
+    rounds: bool = False
+
+    @property
+    def shown_op(self) -> str:
+        """Its type, as the file has it."""
+        return self.ran_as or self.op
 
 
 class Graph:
@@ -61,7 +71,11 @@ class Graph:
         shapes: Value → sizes, names of sizes or None, as far as the file says.
         types: Value → ONNX's number of its element type.
         scalars: Constants of one element: scales, zero points, epsilons.
+        clipped: Values that are stored as integers without a sign, though their node may give
+            numbers below zero: a rectifier may have been worked into the rounding.
     """
+
+    clipped: frozenset[str] = frozenset()
 
     def __init__(self, model: Any) -> None:
         graph = model.graph
@@ -100,6 +114,23 @@ class Graph:
             for value in dict.fromkeys(node.inputs):
                 if value:
                     self.readers.setdefault(value, []).append(number)
+
+    def rewritten(
+        self, nodes: list[Node], names: Mapping[str, str], clipped: frozenset[str]
+    ) -> Graph:
+        """The same graph with other nodes, whose values have other names."""
+        graph = copy.copy(self)
+        graph.nodes = nodes
+        graph.clipped = clipped
+        graph.weights = frozenset(names.get(value, value) for value in self.weights)
+        graph.constants = frozenset(names.get(value, value) for value in self.constants)
+        graph.shapes, graph.types = dict(self.shapes), dict(self.types)
+        for old, new in names.items():
+            # Shapes of integers are those of the values; their type is not.
+            if old in self.shapes:
+                graph.shapes.setdefault(new, self.shapes[old])
+        graph._wire()
+        return graph
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Give values other names."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from driftline.captures.onnxruntime.graph import QUANTISED, Graph, Lineage
+from driftline.captures.onnxruntime.graph import Graph, Lineage
 from driftline.captures.onnxruntime.scopes import ROOT, ModuleCall, Names, module_calls, root_call
 from driftline.captures.onnxruntime.tensors import TYPES
 from driftline.captures.selection import Selection
@@ -83,17 +83,18 @@ def observations_of(traced: TracedGraph, levels: Sequence[str]) -> list[Observat
         site = traced.site(made[0])
         if "params" in levels:
             observations += [
-                _parameter(value, site, node.op, number, traced)
+                _parameter(value, site, node.shown_op, number, traced)
                 for value in dict.fromkeys(node.inputs)
                 if value in traced.optimised.weights
             ]
         if "ops" in levels:
             observations += [
-                Observation(site, "input", value, value, node.op)
+                Observation(site, "input", value, value, node.shown_op)
                 for value in traced.optimised.data_inputs(node)
             ]
             observations += [
-                Observation(traced.site(value), "output", "0", value, node.op) for value in made
+                Observation(traced.site(value), "output", "0", value, node.shown_op)
+                for value in made
             ]
         observations += after.get(number, [])
     if "modules" in levels:
@@ -136,12 +137,7 @@ def _module_observations(
             Observation(call.site, "input", value, value, call.class_name, call.visit)
             for value in present
         )
-        # Of integers only the nodes know what they mean.
-        left = [
-            value
-            for value in call.outputs
-            if value in traced.optimised.maker and not value.endswith(QUANTISED)
-        ]
+        left = [value for value in call.outputs if value in traced.optimised.maker]
         for value in left:
             slot = slot_of(value, call)
             # In front: calls come outermost first, and an inner module ends before the outer ones.

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple, cast
 
-from driftline.captures.onnxruntime.graph import QUANTISED, Graph, Node
+from driftline.captures.onnxruntime.graph import Graph, Node
+from driftline.captures.onnxruntime.quantised import plain_name
 
 ROOT = "(root)"
 _SCOPES = "pkg.torch.onnx.name_scopes"
@@ -72,8 +73,9 @@ def scope_of(node: Node) -> Scope:
         return Scope(
             paths, kinds, names[-1], classes[-1] if classes else "", _line(node.about.get(_STACK))
         )
-    if "/" in node.name:
-        return Scope(_around(node.name.split("/")[:-1]), operator=node.name.rpartition("/")[2])
+    name = plain_name(node.name)
+    if "/" in name:
+        return Scope(_around(name.split("/")[:-1]), operator=name.rpartition("/")[2])
     return NOWHERE
 
 
@@ -126,7 +128,11 @@ class Names:
         self.scopes = [scope_of(node) for node in graph.nodes]
         self.has_scopes = any(_SCOPES in node.about for node in graph.nodes)
         self._graph = graph
-        if self.has_scopes:
+        self.placed_by_weight: set[int] = set()
+        self.guessed: set[int] = set()
+        if self.has_scopes or not any(scope.modules for scope in self.scopes):
+            self._place_by_weights()
+        if self.has_scopes or self.placed_by_weight:
             self._place_silent_nodes()
         self._sites: dict[str, str] = {}
         self._taken: set[str] = set()
@@ -137,6 +143,30 @@ class Names:
             for output, value in enumerate(node.outputs):
                 if value:
                     self._name(value, scope, node, output)
+
+    def _place_by_weights(self) -> None:
+        """Nodes that say nothing of themselves, and have weights: where these come from."""
+        for number, node in enumerate(self._graph.nodes):
+            if self.scopes[number] is not NOWHERE:
+                continue
+            path = self._module_of_weights(node)
+            readers = self._graph.readers.get(node.outputs[0], []) if node.outputs else []
+            if not path and node.op == "MatMul" and len(readers) == 1:
+                # The bias of a product is added by a node of its own.
+                after = self._graph.nodes[readers[0]]
+                path = self._module_of_weights(after) if after.op == "Add" else ""
+            if path:
+                parts = path.split(".")
+                prefixes = [".".join(parts[: index + 1]) for index in range(len(parts))]
+                self.scopes[number] = Scope(tuple(prefixes))
+                self.placed_by_weight.add(number)
+
+    def _module_of_weights(self, node: Node) -> str:
+        for value in node.inputs:
+            path, _, slot = value.rpartition(".")
+            if value in self._graph.weights and path and slot.startswith(("weight", "bias")):
+                return path
+        return ""
 
     def _place_silent_nodes(self) -> None:
         """Nodes that a rewriter put in and said nothing of: in the module around their neighbours.
@@ -152,6 +182,9 @@ class Names:
         scopes_by_node = {number: self._neighbourhood(number) for number in silent}
         for number, scope in scopes_by_node.items():
             self.scopes[number] = scope
+        # With most nodes silent the neighbourhood is a guess: a sum may stand further inside.
+        if self.placed_by_weight:
+            self.guessed = set(silent)
 
     def _neighbourhood(self, number: int) -> Scope:
         """The innermost module that holds all neighbours of a node which say where they stand."""
@@ -252,8 +285,6 @@ MERGED = "merged"
 """Class of a module that the exporter merged into another one."""
 
 _CONVOLUTIONS = ("Conv", "ConvTranspose")
-_DEQUANTISED = "_DequantizeLinear_Output"
-"""How onnxruntime.quantization calls what integers are as numbers again."""
 _ANONYMOUS = "onnx::"
 """How torch's older exporter calls weights that it computed: with a batch norm worked in, say."""
 
@@ -327,6 +358,9 @@ def _calls(numbers: Sequence[int], scopes: Sequence[Scope]) -> list[list[int]]:
         for start in range(0, len(stretch), len(unit))
     ]
     alike = all([scopes[number].target for number in piece] == called for piece in pieces)
+    # Nodes of one call of torch's graph may lie apart, too: a product, and the sum with its bias.
+    operators = [{scopes[number].operator for number in piece} for piece in pieces]
+    alike = alike and sum(map(len, operators)) == len(set[str]().union(*operators))
     # Without targets nothing tells a second call from a module whose nodes lie apart.
     return pieces if len(stretches) > 1 and all(called) and alike else [list(numbers)]
 
@@ -337,43 +371,44 @@ def _call(
     inside = set(numbers)
     inputs: dict[str, None] = {}
     outputs: dict[str, None] = {}
+    # Whether a node whose place was guessed stands in a container or beside it, nothing says.
+    is_leaf = all(names.scopes[number].module == path for number in numbers)
+    unsure = set[int]() if is_leaf else names.guessed
     for number in numbers:
         node = graph.nodes[number]
         for value in graph.data_inputs(node):
-            if graph.maker.get(value, -1) not in inside:
+            maker = graph.maker.get(value, -1)
+            if maker not in inside and maker not in unsure:
                 inputs.setdefault(value)
         for value in node.outputs:
             readers = graph.readers.get(value, ())
             # A value leaves when anything outside reads it, or the caller gets it.
             leaves = value in graph.outputs or not inside.issuperset(readers)
-            if value and leaves and value not in graph.constants:
-                outputs.setdefault(_as_numbers(value, graph, names))
+            if value and leaves and unsure.isdisjoint(readers) and value not in graph.constants:
+                outputs.setdefault(value)
+    # What a rectifier may have been worked into is not what the module gives.
+    outputs = {value: None for value in outputs if value not in graph.clipped}
     reworked = ""
-    if not names.has_scopes and any(_reworked(graph.nodes[number]) for number in numbers):
-        last = graph.nodes[numbers[-1]]
-        reworked = last.outputs[0] if len(outputs) == 1 and _reworked(last) else ""
-        if reworked:  # a container may end with it too: what it gives is right
-            inner = names.scopes[numbers[-1]].module == path
-            outputs = {} if inner else outputs
-            reworked = reworked if inner else ""
+    if is_leaf and any(_is_reworked(number, graph, names) for number in numbers):
+        # A container may end with it too: what it gives is right.
+        reworked = next(iter(outputs)) if len(outputs) == 1 else ""
+        outputs = {}
     return ModuleCall(
         path, visit, class_name, tuple(numbers), tuple(inputs), tuple(outputs), reworked
     )
 
 
-def _as_numbers(value: str, graph: Graph, names: Names) -> str:
-    """What integers are as numbers, where a quantiser put just that behind a module."""
-    for reader in graph.readers.get(value, ()) if value not in graph.outputs else ():
-        node = graph.nodes[reader]
-        if node.op == "DequantizeLinear" and names.scopes[reader] is NOWHERE:
-            return node.outputs[0]
-    return value
-
-
-def _reworked(node: Node) -> bool:
-    """A convolution whose weights torch's older exporter has computed: a batch norm is in them."""
-    weights = node.inputs[1:2]
-    return node.op in _CONVOLUTIONS and bool(weights) and weights[0].startswith(_ANONYMOUS)
+def _is_reworked(number: int, graph: Graph, names: Names) -> bool:
+    """Whether a convolution's weights are not its module's own: a batch norm is in them."""
+    node = graph.nodes[number]
+    if node.op not in _CONVOLUTIONS:
+        return False
+    if number not in names.placed_by_weight and not names.has_scopes:
+        # torch's older exporter gives weights that it has computed a name of their own.
+        return any(value.startswith(_ANONYMOUS) for value in node.inputs[1:2])
+    module = names.scopes[number].module
+    bias = node.inputs[2] if len(node.inputs) > 2 else ""
+    return number in names.placed_by_weight and bias not in ("", f"{module}.bias")
 
 
 def _merged(graph: Graph, members: dict[str, list[int]]) -> Iterator[ModuleCall]:
@@ -381,7 +416,7 @@ def _merged(graph: Graph, members: dict[str, list[int]]) -> Iterator[ModuleCall]
     seen: set[str] = set()
     for number, node in enumerate(graph.nodes):
         for value in node.inputs[1:]:
-            path, _, name = _weight(value, graph).rpartition(".")
+            path, _, name = (value if value in graph.weights else "").rpartition(".")
             if name != "weight" or path in members or not path:
                 continue
             # A table that is looked up, or a transposed weight, may be shared by several modules.
@@ -389,14 +424,6 @@ def _merged(graph: Graph, members: dict[str, list[int]]) -> Iterator[ModuleCall]
                 seen.add(path)
                 inputs = tuple(graph.data_inputs(node)[:1])
                 yield ModuleCall(path, 0, MERGED, (number,), inputs, ())
-
-
-def _weight(value: str, graph: Graph) -> str:
-    """The weight that a value is, or was before it was quantised; empty if it is none."""
-    if value in graph.weights:
-        return value.removesuffix(QUANTISED)
-    plain = value.removesuffix(_DEQUANTISED)
-    return plain if f"{plain}{QUANTISED}" in graph.weights else ""
 
 
 def root_call(graph: Graph, names: Names) -> ModuleCall:

@@ -10,14 +10,16 @@ follows from the node's name together with its inputs. A value that fits nothing
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from driftline.captures.onnxruntime import model_file
-from driftline.captures.onnxruntime.graph import QUANTISED, Graph, Node
-from driftline.captures.onnxruntime.tensors import TYPES, AnyArray, HostTensor
+from driftline.captures.onnxruntime.graph import Graph, Node
+from driftline.captures.onnxruntime.quantised import FloatView, plain_name
+from driftline.captures.onnxruntime.tensors import AnyArray, HostTensor
 
 _DOMAIN = "com.microsoft.nchwc"
 _SUFFIX = "_nchwc"
@@ -261,109 +263,66 @@ def usual(value: Any, stored: Stored, block: int, like: tuple[int, ...] = ()) ->
     return HostTensor(np.ascontiguousarray(turned), array.dtype.name, turned.shape)
 
 
-# Quantised values: which value of the exported graph each is, and its scale.
+# Integers that ONNX Runtime computes with under a name of its own.
 
 
-_MADE = ("QLinear", "QGemm", "NhwcMaxPool", "MaxPool", "QuantizeLinear")
+def integer_values(exported: FloatView, optimised: FloatView) -> dict[str, Stored]:
+    """Value of the exported graph → the one that holds its integers in the optimised graph.
 
-
-class Code(NamedTuple):
-    """Meaning of the integers of a quantised value: `(integer - zero) * scale` is the value `of`.
-
-    ONNX Runtime may compute with uint8 what the file has as int8, 128 more; `dtype` is the file's.
+    Both graphs as graphs of floats. A node keeps its name, or the name of its result's scale; and
+    it must read just what the exported graph needs to compute the value.
     """
-
-    of: str
-    scale: float
-    zero: float
-    dtype: str
-
-
-def codes_of(exported: Graph) -> dict[str, Code]:
-    """Quantised value → what it means, where one scale holds for all of it.
-
-    Rows of a quantised table are looked up as integers, and may be used as such.
-    """
-    codes: dict[str, Code] = {}
-    for node in exported.nodes:
-        if node.op == "QuantizeLinear" and len(node.inputs) > 1 and node.outputs:
-            # A scale per channel is an array, and one integer would then mean several numbers.
-            scale = exported.scalars.get(node.inputs[1])
-            zero = exported.scalars.get(node.inputs[2]) if len(node.inputs) > 2 else 0.0
-            if scale is not None and zero is not None:
-                kind = exported.types.get(node.inputs[2], 0) if len(node.inputs) > 2 else 0
-                codes[node.outputs[0]] = Code(node.inputs[0], scale, zero, TYPES.get(kind, "uint8"))
-        elif table := _table(node, exported):
-            scale, zero = (exported.scalars.get(table + end) for end in ("_scale", "_zero_point"))
-            if scale is not None and zero is not None:
-                kind = TYPES.get(exported.types.get(table + QUANTISED, 0), "uint8")
-                value = node.outputs[0]
-                codes[value] = Code(value.removesuffix(QUANTISED), scale, zero, kind)
-    return codes
-
-
-def _table(node: Node, exported: Graph) -> str:
-    """The weight whose rows a node looks up as integers; empty for any other node."""
-    weight = node.inputs[0] if node.op == "Gather" and node.inputs and node.outputs else ""
-    is_code = weight in exported.weights and weight.endswith(QUANTISED)
-    return weight.removesuffix(QUANTISED) if is_code else ""
-
-
-def integer_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
-    """Quantised value of the exported graph → the one that holds it in the optimised graph."""
+    graph, plain_graph = optimised.graph, exported.graph
+    by_node = {plain_name(node.name): node for node in plain_graph.nodes if node.name}
     by_scale: dict[str, list[str]] = {}
-    scale_of: dict[str, str] = {}
-    for node in exported.nodes:
-        if node.op == "QuantizeLinear" and len(node.inputs) > 1 and node.outputs:
-            by_scale.setdefault(node.inputs[1], []).append(node.outputs[0])
-            scale_of[node.outputs[0]] = node.inputs[1]
+    for value, code in exported.codes.items():
+        by_scale.setdefault(code.scale_name, []).append(value)
     stored_by_value: dict[str, Stored] = {}
     plain: dict[str, str] = {}
     last: set[str] = set()
-    for node in optimised.nodes if by_scale else ():
+    for node in graph.nodes if exported.codes else ():
         token = next(iter(node.outputs), "")
-        inputs = optimised.data_inputs(node)
-        if not inputs or token in exported.maker:
+        inputs = graph.data_inputs(node)
+        if not inputs:
             continue
-        if node.op == "Transpose":
+        if node.op == "Transpose" and plain_name(node.name) not in by_node:
             # Layout changes around integer nodes are followed, not compared.
-            plain[token] = plain.get(inputs[0], inputs[0])
-            if inputs[0] not in last:
+            plain.setdefault(token, plain.get(inputs[0], inputs[0]))
+            if inputs[0] not in last and token not in plain_graph.maker:
                 last.add(token)
             continue
-        if not node.op.startswith(_MADE):
+        if token in plain_graph.maker:
             continue
         # Once channels are last they stay last until a transpose turns them back.
         is_last = node.channels_last or node.op.startswith("Nhwc") or not last.isdisjoint(inputs)
         wanted = {plain.get(value, value) for value in inputs}
-        value = _value_by_scale(node, wanted, exported, by_scale, scale_of)
-        if value:
-            plain[token] = value
-            if is_last:
-                last.add(token)
-            if value not in optimised.maker and value not in stored_by_value:
-                stored_by_value[value] = Stored(token, channels_last=is_last)
+        same_name = by_node.get(plain_name(node.name))
+        code = optimised.codes.get(token)
+        candidates = [
+            *(same_name.outputs[:1] if same_name is not None else ()),
+            *(by_scale.get(code.scale_name, ()) if code is not None else ()),
+        ]
+        for value in candidates:
+            if value not in wanted and needs(value, wanted, plain_graph) == wanted:
+                plain[token] = value
+                if is_last:
+                    last.add(token)
+                if value not in graph.maker:
+                    stored_by_value.setdefault(value, Stored(token, channels_last=is_last))
+                break
     return stored_by_value
 
 
-def _value_by_scale(
-    node: Node,
-    wanted: set[str],
-    exported: Graph,
-    by_scale: dict[str, list[str]],
-    scale_of: dict[str, str],
-) -> str:
-    if not all(exported.has_value(value) for value in wanted):
-        return ""
-    named = [name for name in node.inputs if name in by_scale]
-    # A pool has no scale of its own: it gives what it was given.
-    input_scales = [scale_of[value] for value in wanted if value in scale_of]
-    scales = named[-1:] if not node.op.endswith("MaxPool") else input_scales[:1]
-    fitting = [
-        value
-        for scale in scales
-        for value in by_scale[scale]
-        if value not in wanted and needs(value, wanted, exported) == wanted
-    ]
-    # A pool shares the scale of what it takes, so that it fits as well: the first one is meant.
-    return min(fitting, key=exported.maker.__getitem__, default="")
+def weight_rounding(weight: HostTensor | None) -> float:
+    """Relative error that rounding a weight to its integers explains.
+
+    One step of any scale is 1 among the integers, and rounding to it is off by the root of a
+    twelfth; so the integers alone say how much that is of the weight.
+    """
+    if weight is None or not weight.data.size or weight.dtype not in ("int8", "uint8"):
+        return 0.0
+    integers = weight.data.view(weight.dtype).astype(np.float64)
+    if weight.dtype == "uint8":
+        integers -= np.median(integers)  # their zero point is in the middle of a weight
+    size = float(np.sqrt(np.mean(np.square(integers))))
+    return 1.0 / (math.sqrt(12.0) * size) if size else 0.0

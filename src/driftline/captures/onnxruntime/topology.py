@@ -7,16 +7,16 @@ that gives or takes it. Knows graphs and modules; no session, no run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from driftline.captures.onnxruntime import model_file
-from driftline.captures.onnxruntime.graph import Node
+from driftline.captures.onnxruntime.graph import Graph, Node
+from driftline.captures.onnxruntime.quantised import plain_name
 from driftline.captures.onnxruntime.recorder import Observation, TracedGraph, slot_of
 from driftline.captures.onnxruntime.scopes import MERGED, ROOT, ModuleCall, root_call
 from driftline.captures.onnxruntime.sessions import SessionPlan
-from driftline.captures.onnxruntime.stored_forms import codes_of
 from driftline.captures.onnxruntime.torch_calls import count, line_ends, results, weighted_nodes
 from driftline.graphs.module_tree import ModuleNode, ModuleTree
 from driftline.runs.sinks import JSON
@@ -27,6 +27,23 @@ Place = tuple[str, int, str]
 """A module, which call of it, and the port."""
 Tensor = tuple[str, int, str, str]
 """A place and the slot there."""
+Meanings = Mapping[Tensor, tuple[float, float]]
+"""Where integers were recorded → their scale and zero point."""
+
+
+class Integers(NamedTuple):
+    """What a run computes with integers.
+
+    Attributes:
+        meanings: What recorded integers mean.
+        rounded: Site → relative error that rounding its weights, or what it is given, explains.
+        misread: Site and module of a node that reads integers for other numbers than they were made
+            of, and how.
+    """
+
+    meanings: Meanings
+    rounded: Mapping[str, float]
+    misread: Sequence[tuple[str, str, str]] = ()
 
 
 class Fusion(NamedTuple):
@@ -62,7 +79,7 @@ def fusions(traced: TracedGraph) -> list[Fusion]:
     return [
         Fusion(
             traced.site(values[-1]),
-            traced.optimised.nodes[number].op,
+            traced.optimised.nodes[number].shown_op,
             tuple(held),
             tuple(dict.fromkeys(place for value in values for place in deliveries.get(value, ()))),
         )
@@ -154,7 +171,10 @@ def ids_of(tree: ModuleTree) -> dict[str, str]:
 
 
 def topology(
-    traced: TracedGraph, tree: ModuleTree, observations: Sequence[Observation]
+    traced: TracedGraph,
+    tree: ModuleTree,
+    observations: Sequence[Observation],
+    integers: Integers,
 ) -> dict[str, Any]:
     """The tree with the edges of the optimised graph, and what its nodes stand for."""
     nodes: list[dict[str, Any]] = []
@@ -196,15 +216,23 @@ def topology(
                 }
                 for fusion in fused_nodes
             ],
-            "codes": {
-                traced.site(value): [code.of, code.scale, code.zero, code.dtype]
-                for value, code in codes_of(traced.exported).items()
-                if traced.exported.has_value(value)
-            },
+            "integers": [[*place, *meaning] for place, meaning in integers.meanings.items()],
+            "misread": [list(entry) for entry in integers.misread],
+            "rounded": [[site, error] for site, error in integers.rounded.items()],
+            "reads": _reads(traced.exported),
             "reworked": {c.site: traced.site(c.reworked) for c in traced.modules if c.reworked},
             "works": weighted_nodes(traced.exported, traced.names),
         },
     }
+
+
+def _reads(graph: Graph) -> list[list[Any]]:
+    """Every node of the exported graph: its name, what it reads, what it makes."""
+    return [
+        [plain_name(node.name), graph.data_inputs(node), [value for value in node.outputs if value]]
+        for node in graph.nodes
+        if node.name and node.op != "Constant"
+    ]
 
 
 def _edges(traced: TracedGraph) -> list[list[str]]:
@@ -226,7 +254,7 @@ def _edges(traced: TracedGraph) -> list[list[str]]:
 def _described(node: Node, made: Sequence[str], traced: TracedGraph) -> dict[str, Any]:
     about: dict[str, Any] = {
         "site": traced.site(made[0]),
-        "class": node.op,
+        "class": node.shown_op,
         "name": node.name,
         "values": list(made),
     }

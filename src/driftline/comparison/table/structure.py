@@ -22,6 +22,7 @@ _NO_FLOW: Flow = {}
 _NO_SHAPES: Mapping[str, Shape] = {}
 _NO_COUNTS: Mapping[str, int] = {}
 _NO_ERRORS: Mapping[str, float] = {}
+_NO_SENTENCES: Mapping[str, str] = {}
 
 
 class Structure(NamedTuple):
@@ -32,12 +33,14 @@ class Structure(NamedTuple):
         weights: Shape of the weight of each module that holds one.
         inside: How many modules each module contains, at any depth.
         quantised: Relative error that integer arithmetic behind a float interface may have.
+        misread: Sites that read integers for other numbers than they were made of, and how.
     """
 
     flow: Flow = _NO_FLOW
     weights: Mapping[str, Shape] = _NO_SHAPES
     inside: Mapping[str, int] = _NO_COUNTS
     quantised: Mapping[str, float] = _NO_ERRORS
+    misread: Mapping[str, str] = _NO_SENTENCES
 
     def as_json(self) -> dict[str, JSON]:
         """The facts as JSON values; those that are not known are left out.
@@ -57,6 +60,8 @@ class Structure(NamedTuple):
             shown["inside"] = [[site, count] for site, count in self.inside.items()]
         if self.quantised:
             shown["quantised"] = [[site, error] for site, error in self.quantised.items()]
+        if self.misread:
+            shown["misread"] = [[site, sentence] for site, sentence in self.misread.items()]
         return shown
 
     @classmethod
@@ -80,6 +85,7 @@ class Structure(NamedTuple):
             },
             {str(site): int(count) for site, count in shown.get("inside", ())},
             {str(site): float(error) for site, error in shown.get("quantised", ())},
+            {str(site): str(sentence) for site, sentence in shown.get("misread", ())},
         )
 
 

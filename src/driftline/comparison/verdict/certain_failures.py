@@ -3,6 +3,7 @@
     the inputs differ           nothing that is computed of them can be judged
     codes that a module's code  positions, token ids and masks that a container hands to a part are
     hands on differ             wrong before any arithmetic
+    integers are misread        a node takes another scale or zero point than they were made with
     NaN or Inf                  on one side only, or nothing finite on either
     a wrong gradient arrives    the loss is another one; the model is not to blame
 
@@ -12,7 +13,7 @@ Reads judged rows, once, in their order; reads no tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
 from driftline.comparison.evidence.rules import BEYOND_OUTPUTS
@@ -20,7 +21,7 @@ from driftline.comparison.table.row import Row
 from driftline.comparison.tolerance.defaults import LIMITS, METRIC, coarsest
 from driftline.numerics.dtypes import DTYPES
 
-Kind: TypeAlias = Literal["inputs", "codes", "nonfinite", "gradient"]
+Kind: TypeAlias = Literal["inputs", "codes", "integers", "nonfinite", "gradient"]
 ROOTS = ("(root)", "", "(program)")
 """Names that different captures give to the model itself."""
 
@@ -34,6 +35,7 @@ _LOSS = 8.0
 """Times the error of the output that the gradient of a loss may have, where nothing tells more."""
 _MOST_NAMED = 4
 
+_NOTHING: Mapping[str, str] = {}
 _Moment: TypeAlias = tuple[int, int, int]
 """Rank, process, step."""
 
@@ -54,12 +56,26 @@ class CertainFailure(NamedTuple):
     sentence: str
 
 
-def certain_failure(rows: Iterable[Row]) -> CertainFailure | None:
-    """The first failure of this kind in the order of the list above; None if there is none."""
+def certain_failure(
+    rows: Iterable[Row], misread: Mapping[str, str] = _NOTHING
+) -> CertainFailure | None:
+    """The first failure of this kind in the order of the list above; None if there is none.
+
+    Args:
+        rows: The rows.
+        misread: Sites that read integers for other numbers than they were made of, and how.
+    """
     watch = _Watch()
+    reader: Row | None = None
     for row in rows:
         watch.take(row)
-    return watch.failure()
+        if misread and row.compared and row.key.site in misread:
+            reader = _earlier(reader, row)
+    failure = watch.failure()
+    if reader is None or (failure is not None and failure.kind in ("inputs", "codes")):
+        return failure
+    site = reader.key.site
+    return CertainFailure("integers", reader, site, f"'{site}' {misread[site]}")
 
 
 class _Watch:

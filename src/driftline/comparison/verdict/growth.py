@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from driftline.alignment.plan import Plan
 from driftline.comparison.table.structure import NO_STRUCTURE, Flow, Structure
-from driftline.comparison.tolerance.defaults import LIMITS, QUANTISED, coarsest
+from driftline.comparison.tolerance.defaults import LIMITS, QUANTISED, ROUNDINGS, coarsest
 from driftline.comparison.tolerance.tolerance import is_on_another_scale
 from driftline.comparison.verdict.dataflow import Transfer
 from driftline.comparison.verdict.module_kinds import module_facts
@@ -31,6 +31,7 @@ from driftline.comparison.verdict.sites import (
     parts_of,
 )
 from driftline.graphs.module_tree import ModuleNode, ModuleTree
+from driftline.graphs.sources.exported import exported_graph
 from driftline.runs.run import Run
 from driftline.runs.scope import scope_of
 
@@ -55,7 +56,39 @@ def structure_of(reference: Run, candidate: Run, plan: Plan) -> Structure:
     # takes long.
     flow: Flow = flow_of(reference, candidate, plan) if with_outputs - with_inputs else {}
     quantised = quantised_sites(reference, candidate)
-    return Structure(flow, facts.weights, facts.inside, quantised)
+    for site, error in with_containers(rounded_sites(candidate, plan)).items():
+        quantised[site] = max(quantised.get(site, 0.0), error)
+    misread = misread_sites(reference, candidate, plan)
+    return Structure(flow, facts.weights, facts.inside, quantised, misread)
+
+
+def misread_sites(reference: Run, candidate: Run, plan: Plan) -> dict[str, str]:
+    """Sites of the candidate that read integers for other numbers than they were made of."""
+    graph, other = exported_graph(candidate), exported_graph(reference)
+    if graph is None or not graph.misread:
+        return {}
+    # What both files do is what their author wanted.
+    intended = {sentence for *_, sentence in other.misread} if other is not None else set[str]()
+    compared = {pair.reference.key.site for pair in plan.pairs}
+    partner = {pair.candidate.key.site: pair.reference.key.site for pair in plan.pairs}
+    return {
+        (module if module in compared else partner.get(site, module or site)): sentence
+        for site, module, sentence in graph.misread
+        if sentence not in intended
+    }
+
+
+def rounded_sites(candidate: Run, plan: Plan) -> dict[str, float]:
+    """Relative error that rounding of weights explains, by the reference's names of sites."""
+    graph = exported_graph(candidate)
+    if graph is None or not graph.rounded:
+        return {}
+    errors: dict[str, float] = {}
+    for pair in plan.pairs:
+        if error := graph.rounded.get(pair.candidate.key.site):
+            site = pair.reference.key.site
+            errors[site] = max(errors.get(site, 0.0), ROUNDINGS * error)
+    return errors
 
 
 def quantised_sites(reference: Run, candidate: Run) -> dict[str, float]:

@@ -14,13 +14,19 @@ Widens limits, and never narrows one: a row that holds its own limit holds any o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from driftline.comparison.evidence.rules import GRADIENTS, is_bias
 from driftline.comparison.table.row import Row
 from driftline.comparison.table.table import is_spooled
-from driftline.comparison.tolerance.defaults import METRIC, QUANTISED
+from driftline.comparison.tolerance.defaults import (
+    METRIC,
+    QUANTISED,
+    ROUNDINGS,
+    rounding_to_steps,
+    step_of,
+)
 from driftline.comparison.tolerance.tolerance import (
     AS_CANCELLED,
     AS_ITS_GRADIENT,
@@ -175,11 +181,26 @@ def quantised_row(row: Row) -> str:
     return ""
 
 
+def quantised_limit(row: Row, code_type: str) -> float:
+    """Relative error that rounding to integers explains in a row.
+
+    With one scale it follows from that scale; with many, from the width of the integers.
+    """
+    step = max(step_of(row.reference_recipe), step_of(row.candidate_recipe))
+    count = math.prod(row.reference_shape or ())
+    if step and count and (norm := reference_norm(row)):
+        return ROUNDINGS * rounding_to_steps(step, count, norm)
+    return QUANTISED[code_type]
+
+
 class Quantised:
     """The reference's sites that are quantised on one side, by step."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[Row], rounded: Collection[str] = ()) -> None:
+        """rounded: Sites that compute with integers though what they take and give is floats."""
+        self._rounded = rounded
         self._known: dict[_Call, str] = {}
+        self._explained: dict[_Call, float] = {}
         # Known from what was counted while rows were written: none has codes.
         if is_spooled(rows) and not rows.has_recipes and rows.dtypes.isdisjoint(_CODES):
             return
@@ -193,6 +214,10 @@ class Quantised:
                 _sort(row.reference_dtype, row.reference_shape, row, _ours(row), codes, floats)
             elif code_type := quantised_row(row) or _against_float(row):
                 self._known.setdefault(_ours(row), code_type)
+                if row.key.port == "output" and step_of(row.candidate_recipe):
+                    explained = quantised_limit(row, code_type)
+                    before = self._explained.get(_ours(row), 0.0)
+                    self._explained[_ours(row)] = max(before, explained)
         if not codes and not any(row.candidate_dtype in _CODES for row in extra):
             return
         # Lone integers of the candidate stand under the candidate's names.
@@ -221,12 +246,16 @@ class Quantised:
     def sites(self) -> dict[str, float]:
         """Relative error that every such site may have."""
         allowed: dict[str, float] = {}
-        for (*_, site), code_type in self._known.items():
-            allowed[site] = max(allowed.get(site, 0.0), QUANTISED[code_type])
+        for call, code_type in self._known.items():
+            site = call[-1]
+            explained = self._explained.get(call, QUANTISED[code_type])
+            allowed[site] = max(allowed.get(site, 0.0), explained)
         return allowed
 
     def at(self, row: Row) -> str:
         """The integer type of a row's own site; empty for an ordinary one."""
+        if row.key.site in self._rounded:
+            return self._known.get(_ours(row), "int8")
         return self._known.get(_ours(row), "") if self._known else ""
 
 

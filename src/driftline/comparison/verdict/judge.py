@@ -51,6 +51,7 @@ from driftline.comparison.verdict.inheritance import (
     Inherited,
     Quantised,
     Unrelated,
+    quantised_limit,
     quantised_row,
     reference_norm,
 )
@@ -141,7 +142,7 @@ def _judge_table(table: Table, allowed: Tolerance, evidence: Evidence) -> Table:
     ordered = table.reference.ordered
     in_turn = is_spooled(table.rows) and table.rows.in_turn
     # Tensors of a file have no order: nothing is upstream of anything.
-    quantised = Quantised(table.rows) if ordered else None
+    quantised = Quantised(table.rows, table.structure.quantised) if ordered else None
     inherited = Unrelated() if quantised is None else Inherited(quantised, in_turn=in_turn)
     counts = RowCounts()
     # Counted while they pass by: a long table is read from its file once.
@@ -166,10 +167,13 @@ def _judge_table(table: Table, allowed: Tolerance, evidence: Evidence) -> Table:
     if quantised is not None and not allowed.explicit:
         structure = table.structure
         if integer_sites := quantised.sites():
-            merged = {**with_containers(integer_sites), **structure.quantised}
+            merged = {**with_containers(integer_sites)}
+            for site, error in structure.quantised.items():
+                # Steps of what a site makes, and those of its weights.
+                merged[site] = math.hypot(merged.get(site, 0.0), error)
             structure = structure._replace(quantised=merged)
         settled = SettledRows(rows, structure, evidence)
-        certain = settled.overruled(certain_failure(rows))
+        certain = settled.overruled(certain_failure(rows, structure.misread))
         if counts.failing or settled.may_differ or certain is not None:
             counts = RowCounts()
             rows = like_storage(rows, counts.watch(_with_certain(settled, certain)))
@@ -372,7 +376,9 @@ def _judge(
     # Steps of a scale, not of a float format, are what rounding is here.
     elif codes:
         column = columns.get(METRIC, Column(METRIC, "lower"))
-        judged = _held(row, column, QUANTISED[codes], f"{codes} with scales")
+        # Error that came in is on top of the steps; what the site adds is judged by steps alone.
+        limit = max(QUANTISED[codes], 2.0 * quantised_limit(row, codes))
+        judged = _held(row, column, limit, f"{codes} with scales")
     elif own is None or working is None:
         judged = row.judged("incomparable", "no limit is known for these dtypes")
     else:

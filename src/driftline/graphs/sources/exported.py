@@ -46,7 +46,11 @@ class ExportedGraph(NamedTuple):
         inside: Site of a value that is no longer computed → the fused node that contains it.
         weighted_nodes: Nodes that use weights, in the order of the exported file.
         folded_norms: Convolution with a folded batch norm → the node that computes both.
-        codes: Site of integer codes → name of the value, scale, zero point, and type in the file.
+        integers: Where integers were recorded → their scale and zero point.
+        rounded: Site → relative error that rounding of weights to integers explains there.
+        misread: Site and module of nodes that read integers for other numbers than they were made
+            of, and how.
+        reads: Name of a node of the exported file → the values that it reads, and those it makes.
         fusions: Nodes that contain several modules.
         makers: Site of any output of a node → the node.
     """
@@ -55,7 +59,10 @@ class ExportedGraph(NamedTuple):
     inside: Mapping[str, str]
     weighted_nodes: Sequence[Mapping[str, Any]] = ()
     folded_norms: Mapping[str, str] = {}
-    codes: Mapping[str, Any] = {}
+    integers: Mapping[Tensor, tuple[float, float]] = {}
+    rounded: Mapping[str, float] = {}
+    misread: Sequence[tuple[str, str, str]] = ()
+    reads: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
     fusions: Sequence[Fusion] = ()
     makers: Mapping[str, Mapping[str, Any]] = {}
 
@@ -89,14 +96,6 @@ class ExportedGraph(NamedTuple):
                 site_of[str(value)] = str(place)
         return site_of
 
-    def quantised(self) -> set[str]:
-        """Values that are rounded to integers.
-
-        A quantiser may remove the activation before the rounding, so a value of the same name may
-        differ from that of another graph.
-        """
-        return {str(about[0]) for about in map(listed, self.codes.values()) if about}
-
     def why(self, site: str) -> str:
         """The reason why a site is not computed; empty if unknown."""
         holder = self.inside.get(site)
@@ -129,7 +128,18 @@ def exported_graph(run: Run) -> ExportedGraph | None:
         {site: str(node) for site, node in inside.items()},
         [_object(work) for work in listed(data.get("works"))],
         _object(data.get("reworked")),
-        _object(data.get("codes")),
+        dict(map(_integers, listed(data.get("integers")))),
+        {
+            str(entry[0]): float(entry[1])
+            for entry in map(listed, listed(data.get("rounded")))
+            if len(entry) == 2 and isinstance(entry[1], int | float)
+        },
+        [
+            (str(entry[0]), str(entry[1]), str(entry[2]))
+            for entry in map(listed, listed(data.get("misread")))
+            if len(entry) == 3
+        ],
+        dict(_read(entry) for entry in listed(data.get("reads"))),
         [_fusion(_object(fusion)) for fusion in listed(data.get("fusions"))],
         {str(output): node for node in nodes.values() for output in listed(node.get("outputs"))},
     )
@@ -148,6 +158,18 @@ def _fusion(data: Mapping[str, Any]) -> Fusion:
             if _whole(entry[1])
         ),
     )
+
+
+def _integers(entry: object) -> tuple[Tensor, tuple[float, float]]:
+    site, visit, port, slot, scale, zero = (*listed(entry), "", 0, "", "", 0.0, 0.0)[:6]
+    numbers = [float(n) if isinstance(n, int | float) else 0.0 for n in (scale, zero)]
+    visit = visit if _whole(visit) else 0
+    return (str(site), visit, str(port), str(slot)), (numbers[0], numbers[1])
+
+
+def _read(entry: object) -> tuple[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    name, inputs, outputs = (*listed(entry), "", [], [])[:3]
+    return str(name), (tuple(map(str, listed(inputs))), tuple(map(str, listed(outputs))))
 
 
 def _whole(value: object) -> bool:
