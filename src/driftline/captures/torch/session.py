@@ -23,7 +23,7 @@ from driftline.captures.selection import Selection
 from driftline.captures.session import LEVELS, Adapter, Session, checked_levels
 from driftline.captures.torch.device import places
 from driftline.captures.torch.device.backend import TorchDeviceBackend
-from driftline.captures.torch.distributed import job_facts
+from driftline.captures.torch.distributed import continues_batch, job_facts
 from driftline.captures.torch.layers import STRUCTURE, compiled_graphs, module_tree, unwrapped
 from driftline.captures.torch.tensors import snapshot, undisturbed
 from driftline.runs.sinks import JSON
@@ -54,6 +54,7 @@ class StepClock(CommonClock):
             on_done,
             grad_enabled=torch.is_grad_enabled,
             optimizer=torch.optim.Optimizer,
+            continues_batch=continues_batch,
         )
 
 
